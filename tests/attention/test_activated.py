@@ -17,7 +17,9 @@ from torch.nn.attention import _fa3
 
 from trl_packfix.attention import choice, varlen
 from trl_packfix.attention.choice import activated_in_torch, choose_attention
-from trl_packfix.attention.kernels import CudaKernel, KernelError, attend_on_cuda, flash_on_cuda
+from trl_packfix.attention.flash import CudaKernel, flash_on_cuda
+from trl_packfix.attention.kernel_errors import KernelError
+from trl_packfix.attention.kernels import attend_on_cuda
 from trl_packfix.attention.runs import SharedRuns, attend_shared_on_cuda
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation.packed_model import LOOKS_UP, PackedModel

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from trl_packfix.attention import choice as attention
-from trl_packfix.attention import kernels, varlen
+from trl_packfix.attention import flash, varlen
 from trl_packfix.attention.choice import AttentionChoice, select_attention, set_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.packed_forward import packed_forwards
@@ -467,9 +467,9 @@ def test_dropout_elsewhere_leaves_the_kernels_in_torch(tiny_model, cuda):
 @pytest.fixture
 def asked():
     """Forgets what the environment answered, before and after; a call does so in between."""
-    kernels._environment_problem.cache_clear()
-    yield lambda: (kernels._environment_problem.cache_clear(), attention.cuda_varlen_problem())[1]
-    kernels._environment_problem.cache_clear()
+    flash._environment_problem.cache_clear()
+    yield lambda: (flash._environment_problem.cache_clear(), attention.cuda_varlen_problem())[1]
+    flash._environment_problem.cache_clear()
 
 
 def test_cuda_varlen_problem(asked, monkeypatch):

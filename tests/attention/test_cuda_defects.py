@@ -15,7 +15,7 @@ from trl_packfix import check_isolation
 from trl_packfix.attention import choice as choosing
 from trl_packfix.attention.choice import choose_attention, head_dim
 from trl_packfix.attention.forwards import _flash_attentions
-from trl_packfix.attention.kernels import KernelError
+from trl_packfix.attention.kernel_errors import KernelError
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.isolation import packed_model as packing
 from trl_packfix.isolation import search, tracing

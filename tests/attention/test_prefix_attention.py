@@ -14,10 +14,11 @@ from test_attention import MODELS, largest_gradient_error
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from trl_packfix.attention import kernels, runs, varlen
+from trl_packfix.attention import flash, runs, varlen
 from trl_packfix.attention.choice import select_attention
+from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.kernels import math_attention, visible_keys
+from trl_packfix.attention.kernels import math_attention
 from trl_packfix.attention.packed_forward import PackedForward, entered, packed_forwards
 from trl_packfix.attention.runs import SharedRuns, attend_shared_on_cpu, attend_shared_on_cuda
 from trl_packfix.attention.varlen import _lengths_from_positions, varlen_attention
@@ -90,7 +91,7 @@ def short_tiles():
     """So that the runs of these tests have several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "FLASH_TILE", 4)
-        patch.setattr(kernels, "CUDA_DTYPES", (torch.bfloat16, torch.float16, torch.float64))
+        patch.setattr(flash, "CUDA_DTYPES", (torch.bfloat16, torch.float16, torch.float64))
         yield
 
 
@@ -199,7 +200,7 @@ def test_gradients_of_shared_keys_are_summed_in_fp32(monkeypatch):
 
     right = error(attend_shared_on_cuda)
     assert 0 < error(attend_shared_on_cpu) < 2 * right < 0.02
-    monkeypatch.setattr(kernels, "_add", in_bfloat16)
+    monkeypatch.setattr(flash, "_add", in_bfloat16)
     assert error(attend_shared_on_cuda) > 3 * right
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from trl_packfix.attention import kernels, tower_attention, varlen
+from trl_packfix.attention import flash, tower_attention, varlen
 from trl_packfix.attention.tower_attention import REPLACED, TOWER_ATTENTION, set_tower_attention, tower_configs
 from trl_packfix.isolation.packed_model import PackedModel
 
@@ -51,7 +51,7 @@ def test_outputs_and_gradients_are_those_of_sdpa(family, device, monkeypatch):
     with StrictVarlen() as strict:
         if device == "kernel":  # as on CUDA
             monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
-            for module in (kernels, tower_attention):
+            for module in (flash, tower_attention):
                 monkeypatch.setattr(module, "CUDA_DTYPES", (torch.float64,))
         found = outcome(ours, args, kwargs)
     for mine, theirs in zip(found, wanted, strict=True):

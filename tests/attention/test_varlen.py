@@ -15,15 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from trl_packfix import check_isolation
-from trl_packfix.attention import choice, kernels, varlen
-from trl_packfix.attention.kernels import (
-    KernelError,
-    attend_by_document,
-    attend_on_cpu,
-    attend_on_cuda,
-    chunk_bounds,
-    visible_keys,
-)
+from trl_packfix.attention import choice, flash, kernels, varlen
+from trl_packfix.attention.flash import visible_keys
+from trl_packfix.attention.kernel_errors import KernelError
+from trl_packfix.attention.kernels import attend_by_document, attend_on_cpu, attend_on_cuda, chunk_bounds
 from trl_packfix.attention.packed_forward import PackedForward, packed_forwards
 from trl_packfix.attention.varlen import OwnMaskError, varlen_attention, varlen_mask
 from trl_packfix.isolation.packed_model import PackedModel
@@ -138,7 +133,7 @@ def test_rounding_is_that_of_sdpa(dtype, window, sinks):
         return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True) if a is not None]
 
     def mask():
-        return torch.block_diag(*[kernels.visible_keys(n, n, window, device="cpu") for n in LENGTHS])
+        return torch.block_diag(*[flash.visible_keys(n, n, window, device="cpu") for n in LENGTHS])
 
     ours = error(
         lambda q, k, v, s=None: attend_on_cpu(q, k, v, LENGTHS, sinks=s, **options),
@@ -343,7 +338,7 @@ def fake_flash_operators(monkeypatch):
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [None, 7, 1000])
 def test_cuda_kernel_translates_exactly(fake_flash_operators, monkeypatch, window, sinks):
-    monkeypatch.setattr(kernels, "CUDA_DTYPES", (torch.float64,))  # so that exactness can be seen
+    monkeypatch.setattr(flash, "CUDA_DTYPES", (torch.float64,))  # so that exactness can be seen
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
     inputs = random_inputs(head_dim=6, value_dim=5, sinks=sinks)
 
@@ -372,7 +367,7 @@ def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
 
 def test_chunks_reach_the_cuda_kernel(fake_flash_operators, monkeypatch):
     """Documents longer than a chunk of Llama 4, which its mask alone knows; nothing is read from the device."""
-    monkeypatch.setattr(kernels, "CUDA_DTYPES", (torch.float64,))
+    monkeypatch.setattr(flash, "CUDA_DTYPES", (torch.float64,))
     monkeypatch.setattr(varlen, "runs_flash", lambda *args, **kwargs: True)
 
     class Config:
@@ -448,7 +443,7 @@ def test_the_cuda_kernels_refuse_fp32():
 
 def test_gemma_4_is_flash_where_it_can_be(fake_flash_operators, tiny_model, monkeypatch):
     """The whole model as on CUDA: its full layers have wider heads than the kernels take, its other layers do not."""
-    monkeypatch.setattr(kernels, "CUDA_DTYPES", (torch.float32,))
+    monkeypatch.setattr(flash, "CUDA_DTYPES", (torch.float32,))
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
     heads = set()
 

@@ -12,14 +12,9 @@ from torch import nn
 
 from trl_packfix.attention import runs
 from trl_packfix.attention.choice import cuda_varlen_problem, select_attention
+from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.kernels import (
-    attend_by_document,
-    attend_on_cpu,
-    attend_on_cuda,
-    math_attention,
-    visible_keys,
-)
+from trl_packfix.attention.kernels import attend_by_document, attend_on_cpu, attend_on_cuda, math_attention
 from trl_packfix.attention.runs import SharedRuns, attend_shared_on_cpu, attend_shared_on_cuda
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.data.collator import PackedDataCollator

@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from trl_packfix import PackingLeakError, check_isolation
 from trl_packfix.attention import choice, varlen
 from trl_packfix.attention.choice import own_attention, set_attention
-from trl_packfix.attention.kernels import OwnAttentionError
+from trl_packfix.attention.kernel_errors import OwnAttentionError
 from trl_packfix.attention.masked import MASKED_NAME
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.isolation.packed_model import PackedModel

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from .kernels import MAX_CUDA_HEAD_DIM, ROWS_PER_DOCUMENT, capability_problem, cuda_varlen_problem
+from .flash import MAX_CUDA_HEAD_DIM, ROWS_PER_DOCUMENT, capability_problem, cuda_varlen_problem
 from .masked import own_in_packs
 from .models import base_model, head_counts, layer_configs, text_config
 from .varlen import ATTENTION_NAME
@@ -141,7 +141,7 @@ def default_attention(model: nn.Module) -> str:
 def activated_in_torch() -> str | None:
     """What the user put in the place of torch's FlashAttention-2 kernels, such as "FA3"; None if nothing.
 
-    `kernels.CudaKernel` calls the same operators and runs on it. torch 2.10 has no such switch.
+    `flash.CudaKernel` calls the same operators and runs on it. torch 2.10 has no such switch.
     """
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return None if current is None else current()

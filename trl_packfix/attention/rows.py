@@ -25,17 +25,19 @@ class Axes(NamedTuple):
     batch: int | None
 
 
-def group_by_length(lengths: list[int], budget: float) -> list[list[int]]:
+def group_by_length(lengths: list[int], budget: float, pads: bool = True) -> list[list[int]]:
     """Group documents by length, longest first, with at most `budget` padded tokens per group.
 
-    The groups hold indices into `lengths`. A document longer than the budget is a group by itself.
+    The groups hold indices into `lengths`. A document longer than the budget is a group by itself. With `pads=False`
+    those of a group have one length.
 
     >>> group_by_length([3, 9, 4, 2], budget=12)
     [[1], [2, 0, 3]]
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= budget:
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and (len(groups[-1]) + 1) * longest <= budget and (pads or lengths[i] == longest):
             groups[-1].append(i)
         else:
             groups.append([i])
@@ -100,9 +102,10 @@ class DocumentRows:
         device: where the tensors are.
         budget: maximum of padded tokens per group. 0: one group per document; infinity: one group for all.
         padding: tokens of padding behind the longest row of each group.
+        pads: False groups documents of one length only.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device, budget: float, *, padding: int = 0):
+    def __init__(self, lengths: list[int], device: torch.device, budget: float, *, padding: int = 0, pads: bool = True):
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
@@ -111,7 +114,7 @@ class DocumentRows:
         place = torch.empty(self.num_tokens, dtype=torch.int64)  # of each token, in the batches laid end to end
         shared = torch.empty(self.num_tokens, dtype=torch.int64)  # the same where all rows of a batch share one
         end = shared_end = 0
-        for members in group_by_length(lengths, budget):
+        for members in group_by_length(lengths, budget, pads):
             longest = lengths[members[0]] + padding
             steps = torch.arange(longest)
             source = [starts[i] + steps.clamp(max=lengths[i] - 1) for i in members]

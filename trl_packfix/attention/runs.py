@@ -29,8 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .kernels import (
-    FLASH_TILE,
+from .flash import (
     CpuFlash,
     CudaKernel,
     FlashAttention,
@@ -38,10 +37,10 @@ from .kernels import (
     FlashCalls,
     WindowMasks,
     flash_on_cuda,
-    only_if_shorter,
     pad_head_dim,
     tiles,
 )
+from .kernels import FLASH_TILE, only_if_shorter
 
 # What the copied keys and values of one launch on CUDA may take, with their gradients in backward. One layer at a time.
 COPIED_BYTES = 2**30

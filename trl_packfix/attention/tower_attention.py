@@ -25,7 +25,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .kernels import CUDA_DTYPES, CudaKernel, KernelError, attend_in_rows, flash_on_cuda, is_device_error
+from .flash import CUDA_DTYPES, CudaKernel, flash_on_cuda
+from .kernel_errors import KernelError, is_device_error
+from .kernels import attend_in_rows
 from .models import towers
 from .varlen import cast, runs_flash
 
@@ -133,6 +135,24 @@ def set_tower_attention(model: PreTrainedModel, name: str) -> None:
     for config in tower_configs(model):
         if config._attn_implementation in (TOWER_ATTENTION, REPLACED):
             config._attn_implementation = name
+
+
+def has_tower_attention(model: PreTrainedModel) -> bool:
+    return any(config._attn_implementation == TOWER_ATTENTION for config in tower_configs(model))
+
+
+def note_on_towers(model: PreTrainedModel, takes: bool, why_not: str) -> str:
+    """What the report says about vision towers: whether this attention `takes` them, or `why_not`."""
+    names = {config._attn_implementation for config in tower_configs(model)}
+    if takes and names & {REPLACED, TOWER_ATTENTION}:
+        return f"; vision tower on {TOWER_ATTENTION}, all images of a pack together"
+    slow = [name for name in sorted(names) if name is not None and "flash" not in name]
+    if not slow:
+        return ""
+    return (
+        f"; vision tower on {slow[0]}, image by image: {why_not} "
+        "(attn_implementation='flash_attention_2' for the whole model avoids it)"
+    )
 
 
 @contextmanager

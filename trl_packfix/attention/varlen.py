@@ -26,18 +26,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from .exchange import HeadExchange
+from .flash import CUDA_DTYPES, MAX_CUDA_HEAD_DIM, cuda_varlen_problem, kernel_head_dim
+from .kernel_errors import OwnAttentionError
 from .kernels import (
-    CUDA_DTYPES,
-    MAX_CUDA_HEAD_DIM,
     Options,
-    OwnAttentionError,
     attend_by_document,
     attend_on_cpu,
     attend_on_cuda,
     attend_on_cuda_by_length,
     chunk_bounds,
-    cuda_varlen_problem,
-    kernel_head_dim,
     math_in_tiles,
 )
 from .packed_forward import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
@@ -87,9 +84,7 @@ def varlen_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: `query` (1, H, T, D), `key` and `value` (1, G, T, D) -> ((1, T, H, D), None).
 
-    Boundaries come from `cu_seq_lens_q`, else from the packed forward that is running, else from `position_ids` that
-    restart at 0 in each document. A `sliding_window` of w tokens includes the query. `s_aux` (H,) holds the attention
-    sinks of gpt_oss.
+    A `sliding_window` of w tokens includes the query. `s_aux` (H,) holds the attention sinks of gpt_oss.
 
     Raises:
         OwnAttentionError: an argument is not in `KNOWN_ARGUMENTS`, or a packed call is not causal or has a bias.
@@ -106,7 +101,12 @@ def varlen_attention(
     running = running_forward()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: Options = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
-    if not _is_packed(module, attention_mask, kwargs, running=running):
+    if running is not None and running.rows is not None:
+        # In a repaired module each row is one document: with an attention mask this is a normal unpacked call.
+        is_packed = attention_mask is None and _is_causal(module, kwargs)
+    else:
+        is_packed = module.training or running is not None or kwargs.get("cu_seq_lens_q") is not None
+    if not is_packed:
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         query, key, value = cast(module, query, key, value)
@@ -120,24 +120,16 @@ def varlen_attention(
         kwargs = {name: argument for name, argument in kwargs.items() if name not in BOUNDARIES}
     _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running)
     query, key, value = cast(module, query, key, value)
-    if running is None or running.degree == 1:
-        out = _attend(module, query, key, value=value, kwargs=kwargs, running=running, **options)
-        return out.transpose(1, 2).reshape(batch, -1, *out.shape[1::2]).contiguous(), None
-    _check_part(module, query, running, dropout=dropout)
-    exchange = HeadExchange(query.shape[1], key.shape[1], running.degree)
-    query, key, value = exchange.to_heads(query, key, value)
-    options["sinks"] = None if s_aux is None else s_aux[exchange.heads]
+    exchange = None
+    if running is not None and running.degree > 1:
+        _check_part(module, query, running, dropout=dropout)
+        exchange = HeadExchange(query.shape[1], key.shape[1], running.degree)
+        query, key, value = exchange.to_heads(query, key, value)
+        options["sinks"] = None if s_aux is None else s_aux[exchange.heads]
     out = _attend(module, query, key, value=value, kwargs=kwargs, running=running, **options)
-    return exchange.to_tokens(out), None
-
-
-def _is_packed(
-    module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any], *, running: PackedForward | None
-) -> bool:
-    if running is not None and running.rows is not None:
-        # In a repaired module each row is one document: with an attention mask this is a normal unpacked call.
-        return attention_mask is None and _is_causal(module, kwargs)
-    return module.training or running is not None or kwargs.get("cu_seq_lens_q") is not None
+    if exchange is not None:
+        return exchange.to_tokens(out), None
+    return out.transpose(1, 2).reshape(batch, -1, *out.shape[1::2]).contiguous(), None
 
 
 def _attend(
@@ -153,14 +145,14 @@ def _attend(
     """Attention within each document of a pack: (1, H, T, D), for all its tokens."""
     options["window"], chunk = _local_pattern(module, kwargs)
     dropout, softcap = options["dropout"], options["softcap"]
-    of_flash: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
+    flash: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
     shared = None if running is None else running.shared
     is_flash = runs_flash(query, value, softcap, dropout=dropout)
     if shared is not None and is_flash:
-        return attend_shared_on_cuda(query, key, value, shared, chunk=chunk, **of_flash)
+        return attend_shared_on_cuda(query, key, value, shared, chunk=chunk, **flash)
     if shared is not None:
         _check_shared(module, query, shared, dropout=dropout, softcap=softcap)
-        return attend_shared_on_cpu(query, key, value, shared, chunk=chunk, **of_flash)
+        return attend_shared_on_cpu(query, key, value, shared, chunk=chunk, **flash)
     num_tokens = query.shape[2]
     if not is_flash:
         lengths = _document_lengths(kwargs, running, num_tokens)
@@ -173,8 +165,8 @@ def _attend(
         bounds = chunk_bounds(cu_seq_lens[0], num_tokens, chunk)
         cu_seq_lens, max_lengths = (bounds, bounds), (chunk, chunk)
     if running is not None and running.launches and cu_seq_lens[0] is running.cu_seq_lens_q:
-        return attend_on_cuda_by_length(query, key, value, running.slices, **of_flash)
-    return attend_on_cuda(query, key, value, cu_seq_lens, max_lengths, **of_flash)
+        return attend_on_cuda_by_length(query, key, value, running.slices, **flash)
+    return attend_on_cuda(query, key, value, cu_seq_lens, max_lengths, **flash)
 
 
 def varlen_mask(
@@ -306,14 +298,12 @@ def _check_part(module: nn.Module, query: Tensor, running: PackedForward, *, dro
 def _check_shared(
     module: nn.Module, query: Tensor, shared: SharedRuns, *, dropout: float, softcap: float | None
 ) -> None:
-    if softcap is not None:
-        feature = f"softcap={softcap}"
-    elif dropout > 0:
-        feature = f"dropout={dropout}"
-    elif query.device.type != "cpu":
-        feature = f"heads of {query.shape[3]} dimensions on {query.device.type!r}, for which there is no flash kernel"
-    else:
+    device = query.device.type
+    if softcap is None and dropout == 0 and device == "cpu":
         return
+    feature = f"dropout={dropout}" if dropout > 0 else f"softcap={softcap}"
+    if softcap is None and dropout == 0:
+        feature = f"heads of {query.shape[3]} dimensions on {device!r}, for which there is no flash kernel"
     raise ValueError(
         f"A pack of {len(shared.cu_seq_lens[0]) - 1} runs whose documents share prefixes came to a "
         f"{type(module).__name__} with {feature}. Attention that looks up shared keys runs on flash kernels, and has "
@@ -451,10 +441,8 @@ def _unpacked_math(
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     if query.dtype in CUDA_DTYPES and runs_flash(query, value, options["softcap"], dropout=options["dropout"]):
         bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
-        longest = (num_queries, num_queries)
-        out = attend_on_cuda(
-            query, key, value, (bounds, bounds), longest, scale=options["scale"], sinks=options["sinks"]
-        )
+        longest, scale, sinks = (num_queries, num_queries), options["scale"], options["sinks"]
+        out = attend_on_cuda(query, key, value, (bounds, bounds), longest, scale=scale, sinks=sinks)
     else:
         attend = attend_on_cpu if query.device.type == "cpu" else attend_by_document
         out = attend(query, key, value, [num_queries] * batch, **options)

@@ -58,7 +58,7 @@ class CheckResult:
     @property
     def right(self) -> bool:
         """Whether packed training equals unpacked training on this model."""
-        return self.in_training.isolated and self.in_training.equal
+        return self.in_training.passed
 
     def to_dict(self) -> dict[str, Any]:
         return finite(asdict(self) | {"right": self.right})
@@ -227,7 +227,7 @@ def _load(
 
 
 def _verdict(in_training: IsolationReport, is_unpacked: bool) -> str:
-    if in_training.isolated and in_training.equal:
+    if in_training.passed:
         return "UNPACKED" if is_unpacked else "REPAIRED" if in_training.repaired else "PACKED"
     if in_training.error is not None:
         return "REFUSED"

@@ -26,7 +26,7 @@ from ..attention.exchange import make_groups
 from ..attention.forwards import mark_packed_forwards
 from ..attention.models import has_attention, text_config
 from ..attention.varlen import ATTENTION_NAME
-from .image_probe import ImageProbe, ImageSource
+from .image_probe import ImageProbe, ImageSource, make_probe
 from .isolation_report import MAX_NOISE, IsolationReport
 from .prefix_probe import ImagePrefixProbe, PrefixProbe
 from .probe import LENGTHS, SPARE, CannotRun, Probe, distance, exact
@@ -80,12 +80,7 @@ def check_isolation(
     (True, True)
     """
     make_groups((degree,))
-    probe: Probe = (
-        Probe(model, degree, user_attention)
-        if images is None
-        else ImageProbe(model, images, degree, user_attention=user_attention)
-    )
-    return _check(probe, max_length)
+    return _check(make_probe(model, images, degree, user_attention=user_attention), max_length)
 
 
 def _check(probe: Probe, max_length: int | None) -> IsolationReport:
@@ -217,7 +212,7 @@ def judge(probe: Probe, max_length: int | None, with_images: bool = False) -> tu
         degree=probe.degree,
         reads_ahead=probe.reads_ahead,
     )
-    if report.isolated and report.equal:
+    if report.passed:
         return report, None
     return report, leak if not report.isolated else odd
 

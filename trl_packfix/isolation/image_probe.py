@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention.exchange import group_of
 from .probe import Examples, Probe
@@ -121,3 +121,12 @@ class ImageProbe(Probe):
         finally:
             for module in training:
                 module.training = True
+
+
+def make_probe(
+    model: nn.Module, images: ImageSource | None, degree: int = 1, *, user_attention: str | None = None
+) -> Probe:
+    """A probe of documents of text and, with `images`, of documents with images."""
+    if images is None:
+        return Probe(model, degree, user_attention)
+    return ImageProbe(model, images, degree, user_attention=user_attention)

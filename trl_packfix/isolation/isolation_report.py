@@ -65,6 +65,11 @@ class IsolationReport:
     reads_ahead: bool = False
     runs_unpacked: bool = True
 
+    @property
+    def passed(self) -> bool:
+        """Whether documents are isolated and equal to themselves alone."""
+        return self.isolated and self.equal
+
     def summary(self) -> str:
         """The result in one line."""
         if self.error is not None:
@@ -97,7 +102,7 @@ class IsolationReport:
 
         `on_leak` is what has been tried, as in `SFTConfig`. The message names the remaining options.
         """
-        if self.isolated and self.equal:
+        if self.passed:
             return
         remedy = "Set `packing=False` and `padding_free=False`."
         if self.degree > 1:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,23 +13,23 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.choice import AttentionChoice, choose_attention, dropped_weights, own_attention, set_attention
 from ..attention.forwards import ModelHooks, PackedForwardGuard
-from ..attention.kernels import KernelError, OwnAttentionError
+from ..attention.kernel_errors import KernelError, OwnAttentionError
 from ..attention.masked import own_in_packs
 from ..attention.models import base_model, has_attention, text_config
 from ..attention.tower_attention import (
     REPLACED,
     TOWER_ATTENTION,
     TowerAttentionError,
+    has_tower_attention,
+    note_on_towers,
     set_tower_attention,
-    tower_configs,
 )
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
 from .check_isolation import check_isolation, check_prefixes
-from .image_probe import ImageProbe, ImageSource
+from .image_probe import ImageSource, make_probe
 from .image_unpacking import UnpackedImages
 from .isolation_report import IsolationReport, PackingLeakError
-from .probe import Probe
 from .repair import Repair
 from .search import RepairSearch, agreed
 from .unpacking import UnpackedForward
@@ -89,16 +90,26 @@ class PackedModel:
         self._choose()
 
     def _choose(self) -> None:
+        choice = partial(
+            choose_attention,
+            self.model,
+            self.enforce_flash_attention,
+            self.dtype,
+            device_type=self.device_type,
+            refusals={name: why for name, why in self._refusals.items() if name != TOWER_ATTENTION},
+        )
         needs_varlen = self._needs_varlen
         if needs_varlen == LOOKS_UP:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                loses_flash = self._choice(None).is_flash and not self._choice(needs_varlen).is_flash
-            if loses_flash:
-                needs_varlen = None  # flash attention gains more than shared prefixes
-        self.attention = self._choice(needs_varlen)
-        if (note := self._note_on_towers()) is not None:
-            self.attention = replace(self.attention, reason=f"{self.attention.reason}; {note}")
+                if choice().is_flash and not choice(needs_varlen=needs_varlen).is_flash:
+                    needs_varlen = None  # flash attention gains more than shared prefixes
+        self.attention = choice(needs_varlen=needs_varlen)
+        if self.images is not None:
+            why = "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
+            why = self._refusals.get(TOWER_ATTENTION, why)
+            note = note_on_towers(base_model(self.model), self._takes_towers, why)
+            self.attention = replace(self.attention, reason=self.attention.reason + note)
         self.isolation: IsolationReport | None = None
         fed = [module for hooks in self.own_hooks for module in hooks.fed]
         self._guard = PackedForwardGuard(base_model(self.model), fed)
@@ -115,37 +126,10 @@ class PackedModel:
         """Whether vision towers that hand over the boundaries of their images run on our attention."""
         return self.images is not None and self.enforce_flash_attention and TOWER_ATTENTION not in self._refusals
 
-    def _note_on_towers(self) -> str | None:
-        """What the report says about vision towers that would call attention image by image."""
-        configs = [] if self.images is None else tower_configs(base_model(self.model))
-        names = {config._attn_implementation for config in configs}
-        if self._takes_towers and names & {REPLACED, TOWER_ATTENTION}:
-            return f"vision tower on {TOWER_ATTENTION}, all images of a pack together"
-        slow = [name for name in sorted(names) if name is not None and "flash" not in name]
-        if not slow:
-            return None
-        why = self._refusals.get(TOWER_ATTENTION) or (
-            "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
-        )
-        return (
-            f"vision tower on {slow[0]}, image by image: {why} (attn_implementation='flash_attention_2' for the whole "
-            "model avoids it)"
-        )
-
-    def _choice(self, needs_varlen: str | None) -> AttentionChoice:
-        return choose_attention(
-            self.model,
-            self.enforce_flash_attention,
-            self.dtype,
-            device_type=self.device_type,
-            refusals={name: why for name, why in self._refusals.items() if name != TOWER_ATTENTION},
-            needs_varlen=needs_varlen,
-        )
-
     @property
     def is_proved(self) -> bool:
         """Whether the last probe found documents isolated and equal to themselves alone."""
-        return self.isolation is not None and _is_right(self.isolation)
+        return self.isolation is not None and self.isolation.passed
 
     @property
     def is_unpacked(self) -> bool:
@@ -176,7 +160,7 @@ class PackedModel:
             self._repair(wrapped)
         if not self.is_proved and self.on_leak != "raise" and self._unpacked is None:
             self._unpack()
-            self.isolation = self._check(wrapped)
+            self.isolation = self._report(wrapped)
             reason = f"UNPACKED, documents as rows of padded batches, because {report.summary()}"
             self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=reason)
         return self.isolation
@@ -186,12 +170,12 @@ class PackedModel:
         report = self._on_kernels(wrapped)
         name = self.attention.name
         flash_attn = name if "flash" in name and name != self.attention.previous else None
-        for kernel in (flash_attn, TOWER_ATTENTION if self._has_own_towers else None):
-            if kernel is None or _is_right(report):
+        for kernel in (flash_attn, TOWER_ATTENTION if has_tower_attention(base_model(self.model)) else None):
+            if kernel is None or report.passed:
                 continue
             self._use(kernel, refusal=report.summary())
             without = self._on_kernels(wrapped)
-            if _is_right(without):
+            if without.passed:
                 return without
             self._use(kernel)  # the defect is elsewhere
         return report
@@ -200,18 +184,14 @@ class PackedModel:
         """Probe packs on the first kernels that do not refuse the model."""
         while True:
             try:
-                return self._check(wrapped)
+                return self._report(wrapped)
             except TowerAttentionError as error:
                 self._use(TOWER_ATTENTION, refusal=" ".join(str(error).split()))
             except KernelError as error:  # the same on all ranks: it depends on the model, the dtype and the device
                 self._choose_another(error)
 
-    @property
-    def _has_own_towers(self) -> bool:
-        return any(config._attn_implementation == TOWER_ATTENTION for config in tower_configs(base_model(self.model)))
-
     def _use(self, kernel: str, refusal: str | None = None) -> None:
-        """Use flash-attn, or our attention in vision towers; with `refusal`, why, do without it."""
+        """Use an attention or, with `refusal`, why, do without it."""
         self.rest()
         if refusal is None:
             del self._refusals[kernel]
@@ -226,24 +206,20 @@ class PackedModel:
         cause = error.cause if isinstance(error, OwnAttentionError) else None  # then the model keeps its own
         if not self.enforce_flash_attention or (name == ATTENTION_NAME and cause is None):
             raise error
-        self.rest()
-        self._refusals[name] = reason if cause is None else cause
-        self._choose()
+        self._use(name, refusal=cause or reason)
         if self.attention.name == name:
+            self.rest()
             raise error
+        text = (
+            f"attention {name!r} cannot compute this model: {reason} {self.attention.name!r} is used for packed "
+            "batches instead. Set attn_implementation to another kernel if you have one that can."
+        )
         if cause is not None:
-            warnings.warn(
+            text = (
                 f"packs keep the model's own attention, {self.attention.name!r}, with a mask of T x T entries for a "
-                f"pack of T tokens: {cause}. Set a smaller max_length if memory is short.",
-                stacklevel=2,
+                f"pack of T tokens: {cause}. Set a smaller max_length if memory is short."
             )
-        else:
-            warnings.warn(
-                f"attention {name!r} cannot compute this model: {reason} {self.attention.name!r} is used for packed "
-                "batches instead. Set attn_implementation to another kernel if you have one that can.",
-                stacklevel=2,
-            )
-        self.attend()
+        warnings.warn(text, stacklevel=2)
 
     def prove_degree(self, wrapped: nn.Module, degree: int) -> IsolationReport:
         """Probe the model with `degree` ranks that share each pack. `prove` must have passed; nothing is repaired.
@@ -265,25 +241,17 @@ class PackedModel:
                 "between ranks, and everything else sees a part of the pack. Set `tokens_per_rank=None` (documents are "
                 "then at most as long as one rank can train)."
             )
-        report = self._check_parts(wrapped, degree)
+        report = self._report(wrapped, degree)
         report.raise_if_leaking(self.on_leak)
         if self.prefixes_are_proved:
-            shared = self._check_prefixes(wrapped, degree)
-            if not _is_right(shared):
+            shared = self._report(wrapped, degree, of_prefixes=True)
+            if not shared.passed:
                 raise PackingLeakError(
                     f"Documents that share prefixes were packed, {degree} ranks shared the pack, and "
                     f'{shared.summary()}. Each of the two alone has passed. Set `share_prefixes="off"` or '
                     "`tokens_per_rank=None`."
                 )
         self._proved_degrees[degree] = report
-        return report
-
-    def _check_parts(self, wrapped: nn.Module, degree: int) -> IsolationReport:
-        """Probe packs that so many ranks share."""
-        report = check_isolation(
-            wrapped, self.max_length, degree, images=self.images, user_attention=self.attention.previous
-        )
-        agreed((report.isolated, report.equal))
         return report
 
     def prove_prefixes(self, wrapped: nn.Module) -> str | None:
@@ -297,19 +265,12 @@ class PackedModel:
             reason = "attention drops weights: " + ", ".join(f"`{name}={rate}`" for name, rate in rates.items())
         if reason is None:
             try:
-                report = self._check_prefixes(wrapped)
-                reason = None if _is_right(report) else f"where documents share prefixes, {report.summary()}"
+                report = self._report(wrapped, of_prefixes=True)
+                reason = None if report.passed else f"where documents share prefixes, {report.summary()}"
             except KernelError as error:
                 reason = f"where documents share prefixes, {' '.join(str(error).split())}"
         self.prefixes_are_proved = reason is None
         return reason
-
-    def _check_prefixes(self, wrapped: nn.Module, degree: int = 1) -> IsolationReport:
-        report = check_prefixes(
-            wrapped, self.max_length, degree, images=self.images, user_attention=self.attention.previous
-        )
-        agreed((report.isolated, report.equal))
-        return report
 
     def _cannot_share(self) -> str | None:
         """Why neither ranks nor documents can share with this model as it was proved; None if they may."""
@@ -321,8 +282,10 @@ class PackedModel:
             return f"the attention of the model is {self.attention.name!r}: {self.attention.reason}"
         return None
 
-    def _check(self, wrapped: nn.Module) -> IsolationReport:
-        report = check_isolation(wrapped, self.max_length, images=self.images, user_attention=self.attention.previous)
+    def _report(self, wrapped: nn.Module, degree: int = 1, *, of_prefixes: bool = False) -> IsolationReport:
+        """The report of a probe, the same on all ranks."""
+        check = check_prefixes if of_prefixes else check_isolation
+        report = check(wrapped, self.max_length, degree, images=self.images, user_attention=self.attention.previous)
         agreed((report.isolated, report.equal))
         return replace(report, repaired=self.repaired)
 
@@ -332,12 +295,7 @@ class PackedModel:
         for name in dict.fromkeys((self.attention.name, own)):
             if name != self.attention.name:
                 set_attention(self.model, name)
-            user_attention = self.attention.previous
-            probe = (
-                Probe(wrapped, user_attention=user_attention)
-                if self.images is None
-                else ImageProbe(wrapped, self.images, user_attention=user_attention)
-            )
+            probe = make_probe(wrapped, self.images, user_attention=self.attention.previous)
             self._search = search = RepairSearch(probe, self._guard, self.max_length)
             try:
                 with probe.undisturbed():
@@ -345,9 +303,9 @@ class PackedModel:
             except OwnAttentionError:
                 search.give_up()
                 continue
-            if self.images is not None and report.isolated and report.equal:
-                report = self._check(wrapped)  # the search repairs and tests documents of text
-            if report.isolated and report.equal:
+            if self.images is not None and report.passed:
+                report = self._report(wrapped)  # the search repairs and tests documents of text
+            if report.passed:
                 self.isolation = replace(report, repaired=search.repairs)
                 if name != self.attention.name:
                     reason = f"the model's own, because {self.attention.name} does not support its masks"
@@ -429,10 +387,6 @@ class PackedModel:
         finally:
             if not attended:
                 self.rest()
-
-
-def _is_right(report: IsolationReport) -> bool:
-    return report.isolated and report.equal
 
 
 def prepare_for_packing(

@@ -20,7 +20,7 @@ from torch.autograd import Variable
 
 from ..attention.choice import own_attention, set_attention
 from ..attention.forwards import ModelHooks
-from ..attention.kernels import KernelError
+from ..attention.kernel_errors import KernelError
 from ..attention.models import base_model, below_head, text_config
 from ..data.padded_rows import RowsOfBatch, pack_rows
 from ..data.prefix_collator import PrefixCollator

@@ -4,7 +4,6 @@
 """
 
 import inspect
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from math import inf
@@ -19,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..attention.choice import default_attention, own_attention, set_attention
 from ..attention.exchange import group_of
-from ..attention.kernels import KernelError, is_device_error
+from ..attention.kernel_errors import KernelError, is_device_error, raise_refusal
 from ..attention.mixers import tokens_summed_in_common
 from ..attention.models import base_model, below_head, head_counts, text_config
 from ..attention.packed_forward import all_in_one_batch
@@ -29,14 +28,6 @@ from ..data.collator import PackedDataCollator
 from ..data.parts import cut_part
 from ..layout import Layout
 from .randomness import DrawWatcher, device_state, set_device_state
-
-# How flash-attn and torch say that a kernel cannot compute something ("FlashAttention only supports Ampere GPUs ...")
-KERNEL_REFUSAL = re.compile(
-    r"flash[ _-]?att(ention|n)|No available kernel|Deterministic backward not supported", re.IGNORECASE
-)
-
-# How Triton says that there is no GPU
-NO_DRIVER = "0 active drivers"
 
 # Texts of errors where `autograd.grad` is not supported: reentrant checkpointing, models that recompute or detach
 NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
@@ -58,39 +49,19 @@ class CannotRun(Exception):
     """The model raised an error in a run of the probe; that error is the cause."""
 
 
-def _meaning(error: Exception) -> Exception | None:
-    """The error to raise for an error of the model: `CannotRun` may be a leak, `KernelError` is not.
-
-    None for errors of the device and of communication: they say nothing about the model, and the context may be lost.
-    """
-    if isinstance(error, KernelError) or is_device_error(error):
-        return None
-    if isinstance(error, RuntimeError) and NO_DRIVER in str(error):
-        raise KernelError(
-            f"A kernel in Triton ran without a GPU ({error}). transformers uses flash-linear-attention and mamba_ssm "
-            "wherever they are installed, also on a CPU. Uninstall `flash-linear-attention` and `mamba_ssm` here (the "
-            "model then runs on torch), or train on a GPU."
-        )
-    if isinstance(error, RuntimeError) and KERNEL_REFUSAL.search(str(error)):
-        return KernelError(str(error))
-    return CannotRun(str(error))
-
-
-def _raise_refusal(error: RuntimeError) -> None:
-    """Raise `KernelError` if a backward kernel refused the call."""
-    if isinstance(meaning := _meaning(error), KernelError):
-        raise meaning from error
-
-
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Within this context, `CannotRun` is raised for an error of the model, and `KernelError` for one of a kernel."""
+    """Within this context, `CannotRun` is raised for an error of the model, and `KernelError` for one of a kernel.
+
+    Errors of the device and of communication stay: they say nothing about the model, and the context may be lost.
+    """
     try:
         yield
     except (ValueError, RuntimeError, NotImplementedError, TypeError, IndexError, AttributeError) as error:
-        if (raised := _meaning(error)) is None:
+        if isinstance(error, KernelError) or is_device_error(error):
             raise
-        raise raised from error
+        raise_refusal(error)
+        raise CannotRun(str(error)) from error
 
 
 class Probe:
@@ -396,7 +367,7 @@ class Probe:
         except RuntimeError as error:
             if any(words in str(error) for words in NO_GRADIENT):
                 return None
-            _raise_refusal(error)
+            raise_refusal(error)
             raise
         except AssertionError:  # reformer: no gradients while a layer that draws is in eval mode
             return None
@@ -454,7 +425,7 @@ class Probe:
         except RuntimeError as error:
             if any(words in str(error) for words in NO_GRADIENT):
                 return None
-            _raise_refusal(error)
+            raise_refusal(error)
             raise
         finally:
             self.model = model

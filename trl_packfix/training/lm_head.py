@@ -22,7 +22,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from transformers.utils import ModelOutput
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from ..attention.kernels import KernelError
+from ..attention.kernel_errors import KernelError
 from ..attention.models import backbone
 from ..data.collator import IGNORE_INDEX
 from ..isolation.probe import CannotRun, Probe, refusals
