@@ -23,6 +23,7 @@ from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.image_collator import PackedImages
 from trl_packfix.data.image_rows import RowProcessor
 from trl_packfix.data.prefix_collator import Compared, PrefixCollator
+from trl_packfix.isolation.probe import Probe
 from trl_packfix.layout import Layout, Runs
 from trl_packfix.planning.families import Pieces
 from trl_packfix.training import objective
@@ -45,6 +46,15 @@ def changed(owner: Any, name: str, wrong: Callable, *also: Any) -> Fault:
             yield
         for module in also:
             setattr(module, name, right)
+
+    return fault
+
+
+def together(*faults: Fault) -> Fault:
+    @contextmanager
+    def fault():
+        with faults[0](), faults[1]():
+            yield
 
     return fault
 
@@ -264,6 +274,11 @@ BEHIND_PROOF: dict[str, Fault] = {
     "boundary_of_mixers": boundary_of_mixers,
 }
 ONE: dict[str, Fault] = {
+    # Arguments that select keys are ignored, and by the reference of the proof, too
+    "dense_attention": together(
+        changed(varlen, "_check_arguments", lambda right, module, kwargs: None),
+        changed(Probe, "as_given", lambda right, self, length: self.evaluating()),
+    ),
     "each_row_once": changed(Runs, "targets", each_row_once),
     # The last rows of documents, which the router statistic counts
     "last_rows_dropped": changed(
@@ -283,15 +298,6 @@ ONE: dict[str, Fault] = {
 }
 
 unseen = changed(SamePackCheck, "check", lambda right, self, batches: None)
-
-
-def together(*faults: Fault) -> Fault:
-    @contextmanager
-    def fault():
-        with faults[0](), faults[1]():
-            yield
-
-    return fault
 
 
 TRAINING: dict[str, Fault] = {

@@ -16,6 +16,7 @@ from peft import LoraConfig
 from support import vision, zoo
 from support.models import build_tiny_model
 from support.prefixes import forest
+from sweep.image_families import FAMILIES
 
 from trl_packfix.cli import recipes
 
@@ -43,7 +44,10 @@ ADAPTERS = {
     "lora": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
     "dora": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=True),
     # PEFT refuses the output projection of some types, whose fused kernel leaves an adapter out
-    "inputs": LoraConfig(r=4, target_modules="all-linear", exclude_modules=["out_proj"], task_type="CAUSAL_LM"),
+    # Jamba reads the weight of `dt_proj` itself, so an adapter of it never learns
+    "inputs": LoraConfig(
+        r=4, target_modules="all-linear", exclude_modules=["out_proj", "dt_proj"], task_type="CAUSAL_LM"
+    ),
     "attention": LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"),
     "language": LoraConfig(r=4, target_modules=vision.LANGUAGE),
     "towers": LoraConfig(r=4, target_modules=r".*(q_proj|v_proj|qkv|attn.proj)"),
@@ -54,9 +58,9 @@ def build_model(name: str) -> torch.nn.Module:
     if name in TINY:
         model_type, sizes = TINY[name]
         return build_tiny_model(model_type, **sizes)
-    if name in HYBRIDS:
-        return zoo.build_model(HYBRIDS[name], vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    return vision.build_model(name)
+    if name in FAMILIES:
+        return vision.build_model(name)
+    return zoo.build_model(HYBRIDS.get(name, name), vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
 def texts(seed: int = 0) -> Dataset:
@@ -159,6 +163,7 @@ BY_DOCUMENT = {"document_weighting": "document"}
 PACK, FAMILY = {"share_prefixes": "pack"}, {"share_prefixes": "family", "packing_strategy": "bfd"}
 # The statistic of a router is that of a micro-batch, so a step is one
 ROUTED = {"router_aux_loss_coef": 0.1}
+NO_ROUTER_LOSS = {"router_aux_loss_coef": 0.0}
 ONE_PACK = {"num": 10, "shares": 192, "accumulation": 1, "given": ROUTED}
 FAST = {"exchange_speeds": {"within": 1e18, "latency_within": 1e-18}}  # so that all ranks share each pack
 ALIKE = {"shares": 256, "accumulation": 4, "ours": PACK | FAST}
@@ -166,6 +171,8 @@ IMAGES = {"data": "images", "num": 9, "accumulation": 8}
 QUESTIONS = {"data": "questions", "shares": 384, "accumulation": 4, "ours": PACK | FAST}
 OF_TOWERS = {"data": "images", "accumulation": 3}
 ONE = ("one",)
+STATIC, UNPACKED = {"pad_documents_to_multiple_of": 16}, {"on_leak": "unpack"}
+REPAIRED = ("falcon", "mpt", "bart", "rwkv")
 NATIVE = ("qwen2_5_vl", "llava", "llava_onevision", "idefics2", "smolvlm", "internvl", "mistral3")
 NATIVE += ("glm4v", "qwen3_5")
 IMAGE_FAULTS = ("compared_by_placeholder", "images_of_other_rows")
@@ -177,7 +184,7 @@ ROWS: dict[str, Row] = {
     "lora": Row(adapter="lora", ours=CHECKPOINTED, engines=("ddp", "zero2", "zero3")),
     "tied": Row("tied", ours=CHECKPOINTED, engines=("ddp", "zero3", "fsdp2"), evaluates=True),
     "idle": Row(num=3, accumulation=2, engines=("ddp", "zero3", "fsdp2")),
-    "unpacked": Row("leaking", ours={"on_leak": "unpack"}),
+    "unpacked": Row("leaking", ours=UNPACKED),
     "repaired": Row("leaking", engines=("ddp", "zero3", "fsdp2")),
     "weighted": Row(
         given=WEIGHTED | BY_DOCUMENT, engines=("ddp", "zero3", "fsdp2"), evaluates=True, faults=("totals_of_one_rank",)
@@ -311,10 +318,23 @@ ROWS: dict[str, Row] = {
     "one_conv": Row("conv", engines=ONE, faults=("boundary_of_mixers",)),
     "one_scan": Row("scan", engines=ONE),
     "one_scan_alone": Row("scan_alone", "inputs", engines=ONE),
-    "one_scan_and_experts": Row(
-        "scan_and_experts", given={"router_aux_loss_coef": 0.0}, engines=ONE, faults=("boundary_of_mixers",)
-    ),
+    "one_scan_and_experts": Row("scan_and_experts", given=NO_ROUTER_LOSS, engines=ONE, faults=("boundary_of_mixers",)),
     "one_bf16": Row(given={"bf16": True}, engines=ONE),
+    # Packs of one shape
+    "one_static": Row(ours=STATIC, evaluates=True, engines=ONE),
+    "one_static_repaired": Row("leaking", ours=STATIC, engines=ONE),
+    "one_static_experts": Row("experts", num=10, accumulation=1, given=ROUTED, ours=STATIC, engines=ONE),
+    # Modules that are repaired, models whose documents become rows, and layers that begin anew in each document
+    **{f"one_{name}": Row(name, engines=ONE) for name in (*REPAIRED, "mamba2", "kimi_linear")},
+    **{f"one_{name}_as_rows": Row(name, ours=UNPACKED, engines=ONE) for name in ("falcon", "bart")},
+    "one_falcon_lora_as_rows": Row("falcon", "lora", ours=UNPACKED | CHECKPOINTED, engines=ONE),
+    "one_bloom_lora": Row("leaking", "lora", given={"learning_rate": 4.0}, engines=ONE),
+    "one_jamba_lora": Row("jamba", "inputs", given=NO_ROUTER_LOSS, engines=ONE),
+    "one_qwen3_next": Row("qwen3_next", given=NO_ROUTER_LOSS, engines=ONE),
+    "one_mamba_checkpointed": Row("mamba", ours=CHECKPOINTED, engines=ONE),
+    "one_mamba_reentrant": Row("mamba", ours=REENTRANT, engines=ONE),
+    # It selects blocks of keys
+    "one_minimax_m3": Row("minimax_m3_vl_text", given=NO_ROUTER_LOSS, engines=ONE, faults=("dense_attention",)),
     "one_prefixes": Row(ours=PACK, engines=ONE, faults=("one_label_per_row", "each_row_once")),
     "one_prefixes_stream": Row(given=WEIGHTED, ours=PACK, shards=1, engines=ONE),
     "one_prefixes_documents": Row(given=BY_DOCUMENT, ours=PACK | CHECKPOINTED, engines=ONE, faults=("each_row_once",)),
@@ -334,7 +354,7 @@ ROWS: dict[str, Row] = {
     "one_aya_vision": Row("aya_vision", **OF_TOWERS, given={"learning_rate": 1.0}, engines=ONE),
     "one_gemma3": Row("gemma3", **OF_TOWERS, engines=ONE),
     # the rate of the others makes gemma4 diverge; the search for its repair takes seconds, and ends with rows, too
-    "one_gemma4": Row("gemma4", **OF_TOWERS, given={"learning_rate": 0.03}, ours={"on_leak": "unpack"}, engines=ONE),
+    "one_gemma4": Row("gemma4", **OF_TOWERS, given={"learning_rate": 0.03}, ours=UNPACKED, engines=ONE),
     "one_paligemma": Row("paligemma", data="pictures", accumulation=3, engines=ONE),
     "one_images_lora": Row("qwen2_5_vl", "language", **OF_TOWERS, ours=CHECKPOINTED, engines=ONE),
     "one_images_towers": Row("qwen2_5_vl", "towers", **OF_TOWERS, engines=ONE),

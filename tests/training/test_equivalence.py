@@ -12,12 +12,12 @@ import torch
 import trl
 from ranks import faults
 from ranks.engines import weights_of
-from ranks.table import IN_ONE, NUM_STEPS, ROWS
+from ranks.table import IN_ONE, NUM_STEPS, REPAIRED, ROWS
 from ranks.training import make_trainer, train
 from support.equivalence import Case, errors
 from support.equivalence import train as train_case
 from support.rounding import LIMIT, tolerance
-from support.versions import GEMMA3_LEAKS, scores_tokens, trl_trains
+from support.versions import GEMMA3_LEAKS, current_models, scores_tokens, trl_trains
 from test_on_ranks import check_logs, difference, folder, key, logged, reference, rounding, unpacked
 from transformers import TrainerCallback
 
@@ -25,8 +25,12 @@ from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.training.objective import Objective
 
 pytestmark = [pytest.mark.slow, trl_trains]
-AS_ROWS = ("gemma3", "gemma4", "paligemma")  # documents see each other in a pack, so they are rows of padded batches
-NAMES = [pytest.param(name, marks=scores_tokens if name == "one_prefixes_dft" else ()) for name in IN_ONE]
+# Documents see each other in a pack, so they are rows of padded batches
+AS_ROWS = ("paligemma", *["gemma3"] * GEMMA3_LEAKS)
+# Attention of their own in packs
+OWN_ATTENTION = (*REPAIRED, "leaking", "minimax_m3_vl_text", "mamba", "mamba2")
+MARKS = {"one_prefixes_dft": scores_tokens, "one_kimi_linear": current_models, "one_minimax_m3": current_models}
+NAMES = [pytest.param(name, marks=MARKS.get(name, ())) for name in IN_ONE]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,8 +47,8 @@ def test_packs_train_what_trl_trains_unpacked(name):
     isolated, equal, attention = found["proof"]
     assert isolated and equal and len(found["seen"]) == NUM_STEPS * row.micro_batches
     assert max(count for *_, count in found["seen"]) > 2, "nothing was packed"
-    as_rows = row.model in AS_ROWS and (row.model != "gemma3" or GEMMA3_LEAKS)
-    assert found["unpacked"] is as_rows and (attention == "packfix_varlen") is not as_rows
+    assert found["unpacked"] is (row.model in AS_ROWS or "on_leak" in row.ours)
+    assert attention == "packfix_varlen" or found["unpacked"] or row.model in OWN_ATTENTION
     if "share_prefixes" in row.ours:
         assert sum(logged(found, "computed_share")) < 0.9 * NUM_STEPS, "hardly anything was shared"
 

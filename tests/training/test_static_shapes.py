@@ -1,10 +1,9 @@
-"""`pad_documents_to_multiple_of`: packs of one shape, and training that does not see the padding."""
+"""`pad_documents_to_multiple_of`: packs of one shape, and models that do not see the padding."""
 
 import pytest
 import torch
 from support import zoo
-from support.rounding import LIMIT, weight_difference
-from support.runs import start_weights, texts, trainer, weights
+from support.runs import texts, trainer, weights
 from sweep.judge import Judge
 
 from trl_packfix.data.collator import PackedDataCollator
@@ -106,29 +105,6 @@ def test_documents_in_a_padded_pack_are_what_they_are_alone(model_type, settings
     kept = Kept(model)
     found = judge.judge(kept, kept.feed)
     assert found.right, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "model, settings", [("llama", {}), ("mixtral", {}), ("bloom", {}), ("llama", {"eval_packing": True})]
-)
-def test_training_does_not_see_the_padding(model, settings, tmp_path):
-    settings = {"max_steps": 3, "learning_rate": 1e-2, "trainer_kwargs": {"eval_dataset": texts(9)}} | settings
-    runs = [
-        trainer(tmp_path, texts(), model, **settings, **more) for more in ({}, {"pad_documents_to_multiple_of": 16})
-    ]
-    shapes = {
-        tuple(batch["cu_seq_lens_q"].shape) + tuple(batch["input_ids"].shape)
-        for batch in runs[1].get_train_dataloader()
-    }
-    assert shapes == {(17, 1, 128)}
-    for run in runs:
-        run.train()
-    assert weight_difference(weights(runs[1]), weights(runs[0]), start_weights(model)) < LIMIT
-    losses = [[entry for entry in run.state.log_history if "loss" in entry][-1] for run in runs]
-    assert all(losses[0][name] == losses[1][name] for name in ("trained_tokens", "num_tokens", "documents_per_step"))
-    first, second = (run.evaluate()["eval_loss"] for run in runs)
-    assert first == pytest.approx(second, rel=1e-6)
 
 
 @pytest.mark.slow
