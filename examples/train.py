@@ -38,15 +38,8 @@ from accelerate.utils import broadcast_object_list
 from huggingface_hub import constants
 from offline import orders, smollm2
 
-from trl_packfix.cli.training import (
-    choose_split,
-    dataset_names,
-    load_documents,
-    machine_settings,
-    make_trainer,
-    parse,
-    train,
-)
+from trl_packfix.cli.configs import machine_settings, parse
+from trl_packfix.cli.training import choose_split, load_documents, make_trainer, train
 
 HUB_MODEL = "Qwen/Qwen3-0.6B"
 HUB_DATASET = "trl-lib/Capybara"
@@ -67,7 +60,8 @@ def hub_answers() -> bool:
 
 if __name__ == "__main__":
     defaults = {"num_train_epochs": 1, "output_dir": "output"}
-    script_args, training_args, model_args, mixture = parse(prog="train.py", description=__doc__, **defaults)
+    run = parse(prog="train.py", description=__doc__, **defaults)
+    script_args, training_args, model_args, mixture, *_ = run
     has_data, dataset = bool(script_args.dataset_name or mixture.datasets), None
     if not (model_args.model_name_or_path and has_data) and hub_answers():
         model_args.model_name_or_path = model_args.model_name_or_path or HUB_MODEL
@@ -76,5 +70,5 @@ if __name__ == "__main__":
         script_args.dataset_name, dataset = [], orders(1000).train_test_split(test_size=50, seed=0)
     with training_args.main_process_first(desc="model"):  # one process of a machine unpacks it
         model_args.model_name_or_path = model_args.model_name_or_path or smollm2()
-    trainer = make_trainer(script_args, training_args, model_args, mixture=mixture, dataset=dataset)
-    train(trainer, dataset_names(script_args, mixture))
+    trainer = make_trainer(run, dataset)
+    train(trainer, run.names)

@@ -19,7 +19,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main as trl_packfix
 from trl_packfix.cli.forecast import planner_for
-from trl_packfix.cli.sources import Tokenisation, load_rows, open_tables
+from trl_packfix.cli.sources import load_rows
+from trl_packfix.cli.tokens import tokenised
+from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.text import pack_text, shown_packs
 
@@ -99,7 +101,7 @@ def main() -> None:
     screenshot(IMAGES / "report.png", Recorded(report_of(data, "t0_p3_sample.jsonl", **settings)), columns=112)
 
     config = SFTConfig("unused", packing=True, max_length=1024, per_device_train_batch_size=1, use_cpu=True, bf16=False)
-    reader = open_tables([t0], tokenizer, Tokenisation())
+    reader = TokenReader(tokenised(load_rows(t0), tokenizer, config))
     (pack,) = shown_packs(planner_for(reader, config, 1, cost_model=LLAMA_7B), reader, 1)
     screenshot(IMAGES / "show.png", pack_text(pack, AutoTokenizer.from_pretrained(tokenizer)), columns=112)
 

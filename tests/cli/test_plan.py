@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.cli.forecast import candidate_lengths, planner_for
-from trl_packfix.cli.sources import LengthRows, read_lengths
+from trl_packfix.cli.lengths import LengthRows, read_lengths
 from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.build import make_report
@@ -106,6 +106,35 @@ def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path,
     # a length given that is too short: the best of them, and exit code 1
     found = plan(capsys, tmp_path / "lengths.txt", "--max-length", 1024, 2048, code=1)
     assert found["max_length"] == 2048 and "try a longer one" in found["reasons"][0]
+
+
+def test_the_file_of_a_run_is_planned(workplace, tmp_path, monkeypatch, capsys):
+    """Data, model and settings of the file, also those that need a GPU; flags override it."""
+    monkeypatch.chdir(workplace)
+    data = ["--model", "model", "--completion-only-loss", "false", "rows.jsonl"]  # DATA behind a flag
+    flags = ["--max-length", 96, "--batch-size", 2, "--accumulation", 2, "--seed", 5]
+    by_flags = plan(capsys, *data, *flags, "--strategy", "stream", code=1)
+    settings = {"model_name_or_path": "model", "dataset_name": "rows.jsonl", "completion_only_loss": False}
+    settings |= {"max_length": 96, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5}
+    settings |= {"packing_strategy": "stream", "bf16": True, "tf32": True, "deepspeed": "none.json", "use_peft": True}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(settings | {"num_processes": 8}))
+    assert plan(capsys, "--config", file, code=1) == by_flags
+    longer = plan(capsys, "--config", file, "--max-length", 96, 512, "--assistant-turns", "all")["plans"]
+    assert [(each["max_length"], each["strategy"]) for each in longer] == [(96, "stream"), (512, "stream")]
+    assert longer[0] == by_flags["plans"][0]
+    for mixture in ([{"path": "rows.jsonl"}], [{"path": "rows.jsonl"}, {"path": "rows.parquet"}]):
+        file.write_text(json.dumps(settings | {"datasets": mixture}))
+        (found,) = plan(capsys, "--config", file, code=1)["plans"]
+        assert found["num_rows"] == 60 * len(mixture)
+    assert plan(capsys, "--config", file, "rows.jsonl", code=1) == by_flags, "DATA overrides the file"
+    file.write_text(json.dumps(settings | {"packing": False, "padding_free": True, "packing_strategy": "bfd"}))
+    assert plan(capsys, "--config", file, code=1)["plans"][0]["strategy"] == "minibatch"
+
+
+def test_a_switch_takes_no_data(workplace, capsys):
+    words = ["--model", workplace / "model", "--max-length", 64]
+    assert plan(capsys, *words, "--per-turn", workplace / "rows.jsonl", code=1)["plans"]
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".npy", ".json", ".csv", "named.csv"])
@@ -229,8 +258,8 @@ def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, caps
         (["a.txt", "--world-size", "1000000000"], "at most 1,048,576"),
         (["a.txt", "--tflops", "nan"], "`--tflops nan` was given"),
         (["a.txt", "--model", "no/such/model"], "`--model no/such/model` was given"),
-        (["rows.jsonl", "--tokenizer", "model", "--num-proc", "0"], "`--num-proc 0` was given"),
-        (["a.txt", "--batch-size", "0"], "`--batch-size 0`"),
+        (["rows.jsonl", "--tokenizer", "model", "--num-proc", "0"], "`dataset_num_proc=0` was given"),
+        (["a.txt", "--batch-size", "0"], "`per_device_train_batch_size=0`"),
         (["a.txt", "--max-length", "1"], "`max_length=1` was given"),
         (["a.txt", "--max-length", "8", "--strategy", "wrapped", "--overlong", "drop"], "splits long documents"),
         (["a.txt", "--max-length", "8", "--overlong", "raise"], "refuses such documents"),

@@ -13,7 +13,8 @@ from support.models import build_tiny_model, build_tokenizer
 from trl import get_peft_config
 
 from trl_packfix import SFTTrainer
-from trl_packfix.cli import main, recipes, training
+from trl_packfix.cli import main, recipes
+from trl_packfix.cli.configs import parse
 
 pytestmark = pytest.mark.slow
 
@@ -61,12 +62,20 @@ def test_the_file_for_accelerate_is_accepted():
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {FOR_ACCELERATE}))
-def test_a_recipe_is_accepted(name):
+def test_a_recipe_is_accepted(name, tmp_path, capsys):
+    """By `train`, and by `plan` for a machine without the GPUs that it names."""
     file = recipes.FOLDER / f"{name}.yaml"
     settings = yaml.safe_load(file.read_text())
-    script, args, model, _ = training.parse(["--config", str(file), *CPU])
+    script, args, model, *_ = parse(["--config", str(file), *CPU])
     assert args.packing and args.max_length == settings["max_length"] and script.dataset_name
     assert model.use_peft == settings.get("use_peft", False) == ("LoRA" in file.read_text().splitlines()[0])
+    (tmp_path / "lengths.txt").write_text("5 7 90")
+    words = ["plan", str(tmp_path / "lengths.txt"), "--config", str(file), "--model", str(tmp_path), "--json"]
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 2097152}')
+    of_tokens = ["--per_turn", "false", "--share_prefixes", "off"]
+    assert main([*words, "--world-size", "8", *of_tokens]) == 0
+    planned = json.loads(capsys.readouterr().out)["plans"][0]
+    assert planned["max_length"] == settings["max_length"] and planned["batch_size"] == args.per_device_train_batch_size
     assert ("8 GPUs" in recipes.titles()[name]) == ("deepspeed --num_gpus=8" in file.read_text())
 
 
@@ -90,7 +99,7 @@ def test_a_recipe_trains(name, tmp_path, monkeypatch):
     """The model and its processor are built here: transformers loads processors of images with torchvision only."""
     monkeypatch.chdir(tmp_path)
     model_type = MODELS[name]
-    _, args, model_args, _ = training.parse(["--config", str(recipes.FOLDER / f"{name}.yaml"), *CPU, *SMALL])
+    _, args, model_args, *_ = parse(["--config", str(recipes.FOLDER / f"{name}.yaml"), *CPU, *SMALL])
     has_tower = model_type in vision.FAMILIES
     rows = vision.rows(6) if name == "qwen2.5-vl-3b-lora" else CHATS
     trainer = SFTTrainer(

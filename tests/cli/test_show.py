@@ -18,7 +18,7 @@ from support.runs import config
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.cli.forecast import planner_for
-from trl_packfix.cli.sources import LengthRows
+from trl_packfix.cli.lengths import LengthRows
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting import pictures
 from trl_packfix.reporting.build import make_report, make_stream_report

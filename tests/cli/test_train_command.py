@@ -17,7 +17,9 @@ from trl import ModelConfig
 from trl.scripts import sft
 
 from trl_packfix import SFTConfig
+from trl_packfix.cli import configs as reading
 from trl_packfix.cli import main, training
+from trl_packfix.cli.configs import ZERO3, TrainArguments, parse
 from trl_packfix.cli.mixture import MixtureConfig, load_mixture, repeated
 from trl_packfix.training.foreign_keys import EXPLAINED, NOT_NEEDED, RENAMED, TABLES, other_defaults
 
@@ -92,10 +94,10 @@ def test_a_file_of_trl_sft_means_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("PACKFIX_TEST_VARIABLE", "0")
     file = tmp_path / "sft.yaml"
     file.write_text(yaml.safe_dump(SFT_FILE | {"output_dir": str(tmp_path / "output")}))
-    ours = training.parse(["--config", str(file)])
+    ours = parse(["--config", str(file)])
     theirs = sft.make_parser().parse_args_and_config(["--config", str(file)])
     compared = 0
-    for mine, stock in zip(ours, theirs, strict=True):
+    for mine, stock in zip(ours[:4], theirs, strict=True):
         for name in (each.name for each in fields(type(stock))):
             expected, found = getattr(stock, name), getattr(mine, name)
             expected = [expected] if name == "dataset_name" else expected
@@ -111,13 +113,13 @@ def test_keys_of_the_launcher_are_named_and_unknown_ones_refused(tmp_path, capsy
     file = tmp_path / "sft.yaml"
     common = SFT_FILE | {"output_dir": str(tmp_path)}
     file.write_text(yaml.safe_dump(common | {"num_processes": 4, "accelerate_config": "zero3"}))
-    training.parse(["--config", str(file)])
+    parse(["--config", str(file)])
     assert "Not used: accelerate_config, num_processes" in capsys.readouterr().out
     file.write_text(yaml.safe_dump(common | {"learning_rat": 1.0, "num_processes": 4}))
     with pytest.raises(ValueError, match=r"^`learning_rat` was given, as a flag or in the config file.*ignored"):
-        training.parse(["--config", str(file)])
+        parse(["--config", str(file)])
     with pytest.raises(ValueError, match="`packing_strategi` was given"):
-        training.parse(["--packing_strategi", "bfd", "--output_dir", str(tmp_path)])
+        parse(["--packing_strategi", "bfd", "--output_dir", str(tmp_path)])
 
 
 def files_of_migrating() -> list[str]:
@@ -134,13 +136,13 @@ def test_a_file_of_another_trainer_is_refused_with_the_names_of_ours(tmp_path, m
     for foreign, ours in zip(files_of_migrating()[::2], files_of_migrating()[1::2], strict=True):
         Path("foreign.yaml").write_text(foreign)
         with pytest.raises(ValueError, match="was given, as a flag or in the config file") as raised:
-            training.parse(["--config", "foreign.yaml"])
+            parse(["--config", "foreign.yaml"])
         message, keys = str(raised.value), yaml.safe_load(foreign)
         Path("ours.yaml").write_text(
             ours + "use_cpu: true\nbf16: false\n".replace("bf16: false\n" * ("bf16" in ours), "")
         )
-        configs = training.parse(["--config", "ours.yaml"])
-        known = {each.name for config in configs for each in fields(config)}
+        configs = parse(["--config", "ours.yaml"])
+        known = {each.name for config in configs[:4] for each in fields(config)}
         refused = [key for key in keys if key not in known]
         assert len(refused) > 8 and "did you mean" not in message
         for key in refused:
@@ -150,7 +152,7 @@ def test_a_file_of_another_trainer_is_refused_with_the_names_of_ours(tmp_path, m
 
 
 def value_of(configs, name: str):
-    value = next(getattr(config, name) for config in configs if hasattr(config, name))
+    value = next(getattr(config, name) for config in configs[:4] if hasattr(config, name))
     return getattr(value, "value", value)
 
 
@@ -161,7 +163,7 @@ def test_the_files_of_migrating_train_what_the_foreign_files_trained(tmp_path, m
     trainers = [TABLES["trainers"][name] for name in ("axolotl", "LLaMA-Factory")]
     for trainer, foreign, ours in zip(trainers, files_of_migrating()[::2], files_of_migrating()[1::2], strict=True):
         Path("ours.yaml").write_text(re.sub("bf16: true|$", "", ours) + "use_cpu: true\nbf16: false\n")
-        configs = training.parse(["--config", "ours.yaml"])
+        configs = parse(["--config", "ours.yaml"])
         expected = {}
         for key, value in yaml.safe_load(foreign).items():
             field, _, fixed = RENAMED.get(key, key).partition(": ")
@@ -181,7 +183,7 @@ def test_the_files_of_migrating_train_what_the_foreign_files_trained(tmp_path, m
 
 
 def test_other_defaults_are_fields_and_differ_from_ours(tmp_path):
-    configs = training.parse(["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--packing", "true"])
+    configs = parse(["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--packing", "true"])
     for trainer, table in TABLES["trainers"].items():
         for name, value in table["defaults"].items():
             assert str(value_of(configs, name)) != str(value), (trainer, name)
@@ -191,7 +193,7 @@ def test_other_defaults_are_fields_and_differ_from_ours(tmp_path):
 
 
 def test_foreign_keys_are_foreign_and_lead_to_fields():
-    kinds = (SFTConfig, ModelConfig, training.TrainArguments, MixtureConfig)
+    kinds = (SFTConfig, ModelConfig, TrainArguments, MixtureConfig)
     known = {each.name for kind in kinds for each in fields(kind)}
     assert {value.split(":")[0] for value in RENAMED.values()} <= known
     assert not known & {*RENAMED, *NOT_NEEDED} and not {*RENAMED} & {*NOT_NEEDED} and {*EXPLAINED} <= {*RENAMED}
@@ -279,7 +281,7 @@ def test_an_optimizer_without_its_package_is_refused_before_the_proof(workplace,
 def test_a_config_file_may_be_given_with_an_equals_sign(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     (workplace / "run.yaml").write_text("learning_rate: 0.5")
-    assert training.parse(["--config=run.yaml", "--output_dir", "output"])[1].learning_rate == 0.5
+    assert parse(["--config=run.yaml", "--output_dir", "output"])[1].learning_rate == 0.5
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -310,7 +312,7 @@ def test_packing_is_the_default(flags, settings, packing, is_said, tmp_path, cap
     (tmp_path / "run.yaml").write_text(
         yaml.safe_dump({"learning_rate": 0.5, "use_cpu": True, "bf16": False} | settings)
     )
-    args = training.parse(["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path), *flags])[1]
+    args = parse(["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path), *flags])[1]
     assert args.packing is packing and args.learning_rate == 0.5
     assert (NOTE in capsys.readouterr().out) is is_said
 
@@ -334,17 +336,14 @@ def test_without_a_word_about_packing_packs_are_trained_and_reported(workplace, 
 
 def test_a_file_that_does_not_exist_is_not_looked_for_on_the_hub():
     with pytest.raises(ValueError, match="`nothing.jsonl` was given as a dataset. There is no such file or folder"):
-        training.load_documents(training.TrainArguments(dataset_name=["nothing.jsonl"]))
+        training.load_documents(TrainArguments(dataset_name=["nothing.jsonl"]))
 
 
 def test_other_commands_refuse_flags_that_they_do_not_know(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "lengths.txt", "--learning_rate", "1"])
-    assert "unrecognized arguments: --learning_rate 1\n" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", "lengths.txt", "--tokenzier", "x"])
-    assert stopped.value.code == 2
-    assert "arguments: --tokenzier x (did you mean `--tokenizer`?)" in capsys.readouterr().err
+    assert main(["plan", "lengths.txt", "--tokenzier", "x"]) == 2
+    assert (
+        "`tokenzier` was given, as a flag or in the config file (did you mean `tokenizer`?)" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.processes
@@ -495,7 +494,7 @@ def test_a_mixture_that_cannot_be_made_is_refused(entries, settings, message, wo
 
 
 def test_the_default_of_deepspeed_is_the_config_of_the_repository():
-    assert json.loads(training.ZERO3.read_text()) == json.loads((ROOT / "deepspeed_configs" / "zero3.json").read_text())
+    assert json.loads(ZERO3.read_text()) == json.loads((ROOT / "deepspeed_configs" / "zero3.json").read_text())
 
 
 @pytest.mark.parametrize("launcher", [{}, {"CROSS_SIZE": "1"}])
@@ -505,6 +504,6 @@ def test_on_a_gpu_no_filter_waits_after_every_micro_batch(launcher, monkeypatch)
         monkeypatch.delenv(name)
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(training.torch.cuda, "is_available", lambda: True)
-    assert training.machine_settings() == {}  # the config has it
+    monkeypatch.setattr(reading.torch.cuda, "is_available", lambda: True)
+    assert reading.machine_settings() == {}  # the config has it
     assert SFTConfig(use_cpu=True, report_to=[]).logging_nan_inf_filter is False

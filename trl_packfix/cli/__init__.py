@@ -93,5 +93,5 @@ def _parse(modules: dict[str, ModuleType], argv: Sequence[str] | None) -> argpar
         command = subparsers.choices[args.command]
         known = [name for action in command._actions for name in action.option_strings]
         command.error(f"unrecognized arguments: {' '.join(more_flags)}{did_you_mean(names, known)}")
-    args.more_flags = more_flags
+    args.more_flags = more_flags  # of a run, whose names are known only when its config is imported
     return args

@@ -4,50 +4,56 @@ import argparse
 import json
 from typing import Any
 
-from .flags import add_trust_flag
+from . import flags
+
+EXAMPLES = """\
+  trl-packfix check Qwen/Qwen3-0.6B --max-length 8192 --dtype bfloat16
+  trl-packfix check tiiuae/falcon-7b --config-only
+
+Of the flags, `max_length` (1,024; the longest document of the run), `dtype` (bfloat16 on CUDA, else float32),
+`attn_implementation`, `on_leak` and `trust_remote_code` decide. Exit code 0 if packed training of the model is correct,
+repaired or not; 1 if it is not; 2 if the model could not be tested."""
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
+    parser = flags.add_command(
+        subparsers,
         "check",
+        "MODEL",
+        epilog=flags.FIELDS + EXAMPLES,
         help="test on a model whether documents in a pack influence each other, and repair it if they do",
-        description="Test a model as the trainer does before its first step. Exit code 0 if packed training of it is "
-        "correct, repaired or not; 1 if it is not; 2 if the model could not be tested.",
+        description="Test a model as the trainer does before its first step. MODEL is a name on the hub or a folder; "
+        "by default it is that of the config file.",
     )
-    parser.add_argument("model", metavar="MODEL", help="name on the hub, or a local path")
     parser.add_argument(
         "--config-only",
         action="store_true",
         help="fetch no weights: test a tiny random model with this config except for its sizes",
     )
-    add_trust_flag(parser)
-    parser.add_argument("--max-length", type=int, default=1024, help="longest document of the run, in tokens")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on CUDA, else float32"
-    )
-    parser.add_argument("--attn-implementation", help="as in the model's own config, e.g. sdpa or flash_attention_2")
-    parser.add_argument(
-        "--on-leak",
-        choices=("repair", "raise", "unpack"),
-        default="repair",
-        help="what to do about a leak, as in SFTConfig (default: repair)",
-    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..data.dataset_checks import check_max_length
     from .check_model import check_model
+    from .configs import read_run
 
-    check_max_length(args.max_length, 1)
+    given = read_run(args)
+    names = given.words or [name for name in [given.model.model_name_or_path] if name]
+    if len(names) != 1:
+        raise ValueError(
+            f"`check` was given with {len(names)} models. It tests one. Give its name on the hub or its folder, or set "
+            "`model_name_or_path` in the config file."
+        )
+    assert given.training.max_length is not None  # `SFTConfig` refuses packing without it
+    dtype = given.model.dtype if "dtype" in given.given else None
     result = check_model(
-        args.model,
+        names[0],
         args.config_only,
-        args.max_length,
-        dtype=args.dtype,
-        attn_implementation=args.attn_implementation,
-        on_leak=args.on_leak,
-        trust_remote_code=args.trust_remote_code,
+        given.training.max_length,
+        dtype=None if dtype == "auto" else dtype,
+        attn_implementation=given.model.attn_implementation,
+        on_leak=given.training.on_leak,
+        trust_remote_code=given.training.trust_remote_code,
     )
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))

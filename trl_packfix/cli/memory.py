@@ -8,12 +8,13 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ..reporting.columns import Column
-from . import flags
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ..data.model_memory import Method, Peak
+    from ..training.config import SFTConfig
+    from .configs import Configs
 
 MOST_TOKENS = 2**24
 ASIDE = 1.0  # GiB of the CUDA context and of what the allocator cannot use; an estimate
@@ -55,7 +56,7 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace, given: "Configs") -> None:
     """Refuse flags that contradict each other.
 
     Raises:
@@ -66,13 +67,13 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(
                 "`--offload` was given without `--memory`. It changes the predicted memory only. Give `--memory` too."
             )
-        if not args.data:
+        if not given.names:
             raise ValueError(
                 "`plan` was given without DATA and without `--memory`. Packs are planned from documents, and memory is "
                 "predicted from a model. Give a dataset, or `--model MODEL --memory GIB`."
             )
         return
-    if args.model is None:
+    if given.model.model_name_or_path is None:
         raise ValueError(
             f"`--memory {args.memory:g}` was given without `--model`. The peak is predicted from the model's config. "
             "Give `--model` too."
@@ -85,21 +86,22 @@ def check(args: argparse.Namespace) -> None:
 
 
 def predictions(
-    args: argparse.Namespace, max_length: int, documents: int, *, config: Any
+    args: argparse.Namespace, config: "SFTConfig", documents: int, *, model_config: Any
 ) -> tuple[list[dict[str, Any]], str]:
     """A row for each number of GPUs, method, and with and without checkpointing, in GiB; and a line of what fits."""
     from ..attention.runs import COPIED_BYTES
     from ..data.model_memory import GIB, METHODS, count_model, largest_tokens, predict_peak
 
-    batch = flags.batch_size(args)
-    tokens = args.tokens_per_rank or batch * max_length
-    copied = 0.0 if args.share_prefixes == "off" else float(COPIED_BYTES)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    assert config.max_length is not None  # `SFTConfig` refuses packing without it
+    batch = config.per_device_train_batch_size
+    tokens = config.tokens_per_rank or batch * config.max_length
+    copied = 0.0 if config.share_prefixes == "off" else float(COPIED_BYTES)
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     counted = {(method.lora, method.engine == "DDP"): method for method in METHODS}
     sizes, errors = {}, []
     for key, method in counted.items():
         try:
-            sizes[key] = count_model(config, method)
+            sizes[key] = count_model(model_config, method)
         except ValueError as error:
             errors.append((method, error))
     if not sizes:
@@ -127,7 +129,7 @@ def predictions(
         row["modelled_activations"] = of_model.saved.is_modelled
         for name, fused in (("largest", True), ("largest_plain_loss", False)):
             most = largest_tokens(partial(peak, fused_loss=fused), (args.memory - ASIDE) * GIB, MOST_TOKENS)
-            row[name] = most if args.tokens_per_rank else min(most // batch, positions or MOST_TOKENS)
+            row[name] = most if config.tokens_per_rank else min(most // batch, positions or MOST_TOKENS)
         rows.append(row)
     memory = (args.memory - ASIDE) * GIB
     fits = [_fewest({key: peaks[key] for key in methods if key.lora == lora}, tokens, memory) for lora in (True, False)]
@@ -150,11 +152,11 @@ def _fewest(peaks: "dict[Method, Callable[..., Peak]]", tokens: int, memory: flo
     return f"on no number of GPUs up to {NUMBERS[-1]:,}"
 
 
-def notes(rows: "Sequence[dict[str, Any]]", args: argparse.Namespace) -> str:
+def notes(rows: "Sequence[dict[str, Any]]", args: argparse.Namespace, config: "SFTConfig") -> str:
     """What the columns mean."""
-    unit = "max_length" if args.tokens_per_rank is None else "tokens_per_rank"
+    unit = "max_length" if config.tokens_per_rank is None else "tokens_per_rank"
     but = " (those of full training under DDP without autocast)" if any(r["modelled_activations"] for r in rows) else ""
-    copied = "" if args.share_prefixes == "off" else ", with copied keys of shared prefixes"
+    copied = "" if config.share_prefixes == "off" else ", with copied keys of shared prefixes"
     text = NOTES.format(memory=args.memory, aside=ASIDE, but=but, copied=copied, unit=f"largest {unit}")
     if args.offload:
         most = max(row["host"] for row in rows)

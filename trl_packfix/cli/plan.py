@@ -2,9 +2,11 @@
 
 import argparse
 import json
+from itertools import product
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from ..planning.strategies import STRATEGIES
 from ..reporting.columns import COLUMNS, KEYS, Column
 from . import flags, memory
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from ..data.reader import Rows
     from ..planning.costs import CostModel
     from ..training.config import SFTConfig
+    from .configs import Configs
     from .forecast import Forecast
 
 EXAMPLES = """\
@@ -30,20 +33,43 @@ The numbers are those that a training run with the same flags prints in its pack
 of the trained tokens are lost at the recommended max_length; 1 if more are lost; 2 if planning failed."""
 
 
-DEFAULT_LENGTH = 1024  # as in `SFTConfig`
-
-
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
+    parser = flags.add_command(
+        subparsers,
         "plan",
+        "[DATA ...]",
+        epilog=flags.DATA + EXAMPLES,
         help="before training: efficiency, steps, imbalance and cut documents, by max_length, strategy and world size",
         description="Plan the packs of a dataset without training, and recommend a max_length. Needs no GPU and no "
         "weights.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_document_flags(parser, needs_data=False)
-    flags.add_packing_flags(parser, several=True)
+    parser.add_argument(
+        "--max-length",
+        "--max_length",
+        type=int,
+        nargs="+",
+        metavar="TOKENS",
+        help="largest numbers of tokens of a document (default: that of the config file, else 1024, 2048, ... up to "
+        "the longest)",
+    )
+    parser.add_argument(
+        "--strategy",
+        "--packing_strategy",
+        "--packing-strategy",
+        choices=[*STRATEGIES],
+        nargs="+",
+        help="which documents share a pack (default: that of the config file, else stream bfd)",
+    )
+    parser.add_argument(
+        "--world-size",
+        "--gpus",
+        type=int,
+        nargs="+",
+        metavar="RANKS",
+        default=[1],
+        help="data-parallel ranks, usually GPUs (default: 1)",
+    )
+    parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
     parser.add_argument(
         "--synchronisation",
         choices=("micro", "step"),
@@ -68,72 +94,85 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"`--{name} {' '.join(map(str, values))}` was given. It must be above 0. Set positive numbers only."
             )
-    memory.check(args)
-    config = flags.load_model_config(args)
-    if not args.data:
-        for length in args.max_length or (DEFAULT_LENGTH,):
-            _show_memory(*memory.predictions(args, length, flags.batch_size(args), config=config), args)
-        return 0
-    return _plan(args, config)
+    from ..training.config import changed
+    from .configs import read_run
+    from .tokens import load_model_config
+
+    first = {"max_length": args.max_length, "packing_strategy": args.strategy}
+    given = read_run(args, *(f"--{name}={values[0]}" for name, values in first.items() if values))
+    memory.check(args, given)
+    lengths = args.max_length or ([given.training.max_length] if "max_length" in given.given else [])
+    model_config = load_model_config(given)
+    if given.names:
+        return _plan(args, given, lengths, model_config=model_config)
+    for length in lengths or [given.training.max_length]:
+        config = changed(given.training, max_length=length)
+        found = memory.predictions(args, config, config.per_device_train_batch_size, model_config=model_config)
+        _show_memory(*found, args, config=config)
+    return 0
 
 
-def _plan(args: argparse.Namespace, config: Any) -> int:
+def _plan(args: argparse.Namespace, given: "Configs", lengths: list[int], *, model_config: Any) -> int:
     from ..reporting.report_numbers import MAX_LOST_SHARE
     from .forecast import candidate_lengths, recommend
+    from .tokens import check_images, make_costs, read_documents
 
-    positions = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
-    _check_positions(args, positions)
-    for length in args.max_length or candidate_lengths(1, positions):
-        _configs(args, [length])  # to check the settings before tokenising
-    reader = flags.read_documents(args)
-    cost_model = flags.load_cost_model(args, reader)
+    positions = (
+        None if model_config is None else getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    )
+    for length in lengths:
+        if positions is not None and length > positions:
+            raise ValueError(
+                f"`--max-length {length}` was given and {given.model.model_name_or_path} has {positions} positions. "
+                f"Training refuses documents longer than that. Set `--max-length` to {positions} or less."
+            )
+    strategies = args.strategy or [given.training.packing_strategy]
+    if not args.strategy and "packing_strategy" not in given.given and given.training.packing_strategy == "stream":
+        strategies = ["stream", "bfd"]
+    _configs(given, lengths or candidate_lengths(1, positions), strategies)  # checks them before it tokenises
+    reader = read_documents(given, args.tokenizer)
+    cost_model = make_costs(model_config, reader)
     longest = int(reader.lengths.max(initial=1))
-    lengths = args.max_length or candidate_lengths(longest, _most_tokens(args, positions, cost_model))
-    configs = _configs(args, lengths)
-    for config_to_plan in configs:
-        flags.check_images(config_to_plan, reader)
+    most = _most_tokens(args.world_size, given.training.tokens_per_rank, positions, cost_model=cost_model)
+    configs = _configs(given, lengths or candidate_lengths(longest, most), strategies)
+    for config in configs:
+        check_images(config, reader)
     plans = _forecasts(args, reader, configs, cost_model=cost_model)
     advice = recommend(plans)
     needed: list[dict[str, Any]] = []
     verdict = ""
+    best = next(config for config in configs if config.max_length == advice.max_length)
     if args.memory is not None:
         documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
-        needed, verdict = memory.predictions(args, advice.max_length, documents, config=config)
+        needed, verdict = memory.predictions(args, best, documents, model_config=model_config)
     if args.json:
         result = {"plans": [plan.to_dict() for plan in plans], "max_length": advice.max_length}
         result |= {"reasons": advice.reasons} | ({"memory": needed} if needed else {})
         print(json.dumps(result, indent=2))
     else:
-        _show(plans, advice.reasons, args)
+        _show(plans, advice.reasons, best)
         if needed:
-            _show_memory(needed, verdict, args)
+            _show_memory(needed, verdict, args, config=best)
     return 0 if advice.lost <= MAX_LOST_SHARE else 1
 
 
-def _check_positions(args: argparse.Namespace, positions: int | None) -> None:
-    for length in args.max_length or ():
-        if positions is not None and length > positions:
-            raise ValueError(
-                f"`--max-length {length}` was given and {args.model} has {positions} positions. Training refuses "
-                f"documents longer than that. Set `--max-length` to {positions} or less."
-            )
+def _configs(given: "Configs", lengths: "Sequence[int]", strategies: "Sequence[str]") -> "list[SFTConfig]":
+    from ..training.config import changed
+
+    pairs = product(lengths, strategies)
+    return [changed(given.training, max_length=length, packing_strategy=strategy) for length, strategy in pairs]
 
 
-def _configs(args: argparse.Namespace, lengths: "Sequence[int]") -> "list[SFTConfig]":
-    return [flags.packing_config(args, length, strategy) for length in lengths for strategy in args.strategy]
-
-
-def _most_tokens(args: argparse.Namespace, positions: int | None, cost_model: "CostModel") -> int | None:
-    """The longest document that the model and, with `--tokens-per-rank`, every number of ranks can train."""
+def _most_tokens(
+    world_sizes: "Sequence[int]", tokens_per_rank: int | None, positions: int | None, *, cost_model: "CostModel"
+) -> int | None:
+    """The longest document that the model and, with `tokens_per_rank`, every number of ranks can train."""
     from ..planning.parallel import possible_degrees
 
     most = [] if positions is None else [positions]
-    if args.tokens_per_rank is not None:
-        degrees = (
-            possible_degrees(1, args.tokens_per_rank, ranks, num_heads=cost_model.heads)[-1]
-            for ranks in args.world_size
-        )
-        most += [degree * args.tokens_per_rank for degree in degrees]
+    if tokens_per_rank is not None:
+        degrees = (possible_degrees(1, tokens_per_rank, ranks, num_heads=cost_model.heads)[-1] for ranks in world_sizes)
+        most += [degree * tokens_per_rank for degree in degrees]
     return min(most, default=None)
 
 
@@ -162,7 +201,7 @@ def _forecasts(
         )
 
 
-def _show_memory(rows: list[dict[str, Any]], verdict: str, args: argparse.Namespace) -> None:
+def _show_memory(rows: list[dict[str, Any]], verdict: str, args: argparse.Namespace, *, config: "SFTConfig") -> None:
     if args.json:
         print(json.dumps({"memory": rows}, indent=2))
         return
@@ -174,7 +213,7 @@ def _show_memory(rows: list[dict[str, Any]], verdict: str, args: argparse.Namesp
         cells = {column: [column.cell(column.value(row)) for row in of_number] for column in memory.COLUMNS}
         for table in _tables(cells, console, keys=memory.KEYS):
             console.print(table, "")
-    console.print(memory.notes(rows, args), f"\n{verdict}", sep="\n", highlight=False, markup=False)
+    console.print(memory.notes(rows, args, config), f"\n{verdict}", sep="\n", highlight=False, markup=False)
 
 
 def _console() -> "Console":
@@ -242,7 +281,7 @@ def _tables(cells: dict[Column, list[str]], console: "Console", keys: tuple[Colu
     return [table(columns) for columns in parts]
 
 
-def _show(plans: "list[Forecast]", reasons: list[str], args: argparse.Namespace) -> None:
+def _show(plans: "list[Forecast]", reasons: list[str], config: "SFTConfig") -> None:
     console = _console()
 
     def say(text: str) -> None:
@@ -255,9 +294,10 @@ def _show(plans: "list[Forecast]", reasons: list[str], args: argparse.Namespace)
     images = first.images
     if images is not None:
         say(f"images   {images.line()} (in the first line of the table)")
-    shares = args.tokens_per_rank is not None
-    size = f"{args.tokens_per_rank:,} tokens per rank" if shares else f"{flags.batch_size(args)} x max_length tokens"
-    say(f"micro-batches of {size}, accumulation {args.accumulation}, balance {args.balance!r}")
+    size = f"{config.per_device_train_batch_size} x max_length tokens"
+    if config.tokens_per_rank is not None:
+        size = f"{config.tokens_per_rank:,} tokens per rank"
+    say(f"micro-batches of {size}, accumulation {config.gradient_accumulation_steps}, balance {config.balance!r}")
     cells = _shown(plans)
     for table in _tables(cells, console):
         console.print("", table)

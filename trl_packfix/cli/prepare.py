@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from ..data.documents import Ledger
-    from .sources import Tokenisation
+    from ..training.config import SFTConfig
+    from .configs import Configs
 
 MANIFEST = "prepared.json"
 
@@ -37,16 +38,16 @@ pass over the labels, and caches them beside the table. Exit code 0, or 2 if not
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
+    parser = flags.add_command(
+        subparsers,
         "prepare",
+        "DATA ... --output DIR",
+        epilog=flags.DATA + EXAMPLES,
         help="tokenise once on a CPU node, so that no rank of a training run waits for it",
         description="Write a dataset tokenised as by TRL, and a manifest (prepared.json) with data, tokenizer, "
         "settings and versions.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_document_flags(parser)
-    flags.add_column_flags(parser)
+    parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
     parser.add_argument("--output", required=True, metavar="DIR", help="a folder that is empty or does not exist")
     parser.add_argument("--json", action="store_true", help="print the manifest")
 
@@ -58,18 +59,19 @@ def run(args: argparse.Namespace) -> int:
             f"`--output {output}` was given and is not empty. Writing a dataset over another would mix their files. "
             "Set `--output` to a folder that does not exist."
         )
-    tokenizer_name = args.tokenizer or args.model
+    from ..samples.checks import has_images
+    from .configs import read_run
+    from .tokens import load_part, load_tokenizer, tokenisation
+
+    given = read_run(args)
+    config, tokenizer_name = given.training, args.tokenizer or given.model.model_name_or_path
     if tokenizer_name is None:
         raise ValueError(
             "No tokenizer was given. Token ids depend on the tokenizer. Set `--tokenizer` or `--model` to the name or "
             "the folder of the one that you will train with."
         )
-    from ..samples.checks import has_images
-    from .sources import load_rows, load_tokenizer
-
-    settings = flags.tokenisation(args)
-    tokenizer = load_tokenizer(tokenizer_name, args.trust_remote_code)
-    parts = [load_rows(name, args.split, args.name) for name in args.data]
+    tokenizer = load_tokenizer(tokenizer_name, config.trust_remote_code)
+    parts = [load_part(given, name) for name in given.parts]
     with_images = sum(map(has_images, parts))
     if 0 < with_images < len(parts):
         raise ValueError(
@@ -79,16 +81,16 @@ def run(args: argparse.Namespace) -> int:
         )
     with _all_or_nothing(output) as folder:
         if with_images:
-            rows, num_given, ledger = _save_measured(parts, tokenizer_name, settings, output=folder)
+            rows, num_given, ledger = _save_measured(parts, tokenizer_name, config, output=folder)
         else:
-            rows, num_given, ledger = _save_tokens(args.data, parts, tokenizer, settings=settings, output=folder)
+            rows, num_given, ledger = _save_tokens(given, parts, tokenizer, output=folder)
         manifest = {
-            "data": args.data,
-            "split": args.split,
+            "data": given.names,
+            "split": given.script.dataset_train_split,
             "tokenizer": tokenizer_name,
             "vocabulary": len(tokenizer),
-            "settings": vars(settings),
-            "conversations": sum(map(len, parts)) if settings.per_turn else None,
+            "settings": tokenisation(config),
+            "conversations": sum(map(len, parts)) if config.per_turn else None,
             "rows": rows,
             "bad_rows_dropped": num_given - rows,
             "documents": ledger.given.documents,
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if num_given > rows:
         print(f"{num_given - rows:,} of {num_given:,} rows cannot be tokenised and are dropped")
-    if settings.per_turn:
+    if config.per_turn:
         without = manifest["documents_without_a_trained_token"]
         what = "document" if with_images else "row"
         print(
@@ -154,7 +156,7 @@ def _umask() -> int:
 
 
 def _save_tokens(
-    names: list[str], parts: "list[Dataset]", tokenizer: Any, *, settings: "Tokenisation", output: Path
+    given: "Configs", parts: "list[Dataset]", tokenizer: Any, *, output: Path
 ) -> "tuple[int, int, Ledger]":
     """Write one table of tokens and labels. Returns its rows, the rows given, and what they hold."""
     from datasets import concatenate_datasets
@@ -162,35 +164,36 @@ def _save_tokens(
     from ..data.reader import TokenReader
     from ..data.spans import make_documents
     from ..samples.apply import without_bad_rows
-    from .sources import in_utf8, tokenised
+    from .sources import in_utf8
+    from .tokens import tokenised
 
     tables = []
-    for name, part in zip(names, parts, strict=True):
+    for name, part in zip(given.parts, parts, strict=True):
         with in_utf8(name):
-            tables.append(tokenised(part, tokenizer, settings))
+            tables.append(tokenised(part, tokenizer, given.training))
     table = concatenate_datasets([without_bad_rows(part) for part in tables])
     ledger = make_documents(TokenReader(table), max_length=None).ledger
-    table.save_to_disk(output, num_proc=settings.dataset_num_proc)
+    table.save_to_disk(output, num_proc=given.training.dataset_num_proc)
     return len(table), sum(map(len, tables)), ledger
 
 
 def _save_measured(
-    parts: "list[Dataset]", processor: str, settings: "Tokenisation", *, output: Path
+    parts: "list[Dataset]", processor: str, config: "SFTConfig", *, output: Path
 ) -> "tuple[int, int, Ledger]":
     """Write the rows as they are, and the lengths of their documents beside them, where training looks for them."""
     from datasets import load_from_disk
 
     from ..data.spans import make_documents
-    from .sources import joined, measured
+    from .tokens import joined, measured
 
     table = joined(parts)
     num_given = len(table)
-    if settings.bad_rows == "drop":
-        reader = measured(table, processor, settings)
+    if config.bad_rows == "drop":
+        reader = measured(table, processor, config)
         bad, rows = reader.bad_rows(), reader.conversations
         if bad is not None:  # of a conversation, the turns that can be rendered are kept
             table = table.select(np.flatnonzero(~bad) if rows is None else np.unique(rows[~bad]))
-    table.save_to_disk(output, num_proc=settings.dataset_num_proc)
-    reader = measured(load_from_disk(str(output)), processor, settings)
+    table.save_to_disk(output, num_proc=config.dataset_num_proc)
+    reader = measured(load_from_disk(str(output)), processor, config)
     ledger = make_documents(reader, max_length=None).ledger
     return len(table), num_given, ledger

@@ -22,15 +22,23 @@ failed."""
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
+    parser = flags.add_command(
+        subparsers,
         "show",
+        "DATA ...",
+        epilog=flags.DATA + EXAMPLES,
         help="the first packs: documents, trained tokens, boundaries, position ids; --plot draws them",
         description="Show the contents of packed batches, token by token.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_document_flags(parser)
-    flags.add_packing_flags(parser, several=False)
+    parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
+    parser.add_argument(
+        "--world-size",
+        "--gpus",
+        type=int,
+        metavar="RANKS",
+        default=1,
+        help="data-parallel ranks, usually GPUs (default: 1)",
+    )
     what = parser.add_argument_group("output")
     what.add_argument("--packs", type=int, default=2, metavar="N", help="number of packs (default: 2)")
     what.add_argument("--documents", type=int, default=8, metavar="N", help="at most N documents per pack (default: 8)")
@@ -49,16 +57,19 @@ def run(args: argparse.Namespace) -> int:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"`{flag} {getattr(args, name)}` was given. It counts from 1. Set it to 1 or more.")
     from ..reporting.text import shown_packs
+    from .configs import read_run
     from .forecast import planner_for
-    from .sources import LengthRows, load_tokenizer
+    from .lengths import LengthRows
+    from .tokens import check_images, load_model_config, load_tokenizer, make_costs, read_documents
 
-    config = flags.packing_config(args, args.max_length, args.strategy)
-    reader = flags.read_documents(args)
-    flags.check_images(config, reader)
-    planner = planner_for(reader, config, args.world_size, cost_model=flags.load_cost_model(args, reader))
+    given = read_run(args)
+    config = given.training
+    reader = read_documents(given, args.tokenizer)
+    check_images(config, reader)
+    planner = planner_for(reader, config, args.world_size, cost_model=make_costs(load_model_config(given), reader))
     picture = _draw(args.plot, planner, config.effective_overlong, reader=reader) if args.plot else None
-    name = args.tokenizer or args.model
-    tokenizer = load_tokenizer(name, args.trust_remote_code) if name else None
+    model = args.tokenizer or given.model.model_name_or_path
+    tokenizer = load_tokenizer(model, config.trust_remote_code) if model else None
     has_tokens = not isinstance(reader, LengthRows)
     packs = list(shown_packs(planner, reader, args.packs))
     if args.json:

@@ -17,16 +17,17 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .sources import import_deepspeed
-    from .training import dataset_names, make_trainer, parse, train
+    from .configs import parse
+    from .tokens import import_deepspeed
+    from .training import make_trainer, train
 
     import_deepspeed()
     # A launcher of DeepSpeed puts this flag before the command.
     rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
-    script_args, training_args, model_args, mixture = parse([*rank, *args.more_flags])
-    trainer: Any = make_trainer(script_args, training_args, model_args, mixture=mixture)
+    configs = parse([*rank, *args.more_flags])
+    trainer: Any = make_trainer(configs)
     with named(f"--optim {trainer.args.optim.value}", "another optimizer, or install its package"):
         trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)  # the run does so only when it is proved
     args.shows_traceback = True  # what was given is read and checked: from here on errors are those of the run
-    train(trainer, dataset_names(script_args, mixture))
+    train(trainer, configs.names)
     return 0

@@ -238,6 +238,18 @@ def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
     return SFTConfig(**values)
 
 
+def changed(args: SFTConfig, **settings: Any) -> SFTConfig:
+    """The same config with other values of some fields.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    args = copy.copy(args)
+    vars(args).update(settings)
+    check_config(args)
+    return args
+
+
 def check_config(args: SFTConfig) -> None:
     """Refuse settings of packing that are unknown or contradict each other.
 

@@ -1,0 +1,121 @@
+"""Files of lengths: documents of which only the number of tokens is known."""
+
+import csv
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..data.reader import Rows
+
+logger = logging.getLogger(__name__)
+
+LONGEST = 2**31 - 1  # tokens of a row: the largest list of an Arrow table
+
+
+@dataclass(frozen=True)
+class LengthRows(Rows):
+    """Rows of which only the lengths are known. Every token except the first of a document counts as trained.
+
+    Attributes:
+        lengths: tokens of each row, shape (R,).
+    """
+
+    lengths: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def bad_rows(self) -> None:
+        return None
+
+    def count_trained(
+        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        return np.maximum(stop - start - 1, 0)
+
+    def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        return np.ones(len(row), dtype=bool)
+
+    def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Zeros in place of the unknown tokens and labels, shape (stop - start,)."""
+        return dict.fromkeys(("input_ids", "labels"), np.zeros(stop - start, np.int64))
+
+
+def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
+    """Lengths in tokens, shape (N,), from a file of lengths; None for another file.
+
+    A file of lengths is `.npy` with one array, `.txt` with one number per line, `.json` with a list of numbers, or
+    `.csv` with a column named `length` or `lengths` or with one column of numbers without a name.
+
+    Raises:
+        ValueError: the file has numbers that cannot be lengths.
+    """
+    values = LENGTHS[path.suffix](path) if path.is_file() and path.suffix in LENGTHS else None
+    if values is None:
+        return None
+    try:
+        lengths = np.asarray(values)
+        if lengths.dtype.kind not in "iu":
+            lengths = lengths.astype(np.str_).astype(np.int64)
+    except (ValueError, OverflowError):  # not numbers, or above int64
+        lengths = np.zeros((0, 0))
+    if lengths.ndim == 1 and len(lengths) and lengths.max() > LONGEST:
+        raise ValueError(
+            f"`{path}` was given as a file of lengths, and document {lengths.argmax()} has {lengths.max():,} tokens. "
+            f"A row of a table holds {LONGEST:,} at most. Check that the numbers count tokens, one for each document."
+        )
+    if lengths.ndim != 1 or not len(lengths) or lengths.min() < 1:
+        raise ValueError(
+            f"`{path}` was given as a file of lengths. A length is a whole number of tokens from 1 to {LONGEST:,}, and "
+            "the file has other values or none. Write one number per line (.txt), a one-dimensional array of integers "
+            "(.npy), a list (.json) or a column named `length` (.csv)."
+        )
+    return lengths.astype(np.int64)
+
+
+def _values_of_npy(path: Path) -> Any:
+    try:
+        return np.load(path)
+    except (EOFError, ValueError):  # not an array of numbers, or an empty file
+        return []
+
+
+def _values_of_json(path: Path) -> Any:
+    text = path.read_text()
+    try:
+        values = json.loads(text) if text.lstrip()[:1] == "[" else None
+    except ValueError:
+        return None  # broken JSON: `datasets` reports the error
+    return values if values and not isinstance(values[0], dict) else None
+
+
+def _values_of_csv(path: Path) -> Any:
+    csv.field_size_limit(LONGEST)  # of the texts beside the lengths
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = filter(None, csv.reader(file))
+        names = [name.strip() for name in next(rows, [])]
+        if len(names) == 1 and names[0].isdigit():
+            return [*names, *(row[0] for row in rows)]
+        column = next((i for i, name in enumerate(names) if name in ("length", "lengths")), None)
+        if column is None:
+            return None
+        others = names[:column] + names[column + 1 :]
+        if others:
+            logger.warning(
+                f"{path}: lengths are read from its column {names[column]!r}; the other columns "
+                f"({', '.join(others)}) are not read. To tokenise its rows instead, rename that column."
+            )
+        return [row[column] if column < len(row) else "" for row in rows]
+
+
+LENGTHS = {
+    ".txt": lambda path: path.read_text().split(),
+    ".npy": _values_of_npy,
+    ".csv": _values_of_csv,
+    ".json": _values_of_json,
+}
