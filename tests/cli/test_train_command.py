@@ -8,7 +8,6 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from datasets import Dataset, load_from_disk
@@ -20,7 +19,7 @@ from trl_packfix import SFTConfig
 from trl_packfix.cli import configs as reading
 from trl_packfix.cli import main, training
 from trl_packfix.cli.configs import ZERO3, TrainArguments, parse
-from trl_packfix.cli.mixture import MixtureConfig, load_mixture, repeated
+from trl_packfix.cli.mixture import MixtureConfig, load_mixture
 from trl_packfix.training.foreign_keys import EXPLAINED, NOT_NEEDED, RENAMED, TABLES, other_defaults
 
 ROOT = Path(__file__).parents[2]
@@ -229,8 +228,12 @@ USELESS = [  # flags, the config file, and the message
     (["--config=run.yaml"], "max_steps: 1.5", "It has the type float, and the field holds int"),
     (["--config=run.yaml"], "learning_rat: 1.0", "(did you mean `learning_rate`?)"),
     (["--config=run.yaml"], "dataset_name: {one.jsonl: 2}", "It is one name or path, or a list of them"),
-    (["--config=run.yaml"], "datasets: [{path: one.jsonl, repaet: 2}]", "keys `repaet`: {'path': 'one.jsonl', 'rep"),
-    (["--config=run.yaml"], "datasets: [{path: one.jsonl, repaet: 2}]", "(did you mean `repeat`?)"),
+    (
+        ["--config=run.yaml"],
+        "datasets: [{path: one.jsonl, fractoin: 2}]",
+        "keys `fractoin`: {'path': 'one.jsonl', 'fra",
+    ),
+    (["--config=run.yaml"], "datasets: [{path: one.jsonl, fractoin: 2}]", "(did you mean `fraction`?)"),
     (["--config=run.yaml"], "warmup_ratio: 0.1", "`warmup_ratio` is `warmup_steps` here (a value below 1 is the share"),
     (["--config=run.yaml"], "{stage: sft, cutoff_len: 64, lora_rank: 8}", "set `packing: false`, `assistant_only_loss"),
     ([*MODEL, *DATA, "--learning_rate", "nan"], None, "`learning_rate=nan` was given"),
@@ -238,7 +241,11 @@ USELESS = [  # flags, the config file, and the message
     ([*MODEL, *DATA, "--use_liger_kernel"], None, "`use_liger_kernel` needs liger-kernel"),
     ([*MODEL, *DATA, "--chat_template_path", "no.jinja"], None, "`chat_template_path=no.jinja` was given"),
     ([*DATA, "--model_name_or_path", "no/model"], None, "`--model_name_or_path no/model` was given"),
-    (["--config=run.yaml"], "datasets: [{path: one.jsonl, repeat: 1.0e+12}]", "`repeat: 1e+12` was given"),
+    (
+        ["--config=run.yaml"],
+        "datasets: [{path: one.jsonl, repeat: 2}]",
+        "`repeat` can be removed: a dataset that is listed twice",
+    ),
     ([*MODEL, *DATA, "--test_split_size", "0.1"], None, "`test_split_size: 0.1` was given without `datasets`"),
     (
         [*MODEL, *DATA, "--attn_implementation", "flash_attention_3"],
@@ -248,8 +255,12 @@ USELESS = [  # flags, the config file, and the message
     (["--config=run.yaml"], "datasets: [{path: one.jsonl, type: chat}]", "`type` can be removed: the form of a row"),
     (["--config=run.yaml"], "datasets: [one.jsonl]", "Write `- path: one.jsonl`"),
     (["--config=run.yaml"], "datasets: one.jsonl", "`datasets: one.jsonl` was given. A mixture is a list"),
-    (["--config=run.yaml"], "datasets: [{repeat: 2}]", "An entry of `datasets` has no `path`"),
-    (["--config=run.yaml"], "datasets: [{path: one.jsonl, repeat: two}]", "`repeat: two` was given for the dataset"),
+    (["--config=run.yaml"], "datasets: [{split: train}]", "An entry of `datasets` has no `path`"),
+    (
+        ["--config=run.yaml"],
+        "datasets: [{path: one.jsonl, fraction: two}]",
+        "`fraction: two` was given for the dataset",
+    ),
     (["--config=run.yaml"], "datasets: [{path: one.jsonl, columns: [txt]}]", "(did you mean `text`?)"),
     (["--config=run.yaml"], "datasets: [{path: one.jsonl, split: dev}]", "`split: dev` was given with `one.jsonl`"),
     (["--config=run.yaml"], "datasets: [{path: one.jsonl}]\ntest_split_size: 5.5", "`test_split_size: 5.5` was given"),
@@ -387,7 +398,7 @@ def test_several_files_are_joined_and_a_run_continues_from_the_newest_checkpoint
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "minibatch"])
 def test_a_source_is_seen_as_often_as_it_says(strategy, workplace, monkeypatch):
     """Counted in trained tokens of two epochs, over packs: the ratio is exact in each epoch."""
-    mixture = [{"path": "one.jsonl", "repeat": 2.5}, {"path": "two.jsonl"}, {"path": "three", "repeat": 0.5}]
+    mixture = [{"path": "one.jsonl"}, {"path": "two.jsonl"}, {"path": "three"}, {"path": "one.jsonl"}]
     monkeypatch.chdir(workplace)
     table = load_mixture(MixtureConfig(mixture), seed=42, source_column="from")["train"]
     length = {name: 0 for name in ("one", "two", "three")}
@@ -403,20 +414,9 @@ def test_a_source_is_seen_as_often_as_it_says(strategy, workplace, monkeypatch):
     assert epochs == [length, length]
 
 
-def test_rows_are_repeated_by_count(workplace, monkeypatch):
-    monkeypatch.chdir(workplace)
-    for num, repeat in ((8, 2.5), (7, 2.5), (20, 0.3), (3, 1.0), (5, 3.0)):
-        counts = np.bincount(repeated(num, repeat, np.random.default_rng(0)), minlength=num)
-        whole = int(repeat)
-        assert set(counts) <= {whole, whole + 1} and counts.sum() == whole * num + round((repeat - whole) * num)
-    mixture = MixtureConfig([{"path": "one.jsonl", "repeat": 2.5}, {"path": "two.jsonl", "repeat": 1}])
-    tables = [load_mixture(mixture, seed)["train"]["text"] for seed in (0, 0, 1)]
-    assert tables[0] == tables[1] != tables[2] and [len(table) for table in tables] == [40] * 3
-
-
 def test_no_test_row_is_trained_and_fractions_are_those_of_trl(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
-    entries = [{"path": "one.jsonl", "repeat": 3}, {"path": "two.jsonl"}]
+    entries = [{"path": "one.jsonl"}, {"path": "two.jsonl"}]
     splits = load_mixture(MixtureConfig(entries, test_split_size=0.25), seed=0)
     train, test = set(splits["train"]["text"]), set(splits["test"]["text"])
     assert len(test) == len(splits["test"]) == 7 and not train & test and len(train | test) == 28
@@ -463,27 +463,14 @@ def test_different_datasets_are_different_sources(tmp_path, monkeypatch):
     assert MixtureConfig(data_files).labels() == [f"json:data_files={path}:split=train" for path in paths[:2]]
 
 
-def test_a_source_of_less_than_half_a_row_is_refused(workplace, monkeypatch):
-    monkeypatch.chdir(workplace)
-    for repeat, num_rows in ((0.07, 1), (0.13, 3)):
-        assert len(load_mixture(MixtureConfig([{"path": "two.jsonl", "repeat": repeat}]), 0)["train"]) == num_rows
-    entries = [{"path": "one.jsonl"}, {"path": "two.jsonl", "repeat": 0.02}]
-    with pytest.raises(ValueError, match=r"`repeat: 0.02` was given for .*`two.jsonl` of 20 rows.*Set it to 0.05 or"):
-        load_mixture(MixtureConfig(entries), 0)
-
-
 @pytest.mark.parametrize(
     "entries, settings, message",
     [
         (
             [{"path": "one.jsonl"}, {"path": "./one.jsonl"}],
             {"test_split_size": 0.25},
-            r"`one.jsonl` is listed 2 times.*would be trained.*with `repeat: 2`",
+            r"`one.jsonl` is listed 2 times.*would be trained.*List it once",
         ),
-        ([{"path": "one.jsonl", "repeat": 0}], {}, r"`repeat: 0` was given for the dataset `one.jsonl`.*above 0"),
-        ([{"path": "one.jsonl", "repeat": float("nan")}], {}, "`repeat: nan` was given"),
-        ([{"path": "one.jsonl", "repeat": 2}], {"streaming": True}, r"`repeat: 2` .* with `streaming: true`"),
-        ([{"path": "one.jsonl", "repeat": 2, "fraction": 1}], {}, r"with `fraction: 1`.*Remove one"),
         ([{"path": "one.jsonl", "fraction": 1}, {"path": "two.jsonl"}], {}, "`fraction` was given for 1 of 2 datasets"),
     ],
 )

@@ -47,7 +47,7 @@ On every GPU of a machine:
 
 DATA is a name on the hub, a file (.jsonl, .json, .parquet, .csv), or a folder written by `trl-packfix prepare` or
 `save_to_disk`; several are joined. A file that `trl sft --config` takes may set any of the flags below; flags on the
-command line override it. `datasets:` in the file mixes several, with `repeat:` for how often each is seen per epoch.
+command line override it. `datasets:` in the file mixes several, with `fraction:` for the share of each.
 `--resume_from_checkpoint newest` continues from the newest whole checkpoint in output_dir, or starts anew if output_dir
 has no checkpoint. Defaults are those of TRL, except that packing is on; `--packing false`, or `packing: false` in the
 file, switches it off. Exit code 0 if the model was trained and saved, 2 if what was given cannot be read or used."""
@@ -71,8 +71,8 @@ class TrainArguments(ScriptArguments):
         names = self.dataset_name
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise ValueError(
-                f"`dataset_name: {names}` was given. It is one name or path, or a list of them. Settings "
-                "of each dataset, such as `split` and `repeat`, belong into `datasets`, a list of entries with `path`."
+                f"`dataset_name: {names}` was given. It is one name or path, or a list of them. Settings of "
+                "each dataset, such as `split` and `fraction`, belong into `datasets`, a list of entries with `path`."
             )
 
 

@@ -1,41 +1,23 @@
-"""A mixture of datasets: TRL's `datasets:`, and how often each is seen per epoch.
+"""A mixture of datasets: TRL's `datasets:`, also of files, with a name for each source."""
 
-`repeat` decides which rows are in the table, not how packs are filled. Every row of the table is trained once per
-epoch, so the ratio of the sources is exact, with any packing.
-"""
-
-import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import trl
-from accelerate import PartialState
-from datasets import Dataset, DatasetDict, IterableDataset, concatenate_datasets
+from datasets import Dataset, DatasetDict, concatenate_datasets
 from trl.scripts.utils import DatasetConfig, get_dataset
 
 from ..training.foreign_keys import hints
 from .flags import did_you_mean
 from .sources import FORMATS, is_saved, load_named, load_rows
 
-ROW_BYTES = 80  # of memory for each row of a repeated dataset, measured with 20 million
-
 
 @dataclass
 class SourceConfig(DatasetConfig):
-    """One entry of `datasets`: TRL's fields, and how often its rows are seen per epoch.
-
-    Parameters:
-        repeat (`float`, *optional*):
-            With `repeat=2.5`, each row is in the table twice, and half of the rows once more: `round(0.5 * rows)` of
-            them, drawn with the seed of the run, the same in every epoch. 0.5 keeps half of the rows. Unset: once.
-    """
-
-    repeat: float | None = None
+    """One entry of `datasets`, with TRL's fields."""
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -60,13 +42,11 @@ class SourceConfig(DatasetConfig):
 
 @dataclass
 class MixtureConfig(trl.DatasetMixtureConfig):
-    """TRL's `DatasetMixtureConfig`, whose entries may have `repeat`."""
+    """TRL's `DatasetMixtureConfig`, with checks."""
 
     datasets: list[SourceConfig] = field(  # type: ignore[assignment]  # narrower than TRL's
         default_factory=list,
-        metadata={
-            "help": "Datasets of the mixture, as a list in the config file; `repeat` sets how often each is seen."
-        },
+        metadata={"help": "Datasets of the mixture, as a list in the config file; `fraction` sets the share of each."},
     )
 
     def __post_init__(self) -> None:
@@ -76,36 +56,14 @@ class MixtureConfig(trl.DatasetMixtureConfig):
                 "one dataset. Write an entry `- path: ...` for each, or set `dataset_name` instead."
             )
         self.datasets = [_entry(entry) for entry in self.datasets]
-        for source in self.datasets:
-            if source.repeat is not None:
-                self._check_repeat(source.repeat, source)
-        if self.test_split_size is not None:
-            self._check_listed_once()
-
-    def _check_repeat(self, repeat: float, source: SourceConfig) -> None:
-        if not (repeat > 0 and math.isfinite(repeat)):
+        rows, count = next(iter(Counter(source.rows for source in self.datasets).most_common(1)), ((), 0))
+        if self.test_split_size is not None and count > 1:
+            path = next(entry.path for entry in self.datasets if entry.rows == rows)
             raise ValueError(
-                f"`repeat: {repeat}` was given for the dataset `{source.path}`. It says how often a row is seen per "
-                "epoch, so it is a number above 0. Set it to such a number (0.5 keeps half of the rows), or remove the "
-                "dataset."
+                f"The dataset `{path}` is listed {count} times in `datasets`, and `test_split_size: "
+                f"{self.test_split_size}` was given. A test row of one entry would be trained as a row of another. "
+                "List it once, or remove `test_split_size`."
             )
-        if self.streaming or source.fraction is not None:
-            other = "`streaming: true`" if self.streaming else f"`fraction: {source.fraction}`"
-            raise ValueError(
-                f"`repeat: {repeat}` was given for the dataset `{source.path}`, with {other}. Rows are counted to "
-                "repeat them, which a stream does not allow, and `fraction` sets the same ratio in another way. Remove "
-                "one of the two."
-            )
-
-    def _check_listed_once(self) -> None:
-        for rows, count in Counter(source.rows for source in self.datasets).items():
-            if count > 1:
-                path = next(entry.path for entry in self.datasets if entry.rows == rows)
-                raise ValueError(
-                    f"The dataset `{path}` is listed {count} times in `datasets`, and `test_split_size: "
-                    f"{self.test_split_size}` was given. A test row of one entry would be trained as a row of another. "
-                    f"List it once, with `repeat: {count}`, or remove `test_split_size`."
-                )
 
     def labels(self) -> list[str]:
         """A name for each dataset, for `source_column`: the file's without suffix, or the path, and the config.
@@ -131,7 +89,6 @@ TYPES: dict[str, tuple[Any, str]] = {
     "name": (str, "a text"),
     "split": (str, "a text"),
     "columns": (list, "a list of names, such as `[text, source]`"),
-    "repeat": (int | float, "a number"),
     "fraction": (int | float, "a number"),
 }
 
@@ -167,56 +124,29 @@ def _entry(entry: Any) -> SourceConfig:
     return SourceConfig(**entry)
 
 
-def repeated(num_rows: int, repeat: float, rng: np.random.Generator) -> np.ndarray:
-    """Indices of rows with each row `floor(repeat)` times, and `round` of the remaining share once more, in order.
-
-    >>> repeated(4, 2.5, np.random.default_rng(0)).tolist()
-    [0, 1, 2, 3, 0, 1, 2, 3, 2, 3]
-    """
-    whole = math.floor(repeat)
-    rest = np.sort(rng.choice(num_rows, round((repeat - whole) * num_rows), replace=False))
-    return np.concatenate([np.tile(np.arange(num_rows), whole), rest])
-
-
 def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = None) -> Any:
     """The splits of a mixture: "train", and "test" with `test_split_size`.
 
-    The test rows are drawn before any row is repeated, so no test row is trained.
-
     Args:
-        seed: of the test split and of the rows that are repeated once more; the same on all ranks.
+        seed: of the test split; the same on all ranks.
         source_column: if a dataset has no such column, it is added with the name of the dataset.
     """
     if mixture.streaming:
         return get_dataset(mixture)
-    labels = mixture.labels()
-    parts = [
-        _with_source(_load(source), label, source_column)
-        for source, label in zip(mixture.datasets, labels, strict=True)
-    ]
+    parts = [_load(source) for source in mixture.datasets]
+    if source_column is not None:
+        parts = [
+            part if source_column in part.column_names else part.add_column(source_column, [label] * len(part))
+            for part, label in zip(parts, mixture.labels(), strict=True)
+        ]
     fractions = [source.fraction for source in mixture.datasets]
     if any(fraction is not None for fraction in fractions):
         parts = _in_fractions(parts, fractions)
     together = concatenate_datasets(parts)
-    part_of_row = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    rows, test = np.arange(len(together)), None
-    if mixture.test_split_size is not None:
-        _check_test_size(mixture.test_split_size, len(rows))
-        numbers = Dataset.from_dict({"row": rows}).train_test_split(mixture.test_split_size, seed=seed)
-        rows, test = np.sort(np.array(numbers["train"]["row"])), np.array(numbers["test"]["row"])
-    chosen = []
-    for number, source in enumerate(mixture.datasets):
-        own = rows[part_of_row[rows] == number]
-        if source.repeat is not None:
-            _check_rows(source, len(own))
-            own = own[repeated(len(own), source.repeat, np.random.default_rng((seed, number)))]
-        chosen.append(own)
-        seen = "once" if source.repeat is None else f"{source.repeat:g} times"
-        PartialState().print(f"{labels[number]}: {len(own):,} rows per epoch ({seen})")
-    splits = {"train": together.select(np.concatenate(chosen))}
-    if test is not None:
-        splits["test"] = together.select(test)
-    return DatasetDict(splits)
+    if mixture.test_split_size is None:
+        return DatasetDict({"train": together})
+    _check_test_size(mixture.test_split_size, len(together))
+    return together.train_test_split(mixture.test_split_size, seed=seed)
 
 
 def _check_test_size(size: float, num_rows: int) -> None:
@@ -225,24 +155,6 @@ def _check_test_size(size: float, num_rows: int) -> None:
             f"`test_split_size: {size}` was given with {num_rows:,} rows. It is a share of the rows, and both the "
             "training and the test split need some. Set it to a number between 0 and 1, or in the config file to a "
             "whole number of rows."
-        )
-
-
-def _check_rows(source: SourceConfig, num_rows: int) -> None:
-    """Refuse a `repeat` that leaves no row, or more than memory holds: then the system would end the process."""
-    assert source.repeat is not None
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if source.repeat * num_rows * ROW_BYTES > memory:
-        raise ValueError(
-            f"`repeat: {source.repeat:g}` was given for the dataset `{source.path}` of {num_rows:,} rows. The numbers "
-            f"of {source.repeat * num_rows:,.0f} rows per epoch take more than the {memory / 2**30:,.0f} GiB of this "
-            f"machine. Set it to {memory / ROW_BYTES / num_rows:,.0f} or less, and `num_train_epochs` for how often "
-            "all datasets are seen."
-        )
-    if num_rows and not math.floor(source.repeat) and not round(source.repeat * num_rows):
-        raise ValueError(
-            f"`repeat: {source.repeat:g}` was given for the dataset `{source.path}` of {num_rows:,} rows. That is less "
-            f"than half a row, so none would be trained. Set it to {1 / num_rows:.2g} or more, or remove the dataset."
         )
 
 
@@ -255,7 +167,6 @@ def _load(source: SourceConfig) -> Dataset:
         dataset = load_named(
             source.path, name=source.name, data_dir=source.data_dir, data_files=source.data_files, split=source.split
         )
-    assert not isinstance(dataset, IterableDataset)
     missing = [name for name in source.columns or () if name not in dataset.column_names]
     if missing:
         raise ValueError(
@@ -266,19 +177,13 @@ def _load(source: SourceConfig) -> Dataset:
     return dataset if source.columns is None else dataset.select_columns(source.columns)
 
 
-def _with_source(dataset: Dataset, label: str, column: str | None) -> Dataset:
-    if column is None or column in dataset.column_names:
-        return dataset
-    return dataset.add_column(column, [label] * len(dataset))
-
-
 def _in_fractions(parts: list[Dataset], fractions: list[float | None]) -> list[Dataset]:
     """The first rows of each part, as many as TRL takes for these fractions: no dataset is oversampled."""
     known = [fraction for fraction in fractions if fraction is not None]
     if len(known) < len(parts):
         raise ValueError(
             f"`fraction` was given for {len(known)} of {len(parts)} datasets. It is a share of the mixture, so all "
-            "datasets need one. Set it for each, or use `repeat`, which may be left out."
+            "datasets need one. Set it for each, or for none."
         )
     shares = [fraction / sum(known) for fraction in known]
     total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)

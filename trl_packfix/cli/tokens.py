@@ -269,8 +269,7 @@ def read_documents(run: Configs, tokenizer: str | None) -> Rows:
 def load_part(run: Configs, name: str) -> Dataset:
     """The rows of one of the `parts` of a run."""
     if run.mixture.datasets:
-        with redirect_stdout(sys.stderr):
-            return load_mixture(run.mixture, run.training.seed, run.training.source_column)["train"]
+        return load_mixture(run.mixture, run.training.seed, run.training.source_column)["train"]
     return load_rows(name, run.script.dataset_train_split, run.script.dataset_config)
 
 
