@@ -27,7 +27,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DEV = sorted((ROOT / "dev").glob("*.md"))  # for those who change the package
 MESSAGES = [text for _, text in runpy.run_path(str(ROOT / "tools/messages.py"))["messages"]()]
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
-QUOTES = re.findall(r"^\| `([^`]+)` \|", TROUBLESHOOTING.partition("## Warnings")[0], re.MULTILINE)
+QUOTES = re.findall(
+    r"^\| `([^`]+)` \|", TROUBLESHOOTING.partition("## By message")[2].partition("## Warnings")[0], re.MULTILINE
+)
 
 
 def test_messages_are_found():

@@ -26,8 +26,6 @@ def page() -> str:
         _table(["", *(each.choice.name for each in features[:-1])], rows),
         f"Goes with all of these: {', '.join(free)}.\n",
         f"Experimental, because no GPU has run them yet: {', '.join(choice.name for choice in EXPERIMENTAL)}.\n",
-        "## What is proved\n\nOn the model that is trained, before the first step, on all ranks:\n",
-        "".join(f"- [{each.choice.name}]({each.page}): {each.proof}\n" for each in FEATURES if each.proof),
         "## Why not\n\nThe error also says what to set; where nothing is said here, undo one of the two.\n",
     ]
     for i, each in enumerate(FEATURES):

@@ -19,14 +19,12 @@ class Feature:
         conflicts: the choices it cannot be combined with, and why not.
         remedies: what to set, where there is more to say than to undo one of the two.
         page: in docs/, where it is described.
-        proof: what is proved before the first step, on the model that is trained; empty if there is nothing to prove.
     """
 
     choice: Choice
     conflicts: dict[Choice, str] = field(default_factory=dict)
     remedies: dict[Choice, str] = field(default_factory=dict)
     page: str = ""
-    proof: str = ""
 
     def remedy(self, other: Choice) -> str:
         """What to set instead of this feature with `other`."""
@@ -155,7 +153,6 @@ FEATURES = (
         },
         remedies={of.OFFLOADING_ON_CPU: "Leave `activation_offloading` unset: it fails without packing, too"},
         page="packing.md",
-        proof="documents do not change each other, and each is what it is alone",
     ),
     Feature(
         choice=of.TOKENS_PER_RANK,
@@ -176,13 +173,11 @@ FEATURES = (
             "and neighbouring ranks that share a pack hold different ones",
         },
         page="long_context.md",
-        proof="the same with parts of packs, for each number of ranks that share a pack",
     ),
     Feature(
         choice=of.IN_PACKS,
         conflicts=_SHARED_ROWS,
         page="prefixes.md",
-        proof="the same with documents that share rows; with parts and with images, too",
     ),
     Feature(
         choice=of.IN_FAMILIES,
@@ -193,7 +188,6 @@ FEATURES = (
         },
         remedies={of.CUT_BLOCKS: 'Set `share_prefixes="pack"`, or another `packing_strategy`'},
         page="prefixes.md",
-        proof='as for `"pack"`',
     ),
     Feature(
         choice=of.STREAM,
@@ -221,7 +215,6 @@ FEATURES = (
             "so they would be ignored",
         },
         page="vision.md",
-        proof="documents with images do not change each other, and each is what it is alone",
     ),
     Feature(
         choice=of.PER_TURN,
@@ -267,7 +260,6 @@ FEATURES = (
     Feature(
         choice=of.TENSOR_PARALLELISM,
         page="model_parallelism.md",
-        proof="as for packing; all ranks of a group run it together, on their parts of the layers",
     ),
     Feature(
         choice=of.TENSORS_AND_SHARDS,
