@@ -307,10 +307,10 @@ def test_images_in_equal_places_hide_a_leak_that_the_probe_finds():
     head, tail = probe.tokens(5), probe.tokens(9)
     alike = [examples.joined([head, examples.image(112, 112), tail]) for _ in range(3)]
     with probe.undisturbed():
-        states = probe._states(examples.packed(alike))[0].split([len(each["input_ids"]) for each in alike])
+        states = probe.states(examples.packed(alike))[0].split([len(each["input_ids"]) for each in alike])
         # token types of all documents, so that masks are made as in training
         gaps = [
-            (found - probe._states(examples.alone(each))[0]).abs().max()
+            (found - probe.states(examples.alone(each))[0]).abs().max()
             for found, each in zip(states, alike, strict=True)
         ]
     assert max(gaps) < 1e-5

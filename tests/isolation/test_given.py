@@ -22,7 +22,8 @@ from trl_packfix.attention.kernel_errors import OwnAttentionError
 from trl_packfix.attention.masked import MASKED_NAME
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.isolation.probe import PADDING, CannotRun, Probe
+from trl_packfix.isolation.probe import PADDING, Probe
+from trl_packfix.isolation.probed_model import CannotRun
 from trl_packfix.isolation.thresholds import thresholds
 
 MINIMAX = "minimax_m3_vl_text"
@@ -115,7 +116,7 @@ def test_a_long_document_does_not_run_on_eager(monkeypatch):
     probe = Probe(build_tiny_model(attn_implementation="eager"))
     names = []
     for limit in (2**30, 2**8):
-        monkeypatch.setattr("trl_packfix.isolation.probe.LARGEST_SCORES", limit)
+        monkeypatch.setattr("trl_packfix.isolation.probed_model.LARGEST_SCORES", limit)
         with probe.as_given(100):
             names.append(own_attention(probe.inner))
     assert names == ["eager", "sdpa"]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..attention.rows import Axes
 from .arguments import Leaves, argument_leaves, output_leaves
-from .probe import CannotRun, Probe
+from .probe import Probe
+from .probed_model import CannotRun
 
 Sizes = dict[str, tuple[int, ...] | int]  # shapes of tensors and values of integers, by place
 PACKS = ((13, 5, 29), (13, 5, 35))  # documents of two packs: 47 and 53 tokens, primes

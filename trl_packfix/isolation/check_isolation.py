@@ -29,7 +29,8 @@ from ..attention.varlen import ATTENTION_NAME
 from .image_probe import ImageProbe, ImageSource, make_probe
 from .isolation_report import MAX_NOISE, IsolationReport
 from .prefix_probe import ImagePrefixProbe, PrefixProbe
-from .probe import LENGTHS, SPARE, CannotRun, Probe, distance, exact
+from .probe import LENGTHS, SPARE, Probe
+from .probed_model import CannotRun, distance, exact
 from .thresholds import thresholds
 from .ties import FirstOfTies
 from .tracing import Evidence, Leak, find_leaks, find_origins, find_wrong_parts

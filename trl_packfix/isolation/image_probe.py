@@ -87,7 +87,7 @@ class ImageProbe(Probe):
 
     shares = False  # whether documents of a pack share common beginnings
 
-    def __init__(self, model: Any, images: ImageSource, degree: int = 1, *, user_attention: str | None = None):
+    def __init__(self, model: nn.Module, images: ImageSource, degree: int = 1, *, user_attention: str | None = None):
         super().__init__(model, degree, user_attention)
         self.images = images
 
@@ -98,13 +98,13 @@ class ImageProbe(Probe):
     def _batch(self, documents: Sequence[Any], degree: int = 1) -> dict[str, Any]:
         values = [self._values(document) for document in documents]
         index = dist.get_rank(group_of(degree)) if degree > 1 else None
-        return self._moved(self.images.packed(values, self.shares, self.degree, index=index))
+        return self.moved(self.images.packed(values, self.shares, self.degree, index=index))
 
     def _values(self, document: Any) -> dict[str, Any]:
         return document.values if isinstance(document, ImageDocument) else self.images.joined([document])
 
     def row(self, ids: Any) -> dict[str, Any]:
-        return self._moved(self.images.alone(self._values(ids)))
+        return self.moved(self.images.alone(self._values(ids)))
 
     def row_length(self, ids: Any) -> int:
         return len(ids)
@@ -117,7 +117,7 @@ class ImageProbe(Probe):
             module.training = False
         try:
             with self.as_given(len(ids)), torch.no_grad():
-                return self._states(self.row(ids), large)[0]
+                return self.states(self.row(ids), large)[0]
         finally:
             for module in training:
                 module.training = True

@@ -27,7 +27,8 @@ from ..data.prefix_collator import PrefixCollator
 from .check_isolation import DRAWS
 from .isolation_report import MAX_NOISE, PackingLeakError
 from .packed_model import OnLeak, PackedModel
-from .probe import FINEST, NO_GRADIENT, CannotRun, Probe, exact, refusals
+from .probe import FINEST, Probe
+from .probed_model import CannotRun, exact, gradient_of, refusals
 from .repair import is_sharded
 from .thresholds import thresholds
 
@@ -396,13 +397,8 @@ class _Runs:
                 return exact(states), None
             if self.weights is None:
                 self.weights = torch.randn_like(states)
-            try:
-                (gradient,) = torch.autograd.grad((states * self.weights).sum(), embedded[0])
-            except RuntimeError as error:
-                if any(words in str(error) for words in NO_GRADIENT):
-                    return exact(states.detach()), None
-                raise
-        return exact(states.detach()), exact(gradient.flatten(0, 1))
+            gradient = gradient_of((states * self.weights).sum(), embedded[0])
+        return exact(states.detach()), None if gradient is None else exact(gradient.flatten(0, 1))
 
 
 def _gaps(one: tuple[Tensor, Tensor | None], two: tuple[Tensor, Tensor | None]) -> list[float]:

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.prefix_collator import PrefixCollator
 from ..layout import layout_of
 from .image_probe import HIGH, SQUARE, WIDE, ImageDocument, ImageProbe, ImageSource
-from .probe import FINEST, CannotRun, Examples, Probe, wrong_gradient
+from .probe import FINEST, Examples, Probe
+from .probed_model import CannotRun
 
 TRUNK, BRANCH = 17, 10  # tokens that most documents begin with; some leave it earlier
 
@@ -29,7 +30,7 @@ class PrefixProbe(Probe):
 
     traces_leaks = False
 
-    def __init__(self, model: Any, degree: int = 1, user_attention: str | None = None):
+    def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
         super().__init__(model, degree, user_attention)
         self._collate = PrefixCollator(pad_to_multiple_of=degree, min_shared=1)
 
@@ -71,7 +72,7 @@ class PrefixProbe(Probe):
         batch, rows, _ = self._shared(documents)
         num_rows = batch["input_ids"].shape[1]
         with torch.set_grad_enabled(gradient):
-            states = self._joined(documents, large) if self.degree > 1 else self._states(batch, large)
+            states = self._joined(documents, large) if self.degree > 1 else self.states(batch, large)
         if states.shape[1] != num_rows:
             raise CannotRun(f"the LM head gets {states.shape[1]} states for {num_rows} rows")
         return [states[0][own] for own in rows]
@@ -85,21 +86,10 @@ class PrefixProbe(Probe):
         If the gradient with respect to its own rows is not that of the document alone, the relative difference: the
         states are those of its run, so its shared rows get it through attention only.
         """
-        limit = max(FINEST, self.rounding(documents) ** 0.5)
-        batch, every, shared = self._shared(documents, self.degree)
-        largest = 0.0
-        for ids, rows, first in zip(documents, every, shared, strict=True):
-            if first >= len(rows):
-                continue  # all its rows belong to other documents, too
-            gradient = self._embedding_gradient(batch, rows[first:], self.degree)
-            with self.evaluating(), self.as_given(len(ids)):
-                gradient_alone = self._embedding_gradient(
-                    self.row(ids), torch.arange(first, len(rows), device=self.device)
-                )
-            if gradient is None or gradient_alone is None:
-                return None
-            largest = max(largest, wrong_gradient(gradient, rows, gradient_alone[: len(rows)], limit=limit))
-        return largest
+        batch, rows, shared = self._shared(documents, self.degree)
+        # not of documents all of whose rows belong to others, too
+        places = [each for each in zip(documents, rows, shared, strict=True) if each[2] < len(each[1])]
+        return self._wrong_gradient(batch, places, limit=max(FINEST, self.rounding(documents) ** 0.5))
 
     def _shared(self, documents: list[Tensor], degree: int = 1) -> tuple[dict[str, Any], list[Tensor], list[int]]:
         """The batch, the rows of each document from which a token is predicted, and how many of them it shares.
@@ -123,7 +113,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
 
     shares = True
 
-    def __init__(self, model: Any, images: ImageSource, degree: int = 1, *, user_attention: str | None = None):
+    def __init__(self, model: nn.Module, images: ImageSource, degree: int = 1, *, user_attention: str | None = None):
         ImageProbe.__init__(self, model, images, degree, user_attention=user_attention)
 
     def image_examples(self) -> Examples:

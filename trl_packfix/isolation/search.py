@@ -17,7 +17,8 @@ from ..attention.varlen import OwnMaskError
 from .axes import ModuleAxes, NotLearned, learn_axes
 from .check_isolation import judge, refused
 from .isolation_report import IsolationReport
-from .probe import LENGTHS, CannotRun, Probe
+from .probe import LENGTHS, Probe
+from .probed_model import CannotRun
 from .repair import WAYS, Repair, RepairedModule, RestartedPositions, Way
 from .tracing import Evidence, find_leaks, find_raising, find_shifted
 

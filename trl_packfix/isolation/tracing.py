@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..attention.exchange import group_of
 from .arguments import Leaves, argument_leaves, output_leaves
-from .probe import CannotRun, Probe, exact
+from .probe import Probe
+from .probed_model import CannotRun, exact
 
 PART_TOKENS = 23  # of each rank in the packs of `find_wrong_parts`: a prime that no hidden size equals
 

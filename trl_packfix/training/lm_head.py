@@ -25,7 +25,8 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 from ..attention.kernel_errors import KernelError
 from ..attention.models import backbone
 from ..data.collator import IGNORE_INDEX
-from ..isolation.probe import CannotRun, Probe, refusals
+from ..isolation.probe import Probe
+from ..isolation.probed_model import CannotRun, refusals
 
 CHUNK = 1024  # labels whose logits are in memory together
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # TRL 1.16 reads the first only

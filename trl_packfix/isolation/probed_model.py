@@ -1,0 +1,329 @@
+"""A model while it is probed: its states and gradients, as it trains and as it was given, without randomness."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..attention.choice import default_attention, own_attention, set_attention
+from ..attention.exchange import group_of
+from ..attention.kernel_errors import KernelError, is_device_error, raise_refusal
+from ..attention.models import base_model, below_head, head_counts, text_config
+from ..attention.packed_forward import all_in_one_batch
+from ..attention.tower_attention import towers_as_given
+from ..attention.varlen import ATTENTION_NAME
+from ..layout import Layout
+from .randomness import device_state, set_device_state
+
+# Texts of errors where `autograd.grad` is not supported: reentrant checkpointing, models that recompute or detach
+NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
+LARGEST_SCORES = 8 * 2**30  # bytes of the scores that `eager` may hold for a document alone
+
+
+class CannotRun(Exception):
+    """The model raised an error in a run of the probe; that error is the cause."""
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Within this context, `CannotRun` is raised for an error of the model, and `KernelError` for one of a kernel.
+
+    Errors of the device and of communication stay: they say nothing about the model, and the context may be lost.
+    """
+    try:
+        yield
+    except (ValueError, RuntimeError, NotImplementedError, TypeError, IndexError, AttributeError) as error:
+        if isinstance(error, KernelError) or is_device_error(error):
+            raise
+        raise_refusal(error)
+        raise CannotRun(str(error)) from error
+
+
+class ProbedModel:
+    """A transformers causal LM, wrapped or not by PEFT, DDP or an engine.
+
+    A compiled model runs uncompiled here: it would not call hooks that are added after the compilation.
+
+    Args:
+        model: as it trains, with the attention of packs.
+        degree: see below.
+        user_attention: the attention that the model had as the user gave it. A document alone runs on it, so that a
+            mistake of the attention of packs cannot hide in both runs. None: its attention now, or transformers'
+            default if that is `packfix_varlen`.
+
+    Attributes:
+        inner: the transformers model.
+        user_attention: the attention of a document alone.
+        has_engine: whether DDP or an engine has hooks in its backward pass. FSDP2 counts too: it shards the model in
+            place, and torch 2.13 crashes in the second backward of a forward.
+        takes_gradient: whether gradients are tested: without an engine, or on several ranks per pack, where each
+            forward has one backward, as in training.
+        degree: ranks that share each pack. With more than one all ranks run the same packs, each its part of them.
+    """
+
+    def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
+        model = self.model = uncompiled(model)
+        wrapped = [model]  # DDP, DataParallel and the DeepSpeed engine hold the model as `module`
+        while isinstance(module := getattr(wrapped[-1], "module", None), nn.Module):
+            wrapped.append(uncompiled(module))
+        self.has_engine = len(wrapped) > 1 or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        self._below_ddp = wrapped[1] if isinstance(model, DistributedDataParallel) else model
+        self.takes_gradient = not self.has_engine or degree > 1
+        self.inner = base_model(wrapped[-1])
+        self.device = next(self.inner.parameters()).device
+        self.config = text_config(self.inner)
+        self.attention = self.config._attn_implementation or "its own"
+        # Flash attention is a reference for itself only: some kernels leave out sinks or windows without an error
+        if user_attention is None or "flash" in user_attention:
+            user_attention = own_attention(self.inner)
+        self.user_attention = default_attention(self.inner) if user_attention == ATTENTION_NAME else user_attention
+        self.degree = degree
+
+    def states(
+        self,
+        batch: dict[str, Any],
+        large: bool = False,
+        *,
+        of_backbone: bool = False,
+        model: nn.Module | None = None,
+    ) -> Tensor:
+        """The input of the LM head, (B, T, hidden), from a forward of the whole wrapped model, or of `model`.
+
+        For a `large` pack the output of the backbone, with the logits of one token only: all of them would be T x V.
+        `of_backbone` gives it for any pack.
+        """
+        caught: list[Tensor] = []
+        below = below_head(self.inner)  # a repaired module may call a decoder more than once
+        takes_few = "logits_to_keep" in inspect.signature(type(self.inner).forward).parameters
+        head = self.inner.get_output_embeddings()
+        # the head of a reward model is no LM head
+        if head is None or (below and (of_backbone or (large and takes_few))):
+            # An index, not a number: given a number, layers that share keys (Gemma 4) compute the last tokens only
+            batch |= {"logits_to_keep": torch.zeros(1, dtype=torch.int64, device=self.device)} if takes_few else {}
+            handles = [
+                m.register_forward_hook(lambda module, args, out: caught.append(out[0])) for m in below or [self.inner]
+            ]
+        else:
+            handles = [head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))]
+        # Modules that draw even in eval mode draw the same in every run. Only on devices that `undisturbed` restores.
+        torch.default_generator.manual_seed(0)
+        if device_state(self.device) is not None:
+            module = torch.get_device_module(self.device)
+            with module.device(self.device) if hasattr(module, "device") else nullcontext():
+                module.manual_seed(0)
+        try:
+            with refusals():
+                (model or self.model)(**batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not caught:
+            raise ValueError(
+                f"The forward of this {type(self.inner).__name__} ran and did not call its LM head. The usual cause is "
+                "a deep copy of a model that TRL has trained: its forward is that of the original and uses the "
+                "original's weights. Run `del model.forward` on the copy (with PEFT, on the model inside) before "
+                "passing it to a trainer."
+            )
+        states = caught[-1]  # the outermost call ends last
+        return states if states.dim() == 3 else states.reshape(len(batch["input_ids"]), -1, states.shape[-1])
+
+    def moved(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: value.to(self.device) if isinstance(value, Tensor | Layout) else value for key, value in batch.items()
+        }
+
+    @contextmanager
+    def as_given(self, length: int) -> Iterator[None]:
+        """Within this context the model has the attention that it was given with.
+
+        A document so long that the scores of `eager` would not fit runs on `sdpa`, or on the attention of packs, which
+        in eval mode computes rows without boundaries as `sdpa` does.
+        """
+        current, name = own_attention(self.inner), self.user_attention
+        heads = max(head_counts(self.config), default=1)
+        if name == "eager" and 4 * heads * length**2 > LARGEST_SCORES:
+            name = "sdpa" if self.inner._supports_sdpa else current
+        with towers_as_given(self.inner):
+            if name == current:
+                yield
+                return
+            set_attention(self.inner, name)
+            try:
+                yield
+            finally:
+                set_attention(self.inner, current)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within this context the model is in eval mode: in training `packfix_varlen` refuses a forward of a row."""
+        training = [module for module in self.inner.modules() if module.training]
+        self.inner.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Within this context, the model is in train mode with dropout rate 0, as in training without randomness.
+
+        On exit buffers, random state and modes are restored. Under FSDP2 parameters are sharded again, which the root
+        module otherwise does only after a backward pass; under ZeRO-3 those of modules into which no gradient flows.
+        """
+        inner = self.inner
+        modes = [(module, module.training) for module in inner.modules()]
+        rates = [
+            (module, name, rate)
+            for module in inner.modules()
+            for name, rate in vars(module).items()
+            if "drop" in name and isinstance(rate, float) and rate > 0
+        ]
+        rates += [(m, "p", m.p) for m in inner.modules() if isinstance(m, nn.Dropout) and m.p > 0]
+        buffers = [(buffer, buffer.clone()) for buffer in inner.buffers()]
+        state = device_state(self.device)
+        with torch.random.fork_rng(devices=[]), all_in_one_batch():
+            try:
+                inner.train()
+                for module, name, _ in rates:
+                    setattr(module, name, 0.0)
+                yield
+            finally:
+                set_device_state(self.device, state)
+                for module, name, rate in rates:
+                    setattr(module, name, rate)
+                for module, training in modes:
+                    module.training = training
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
+                engine: Any = self.model
+                if self.takes_gradient and hasattr(engine, "empty_partition_cache"):
+                    engine.empty_partition_cache()
+                with torch.no_grad():
+                    for buffer, value in buffers:
+                        if buffer.shape == value.shape:
+                            buffer.copy_(value)
+
+    def on_any_rank(self, condition: Any) -> bool:
+        """Whether the condition holds on this rank or, with an engine or a degree above 1, on any rank.
+
+        There all ranks must run the same forwards. Without this, kernels that sum in a different order in each
+        run may give ranks different roundings, and so different forwards to run.
+        """
+        if not ((self.has_engine or self.degree > 1) and dist.is_initialized()):
+            return bool(condition)
+        on_ranks: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(on_ranks, bool(condition))
+        return any(on_ranks)
+
+    @contextmanager
+    def embeddings(self) -> Iterator[list[Tensor]]:
+        """Within this context gradients are computed; the list has the embeddings of the first forward, as a leaf."""
+        embedded: list[Tensor] = []
+
+        def catch(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            if embedded:
+                return output
+            embedded.append(output.detach().requires_grad_())
+            return embedded[0].clone()  # some models modify the output of the embedding in place
+
+        handle = self.inner.get_input_embeddings().register_forward_hook(catch)
+        try:
+            with torch.enable_grad():
+                yield embedded
+        finally:
+            handle.remove()
+
+    def embedding_gradient(self, batch: dict[str, Any], rows: Tensor, degree: int = 1) -> Tensor | None:
+        """Gradient of the states in `rows`, summed with fixed random weights, with respect to all embeddings, (T, D).
+
+        With a degree above 1 `batch` is the own part of the pack, and `rows` are those of the pack. None if the model
+        does not support it.
+        """
+        if self.has_engine and not below_head(self.inner):
+            return None  # ZeRO-3 refuses a backward pass that enters a module, such as the head, at its input
+        with self.embeddings() as embedded:
+            # DDP would wait for the gradients of parameters
+            states = self.states(dict(batch), of_backbone=self.has_engine, model=self._below_ddp)[0]
+            drawn = torch.randn((len(rows), states.shape[1]), generator=torch.Generator().manual_seed(len(rows)))
+            weights = states.new_zeros(degree * len(states), states.shape[1])
+            weights[rows] = drawn.to(states)
+            first = 0 if degree == 1 else dist.get_rank(group_of(degree)) * len(states)
+            gradient = gradient_of((states * weights[first : first + len(states)]).sum(), embedded[0])
+        if gradient is None:
+            return None
+        gradient = exact(gradient.reshape(-1, gradient.shape[-1]))
+        if degree == 1:
+            return gradient
+        if len(gradient) == degree * len(states):  # with images each rank embeds the whole pack, and cuts it after that
+            dist.all_reduce(gradient, group=group_of(degree))
+            return gradient
+        parts = [torch.empty_like(gradient) for _ in range(degree)]
+        dist.all_gather(parts, gradient.contiguous(), group=group_of(degree))
+        return torch.cat(parts)
+
+    @contextmanager
+    def rounded_otherwise(self, draw: int) -> Iterator[None]:
+        """Within this context, every number in a module's output is changed by half an ulp, up or down at random.
+
+        Other kernels, or the same kernel on other shapes, round differently; this is about the most they may differ.
+        """
+        generators: dict[torch.device, torch.Generator] = {}  # drawn on the host, an 8B model would need 20 seconds
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            if value.device not in generators:
+                generators[value.device] = torch.Generator(value.device).manual_seed(draw)
+            generator, device = generators[value.device], value.device
+            signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8, device=device) * 2 - 1
+            wide = torch.float32 if value.element_size() < 4 or device.type == "mps" else torch.float64
+            return (value.to(wide) * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
+
+        def move(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return tuple(map(moved, output)) if type(output) is tuple else moved(output)
+
+        head = self.inner.get_output_embeddings()
+        leaves = [m for m in self.inner.modules() if m is not head and next(m.children(), None) is None]
+        handles = [module.register_forward_hook(move) for module in leaves]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def gradient_of(loss: Tensor, leaf: Tensor, *, retain_graph: bool = False) -> Tensor | None:
+    """The gradient of a loss; None if the model does not support it."""
+    try:
+        return torch.autograd.grad(loss, leaf, retain_graph=retain_graph)[0]
+    except RuntimeError as error:
+        if any(words in str(error) for words in NO_GRADIENT):
+            return None
+        raise_refusal(error)
+        raise
+    except AssertionError:  # reformer: no gradients while a layer that draws is in eval mode
+        return None
+
+
+def exact(value: Tensor) -> Tensor:
+    """`value` in a dtype that represents differences of its numbers: fp64, or fp32 on MPS, which has no fp64."""
+    return value.float() if value.device.type == "mps" else value.double()
+
+
+def distance(first: list[Tensor], second: list[Tensor], which: Any) -> float:
+    """Largest difference of these documents' states; infinity if any is nan."""
+    gaps = [(exact(first[i]) - exact(second[i])).abs().max().item() for i in which]
+    return max((float("inf") if gap != gap else gap for gap in gaps), default=0.0)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model that was passed to `torch.compile`, or `model` itself."""
+    return getattr(model, "_orig_mod", model)
