@@ -1,7 +1,7 @@
 """Configs of widely used checkpoints: probed, trained on packs, and judged from the config alone.
 
-`--data`/configs*/tiny holds configs in which only sizes are small, `full` the same at their real sizes. Rules that need
-no such file have small literal configs here.
+`--data`/*configs*/tiny holds configs in which only sizes are small, `full` the same at their real sizes. Those that
+showed a defect are in every run, all are in `make sweep`. Rules that need no such file have small literal configs here.
 """
 
 import json
@@ -64,16 +64,11 @@ def pytest_generate_tests(metafunc):
         if f"{which}_config" in metafunc.fixturenames:
             files = sorted(Path(folder).glob(f"*configs*/{which}/*.json")) if folder else []
             reason = pytest.mark.skip(reason="needs real configs: run pytest with --data DIR")
-            found = [
-                pytest.param(file, id=file.stem, marks=[pytest.mark.sweep] * (not is_in_default_run(i, file)))
-                for i, file in enumerate(files)
-            ]
+            found = []
+            for file in files:
+                showed_a_defect = file.parts[-3] == "defect_configs"
+                found.append(pytest.param(file, id=file.stem, marks=() if showed_a_defect else pytest.mark.sweep))
             metafunc.parametrize(f"{which}_config", found or [pytest.param(None, marks=reason)])
-
-
-def is_in_default_run(number, file):
-    """Each config that showed a defect, and every fourth of the others; `make sweep` runs all."""
-    return file.parent.parent.name == "defect_configs" or number % 4 == 0
 
 
 def read(file):
@@ -192,6 +187,8 @@ def test_trains_packed_as_unpacked(tiny_config, tmp_path):
     if is_random(tiny_config):
         return
     _, reference, unpacked = trained(tiny_config, tmp_path, "unpacked")
+    if (change - reference).norm() <= 1e-6 * reference.norm():
+        return
     # Without the count of all targets, TRL averages means of micro-batches: another training, not another rounding.
     other = "regrouped" if unpacked.model_accepts_loss_kwargs else "reversed"
     again = trained(tiny_config, tmp_path, other)[1]
@@ -199,7 +196,7 @@ def test_trains_packed_as_unpacked(tiny_config, tmp_path):
     assert rounding < 1e-2, "rounding alone hides what is to be seen"
     # One other order of sums is one draw of the rounding: the packs of Gemma 4 E4B are 10.02 times as far off in fp32,
     # 1.4 times in fp64
-    assert error <= max(20 * rounding, 1e-6)
+    assert error <= 20 * rounding
 
 
 @pytest.mark.sweep

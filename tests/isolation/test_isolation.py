@@ -305,7 +305,7 @@ def test_other_roundings_of_half_precision_are_no_leak_and_one_layer_that_leaks_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [0, 16, 31])
+@pytest.mark.parametrize("layer", [0, 31])
 def test_half_precision_does_not_hide_a_leak_of_a_few_percent_in_one_layer(layer, monkeypatch):
     """It is far below what all roundings of 32 layers do, and no gradient can be asked for under an engine."""
     model = build_tiny_model(dtype=torch.bfloat16, vocab_size=200, initializer_range=0.02, **DEEP)

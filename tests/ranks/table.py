@@ -320,6 +320,8 @@ ROWS: dict[str, Row] = {
     "one_scan_alone": Row("scan_alone", "inputs", engines=ONE),
     "one_scan_and_experts": Row("scan_and_experts", given=NO_ROUTER_LOSS, engines=ONE, faults=("boundary_of_mixers",)),
     "one_bf16": Row(given={"bf16": True}, engines=ONE),
+    "one_dft": Row(given={"loss_type": "dft", "learning_rate": 20.0}, engines=ONE),
+    "one_smoothed": Row(given={"label_smoothing_factor": 0.1}, engines=ONE),
     # Packs of one shape
     "one_static": Row(ours=STATIC, evaluates=True, engines=ONE),
     "one_static_repaired": Row("leaking", ours=STATIC, engines=ONE),

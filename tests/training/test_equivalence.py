@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.slow, trl_trains]
 AS_ROWS = ("paligemma", *["gemma3"] * GEMMA3_LEAKS)
 # Attention of their own in packs
 OWN_ATTENTION = (*REPAIRED, "leaking", "minimax_m3_vl_text", "mamba", "mamba2")
-MARKS = {"one_prefixes_dft": scores_tokens, "one_kimi_linear": current_models, "one_minimax_m3": current_models}
+MARKS = {"one_dft": scores_tokens, "one_prefixes_dft": scores_tokens}
+MARKS |= {"one_kimi_linear": current_models, "one_minimax_m3": current_models}
 NAMES = [pytest.param(name, marks=MARKS.get(name, ())) for name in IN_ONE]
 
 

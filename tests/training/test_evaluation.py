@@ -42,15 +42,16 @@ def by_hand(model, data):
     return dict(zip(("loss", "entropy", "mean_token_accuracy"), (sums[:3] / sums[3]).tolist(), strict=True))
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing, eval_packing", [(True, None), (True, False), (False, True), (False, None)])
 @pytest.mark.parametrize("batch_size", [1, 7])
-def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, batch_size, tmp_path):
+def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, eval_packing, batch_size, tmp_path):
     data, model = partly_trained(), build_tiny_model(tie_word_embeddings=True)
     run = trainer(
         tmp_path,
         texts(),
         model=model,
         packing=packing,
+        eval_packing=eval_packing,
         per_device_eval_batch_size=batch_size,
         loss_type="dft",  # of training: evaluation is the negative log-likelihood
         trainer_kwargs={"eval_dataset": data},
