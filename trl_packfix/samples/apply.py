@@ -13,7 +13,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from trl.data_utils import get_dataset_column_names
 
 from ..compat import main_process_first
-from .checks import NUM_OF_STREAM
+from .checks import NUM_OF_STREAM, check_raw_dataset
 from .conversation import Conversation
 from .reasons import refuse, refuse_row_of_stream
 from .recipes import Recipe, Tokenizer, recipe_of
@@ -74,6 +74,9 @@ def make_samples(
         ValueError: with `bad_rows="raise"`, rows cannot be tokenised; with "drop", no row can; `per_turn` and rows
             without conversations, or without a turn to train.
     """
+    if isinstance(dataset, Dataset):
+        plain = getattr(tokenizer, "tokenizer", tokenizer)
+        check_raw_dataset(dataset, name, plain, args=args, is_formatted=formatting_func is not None)
     with Repeats() as repeats:
         recipe = recipe_of(
             dataset,

@@ -41,39 +41,11 @@ class ImageData:
     """
 
     def __init__(self, collate: DataCollatorForVisionLanguageModeling, model: nn.Module, per_turn: bool = False):
-        # TRL chooses by the columns of the dataset, in which turns are not prompts and completions
-        self.process = RowProcessor(replace(collate, completion_only_loss=True) if per_turn else collate)
+        self.process = row_processor(collate, per_turn)
         inner = base_model(model)
         kind = type(inner.base_model)
         rope_index = RopeIndex(kind, inner.config) if hasattr(kind, "get_rope_index") else None
         self.examples = ImageExamples(self.process, collate.dataset_text_field, rope_index)
-
-    def rows(self, dataset: Dataset, name: str, args: SFTConfig, *, marks: bool) -> ImageRows:
-        """The documents of a dataset. The main process measures them, the others read the cache.
-
-        Args:
-            marks: with `bad_rows="drop"`, bad rows stay as documents without tokens, so that they are counted.
-                Without it, they are refused.
-        """
-        drops, process = marks and args.bad_rows == "drop", self.process
-        rule = TurnRule.of(args) if args.per_turn else None
-        if rule is not None:
-            check_conversations(dataset, name)
-        with main_process_first():
-            settings: dict[str, Any] = {"num_proc": args.dataset_num_proc, "rule": rule}
-            measures = measure(dataset, process, name, drops=drops or rule is not None, **settings)
-        if rule is None:
-            return ImageRows(dataset, process, measures)
-        counts = count_turns(dataset, measures, name, is_split=True, drops=drops)
-        say_counts(counts, name, args)
-        reader = ImageRows(dataset, process, measures, turns=counts, rule=rule)
-        if marks:
-            trained = np.flatnonzero(column_of(measures, "trained"))[:1].tolist()
-            first = [reader.read(row, 0, int(reader.lengths[row])) for row in trained]
-            say_if_turns_do_not_end(first, name, process.processor, setting="per_turn")
-            rows, grows = column_of(measures, ROW), column_of(measures, GROWS)
-            say_if_nothing_is_stripped(name, rows, reader.lengths, grows=grows)
-        return reader
 
     def of_stream(self, args: SFTConfig) -> StreamImages:
         """How the rows of a stream become documents."""
@@ -113,6 +85,40 @@ class ImageData:
     def padded_collator(self, pad_token_id: int) -> PaddedImageCollator:
         """The collator of padded evaluation."""
         return PaddedImageCollator(self.examples.layout, pad_token_id)
+
+
+def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool) -> RowProcessor:
+    """What makes a document of a row with images; with `per_turn` of the prompt and the answer of a turn."""
+    # TRL chooses by the columns of the dataset, in which turns are not prompts and completions
+    return RowProcessor(replace(collate, completion_only_loss=True) if per_turn else collate)
+
+
+def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SFTConfig, marks: bool) -> ImageRows:
+    """The documents of a dataset. The main process measures them, the others read the cache.
+
+    Args:
+        marks: with `bad_rows="drop"`, bad rows stay as documents without tokens, so that they are counted.
+            Without it, they are refused.
+    """
+    drops = marks and args.bad_rows == "drop"
+    rule = TurnRule.of(args) if args.per_turn else None
+    if rule is not None:
+        check_conversations(dataset, name)
+    with main_process_first():
+        settings: dict[str, Any] = {"num_proc": args.dataset_num_proc, "rule": rule}
+        measures = measure(dataset, process, name, drops=drops or rule is not None, **settings)
+    if rule is None:
+        return ImageRows(dataset, process, measures)
+    counts = count_turns(dataset, measures, name, is_split=True, drops=drops)
+    say_counts(counts, name, args)
+    reader = ImageRows(dataset, process, measures, turns=counts, rule=rule)
+    if marks:
+        trained = np.flatnonzero(column_of(measures, "trained"))[:1].tolist()
+        first = [reader.read(row, 0, int(reader.lengths[row])) for row in trained]
+        say_if_turns_do_not_end(first, name, process.processor, setting="per_turn")
+        rows, grows = column_of(measures, ROW), column_of(measures, GROWS)
+        say_if_nothing_is_stripped(name, rows, reader.lengths, grows=grows)
+    return reader
 
 
 def check_padded_images(accelerator: Any, reader: ImageRows | TokenReader) -> None:

@@ -24,8 +24,16 @@ from ..data.model_costs import make_cost_model, vision_tower, with_tower
 from ..data.pack_collator import PackCollator
 from ..data.prefix_collator import PrefixCollator
 from ..data.reader import TokenReader, without_ignored_mask
-from ..data.row_values import SOURCES, WEIGHTS, RowValues, RowValuesCollator, StreamSources, read_row_values
-from ..data.spans import make_documents
+from ..data.row_values import (
+    SOURCES,
+    WEIGHTS,
+    RowValues,
+    RowValuesCollator,
+    StreamSources,
+    check_row_values,
+    read_row_values,
+)
+from ..data.spans import drop_untrained, make_documents
 from ..data.stream import PackedStream, stream_loader
 from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
@@ -40,7 +48,7 @@ from .choices import Setup, text_config
 from .config import SFTConfig
 from .data_ranks import DataRanks
 from .features import refuse
-from .images import ImageData, packs_images
+from .images import ImageData, measure_rows, packs_images
 from .noise import DocumentNoise
 from .planner import make_planner, packing_of
 from .progress import shown
@@ -194,10 +202,12 @@ class TrainingData:
         self.turns, self.trained = None, replace(self.trained, counts=None)
         self._read_training_set()
 
-    def count(self, made: Made) -> None:
-        """Take the counts of the samples of the training set."""
-        self.turns = made.turns
-        self.trained = replace(self.trained, counts=made.masked)
+    def counted(self, made: Made, is_training_set: bool) -> Dataset | IterableDataset:
+        """The rows of samples; of the training set the counts are taken."""
+        if is_training_set:
+            self.turns = made.turns
+            self.trained = replace(self.trained, counts=made.masked)
+        return made.rows
 
     def trained_line(self) -> str:
         """What is trained without packing, with the share of the tokens of a table."""
@@ -211,7 +221,7 @@ class TrainingData:
         """The rows of a table: tokens, or images and text, which are measured once."""
         if self.images is None or ("input_ids" in dataset.column_names and not has_images(dataset)):
             return TokenReader(dataset)
-        return self.images.rows(dataset, name, self.args, marks=name == "train")
+        return measure_rows(dataset, self.images.process, name, args=self.args, marks=name == "train")
 
     def start(self) -> None:
         """Refuse what was changed since construction, and read the training set if it was replaced."""
@@ -417,3 +427,13 @@ class TrainingData:
         if self.args.bf16:
             return torch.bfloat16
         return torch.float16 if self.args.fp16 else base_model(self.trainer.model).dtype
+
+
+def unpacked_rows(dataset: Dataset | IterableDataset, name: str, args: SFTConfig) -> Dataset | IterableDataset:
+    """The rows of an unpacked training set that have a trained token, with their weights and sources checked."""
+    if isinstance(dataset, Dataset):
+        return drop_untrained(dataset)
+    if args.weight_column is None and args.source_column is None:
+        return dataset
+    kwargs = {"weight_column": args.weight_column, "source_column": args.source_column, "name": name}
+    return dataset.map(check_row_values, with_indices=True, fn_kwargs=kwargs)

@@ -35,12 +35,10 @@ from trl.trainer.utils import get_config_model_id
 from ..compat import compiles_checkpointed_layers, forget_evaluation, name_wrapped_layers, summed_once
 from ..data.dataset_checks import check_tokenised
 from ..data.reader import mask_columns, without_ignored_mask
-from ..data.row_values import check_row_values
-from ..data.spans import drop_untrained
 from ..isolation.packed_model import PackedModel
 from ..reporting.report import PackingReport, complete_card, is_on_hub, names_of
 from ..samples.apply import make_samples
-from ..samples.checks import check_raw_dataset, check_rows, has_transform
+from ..samples.checks import check_rows, has_transform
 from ..samples.images import count_turns_of_images, masking_collator
 from ..samples.turns import TurnRule
 from . import checks
@@ -48,7 +46,7 @@ from .callbacks import AdaptersLearn, BeforeFirstStep, BeforeTraining, StreamCal
 from .config import SFTConfig, adopt
 from .evaluation import Evaluation
 from .foreign_keys import with_hints
-from .loading import TrainingData
+from .loading import TrainingData, unpacked_rows
 from .objective import Objective, check_one_document_per_row
 from .progress import say_deepspeed_offloads
 from .restart import Restart
@@ -157,32 +155,28 @@ class SFTTrainer(trl.SFTTrainer):
         self._prepares_training_set = (
             True  # the first set that TRL prepares; an evaluation set may be named "train", too
         )
-        if self.data.packs_images:
-            args.packing = False  # TRL would refuse it; all that it does with packing is replaced here
         self._assistant_only = args.assistant_only_loss
-        args.assistant_only_loss = False  # TRL would refuse most templates; what it does with it is done here
-
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            formatting_func=formatting_func,
-        )
+        # TRL would refuse packs with images, and most templates; what it does with both is done here
+        with switched(args, packing=args.packing and not self.data.packs_images, assistant_only_loss=False):
+            super().__init__(
+                model=model,
+                args=args,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                compute_loss_func=compute_loss_func,
+                compute_metrics=compute_metrics,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                formatting_func=formatting_func,
+            )
 
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
-        args.packing |= self.data.packs_images
-        args.assistant_only_loss = self._assistant_only
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             rule = TurnRule.of(args)
             self.data_collator = masking_collator(self.data_collator, self.processing_class, rule)
@@ -212,18 +206,15 @@ class SFTTrainer(trl.SFTTrainer):
         args = copy.copy(args)
         args.assistant_only_loss = self._assistant_only
         check_rows(dataset, dataset_name)
-        if "input_ids" in get_dataset_column_names(dataset):
-            if isinstance(dataset, Dataset):
-                check_tokenised(dataset, dataset_name, self.data.vocab_size, packing=packing)
-                if packing and formatting_func is None and "labels" not in dataset.column_names:
-                    dataset = without_ignored_mask(dataset, self.completion_only_loss)
-                    if len(mask_columns(dataset)) < 2:
-                        # TRL would write all tokens a second time as labels, row by row. The reader makes them instead.
-                        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
-        elif not has_transform(dataset):  # TRL refuses a transform
-            if isinstance(dataset, Dataset):
-                is_formatted = formatting_func is not None
-                check_raw_dataset(dataset, dataset_name, self._tokenizer, args=args, is_formatted=is_formatted)
+        is_tokenised = "input_ids" in get_dataset_column_names(dataset)
+        if is_tokenised and isinstance(dataset, Dataset):
+            check_tokenised(dataset, dataset_name, self.data.vocab_size, packing=packing)
+            if packing and formatting_func is None and "labels" not in dataset.column_names:
+                dataset = without_ignored_mask(dataset, self.completion_only_loss)
+                if len(mask_columns(dataset)) < 2:
+                    # TRL would write all tokens a second time as labels, row by row. The reader makes them instead.
+                    return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+        if not is_tokenised and not has_transform(dataset):  # TRL refuses a transform
             made = make_samples(
                 dataset,
                 dataset_name,
@@ -236,19 +227,12 @@ class SFTTrainer(trl.SFTTrainer):
                 is_training_set=is_training_set,
             )
             self.chat_template = made.recipe.chat_template or self.chat_template  # TRL's attribute
-            dataset, formatting_func = made.rows, None
-            if is_training_set:
-                self.data.count(made)
+            dataset, formatting_func = self.data.counted(made, is_training_set), None
         if packing or (not is_training_set and not self._has_own_collator):
             # TRL would truncate here, and drop rows without a trained token. Documents are cut later, as spans.
             args.max_length = None
         dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
-        if not packing and is_training_set and isinstance(dataset, Dataset):
-            dataset = drop_untrained(dataset)
-        elif not packing and is_training_set and {args.weight_column, args.source_column} != {None}:
-            kwargs = {"weight_column": args.weight_column, "source_column": args.source_column, "name": dataset_name}
-            dataset = dataset.map(check_row_values, with_indices=True, fn_kwargs=kwargs)
-        return dataset
+        return dataset if packing or not is_training_set else unpacked_rows(dataset, dataset_name, args)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -440,3 +424,12 @@ class SFTTrainer(trl.SFTTrainer):
         super().create_model_card(model_name or folder.name, published, tags)
         if self.is_world_process_zero():
             complete_card(folder / "README.md", self.model, datasets, report=self.packing_report)
+
+
+@contextmanager
+def switched(args: SFTConfig, **values: Any) -> Iterator[None]:
+    """The settings with other values, while TRL constructs its trainer."""
+    before = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    yield
+    vars(args).update(before)
