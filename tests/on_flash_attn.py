@@ -38,9 +38,9 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl_packfix.attention import choice
 from trl_packfix.data.image_collator import RopeIndex
 from trl_packfix.data.image_examples import ImageExamples
-from trl_packfix.data.image_rows import RowProcessor
 from trl_packfix.isolation import packed_model
 from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.samples.processor import RowProcessor
 
 
 def believe_in_flash_attn() -> None:

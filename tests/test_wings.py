@@ -253,8 +253,6 @@ BY_POSITION = {
     "attention.tower_attention.tower_attention": "an attention of transformers",
     "attention.tower_attention._check": "the first arguments of an attention of transformers",
     "attention.varlen.varlen_attention": "an attention of transformers",
-    "data.image_rows._measures": "called by `Dataset.map`",
-    "data.image_rows._measures_of_turns": "called by `Dataset.map`",
     "data.model_memory._saved_attention": "an attention of transformers",
     "isolation.packed_model.__init__": "a model, its dtype, its device and the longest document",
     "isolation.packed_rows.__init__": "a model, its dtype, its device and the longest row",

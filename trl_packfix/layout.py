@@ -17,17 +17,32 @@ B rows of a batch, T tokens of a pack, N documents (padding counts as one), s ra
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 LAYOUT = "layout"  # the entry of a batch
 IGNORE_INDEX = -100  # label of a token that is not trained
+READ = frozenset(("input_ids", "labels"))  # of a document, without images and values of rows
 
 ON_HOST = {"on_host": True}  # metadata of a field that stays on the host
+
+
+class Compared(NamedTuple):
+    """What is compared of a document to find rows that it shares, and which of its tokens are images.
+
+    Attributes:
+        tokens: numbers below 2**32 - 1 that are compared in place of the tokens, (n,).
+        images: first token of each image, and the one after its last. The tokens of an image are shared all or not at
+            all.
+    """
+
+    tokens: npt.NDArray[Any]
+    images: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True)

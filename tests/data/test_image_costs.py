@@ -19,7 +19,7 @@ from trl_packfix import SFTTrainer
 from trl_packfix.data.cache_files import read_arrays, write_arrays
 from trl_packfix.data.documents import Count, Documents, Ledger
 from trl_packfix.data.image_examples import ImageExamples
-from trl_packfix.data.image_rows import ImageRows, RowProcessor, measure, sequence_sizes
+from trl_packfix.data.image_rows import ImageRows
 from trl_packfix.data.model_costs import make_cost_model, vision_tower, with_tower
 from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import CostModel, Heads, TowerCosts
@@ -27,6 +27,8 @@ from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.imbalance import imbalance
 from trl_packfix.planning.parallel import Speeds
 from trl_packfix.reporting.build import make_report
+from trl_packfix.samples.images import measure
+from trl_packfix.samples.processor import RowProcessor, sequence_sizes
 from trl_packfix.training import trainer as trainer_module
 from trl_packfix.training.objective import Objective
 

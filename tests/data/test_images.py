@@ -17,12 +17,14 @@ from trl_packfix import PackedDataCollator, check_isolation
 from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.image_collator import PackedImages, PaddedImageCollator, RopeIndex
 from trl_packfix.data.image_examples import ImageExamples
-from trl_packfix.data.image_rows import ImageRows, RowProcessor, measure
+from trl_packfix.data.image_rows import ImageRows
 from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.spans import make_documents
 from trl_packfix.isolation.image_probe import image_documents
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import Probe
+from trl_packfix.samples.images import measure
+from trl_packfix.samples.processor import RowProcessor
 
 pytestmark = pytest.mark.slow
 

@@ -21,11 +21,11 @@ from trl_packfix.attention.tower_division import TowerDivision
 from trl_packfix.data import image_collator, pack_collator, stream
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.image_collator import PackedImages
-from trl_packfix.data.image_rows import RowProcessor
 from trl_packfix.data.prefix_collator import Compared, PrefixCollator
 from trl_packfix.isolation.probe import Probe
 from trl_packfix.layout import Layout, Runs
 from trl_packfix.planning.families import Pieces
+from trl_packfix.samples.processor import RowProcessor
 from trl_packfix.training import objective
 from trl_packfix.training.groups import SamePackCheck
 from trl_packfix.training.objective import Objective

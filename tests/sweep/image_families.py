@@ -54,7 +54,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix.data.image_collator import RopeIndex
 from trl_packfix.data.image_examples import ImageExamples
-from trl_packfix.data.image_rows import RowProcessor
+from trl_packfix.samples.processor import RowProcessor
 
 # ChatML with the placeholder of one image per image in the content
 TEMPLATE = """\

@@ -15,7 +15,6 @@ from support.vision import PICTURES, QUESTIONS, SGD, build_model, examples_of, m
 
 from trl_packfix.attention.packed_forward import packed_forwards
 from trl_packfix.data.image_examples import ImageExamples
-from trl_packfix.data.image_rows import RowProcessor
 from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.token_order import token_order
@@ -25,6 +24,7 @@ from trl_packfix.layout import LAYOUT, layout_of
 from trl_packfix.reporting.lines import prefixes_text
 from trl_packfix.reporting.savings import estimated_savings
 from trl_packfix.reporting.text import shown_packs
+from trl_packfix.samples.processor import RowProcessor
 from trl_packfix.training import proofs as proof
 
 pytestmark = pytest.mark.slow

@@ -15,10 +15,10 @@ from support.rounding import tolerance, weight_difference
 from support.vision import MESSAGES, QUESTIONS, SGD, build_model, build_processor, conversations, make, rows
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from trl_packfix.data.image_rows import RowProcessor
 from trl_packfix.data.stream import PackedStream, stream_file
 from trl_packfix.data.stream_images import ENCODED, ProcessedPacks, StreamImages
 from trl_packfix.samples.conversation import COLUMNS
+from trl_packfix.samples.processor import RowProcessor
 from trl_packfix.training.groups import SamePackCheck
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 
 from ..layout import IGNORE_INDEX as IGNORE_INDEX
+from ..layout import READ as READ
 from . import boundaries
 
 MASKS = ("completion_mask", "assistant_masks")  # 1 marks a trained token; used if there are no labels
-READ = frozenset(("input_ids", "labels"))
 
 
 class Run(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..samples.processor import images_between
 from .collator import IGNORE_INDEX, READ, Run
-from .image_rows import images_between
 
 
 @dataclass(frozen=True)

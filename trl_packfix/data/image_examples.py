@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..samples.processor import RowProcessor
 from .collator import IGNORE_INDEX, READ, PackedDataCollator
 from .image_collator import ImageLayout, PackedImages, RopeIndex
-from .image_rows import RowProcessor
 from .pack_collator import PackCollator
 from .parts import PartOf
 from .prefix_collator import PrefixCollator

@@ -16,31 +16,17 @@ run is one sequence for a varlen kernel: its queries are the rows of the run, it
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..layout import LAYOUT, Runs
+from ..layout import LAYOUT, Compared, Runs
 from ..planning.families import MIN_SHARED, share_order
 from . import boundaries
 from .collator import IGNORE_INDEX, PackedDataCollator, Run
-
-
-class Compared(NamedTuple):
-    """What is compared of a document, and which of its tokens are images.
-
-    Attributes:
-        tokens: numbers below 2**32 - 1 that are compared in place of the tokens, (n,).
-        images: first token of each image, and the one after its last. The tokens of an image are shared all or not at
-            all.
-    """
-
-    tokens: npt.NDArray[Any]
-    images: Sequence[tuple[int, int]] = ()
-
 
 Compare = Callable[[Sequence[dict[str, Any]]], list[Compared]]
 

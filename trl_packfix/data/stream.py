@@ -27,9 +27,9 @@ from ..planning.packs import PackPlan
 from ..planning.plans import schedule_plan
 from ..planning.schedule import EMPTY
 from ..planning.units import Units
+from ..samples.encoded_images import packed_images, undecoded, unpacked_images
 from .collator import IGNORE_INDEX
 from .documents import Ledger
-from .encoded_images import packed_images, undecoded, unpacked_images
 from .loaders import dummy_document, unsharded_loader
 from .parts import PartOf
 from .row_values import SOURCES, WEIGHTS

@@ -15,16 +15,18 @@ import pyarrow as pa
 import torch
 from datasets import Dataset
 
-from ..samples.apply import ROW
+from ..samples.apply import ROW, columns_of_batch
 from ..samples.checks import IMAGES
 from ..samples.conversation import COLUMNS
+from ..samples.encoded_images import EncodedImage
+from ..samples.image_sizes import depends_on_sizes
+from ..samples.images import CHECKED, Processed, features_of
+from ..samples.processor import RowProcessor, images_of
 from ..samples.row import BAD_ROW
 from ..samples.turns import TurnRule
 from .collator import IGNORE_INDEX
 from .documents import Ledger
-from .encoded_images import EncodedImage
-from .image_rows import CHECKED, MEASURES, TURN_MEASURES, ImageRows, RowProcessor, images_of, measures_of
-from .image_sizes import depends_on_sizes
+from .image_rows import ImageRows
 from .parts import PartOf
 from .spans import Overlong, make_documents
 
@@ -116,8 +118,7 @@ class StreamImages:
                 "Every image must be found and decoded, and every placeholder in the text needs exactly one image. "
                 'Correct or filter out this row, or set `bad_rows="drop"`, which drops and counts such rows.'
             )
-        features = MEASURES if self.rule is None else TURN_MEASURES
-        measures = Dataset(pa.table(columns, schema=features.arrow_schema), fingerprint="chunk")
+        measures = Dataset(pa.table(columns, schema=features_of(self.rule).arrow_schema), fingerprint="chunk")
         table = ImageRows(rows, self.process, measures, rule=self.rule)
         spans = make_documents(table, max_length, overlong, may_be_empty=True)
         assert spans.image_count is not None and spans.image_values is not None and spans.image_squares is not None
@@ -144,11 +145,8 @@ class StreamImages:
         return known | {"images": [EncodedImage.of(image, self.mode) for image in images_of(row)]}
 
     def _measured(self, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-        columns: dict[str, list[Any]] = {}
-        for i, row in enumerate(rows):
-            for name, values in measures_of(row, i, self.process, every=self._every, rule=self.rule).items():
-                columns.setdefault(name, []).extend(values)
-        return columns
+        batch = {name: [row[name] for row in rows] for name in rows[0]}
+        return columns_of_batch(batch, [*range(len(rows))], Processed(self.process, self.rule, self._every))
 
 
 @dataclass

@@ -2,9 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from .checks import NUM_OF_STREAM, check_raw_dataset
 from .conversation import Conversation
 from .reasons import refuse, refuse_row_of_stream
 from .recipes import Recipe, Tokenizer, recipe_of
-from .row import BAD_ROW, NUM_SHOWN, Bad, Cached, MaskCounts, TurnCounts, bad_rows
+from .row import BAD_ROW, NUM_SHOWN, Bad, Cached, MaskCounts, Sample, TurnCounts, bad_rows
 from .said import (
     Repeats,
     say_if_nothing_is_stripped,
@@ -27,6 +27,22 @@ from .said import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+class AnyRecipe(Protocol):
+    """What makes samples of a row.
+
+    Attributes:
+        setting: by which assistant turns are trained; they are counted. Empty without.
+        bad: the columns of a row of which it makes no sample.
+    """
+
+    @property
+    def setting(self) -> str: ...
+    @property
+    def bad(self) -> dict[str, Any]: ...
+    def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]: ...
+
 
 TOKENS = {"input_ids": [Value("int32")], "labels": [Value("int64")], BAD_ROW: Value("string")}
 # Columns while turns are counted: the attributes of `Sample` and `MaskCounts`, and the number of the row
@@ -127,7 +143,7 @@ def _of_table(dataset: Dataset, name: str, recipe: Recipe, *, args: Any, is_trai
     numbers = dict.fromkeys(NUMBERS if recipe.setting else (), Value("int64"))
     with main_process_first():
         samples = dataset.map(
-            Cached(_columns),
+            Cached(columns_of_batch),
             batch_size=CONVERSATIONS_AT_ONCE if recipe.splits else ROWS_AT_ONCE,
             features=Features(others | TOKENS | numbers),
             num_proc=args.dataset_num_proc,
@@ -148,24 +164,42 @@ def _of_table(dataset: Dataset, name: str, recipe: Recipe, *, args: Any, is_trai
     return Made(samples.remove_columns([*numbers]), recipe, MaskCounts(*masked) if numbers else None)
 
 
-def _columns(
-    batch: Any, indices: list[int], recipe: Recipe, *, repeated: list[str], is_counted: bool = True
+class _Row(Mapping[str, Any]):
+    """A row of a batch. Its columns are decoded when they are read, so a broken image is an error of its row."""
+
+    def __init__(self, batch: Mapping[str, Any], place: int):
+        self._batch, self._place = batch, place
+
+    def __getitem__(self, name: str) -> Any:
+        return self._batch[name][self._place]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._batch.keys())
+
+    def __len__(self) -> int:
+        return len(self._batch.keys())
+
+
+def columns_of_batch(
+    batch: Any, indices: list[int], recipe: AnyRecipe, *, repeated: Sequence[str] = ()
 ) -> dict[str, list[Any]]:
-    """The samples of some rows, as columns."""
-    numbers = NUMBERS if recipe.setting and is_counted else ()
-    columns: dict[str, list[Any]] = {name: [] for name in (*repeated, *TOKENS, *numbers)}
-    for i, row_values in zip(indices, zip(*batch.values(), strict=True), strict=True):
-        row = dict(zip(batch.keys(), row_values, strict=True))
-        for sample in recipe.samples(row):
-            # Arrays, because lists of Python's integers would need many times the memory
-            columns["input_ids"].append(np.array(sample.tokens, np.int32))
-            columns["labels"].append(np.array(sample.labels, np.int64))
-            columns[BAD_ROW].append(sample.reason if isinstance(sample, Bad) else "")
-            values = (i, sample.turn, int(sample.grows), *astuple(sample.counts))
-            for column, value in zip(numbers, values, strict=False):
-                columns[column].append(value)
-            for column in repeated:
-                columns[column].append(row[column])
+    """The samples of some rows, given as columns, as columns.
+
+    Args:
+        repeated: other columns of the rows, which each sample gets.
+    """
+    numbers = NUMBERS if recipe.setting else ()
+    columns: dict[str, list[Any]] = {name: [] for name in (*recipe.bad, BAD_ROW, *numbers, *repeated)}
+    for place, i in enumerate(indices):
+        row = _Row(batch, place)
+        for sample in recipe.samples(row, i):
+            values = zip(numbers, (i, sample.turn, int(sample.grows), *astuple(sample.counts)), strict=False)
+            made = (
+                {BAD_ROW: sample.reason, **recipe.bad} if isinstance(sample, Bad) else {BAD_ROW: "", **sample.columns}
+            )
+            made |= dict(values) | {name: row[name] for name in repeated}
+            for name, column in columns.items():
+                column.append(made[name])
     return columns
 
 
@@ -173,7 +207,8 @@ def _columns_of_stream(
     batch: Any, indices: list[int], name: str, *, drops: bool, repeats: Repeats, **kwargs: Any
 ) -> dict[str, list[Any]]:
     with repeats:
-        columns = _columns(batch, indices, is_counted=False, **kwargs)
+        columns = columns_of_batch(batch, indices, **kwargs)
+    columns = {column: values for column, values in columns.items() if column not in NUMBERS}
     for column in ("input_ids", "labels"):
         columns[column] = [values.tolist() for values in columns[column]]
     if drops:

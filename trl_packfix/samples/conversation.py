@@ -19,7 +19,7 @@ its tokens when it is read.
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -49,7 +49,7 @@ class Conversation:
     arguments: dict[str, Any]
 
     @classmethod
-    def from_row(cls, row: dict[str, Any], images: Sequence[Any] = ()) -> "Conversation":
+    def from_row(cls, row: Mapping[str, Any], images: Sequence[Any] = ()) -> "Conversation":
         """Read a row with `messages`, `conversations`, or `prompt` and `completion`, as TRL reads it.
 
         Args:
@@ -57,8 +57,8 @@ class Conversation:
                 text, the first of the user.
         """
         # TRL renames keys in place, and the rows of a stream may be objects of the user
-        row = copy.deepcopy({name: row[name] for name in COLUMNS if name in row})
-        row = maybe_convert_to_chatml(with_chat_roles(row))
+        known = copy.deepcopy({name: row[name] for name in COLUMNS if name in row})
+        row = maybe_convert_to_chatml(with_chat_roles(known))
         tools = row.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools
         arguments: dict[str, Any] = {"tools": tools}

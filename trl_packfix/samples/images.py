@@ -1,20 +1,197 @@
-"""Train the assistant's turns only of rows with images: a collator of TRL's that finds them with every template."""
+"""Rows with images: measured before training, and the collator that finds assistant turns in them.
 
+A processor turns the text and the images of a row into tokens and pixels. Only its result says how many tokens an image
+has, so it runs once for every row before training, and the numbers that planning needs are cached: the length, the
+trained tokens, where the last image ends, what the vision tower reads. Images are decoded then, since a broken one must
+be found before training. They are not processed where another of the same size was (`image_sizes`), except in every
+16th row, whose numbers are compared. Pixels are not kept. Whoever reads a document (a worker of the data loader)
+decodes its images and runs the processor, and must get the same tokens.
+"""
+
+import logging
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import transformers
 import trl
-from datasets import Dataset
+from datasets import Dataset, Features, Value
+from datasets import Sequence as ListOf
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..compat import masks_images
+from .apply import NUMBERS, columns_of_batch
 from .conversation import Conversation
+from .image_sizes import depends_on_sizes
+from .processor import RowProcessor, images_of, measured, with_images
+from .reasons import error_text
 from .recipes import training_template
-from .row import MaskCounts
+from .row import BAD_ROW, NUM_SHOWN, Bad, Cached, MaskCounts, Sample
 from .turns import PARTS, TurnRule, parts
+
+logger = logging.getLogger(__name__)
+
+CHECKED = 16  # of so many rows one is processed, to compare with what the sizes of its images give
+MEASURES = Features(
+    {
+        "length": Value("int64"),
+        "trained": Value("int64"),
+        "first_is_labelled": Value("bool"),
+        "image_start": Value("int64"),
+        "image_stop": Value("int64"),
+        "image_count": Value("int64"),
+        "image_values": Value("int64"),
+        "image_squares": Value("int64"),
+        # To sort documents by their beginnings: tokens, first and stop of each image one after the other, hashes
+        "tokens": ListOf(Value("uint32")),
+        "is_target": ListOf(Value("bool")),
+        "spans": ListOf(Value("int64")),
+        "contents": ListOf(Value("binary")),
+        "digest": Value("binary"),
+        "differs": Value("bool"),
+    }
+)
+
+
+def features_of(rule: TurnRule | None) -> Features:
+    """The columns of measured rows; with a rule, of their turns."""
+    numbers = {} if rule is None else dict.fromkeys(NUMBERS, Value("int64"))
+    return Features(MEASURES | {BAD_ROW: Value("string")} | numbers)
+
+
+@dataclass(frozen=True)
+class Processed:
+    """What is measured of a row with images, or of each of its assistant turns that is trained.
+
+    A conversation without such a turn is one sample, in which nothing is trained.
+
+    Attributes:
+        rule: which turns are trained; None: a sample is a row.
+        every: the images of one in so many rows are processed; of the others, one of each size is.
+    """
+
+    process: RowProcessor
+    rule: TurnRule | None = None
+    every: int = 1
+    bad: ClassVar[dict[str, Any]] = {
+        **{name: 0 for name, kind in MEASURES.items() if kind == Value("int64")},
+        **{name: [] for name in ("tokens", "is_target", "spans", "contents")},
+        **{"first_is_labelled": False, "digest": b"", "differs": False},
+    }
+
+    @property
+    def setting(self) -> str:
+        return "" if self.rule is None else "per_turn"
+
+    def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
+        if self.rule is None:
+            return [self._measured(row, number)]
+        try:
+            conversation, turns, counts = self.rule.choose(Conversation.from_row(row, images_of(row)))
+        except Exception as error:
+            return [Bad(error_text(error))]
+        samples: list[Sample | Bad] = []
+        before = ""
+        for turn in turns or [-1]:
+            text = ""
+            try:
+                row_of_turn = self.rule.row_of_turn(conversation, turn, self.process.processor)
+            except Exception as error:
+                sample: Sample | Bad = Bad(error_text(error))
+            else:
+                sample = self._measured(row_of_turn, number)
+                text = row_of_turn["prompt"] + row_of_turn["completion"]
+            counted, grows = MaskCounts() if samples else counts, before != "" and text.startswith(before)
+            samples.append(replace(sample, turn=turn, counts=counted, grows=grows))
+            before = text
+        return samples
+
+    def _measured(self, row: Mapping[str, Any], number: int) -> Sample | Bad:
+        try:
+            # Reading the row decodes its images, so a missing or broken one is found here.
+            row = with_images(row)
+            by_size = None if self.every == 1 else self._by_size(row)
+            if by_size is not None and number % self.every:
+                return Sample(by_size)
+            numbers = measured(row, self.process)
+            return Sample(numbers | {"differs": self.every > 1 and by_size != numbers})
+        except Exception as error:  # any error of the processor, the image library or the file system
+            return Bad(error_text(error))
+
+    def _by_size(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        try:
+            return measured(row, self.process.by_size)
+        except Exception:  # the processor itself then says what is wrong with the row
+            return None
+
+
+def measure(
+    dataset: Dataset,
+    process: RowProcessor,
+    name: str,
+    *,
+    num_proc: int | None,
+    drops: bool,
+    rule: TurnRule | None = None,
+) -> Dataset:
+    """Run the processor on every row and keep the numbers of `MEASURES`; `datasets` caches them beside the data.
+
+    Images of a size that was processed already are not processed again. If one of the rows compared differs, all are.
+
+    Args:
+        name: of the dataset, for messages.
+        drops: rows that cannot be processed get length 0 and their reason in `BAD_ROW`.
+        rule: measure a document for each assistant turn of a row that is trained, and note which (`NUMBERS`). A
+            conversation without such a turn is one document, in which nothing is trained.
+
+    Raises:
+        ValueError: the dataset has a transform; rows cannot be processed and `drops` is False.
+    """
+    if dataset.format["type"] == "custom":
+        raise ValueError(
+            f"The {name} dataset of {len(dataset)} rows has images and a transform (`Dataset.with_transform`), and "
+            "packing is on. Packing must know the length of every document before training, and a transform may make "
+            "another image at each reading. Materialise it with `Dataset.map`, or set `packing=False`."
+        )
+
+    def run(every: int) -> Dataset:
+        return dataset.map(
+            Cached(columns_of_batch),
+            with_indices=True,
+            batched=True,
+            batch_size=1,
+            fn_kwargs={"recipe": Processed(process, rule, every)},
+            remove_columns=dataset.column_names,
+            features=features_of(rule),
+            num_proc=num_proc,
+            desc=f"Measuring {name} dataset",
+        )
+
+    if depends_on_sizes(process.processor):
+        measured = run(CHECKED)
+        differs = np.flatnonzero(measured["differs"])
+        if len(differs):
+            logger.warning(
+                "%d of %d compared rows of the %s dataset have another length than the sizes of their images give; the "
+                "first is row %d. The processor runs on every row instead, which takes longer.",
+                *(len(differs), -(-len(measured) // CHECKED), name, differs[0]),
+            )
+            measured = run(1)
+    else:
+        measured = run(1)
+    if not drops:
+        bad = np.flatnonzero(np.array(measured[BAD_ROW]) != "")
+        if len(bad):
+            first = measured.select(bad[:NUM_SHOWN])[BAD_ROW]
+            raise ValueError(
+                f"{len(bad)} of {len(measured)} rows of the {name} dataset with images cannot be processed; the first "
+                f"are {bad[:NUM_SHOWN].tolist()}. Row {bad[0]}: {first[0]}. Every image must be found and decoded, and "
+                "every placeholder in the text needs exactly one image. Correct or remove these rows "
+                '(`dataset.select`), or set `bad_rows="drop"`, which drops and counts them.'
+            )
+    return measured
 
 
 @dataclass

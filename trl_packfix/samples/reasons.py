@@ -1,5 +1,6 @@
 """Rows that cannot be tokenised: why, and how they are refused."""
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from .row import UnknownTurnError
@@ -27,16 +28,21 @@ def refuse(name: str, first: list[tuple[int, str]], count: int, *, total: int) -
     )
 
 
-def reason(row: dict[str, Any], error: Exception, text_field: str) -> str:
+def reason(row: Mapping[str, Any], error: Exception, text_field: str) -> str:
     """Why a row cannot be tokenised: the missing or malformed field, if one is found, and the error."""
     if isinstance(error, UnknownTurnError):
         return str(error)
-    text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
     gap = _gap(row, text_field)
-    return (f"{gap}; " if gap else "") + f"{type(error).__name__}: {text}"
+    return (f"{gap}; " if gap else "") + error_text(error)
 
 
-def _gap(row: dict[str, Any], text_field: str) -> str | None:
+def error_text(error: Exception) -> str:
+    """An error in one line."""
+    text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
+    return f"{type(error).__name__}: {text}"
+
+
+def _gap(row: Mapping[str, Any], text_field: str) -> str | None:
     """The first field of a row that does not have the form in TRL's documentation."""
     columns = ("messages", "conversations", "prompt", "completion", text_field)
     gaps = (_gap_of_column(column, row[column], text_field) for column in columns if column in row)

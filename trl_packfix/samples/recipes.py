@@ -8,11 +8,12 @@ A recipe raises nothing: where no sample can be made, it gives the reason. `appl
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import trl
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -25,6 +26,7 @@ from .reasons import reason, refuse
 from .row import NUM_SHOWN, Bad, MaskCounts, Sample, UnknownTurnError
 from .turns import TurnRule, has_markers, masked, template_of, tokenized
 
+NO_TOKENS: dict[str, Any] = {"input_ids": np.zeros(0, np.int32), "labels": np.zeros(0, np.int64)}
 NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row
 Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
@@ -80,7 +82,8 @@ class Recorded:
             refuse(self.name, problems[:NUM_SHOWN], len(problems), total=number + 1)
 
 
-def _applied(steps: tuple[Step, ...], row: dict[str, Any]) -> dict[str, Any]:
+def _applied(steps: tuple[Step, ...], row: Mapping[str, Any]) -> dict[str, Any]:
+    row = dict(row)
     for step in steps:
         sample = step.function(dict(row), **step.kwargs)
         row = {name: value for name, value in row.items() if name not in step.removed} | sample
@@ -95,6 +98,7 @@ class Whole:
     text_field: str
     tokenizer: Tokenizer
     chat_template: ClassVar[None] = None
+    bad: ClassVar[dict[str, Any]] = NO_TOKENS
     setting: ClassVar[str] = ""  # by which assistant turns are trained
     splits: ClassVar[bool] = False  # rows into several samples
 
@@ -128,12 +132,12 @@ class Whole:
         """The columns that TRL removes."""
         return {column for step in self.steps for column in step.removed}
 
-    def samples(self, row: dict[str, Any]) -> list[Sample | Bad]:
+    def samples(self, row: Mapping[str, Any], number: int = 0) -> list[Sample | Bad]:
         try:
             sample = _applied(self.steps, row)
         except Exception as error:
             return [Bad(reason(row, error, self.text_field))]
-        return [Sample(sample["input_ids"], sample["labels"])]
+        return [Sample.of(sample["input_ids"], sample["labels"])]
 
 
 @dataclass(frozen=True)
@@ -150,16 +154,17 @@ class Masked:
     chat_template: str | None = None
     completion_only: bool = True
     consumes: ClassVar[set[str]] = {*COLUMNS}
+    bad: ClassVar[dict[str, Any]] = NO_TOKENS
     setting: ClassVar[str] = "assistant_only_loss"
     splits: ClassVar[bool] = False
 
-    def samples(self, row: dict[str, Any]) -> list[Sample | Bad]:
+    def samples(self, row: Mapping[str, Any], number: int = 0) -> list[Sample | Bad]:
         try:
             return [self._sample(row)]
         except Exception as error:
             return [Bad(reason(row, error, text_field=""))]
 
-    def _sample(self, row: dict[str, Any]) -> Sample:
+    def _sample(self, row: Mapping[str, Any]) -> Sample:
         """Tokens and labels of a conversation.
 
         Raises:
@@ -187,7 +192,7 @@ class Masked:
             first = num_same(prompt["input_ids"], tokens)  # as TRL
             mask[:first] = [0] * first
         labels = [token if bit else IGNORE_INDEX for token, bit in zip(tokens, mask, strict=True)]
-        return Sample(tokens, labels, counts=chosen.counts)
+        return Sample.of(tokens, labels, counts=chosen.counts)
 
 
 @dataclass(frozen=True)
@@ -198,10 +203,11 @@ class EachTurn:
     tokenizer: Tokenizer
     consumes: ClassVar[set[str]] = {*COLUMNS}
     chat_template: ClassVar[None] = None
+    bad: ClassVar[dict[str, Any]] = NO_TOKENS
     setting: ClassVar[str] = "per_turn"
     splits: ClassVar[bool] = True
 
-    def samples(self, row: dict[str, Any]) -> list[Sample | Bad]:
+    def samples(self, row: Mapping[str, Any], number: int = 0) -> list[Sample | Bad]:
         try:
             conversation, turns, counts = self.rule.choose(Conversation.from_row(row))
         except Exception as error:
@@ -209,16 +215,17 @@ class EachTurn:
         samples: list[Sample | Bad] = []
         before: list[int] = []
         for turn in turns or [-1]:
+            numbers: dict[str, Any] = {"turn": turn, "counts": MaskCounts() if samples else counts}
             try:
                 made = conversation.untrained(self.tokenizer) if turn < 0 else conversation.sample(turn, self.tokenizer)
                 tokens, labels = made["input_ids"], made["labels"]
                 if turn >= 0:
                     self.rule.mask_thinking(labels, conversation.messages[turn], self.tokenizer)
                 grows = bool(before) and tokens[: len(before)] == before
-                samples.append(Sample(tokens, labels, turn, MaskCounts() if samples else counts, grows))
+                samples.append(Sample.of(tokens, labels, grows=grows, **numbers))
                 before = tokens
             except Exception as error:
-                samples.append(Bad(reason(row, error, text_field=""), turn, MaskCounts() if samples else counts))
+                samples.append(Bad(reason(row, error, text_field=""), **numbers))
                 before = []
         return samples
 

@@ -98,19 +98,24 @@ class Trained:
 
 @dataclass(frozen=True)
 class Sample:
-    """Tokens and labels that are made of a row.
+    """What is made of a row, or of one of its turns.
 
     Attributes:
+        columns: tokens and labels; of a row with images what was measured.
         turn: index of the message that is trained, of a sample of one turn; else -1.
         counts: the assistant turns of the row, in the first of its samples.
         grows: whether the sample before it of the same row is its beginning.
     """
 
-    tokens: list[int]
-    labels: list[int]
+    columns: dict[str, Any]
     turn: int = -1
     counts: MaskCounts = MaskCounts()
     grows: bool = False
+
+    @classmethod
+    def of(cls, tokens: list[int], labels: list[int], **numbers: Any) -> "Sample":
+        # Arrays, because lists of Python's integers would need many times the memory
+        return cls({"input_ids": np.array(tokens, np.int32), "labels": np.array(labels, np.int64)}, **numbers)
 
 
 @dataclass(frozen=True)
@@ -120,8 +125,7 @@ class Bad:
     reason: str
     turn: int = -1
     counts: MaskCounts = MaskCounts()
-    tokens = labels = ()
-    grows = False
+    grows: bool = False
 
 
 class UnknownTurnError(ValueError):

@@ -12,15 +12,17 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..attention.models import base_model
 from ..compat import DDP, main_process_first
-from ..data.encoded_images import undecoded
 from ..data.image_collator import PackedImages, PaddedImageCollator, RopeIndex
 from ..data.image_examples import ImageExamples
-from ..data.image_rows import ImageRows, RowProcessor, measure
+from ..data.image_rows import ImageRows
 from ..data.reader import TokenReader
 from ..data.stream_images import StreamImages
 from ..data.stream_reader import refuse_empty
 from ..samples.apply import GROWS, ROW, column_of, count_turns, say_counts
 from ..samples.checks import check_conversations, has_images
+from ..samples.encoded_images import undecoded
+from ..samples.images import measure
+from ..samples.processor import RowProcessor
 from ..samples.said import say_if_nothing_is_stripped, say_if_turns_do_not_end
 from ..samples.turns import TurnRule
 from .config import SFTConfig

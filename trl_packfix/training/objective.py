@@ -37,12 +37,12 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from ..attention.models import base_model
 from ..compat import parameters_summed_by_ranks, router_loss_coefficient, scores_tokens
 from ..data.collator import IGNORE_INDEX
-from ..data.image_rows import sequence_sizes
 from ..data.model_costs import vision_tower
 from ..data.row_values import SOURCES, WEIGHTS
 from ..layout import Layout, Targets, layout_of
 from ..planning.costs import LLAMA_7B
 from ..planning.strategies import STRATEGIES
+from ..samples.processor import sequence_sizes
 from .choices import Setup
 from .config import SFTConfig
 from .features import refuse

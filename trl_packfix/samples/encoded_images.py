@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from datasets import Image, IterableDataset
 
-from ..samples.checks import IMAGES
+from .checks import IMAGES
 
 
 @dataclass(frozen=True)
