@@ -46,9 +46,9 @@ def workplace(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def run(workplace):
-    """The training run whose packs are shown; it has made its report, and not trained."""
+    """The training run whose packs are shown; it has made its report, and not trained. A config made later ends it."""
     args = SFTConfig(str(workplace / "out"), packing=True, use_cpu=True, bf16=False, report_to=[], **SETTINGS)
     rows = Dataset.from_json(str(workplace / "rows.jsonl"))
     run = SFTTrainer(build_tiny_model(), args, train_dataset=rows, processing_class=build_tokenizer())
@@ -62,9 +62,10 @@ def show(workplace, capsys, *words):
 
 
 def test_what_is_shown_is_what_is_trained(workplace, run, capsys):
+    batches = list(run.get_train_dataloader())
     packs = json.loads(show(workplace, capsys, *FLAGS, "--packs", "4", "--json"))
     assert [pack["place"] for pack in packs] == ["step 0.0", "step 0.1", "step 1.0", "step 1.1"]
-    for pack, batch in zip(packs, run.get_train_dataloader(), strict=False):
+    for pack, batch in zip(packs, batches, strict=False):
         documents = pack["documents"]
         assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist() and len(documents) > 1
         parts = [part for each in documents for part in each["parts"]]

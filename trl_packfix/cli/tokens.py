@@ -1,18 +1,16 @@
-"""Documents of the command line: rows of datasets, tokenised by TRL, or lengths alone.
+"""Documents of the command line: rows of datasets, tokenised as a trainer tokenises them, or lengths alone.
 
-Rows are tokenised by the trainer itself, with a tiny model that is discarded. So tokens and labels, and all numbers
-computed from them, are those of a training run with the same settings.
+Tokens and labels, and all numbers computed from them, are those of a training run with the same settings.
 """
 
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
@@ -27,14 +25,12 @@ from ..samples.row import BAD_ROW, Cached
 from ..training.choices import Setup
 from ..training.config import SFTConfig
 from ..training.features import refuse
+from ..training.preparation import prepare_images, prepare_rows
 from .configs import Configs
 from .flags import MODEL, named
 from .lengths import LengthRows, read_lengths
 from .mixture import load_mixture
 from .sources import check_split, in_utf8, load_rows
-
-if TYPE_CHECKING:
-    from ..training.trainer import SFTTrainer
 
 # Fields of the config that decide the tokens and labels of a row, and which other columns are kept
 TOKENISATION = (
@@ -117,9 +113,8 @@ def tokenised(dataset: Dataset, tokenizer: Any, config: SFTConfig) -> Dataset:
 
     if isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer, config.trust_remote_code)
-    train_dataset = _trainer(dataset, tokenizer, config).train_dataset
-    assert isinstance(train_dataset, Dataset)
-    return _with_labels(train_dataset, config)
+    check_template(config.chat_template_path)
+    return _with_labels(prepare_rows(dataset, tokenizer, config), config)
 
 
 def measured(dataset: Dataset, processor: Any, config: SFTConfig) -> ImageRows:
@@ -148,9 +143,8 @@ def measured(dataset: Dataset, processor: Any, config: SFTConfig) -> ImageRows:
             "depends on the processor. Set `--model` to the name or the folder of the model with a processor that you "
             f"will train, or remove the column `{name}` if the text alone is to be trained."
         )
-    reader = _trainer(dataset, processor, config).data.reader
-    assert isinstance(reader, ImageRows)
-    return reader
+    check_template(config.chat_template_path)
+    return prepare_images(dataset, processor, config)
 
 
 def import_deepspeed() -> None:
@@ -165,32 +159,6 @@ def import_deepspeed() -> None:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns
         with redirect_stdout(sys.stderr):
             import_module("deepspeed")
-
-
-def _trainer(dataset: Dataset, processing_class: Any, config: SFTConfig) -> "SFTTrainer":
-    """A trainer of these rows, with a tiny model that is discarded."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from ..training.trainer import SFTTrainer
-
-    import_deepspeed()
-    check_template(config.chat_template_path)
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=max(len(tokenizer), tokenizer.vocab_size),
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            max_position_embeddings=2**40,
-        )
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        args = SFTConfig(
-            folder, packing=True, max_length=2**40, use_cpu=True, bf16=False, report_to=[], **tokenisation(config)
-        )
-        return SFTTrainer(model, args, train_dataset=dataset, processing_class=processing_class)
 
 
 def _with_labels(dataset: Dataset, config: SFTConfig) -> Dataset:
