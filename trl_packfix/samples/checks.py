@@ -64,8 +64,7 @@ def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, *, args: Any,
     """
     check_rows(dataset, name)
     columns = dataset.column_names
-    # Datasets with a transform are skipped: reading them would run it, and TRL refuses them.
-    if not is_formatted and dataset.format["type"] != "custom":
+    if not is_formatted:
         _check_text(dataset, name, args)
     conversational = "messages" in columns or "conversations" in columns
     if not conversational and tokenizer.eos_token is None and not _is_conversational_prompt(dataset):
@@ -75,7 +74,7 @@ def check_raw_dataset(dataset: Dataset, name: str, tokenizer: Any, *, args: Any,
             "`eos_token` in the config, or `tokenizer.eos_token`."
         )
     if args.assistant_only_loss and args.bad_rows == "raise" and "messages" in columns:
-        silent = _rows_without_assistant(dataset)
+        silent = np.flatnonzero(~rows_with(dataset, "role", ("messages",), values=("assistant",)))
         if len(silent):
             raise ValueError(
                 f"`assistant_only_loss=True` was given and {len(silent)} of {len(dataset)} rows of the {name} dataset "
@@ -127,29 +126,11 @@ def _is_conversational_prompt(dataset: Dataset) -> bool:
     return feature is not None and getattr(feature, "dtype", None) != "string"
 
 
-def _rows_without_assistant(dataset: Dataset) -> np.ndarray:
-    """Rows in which no message has the role "assistant", computed in Arrow without Python objects."""
-    column = dataset.select_columns("messages").with_format("arrow")[:]["messages"]
-    has_assistant: list[np.ndarray] = []
-    for chunk in column.chunks:
-        if not (pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)):
-            return np.zeros(0, np.int64)  # not the layout of messages: TRL raises an error
-        messages = chunk.flatten()
-        if not pa.types.is_struct(messages.type) or messages.type.get_field_index("role") < 0:
-            return np.zeros(0, np.int64)
-        role = pc.fill_null(pc.equal(pc.struct_field(messages, "role"), "assistant"), False)
-        parents = pc.list_parent_indices(chunk).to_numpy()
-        has_assistant.append(
-            np.bincount(parents, weights=role.to_numpy(zero_copy_only=False), minlength=len(chunk)) > 0
-        )
-    return np.flatnonzero(~np.concatenate(has_assistant)) if has_assistant else np.zeros(0, np.int64)
-
-
 def has_conversations(dataset: Dataset | IterableDataset) -> bool:
     """Whether the rows of a dataset that is not tokenised are conversations."""
     columns = get_dataset_column_names(dataset)
     chat_columns = [column for column in MESSAGES if column in columns]
-    if not chat_columns or "input_ids" in columns or (has_transform(dataset)):
+    if not chat_columns or "input_ids" in columns or has_transform(dataset):
         return False  # tokenised; TRL refuses a transform
     row: dict[str, Any] = next(iter(dataset.select_columns(chat_columns)), {})
     return not any(isinstance(row.get(column), str) for column in chat_columns)  # a malformed row is found later
