@@ -63,7 +63,7 @@ def trained_texts(row, tokenizer):
 
 
 def sample(messages, tokenizer, template=None, **rule):
-    (made,) = Masked(TurnRule(**rule), tokenizer, template).samples({"messages": messages})
+    (made,) = Masked(TurnRule(**rule), tokenizer, template).samples({"messages": messages}, 0)
     if isinstance(made, Bad):
         raise ValueError(made.reason)
     return {"input_ids": made.tokens, "labels": made.labels}

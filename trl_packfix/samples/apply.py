@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from .checks import NUM_OF_STREAM, check_raw_dataset
 from .conversation import Conversation
 from .reasons import refuse, refuse_row_of_stream
 from .recipes import Recipe, Tokenizer, recipe_of
-from .row import BAD_ROW, NUM_SHOWN, Bad, Cached, MaskCounts, Sample, TurnCounts, bad_rows
+from .row import BAD_ROW, NUM_SHOWN, Bad, Cached, MaskCounts, TurnCounts, bad_rows
 from .said import (
     Repeats,
     say_if_nothing_is_stripped,
@@ -27,21 +27,6 @@ from .said import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-class AnyRecipe(Protocol):
-    """What makes samples of a row.
-
-    Attributes:
-        setting: by which assistant turns are trained; they are counted. Empty without.
-        bad: the columns of a row of which it makes no sample.
-    """
-
-    @property
-    def setting(self) -> str: ...
-    @property
-    def bad(self) -> dict[str, Any]: ...
-    def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]: ...
 
 
 TOKENS = {"input_ids": [Value("int32")], "labels": [Value("int64")], BAD_ROW: Value("string")}
@@ -181,7 +166,7 @@ class _Row(Mapping[str, Any]):
 
 
 def columns_of_batch(
-    batch: Any, indices: list[int], recipe: AnyRecipe, *, repeated: Sequence[str] = ()
+    batch: Any, indices: list[int], recipe: Recipe, *, repeated: Sequence[str] = ()
 ) -> dict[str, list[Any]]:
     """The samples of some rows, given as columns, as columns.
 

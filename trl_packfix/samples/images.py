@@ -27,7 +27,7 @@ from .conversation import Conversation
 from .image_sizes import depends_on_sizes
 from .processor import RowProcessor, images_of, measured, with_images
 from .reasons import error_text
-from .recipes import training_template
+from .recipes import Recipe, training_template
 from .row import BAD_ROW, NUM_SHOWN, Bad, Cached, MaskCounts, Sample
 from .turns import PARTS, TurnRule, parts
 
@@ -62,7 +62,7 @@ def features_of(rule: TurnRule | None) -> Features:
 
 
 @dataclass(frozen=True)
-class Processed:
+class Processed(Recipe):
     """What is measured of a row with images, or of each of its assistant turns that is trained.
 
     A conversation without such a turn is one sample, in which nothing is trained.
@@ -82,7 +82,7 @@ class Processed:
     }
 
     @property
-    def setting(self) -> str:
+    def setting(self) -> str:  # type: ignore[override]  # it is never set
         return "" if self.rule is None else "per_turn"
 
     def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:

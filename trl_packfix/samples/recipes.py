@@ -8,7 +8,7 @@ A recipe raises nothing: where no sample can be made, it gives the reason. `appl
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeAlias
@@ -29,6 +29,30 @@ from .turns import TurnRule, has_markers, masked, template_of, tokenized
 NO_TOKENS: dict[str, Any] = {"input_ids": np.zeros(0, np.int32), "labels": np.zeros(0, np.int64)}
 NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row
 Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
+
+
+class Recipe:
+    """Makes the samples of a row.
+
+    Attributes:
+        tokenizer: a processor of rows with images, too.
+        chat_template: in place of the tokenizer's own.
+        consumes: the columns that a sample does not have beside what is made.
+        bad: the columns of a row of which no sample is made.
+        setting: by which assistant turns are trained, which are then counted; empty without.
+        splits: whether a row may have several samples.
+    """
+
+    tokenizer: Tokenizer
+    chat_template: str | None = None
+    consumes: Collection[str] = COLUMNS
+    bad: ClassVar[Mapping[str, Any]] = NO_TOKENS
+    setting: ClassVar[str] = ""
+    splits: ClassVar[bool] = False
+
+    def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
+        """The samples of a row, which has this number in its dataset. Raises nothing."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -91,16 +115,13 @@ def _applied(steps: tuple[Step, ...], row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(Recipe):
     """One sample of a row, by the functions that TRL's `_prepare_dataset` would map over the dataset."""
 
     steps: tuple[Step, ...]
     text_field: str
     tokenizer: Tokenizer
-    chat_template: ClassVar[None] = None
-    bad: ClassVar[dict[str, Any]] = NO_TOKENS
-    setting: ClassVar[str] = ""  # by which assistant turns are trained
-    splits: ClassVar[bool] = False  # rows into several samples
+    consumes: frozenset[str]
 
     @classmethod
     def of(
@@ -125,14 +146,10 @@ class Whole:
         recorded: Any = Recorded(rows, name, args.dataset_text_field, steps)
         prepare: Any = trl.SFTTrainer._prepare_dataset
         recorded = prepare(trainer, recorded, tokenizer, settings, False, formatting_func, name)
-        return cls(recorded.steps, args.dataset_text_field, tokenizer)
+        removed = frozenset(column for step in recorded.steps for column in step.removed)
+        return cls(recorded.steps, args.dataset_text_field, tokenizer, removed)
 
-    @property
-    def consumes(self) -> set[str]:
-        """The columns that TRL removes."""
-        return {column for step in self.steps for column in step.removed}
-
-    def samples(self, row: Mapping[str, Any], number: int = 0) -> list[Sample | Bad]:
+    def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
         try:
             sample = _applied(self.steps, row)
         except Exception as error:
@@ -141,7 +158,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Masked:
+class Masked(Recipe):
     """One sample of a conversation in which assistant turns are trained.
 
     Attributes:
@@ -153,12 +170,9 @@ class Masked:
     tokenizer: Tokenizer
     chat_template: str | None = None
     completion_only: bool = True
-    consumes: ClassVar[set[str]] = {*COLUMNS}
-    bad: ClassVar[dict[str, Any]] = NO_TOKENS
     setting: ClassVar[str] = "assistant_only_loss"
-    splits: ClassVar[bool] = False
 
-    def samples(self, row: Mapping[str, Any], number: int = 0) -> list[Sample | Bad]:
+    def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
         try:
             return [self._sample(row)]
         except Exception as error:
@@ -196,18 +210,15 @@ class Masked:
 
 
 @dataclass(frozen=True)
-class EachTurn:
+class EachTurn(Recipe):
     """One sample per assistant turn of a conversation that is trained; without such a turn one, of which none is."""
 
     rule: TurnRule
     tokenizer: Tokenizer
-    consumes: ClassVar[set[str]] = {*COLUMNS}
-    chat_template: ClassVar[None] = None
-    bad: ClassVar[dict[str, Any]] = NO_TOKENS
     setting: ClassVar[str] = "per_turn"
     splits: ClassVar[bool] = True
 
-    def samples(self, row: Mapping[str, Any], number: int = 0) -> list[Sample | Bad]:
+    def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
         try:
             conversation, turns, counts = self.rule.choose(Conversation.from_row(row))
         except Exception as error:
@@ -228,9 +239,6 @@ class EachTurn:
                 samples.append(Bad(reason(row, error, text_field=""), **numbers))
                 before = []
         return samples
-
-
-Recipe: TypeAlias = Whole | Masked | EachTurn
 
 
 def recipe_of(
