@@ -66,7 +66,7 @@ def sample(messages, tokenizer, template=None, **rule):
     (made,) = Masked(TurnRule(**rule), tokenizer, template).samples({"messages": messages}, 0)
     if isinstance(made, Bad):
         raise ValueError(made.reason)
-    return {"input_ids": made.tokens, "labels": made.labels}
+    return {name: values.tolist() for name, values in made.columns.items()}
 
 
 def run_of(folder, data, tokenizer=PLAIN, model=None, eval_dataset=None, **settings):
