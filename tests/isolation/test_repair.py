@@ -20,7 +20,7 @@ from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.axes import ModuleAxes, learn_axes
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import Probe
-from trl_packfix.isolation.repair import WAYS, RepairedModule, Way
+from trl_packfix.isolation.repair import MODES, Mode, RepairedModule
 
 ROWS = "as rows of a padded batch"
 REPAIRS = {
@@ -116,7 +116,7 @@ def test_a_repair_around_the_decoder_is_seen_in_long_packs():
         axes = learn_axes(probe, ["model"])["model"]
         documents = [probe.tokens(n) for n in (7, 20, 9)]
         before = probe.packed(documents, large=True)
-        RepairedModule(model.model, axes, Way(rows=False, positions=True)).install()
+        RepairedModule(model.model, axes, Mode(rows=False, positions=True)).install()
         after = probe.packed(documents, large=True)
     assert [len(states) for states in after] == [7, 20, 9] and before[1].shape == after[1].shape
 
@@ -219,16 +219,16 @@ def test_a_repaired_model_can_be_copied_and_saved(tmp_path):
 def test_documents_one_after_the_other_are_refused_where_parameters_are_sharded():
     module = torch.nn.Linear(2, 2)
     axes = ModuleAxes({}, {})
-    for way in WAYS:
-        if not way.rows:
-            RepairedModule(module, axes, way).remove()
+    for mode in MODES:
+        if not mode.rows:
+            RepairedModule(module, axes, mode).remove()
     module.weight.ds_id = 0  # as DeepSpeed marks what it has sharded
-    for way in WAYS:
-        if way.rows:
-            RepairedModule(module, axes, way).remove()
+    for mode in MODES:
+        if mode.rows:
+            RepairedModule(module, axes, mode).remove()
         else:
             with pytest.raises(ValueError, match='sharded.*on_leak="unpack"'):
-                RepairedModule(module, axes, way)
+                RepairedModule(module, axes, mode)
 
 
 def test_arguments_that_the_probe_has_not_seen_are_refused():

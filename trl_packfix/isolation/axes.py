@@ -4,7 +4,10 @@ The size of an axis is not enough: the hidden size may equal the length of a pac
 of different lengths, and in batches without boundaries of different lengths and numbers of rows.
 """
 
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +47,8 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
     Raises `NotLearned` if a shape changes with the number of tokens or rows in an unknown way.
     """
     modules = {name: probe.inner.get_submodule(name) for name in names}
-    packs = [_watch(modules, lambda n=n: probe.packed([probe.tokens(k) for k in n])) for n in PACKS]
-    rows = [_watch(modules, lambda b=b, n=n: probe.rows(torch.stack([probe.tokens(n)] * b))) for b, n in ROWS]
+    packs = [_watch(modules, partial(probe.packed, [probe.tokens(k) for k in n])) for n in PACKS]
+    rows = [_watch(modules, partial(probe.rows, torch.stack([probe.tokens(n)] * b))) for b, n in ROWS]
     totals = [sum(lengths) for lengths in PACKS]
     axes = {}
     for name in names:
@@ -72,7 +75,9 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
     return axes
 
 
-def _growing(name: str, place: str, size: Any, *, other: Any, totals: list[int]) -> tuple[int, ...]:
+def _growing(
+    name: str, place: str, size: tuple[int, ...], *, other: tuple[int, ...] | int, totals: list[int]
+) -> tuple[int, ...]:
     if not isinstance(other, tuple) or len(size) != len(other):
         raise NotLearned(f"{name}: {place} has a different number of axes in another pack")
     axes = tuple(i for i, pair in enumerate(zip(size, other, strict=True)) if pair[0] != pair[1])
@@ -81,7 +86,7 @@ def _growing(name: str, place: str, size: Any, *, other: Any, totals: list[int])
     return axes
 
 
-def _axes(tokens: tuple[int, ...], size: tuple[int, ...], rows: list[Any]) -> Axes | None:
+def _axes(tokens: tuple[int, ...], size: tuple[int, ...], rows: list[tuple[int, ...] | int | None]) -> Axes | None:
     """Axes of a tensor of shape `size`. `rows`: its shapes in one row, in one longer row, in two rows, or None."""
     _, one, two = rows
     batch = None
@@ -106,26 +111,20 @@ def _sizes(leaves: Leaves) -> Sizes:
     return sizes
 
 
-def _watch(modules: dict[str, nn.Module], run: Any) -> dict[str, tuple[Sizes, Sizes]]:
+def _watch(modules: dict[str, nn.Module], run: Callable[[], object]) -> dict[str, tuple[Sizes, Sizes]]:
     """Sizes of the arguments and outputs of each module in its first call. If a run raises, of those called before."""
     seen: dict[str, tuple[Sizes, Sizes]] = {}
-    handles = []
-    for name, module in modules.items():
+    with ExitStack() as hooks, suppress(CannotRun):
+        for name, module in modules.items():
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            seen.setdefault(name, (_sizes(argument_leaves(module, args, kwargs)[0]), {}))
+            def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+                seen.setdefault(name, (_sizes(argument_leaves(module, args, kwargs)[0]), {}))
 
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
-            if not seen[name][1]:
-                seen[name][1].update(_sizes(output_leaves(output)[0]))
+            def after(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
+                if not seen[name][1]:
+                    seen[name][1].update(_sizes(output_leaves(output)[0]))
 
-        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(after))
-    try:
+            hooks.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after))
         run()
-    except CannotRun:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
     return seen

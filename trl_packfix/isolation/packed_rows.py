@@ -110,7 +110,7 @@ class PackedRows(ModelHooks):
         self._thresholds = [*thresholds(text_config(self.model), None, 1)[0].values()]
         # What batches were compared: gradients, dtype, left padding; thresholds that rows cross, and their length
         self._compared: set[tuple[bool, torch.dtype, bool]] = set()
-        self._level = (-1, -1)
+        self._largest_kind = (-1, -1)
         self._running: list[RowsOfBatch | None] = []
         self._ignored: set[str] = set()
 
@@ -277,8 +277,8 @@ class PackedRows(ModelHooks):
         device = self.model.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.model.dtype
         kind = (torch.is_grad_enabled(), dtype, batch.is_left_padded)
-        level = sum(batch.longest > n for n in self._thresholds), batch.longest.bit_length()
-        is_longer = any(now > before for now, before in zip(level, self._level, strict=True))
+        size = sum(batch.longest > n for n in self._thresholds), batch.longest.bit_length()
+        is_longer = any(now > before for now, before in zip(size, self._largest_kind, strict=True))
         if kind in self._compared and not is_longer:
             return batch
         wants_gradients = kind[0] and kind not in self._compared
@@ -296,7 +296,7 @@ class PackedRows(ModelHooks):
             self._refuse(f"{where}, {reason}")
             return None
         self._compared |= {kind, (False, *kind[1:])}
-        self._level = max(level[0], self._level[0]), max(level[1], self._level[1])
+        self._largest_kind = max(size[0], self._largest_kind[0]), max(size[1], self._largest_kind[1])
         return batch
 
     def _difference(

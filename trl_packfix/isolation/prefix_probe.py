@@ -170,9 +170,6 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
             entered.append(kwargs["inputs_embeds"].detach().requires_grad_())
             return args, kwargs | {"inputs_embeds": entered[0].clone()}
 
-        handle = self.inner.get_decoder().register_forward_pre_hook(catch, with_kwargs=True)
-        try:
-            with torch.enable_grad():
-                yield entered
-        finally:
-            handle.remove()
+        decoder = self.inner.get_decoder()
+        with decoder.register_forward_pre_hook(catch, with_kwargs=True), torch.enable_grad():
+            yield entered

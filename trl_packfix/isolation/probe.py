@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from math import inf
 from typing import Any
 
@@ -283,12 +284,10 @@ class Probe(ProbedModel):
                 if isinstance(value, Tensor) and value.is_floating_point():
                     dtypes.add(value.dtype)
 
-        handles = [module.register_forward_hook(note) for module in self.inner.modules()]
-        try:
+        with ExitStack() as hooks:
+            for module in self.inner.modules():
+                hooks.enter_context(module.register_forward_hook(note))
             self.packed(documents)
-        finally:
-            for handle in handles:
-                handle.remove()
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         return 4 * eps if eps > 1e-4 else max(32, tokens_summed_in_common(self.inner)) * eps
 

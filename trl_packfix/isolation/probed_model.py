@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -103,27 +103,23 @@ class ProbedModel:
         below = below_head(self.inner)  # a repaired module may call a decoder more than once
         takes_few = "logits_to_keep" in inspect.signature(type(self.inner).forward).parameters
         head = self.inner.get_output_embeddings()
+        hooks = ExitStack()
         # the head of a reward model is no LM head
         if head is None or (below and (of_backbone or (large and takes_few))):
             # An index, not a number: given a number, layers that share keys (Gemma 4) compute the last tokens only
             batch |= {"logits_to_keep": torch.zeros(1, dtype=torch.int64, device=self.device)} if takes_few else {}
-            handles = [
-                m.register_forward_hook(lambda module, args, out: caught.append(out[0])) for m in below or [self.inner]
-            ]
+            for backbone in below or [self.inner]:
+                hooks.enter_context(backbone.register_forward_hook(lambda module, args, out: caught.append(out[0])))
         else:
-            handles = [head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))]
+            hooks.enter_context(head.register_forward_pre_hook(lambda module, args: caught.append(args[0])))
         # Modules that draw even in eval mode draw the same in every run. Only on devices that `undisturbed` restores.
         torch.default_generator.manual_seed(0)
         if device_state(self.device) is not None:
             module = torch.get_device_module(self.device)
             with module.device(self.device) if hasattr(module, "device") else nullcontext():
                 module.manual_seed(0)
-        try:
-            with refusals():
-                (model or self.model)(**batch)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with hooks, refusals():
+            (model or self.model)(**batch)
         if not caught:
             raise ValueError(
                 f"The forward of this {type(self.inner).__name__} ran and did not call its LM head. The usual cause is "
@@ -234,12 +230,8 @@ class ProbedModel:
             embedded.append(output.detach().requires_grad_())
             return embedded[0].clone()  # some models modify the output of the embedding in place
 
-        handle = self.inner.get_input_embeddings().register_forward_hook(catch)
-        try:
-            with torch.enable_grad():
-                yield embedded
-        finally:
-            handle.remove()
+        with self.inner.get_input_embeddings().register_forward_hook(catch), torch.enable_grad():
+            yield embedded
 
     def embedding_gradient(self, batch: dict[str, Any], rows: Tensor, degree: int = 1) -> Tensor | None:
         """Gradient of the states in `rows`, summed with fixed random weights, with respect to all embeddings, (T, D).
@@ -292,12 +284,10 @@ class ProbedModel:
 
         head = self.inner.get_output_embeddings()
         leaves = [m for m in self.inner.modules() if m is not head and next(m.children(), None) is None]
-        handles = [module.register_forward_hook(move) for module in leaves]
-        try:
+        with ExitStack() as hooks:
+            for module in leaves:
+                hooks.enter_context(module.register_forward_hook(move))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def gradient_of(loss: Tensor, leaf: Tensor, *, retain_graph: bool = False) -> Tensor | None:

@@ -37,7 +37,7 @@ POSITIONS = Axes((1,), 0)  # of `position_ids` as the collator makes them, (1, T
 
 
 @dataclass(frozen=True)
-class Way:
+class Mode:
     """How a repaired module runs on documents.
 
     Attributes:
@@ -53,7 +53,7 @@ class Way:
         return text if self.positions else text + ", with its own positions"
 
 
-WAYS = (Way(True, True), Way(True, False), Way(False, True), Way(False, False))
+MODES = (Mode(True, True), Mode(True, False), Mode(False, True), Mode(False, False))
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,15 @@ class RepairedModule(ModelHooks):
     numbers of documents would gather parameters at different times.
     """
 
-    def __init__(self, module: nn.Module, axes: ModuleAxes, way: Way):
-        if not way.rows and is_sharded(module):
+    def __init__(self, module: nn.Module, axes: ModuleAxes, mode: Mode):
+        if not mode.rows and is_sharded(module):
             raise ValueError(
                 f"{type(module).__name__} must run on documents one after the other, but its parameters are sharded "
                 "(ZeRO-3 or FSDP): ranks with different numbers of documents would wait for each other forever. Set "
                 'on_leak="unpack".'
             )
         super().__init__()
-        self.module, self.axes, self.way = module, axes, way
+        self.module, self.axes, self.mode = module, axes, mode
         self._is_sharded = is_sharded(module)
         self._running: list[tuple[DocumentBatches, tuple[Any, ...], dict[str, Any]] | None] = []
 
@@ -104,7 +104,7 @@ class RepairedModule(ModelHooks):
             return None
         # FSDP2 gathers parameters for a call and shards them again after it: once sharded, always sharded.
         self._is_sharded = self._is_sharded or is_sharded(module)
-        budget = (inf if self._is_sharded else running.num_tokens) if self.way.rows else 0
+        budget = (inf if self._is_sharded else running.num_tokens) if self.mode.rows else 0
         documents = running.documents(budget)
         self._running.append((documents, args, kwargs))
         first = documents.batches[0]
@@ -136,7 +136,7 @@ class RepairedModule(ModelHooks):
         leaves, tree = argument_leaves(module, args, kwargs)
         values = []
         for place, value in leaves:
-            if place.startswith(BOUNDARY_NAMES) or (place == "position_ids" and not self.way.positions):
+            if place.startswith(BOUNDARY_NAMES) or (place == "position_ids" and not self.mode.positions):
                 value = None
             elif isinstance(value, Tensor):
                 # TRL's loss calls the backbone directly, and passes positions even if the whole model does not.

@@ -19,7 +19,7 @@ from .check_isolation import judge, refused
 from .isolation_report import IsolationReport
 from .probe import LENGTHS, Probe
 from .probed_model import CannotRun
-from .repair import WAYS, Repair, RepairedModule, RestartedPositions, Way
+from .repair import MODES, Mode, Repair, RepairedModule, RestartedPositions
 from .tracing import Evidence, find_leaks, find_raising, find_shifted
 
 MAX_ROUNDS = 40  # far more than any model needed; each costs a probe
@@ -30,8 +30,8 @@ class _Site:
     """Modules of one class, repaired in the same way."""
 
     names: list[str]
-    ways: Iterator[Way]
-    way: Way | None = None
+    modes: Iterator[Mode]
+    mode: Mode | None = None
     repaired: list[RepairedModule] = field(default_factory=list)
 
     def remove(self) -> None:
@@ -107,7 +107,7 @@ class RepairSearch:
             known = first.setdefault((repair.module, repair.way), replace(repair, count=0))
             first[repair.module, repair.way] = replace(known, count=known.count + 1)
         return [*first.values()] + [
-            Repair(kind.__name__, site.names[0], len(site.names), str(site.way)) for kind, site in self._sites.items()
+            Repair(kind.__name__, site.names[0], len(site.names), str(site.mode)) for kind, site in self._sites.items()
         ]
 
     def _masks_are_boundaries(self) -> bool:
@@ -161,7 +161,7 @@ class RepairSearch:
             if kind not in self._sites:
                 names = [other for other, module in self._modules.items() if type(module) is kind]
                 self._drop_inside(names)
-                self._sites[kind] = _Site(names, iter(WAYS))
+                self._sites[kind] = _Site(names, iter(MODES))
             if self._next_way(self._sites[kind]):
                 return True
             self._sites.pop(kind).remove()
@@ -170,19 +170,19 @@ class RepairSearch:
 
     def _next_way(self, site: _Site) -> bool:
         site.remove()
-        for way in site.ways:
+        for mode in site.modes:
             try:
                 axes = learn_axes(self.probe, site.names)
-                if not way.positions and not _takes_positions(axes.values()):
+                if not mode.positions and not _takes_positions(axes.values()):
                     continue
                 if not axes:
                     return False
                 # A run that raises may not reach all of them: assume the same axes for the whole class.
                 known = next(iter(axes.values()))
-                repaired = [RepairedModule(self._modules[name], axes.get(name, known), way) for name in site.names]
+                repaired = [RepairedModule(self._modules[name], axes.get(name, known), mode) for name in site.names]
             except (NotLearned, ValueError):
                 continue
-            site.way, site.repaired = way, repaired
+            site.mode, site.repaired = mode, repaired
             for module in repaired:
                 module.install()
             return True

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,6 +58,7 @@ class Evidence:
 # By place: the token axis of a tensor, and its values as (T, rest). A record: inputs and outputs of a module's call
 Values = dict[str, tuple[int, Tensor]]
 Records = dict[str, list[tuple[Values, Values]]]
+Spans = list[tuple[slice, slice]]  # of documents that are the same in both runs
 
 
 def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, *, positions_only: bool = False) -> list[Leak]:
@@ -86,14 +87,19 @@ def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, *, positions_
         with recording(sum(map(len, evidence.variant))) as second:
             probe.packed(evidence.variant, evidence.large)
         pairs = _shared(evidence.documents, evidence.variant)
-    leaks = []
+    return _smallest([*_leaks(modules, first, second, pairs=pairs, tolerance=tolerance)])
+
+
+def _leaks(
+    modules: dict[str, nn.Module], first: Records, second: Records, *, pairs: Spans, tolerance: float
+) -> Iterator[Leak]:
+    """Modules with a call whose inputs agree in both runs and whose outputs do not."""
     for name, module in modules.items():
         for one, other in zip(first.get(name, []), second.get(name, []), strict=False):
             came_in, went_out = (_moved(a, b, pairs) for a, b in zip(one, other, strict=True))
             if came_in <= tolerance < went_out:
-                leaks.append(Leak(name, type(module).__name__, went_out))
+                yield Leak(name, type(module).__name__, went_out)
                 break
-    return _smallest(leaks)
 
 
 def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Leak]:
@@ -164,17 +170,11 @@ def find_wrong_parts(probe: Probe, tolerance: float) -> list[Leak]:
         probe.packed(documents)
     first = dist.get_rank(group_of(probe.degree)) * PART_TOKENS
     pairs = [(slice(first, first + PART_TOKENS), slice(None))]
-    leaks = {}
-    for name, module in modules.items():
-        for one, other in zip(whole.get(name, []), part.get(name, []), strict=False):
-            came_in, went_out = (_moved(a, b, pairs) for a, b in zip(one, other, strict=True))
-            if came_in <= tolerance < went_out:
-                leaks[name] = Leak(name, type(module).__name__, went_out)
-                break
-    on_ranks: list[dict[str, Leak]] = [{}] * dist.get_world_size()
+    leaks = [*_leaks(modules, whole, part, pairs=pairs, tolerance=tolerance)]
+    on_ranks: list[list[Leak]] = [[]] * dist.get_world_size()
     dist.all_gather_object(on_ranks, leaks)
     largest: dict[str, Leak] = {}
-    for leak in (leak for leaks in on_ranks for leak in leaks.values()):
+    for leak in (leak for leaks in on_ranks for leak in leaks):
         if leak.name not in largest or leak.change > largest[leak.name].change:
             largest[leak.name] = leak
     return _smallest([largest[name] for name in modules if name in largest])
@@ -235,21 +235,19 @@ def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions
 def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
     """The innermost module that was running when the model raised on this pack; None if it does not raise."""
     running: list[str] = []
-    handles = []
 
-    def leave(*args: Any) -> None:  # must return None: another result of a forward hook replaces the output
+    def leave(*given: object) -> None:  # must return None: another result of a forward hook replaces the output
         running.pop()
 
-    for name, module in probe.inner.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name), prepend=True))
-        handles.append(module.register_forward_hook(leave))
-    try:
-        probe.packed(documents)
-    except CannotRun:
-        return running[-1] if running else None
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for name, module in probe.inner.named_modules():
+            enter = partial(lambda name, *given: running.append(name), name)
+            hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+            hooks.enter_context(module.register_forward_hook(leave))
+        try:
+            probe.packed(documents)
+        except CannotRun:
+            return running[-1] if running else None
     return None
 
 
@@ -282,28 +280,24 @@ def _watching(
     """
     inputs: dict[str, list[Values | None]] = {}
     calls: Counter[str] = Counter()
-    handles = []
-    for name, module in modules.items():
+    with ExitStack() as hooks:
+        for name, module in modules.items():
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            leaves, _ = argument_leaves(module, args, kwargs)
-            sees_positions = any(isinstance(x, Tensor) and not x.is_floating_point() for _, x in leaves)
-            wanted = sees_positions or not positions_only
-            inputs.setdefault(name, []).append(_by_token(leaves, num_tokens, on_host) if wanted else None)
+            def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+                leaves, _ = argument_leaves(module, args, kwargs)
+                sees_positions = any(isinstance(x, Tensor) and not x.is_floating_point() for _, x in leaves)
+                wanted = sees_positions or not positions_only
+                inputs.setdefault(name, []).append(_by_token(leaves, num_tokens, on_host) if wanted else None)
 
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
-            call_inputs = inputs[name].pop()
-            if call_inputs is not None:
-                note(name, calls[name], call_inputs, _by_token(output_leaves(output)[0], num_tokens, on_host))
-                calls[name] += 1
+            def after(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
+                call_inputs = inputs[name].pop()
+                if call_inputs is not None:
+                    note(name, calls[name], call_inputs, _by_token(output_leaves(output)[0], num_tokens, on_host))
+                    calls[name] += 1
 
-        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(after))
-    try:
+            hooks.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _inside(name: str, parent: str) -> bool:
@@ -314,7 +308,7 @@ def _span(lengths: list[int], index: int) -> slice:
     return slice(sum(lengths[:index]), sum(lengths[: index + 1]))
 
 
-def _shared(documents: list[Tensor], variant: list[Tensor]) -> list[tuple[slice, slice]]:
+def _shared(documents: list[Tensor], variant: list[Tensor]) -> Spans:
     """Spans of the documents that are the same in both packs, (in the first, in the second)."""
     lengths, others = [*map(len, documents)], [*map(len, variant)]
     return [(_span(lengths, i), _span(others, i)) for i, ids in enumerate(documents) if ids is variant[i]]
@@ -331,7 +325,7 @@ def _by_token(leaves: Leaves, num_tokens: int, on_host: bool) -> Values:
     return values_by_place
 
 
-def _moved(before: Values, after: Values, pairs: list[tuple[slice, slice]]) -> float:
+def _moved(before: Values, after: Values, pairs: Spans) -> float:
     """Largest change of these spans, relative to the largest value of each tensor; 0 if nothing can be compared."""
     changes = []
     for place in before.keys() & after.keys():
@@ -355,7 +349,7 @@ def _numbers(values: Values) -> Values:
     return {place: value for place, value in values.items() if value[1].is_floating_point() or value[1].is_complex()}
 
 
-def _share_moved(before: Values, after: Values, pairs: list[tuple[slice, slice]], *, minimum: float) -> float:
+def _share_moved(before: Values, after: Values, pairs: Spans, *, minimum: float) -> float:
     """Largest share, over tokens, of a token's numbers that change by more than `minimum` times their own size."""
     shares = [0.0]
     for place in before.keys() & after.keys():
