@@ -4,7 +4,8 @@
     python benchmarks/balance.py --measured                     # two real ranks on this CPU, about 2 minutes
 
 Modelled: imbalance is the sum over micro-steps of the largest rank cost over the sum of the mean cost, with the cost
-model of Llama 2 7B, 4 micro-batches per step, one plan (`stream`, whole steps only) for all methods of a row:
+model of Llama 2 7B, 4 micro-batches per step (`--accumulation`), one plan (`stream`, whole steps only) for all methods
+of a row:
   random            packs in the order of the plan, as in TRL; `balance="none"`
   micro             `balance="step"`, ranks wait after every micro-batch (ZeRO-2, ZeRO-3, FSDP)
   step              `balance="step"`, ranks wait once per step (DDP, ZeRO-1)
@@ -79,8 +80,8 @@ def draw(name: str, num: int, real: dict[str, np.ndarray], seed: int = 0) -> np.
     return lengths.astype(np.int64)
 
 
-def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarray]) -> Row:
-    slots = ACCUMULATION * world_size
+def modelled(name: str, capacity: int, world_size: int, accumulation: int, real: dict[str, np.ndarray]) -> Row:
+    slots = accumulation * world_size
     mean = np.minimum(draw(name, 20_000, real, seed=1), capacity).mean()
     lengths = np.minimum(draw(name, int((STEPS[world_size] + 0.3) * slots * capacity / mean), real), capacity)
     plan = plan_packs(lengths, capacity)
@@ -89,7 +90,7 @@ def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarr
     def made(balance: str, synchronisation: str) -> Schedule:
         bins = Bins(
             capacity=capacity,
-            accumulation=ACCUMULATION,
+            accumulation=accumulation,
             world_size=world_size,
             balance=balance,
             synchronisation=synchronisation,
@@ -98,7 +99,13 @@ def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarr
         return schedule_packs(plan, Units(lengths, LLAMA_7B), num_steps, bins=bins)
 
     as_they_come = made("none", "micro")
-    row: Row = {"lengths": name, "capacity": capacity, "ranks": world_size, "steps": num_steps}
+    row: Row = {
+        "lengths": name,
+        "capacity": capacity,
+        "ranks": world_size,
+        "accumulation": accumulation,
+        "steps": num_steps,
+    }
     row |= {"documents": len(as_they_come.order), "efficiency": efficiency(plan, lengths, num_steps * slots)}
     for kind in ("micro", "step"):
         seconds, schedule = cpu_seconds(lambda kind=kind: made("step", kind))
@@ -106,7 +113,7 @@ def modelled(name: str, capacity: int, world_size: int, real: dict[str, np.ndarr
         row[f"{kind}_random"] = imbalance(as_they_come, LLAMA_7B(lengths), kind)
         row[kind] = imbalance(schedule, LLAMA_7B(lengths), kind)
         row[f"{kind}_bound"] = imbalance_bound(schedule, Units(lengths, LLAMA_7B), capacity, synchronisation=kind)
-    row |= trl_random(lengths, capacity, world_size)
+    row |= trl_random(lengths, capacity, accumulation, world_size)
     if len(as_they_come.step_documents(0)) <= MOST_FOR_REBALANCE[name]:
         row |= rebalanced(as_they_come, lengths, capacity)
     return row
@@ -126,7 +133,7 @@ def verdict(row: Row, kind: str, target: float) -> str:
     return f"{target} impossible" if row[f"{kind}_bound"] > target else f"{target} missed"
 
 
-def trl_random(lengths: np.ndarray, capacity: int, world_size: int) -> Row:
+def trl_random(lengths: np.ndarray, capacity: int, accumulation: int, world_size: int) -> Row:
     """Whole steps of TRL's packs in the order of one epoch, assigned to ranks in turn as by accelerate."""
     import trl.data_utils
 
@@ -139,8 +146,8 @@ def trl_random(lengths: np.ndarray, capacity: int, world_size: int) -> Row:
         costs += np.add.reduceat(LLAMA_7B(documents), starts).tolist()
         full += (np.add.reduceat(documents, starts) / capacity).tolist()
     order = np.random.default_rng(0).permutation(len(costs))
-    slots = ACCUMULATION * world_size
-    steps = np.array(costs)[order][: len(order) // slots * slots].reshape(-1, ACCUMULATION, world_size)
+    slots = accumulation * world_size
+    steps = np.array(costs)[order][: len(order) // slots * slots].reshape(-1, accumulation, world_size)
     if not len(steps):
         return {}
     by_rank = steps.sum(axis=1)
@@ -298,6 +305,7 @@ def measured() -> None:
 def main() -> None:
     parser = make_parser(__doc__, REAL_DATA)
     parser.add_argument("--lengths", nargs="+", choices=LOGNORMAL, default=list(LOGNORMAL))
+    parser.add_argument("--accumulation", type=int, default=ACCUMULATION, help="micro-batches per step")
     parser.add_argument("--measured", action="store_true", help="two real ranks instead of the model")
     parser.add_argument("--rounds", type=int, default=3, help="of --measured")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -322,7 +330,7 @@ def main() -> None:
     for name in args.lengths:
         for capacity in CAPACITIES:
             for world_size in STEPS:
-                row = modelled(name, capacity, world_size, real)
+                row = modelled(name, capacity, world_size, args.accumulation, real)
                 rows.append(row | {"real": name in real, "target": TARGETS[capacity], "step_target": STEP_TARGET})
                 cells = [
                     format(row[c], ".3f") if isinstance(row.get(c), float) else str(row.get(c, "")) for c in columns

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.bounds import imbalance_bound
 
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
-from trl_packfix.planning.exchanges import Slots
+from trl_packfix.planning.dealing import deal
 from trl_packfix.planning.imbalance import imbalance, rank_costs
 from trl_packfix.planning.packing import Bins, num_optimizer_steps
 from trl_packfix.planning.schedule import Schedule, schedule_minibatches, schedule_packs
@@ -61,7 +61,7 @@ def test_long_tails_wait_little_at_64_ranks(capacity, target):
         kind: imbalance_bound(made["none", "micro"], Units(lengths, LLAMA_7B), capacity, synchronisation=kind)
         for kind in ("micro", "step")
     }
-    assert ours["step", "micro"] <= min(target, bound["micro"] + 0.005), "further from the bound than measured (0.003)"
+    assert ours["step", "micro"] <= min(target, bound["micro"] + 0.007), "further from the bound than measured (0.005)"
     assert ours["step", "step"] <= bound["step"] + 0.008, "further from the bound than measured (0.006)"
     if capacity == 8192:
         assert ours["step", "step"] <= 1.005
@@ -72,51 +72,31 @@ def test_long_tails_wait_little_at_64_ranks(capacity, target):
 @settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=2, max_size=60),
-    num_slots=st.integers(2, 8),
+    ranks=st.integers(1, 4),
+    by_rank=st.booleans(),
     spare=st.integers(0, 3),
 )
-def test_exchanges_keep_documents_and_settle_within_the_capacity(lengths, num_slots, spare):
-    """Documents are put anywhere; `room` is what is left, and `settle` says whether all fit."""
+def test_a_deal_keeps_the_documents_within_the_capacity_or_fails(lengths, ranks, by_rank, spare):
     lengths = np.array(lengths)
-    capacity = -(-int(lengths.sum()) // num_slots) + spare
-    slots = Slots(lengths, lengths.astype(float), np.zeros(len(lengths)), capacity=capacity, num_slots=num_slots)
-    for document in np.argsort(-lengths, kind="stable").tolist():
-        slots.put(document, document % num_slots)
-    settled = slots.settle()
-    assert sorted(d for documents in slots.documents for d in documents) == list(range(len(lengths)))
-    assert [capacity - lengths[documents].sum() for documents in slots.documents] == slots.room
-    assert settled == (min(slots.room) >= 0)
+    capacity = max(-(-int(lengths.sum()) // (2 * ranks)) + spare, int(lengths.max()))
+    of_deal = {"capacity": capacity, "world_size": ranks, "num_slots": 2 * ranks, "by_rank": by_rank}
+    packs = deal(lengths, lengths + lengths**2 / 10, **of_deal)
+    if packs is not None:
+        assert sorted(np.concatenate(packs)) == list(range(len(lengths)))
+        assert max(lengths[pack].sum() for pack in packs) <= capacity
 
 
-def test_full_slots_settle_to_the_token():
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_full_slots_are_filled_to_the_token(by_rank):
     """A thousand random documents fill 32 slots, with no token to spare."""
     lengths = np.random.default_rng(0).integers(20, 240, 1000)
     lengths[-1] += -lengths.sum() % 32
-    slots = Slots(lengths, lengths.astype(float), np.zeros(1000), capacity=int(lengths.sum()) // 32, num_slots=32)
-    for document in np.argsort(-lengths, kind="stable").tolist():
-        slots.put(document, document % 32)
-    assert min(slots.room) < -500, "nothing to settle"
-    assert slots.settle()
-    assert slots.room == [0] * 32
-
-
-def test_exchanges_even_out_what_groups_cost():
-    lengths = -np.sort(-np.random.default_rng(0).integers(20, 600, 640))
-    quadratic = lengths**2 / 1000
-    cost = lengths + quadratic
-    slots = Slots(lengths, cost, quadratic, capacity=int(lengths.sum()) // 16 + 1, num_slots=16)
-    for document in range(640):
-        slots.put(document, document // 10 if document < 160 else int(np.argmax(slots.room)))
-    assert slots.settle()
-
-    def dearest() -> float:
-        costs = np.array([cost[documents].sum() for documents in slots.documents])
-        return costs.max() / costs.mean()
-
-    before = dearest()
-    slots.even_out([[slot] for slot in range(16)])
-    assert before > 1.02 and dearest() < 1.001
-    assert min(slots.room) >= 0
+    capacity = int(lengths.sum()) // 32
+    cost = lengths + lengths**2 / 100
+    packs = deal(lengths, cost, capacity=capacity, world_size=8, num_slots=32, by_rank=by_rank)
+    assert [lengths[pack].sum() for pack in packs] == [capacity] * 32
+    ranks = np.array([cost[pack].sum() for pack in packs]).reshape(4, 8)
+    assert ranks.sum(axis=0).max() < 1.005 * ranks.sum(axis=0).mean(), "more than measured (0.003)"
 
 
 @settings(max_examples=60, deadline=None)

@@ -469,7 +469,7 @@ def test_balance_knows_the_cost_of_pieces():
     for name in ("rows", "costs", "not balanced"):
         balance = "none" if name == "not balanced" else "step"
         plan = make_epochs(
-            documents, "stream", 16, 256, 1, 4, balance=balance, cost_model=quadratic, share_prefixes="family"
+            documents, "stream", 16, 256, 4, 4, balance=balance, cost_model=quadratic, share_prefixes="family"
         )
         pieces = plan.units()
         for first, stop in pairwise(pieces.offsets):

@@ -12,7 +12,7 @@ import heapq
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
-from .dealing import Deal
+from .dealing import deal
 from .packing import Bins
 from .units import Units
 
@@ -51,16 +51,9 @@ def balanced(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Arr
         placed, waiting = order, better
     if waiting <= GOOD_ENOUGH * cost.sum() / world_size or len(members) < FEW * slots:
         return [packs[i] for i in placed]
-    deal = Deal(
-        units.rows[members],
-        cost,
-        units.cost_model.per_token,
-        capacity=bins.capacity,
-        world_size=world_size,
-        num_slots=slots,
-    )
-    dealt = deal.packs(by_rank)
-    if dealt is not None:
+    of_step = {"capacity": bins.capacity, "world_size": world_size, "num_slots": slots}
+    dealt = deal(units.rows[members], cost, by_rank=by_rank, **of_step)
+    if dealt is not None and all(len(pack) for pack in dealt):
         costs = np.array([cost[pack].sum() for pack in dealt])
         order = np.arange(slots) if by_rank else np.argsort(-costs, kind="stable")
         if _waiting(costs[order].reshape(-1, world_size), by_rank) < waiting:

@@ -18,7 +18,7 @@ ENOUGH = 2  # short documents are scarce below this many times the room beside l
 MAX_REMEMBERED = 1 << 16  # placed positions in memory: bounds the memory of an endless stream
 
 
-class _Buffer:
+class Buffer:
     """Waiting documents by length, with the searches that closing a pack needs.
 
     `present[l]` is 1 where a document of l tokens waits, and `mirrored` is the same back to front: the pairs that sum
@@ -136,7 +136,7 @@ def pack_arrivals(
     >>> list(pack_arrivals([4, 5, 3, 2, 6, 1, 7], capacity=7, buffer_size=4, longest=7))
     [[0, 2], [1, 3], [4, 5], [6]]
     """
-    buffer = _Buffer(longest, buffer_size, bytes_of=bytes_of, most_bytes=most_bytes)
+    buffer = Buffer(longest, buffer_size, bytes_of=bytes_of, most_bytes=most_bytes)
     packer = _Packer(iter(arriving), capacity, buffer)
     yield from packer.packs()
     positions, lengths = packer.waiting()
@@ -156,7 +156,7 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
     """The fewest packs of three heuristics, for when nothing more arrives; the pack of the oldest document first."""
 
     def until_empty(arriving: Int64Array) -> Packs:
-        packer = _Packer(iter(arriving.tolist()), capacity, _Buffer(int(arriving.max()), len(arriving)))
+        packer = _Packer(iter(arriving.tolist()), capacity, Buffer(int(arriving.max()), len(arriving)))
         return _as_arrays(packer.packs(until_empty=True))
 
     decreasing = np.argsort(-lengths, kind="stable")
@@ -182,7 +182,7 @@ class _Packer:
         6 1 7        (nothing more arrives: `_pack_rest` packs these as 6 + 1 and 7)
     """
 
-    def __init__(self, arriving: Iterator[int], capacity: int, buffer: _Buffer):
+    def __init__(self, arriving: Iterator[int], capacity: int, buffer: Buffer):
         self.arriving, self.capacity, self.buffer = arriving, capacity, buffer
         self.lengths: list[int] = []
         self.taken = bytearray()
