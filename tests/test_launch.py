@@ -124,13 +124,14 @@ COMMANDS = {
 }
 
 
-# The launcher of DeepSpeed also starts the recipe below
-OTHERS = {"accelerate": gathers_on_cpus, "deepspeed": (gathers_on_cpus, pytest.mark.sweep)}
+# Two also start recipes below
+LAUNCHERS = {"torchrun": pytest.mark.sweep, "accelerate": gathers_on_cpus}
+LAUNCHERS["deepspeed"] = (gathers_on_cpus, pytest.mark.sweep)
 
 
 @needs_gloo
 @needs_deepspeed
-@pytest.mark.parametrize("launcher", ["torchrun", *(pytest.param(name, marks=m) for name, m in OTHERS.items())])
+@pytest.mark.parametrize("launcher", [pytest.param(name, marks=m) for name, m in LAUNCHERS.items()])
 def test_the_command_under_each_launcher(launcher, workplace, tmp_path):
     (workplace / "mixture.yaml").write_text(MIXTURE)
     (workplace / "others.jsonl").write_text("\n".join((workplace / "rows.jsonl").read_text().splitlines()[:10]))
@@ -201,7 +202,7 @@ def test_slurm_recipe_and_its_requeue(workplace, tmp_path):
     code, log = launch(command, workplace, **env)
     assert code == 0, log[-4000:]
     state = json.loads((workplace / "slurm" / "checkpoint-3" / "trainer_state.json").read_text())
-    assert state["global_step"] == 3 and "'num_tokens'" in log
+    assert state["global_step"] == 3 and "'num_tokens'" in log and "Packing report" in log
     first = json.loads((workplace / "slurm" / "checkpoint-2" / "packing_state.json").read_text())
     last = json.loads((workplace / "slurm" / "checkpoint-3" / "packing_state.json").read_text())
     assert last["num_tokens"] > first["num_tokens"], "the requeued job began anew"

@@ -2,7 +2,7 @@
 
     python tests/two_ranks_rows.py FOLDER ENGINE ...
 
-An engine is "ddp", "zero2", "zero3" or "fsdp2", and has a pair of forks, of which the main process saves the results as
+An engine is one of `RUNS`, and has a pair of forks, of which the main process saves the results as
 FOLDER/ENGINE/NAME.pt.
 """
 
@@ -31,13 +31,8 @@ from transformers import TrainerCallback
 from trl_packfix import pack_forward
 
 # "regrouped" is the stock run with more padding, which measures rounding
-RUNS: dict[str, dict[str, Any]] = {
-    "stock": {},
-    "regrouped": {"pad_to_multiple_of": 24},
-    "packed": {},
-    "stock_lora": {"lora": True},
-    "packed_lora": {"lora": True},
-}
+REFERENCES = ("stock", "regrouped", "stock_lora")
+RUNS = {"ddp": (*REFERENCES, "packed"), "zero3": ("packed", "packed_lora"), "fsdp2": ("packed", "packed_lora")}
 
 
 class Engine(TrainerCallback):
@@ -61,11 +56,14 @@ def whole(trainer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def run(name: str, model: Any, reference: Any, lora: bool = False, **settings: Any) -> dict[str, Any]:
+def run(name: str, model: Any, reference: Any, **settings: Any) -> dict[str, Any]:
     """Five steps of four pairs on each rank."""
+    lora = name.endswith("_lora")
     if lora:
         torch.manual_seed(0)
         settings["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    if name == "regrouped":
+        settings["pad_to_multiple_of"] = 24
     trainer = build_trainer("dpo", model, None if lora else reference, gradient_checkpointing=True, **settings)
     trainer.add_callback(engine := Engine(trainer))
     packing = pack_forward(trainer) if name.startswith("packed") else None
@@ -86,10 +84,10 @@ def run_rank(engine: str, folder: Path) -> None:
         run_deepspeed_on_cpus()
         (folder / f"{engine}.json").write_text(json.dumps(deepspeed_config(engine)))
     # Before the first config: under ZeRO-3 each rank would draw its part of the weights.
-    models = {name: (build_tiny_model(), build_tiny_model()) for name in RUNS}
-    for name, options in RUNS.items():
+    models = {name: (build_tiny_model(), build_tiny_model()) for name in RUNS[engine]}
+    for name in RUNS[engine]:
         settings = {} if engine == "ddp" else engine_settings(engine, folder)  # resets what the run before has set
-        result = run(name, *models[name], **(options | settings))
+        result = run(name, *models[name], **settings)
         if os.environ["RANK"] == "0":
             torch.save(result, folder / engine / f"{name}.pt")
     torch.distributed.destroy_process_group()

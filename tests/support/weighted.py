@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,12 +59,14 @@ def documents_of(batch: dict, rows: list[dict]) -> list[Document]:
     return found
 
 
-def loss_by_hand(model, documents: list[Document], weighting: str, uses_weights: bool = True) -> torch.Tensor:
+def loss_by_hand(
+    model, documents: list[Document], weighting: str, uses_weights: bool = True, **loss: Any
+) -> torch.Tensor:
     """sum(w_d * loss_t) / sum(w_d) over the trained tokens, or sum(w_d * mean_d) / sum(w_d) over the documents."""
     above, below = torch.zeros((), dtype=torch.float64), 0.0
     for document in documents:
         weight = document.weight if uses_weights else 1.0
-        losses = token_losses(model, document)
+        losses = token_losses(model, document, **loss)
         if weighting == "document":
             above, below = above + weight * losses.mean(), below + weight
         else:
@@ -71,11 +74,15 @@ def loss_by_hand(model, documents: list[Document], weighting: str, uses_weights:
     return above / (below or 1.0)
 
 
-def token_losses(model, document: Document) -> torch.Tensor:
+def token_losses(
+    model, document: Document, loss_type: str = "nll", label_smoothing_factor: float = 0.0
+) -> torch.Tensor:
     """Of the trained tokens of one document alone, in fp64."""
     log_probs = model(torch.tensor([document.tokens])).logits[0, :-1].double().log_softmax(-1)
     targets = torch.tensor(document.labels[1:])
-    return -log_probs[torch.arange(len(targets)), targets.clamp(min=0)][targets != -100]
+    found = log_probs[torch.arange(len(targets)), targets.clamp(min=0)][targets != -100]
+    found = (1 - label_smoothing_factor) * found + label_smoothing_factor * log_probs.mean(-1)[targets != -100]
+    return -found * (found.exp().detach() if loss_type == "dft" else 1)
 
 
 def train_by_hand(

@@ -1,6 +1,5 @@
 """The training loss: TRL's to the bit, or documents that count the same; its auxiliary terms, and what is logged."""
 
-import itertools
 import time
 import warnings
 
@@ -169,69 +168,7 @@ def test_no_micro_batch_waits_for_its_numbers(settings, tmp_path):
     assert counts["ours"] == counts["forward"] < counts["trl"]
 
 
-# With document weights: every document counts the same
-
-
-def by_hand(model, documents, weighting, dft=False, smoothing=0.0):
-    """Loss and gradients of documents, (tokens, labels), each computed alone."""
-    model.zero_grad()
-    losses = []
-    for tokens, labels in documents:
-        log_probs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
-        targets = torch.tensor(labels[1:])
-        found = log_probs[torch.arange(len(targets)), targets.clamp(min=0)][targets != -100]
-        found = (1 - smoothing) * found + smoothing * log_probs.mean(-1)[targets != -100]
-        losses.append(-found * (found.exp().detach() if dft else 1))
-    loss = torch.cat(losses).mean() if weighting == "token" else torch.stack([each.mean() for each in losses]).mean()
-    loss.backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-def documents_of_rows(batch):
-    for row, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
-        yield row[mask.bool()].tolist(), labels[mask.bool()].tolist()
-
-
-def documents_of_pack(batch):
-    lengths = batch["cu_seq_lens_q"].diff().tolist()
-    parts = zip(batch["input_ids"][0].split(lengths), batch["labels"][0].split(lengths), strict=True)
-    yield from ((tokens.tolist(), labels.tolist()) for tokens, labels in parts if (labels != -100).any())
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"packing_strategy": "stream"},
-        {"packing_strategy": "minibatch"},
-        {"packing_strategy": "minibatch", "loss_type": "dft"},
-        {"packing_strategy": "minibatch", "label_smoothing_factor": 0.3},
-        {"max_steps": 1, "label_smoothing_factor": 0.3},  # a stream
-        {"packing_strategy": "stream", "pad_to_multiple_of": 32},
-        {"packing_strategy": "stream", "pad_documents_to_multiple_of": 16},
-        {"packing": False},
-    ],
-    ids=str,
-)
-def test_document_weights_are_the_definition_by_hand(settings, tmp_path):
-    model, reference = (build_tiny_model(dtype=torch.float64) for _ in range(2))
-    settings = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 3} | settings
-    data = halves().to_iterable_dataset() if "max_steps" in settings else halves()
-    run = trainer(tmp_path, data, model=model, document_weighting="document", **settings)
-    batches, num_items = first_step(run)
-    read = documents_of_rows if settings.get("packing") is False else documents_of_pack
-    documents = list(itertools.chain.from_iterable(map(read, batches)))
-    assert len(documents) > 8
-    assert num_items == sum(label != -100 for _, labels in documents for label in labels[1:])  # as without weights
-    losses, found = gradients(run, run.compute_loss, batches, num_items)
-    dft = "loss_type" in settings
-    smoothing = settings.get("label_smoothing_factor", 0.0)
-    loss, expected = by_hand(reference, documents, "document", dft, smoothing)
-    assert losses.sum().item() == pytest.approx(loss.item(), rel=1e-6)  # TRL takes logarithms in fp32
-    error = (found - expected).norm() / expected.norm()
-    print(f"relative gradient error {error:.1e}")
-    assert error < 1e-6
-    _, by_token = by_hand(reference, documents, "token", dft, smoothing)
-    assert (by_token - expected).norm() / expected.norm() > 0.05, "the two weights do not differ here"
+# With document weights every document counts the same, as `test_row_values.py` computes by hand
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -567,6 +504,17 @@ def test_a_router_loss_depends_on_the_documents_of_a_micro_batch(tmp_path):
 
 
 # What is logged
+
+
+def documents_of_rows(batch):
+    for row, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
+        yield row[mask.bool()].tolist(), labels[mask.bool()].tolist()
+
+
+def documents_of_pack(batch):
+    lengths = batch["cu_seq_lens_q"].diff().tolist()
+    parts = zip(batch["input_ids"][0].split(lengths), batch["labels"][0].split(lengths), strict=True)
+    yield from ((tokens.tolist(), labels.tolist()) for tokens, labels in parts if (labels != -100).any())
 
 
 def recorded(run):

@@ -41,13 +41,18 @@ def recorded(folder, dataset=ROWS, **settings):
 # One step, in fp64
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("weighting", ["token", "document"])
 @pytest.mark.parametrize(
     "settings",
     [
         {"packing_strategy": "stream"},
         {"packing_strategy": "minibatch"},
+        {"packing_strategy": "minibatch", "loss_type": "dft"},
+        {"packing_strategy": "minibatch", "label_smoothing_factor": 0.3},
+        {"max_steps": 1, "label_smoothing_factor": 0.3, "source_column": None},  # a stream
         {"packing_strategy": "stream", "pad_to_multiple_of": 32},
+        {"packing_strategy": "stream", "pad_documents_to_multiple_of": 16},
         {"packing_strategy": "bfd_split", "max_length": 24},
         {"packing": False},
     ],
@@ -56,7 +61,8 @@ def recorded(folder, dataset=ROWS, **settings):
 def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
     model, reference = (build_tiny_model(dtype=torch.float64) for _ in range(2))
     sizes = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 3}
-    run = trainer(tmp_path, ROWS, model=model, document_weighting=weighting, **sizes | COLUMNS | settings)
+    data = ROWS.to_iterable_dataset() if "max_steps" in settings else ROWS
+    run = trainer(tmp_path, data, model=model, document_weighting=weighting, **sizes | COLUMNS | settings)
     batches, num_items = first_step(run)
     documents = [document for batch in batches for document in documents_of(batch, LIST)]
     assert len(documents) > 8 and len({document.weight for document in documents}) == 5
@@ -66,16 +72,17 @@ def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
         loss.backward()
         total += loss.item()
     found = torch.cat([p.grad.flatten() for p in run.model.parameters()])
-    errors = {}
-    for uses_weights in (True, False):
+    of_loss = {name: settings[name] for name in ("loss_type", "label_smoothing_factor") if name in settings}
+    errors, other = [], {"token": "document", "document": "token"}[weighting]
+    for way in ((weighting, True), (weighting, False), (other, True)):
         reference.zero_grad()
-        loss = loss_by_hand(reference, documents, weighting, uses_weights)
+        loss = loss_by_hand(reference, documents, *way, **of_loss)
         loss.backward()
         expected = torch.cat([p.grad.flatten() for p in reference.parameters()])
-        errors[uses_weights] = ((found - expected).norm() / expected.norm()).item(), abs(total - loss.item())
+        errors.append((((found - expected).norm() / expected.norm()).item(), abs(total - loss.item())))
     print(errors)
-    assert max(errors[True]) < 1e-6  # TRL takes logarithms in fp32
-    assert errors[False][0] > 0.05, "the weights change nothing here"
+    assert max(errors[0]) < 1e-6  # TRL takes logarithms in fp32
+    assert min(errors[1][0], errors[2][0]) > 0.05, "the weights change nothing here"
 
 
 # Whole runs
