@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 if TYPE_CHECKING:
+    import trl
     from datasets import IterableDataset
     from peft.tuners.tuners_utils import BaseTuner
 
@@ -57,12 +58,12 @@ def scores_tokens(installed: str | None = None) -> bool:
     return Version(installed or importlib.metadata.version("trl")) >= Version("1.16.0")
 
 
-def router_loss_coefficient(trainer: Any) -> float:
+def router_loss_coefficient(trainer: object, args: "trl.SFTConfig") -> float | None:
     """The weight of the router loss. TRL has an attribute for it from 1.13 on, and only the argument before.
 
     Can be removed with support for TRL below that.
     """
-    return getattr(trainer, "router_aux_loss_coef", trainer.args.router_aux_loss_coef)
+    return getattr(trainer, "router_aux_loss_coef", args.router_aux_loss_coef)
 
 
 def training_every_token(collate: Any) -> Any:
@@ -86,7 +87,7 @@ def masks_images(collate: Any) -> bool:
     return {"assistant_only_loss", "chat_template"} <= names and finds_turns
 
 
-def end_training(trainer: Any) -> None:
+def end_training(trainer: transformers.Trainer) -> None:
     """Finish the trackers and destroy the process group, at the very end of a script.
 
     transformers has `Trainer.end` for it, but not in 5.16. Can be removed with support for versions without it.

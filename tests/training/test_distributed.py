@@ -299,9 +299,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(launch, engine, name, step, me
 @pytest.mark.parametrize("rank, expected", [(0, (0, 2, 2, 0)), (1, (0, 2, 2, 1)), (2, (1, 2, 2, 0)), (3, (1, 2, 2, 1))])
 def test_neighbours_that_divide_a_model_are_one_data_rank(rank, expected):
     args = SimpleNamespace(process_index=rank, world_size=4)
-    assert DataRanks.of(SimpleNamespace(args=args, get_tp_size=lambda: DIVIDING["tp"]["tp_size"])) == DataRanks(
-        *expected
-    )
+    assert DataRanks.of(args, DIVIDING["tp"]["tp_size"]) == DataRanks(*expected)
 
 
 # Restart

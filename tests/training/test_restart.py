@@ -203,7 +203,7 @@ def test_deepspeed_reads_other_ranks_from_a_universal_checkpoint_only(run, tmp_p
     config = {}
     plugin = SimpleNamespace(deepspeed_config=config)
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
-    restarted = restart.Restart(SimpleNamespace(args=SimpleNamespace(world_size=1), accelerator=accelerator))
+    restarted = restart.Restart(SimpleNamespace(args=SimpleNamespace(world_size=1), accelerator=accelerator), run.data)
     state |= {"engine": "deepspeed", "world_size": 2}
     with pytest.raises(ValueError, match="on 1 ranks, and `world_size` was 2.*ds_to_universal --input.*or launch 2"):
         restarted._check_shards(str(tmp_path), state)
@@ -452,10 +452,10 @@ def test_one_rank_hashes_the_documents_of_the_epoch(saves, tmp_path, monkeypatch
     rank = SimpleNamespace(
         args=SimpleNamespace(should_save=saves, world_size=1),
         settings={},
-        trainer=SimpleNamespace(
+        _data=SimpleNamespace(stream=None),
+        _run=SimpleNamespace(
             state=SimpleNamespace(global_step=2, max_steps=2),
             _total_train_tokens=1,
-            data=SimpleNamespace(stream=None),
             accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
         ),
         _planner=planner,

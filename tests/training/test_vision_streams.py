@@ -296,7 +296,7 @@ def test_packs_stay_in_order_and_are_compared_in_every_step(tmp_path, caplog):
     loader = run.get_train_dataloader()
     assert "dataloader_in_order=False was given; packs with images of a stream stay in order" in caplog.text
     assert loader.in_order
-    check = SamePackCheck(run)
+    check = SamePackCheck(run.data)
     shared = SimpleNamespace(world_size=2, tokens_per_rank=64, max_steps=9)
     check.on_train_begin(shared, None, None, train_dataloader=loader)
     assert check.steps_left == 9

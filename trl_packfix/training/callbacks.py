@@ -18,15 +18,19 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..attention.choice import backward_bytes
 from ..attention.models import base_model
 from ..attention.runs import COPIED_BYTES
-from ..data.stream import PackedStream, StreamCounts
+from ..data.stream import StreamCounts
 from ..reporting.build import make_stream_report
-from ..reporting.report import metrics
+from ..reporting.report import PackingReport, metrics
 from ..samples.checks import IMAGES
 from .choices import Setup
+from .evaluation import Evaluation
 from .features import experimental
 from .lm_head import check_fused_head
+from .loading import TrainingData
+from .objective import Objective
 from .progress import shown_proof
 from .proofs import prove_degrees, prove_prefixes
+from .run import Run
 
 MUCH_GIB = 0.5  # memory that is worth a line in the report
 LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
@@ -41,18 +45,18 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
 class BeforeTraining(TrainerCallback):
     """Says what is trained, and refuses evaluation sets without a trained token before the first step."""
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(self, run: Run, data: TrainingData, objective: Objective, *, evaluation: Evaluation):
+        self._run, self._data, self._objective, self._evaluation = run, data, objective, evaluation
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self.trainer
-        if trainer.training_objective.is_ours and trainer.compute_loss_func is None:
-            with trainer.compute_loss_context_manager():
-                check_fused_head(trainer.model_wrapped, base_model(trainer.model), trainer.data.attention_dtype)
+    def on_train_begin(self, *call: Any, **kwargs: Any) -> None:
+        run, args = self._run, self._run.args
+        if self._objective.is_ours and run.compute_loss_func is None:
+            with run.compute_loss_context_manager():
+                check_fused_head(run.model_wrapped, base_model(run.model), self._data.attention_dtype)
         if not args.packing:  # the report of packing has this line
-            self.trainer.accelerator.print(f"Trained tokens: {self.trainer.data.trained_line()}")
+            run.accelerator.print(f"Trained tokens: {self._data.trained_line()}")
         if args.eval_strategy != "no" or args.eval_on_start:
-            self.trainer.evaluation.check_evaluation_sets()
+            self._evaluation.check_evaluation_sets()
 
 
 def backward_note(model: Any, most_documents: int | None) -> str:
@@ -80,53 +84,57 @@ def _unprinted(handler: CallbackHandler) -> Iterator[None]:
 class BeforeFirstStep(TrainerCallback):
     """Proves isolation on the wrapped model, on all ranks together, then shows and saves the report."""
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(self, run: Run, data: TrainingData):
+        self._run, self._data = run, data
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self.trainer
-        with trainer.compute_loss_context_manager(), shown_proof(args, trainer.packed_model):
-            isolation = trainer.packed_model.prove(trainer.model_wrapped)
-        report = trainer.packing_report
-        if trainer.data.shares_prefixes and trainer.packed_model.is_proved:
-            reason = prove_prefixes(trainer, trainer.model_wrapped)
+    def on_train_begin(self, *call: Any, **kwargs: Any) -> None:
+        run, args, packed_model = self._run, self._run.args, self._run.packed_model
+        with run.compute_loss_context_manager(), shown_proof(args, packed_model):
+            isolation = packed_model.prove(run.model_wrapped)
+        report = run.packing_report
+        assert report is not None  # made with the training loader
+        if self._data.shares_prefixes and packed_model.is_proved:
+            reason = prove_prefixes(run, self._data, run.model_wrapped)
             if reason is not None and report.prefixes is not None:
                 report = replace(report, prefixes=replace(report.prefixes, refused=reason))
-        attention = trainer.packed_model.attention
+        attention = packed_model.attention
         text = f"{attention.name}: {attention.reason}"
         if attention.is_flash:
-            text += backward_note(trainer.model, report.most_documents)
-            if trainer.data.shares_prefixes:
+            text += backward_note(run.model, report.most_documents)
+            if self._data.shares_prefixes:
                 text += f"; copied keys of shared prefixes take at most {COPIED_BYTES / 2**30:g} GiB, in one layer"
-        setup = Setup(args=args, columns=IMAGES if report.images is not None else (), model=base_model(trainer.model))
-        trainer.packing_report = replace(report, isolation=isolation, attention=text, experimental=experimental(setup))
-        if args.packing_report and trainer.is_world_process_zero():
-            trainer.packing_report.show()
-            trainer.packing_report.save(args.output_dir)
+        setup = Setup(args=args, columns=IMAGES if report.images is not None else (), model=base_model(run.model))
+        report = replace(report, isolation=isolation, attention=text, experimental=experimental(setup))
+        run.packing_report = report
+        if args.packing_report and run.is_world_process_zero():
+            report.show()
+            report.save(str(args.output_dir))
         isolation.raise_if_leaking(args.on_leak)
-        prove_degrees(trainer, trainer.data.degrees)
+        prove_degrees(run, self._data.degrees)
         # Loggers get these, and the log history writes them to trainer_state.json
-        with _unprinted(trainer.callback_handler) if args.packing_report else nullcontext():
-            trainer.log(
+        with _unprinted(run.callback_handler) if args.packing_report else nullcontext():
+            run.log(
                 {
                     "isolation/max_change": isolation.max_change,
                     "isolation/max_difference": isolation.max_difference,
                     "isolation/tolerance": isolation.tolerance,
                     "isolation/repaired_modules": sum(repair.count for repair in isolation.repaired),
-                    "isolation/unpacked": int(trainer.packed_model.is_unpacked),
-                    **metrics(trainer.packing_report),
+                    "isolation/unpacked": int(packed_model.is_unpacked),
+                    **metrics(report),
                 }
             )
 
     def end(self) -> None:
         """Give the model back its own attention, after training has ended or failed."""
-        self.trainer.packed_model.rest()
+        self._run.packed_model.rest()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, *call: Any, **kwargs: Any) -> None:
         """Save the report in every checkpoint: it counts what was cut, split and dropped."""
-        if args.packing_report and self.trainer.is_world_process_zero():
-            folder = self.trainer._get_output_dir(getattr(self.trainer, "_trial", None))
-            self.trainer.packing_report.save(f"{folder}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        run, report = self._run, self._run.packing_report
+        if run.args.packing_report and run.is_world_process_zero():
+            assert report is not None
+            folder = run._get_output_dir(getattr(run, "_trial", None))
+            report.save(f"{folder}/{PREFIX_CHECKPOINT_DIR}-{run.state.global_step}")
 
 
 class AdaptersLearn(TrainerCallback):
@@ -142,10 +150,10 @@ class AdaptersLearn(TrainerCallback):
         self._ran: set[str] = set()
         self._handles: list[RemovableHandle] = []
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
+    def on_step_begin(self, *call: Any, **kwargs: Any) -> None:
         if self._adapters is not None:
             return
-        modules = dict(model.named_modules())
+        modules = dict(kwargs["model"].named_modules())
         self._adapters = {name: module for name, module in modules.items() if isinstance(module, BaseTunerLayer)}
         for parent in {name.rpartition(".")[0] for name in self._adapters}:
             note = partial(self._note, parent)
@@ -154,7 +162,7 @@ class AdaptersLearn(TrainerCallback):
     def _note(self, name: str, *call: Any) -> None:
         self._ran.add(name)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *call: Any, **kwargs: Any) -> None:
         for handle in self._handles:
             handle.remove()
         adapters, self._adapters, self._handles = self._adapters or {}, {}, []
@@ -191,13 +199,14 @@ class StreamCallback(TrainerCallback):
         ValueError: at the start of training, the ranks read different streams.
     """
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(self, run: Run, data: TrainingData):
+        self._run, self._data = run, data
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *call: Any, **kwargs: Any) -> None:
+        args = self._run.args
         if args.world_size == 1:
             return
-        firsts = gather_object([self.trainer.data.first_of_stream()])
+        firsts = gather_object([self._data.first_of_stream()])
         other = [rank for rank in range(args.world_size) if firsts[rank] != firsts[0]]
         if other:
             raise ValueError(
@@ -207,27 +216,30 @@ class StreamCallback(TrainerCallback):
                 "files."
             )
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._report(args, self.trainer.data.stream, state.global_step)
+    def on_save(self, *call: Any, **kwargs: Any) -> None:
+        self._report()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._report(args, self.trainer.data.stream, state.global_step)
-        if args.packing_report and self.trainer.is_world_process_zero():
-            self.trainer.packing_report.show()
+    def on_train_end(self, *call: Any, **kwargs: Any) -> None:
+        report = self._report()
+        if self._run.args.packing_report and self._run.is_world_process_zero():
+            report.show()
 
-    def _report(self, args: Any, stream: PackedStream, num_steps: int) -> None:
-        """Update the report with what was read and trained up to step `num_steps`. All ranks must call."""
-        counts, before = stream.counts(num_steps), self.trainer.packing_report
+    def _report(self) -> PackingReport:
+        """Update the report with what was read and trained up to now. All ranks must call."""
+        run, stream, num_steps = self._run, self._data.stream, self._run.state.global_step
+        assert stream is not None and run.packing_report is not None  # made with the training loader
+        counts, before = stream.counts(num_steps), run.packing_report
         alike = stream.readers_alike(num_steps)
         if alike < stream.packing.world_size:  # each group has counted its own shards only
-            counts = sum(gather_object([counts])[:: alike * self.trainer.data.ranks.copies], StreamCounts())
-        report = make_stream_report(stream, args.max_steps, counts, micro_steps=stream.micro_steps(num_steps))
-        self.trainer.packing_report = replace(
+            counts = sum(gather_object([counts])[:: alike * self._data.ranks.copies], StreamCounts())
+        report = make_stream_report(stream, run.args.max_steps, counts, micro_steps=stream.micro_steps(num_steps))
+        report = run.packing_report = replace(
             report,
             attention=before.attention,
             isolation=before.isolation,
             trained=before.trained,
             experimental=before.experimental,
         )
-        if args.packing_report and self.trainer.is_world_process_zero():
-            self.trainer.packing_report.save(args.output_dir)
+        if run.args.packing_report and run.is_world_process_zero():
+            report.save(str(run.args.output_dir))
+        return report

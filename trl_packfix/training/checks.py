@@ -23,12 +23,14 @@ from ..samples.checks import check_messages, check_per_turn, check_rows, columns
 from .choices import Setup, text_config
 from .config import SFTConfig
 from .features import refuse
+from .run import Run
 
 
-def setup_of(kind: type[trl.SFTTrainer], args: SFTConfig, model: Any, *, train_dataset: Any, **arguments: Any) -> Setup:
+def setup_of(kind: type[Run], args: SFTConfig, model: Any, *, train_dataset: Any, **arguments: Any) -> Setup:
     """What a trainer of this kind was given, for `refuse`; `arguments` are fields of `Setup`."""
     has_columns = isinstance(train_dataset, Dataset | IterableDataset)
-    samples = kind._get_train_sampler is not trl.SFTTrainer._get_train_sampler
+    sampler: Any = kind._get_train_sampler
+    samples = sampler is not trl.SFTTrainer._get_train_sampler
     return Setup(
         args=args,
         model=model,

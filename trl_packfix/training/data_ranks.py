@@ -1,7 +1,8 @@
 """Which ranks read data of their own: under tensor parallelism fewer than there are ranks."""
 
 from dataclasses import dataclass
-from typing import Any
+
+from .config import SFTConfig
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,6 @@ class DataRanks:
     index: int
 
     @classmethod
-    def of(cls, trainer: Any) -> "DataRanks":
-        """Of a trainer that has its model."""
-        args, copies = trainer.args, trainer.get_tp_size()
+    def of(cls, args: SFTConfig, copies: int) -> "DataRanks":
         rank, index = divmod(args.process_index, copies)
         return cls(rank, args.world_size // copies, copies, index)

@@ -39,8 +39,10 @@ from .checks import check_prepared
 from .config import SFTConfig
 from .images import check_padded_images
 from .loading import TrainingData
+from .objective import Objective
 from .planner import make_planner
 from .proofs import prove_degrees, prove_prefixes
+from .run import Run
 from .totals import source_metrics, sum_dtype, sums_by_source
 
 logger = logging.getLogger(__name__)
@@ -129,7 +131,7 @@ class Evaluation:
     """How a trainer evaluates and predicts: every document once, metrics from totals.
 
     Args:
-        trainer: reads its settings, model, accelerator, data and objective; writes TRL's metrics of evaluation.
+        run: writes TRL's metrics of evaluation.
         own: our class of trainers. A method that differs from the one of `own` is the user's.
     """
 
@@ -137,21 +139,17 @@ class Evaluation:
     _has_said_whose_loss = False
     _has_equal_batches = False  # in the running evaluation, those of our padded loader are
 
-    def __init__(self, trainer: Any, own: type):
-        self.trainer = trainer
+    def __init__(self, run: Run, data: TrainingData, objective: Objective, *, own: type):
+        self._run, self._data, self._objective = run, data, objective
         self._own = own
 
     @property
     def args(self) -> SFTConfig:
-        return self.trainer.args
-
-    @property
-    def _data(self) -> TrainingData:
-        return self.trainer.data
+        return self._run.args
 
     @property
     def _packed_model(self) -> PackedModel:
-        return self.trainer.packed_model
+        return self._run.packed_model
 
     def loader(self, dataset: Any, needs_logits: bool, prepares: bool) -> DataLoader[Any] | None:
         """The loader of a set, or None if TRL's is to be used.
@@ -196,16 +194,16 @@ class Evaluation:
             return True  # the model reads boundaries, and is proved, only during evaluation (`_on_packs`)
         # Before training, the engine (DeepSpeed, FSDP) does not exist yet, so the model cannot be proved under it.
         # Padded batches give the same numbers.
-        if not (self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled):
-            with self._packed_model.attending(), self.trainer.compute_loss_context_manager():
+        if not (self._run.is_deepspeed_enabled or self._run.is_fsdp_enabled):
+            with self._packed_model.attending(), self._run.compute_loss_context_manager():
                 if self._packed_model.isolation is None:
-                    self._packed_model.prove(self.trainer.model)
+                    self._packed_model.prove(self._run.model)
             if (
                 self._data.shares_prefixes
                 and self._packed_model.is_proved
                 and not self._packed_model.prefixes_are_proved
             ):
-                prove_prefixes(self.trainer, self.trainer.model)
+                prove_prefixes(self._run, self._data, self._run.model)
         return self._packed_model.is_proved
 
     @property
@@ -244,9 +242,9 @@ class Evaluation:
         """
         if self._overridden("evaluate", "get_eval_dataloader", "evaluation_loop", "prediction_step"):
             return
-        if self.trainer.compute_metrics is not None and not self.args.prediction_loss_only:
+        if self._run.compute_metrics is not None and not self.args.prediction_loss_only:
             return
-        eval_dataset = self.trainer.eval_dataset
+        eval_dataset = self._run.eval_dataset
         for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}).items():
             if self._evaluates_documents(dataset):
                 self._sources_to_evaluate(dataset)  # refuses a bad column
@@ -314,7 +312,7 @@ class Evaluation:
 
     def _overridden(self, *methods: str) -> list[str]:
         """The `methods` that a subclass, or an assignment to this object, has replaced."""
-        return [name for name in methods if _function(getattr(self.trainer, name)) is not getattr(self._own, name)]
+        return [name for name in methods if _function(getattr(self._run, name)) is not getattr(self._own, name)]
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader[Any]:
         args, ranks = self.args, self._data.ranks
@@ -325,14 +323,14 @@ class Evaluation:
         reader = self._data.read(dataset, "evaluation")
         documents = self._evaluation_documents(reader)
         values = self._sources_to_evaluate(dataset).taken(reader.conversations)
-        rows = DocumentDataset(reader, documents, self.trainer._tokenizer.pad_token_id, values=values)
+        rows = DocumentDataset(reader, documents, self._run._tokenizer.pad_token_id, values=values)
         if not self._packs_evaluation(needs_logits):
             self._check_fits_rank(documents)
             self._check_divides_rows(needs_logits)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, world_size=ranks.count)
             if self._data.images is not None:
-                check_padded_images(self.trainer.accelerator, reader)
-                collate: Any = self._data.images.padded_collator(self.trainer._tokenizer.pad_token_id)
+                check_padded_images(self._run.accelerator, reader)
+                collate: Any = self._data.images.padded_collator(self._run._tokenizer.pad_token_id)
             else:
                 collate = PaddedCollator(self._data.padded_collator)
             return self._data.make_loader(rows, sampler, self._data.with_row_values(collate, values))
@@ -379,27 +377,27 @@ class Evaluation:
         rows = dataloader.dataset
         if loss_only and isinstance(rows, DocumentDataset) and not self._overridden("prediction_step"):
             self._check_trained(rows.documents, prefix)
-        self.trainer.training_objective.gather_totals()  # `num_tokens` is also logged here
+        self._objective.gather_totals()  # `num_tokens` is also logged here
         names = rows.values.names if isinstance(rows, DocumentDataset) else ()
-        self._totals = EvaluationTotals(self.trainer.accelerator.device, names)
+        self._totals = EvaluationTotals(self._run.accelerator.device, names)
         self._say_whose_loss()
         sampler = getattr(dataloader, "batch_sampler", None)
         packs = sampler if isinstance(sampler, PackedBatchSampler) else None
         self._has_equal_batches = isinstance(sampler, PaddedBatchSampler)
         with self._on_packs() if packs else nullcontext():
             if packs and self.args.packing:
-                prove_degrees(self.trainer, packs.degrees)
+                prove_degrees(self._run, packs.degrees)
             output = loop()
-        metrics, loss = self._totals.metrics(self.trainer.accelerator, self._data.ranks.copies), f"{prefix}_loss"
+        metrics, loss = self._totals.metrics(self._run.accelerator, self._data.ranks.copies), f"{prefix}_loss"
         assert output.metrics is not None
         if metrics:
             output.metrics[loss] = metrics.pop("loss")
             for name in [name for name in metrics if "/" in name]:
                 output.metrics[f"{prefix}_{name}"] = metrics.pop(name)
             # TRL's `log` averages these lists and adds them to what is logged
-            logged = self.trainer._metrics["eval"]
+            logged = self._run._metrics["eval"]
             logged.update({key: [value] for key, value in metrics.items()})
-            logged["num_tokens"] = [self.trainer._total_train_tokens]
+            logged["num_tokens"] = [self._run._total_train_tokens]
         elif self.is_exact:
             output.metrics.pop(loss, None)  # no trained token: the loop reports 0.0
         return output
@@ -423,50 +421,50 @@ class Evaluation:
             return
         packed_model = self._data.make_packed_model()
         with packed_model.attending():
-            with self.trainer.compute_loss_context_manager():
-                packed_model.prove(self.trainer.model).raise_if_leaking()
+            with self._run.compute_loss_context_manager():
+                packed_model.prove(self._run.model).raise_if_leaking()
             yield
 
     @property
     def is_exact(self) -> bool:
         """Whether metrics are computed from totals; otherwise they are TRL's."""
-        return self._loss_of_user is None and (self._data.packs_images or not self.trainer._is_vision_dataset)
+        return self._loss_of_user is None and (self._data.packs_images or not self._run._is_vision_dataset)
 
     @property
     def _loss_of_user(self) -> str | None:
         """What the user has defined as the loss, for a message; None if nothing."""
-        if self.trainer.compute_loss_func is not None:
+        if self._run.compute_loss_func is not None:
             return "`compute_loss_func`"
         methods = self._overridden("compute_loss", "prediction_step")
-        return f"`{type(self.trainer).__name__}.{methods[0]}`" if methods else None
+        return f"`{type(self._run).__name__}.{methods[0]}`" if methods else None
 
     def predict(
         self, model: torch.nn.Module, inputs: dict[str, Any], loss_only: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Loss, logits and labels of a batch, which is added to the totals; with `loss_only` the loss alone."""
-        inputs = self.trainer._prepare_inputs(inputs)
-        objective = self.trainer.training_objective
+        inputs = self._run._prepare_inputs(inputs)
+        objective = self._objective
         objective.check_pack(inputs)
         inputs["use_cache"] = False
         layout = layout_of(inputs)
         targets = layout.targets(inputs["labels"][:, 1:] != IGNORE_INDEX) if "labels" in inputs else None
         sources = None if targets is None else objective.sources_of(targets)
-        with torch.no_grad(), self.trainer.compute_loss_context_manager():
+        with torch.no_grad(), self._run.compute_loss_context_manager():
             if loss_only:
                 assert targets is not None
-                if self.trainer.aux_loss_enabled:
+                if self._run.aux_loss_enabled:
                     inputs["output_router_logits"] = True
                 with objective.router_logits(inputs) as router_logits:
                     outputs = model(**inputs, fused_lm_head=True)
-                if self.trainer.aux_loss_enabled:
+                if self._run.aux_loss_enabled:
                     aux_loss = outputs.aux_loss
                     if layout.weighs_rows:
                         # zero on ranks after the first of a group, so the mean over ranks counts it once
                         aux_loss = layout.degree * objective.aux_loss(
                             outputs, layout, targets.trained, router_logits=router_logits
                         )
-                    aux_loss = self.trainer.accelerator.gather(aux_loss).mean().item()
-                    self.trainer._metrics["eval"]["aux_loss"].append(aux_loss)
+                    aux_loss = self._run.accelerator.gather(aux_loss).mean().item()
+                    self._run._metrics["eval"]["aux_loss"].append(aux_loss)
                 return self._totals.add_fused(outputs, targets, sources).float(), None, None
             labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
             logits = model(**inputs).logits

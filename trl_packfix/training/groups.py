@@ -7,6 +7,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from ..layout import Part, layout_of
+from .loading import TrainingData
 
 NUM_CHECKED_STEPS = 2  # optimizer steps after which ranks that read the same packs of a table are believed to go on so
 COMPARED = ("cu_seq_lens_q", "input_ids", "labels")  # of packs that ranks do not share
@@ -20,17 +21,17 @@ class SamePackCheck(TrainerCallback):
     runs again after a restart. A stream is read by each rank anew, so its packs are compared in every step.
 
     Args:
-        trainer: reads its data-parallel ranks, when training begins.
+        data: whose stream and data-parallel ranks are read when training begins.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, data: TrainingData) -> None:
+        self._data = data
         self.steps_left = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        is_stream = self.trainer.data.stream is not None
+        is_stream = self._data.stream is not None
         shares = args.world_size > 1 and args.tokens_per_rank is not None
-        self._copies = self.trainer.data.ranks.copies
+        self._copies = self._data.ranks.copies
         is_checked = shares or self._copies > 1
         self.steps_left = (args.max_steps if is_stream else NUM_CHECKED_STEPS) if is_checked else 0
 

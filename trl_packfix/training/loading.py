@@ -52,6 +52,7 @@ from .images import ImageData, measure_rows, packs_images
 from .noise import DocumentNoise
 from .planner import make_planner, packing_of
 from .progress import shown
+from .run import Run
 
 
 class TrainingData:
@@ -62,8 +63,7 @@ class TrainingData:
     model is loaded. `attach` does what needs the model.
 
     Args:
-        trainer: reads its settings, model, accelerator, tokenizer and training set; sets its `data_collator`,
-            `packed_model` and `packing_report`.
+        run: sets its `data_collator`, `packed_model` and `packing_report`.
 
     Attributes:
         reader: the rows of the training set; with packing of a table.
@@ -89,9 +89,9 @@ class TrainingData:
     unpacked_counts_first: bool
     ranks: DataRanks
 
-    def __init__(self, trainer: Any, args: SFTConfig, model: Any, *, train_dataset: Any, eval_dataset: Any):
+    def __init__(self, run: Run, args: SFTConfig, model: Any, *, train_dataset: Any, eval_dataset: Any):
         require_gathers(args.world_size, args.device.type)  # before weights are loaded, and without packing, too
-        self.trainer = trainer
+        self._run = run
         self.vocab_size: int | None = getattr(text_config(model, args), "vocab_size", None)
         checks.check_prepared_sets(args, train_dataset, eval_dataset, vocab_size=self.vocab_size)
         self.images: ImageData | None = None
@@ -105,23 +105,23 @@ class TrainingData:
 
     def attach(self) -> None:
         """Read the training set, and prepare the model for packs. The trainer has its model."""
-        trainer = self.trainer
-        refuse(Setup(args=self.args, model=trainer.model, accelerator=trainer.accelerator))
-        self.ranks = DataRanks.of(trainer)
-        declare_whole_sizes(trainer.model)
+        run = self._run
+        refuse(Setup(args=self.args, model=run.model, accelerator=run.accelerator))
+        self.ranks = DataRanks.of(self.args, run.get_tp_size())
+        declare_whole_sizes(run.model)
         if self.args.world_size > 1:
             wait_for_threads_at_exit()
-        self.unpacked_counts_first = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
-        self.padded_collator = trainer.data_collator
+        self.unpacked_counts_first = run.model_accepts_loss_kwargs and not run._loss_shifts_labels
+        self.padded_collator = run.data_collator
         if self.args.packing:
             self._prepare_packing()
         else:
             self._read_training_set()
-        self.constructed_with = checks.Constructed(self.args, trainer.model)
+        self.constructed_with = checks.Constructed(self.args, run.model)
 
     @property
     def args(self) -> SFTConfig:
-        return self.trainer.args
+        return self._run.args
 
     # Weights and sources of rows
 
@@ -131,12 +131,10 @@ class TrainingData:
 
     def _read_row_values(self) -> RowValues:
         """Of the prepared training set, whose rows may be shuffled or fewer than those given."""
-        if isinstance(self.trainer.train_dataset, IterableDataset):
+        if isinstance(self._run.train_dataset, IterableDataset):
             self.stream_sources = None if self.args.source_column is None else StreamSources()
             return RowValues()  # a stream is read, and checked, later
-        return read_row_values(
-            self.trainer.train_dataset, self.args.weight_column, self.args.source_column, name="train"
-        )
+        return read_row_values(self._run.train_dataset, self.args.weight_column, self.args.source_column, name="train")
 
     def _collate_row_values(self) -> Callable[..., Any]:
         """The collator of unpacked rows, which have the two columns themselves."""
@@ -155,24 +153,24 @@ class TrainingData:
     def _prepare_packing(self) -> None:
         args = self.args
         self._shares_prefixes = args.share_prefixes != "off"
-        checks.check_quantisation(self.trainer.model, args.device.type)
-        self.trainer.padding_free = True
+        checks.check_quantisation(self._run.model, args.device.type)
+        self._run.padding_free = True
         if self.packs_images:
             collate: Any = self.padded_collator
-            self.images = ImageData(collate, self.trainer.model, args.per_turn)
-        self.trainer.data_collator = self.packed_collator(args.per_device_train_batch_size, self.shares_prefixes)
+            self.images = ImageData(collate, self._run.model, args.per_turn)
+        self._run.data_collator = self.packed_collator(args.per_device_train_batch_size, self.shares_prefixes)
         self._read_training_set()
-        self.trainer.packed_model = self.make_packed_model()
+        self._run.packed_model = self.make_packed_model()
 
     # Tables
 
     def _read_training_set(self) -> None:
         """Weights and sources of the rows of `train_dataset` and, with packing, its documents."""
-        args, dataset = self.args, self.trainer.train_dataset
+        args, dataset = self.args, self._run.train_dataset
         self.row_values = self._read_row_values()
         if not args.packing:
             if self._has_row_values:
-                self.trainer.data_collator = self._collate_row_values()
+                self._run.data_collator = self._collate_row_values()
         elif not isinstance(dataset, IterableDataset):
             self.reader = self.read(dataset, "train")
             self.row_values = self.row_values.taken(self.reader.conversations)
@@ -190,15 +188,15 @@ class TrainingData:
 
     def _read_replaced_training_set(self) -> None:
         """Read `train_dataset` if it is not the one that was read before: a user may set it between two trainings."""
-        before, dataset, args = self._dataset_read, self.trainer.train_dataset, self.args
+        before, dataset, args = self._dataset_read, self._run.train_dataset, self.args
         if dataset is before:
             return
         if args.packing:
             checks.check_replacement(dataset, before, self.vocab_size)
             if isinstance(dataset, Dataset):
-                self.trainer.train_dataset = without_ignored_mask(dataset, self.trainer.completion_only_loss)
-        refuse(checks.setup_of(type(self.trainer), args, self.trainer.model, train_dataset=dataset))
-        checks.check_weights(args, self.trainer.train_dataset)
+                self._run.train_dataset = without_ignored_mask(dataset, self._run.completion_only_loss)
+        refuse(checks.setup_of(type(self._run), args, self._run.model, train_dataset=dataset))
+        checks.check_weights(args, self._run.train_dataset)
         self.turns, self.trained = None, replace(self.trained, counts=None)
         self._read_training_set()
 
@@ -211,7 +209,7 @@ class TrainingData:
 
     def trained_line(self) -> str:
         """What is trained without packing, with the share of the tokens of a table."""
-        dataset = self.trainer.train_dataset
+        dataset = self._run.train_dataset
         if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
             return self.trained.line(0, 0)
         counts = make_documents(TokenReader(dataset), max_length=None).ledger.given
@@ -225,14 +223,14 @@ class TrainingData:
 
     def start(self) -> None:
         """Refuse what was changed since construction, and read the training set if it was replaced."""
-        trainer = self.trainer
-        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        run = self._run
+        model = run.accelerator.unwrap_model(run.model, keep_torch_compile=False)
         self.constructed_with.check(self.args, model, trains=True)
         self._read_replaced_training_set()
 
     def packed_loader(self) -> DataLoader[Any]:
         """The loader of packs of the training set. Plans the first epoch, and makes the report."""
-        if isinstance(self.trainer.train_dataset, IterableDataset):
+        if isinstance(self._run.train_dataset, IterableDataset):
             return self._make_stream_loader()
         with shown(self.args, f"Planning packs of {len(self.documents):,} documents") as show:
             planner = self.planner = self.make_planner()
@@ -246,10 +244,8 @@ class TrainingData:
                     unpacked_counts_first=self.unpacked_counts_first,
                     turns=self.turns,
                 )
-            self.trainer.packing_report = replace(broadcast_object_list(reports)[0], trained=self.trained)
-        rows = DocumentDataset(
-            self.reader, self.documents, self.trainer._tokenizer.pad_token_id, values=self.row_values
-        )
+            self._run.packing_report = replace(broadcast_object_list(reports)[0], trained=self.trained)
+        rows = DocumentDataset(self.reader, self.documents, self._run._tokenizer.pad_token_id, values=self.row_values)
         collate = self._by_length(self.with_row_values(self._training_collator))
         return self.make_loader(rows, PackedBatchSampler(planner, self.ranks.rank), collate)
 
@@ -272,13 +268,13 @@ class TrainingData:
     def _settings_of_run(self) -> dict[str, Any]:
         """What the engine and the run decide of the packing."""
         return {
-            "synchronisation": checks.synchronisation(self.trainer.accelerator, base_model(self.trainer.model)),
-            "batch_size": self.trainer._train_batch_size,  # lowered by `auto_find_batch_size`
+            "synchronisation": checks.synchronisation(self._run.accelerator, base_model(self._run.model)),
+            "batch_size": self._run._train_batch_size,  # lowered by `auto_find_batch_size`
         }
 
     @cached_property
     def cost_model(self) -> CostModel:
-        model = base_model(self.trainer.model)
+        model = base_model(self._run.model)
         costs = make_cost_model(model.config, type(model))
         tower = vision_tower(model) if self.packs_images else None
         if tower is None:
@@ -293,7 +289,7 @@ class TrainingData:
             dataset,
             sampler,
             collate,
-            device=self.trainer.accelerator.device,
+            device=self._run.accelerator.device,
             num_workers=args.dataloader_num_workers,
             pin_memory=self._pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -308,22 +304,22 @@ class TrainingData:
     @property
     def _training_collator(self) -> Callable[..., Any]:
         if self.args.pad_documents_to_multiple_of is None:
-            return self.trainer.data_collator
+            return self._run.data_collator
         # lowered by `auto_find_batch_size`
-        return self.packed_collator(self.trainer._train_batch_size, self.shares_prefixes)
+        return self.packed_collator(self._run._train_batch_size, self.shares_prefixes)
 
     def packed_collator(self, batch_size: int, shares: bool) -> PackCollator:
-        images = None if self.images is None else self.images.of_packs(self.args, self.trainer.accelerator)
+        images = None if self.images is None else self.images.of_packs(self.args, self._run.accelerator)
         return PackCollator(self._make_row_collator(batch_size, shares), images)
 
     def _make_row_collator(self, batch_size: int, shares: bool) -> PackedDataCollator:
-        args, pad_token_id = self.args, self.trainer._tokenizer.pad_token_id
+        args, pad_token_id = self.args, self._run._tokenizer.pad_token_id
         if shares:
             return PrefixCollator(
                 args.pad_to_multiple_of,
                 pad_token_id,
                 # A router sees every token, also one on whose output no document is trained
-                keeps_last_rows=self.trainer.aux_loss_enabled,
+                keeps_last_rows=self._run.aux_loss_enabled,
                 compare=None if self.images is None else self.images.process.compare,
             )
         if args.pad_documents_to_multiple_of is None:
@@ -346,13 +342,13 @@ class TrainingData:
     @shares_prefixes.setter
     def shares_prefixes(self, shares: bool) -> None:
         self._shares_prefixes = shares
-        collate: Any = self.trainer.data_collator
+        collate: Any = self._run.data_collator
         if isinstance(collate, PackCollator) and isinstance(collate.rows, PrefixCollator):
             collate.rows.shares = shares
 
     @property
     def _pin_memory(self) -> bool:
-        return self.args.dataloader_pin_memory and self.trainer.accelerator.device.type != "cpu"
+        return self.args.dataloader_pin_memory and self._run.accelerator.device.type != "cpu"
 
     @property
     def _worker_kwargs(self) -> dict[str, Any]:
@@ -367,18 +363,18 @@ class TrainingData:
     def _make_stream_loader(self) -> DataLoader[Any]:
         args = self.args
         stream = self.stream = PackedStream(
-            self.trainer.train_dataset,
+            self._run.train_dataset,
             packing_of(args, self.cost_model, self.ranks.count, **self._settings_of_run),
             rank=self.ranks.rank,
             vocab_size=self.vocab_size,
-            pad_token_id=self.trainer._tokenizer.pad_token_id,
+            pad_token_id=self._run._tokenizer.pad_token_id,
             num_workers=args.dataloader_num_workers,
             worker_kwargs=self._worker_kwargs,
             weight_column=args.weight_column,
             source_column=args.source_column,
             images=None if self.images is None else self.images.of_stream(args),
         )
-        self.trainer.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)
+        self._run.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)
         columns = {WEIGHTS: args.weight_column, SOURCES: args.source_column}
         keys = {key: key for key, column in columns.items() if column is not None}
         collate = self._training_collator
@@ -388,7 +384,7 @@ class TrainingData:
         return stream_loader(
             stream,
             collate,
-            self.trainer.accelerator.device,
+            self._run.accelerator.device,
             pin_memory=self._pin_memory,
             num_workers=args.dataloader_num_workers,
             worker_kwargs=self._worker_kwargs,
@@ -397,8 +393,8 @@ class TrainingData:
     def first_of_stream(self) -> Any:
         """What tells the first row of the stream from others: its tokens, or a hash of it with its images."""
         if self.images is not None:
-            return self.images.first_of_stream(self.trainer.train_dataset, self.args)
-        return np.asarray(next(iter(self.trainer.train_dataset))["input_ids"]).tolist()
+            return self.images.first_of_stream(self._run.train_dataset, self.args)
+        return np.asarray(next(iter(self._run.train_dataset))["input_ids"]).tolist()
 
     # The model
 
@@ -406,10 +402,10 @@ class TrainingData:
         args = self.args
         hooks = []
         if args.neftune_noise_alpha is not None:
-            model = base_model(self.trainer.model)
+            model = base_model(self._run.model)
             hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=not self.packs_images))
         return PackedModel(
-            self.trainer.model,
+            self._run.model,
             self.attention_dtype,
             args.device.type,
             args.max_length,
@@ -426,7 +422,7 @@ class TrainingData:
         """The dtype that reaches the attention kernel: that of autocast, else that of the weights."""
         if self.args.bf16:
             return torch.bfloat16
-        return torch.float16 if self.args.fp16 else base_model(self.trainer.model).dtype
+        return torch.float16 if self.args.fp16 else base_model(self._run.model).dtype
 
 
 def unpacked_rows(dataset: Dataset | IterableDataset, name: str, args: SFTConfig) -> Dataset | IterableDataset:

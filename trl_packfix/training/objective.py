@@ -49,7 +49,9 @@ from .features import refuse
 from .flops import own_peak_tflops, trained_share, training_flops
 from .groups import SamePackCheck
 from .lm_head import add_token_scores, cap_fused_head
+from .loading import TrainingData
 from .routers import check_router_loss, group_load_balancing
+from .run import Run
 from .totals import TrainingTotals, sums_by_source
 
 NUM_DUMMY_TOKENS = 2
@@ -58,12 +60,12 @@ NUM_DUMMY_TOKENS = 2
 class LossIsOurs(TrainerCallback):
     """Refuses, before the first optimizer step, a subclass whose loss does not use settings that need ours."""
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(self, totals: TrainingTotals, name: str):
+        self._totals, self._name = totals, name
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self.trainer.training_objective.totals.is_scored:
-            refuse(Setup(args=args, own_loss=f"{type(self.trainer).__name__}.compute_loss"))
+    def on_pre_optimizer_step(self, args: Any, *call: Any, **kwargs: Any) -> None:
+        if not self._totals.is_scored:
+            refuse(Setup(args=args, own_loss=f"{self._name}.compute_loss"))
 
 
 class Objective:
@@ -72,9 +74,10 @@ class Objective:
     It is made before the model is loaded. `attach` does what needs the model.
 
     Args:
-        trainer: reads its settings, model, accelerator, loss function and data; sets its `router_aux_loss_coef`,
-            `aux_loss_enabled`, `model_accepts_loss_kwargs` and `neftune_noise_alpha`, and counts its
-            `_total_train_tokens` and `state.num_input_tokens_seen`.
+        run: sets its `router_aux_loss_coef`, `aux_loss_enabled`, `model_accepts_loss_kwargs` and `neftune_noise_alpha`,
+            and counts its `_total_train_tokens` and `state.num_input_tokens_seen`.
+        data: of the training.
+        compute_loss_func: of the user.
 
     Attributes:
         totals: sums over the trained batches. Tokens are real ones, without padding and dummies; exact at each log and
@@ -85,46 +88,44 @@ class Objective:
 
     totals: TrainingTotals
 
-    def __init__(self, trainer: Any, compute_loss_func: Callable[..., Any] | None):
-        self.trainer = trainer
+    def __init__(self, run: Run, data: TrainingData, compute_loss_func: Callable[..., Any] | None):
+        self._run, self._data = run, data
         self.summed_by_ranks: list[nn.Parameter] = []
         self.values_of_batch: dict[str, Tensor] = {}
-        self.same_pack = SamePackCheck(trainer)
+        self.same_pack = SamePackCheck(data)
         self._loss_of_user = compute_loss_func
 
     def attach(self) -> None:
         """Prepare the model, and count from now on. The trainer has its model and its data."""
-        trainer, args = self.trainer, self.args
-        trainer.compute_loss_func = self._loss_of_user  # TRL below 1.15 replaces it for `loss_type="dft"`
+        run, args = self._run, self.args
+        run.compute_loss_func = self._loss_of_user  # TRL below 1.15 replaces it for `loss_type="dft"`
         self._add_token_scores()
-        trainer.router_aux_loss_coef = router_loss_coefficient(trainer)
-        check_router_loss(trainer)
-        self.totals = TrainingTotals(trainer.data.row_values.names, args.share_prefixes != "off")
-        trainer.add_callback(self.totals)
-        trainer.add_callback(self.same_pack)
+        run.router_aux_loss_coef = router_loss_coefficient(run, args) or 0.0
+        check_router_loss(run)
+        self.totals = TrainingTotals(self._data.row_values.names, args.share_prefixes != "off")
+        run.add_callback(self.totals)
+        run.add_callback(self.same_pack)
         if args.packing:
             # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
-            trainer.neftune_noise_alpha = None
-        trainer.add_callback(LossIsOurs(trainer))
+            run.neftune_noise_alpha = None
+        run.add_callback(LossIsOurs(self.totals, type(run).__name__))
         if args.packing or args.document_weighting == "document" or args.weight_column is not None:
             # The mean is over the whole optimizer step, also for models to which transformers passes no token count
-            trainer.model_accepts_loss_kwargs = True
+            run.model_accepts_loss_kwargs = True
 
     @property
     def args(self) -> SFTConfig:
-        return self.trainer.args
+        return self._run.args
 
     @property
     def is_ours(self) -> bool:
         """False for unpacked images and sequence parallelism: everything stays TRL's."""
-        return (
-            self.trainer.data.packs_images or not self.trainer._is_vision_dataset
-        ) and self.trainer.get_sp_size() == 1
+        return (self._data.packs_images or not self._run._is_vision_dataset) and self._run.get_sp_size() == 1
 
     # The loss
 
     def _add_token_scores(self) -> None:
-        model = base_model(self.trainer.model)
+        model = base_model(self._run.model)
         if scores_tokens():
             cap_fused_head(model)
         else:
@@ -133,8 +134,8 @@ class Objective:
     def start(self) -> None:
         """Prepare for a training, of a model or a training set that was used elsewhere or set since."""
         self._add_token_scores()  # a trainer of TRL may have been built on this model
-        self.totals.set_sources(self.trainer.data.row_values.names, self.trainer.data.stream_sources)
-        self.summed_by_ranks = parameters_summed_by_ranks(base_model(self.trainer.model))
+        self.totals.set_sources(self._data.row_values.names, self._data.stream_sources)
+        self.summed_by_ranks = parameters_summed_by_ranks(base_model(self._run.model))
 
     def take_values(self, inputs: dict[str, Any]) -> None:
         """Take the weights and sources of documents out of a batch.
@@ -142,7 +143,7 @@ class Objective:
         Before any `compute_loss`, because a model does not take them, and DeepSpeed would round weights to bf16.
         """
         self.values_of_batch = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
-        names, numbered = self.values_of_batch.get(SOURCES), self.trainer.data.stream_sources
+        names, numbered = self.values_of_batch.get(SOURCES), self._data.stream_sources
         if isinstance(names, list) and numbered is not None:
             self.values_of_batch[SOURCES] = numbered.numbers(names)
 
@@ -162,21 +163,21 @@ class Objective:
         """The loss of a micro-batch in training, its share of the optimizer step; added to the log."""
         self.check_pack(inputs)
         inputs["use_cache"] = False
-        if self.trainer.aux_loss_enabled:
+        if self._run.aux_loss_enabled:
             inputs["output_router_logits"] = True
         with self.router_logits(inputs) as router_logits:
             loss, outputs = self._loss(model, inputs, num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # The count is over all ranks, but DDP averages gradients over them
-            loss = loss * self.trainer.data.ranks.count
+            loss = loss * self._data.ranks.count
         layout = layout_of(inputs)
         targets = layout.targets(outputs.label_mask)
         aux_loss = None
-        if self.trainer.aux_loss_enabled:
+        if self._run.aux_loss_enabled:
             aux_loss = self.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
-            if self.trainer.compute_loss_func is None:
+            if self._run.compute_loss_func is None:
                 steps = 1 if num_items_in_batch is None else self._num_statistics
-                loss = loss + self.trainer.router_aux_loss_coef * aux_loss / steps
+                loss = loss + self._run.router_aux_loss_coef * aux_loss / steps
         aux_sum = targets.trained.new_zeros(()) if aux_loss is None else aux_loss
         sums = [targets.of(outputs.entropy).sum(), targets.of(outputs.is_top1).sum(), aux_sum]
         self.totals.add_outputs([*sums, outputs.label_mask.new_ones(())])
@@ -190,15 +191,15 @@ class Objective:
 
     def check_pack(self, inputs: dict[str, Any]) -> None:
         if self.args.packing:
-            self.trainer.packed_model.check_attends(inputs)
+            self._run.packed_model.check_attends(inputs)
 
     @property
     def _is_smoothed(self) -> bool:
-        return self.trainer.label_smoother is not None and self.args.loss_type != "dft"
+        return self._run.label_smoother is not None and self.args.loss_type != "dft"
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
-        of_user = self.trainer.compute_loss_func
+        of_user = self._run.compute_loss_func
         if of_user is None and not self._is_smoothed:
             outputs = model(**inputs, fused_lm_head=True)
             targets = layout_of(inputs).targets(outputs.label_mask)
@@ -212,7 +213,7 @@ class Objective:
             outputs = model(**inputs, fused_lm_head=True)
         if of_user is not None:
             return of_user(with_logits, inputs.get("labels"), num_items_in_batch=num_items), outputs
-        if self.trainer.aux_loss_enabled:  # which TRL does not train with label smoothing
+        if self._run.aux_loss_enabled:  # which TRL does not train with label smoothing
             outputs.aux_loss = with_logits.aux_loss
         targets, num_classes = layout_of(inputs).targets(outputs.label_mask), with_logits.logits.shape[-1]
         nll, total = _smoothed(with_logits.logits, inputs)
@@ -272,8 +273,8 @@ class Objective:
             trained = layout.targets(batch["labels"][:, 1:] != IGNORE_INDEX).trained
             self.count(batch, layout, trained)
             own.append(trained * layout.is_first)
-        accelerator = self.trainer.accelerator
-        if self.trainer.aux_loss_enabled:
+        accelerator = self._run.accelerator
+        if self._run.aux_loss_enabled:
             # One statistic per micro-batch with documents. If none is empty, this is TRL's number of micro-batches.
             filled = torch.stack([counts.any() for counts in own]).float().sum().to(device)
             self._num_statistics = accelerator.reduce(filled, reduction="mean")
@@ -284,9 +285,7 @@ class Objective:
         if self.args.weight_column is not None:
             weights = [self._total_weight(batch[WEIGHTS], counts) for batch, counts in zip(batches, own, strict=True)]
             weight = torch.stack(weights).sum()
-            self._weight_of_step = (
-                accelerator.reduce(weight.to(device), reduction="sum") / self.trainer.data.ranks.copies
-            )
+            self._weight_of_step = accelerator.reduce(weight.to(device), reduction="sum") / self._data.ranks.copies
         return count([layout_of(batch).labels(batch) for batch in batch_samples])
 
     # Auxiliary terms
@@ -297,9 +296,9 @@ class Objective:
         caught: list[Tensor] = []
         pads = self.args.pad_to_multiple_of is not None or self.args.pad_documents_to_multiple_of is not None
         may_pad = pads or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
-        may_pad |= self.trainer.data.packs_images  # a rank without images may have a document that stands in for them
+        may_pad |= self._data.packs_images  # a rank without images may have a document that stands in for them
         layout = layout_of(inputs)
-        if not (self.trainer.aux_loss_enabled and layout.is_packed and (may_pad or layout.weighs_rows)):
+        if not (self._run.aux_loss_enabled and layout.is_packed and (may_pad or layout.weighs_rows)):
             yield caught
             return
 
@@ -307,7 +306,7 @@ class Objective:
             if not caught:  # with label smoothing a second forward, without gradients, computes the metrics
                 caught[:] = output.router_logits
 
-        handle = base_model(self.trainer.model).base_model.register_forward_hook(catch)
+        handle = base_model(self._run.model).base_model.register_forward_hook(catch)
         try:
             yield caught
         finally:
@@ -321,7 +320,7 @@ class Objective:
         """
         if not router_logits:
             return outputs.aux_loss
-        config = base_model(self.trainer.model).config.get_text_config()
+        config = base_model(self._run.model).config.get_text_config()
         counts = layout.row_counts(trained)
         if layout.degree > 1:
             value = group_load_balancing(
@@ -355,36 +354,36 @@ class Objective:
 
     def training_flops(self, lengths: Tensor) -> Tensor:
         """FLOPs of forward and backward of the text of these documents, (N,); 0 if the cost is not known."""
-        if self.trainer.data.cost_model is LLAMA_7B:
+        if self._data.cost_model is LLAMA_7B:
             return lengths.new_zeros(())
         exact = lengths.to(torch.float32 if lengths.device.type == "mps" else torch.float64)
-        return training_flops(self.trainer.data.cost_model, exact, self.trained_share).sum()
+        return training_flops(self._data.cost_model, exact, self.trained_share).sum()
 
     def tower_flops(self, inputs: dict[str, Any]) -> Tensor | float:
         """FLOPs of forward and backward of the images of a batch in the vision tower; 0 if their cost is not known."""
-        if self.trainer.data.cost_model is LLAMA_7B or self.trainer.data.cost_model.tower is None:
+        if self._data.cost_model is LLAMA_7B or self._data.cost_model.tower is None:
             return 0.0
         sizes = sequence_sizes(inputs)
         exact = sizes.to(torch.float32 if sizes.device.type == "mps" else torch.float64)
-        return 3 * self.trainer.data.cost_model.tower.flops(exact, exact**2).sum()
+        return 3 * self._data.cost_model.tower.flops(exact, exact**2).sum()
 
     @cached_property
     def trained_share(self) -> float:
-        tower = None if self.trainer.data.cost_model.tower is None else vision_tower(base_model(self.trainer.model))
-        return trained_share(self.trainer.model, without=tower)
+        tower = None if self._data.cost_model.tower is None else vision_tower(base_model(self._run.model))
+        return trained_share(self._run.model, without=tower)
 
     @cached_property
     def _peak_tflops(self) -> float | None:
         if self.args.peak_tflops is not None:
             return self.args.peak_tflops
-        return own_peak_tflops(self.trainer.accelerator.device, self.trainer.data.attention_dtype)
+        return own_peak_tflops(self._run.accelerator.device, self._data.attention_dtype)
 
     def gather_totals(self) -> None:
         """Update `_total_train_tokens` and `num_input_tokens_seen`. All ranks must call."""
-        gathered = self.totals.gather(self.trainer.accelerator, self.trainer.data.ranks.copies)
-        self.trainer._total_train_tokens += round(gathered["tokens"])
+        gathered = self.totals.gather(self._run.accelerator, self._data.ranks.copies)
+        self._run._total_train_tokens += round(gathered["tokens"])
         seen = {"no": 0.0, "non_padding": gathered["tokens"], "all": gathered["row_tokens"]}
-        self.trainer.state.num_input_tokens_seen += round(seen[str(self.args.include_num_input_tokens_seen)])
+        self._run.state.num_input_tokens_seen += round(seen[str(self.args.include_num_input_tokens_seen)])
 
     def add_metrics(self, logs: dict[str, float], start_time: float | None) -> None:
         """Add to `logs` what was trained since the last log. All ranks must call."""
@@ -394,9 +393,9 @@ class Objective:
         self.gather_totals()
         if self.totals.num_steps:
             logs |= self.totals.metrics(self._pack_capacity, self.args.world_size, self._peak_tflops)
-            if not self.trainer.aux_loss_enabled:
+            if not self._run.aux_loss_enabled:
                 logs.pop("aux_loss", None)
-            logs["num_tokens"] = self.trainer._total_train_tokens
+            logs["num_tokens"] = self._run._total_train_tokens
             self.totals.start_window()
         if is_end and logs["train_runtime"]:
             logs["train_samples_per_second"] = round(self.totals.num_documents / logs["train_runtime"], 3)
@@ -408,8 +407,8 @@ class Objective:
             return None
         if self.args.tokens_per_rank is not None:
             return self.args.tokens_per_rank
-        assert self.trainer.packing_report is not None  # made with the training loader
-        return self.trainer.packing_report.capacity
+        assert self._run.packing_report is not None  # made with the training loader
+        return self._run.packing_report.capacity
 
 
 def _smoothed(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -1,18 +1,19 @@
 """Proofs on the wrapped model: shared prefixes, and parts of packs at each degree; and what follows where one fails."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 from transformers.utils import logging
 
 from ..attention.exchange import make_groups
 from ..isolation.isolation_report import IsolationReport, PackingLeakError
+from .loading import TrainingData
+from .run import Run
 
 logger = logging.get_logger(__name__)
 
 
-def prove_prefixes(trainer: Any, wrapped: nn.Module) -> str | None:
+def prove_prefixes(run: Run, data: TrainingData, wrapped: nn.Module) -> str | None:
     """Prove that documents that begin alike are what they are alone; where they are not, pack documents whole.
 
     All ranks must call it. The packed model must be proved.
@@ -23,11 +24,11 @@ def prove_prefixes(trainer: Any, wrapped: nn.Module) -> str | None:
         PackingLeakError: it fails, and `share_prefixes="family"` has planned packs that hold more tokens than fit
             without sharing, or `on_leak="raise"`.
     """
-    with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
-        reason = trainer.packed_model.prove_prefixes(wrapped)
+    with run.packed_model.attending(), run.compute_loss_context_manager():
+        reason = run.packed_model.prove_prefixes(wrapped)
     if reason is None:
         return None
-    args = trainer.args
+    args = run.args
     if args.share_prefixes == "family" or args.on_leak == "raise":
         raise PackingLeakError(
             f"`share_prefixes={args.share_prefixes!r}` was given, and on this model {reason}. So a beginning that "
@@ -35,12 +36,12 @@ def prove_prefixes(trainer: Any, wrapped: nn.Module) -> str | None:
             + ("" if args.on_leak == "raise" else ", and without sharing the planned packs do not fit")
             + '. Set `share_prefixes="off"`.'
         )
-    trainer.data.shares_prefixes = False
+    data.shares_prefixes = False
     logger.warning('Documents are packed whole: `share_prefixes="pack"` was given, and on this model %s.', reason)
     return reason
 
 
-def prove_degrees(trainer: Any, degrees: Iterable[int]) -> list[IsolationReport]:
+def prove_degrees(run: Run, degrees: Iterable[int]) -> list[IsolationReport]:
     """Make the process groups of all degrees, and prove isolation at each. All ranks must call it.
 
     Groups and proofs that exist are kept.
@@ -49,6 +50,6 @@ def prove_degrees(trainer: Any, degrees: Iterable[int]) -> list[IsolationReport]
         PackingLeakError: the model cannot be trained on parts of a pack.
     """
     degrees = [degree for degree in degrees if degree > 1]
-    make_groups(degrees, trainer.args.ddp_timeout_delta)
-    with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
-        return [trainer.packed_model.prove_degree(trainer.model_wrapped, degree) for degree in degrees]
+    make_groups(degrees, run.args.ddp_timeout_delta)
+    with run.packed_model.attending(), run.compute_loss_context_manager():
+        return [run.packed_model.prove_degree(run.model_wrapped, degree) for degree in degrees]

@@ -30,6 +30,8 @@ from ..version import __version__
 from . import checkpoints
 from .checkpoints import FILE, VERSION, Trained, choose_checkpoint, read_state
 from .config import SFTConfig
+from .loading import TrainingData
+from .run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +142,7 @@ class Restart:
     """What a trainer saves for a restart, and reads at one: it continues exactly or refuses.
 
     Args:
-        trainer: reads its settings, accelerator, data and objective; sets its `_total_train_tokens`.
+        run: sets its `_total_train_tokens`.
 
     Attributes:
         resumed: the checkpoint from which this training resumes, and its state; None for a new one.
@@ -152,17 +154,17 @@ class Restart:
     settings: dict[str, Any]
     replanned_for: Changes
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(self, run: Run, data: TrainingData):
+        self._run, self._data = run, data
         self._has_other_names = False
 
     @property
     def args(self) -> SFTConfig:
-        return self.trainer.args
+        return self._run.args
 
     @property
     def _planner(self) -> EpochPlanner | None:
-        return self.trainer.data.planner
+        return self._data.planner
 
     def choose(self, requested: str | bool | None) -> str | bool | None:
         """The checkpoint to resume from, whose state is `resumed` from now on."""
@@ -172,7 +174,7 @@ class Restart:
     def _whole_checkpoint(self, requested: str | bool) -> str | None:
         """The checkpoint to load. The main process chooses it for all ranks, and `resumed` becomes its state."""
         outcome: list[Any] = [None, None, None, None]
-        if self.trainer.is_world_process_zero():
+        if self._run.is_world_process_zero():
             try:
                 checkpoint, warning = choose_checkpoint(requested, str(self.args.output_dir))
                 outcome = [checkpoint, checkpoint and _read(Path(checkpoint)), warning, None]
@@ -188,7 +190,7 @@ class Restart:
         self._check_origin(checkpoint, state)
         if state is not None:
             self.resumed = checkpoint, state
-            self.trainer._total_train_tokens = state["num_tokens"]
+            self._run._total_train_tokens = state["num_tokens"]
         return checkpoint
 
     def _check_origin(self, checkpoint: str, state: dict[str, Any] | None) -> None:
@@ -197,7 +199,7 @@ class Restart:
                 f"`resume_from_checkpoint={checkpoint!r}` was given, whose `{FILE}` has version {state['version']}. "
                 f"trl_packfix {__version__} reads version {VERSION}. Install trl_packfix {state['trl_packfix']}."
             )
-        table_or_stream = "stream" if isinstance(self.trainer.train_dataset, IterableDataset) else "table"
+        table_or_stream = "stream" if isinstance(self._run.train_dataset, IterableDataset) else "table"
         now = f"with packing a {table_or_stream}" if self.args.packing else "without packing"
         before = "without packing, by another trainer or with `save_only_model=True`"
         if state is not None:
@@ -221,7 +223,7 @@ class Restart:
         before = state.get("world_size", state.get("settings", {}).get("world_size", now))
         if state["engine"] != "deepspeed" or before == now:
             return
-        config = self.trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+        config = self._run.accelerator.state.deepspeed_plugin.deepspeed_config
         is_universal = (Path(checkpoint) / "latest_universal").is_file()
         if is_universal and config.get("checkpoint", {}).get("load_universal"):
             return
@@ -238,7 +240,7 @@ class Restart:
 
     def _loss_settings(self) -> dict[str, Any]:
         """All settings that decide which loss is minimised, and the weights of the rows of a table as a hash."""
-        args, weights = self.args, self.trainer.data.row_values.weights
+        args, weights = self.args, self._data.row_values.weights
         is_dft = args.loss_type == "dft"
         return {
             "document_weighting": args.document_weighting,
@@ -246,7 +248,7 @@ class Restart:
             WEIGHTS: None if weights is None else hashlib.sha256(weights.astype("<f4").data).hexdigest(),
             "loss_type": "dft" if is_dft else "nll",  # "chunked_nll" is the same loss in less memory
             "label_smoothing_factor": 0.0 if is_dft else args.label_smoothing_factor,
-            "router_aux_loss_coef": self.trainer.router_aux_loss_coef if self.trainer.aux_loss_enabled else 0.0,
+            "router_aux_loss_coef": self._run.router_aux_loss_coef if self._run.aux_loss_enabled else 0.0,
         }
 
     def _check_same_loss(self, checkpoint: str, state: dict[str, Any]) -> None:
@@ -265,14 +267,14 @@ class Restart:
     @property
     def _engine(self) -> str:
         """The engine whose files a checkpoint holds: "deepspeed", "fsdp" or "none"."""
-        return "deepspeed" if self.trainer.is_deepspeed_enabled else "fsdp" if self.trainer.is_fsdp_enabled else "none"
+        return "deepspeed" if self._run.is_deepspeed_enabled else "fsdp" if self._run.is_fsdp_enabled else "none"
 
     def load(self, load: Callable[[], None], checkpoint: str, model: torch.nn.Module | None) -> None:
         """Load weights. Those that transformers has saved under other names than the model has are read again."""
         self._has_other_names = False
         load()
         if self._has_other_names:
-            load_renamed_weights(base_model(self.trainer.model if model is None else model), checkpoint)
+            load_renamed_weights(base_model(self._run.model if model is None else model), checkpoint)
 
     def explains(self, load_result: Any) -> bool:
         """Whether `load` reads again what transformers would warn of."""
@@ -288,7 +290,7 @@ class Restart:
         if self.resumed is not None:
             self._check_shards(*self.resumed)
         if self._planner is not None:
-            self.settings = settings_of(self._planner, self.trainer.data.reader)
+            self.settings = settings_of(self._planner, self._data.reader)
             self.replanned_for = {}
             if self.resumed is not None and not self.args.ignore_data_skip:
                 self.replanned_for = continued(*self.resumed, self.settings, planner=self._planner)
@@ -317,14 +319,14 @@ class Restart:
         """The epoch of a table's run, and the micro-batches of it that were trained; for others, `values`."""
         if self._planner is None or self.resumed is None or self.args.ignore_data_skip:
             return values
-        epoch, done = self._planner.position(self.trainer.state.global_step)
-        if self.replanned_for and self.trainer.is_world_process_zero():
+        epoch, done = self._planner.position(self._run.state.global_step)
+        if self.replanned_for and self._run.is_world_process_zero():
             self._say_what_is_planned_anew(self._planner, epoch, done)
         return epoch, done * self.args.gradient_accumulation_steps
 
     def _say_what_is_planned_anew(self, planner: EpochPlanner, epoch: int, done: int) -> None:
         assert self.resumed is not None
-        step, total, before = self.trainer.state.global_step, self.trainer.state.max_steps, self.resumed[1]["max_steps"]
+        step, total, before = self._run.state.global_step, self._run.state.max_steps, self.resumed[1]["max_steps"]
         rest = len(planner.documents) - int(planner.trained(epoch, done).sum())
         logger.warning(
             f"Resuming with {listed(self.replanned_for)}: the {rest:,} documents that epoch {epoch + 1} has not "
@@ -341,9 +343,9 @@ class Restart:
 
     def resume_stream(self, checkpoint: str | None, max_steps: int) -> None:
         """Let a stream continue from the state saved in `checkpoint`. Nothing is done for a table."""
-        stream = self.trainer.data.stream
+        stream = self._data.stream
         if checkpoint is not None and stream is not None:
-            step = self.trainer.state.global_step
+            step = self._run.state.global_step
             num_skipped = step % max_steps * self.args.gradient_accumulation_steps
             resume(stream, checkpoint, step, num_skipped=num_skipped, ignore_data_skip=self.args.ignore_data_skip)
 
@@ -352,27 +354,27 @@ class Restart:
         if not self.args.packing:
             return
         if self.args.should_save:
-            run_dir = self.trainer._get_output_dir(trial)
-            self._earlier_files = checkpoints.begin(Path(run_dir) / f"checkpoint-{self.trainer.state.global_step}")
-        self.trainer.accelerator.wait_for_everyone()  # no rank writes before the files of an earlier run are listed
+            run_dir = self._run._get_output_dir(trial)
+            self._earlier_files = checkpoints.begin(Path(run_dir) / f"checkpoint-{self._run.state.global_step}")
+        self._run.accelerator.wait_for_everyone()  # no rank writes before the files of an earlier run are listed
 
     def end_checkpoint(self, folder: str) -> None:
         """Write the state of a restart into the checkpoint. All ranks must call, when they have written the rest."""
-        step, planner = self.trainer.state.global_step, self._planner
+        step, planner = self._run.state.global_step, self._planner
         state = {
             "global_step": step,
-            "num_tokens": self.trainer._total_train_tokens,
+            "num_tokens": self._run._total_train_tokens,
             "engine": self._engine,
             "world_size": self.args.world_size,
             **self._loss_settings(),
         }
-        stream = self.trainer.data.stream
+        stream = self._data.stream
         if stream is not None:
-            if self.trainer.data.ranks.index == 0:
+            if self._data.ranks.index == 0:
                 saved = stream.state_dict(step)
                 checkpoints.write_synced(stream_file(folder, stream.rank), partial(torch.save, saved))
         elif planner is not None:
-            state |= {"max_steps": self.trainer.state.max_steps, "settings": self.settings}
+            state |= {"max_steps": self._run.state.max_steps, "settings": self.settings}
             if self.args.should_save:  # one rank writes it, and it sorts and hashes all documents of the epoch
                 epoch_state, trained = progress(planner, step)
                 state |= epoch_state
@@ -381,6 +383,6 @@ class Restart:
             return  # without packing, or with a loader that the user made
         # These are the last files that every rank writes. Then the Trainer writes `trainer_state.json`, and after that
         # it deletes older checkpoints. So one checkpoint is whole at every moment.
-        self.trainer.accelerator.wait_for_everyone()
+        self._run.accelerator.wait_for_everyone()
         if self.args.should_save:
             checkpoints.save_state(Path(folder), state, self._earlier_files)

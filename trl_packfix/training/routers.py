@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..attention.exchange import group_of
 from ..attention.models import base_model
+from .run import Run
 
 
 def gives_router_logits(model: PreTrainedModel) -> bool:
@@ -26,15 +27,15 @@ def gives_router_logits(model: PreTrainedModel) -> bool:
     return not classes or any(isinstance(module, tuple(set(classes))) for module in model.modules())
 
 
-def check_router_loss(trainer: Any) -> None:
+def check_router_loss(run: Run) -> None:
     """Switch the router loss off for a model without a router. (TRL reads the fields of the config alone.)
 
     Raises:
         ValueError: `router_aux_loss_coef` is set for such a model, or cannot be trained.
     """
-    if not trainer.aux_loss_enabled:
+    if not run.aux_loss_enabled:
         return
-    args, model = trainer.args, base_model(trainer.model)
+    args, model = run.args, base_model(run.model)
     text = model.config.get_text_config()
     # Below TRL 1.13 the default is a number, which the user has not given
     is_set = args.router_aux_loss_coef not in (0.0, type(args).__dataclass_fields__["router_aux_loss_coef"].default)
@@ -45,15 +46,16 @@ def check_router_loss(trainer: Any) -> None:
                 "of its layers has a router, so there is no router loss to add. Set `router_aux_loss_coef=0.0`, or "
                 "leave it at its default."
             )
-        trainer.aux_loss_enabled, trainer.router_aux_loss_coef = False, 0.0
+        run.aux_loss_enabled, run.router_aux_loss_coef = False, 0.0
         text.output_router_logits = False
         return
     if not hasattr(text, "num_experts"):  # TRL's forward reads this name; some types have only the other
         text.num_experts = text.num_local_experts
-    if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+    checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+    if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
         source = "was given" if is_set else "is in the config of the model"
         problem = (
-            f"`router_aux_loss_coef={trainer.router_aux_loss_coef}` {source}, with `use_reentrant=True` in "
+            f"`router_aux_loss_coef={run.router_aux_loss_coef}` {source}, with `use_reentrant=True` in "
             "`gradient_checkpointing_kwargs`. Reentrant checkpointing runs layers without gradients, so the logits of "
             "their routers have none, and the router loss trains nothing. Set `use_reentrant=False`, or "
             "`router_aux_loss_coef=0.0`."

@@ -147,10 +147,10 @@ class SFTTrainer(trl.SFTTrainer):
         if args.packing:
             args.padding_free = False  # packs have no padding; TRL would build another collator for it
         self.packing_report = None
-        self.training_objective = Objective(self, compute_loss_func)
-        self.data = TrainingData(self, args, model, train_dataset=train_dataset, eval_dataset=eval_dataset)
-        self.evaluation = Evaluation(self, own=SFTTrainer)
-        self.restart = Restart(self)
+        self.data = data = TrainingData(self, args, model, train_dataset=train_dataset, eval_dataset=eval_dataset)
+        self.training_objective = Objective(self, data, compute_loss_func)
+        self.evaluation = Evaluation(self, data, self.training_objective, own=SFTTrainer)
+        self.restart = Restart(self, data)
         self._has_own_collator = data_collator is not None
         self._prepares_training_set = (
             True  # the first set that TRL prepares; an evaluation set may be named "train", too
@@ -184,12 +184,12 @@ class SFTTrainer(trl.SFTTrainer):
             self.data.trained = replace(self.data.trained, counts=counts)
         self.data.attach()
         self.training_objective.attach()
-        self.add_callback(BeforeTraining(self))
+        self.add_callback(BeforeTraining(self, data, self.training_objective, evaluation=self.evaluation))
         self.add_callback(AdaptersLearn())
         if args.packing:
             if isinstance(self.train_dataset, IterableDataset):
-                self.add_callback(StreamCallback(self))
-            self.add_callback(BeforeFirstStep(self))
+                self.add_callback(StreamCallback(self, data))
+            self.add_callback(BeforeFirstStep(self, data))
 
     # TRL tokenises and builds labels. Cutting and packing come later, on spans.
 

@@ -1,0 +1,60 @@
+"""What the parts of the trainer read of TRL's trainer, and set: all of it is here, by name."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from accelerate import Accelerator
+from torch import nn
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_callback import CallbackHandler
+
+from ..isolation.packed_model import PackedModel
+from ..reporting.report import PackingReport
+from .config import SFTConfig
+
+
+class Run(Protocol):
+    """A trainer during a run. The model and the datasets are there when it is constructed, and may be replaced."""
+
+    args: SFTConfig
+    accelerator: Accelerator
+    state: TrainerState
+    callback_handler: CallbackHandler
+    model: nn.Module
+    model_wrapped: nn.Module  # by the engine
+    packed_model: PackedModel
+    packing_report: PackingReport | None
+
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    _tokenizer: Any
+    _is_vision_dataset: bool
+    padding_free: bool
+    completion_only_loss: bool
+    _train_batch_size: int  # lowered by `auto_find_batch_size`
+
+    compute_loss_func: Callable[..., Any] | None
+    compute_metrics: Callable[..., Any] | None
+    label_smoother: Any
+    aux_loss_enabled: bool
+    router_aux_loss_coef: float
+    neftune_noise_alpha: float | None
+    model_accepts_loss_kwargs: bool
+    _loss_shifts_labels: bool
+    _total_train_tokens: int
+    _metrics: dict[str, Any]  # averaged by TRL's `log`
+
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+
+    def add_callback(self, callback: TrainerCallback) -> None: ...
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any: ...
+    def get_sp_size(self) -> int: ...
+    def get_tp_size(self) -> int: ...
+    def is_world_process_zero(self) -> bool: ...
+    def log(self, logs: dict[str, float]) -> None: ...
+    def _get_output_dir(self, trial: Any) -> str: ...
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]: ...
