@@ -79,12 +79,13 @@ def digest(value):
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
-CASES = {}
-for form, rule, template in itertools.product(
-    ("chat", "chat prompt", "tools", "sharegpt"), RULES, ("marked", "plain", "qwen3")
-):
-    if form != "tools" or template == "qwen3":
-        CASES[f"{form}, {rule}, {template}"] = (form, rule, template)
+FORMS = {"chat": ("marked", "plain", "qwen3"), "chat prompt": ("marked", "qwen3"), "tools": ("qwen3",)}
+FORMS["sharegpt"] = ("plain",)
+CASES = {
+    f"{form}, {rule}, {template}": (form, rule, template)
+    for form, rule in itertools.product(FORMS, RULES)
+    for template in FORMS[form]
+}
 CASES |= {f"{form}, all, marked": (form, "all", "marked") for form in ("text", "prompt")}
 KINDS = [*itertools.product(("table", "stream"), ("good", "raise", "drop")), ("unpacked", "good"), ("unpacked", "drop")]
 

@@ -62,8 +62,7 @@ def all_documents(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name, packing", [*((name, True) for name in FORMS), ("messages", False)])
 def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, packing, tmp_path, caplog):
     *_, settings, said = FORMS[name]
     data = Dataset.from_list(rows(name))

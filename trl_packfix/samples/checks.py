@@ -181,53 +181,37 @@ def check_has_no_images(dataset: Dataset | IterableDataset, name: str) -> None:
         )
 
 
-def check_per_turn(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
-    """Refuse datasets without conversations, before the model is loaded. Does nothing without `per_turn`.
-
-    Raises:
-        ValueError: a dataset without rows, or what `check_conversations` refuses.
-    """
-    if not args.per_turn:
-        return
-    eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-    for name, dataset in [("train", train_dataset), *eval_sets.items()]:
-        if dataset is not None:
-            check_rows(dataset, name)
-            check_conversations(dataset, name)
-
-
-def check_messages(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
+def check_turns(args: Any, train_dataset: Any, eval_dataset: Any, *, is_formatted: bool) -> None:
     """Refuse datasets without conversations, and messages whose weight would not be read, before the model is loaded.
 
+    Args:
+        is_formatted: a formatting function makes texts of the rows.
+
     Raises:
-        ValueError: `assistant_only_loss` and rows that are no conversations; messages with a weight of 0 in rows of
-            which every message is trained.
+        ValueError: `per_turn` or `assistant_only_loss` and rows that are no conversations; messages with a weight of 0
+            in rows of which every message is trained.
     """
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     for name, dataset in [("train", train_dataset), *eval_sets.items()]:
-        if not isinstance(dataset, Dataset | IterableDataset):
-            continue
-        if has_transform(dataset):
-            continue  # refused by TRL
+        if args.per_turn and dataset is not None:
+            check_rows(dataset, name)
+            check_conversations(dataset, name)
+        if is_formatted or not isinstance(dataset, Dataset | IterableDataset) or has_transform(dataset):
+            continue  # TRL refuses a transform
         if next(iter(dataset.take(1)), None) is None:
             continue  # refused by others
-        if args.assistant_only_loss and name == "train":  # as in TRL, which evaluates every token of a text
-            _check_conversational(dataset, name)
-        own = args.message_train_key
+        # as in TRL, which evaluates every token of a text
+        if args.assistant_only_loss and name == "train" and not has_conversations(dataset):
+            raise ValueError(
+                f"`assistant_only_loss=True` was given, and the {name} dataset has the columns "
+                f"{get_dataset_column_names(dataset)}. Its rows are no conversations, so they have no assistant turns. "
+                "Give `messages` (or `conversations`), or `prompt` and `completion` as lists of messages; or set "
+                "`assistant_only_loss=False`."
+            )
+        own, is_read = args.message_train_key, args.assistant_only_loss or args.per_turn
         for key in [] if own is None else dict.fromkeys((own, *TRAIN_KEYS)):
-            is_read = args.assistant_only_loss or args.per_turn
             if not (is_read and key == own):
                 _check_unread(dataset, name, args, key=key)
-
-
-def _check_conversational(dataset: Dataset | IterableDataset, name: str) -> None:
-    if not has_conversations(dataset):
-        raise ValueError(
-            f"`assistant_only_loss=True` was given, and the {name} dataset has the columns "
-            f"{get_dataset_column_names(dataset)}. Its rows are no conversations, so they have no assistant turns. "
-            "Give `messages` (or `conversations`), or `prompt` and `completion` as lists of messages; or set "
-            "`assistant_only_loss=False`."
-        )
 
 
 def _check_unread(dataset: Dataset | IterableDataset, name: str, args: Any, *, key: str) -> None:

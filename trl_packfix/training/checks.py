@@ -19,7 +19,7 @@ from ..data.dataset_checks import check_tokenised
 from ..data.row_values import read_row_values
 from ..planning.packing import Synchronisation, changes, listed
 from ..planning.parallel import possible_degrees
-from ..samples.checks import check_messages, check_per_turn, check_rows, columns_of, has_images
+from ..samples.checks import check_rows, check_turns, columns_of, has_images
 from .choices import Setup, text_config
 from .config import SFTConfig
 from .features import refuse
@@ -84,9 +84,7 @@ def check_datasets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, *, is
     Raises:
         ValueError: no rows, no conversations where turns are trained, or what `check_weights` refuses.
     """
-    check_per_turn(args, train_dataset, eval_dataset)
-    if not is_formatted:
-        check_messages(args, train_dataset, eval_dataset)
+    check_turns(args, train_dataset, eval_dataset, is_formatted=is_formatted)
     check_rows(train_dataset, "train")
     check_weights(args, train_dataset)
 
