@@ -21,8 +21,8 @@ from .scenarios import reversed_on_odd_ranks
 from .table import FAULTS, ONE, PAIRS, ROWS
 
 WHOLE = ("ddp", "zero3", "fsdp2")  # engines that run most scenarios
-HALF = ("ddp", "fsdp2")  # DeepSpeed asks for a GPU before it allows bf16
-ALTERNATING = ("llama", "leaking", "mamba", "conv")
+# Of each engine that gathers parameters
+ALTERNATING = {"zero3": ("llama", "leaking", "conv"), "fsdp2": ("llama", "leaking", "mamba")}
 STRATEGIES = ("stream", "minibatch", "bfd")
 RESTARTS = {
     "parts": "ddp",
@@ -63,26 +63,25 @@ def whole() -> Scenarios:
         found[f"{engine}/{name or scenario.__name__}"] = partial(scenario, engine=engine, **settings)
 
     for engine in WHOLE:
-        add(engine, s.epochs)
         add(engine, s.probed)
         add(engine, s.uneven_images)
         add(engine, restarts.restart, f"restart_{engine}", output=f"restart_{engine}")
-        if engine != "ddp":
-            for model in ALTERNATING:
-                add(engine, s.alternating, f"alternating_{model}", model=model)
+        for model in ALTERNATING.get(engine, ()):
+            add(engine, s.alternating, f"alternating_{model}", model=model)
         if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
+            add(engine, s.epochs)
             add(engine, s.evaluation, "evaluate_first", trains=False)
-    for engine in HALF:
-        add(engine, s.epochs, "bf16", bf16=True)
-        add(engine, s.rounded)
-        add(engine, s.alternating, "leaking_bf16", model="leaking", bf16=True)
+    # DeepSpeed asks for a GPU before it allows bf16
+    add("fsdp2", s.rounded)
+    add("fsdp2", s.alternating, "leaking_bf16", model="leaking", bf16=True)
+    add("ddp", s.epochs, "bf16", bf16=True)
     add("zero3", s.prefetches)
     ddp = partial(add, "ddp")
     ddp(s.epochs, "epochs_minibatch", packing_strategy="minibatch")
     ddp(s.epochs, "epochs_stock", cls=s.Stock)
     ddp(s.kept)
+    ddp(s.drop_last)
     for strategy in STRATEGIES:
-        ddp(s.drop_last, f"drop_last_{strategy}", packing_strategy=strategy)
         if strategy != "bfd":
             ddp(s.epochs, f"few_{strategy}", num=3, gradient_accumulation_steps=4, packing_strategy=strategy)
     ddp(restarts.restart, "restart_workers", output="restart_workers", dataloader_num_workers=2)

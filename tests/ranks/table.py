@@ -180,16 +180,16 @@ IMAGE_FAULTS = ("compared_by_placeholder", "images_of_other_rows")
 ROWS: dict[str, Row] = {
     # Each rank has packs of its own
     "full": Row(engines=("ddp", "fsdp2"), evaluates=True, faults=("averaged_by_ranks",)),
-    "checkpointed": Row(ours=CHECKPOINTED, engines=("ddp", "zero1")),
-    "lora": Row(adapter="lora", ours=CHECKPOINTED, engines=("ddp", "zero2", "zero3")),
-    "tied": Row("tied", ours=CHECKPOINTED, engines=("ddp", "zero3", "fsdp2"), evaluates=True),
+    "checkpointed": Row(ours=CHECKPOINTED, engines=("zero1",)),
+    "lora": Row(adapter="lora", ours=CHECKPOINTED, engines=("zero2", "zero3")),
+    "tied": Row("tied", ours=CHECKPOINTED, engines=("zero3", "fsdp2"), evaluates=True),
     "idle": Row(num=3, accumulation=2, engines=("ddp", "zero3", "fsdp2")),
     "unpacked": Row("leaking", ours=UNPACKED),
-    "repaired": Row("leaking", engines=("ddp", "zero3", "fsdp2")),
+    "repaired": Row("leaking", engines=("zero3", "fsdp2")),
     "weighted": Row(
-        given=WEIGHTED | BY_DOCUMENT, engines=("ddp", "zero3", "fsdp2"), evaluates=True, faults=("totals_of_one_rank",)
+        given=WEIGHTED | BY_DOCUMENT, engines=("ddp", "fsdp2"), evaluates=True, faults=("totals_of_one_rank",)
     ),
-    "prefixes": Row(given=WEIGHTED, ours=PACK, engines=("ddp", "zero3", "fsdp2"), evaluates=True),
+    "prefixes": Row(given=WEIGHTED, ours=PACK, engines=("ddp", "zero3"), evaluates=True),
     # Ranks share packs
     "parts": Row(
         shares=128,
@@ -283,9 +283,9 @@ ROWS: dict[str, Row] = {
     "parts_family_qwen3_vl": Row("qwen3_vl", **QUESTIONS | {"ours": FAMILY | FAST}, proves=False),
     "parts_stream_qwen2_5_vl": Row("qwen2_5_vl", **QUESTIONS, shards=1, proves=False),
     # Images on one rank
-    "images": Row("qwen2_5_vl", **OF_TOWERS, engines=("ddp", "zero3", "fsdp2")),
+    "images": Row("qwen2_5_vl", **OF_TOWERS, engines=("zero3", "fsdp2")),
     "images_lora": Row("qwen2_5_vl", "language", **OF_TOWERS, engines=("zero3",)),
-    "images_prefixes": Row("qwen2_5_vl", data="questions", accumulation=3, ours=PACK, engines=("ddp", "fsdp2")),
+    "images_prefixes": Row("qwen2_5_vl", data="questions", accumulation=3, ours=PACK),
     "images_stream": Row("qwen2_5_vl", **OF_TOWERS, shards=1),
     # Models that ranks divide
     "dividing": Row(
