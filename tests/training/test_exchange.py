@@ -19,7 +19,7 @@ from trl_packfix.attention.packed_forward import PackedForward, entered
 from trl_packfix.attention.varlen import _device_boundaries, varlen_attention
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.tracing import Leak
-from trl_packfix.training.evaluation import EvaluationTotals
+from trl_packfix.training.totals import EvaluationTotals
 
 BOUNDS = torch.tensor([0, 5, 8], dtype=torch.int32)
 WHOLE = PackedForward(BOUNDS, BOUNDS, 5, 5)

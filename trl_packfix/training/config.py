@@ -7,7 +7,7 @@ import re
 import warnings
 from dataclasses import Field, dataclass, field, fields
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import trl
 from transformers import TrainingArguments
@@ -26,9 +26,6 @@ from .progress import say_deepspeed_communicates
 
 Weighting = Literal["token", "document"]
 BadRows = Literal["raise", "drop"]
-OVERLONG, BALANCE, ON_LEAK, WEIGHTINGS, BAD_ROWS = map(get_args, (Overlong, Balance, OnLeak, Weighting, BadRows))
-SHARE_PREFIXES = get_args(SharePrefixes)
-
 
 SPEEDS = ("flops", "within", "between", "latency_within", "latency_between", "ranks_per_node")
 
@@ -211,6 +208,18 @@ class SFTConfig(trl.SFTConfig):
 SFTConfig.__init__ = with_hints(SFTConfig.__init__)  # type: ignore[method-assign]  # `dataclass` makes it
 
 
+def _texts(hint: Any) -> tuple[str | None, ...]:
+    """The values of a `Literal`, also of one that may be None; () for another type."""
+    literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+    texts = tuple(text for literal in literals for text in get_args(literal))
+    return (None, *texts) if texts and hint not in literals else texts
+
+
+# The values of each field that has a choice
+CHOICES = {name: _texts(get_type_hints(SFTConfig)[name]) for name in SFTConfig.__annotations__}
+CHOICES |= {"packing_strategy": tuple(STRATEGIES), "truncation_mode": get_args(TruncationMode)}
+
+
 def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
     """Make our `SFTConfig` from what a user of TRL passes: None, `TrainingArguments`, TRL's `SFTConfig`, or ours.
 
@@ -256,24 +265,14 @@ def check_config(args: SFTConfig) -> None:
     Raises:
         ValueError: with what was given, why it cannot work, and what to set.
     """
-    known_choices = {
-        "packing_strategy": STRATEGIES,
-        "overlong": (None, *OVERLONG),
-        "truncation_mode": get_args(TruncationMode),
-        "bad_rows": BAD_ROWS,
-        "assistant_turns": get_args(AssistantTurns),
-        "on_leak": ON_LEAK,
-        "balance": BALANCE,
-        "document_weighting": WEIGHTINGS,
-        "share_prefixes": SHARE_PREFIXES,
-    }
     if isinstance(args.packing, str):
         raise ValueError(
             f"`packing={args.packing!r}` was given. TRL takes any text for `True` and packs by `packing_strategy`, "
             f"which is {args.packing_strategy!r}. Set `packing=True`, and `packing_strategy` to the one that you mean."
         )
-    for name, choices in known_choices.items():
-        check_choice(name, getattr(args, name), choices)
+    for name, known in CHOICES.items():
+        if known:
+            check_choice(name, getattr(args, name), known)
     if args.peak_tflops is not None and args.peak_tflops <= 0:
         raise ValueError(
             f"`peak_tflops={args.peak_tflops}` was given. It is the divisor of `mfu`, the share of the peak that "

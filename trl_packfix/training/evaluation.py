@@ -10,13 +10,12 @@ losses. If the user defines the loss, with `compute_loss_func` or with a subclas
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -33,7 +32,7 @@ from ..data.row_values import RowValues, read_row_values
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from ..isolation.packed_model import PackedModel
-from ..layout import Targets, layout_of
+from ..layout import layout_of
 from ..samples.checks import columns_of
 from .checks import check_prepared
 from .config import SFTConfig
@@ -43,7 +42,7 @@ from .objective import Objective
 from .planner import make_planner
 from .proofs import prove_degrees, prove_prefixes
 from .run import Run
-from .totals import source_metrics, sum_dtype, sums_by_source
+from .totals import EvaluationTotals
 
 logger = logging.getLogger(__name__)
 
@@ -56,75 +55,6 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
     "eval_loss/NAME": ("nats per token", "of a source"),
     "eval_trained_tokens/NAME": ("tokens", "of a source"),
 }
-
-
-class EvaluationTotals:
-    """Sums over the trained tokens of an evaluation set, on one rank, in fp64 where the device has it.
-
-    Args:
-        names: of the sources by which losses are summed, too.
-    """
-
-    def __init__(self, device: torch.device, names: Sequence[str] = ()):
-        self.names = names
-        # loss, entropy, correct, trained tokens; losses by source; trained tokens by source
-        self.sums = torch.zeros(4 + 2 * len(names), dtype=sum_dtype(device), device=device)
-
-    def add_fused(self, outputs: Any, targets: Targets, sources: torch.Tensor | None = None) -> torch.Tensor:
-        """Add the outputs of TRL's fused LM head; returns the mean loss of this batch.
-
-        `sources` are those of each value of `targets.of`, or None without sources.
-        """
-        values = (-outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask)
-        return self._add([targets.of(tensor) for tensor in values], sources)
-
-    def add_logits(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        shift_labels: torch.Tensor | None = None,
-        *,
-        targets: Targets | None = None,
-        sources: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Add a batch of full logits, (B, T, V), with labels (B, T); returns the mean loss of this batch.
-
-        `shift_labels` (B, T) are the labels of the next token, of a part of a pack: the last one is not in `labels`.
-        `targets` are needed for sources and for shared prefixes.
-        """
-        if shift_labels is None:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        else:
-            labels = shift_labels
-        logits = logits.float()
-        log_probs = F.log_softmax(logits, dim=-1)
-        mask = labels != IGNORE_INDEX
-        loss = F.nll_loss(log_probs.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
-        entropy = -(log_probs.exp() * log_probs).sum(-1) * mask
-        values = [loss, entropy, (logits.argmax(-1) == labels) & mask, mask]
-        return self._add(values if targets is None else [targets.of(tensor) for tensor in values], sources)
-
-    def _add(self, values: list[torch.Tensor], sources: torch.Tensor | None) -> torch.Tensor:
-        """`values` are loss, entropy, whether the label is the likeliest token, and whether it is trained."""
-        batch = torch.stack([x.sum(dtype=self.sums.dtype) for x in values])
-        loss, *_, mask = values
-        self.sums[:4] += batch
-        if sources is not None:
-            self.sums[4:] += sums_by_source(loss, mask, sources, num_sources=len(self.names)).flatten()
-        return batch[0] / batch[3].clamp(min=1)
-
-    def metrics(self, accelerator: Any, copies: int = 1) -> dict[str, float]:
-        """`loss`, `entropy` and `mean_token_accuracy` over all ranks; empty if no trained token was counted.
-
-        `copies` ranks have counted the same batches.
-
-        With sources also `loss/NAME` and `trained_tokens/NAME` of each that has a trained token.
-        """
-        loss, entropy, correct, tokens, *by_source = (accelerator.reduce(self.sums, reduction="sum") / copies).tolist()
-        if not tokens:
-            return {}
-        metrics = {"loss": loss / tokens, "entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
-        return metrics | source_metrics(self.names, by_source)
 
 
 class Evaluation:

@@ -1,15 +1,19 @@
-"""Sums over the trained batches, for the log: added on the device, gathered over ranks once per logging step."""
+"""Sums over batches, added on the device: of training, gathered over ranks once per logging step, and of evaluation."""
 
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import TrainerCallback
 
+from ..data.collator import IGNORE_INDEX
 from ..data.row_values import MAX_SOURCES, StreamSources
+from ..layout import Targets
 
 
 class TrainingTotals(TrainerCallback):
@@ -57,7 +61,7 @@ class TrainingTotals(TrainerCallback):
         """Places for sums by source on this rank. How many sources a stream has is not known before it is read."""
         return len(self.sources) if self._of_stream is None else MAX_SOURCES
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *call: Any, **kwargs: Any) -> None:
         self.reset()
 
     def reset(self) -> None:
@@ -108,7 +112,7 @@ class TrainingTotals(TrainerCallback):
         sums = torch.stack([value.detach().to(sum_dtype(value.device)) for value in values])
         self._pending[names] = sums + self._pending[names] if names in self._pending else sums
 
-    def gather(self, accelerator: Any, copies: int = 1) -> dict[str, float]:
+    def gather(self, accelerator: Accelerator, copies: int = 1) -> dict[str, float]:
         """Sum over all ranks what was added since the last call, and add it to the window. All ranks must call.
 
         `copies` ranks have counted the same batches.
@@ -228,3 +232,72 @@ def source_metrics(sources: Sequence[str], sums: Sequence[float]) -> dict[str, f
 def _rounded(value: float) -> float:
     """Four digits, of small models on a CPU, too."""
     return float(f"{value:.4g}")
+
+
+class EvaluationTotals:
+    """Sums over the trained tokens of an evaluation set, on one rank, in fp64 where the device has it.
+
+    Args:
+        names: of the sources by which losses are summed, too.
+    """
+
+    def __init__(self, device: torch.device, names: Sequence[str] = ()):
+        self.names = names
+        # loss, entropy, correct, trained tokens; losses by source; trained tokens by source
+        self.sums = torch.zeros(4 + 2 * len(names), dtype=sum_dtype(device), device=device)
+
+    def add_fused(self, outputs: Any, targets: Targets, sources: Tensor | None = None) -> Tensor:
+        """Add the outputs of TRL's fused LM head; returns the mean loss of this batch.
+
+        `sources` are those of each value of `targets.of`, or None without sources.
+        """
+        values = (-outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask)
+        return self._add([targets.of(tensor) for tensor in values], sources)
+
+    def add_logits(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        shift_labels: Tensor | None = None,
+        *,
+        targets: Targets | None = None,
+        sources: Tensor | None = None,
+    ) -> Tensor:
+        """Add a batch of full logits, (B, T, V), with labels (B, T); returns the mean loss of this batch.
+
+        `shift_labels` (B, T) are the labels of the next token, of a part of a pack: the last one is not in `labels`.
+        `targets` are needed for sources and for shared prefixes.
+        """
+        if shift_labels is None:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        else:
+            labels = shift_labels
+        logits = logits.float()
+        log_probs = F.log_softmax(logits, dim=-1)
+        mask = labels != IGNORE_INDEX
+        loss = F.nll_loss(log_probs.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
+        entropy = -(log_probs.exp() * log_probs).sum(-1) * mask
+        values = [loss, entropy, (logits.argmax(-1) == labels) & mask, mask]
+        return self._add(values if targets is None else [targets.of(tensor) for tensor in values], sources)
+
+    def _add(self, values: list[Tensor], sources: Tensor | None) -> Tensor:
+        """`values` are loss, entropy, whether the label is the likeliest token, and whether it is trained."""
+        batch = torch.stack([x.sum(dtype=self.sums.dtype) for x in values])
+        loss, *_, mask = values
+        self.sums[:4] += batch
+        if sources is not None:
+            self.sums[4:] += sums_by_source(loss, mask, sources, num_sources=len(self.names)).flatten()
+        return batch[0] / batch[3].clamp(min=1)
+
+    def metrics(self, accelerator: Accelerator, copies: int = 1) -> dict[str, float]:
+        """`loss`, `entropy` and `mean_token_accuracy` over all ranks; empty if no trained token was counted.
+
+        `copies` ranks have counted the same batches.
+
+        With sources also `loss/NAME` and `trained_tokens/NAME` of each that has a trained token.
+        """
+        loss, entropy, correct, tokens, *by_source = (accelerator.reduce(self.sums, reduction="sum") / copies).tolist()
+        if not tokens:
+            return {}
+        metrics = {"loss": loss / tokens, "entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
+        return metrics | source_metrics(self.names, by_source)
