@@ -197,7 +197,7 @@ def train(folder: Path, row: Row, engine: str | None = None, data: Any = None, *
         "report": report.to_dict() if report else {},
         "eval": trainer.evaluate() if row.evaluates else {},
         "tiles": sum_of_ranks(sum(trainer.computed)),
-        "unpacked": trainer.packed_model.is_unpacked,
+        "unpacked": trainer.args.packing and trainer.packed_model.is_unpacked,
         "divided": sum(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
     }
     return found
