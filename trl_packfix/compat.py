@@ -25,6 +25,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 if TYPE_CHECKING:
     import trl
+    from accelerate import Accelerator
     from datasets import IterableDataset
     from peft.tuners.tuners_utils import BaseTuner
 
@@ -159,7 +160,7 @@ def gather_lm_head_with_model(model: PreTrainedModel) -> None:
         deepspeed.zero.register_external_parameter(model, parameter)
 
 
-def compiles_checkpointed_layers(args: Any) -> Any:
+def compiles_checkpointed_layers(args: transformers.TrainingArguments) -> Any:
     """A context in which torch compiles layers under gradient checkpointing that read the boundaries of the pack.
 
     They note on the running pack what they have derived from it, and torch compiles no checkpointed layer with side
@@ -316,7 +317,7 @@ def name_wrapped_layers(plugin: Any, model: nn.Module) -> None:
         plugin.transformer_cls_names_to_wrap = sorted(own)
 
 
-def forget_evaluation(accelerator: Any, model: nn.Module) -> bool:
+def forget_evaluation(accelerator: "Accelerator", model: nn.Module) -> bool:
     """Make accelerate prepare a `model` for DDP again after it prepared it for evaluation; whether it had.
 
     accelerate marks a model that it has prepared and does not prepare it again. So ranks that evaluate a model first

@@ -2,9 +2,9 @@
 
 import argparse
 import json
-from typing import Any
 
 from . import flags
+from .flags import Subparsers
 
 EXAMPLES = """\
   trl-packfix check Qwen/Qwen3-0.6B --max-length 8192 --dtype bfloat16
@@ -15,7 +15,7 @@ Of the flags, `max_length` (1,024; the longest document of the run), `dtype` (bf
 repaired or not; 1 if it is not; 2 if the model could not be tested."""
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = flags.add_command(
         subparsers,
         "check",

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from textwrap import fill
-from typing import Any
+from typing import Any, TypeAlias
 
 SHORT = {
     "--model": "--model_name_or_path",
@@ -18,6 +18,8 @@ SHORT = {
     "--accumulation": "--gradient_accumulation_steps",
 }
 """Flag -> that of the field of a config, for commands that do not train."""
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 FIELDS = f"""\
 Every flag and file of `trl-packfix train` is taken, with dashes or underscores; its --help says what they do. Short:
@@ -37,9 +39,9 @@ packs by --max-length, --strategy, --batch-size, --accumulation, --overlong, --b
 """
 
 
-def add_command(subparsers: Any, name: str, usage: str, *, epilog: str, **texts: str) -> argparse.ArgumentParser:
+def add_command(subparsers: Subparsers, name: str, usage: str, *, epilog: str, **texts: Any) -> argparse.ArgumentParser:
     """A command that takes the flags of a run beside its own."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = subparsers.add_parser(
         name,
         usage=f"trl-packfix {name} {usage} [--config FILE.yaml] [--FLAG VALUE ...]",
         epilog=epilog,

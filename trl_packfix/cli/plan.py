@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..planning.strategies import STRATEGIES
 from ..reporting.columns import COLUMNS, KEYS, Column
 from . import flags, memory
+from .flags import Subparsers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +34,7 @@ The numbers are those that a training run with the same flags prints in its pack
 of the trained tokens are lost at the recommended max_length; 1 if more are lost; 2 if planning failed."""
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = flags.add_command(
         subparsers,
         "plan",

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..version import __version__
 from . import flags
+from .flags import Subparsers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,7 +38,7 @@ other ranks wait in a barrier, which times out (ddp_timeout, 30 minutes) on larg
 pass over the labels, and caches them beside the table. Exit code 0, or 2 if nothing was written."""
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = flags.add_command(
         subparsers,
         "prepare",

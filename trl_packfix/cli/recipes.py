@@ -3,16 +3,15 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from .flags import did_you_mean
+from .flags import Subparsers, did_you_mean
 
 FOLDER = Path(__file__).with_name("recipe_files")
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "recipes",
         help="list the config files that come with the package, or print one",

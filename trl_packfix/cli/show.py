@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import flags
+from .flags import Subparsers
 
 if TYPE_CHECKING:
     from ..data.epochs import EpochPlanner
@@ -21,7 +22,7 @@ The packs are those of the first optimizer steps of a training run with the same
 failed."""
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = flags.add_command(
         subparsers,
         "show",

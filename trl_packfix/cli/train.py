@@ -3,10 +3,10 @@
 import argparse
 from typing import Any
 
-from .flags import named
+from .flags import Subparsers, named
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "train",
         help="fine-tune on packed documents: the flags and config files of `trl sft`, and the fields of packing",

@@ -9,6 +9,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PrinterCallback, TrainerCallback
@@ -59,7 +60,7 @@ class BeforeTraining(TrainerCallback):
             self._evaluation.check_evaluation_sets()
 
 
-def backward_note(model: Any, most_documents: int | None) -> str:
+def backward_note(model: nn.Module, most_documents: int | None) -> str:
     """What many short documents cost in the backward of flash attention, if that is much."""
     needed = backward_bytes(model, most_documents or 0) / 2**30
     if needed < MUCH_GIB:

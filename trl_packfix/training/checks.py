@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import trl
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch import nn
@@ -89,7 +90,7 @@ def check_datasets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, *, is
     check_weights(args, train_dataset)
 
 
-def check_weights(args: SFTConfig, train_dataset: Any) -> None:
+def check_weights(args: SFTConfig, train_dataset: object) -> None:
     """Refuse columns of weights and sources that cannot be used, before the dataset is tokenised.
 
     Raises:
@@ -183,7 +184,7 @@ def _without_adapters(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def check_replacement(dataset: Any, before: Dataset | IterableDataset, vocab_size: int | None) -> None:
+def check_replacement(dataset: object, before: Dataset | IterableDataset, vocab_size: int | None) -> None:
     """Refuse a `train_dataset` that was set after the trainer was constructed, if packing cannot read it.
 
     Raises:
@@ -204,7 +205,7 @@ def check_replacement(dataset: Any, before: Dataset | IterableDataset, vocab_siz
         check_tokenised(dataset, "train", vocab_size, packing=True)
 
 
-def _kind(dataset: Any) -> str:
+def _kind(dataset: object) -> str:
     images = " with images" if has_images(dataset) else ""
     if isinstance(dataset, Dataset):
         return f"a `Dataset`{images}"
@@ -230,7 +231,7 @@ def check_prepared(dataset: Any, name: str) -> None:
 # Engines
 
 
-def synchronisation(accelerator: Any, model: nn.Module) -> Synchronisation:
+def synchronisation(accelerator: Accelerator, model: nn.Module) -> Synchronisation:
     """When ranks wait for each other: "step" under DDP and ZeRO-1, "micro" under everything else.
 
     ZeRO-2 reduces gradients in every backward, ZeRO-3 and FSDP gather parameters in every forward. (TRL's own loss

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset, Features, Image, IterableDataset, concatenate_datasets
 from torch import nn
@@ -77,7 +78,7 @@ class ImageData:
             [table, Dataset.from_dict({"images": images}, Features({"images": [Image(mode=mode)]}))], axis=1
         )
 
-    def of_packs(self, args: SFTConfig, accelerator: Any) -> PackedImages:
+    def of_packs(self, args: SFTConfig, accelerator: Accelerator) -> PackedImages:
         """What packs have of images: also a placeholder, if ranks would wait for each other in a pack without one."""
         needs_image = accelerator.num_processes > 1 and not (
             accelerator.distributed_type in DDP and args.ddp_find_unused_parameters
@@ -123,7 +124,7 @@ def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SF
     return reader
 
 
-def check_padded_images(accelerator: Any, reader: ImageRows | TokenReader) -> None:
+def check_padded_images(accelerator: Accelerator, reader: ImageRows | TokenReader) -> None:
     """Refuse padded evaluation in which a rank may have no image while ranks gather parameters together.
 
     Raises:

@@ -146,7 +146,7 @@ def _is_capped(forward: Any) -> bool:
     return getattr(forward, "is_capped", False)
 
 
-def check_fused_head(wrapped: Any, model: PreTrainedModel, dtype: torch.dtype) -> None:
+def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Compare the log-probabilities of the fused LM head with the model's own logits, on nine tokens.
 
     All ranks must call it with the model as it is `wrapped`, and the `dtype` in which it computes. It warns if they

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch.utils.cpp_extension import get_default_build_root
+from transformers import TrainingArguments
 
 from ..attention.models import base_model
 from ..isolation.packed_model import PackedModel
@@ -19,7 +21,7 @@ USUAL_FORWARDS = 21  # of a probe of a dense decoder with nothing to repair (tes
 
 
 @contextmanager
-def shown(args: Any, text: str) -> Iterator[Callable[[str], None]]:
+def shown(args: TrainingArguments, text: str) -> Iterator[Callable[[str], None]]:
     """Show `text` and the elapsed time on stderr while the block runs; the yielded function replaces the text.
 
     Nothing is shown on other ranks, and with `disable_tqdm`. A file gets one line, when the block ends.
@@ -38,7 +40,7 @@ def shown(args: Any, text: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def shown_proof(args: Any, packed_model: PackedModel) -> Iterator[None]:
+def shown_proof(args: TrainingArguments, packed_model: PackedModel) -> Iterator[None]:
     """Show the forwards that the probe and the search for a repair have run so far."""
     model = base_model(packed_model.model)
     with shown(args, f"Proving isolation on {type(model).__name__}") as show:
@@ -62,14 +64,14 @@ def shown_proof(args: Any, packed_model: PackedModel) -> Iterator[None]:
             handle.remove()
 
 
-def say_deepspeed_communicates(args: Any) -> None:
+def say_deepspeed_communicates(args: TrainingArguments) -> None:
     """Say what DeepSpeed compiles when ranks on CPUs first meet."""
     uses_deepspeed = args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     if uses_deepspeed and not torch.accelerator.is_available():
         _say_compiles("deepspeed_shm_comm", "communication of ranks on this machine")
 
 
-def say_deepspeed_offloads(accelerator: Any) -> None:
+def say_deepspeed_offloads(accelerator: Accelerator) -> None:
     """Say what DeepSpeed compiles when training begins with optimizer states in the machine's memory."""
     plugin = accelerator.state.deepspeed_plugin
     key = "zero_optimization.offload_optimizer.device"

@@ -349,7 +349,7 @@ class Restart:
             num_skipped = step % max_steps * self.args.gradient_accumulation_steps
             resume(stream, checkpoint, step, num_skipped=num_skipped, ignore_data_skip=self.args.ignore_data_skip)
 
-    def begin_checkpoint(self, trial: Any) -> None:
+    def begin_checkpoint(self, trial: object) -> None:
         """Mark the folder of the checkpoint of this step as unfinished. All ranks must call."""
         if not self.args.packing:
             return
