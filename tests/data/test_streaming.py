@@ -33,7 +33,8 @@ from trl_packfix import PackingLeakError
 from trl_packfix.data.parts import PartOf
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
-from trl_packfix.data.stream import PackedStream, resume, stream_file
+from trl_packfix.data.stream import PackedStream
+from trl_packfix.data.stream_loading import resume, stream_file
 from trl_packfix.data.stream_reader import CHUNK
 from trl_packfix.planning.exact_fill import pack_arrivals
 from trl_packfix.planning.packing import NAMES
@@ -269,7 +270,7 @@ def test_no_more_than_the_buffer_and_a_chunk_waits():
     stream = make_stream(numbered(drawn(1500)).to_iterable_dataset(), batch_size=2, max_length=40, buffer_size=100)
     for _ in islice(stream, 100):
         state = stream.state_dict(stream.num_steps)
-        assert 100 <= len(state["lengths"]) <= 100 + CHUNK
+        assert 100 <= len(state["documents"]["lengths"]) <= 100 + CHUNK
     assert stream.num_steps == 100
 
 
@@ -509,7 +510,7 @@ def test_documents_that_wait_are_divided_between_more_ranks(before, after):
 
     run(old := streams(before), first)
     states = [saved_and_loaded(rank.state_dict(first)) for rank in old]
-    assert sum(len(state["lengths"]) for state in states) > 20, "nothing waits"
+    assert sum(len(state["documents"]["lengths"]) for state in states) > 20, "nothing waits"
     for rank in (new := streams(after)):
         rank.load_state_dict(rank.merged(states))
     run(new, steps - first)

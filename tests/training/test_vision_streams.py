@@ -15,8 +15,9 @@ from support.rounding import tolerance, weight_difference
 from support.vision import MESSAGES, QUESTIONS, SGD, build_model, build_processor, conversations, make, rows
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from trl_packfix.data.stream import PackedStream, stream_file
+from trl_packfix.data.stream import PackedStream
 from trl_packfix.data.stream_images import ENCODED, ProcessedPacks, StreamImages
+from trl_packfix.data.stream_loading import stream_file
 from trl_packfix.samples.conversation import COLUMNS
 from trl_packfix.samples.processor import RowProcessor
 from trl_packfix.training.groups import SamePackCheck
@@ -187,7 +188,9 @@ def test_waiting_documents_are_bounded_by_the_bytes_of_their_images():
     assert ROOM / 2 < max(waiting) < ROOM + chunk
     whole = stream(streams_of("table", 1), batch_size=2, most_bytes=2**28)
     next(iter(whole))
-    assert len(whole.state_dict(0)["lengths"]) == 0 and len(whole.state_dict(1)["lengths"]) > 50, "there is room"
+    assert (
+        len(whole.state_dict(0)["documents"]["lengths"]) == 0 and len(whole.state_dict(1)["documents"]["lengths"]) > 50
+    ), "there is room"
     num_packs = [len(one_pass(stream(streams_of("table", 1), batch_size=2, most_bytes=size))) for size in (ROOM, 2**28)]
     assert num_packs[0] <= num_packs[1] + 1
 
@@ -208,9 +211,9 @@ def test_a_checkpoint_holds_encoded_images_once(tmp_path):
     packed = stream(run.train_dataset, images=run.data.images.of_stream(run.args), most_bytes=2**28)
     next(iter(packed))
     state = packed.state_dict(1)
-    waiting = [row[0] for row in state["rows"]]
-    assert len(waiting) > 55 and sum(map(len, state["images"]["numbers"])) > 1.8 * len(state["images"]["paths"])
-    encoded = sum(state["images"]["sizes"])
+    waiting, images = state["documents"]["lengths"], state["documents"]["images"]
+    assert len(waiting) > 55 and sum(map(len, images["numbers"])) > 1.8 * len(images["paths"])
+    encoded = sum(images["sizes"])
     pixels = sum(PROCESS(dict(row))["pixel_values"].nbytes for row in conversations(20))
     size = len(saved(state))
     print(f"{len(waiting)} documents: {encoded:,} bytes of images, {pixels:,} of pixels; checkpoint {size:,}")

@@ -10,8 +10,6 @@ from .cache import cached_token_range
 from .reader import TokenReader, mask_columns
 from .spans import Overlong
 
-NUM_SHOWN = 10  # rows that a message names
-
 
 def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> None:
     """Refuse a value that is not one of the choices."""

@@ -18,12 +18,12 @@ import torch
 from datasets import ClassLabel, Dataset
 
 from ..layout import layout_of
+from ..samples.row import NUM_SHOWN
 from .parts import PartOf
 
 WEIGHTS, SOURCES = "document_weights", "document_sources"  # keys of documents and of batches
 DTYPES = {WEIGHTS: torch.float32, SOURCES: torch.int64}
 MAX_SOURCES = 100  # each has two numbers in every log entry
-NUM_SHOWN = 10  # rows and names that a message lists
 
 
 @dataclass(frozen=True)

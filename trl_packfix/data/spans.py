@@ -12,6 +12,7 @@ import numpy as np
 from datasets import Dataset
 
 from ..planning.arrays import BoolArray, Int64Array
+from ..samples.row import NUM_SHOWN
 from .documents import Count, Documents, Ledger
 from .reader import Rows, TokenReader
 
@@ -19,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 Overlong = Literal["truncate", "split", "drop", "raise"]
 TruncationMode = Literal["keep_start", "keep_end"]
-
-NUM_SHOWN = 10  # rows that an error message names
 
 
 @dataclass

@@ -9,65 +9,40 @@ ends the run.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from itertools import repeat
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import DataLoaderShard
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from ..planning.packing import ELASTIC, Changes, Packing, changes, listed
+from ..planning.packing import ELASTIC, Changes, Packing, changes
 from ..planning.packs import PackPlan
 from ..planning.plans import schedule_plan
 from ..planning.schedule import EMPTY
 from ..planning.units import Units
-from ..samples.encoded_images import packed_images, undecoded, unpacked_images
+from ..samples.encoded_images import undecoded
 from .collator import IGNORE_INDEX
 from .documents import Ledger
-from .loaders import dummy_document, unsharded_loader
+from .loaders import dummy_document
 from .parts import PartOf
-from .row_values import SOURCES, WEIGHTS
 from .spans import refuse_no_documents
-from .stream_images import ENCODED, EncodedRow, ProcessedPacks, StreamImages
+from .stream_images import ENCODED, StreamImages
 from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, part_of, share_of_rank
+from .stream_state import StreamCounts, packed, refuse_other_settings, unpacked
 from .threads import wait_for_threads_before_forks
 
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 2**28  # of the rows with images of these documents: encoded images, and text
-STATE_VERSION = 3  # raise it when the contents of the state change
+STATE_VERSION = 4  # raise it when the contents of the state change
 # With other values of these and of `ELASTIC`, the rest of a pass is divided anew. `num_shards` is that of a rank.
 READ = ("rank", "num_workers", "num_shards")
 Pack = list[DocumentTokens]
-
-
-@dataclass(frozen=True)
-class StreamCounts:
-    """Totals of all passes: the ledger of the documents read; trained packs, with their documents and tokens.
-
-    With images also how many there are, in how many documents, the most in a pack, and the FLOPs of both models.
-    """
-
-    ledger: Ledger = field(default_factory=Ledger)
-    packs: int = 0
-    documents: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    images: int = 0
-    with_images: int = 0
-    most_images: int = 0
-    tower_flops: float = 0.0
-    language_flops: float = 0.0
-
-    def __add__(self, other: "StreamCounts") -> "StreamCounts":
-        totals = {name: mine + getattr(other, name) for name, mine in vars(self).items()}
-        return StreamCounts(**totals | {"most_images": max(self.most_images, other.most_images)})
 
 
 class PackedStream(torch.utils.data.IterableDataset[Any]):
@@ -157,7 +132,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         """The packing of the ranks that read the same."""
         return replace(self.packing, world_size=self._count)
 
-    def counts(self, num_steps: int) -> "StreamCounts":
+    def counts(self, num_steps: int) -> StreamCounts:
         """Totals after `num_steps` optimizer steps: the latest step that was yielded, or the step before it.
 
         They are those of the ranks that read the same, see `readers_alike`.
@@ -372,35 +347,15 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         `buffer_size`, and a chunk per reader. With images it holds their rows, images encoded.
         """
         state = self._snapshots[num_steps]
-        documents = state["documents"]
-
-        def joined(name: str) -> torch.Tensor:
-            parts = [document[name] for document in documents]
-            return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.int32))
-
-        values: dict[str, Any] = {}
-        if self.weight_column is not None:
-            values["weights"] = torch.tensor([document[WEIGHTS] for document in documents], dtype=torch.float32)
-        if self.source_column is not None:
-            values["sources"] = [document[SOURCES] for document in documents]
-        if self.images is not None:
-            rows = [document[ENCODED] for document in documents]
-            values["rows"] = [(row.text, row.start, row.stop, row.counts) for row in rows]
-            values["images"] = packed_images([row.images for row in rows])
-        return (
-            state
-            | values
-            | {
-                "documents": {name: joined(name) for name in ("input_ids", "labels")},
-                "lengths": torch.tensor([len(document["input_ids"]) for document in documents], dtype=torch.int64),
-                "readers": [asdict(reader) for reader in state["readers"]],
-                "counts": asdict(state["counts"]),
-                "parts": self._parts(state["rest"], state["num_passes"]),
-                "share": self.share.path,
-                "settings": self.settings,
-                "version": STATE_VERSION,
-            }
-        )
+        return state | {
+            "documents": packed(state["documents"]),
+            "readers": [asdict(reader) for reader in state["readers"]],
+            "counts": asdict(state["counts"]),
+            "parts": self._parts(state["rest"], state["num_passes"]),
+            "share": self.share.path,
+            "settings": self.settings,
+            "version": STATE_VERSION,
+        }
 
     def _changed(self, state: dict[str, Any]) -> Changes:
         """The settings that differ from those that the state was saved with."""
@@ -430,7 +385,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         elif _all_shards(first["settings"]["num_shards"], first["share"]) != num_shards:
             fixed["num_shards"] = (_all_shards(first["settings"]["num_shards"], first["share"]), num_shards)
         if fixed:
-            _refuse_other_settings(fixed)
+            refuse_other_settings(fixed)
         readers = states[:: first["count"]]
         last, parts = max(state["num_passes"] for state in readers), []
         for state in readers:
@@ -444,27 +399,13 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         if num_groups > 1 and not is_shared:
             own = slice(self.rank // self.share.count, None, num_groups)
             parts, counted = parts[own], readers[own]
-        ledgers = [Ledger.from_dict(state["counts"]["ledger"]) for state in counted]
-        totals = [
-            StreamCounts(**state["counts"] | {"ledger": ledger}) for state, ledger in zip(counted, ledgers, strict=True)
-        ]
-        tensors = ["lengths"] + ["weights"] * ("weights" in first)
-        lists = ["sources"] * ("sources" in first) + ["rows"] * ("rows" in first)
-        images = [images for state in readers if "images" in state for images in unpacked_images(state["images"])]
-        lengths = torch.cat([state["lengths"] for state in readers]).tolist()
         return first | {
-            **({"images": packed_images(images[own])} if "images" in first else {}),
-            **{name: [value for state in readers for value in state[name]][own] for name in lists},
-            **{name: torch.cat([state[name] for state in readers])[own] for name in tensors},
-            "documents": {
-                name: torch.cat([flat[:0], *torch.cat([s["documents"][name] for s in readers]).split(lengths)[own]])
-                for name, flat in first["documents"].items()
-            },
+            "documents": packed([document for state in readers for document in unpacked(state["documents"])][own]),
             "closed": [],
             "readers": [reader for _, reader in parts],
             "rest": {"parts": [part for part, _ in parts], "is_shared": is_shared},
             "count": self.packing.world_size if is_shared else self.share.count,
-            "counts": asdict(sum(totals, StreamCounts())),
+            "counts": asdict(sum([StreamCounts.from_dict(state["counts"]) for state in counted], StreamCounts())),
             "num_passes": last,
             "num_arrived": 0,
             "settings": self.settings,
@@ -482,37 +423,14 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         """
         changed = self._changed(state)
         if changed:
-            _refuse_other_settings(changed)
-        lengths, counts = state["lengths"].tolist(), state["counts"]
-        columns = {
-            name: [part.numpy().copy() for part in flat.split(lengths)] for name, flat in state["documents"].items()
-        }
-        documents = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        if self.weight_column is not None:
-            for document, weight in zip(documents, state["weights"].numpy(), strict=True):
-                document[WEIGHTS] = weight
-        if self.source_column is not None:
-            for document, source in zip(documents, state["sources"], strict=True):
-                document[SOURCES] = source
-        if self.images is not None:
-            of_rows = zip(state["rows"], unpacked_images(state["images"]), strict=True)
-            for document, ((text, start, stop, image_counts), images) in zip(documents, of_rows, strict=True):
-                document[ENCODED] = EncodedRow(text, images, start, stop, tuple(image_counts))
+            refuse_other_settings(changed)
         self._start = state | {
-            "documents": documents,
+            "documents": unpacked(state["documents"]),
             "readers": [ReaderState(**reader) for reader in state["readers"]],
-            "counts": StreamCounts(**counts | {"ledger": Ledger.from_dict(counts["ledger"])}),
+            "counts": StreamCounts.from_dict(state["counts"]),
         }
         self._num_skipped = num_skipped
         self._restore(self._start)
-
-
-def _refuse_other_settings(changed: Changes) -> None:
-    raise ValueError(
-        f"The checkpoint's stream was packed with other settings: {listed(changed)}. The new settings give other "
-        "packs, so the documents not trained yet are unknown. Set them back, or set `ignore_data_skip=True` to start "
-        "the stream from its beginning."
-    )
 
 
 def _all_shards(num_shards: int, path: Sequence[tuple[int, int]]) -> int:
@@ -520,81 +438,5 @@ def _all_shards(num_shards: int, path: Sequence[tuple[int, int]]) -> int:
     return num_shards * prod(num for num, _ in path)
 
 
-def stream_file(checkpoint: str | Path, rank: int) -> Path:
-    """The file in a checkpoint that holds the state of one rank's stream."""
-    return Path(checkpoint) / f"packed_stream_{rank}.pt"
-
-
 def _identity(chunk: Any) -> Any:
     return chunk
-
-
-def stream_loader(
-    stream: PackedStream,
-    collate: Callable[[Any], dict[str, Any]],
-    device: torch.device | None,
-    *,
-    pin_memory: bool,
-    num_workers: int = 0,
-    worker_kwargs: dict[str, Any] | None = None,
-) -> DataLoaderShard:
-    """Batches of the stream, on the device. Packing runs in this process; reading may run in worker processes.
-
-    Images are processed in `num_workers` processes of their own.
-    """
-    if stream.images is None:
-        loader: Any = DataLoader(
-            stream, batch_size=None, collate_fn=lambda pack: collate(pack) if pack else {}, pin_memory=pin_memory
-        )
-        return unsharded_loader(loader, device)
-    settings = dict(worker_kwargs or {}) if num_workers else {}
-    if not settings.pop("in_order", True) and stream.rank == 0:
-        logger.warning(
-            "dataloader_in_order=False was given; packs with images of a stream stay in order, because a restart goes "
-            "on behind the last one."
-        )
-    if num_workers:
-        wait_for_threads_before_forks()
-        stream.num_ahead = num_workers * (settings.get("prefetch_factor") or 2)
-    packs = ProcessedPacks(stream.images.process)
-    loader = DataLoader(
-        packs, batch_sampler=stream, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory, **settings
-    )
-    return unsharded_loader(loader, device)
-
-
-def resume(stream: PackedStream, checkpoint: str, num_steps: int, *, num_skipped: int, ignore_data_skip: bool) -> None:
-    """Set the stream to its state after `num_steps` steps. The Trainer then discards `num_skipped` batches.
-
-    Raises:
-        ValueError: the checkpoint has no state of this rank; what `PackedStream.load_state_dict` refuses.
-    """
-    if ignore_data_skip:
-        stream.begin(num_steps)
-        return
-    state = _saved(checkpoint, stream.rank, stream) if stream_file(checkpoint, stream.rank).is_file() else None
-    if state is None or not stream.continues(state):
-        first = _saved(checkpoint, 0, stream)
-        states = [_saved(checkpoint, rank, stream) for rank in range(first["settings"]["world_size"])]
-        state = stream.merged(states)
-        if stream.rank == 0:
-            waiting = sum(len(one["lengths"]) for one in states[:: first["count"]])
-            how = "every rank reads all of it" if state["rest"]["is_shared"] else "divided between the ranks"
-            logger.warning(
-                f"Resuming a stream of {len(states)} ranks on {stream.packing.world_size}: {waiting:,} documents that "
-                f"wait for a pack, and the rest of pass {state['num_passes'] + 1}, are packed anew ({how}). Random "
-                "numbers (dropout) differ."
-            )
-    stream.load_state_dict(state, num_skipped)
-
-
-def _saved(checkpoint: str, rank: int, stream: PackedStream) -> dict[str, Any]:
-    file = stream_file(checkpoint, rank)
-    if not file.is_file():
-        raise ValueError(
-            f"`resume_from_checkpoint={checkpoint!r}` was given on {stream.packing.world_size} ranks and has no "
-            f"`{file.name}`, the position in the stream of rank {rank}. It is on another node, and another number of "
-            "ranks needs the positions of all. Copy all of it to every node, or set `ignore_data_skip=True` to start "
-            "the stream from its beginning."
-        )
-    return torch.load(file, weights_only=True)

@@ -6,7 +6,8 @@ import numpy as np
 
 from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
-from ..data.stream import PackedStream, StreamCounts
+from ..data.stream import PackedStream
+from ..data.stream_state import StreamCounts
 from ..planning.degrees import modelled_time
 from ..planning.imbalance import imbalance
 from ..planning.parallel import SequenceParallel

@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..attention.choice import backward_bytes
 from ..attention.models import base_model
 from ..attention.runs import COPIED_BYTES
-from ..data.stream import StreamCounts
+from ..data.stream_state import StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import PackingReport, metrics
 from ..samples.checks import IMAGES

@@ -34,7 +34,8 @@ from ..data.row_values import (
     read_row_values,
 )
 from ..data.spans import drop_untrained, make_documents
-from ..data.stream import PackedStream, stream_loader
+from ..data.stream import PackedStream
+from ..data.stream_loading import stream_loader
 from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel

@@ -24,7 +24,7 @@ from ..compat import load_renamed_weights
 from ..data.epochs import EpochPlanner, Start
 from ..data.image_rows import ImageRows
 from ..data.reader import TokenReader
-from ..data.stream import resume, stream_file
+from ..data.stream_loading import resume, stream_file
 from ..planning.packing import ELASTIC, Changes, changes, listed
 from ..version import __version__
 from . import checkpoints
