@@ -88,12 +88,6 @@ def test_bfd_literal():
     assert plan.efficiency == 1.0
 
 
-def test_bfd_takes_the_tightest_pack_not_the_first():
-    # 4 fits into the pack of 5 (5 left) and of 6 (4 left): the tighter one is the second to have been opened by size.
-    assert by_length(plan_bfd([6, 5, 4, 5], 10, None), [6, 5, 4, 5]) == [(5, 5), (6, 4)]
-    assert by_length(plan_bfd([7, 5, 3], 10, None), [7, 5, 3]) == [(5,), (7, 3)]
-
-
 @settings(deadline=None, max_examples=300)
 @given(documents())
 def test_bfd_equals_item_by_item(case):
@@ -113,12 +107,6 @@ def test_bfd_equals_item_by_item_on_thousands(capacity, median, sigma):
     reference = sorted(tuple(pack) for pack in best_fit_decreasing_by_item(lengths.tolist(), capacity))
     assert by_length(plan_bfd(lengths, capacity, None), lengths.tolist()) == reference
     assert max(map(len, reference)) > 2 and (capacity < 2**16 or lengths.max() >= 2**15)
-
-
-def test_bfd_without_rng_visits_by_earliest_document():
-    plan = plan_bfd(lognormal(2048, 300, 1.0, 3000), 2048, None)
-    earliest = [min(pack) for pack in packs_of(plan)]
-    assert earliest == sorted(earliest) and len(earliest) > 100
 
 
 def test_bfd_rng_exchanges_equal_lengths_and_shuffles_packs():
@@ -380,8 +368,6 @@ def test_full_and_tiny_documents(strategy):
 @pytest.mark.parametrize(
     "arguments, parts",
     [
-        ({"strategy": "wrapped"}, ["'wrapped'", "from lengths alone", "packed_dataloader"]),
-        ({"strategy": "minibatch"}, ["'minibatch'", "from lengths alone", "packed_dataloader"]),
         ({"strategy": "bfd_split"}, ["'bfd_split'", "from lengths alone", "split the documents", "strategy='bfd'"]),
         (
             {"strategy": "ffd"},
