@@ -21,7 +21,7 @@ from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.recipes import Masked
-from trl_packfix.samples.row import Bad, MaskCounts
+from trl_packfix.samples.row import MaskCounts
 from trl_packfix.samples.turns import TurnRule
 
 pytestmark = pytest.mark.slow
@@ -64,8 +64,6 @@ def trained_texts(row, tokenizer):
 
 def sample(messages, tokenizer, template=None, **rule):
     (made,) = Masked(TurnRule(**rule), tokenizer, template).samples({"messages": messages}, 0)
-    if isinstance(made, Bad):
-        raise ValueError(made.reason)
     return {name: values.tolist() for name, values in made.columns.items()}
 
 

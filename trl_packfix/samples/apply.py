@@ -15,7 +15,7 @@ from trl.data_utils import get_dataset_column_names
 from ..compat import main_process_first
 from .checks import NUM_OF_STREAM, check_raw_dataset
 from .conversation import Conversation
-from .reasons import refuse, refuse_row_of_stream
+from .reasons import reason, refuse, refuse_row_of_stream
 from .recipes import Recipe, Tokenizer, recipe_of
 from .row import BAD_ROW, NUM_SHOWN, Bad, Cached, MaskCounts, TurnCounts, bad_rows
 from .said import (
@@ -177,7 +177,11 @@ def columns_of_batch(
     columns: dict[str, list[Any]] = {name: [] for name in (*recipe.bad, BAD_ROW, *numbers, *repeated)}
     for place, i in enumerate(indices):
         row = _Row(batch, place)
-        for sample in recipe.samples(row, i):
+        try:
+            samples = recipe.samples(row, i)
+        except Exception as error:  # of a template, a tokenizer, a processor, the image library or the file system
+            samples = [Bad(reason(row, error, recipe.text_field))]
+        for sample in samples:
             values = zip(numbers, (i, sample.turn, int(sample.grows), *astuple(sample.counts)), strict=False)
             made = (
                 {BAD_ROW: sample.reason, **recipe.bad} if isinstance(sample, Bad) else {BAD_ROW: "", **sample.columns}

@@ -26,8 +26,7 @@ from .apply import NUMBERS, columns_of_batch
 from .conversation import Conversation
 from .image_sizes import depends_on_sizes
 from .processor import RowProcessor, images_of, measured, with_images
-from .reasons import error_text
-from .recipes import Recipe, training_template
+from .recipes import Recipe, samples_of_turns, training_template
 from .row import BAD_ROW, NUM_SHOWN, Bad, Cached, MaskCounts, Sample
 from .turns import PARTS, TurnRule, parts
 
@@ -88,37 +87,22 @@ class Processed(Recipe):
     def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
         if self.rule is None:
             return [self._measured(row, number)]
-        try:
-            conversation, turns, counts = self.rule.choose(Conversation.from_row(row, images_of(row)))
-        except Exception as error:
-            return [Bad(error_text(error))]
-        samples: list[Sample | Bad] = []
-        before = ""
-        for turn in turns or [-1]:
-            text = ""
-            try:
-                row_of_turn = self.rule.row_of_turn(conversation, turn, self.process.processor)
-            except Exception as error:
-                sample: Sample | Bad = Bad(error_text(error))
-            else:
-                sample = self._measured(row_of_turn, number)
-                text = row_of_turn["prompt"] + row_of_turn["completion"]
-            counted, grows = MaskCounts() if samples else counts, before != "" and text.startswith(before)
-            samples.append(replace(sample, turn=turn, counts=counted, grows=grows))
-            before = text
-        return samples
 
-    def _measured(self, row: Mapping[str, Any], number: int) -> Sample | Bad:
-        try:
-            # Reading the row decodes its images, so a missing or broken one is found here.
-            row = with_images(row)
-            by_size = None if self.every == 1 else self._by_size(row)
-            if by_size is not None and number % self.every:
-                return Sample(by_size)
-            numbers = measured(row, self.process)
-            return Sample(numbers | {"differs": self.every > 1 and by_size != numbers})
-        except Exception as error:  # any error of the processor, the image library or the file system
-            return Bad(error_text(error))
+        def make(conversation: Conversation, turn: int) -> tuple[Sample, str]:
+            assert self.rule is not None
+            row_of_turn = self.rule.row_of_turn(conversation, turn, self.process.processor)
+            return self._measured(row_of_turn, number), row_of_turn["prompt"] + row_of_turn["completion"]
+
+        return samples_of_turns(self.rule.choose(Conversation.from_row(row, images_of(row))), make, row)
+
+    def _measured(self, row: Mapping[str, Any], number: int) -> Sample:
+        # Reading the row decodes its images, so a missing or broken one is found here.
+        row = with_images(row)
+        by_size = None if self.every == 1 else self._by_size(row)
+        if by_size is not None and number % self.every:
+            return Sample(by_size)
+        numbers = measured(row, self.process)
+        return Sample(numbers | {"differs": self.every > 1 and by_size != numbers})
 
     def _by_size(self, row: dict[str, Any]) -> dict[str, Any] | None:
         try:

@@ -32,14 +32,9 @@ def reason(row: Mapping[str, Any], error: Exception, text_field: str) -> str:
     """Why a row cannot be tokenised: the missing or malformed field, if one is found, and the error."""
     if isinstance(error, UnknownTurnError):
         return str(error)
-    gap = _gap(row, text_field)
-    return (f"{gap}; " if gap else "") + error_text(error)
-
-
-def error_text(error: Exception) -> str:
-    """An error in one line."""
     text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
-    return f"{type(error).__name__}: {text}"
+    gap = _gap(row, text_field)
+    return (f"{gap}; " if gap else "") + f"{type(error).__name__}: {text}"
 
 
 def _gap(row: Mapping[str, Any], text_field: str) -> str | None:

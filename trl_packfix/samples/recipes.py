@@ -4,7 +4,8 @@
     Masked      one sample of the conversation, in which assistant turns are trained (`assistant_only_loss`)
     EachTurn    one sample per assistant turn, as the chat template renders it at this turn (`per_turn`)
 
-A recipe raises nothing: where no sample can be made, it gives the reason. `apply.py` applies it to tables and streams.
+Where no sample can be made, a recipe raises an error, or gives the reason for a turn. `apply.py` applies recipes to
+tables and streams.
 """
 
 import copy
@@ -24,7 +25,7 @@ from .checks import check_conversations, check_has_no_images, has_conversations
 from .conversation import COLUMNS, Conversation, num_same, with_chat_roles
 from .reasons import reason, refuse
 from .row import NUM_SHOWN, Bad, MaskCounts, Sample, UnknownTurnError
-from .turns import TurnRule, has_markers, masked, template_of, tokenized
+from .turns import Chosen, TurnRule, has_markers, masked, template_of, tokenized
 
 NO_TOKENS: dict[str, Any] = {"input_ids": np.zeros(0, np.int32), "labels": np.zeros(0, np.int64)}
 NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row
@@ -41,6 +42,7 @@ class Recipe:
         bad: the columns of a row of which no sample is made.
         setting: by which assistant turns are trained, which are then counted; empty without.
         splits: whether a row may have several samples.
+        text_field: the column of plain text, if it is read.
     """
 
     tokenizer: Tokenizer
@@ -49,9 +51,10 @@ class Recipe:
     bad: ClassVar[Mapping[str, Any]] = NO_TOKENS
     setting: ClassVar[str] = ""
     splits: ClassVar[bool] = False
+    text_field: str = ""
 
     def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
-        """The samples of a row, which has this number in its dataset. Raises nothing."""
+        """The samples of a row, which has this number in its dataset. If it raises an error, the row is bad."""
         raise NotImplementedError
 
 
@@ -119,9 +122,9 @@ class Whole(Recipe):
     """One sample of a row, by the functions that TRL's `_prepare_dataset` would map over the dataset."""
 
     steps: tuple[Step, ...]
-    text_field: str
     tokenizer: Tokenizer
-    consumes: frozenset[str]
+    text_field: str
+    consumes: Collection[str]
 
     @classmethod
     def of(
@@ -147,13 +150,10 @@ class Whole(Recipe):
         prepare: Any = trl.SFTTrainer._prepare_dataset
         recorded = prepare(trainer, recorded, tokenizer, settings, False, formatting_func, name)
         removed = frozenset(column for step in recorded.steps for column in step.removed)
-        return cls(recorded.steps, args.dataset_text_field, tokenizer, removed)
+        return cls(recorded.steps, tokenizer, args.dataset_text_field, removed)
 
     def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
-        try:
-            sample = _applied(self.steps, row)
-        except Exception as error:
-            return [Bad(reason(row, error, self.text_field))]
+        sample = _applied(self.steps, row)
         return [Sample.of(sample["input_ids"], sample["labels"])]
 
 
@@ -173,17 +173,6 @@ class Masked(Recipe):
     setting: ClassVar[str] = "assistant_only_loss"
 
     def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
-        try:
-            return [self._sample(row)]
-        except Exception as error:
-            return [Bad(reason(row, error, text_field=""))]
-
-    def _sample(self, row: Mapping[str, Any]) -> Sample:
-        """Tokens and labels of a conversation.
-
-        Raises:
-            UnknownTurnError: the template leaves no assistant tokens, or renders a turn in another way in the whole.
-        """
         conversation = Conversation.from_row(row)
         conversation.arguments.setdefault("chat_template", self.chat_template)
         num_prompt = conversation.first if self.completion_only else 0
@@ -206,7 +195,7 @@ class Masked(Recipe):
             first = num_same(prompt["input_ids"], tokens)  # as TRL
             mask[:first] = [0] * first
         labels = [token if bit else IGNORE_INDEX for token, bit in zip(tokens, mask, strict=True)]
-        return Sample.of(tokens, labels, counts=chosen.counts)
+        return [Sample.of(tokens, labels, counts=chosen.counts)]
 
 
 @dataclass(frozen=True)
@@ -219,26 +208,38 @@ class EachTurn(Recipe):
     splits: ClassVar[bool] = True
 
     def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
+        return samples_of_turns(self.rule.choose(Conversation.from_row(row)), self._sample, row)
+
+    def _sample(self, conversation: Conversation, turn: int) -> tuple[Sample, list[int]]:
+        made = conversation.untrained(self.tokenizer) if turn < 0 else conversation.sample(turn, self.tokenizer)
+        tokens, labels = made["input_ids"], made["labels"]
+        if turn >= 0:
+            self.rule.mask_thinking(labels, conversation.messages[turn], self.tokenizer)
+        return Sample.of(tokens, labels), tokens
+
+
+def samples_of_turns(
+    chosen: Chosen, make: Callable[[Conversation, int], tuple[Sample, Any]], row: Mapping[str, Any]
+) -> list[Sample | Bad]:
+    """A sample for each trained turn of a conversation, or one for turn -1 without any.
+
+    Args:
+        make: the sample of a turn, and its tokens or its text.
+    """
+    samples: list[Sample | Bad] = []
+    before: Any = ()
+    for turn in chosen.trained or [-1]:
+        counts = MaskCounts() if samples else chosen.counts
         try:
-            conversation, turns, counts = self.rule.choose(Conversation.from_row(row))
+            sample, rendered = make(chosen.conversation, turn)
         except Exception as error:
-            return [Bad(reason(row, error, text_field=""))]
-        samples: list[Sample | Bad] = []
-        before: list[int] = []
-        for turn in turns or [-1]:
-            numbers: dict[str, Any] = {"turn": turn, "counts": MaskCounts() if samples else counts}
-            try:
-                made = conversation.untrained(self.tokenizer) if turn < 0 else conversation.sample(turn, self.tokenizer)
-                tokens, labels = made["input_ids"], made["labels"]
-                if turn >= 0:
-                    self.rule.mask_thinking(labels, conversation.messages[turn], self.tokenizer)
-                grows = bool(before) and tokens[: len(before)] == before
-                samples.append(Sample.of(tokens, labels, grows=grows, **numbers))
-                before = tokens
-            except Exception as error:
-                samples.append(Bad(reason(row, error, text_field=""), **numbers))
-                before = []
-        return samples
+            samples.append(Bad(reason(row, error, text_field=""), turn, counts))
+            before = ()
+        else:
+            grows = len(before) > 0 and rendered[: len(before)] == before
+            samples.append(replace(sample, turn=turn, counts=counts, grows=grows))
+            before = rendered
+    return samples
 
 
 def recipe_of(
