@@ -15,7 +15,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher shows its ranks 
 import torch._inductor.compile_fx  # noqa: F401 # DeepSpeed and torch.compile would import it in each rank
 from support.versions import run_deepspeed_on_cpus
 
-from . import exchange, faults, restarts, scenarios, training
+from . import exchange, faults, preferences, restarts, scenarios, training
 from .engines import SHARDED, Scenarios, run_all
 from .scenarios import reversed_on_odd_ranks
 from .table import FAULTS, ONE, PAIRS, ROWS
@@ -116,6 +116,12 @@ def whole() -> Scenarios:
     return found
 
 
+def pairs() -> Scenarios:
+    """Trainers of other kinds on padded rows."""
+    runs = [(engine, name) for engine, names in preferences.RUNS.items() for name in names]
+    return {f"{engine}/{name}": partial(preferences.train, engine=engine, name=name) for engine, name in runs}
+
+
 def main(folder: str, part: str, *only: str) -> int:
     warnings.simplefilter("ignore")
     if part == "die":
@@ -125,7 +131,7 @@ def main(folder: str, part: str, *only: str) -> int:
         return 0
     for row in (row for row in ROWS.values() if row.engines != ONE):
         training.save_model(Path(folder), row.model)
-    found = {"equivalence": equivalence, "planted": planted, "whole": whole}[part]()
+    found = {"equivalence": equivalence, "planted": planted, "whole": whole, "pairs": pairs}[part]()
     return int(not run_all(Path(folder), {name: each for name, each in found.items() if not only or name in only}))
 
 

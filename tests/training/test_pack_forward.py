@@ -1,21 +1,20 @@
 """Trainers of TRL on padded rows that are computed as packs: the weights of the stock trainer, to the last digits."""
 
-import importlib.util
 import os
 import re
 import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import trl
-import two_ranks_rows
 from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
+from ranks import preferences
+from ranks.engines import ENGINES
 from support.launch import Launch
 from support.lifted import in_float64
 from support.models import build_tiny_model, build_tokenizer
@@ -597,13 +596,6 @@ def test_evaluation_is_packed():
 
 # Two ranks
 
-SCRIPT = Path(__file__).parents[1] / "two_ranks_rows.py"
-ENGINES = {
-    "ddp": "DistributedDataParallel",
-    "zero3": "DeepSpeedEngine 3",
-    "fsdp2": "FSDP2",
-}
-
 
 def flat(weights):
     return torch.cat([weights[name].flatten() for name in sorted(weights)])
@@ -611,22 +603,21 @@ def flat(weights):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    engines = [name for name in ENGINES if not name.startswith("zero") or importlib.util.find_spec("deepspeed")]
     folder = tmp_path_factory.mktemp("ranks")
-    return Launch(folder, "log", [sys.executable, str(SCRIPT), str(folder), *engines])
+    return Launch(folder, "log", [sys.executable, "-m", "ranks", str(folder), "pairs"])
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", preferences.RUNS)
 def test_two_ranks_reach_the_weights_of_the_stock_trainer(engine, ranks):
     """Those of DDP."""
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed")
-    references = {name: flat(ranks["ddp", name]["weights"]) for name in two_ranks_rows.REFERENCES}
+    references = {name: flat(ranks["ddp", name]["weights"]) for name in preferences.REFERENCES}
     scale = references["stock"].abs().max()
     rounding = tolerance(float((references["regrouped"] - references["stock"]).abs().max() / scale))
-    for name in two_ranks_rows.RUNS[engine]:
+    for name in preferences.RUNS[engine]:
         found = ranks[engine, name]
         assert found["engine"] == ENGINES[engine]
         if name in references:
