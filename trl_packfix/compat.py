@@ -212,7 +212,7 @@ def unshard_lm_head(model: PreTrainedModel) -> RemovableHandle | None:
     if not is_sharded or below is model:
         return None
 
-    def unshard(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def unshard(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if torch.is_grad_enabled() and isinstance(head.weight, DTensor):
             head.unshard()
 

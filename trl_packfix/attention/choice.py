@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.attention
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from .flash import MAX_CUDA_HEAD_DIM, ROWS_PER_DOCUMENT, capability_problem, cuda_varlen_problem
@@ -163,7 +163,7 @@ def set_attention(model: nn.Module, name: str) -> None:
     assert text._attn_implementation == name, f"attention is {text._attn_implementation}, not {name}"
 
 
-def _path_to(config: Any, target: Any) -> list[str]:
+def _path_to(config: PreTrainedConfig, target: PreTrainedConfig) -> list[str]:
     """Names of the nested configs that lead from `config` to `target`; [] if they are the same."""
     if config is target:
         return []
@@ -186,7 +186,7 @@ def _has_sinks(model: PreTrainedModel) -> bool:
     return any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
-def head_dim(config: Any) -> int:
+def head_dim(config: PreTrainedConfig) -> int:
     """Dimensions of the widest attention head that a text config describes; 0 if it does not say.
 
     Layers may override fields of the config, as the full layers of Gemma 4 do. MLA adds the two parts of its queries.
@@ -201,7 +201,7 @@ def head_dim(config: Any) -> int:
     return max(sizes)
 
 
-def dropped_weights(config: Any) -> dict[str, float]:
+def dropped_weights(config: PreTrainedConfig) -> dict[str, float]:
     """Fields of a text config by which attention drops weights in training, with their rates above 0."""
     rates = {name: rate for name, rate in vars(config).items() if ATTENTION_DROPOUT.match(name)}
     return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
@@ -268,7 +268,7 @@ def _choose_on_cuda(
     return AttentionChoice(ATTENTION_NAME, False, previous, reason)
 
 
-def _obstacles(config: Any, widest: int) -> tuple[list[str], list[str]]:
+def _obstacles(config: PreTrainedConfig, widest: int) -> tuple[list[str], list[str]]:
     """Why the kernels of `packfix_varlen` on CUDA do not compute this model, and what makes it run on flash."""
     obstacles, remedies = [], []
     if (problem := cuda_varlen_problem()) is not None:

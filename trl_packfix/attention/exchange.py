@@ -54,7 +54,7 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
         _groups[degree] = (dist.group.WORLD, group)
 
 
-def group_of(degree: int) -> Any:
+def group_of(degree: int) -> dist.ProcessGroup:
     """The process group of this rank.
 
     Raises:
@@ -188,7 +188,7 @@ def exchange_halo(rows: Tensor, width: int, degree: int) -> Tensor:
     return _Exchange.apply(rows[:, -width:].reshape(-1), send, receive, group).view(1, width, -1)
 
 
-def exchange_pieces(flat: Tensor, send: list[int], receive: list[int], *, group: Any) -> Tensor:
+def exchange_pieces(flat: Tensor, send: list[int], receive: list[int], *, group: dist.ProcessGroup) -> Tensor:
     """all-to-all of pieces of a flat tensor: `send` numbers to and `receive` numbers from each member."""
     return _Exchange.apply(flat, send, receive, group)
 

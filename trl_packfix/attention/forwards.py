@@ -214,7 +214,7 @@ class PackedForwardGuard(ModelHooks):
             return output
         return division.exchanged(output, group_of(len(division.rows)))
 
-    def _leave(self, model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, model: PreTrainedModel, args: tuple[Any, ...], output: object) -> None:
         # empty if the pre-hook raised: torch calls this hook even then
         if self._entered and self._entered.pop():
             leave()

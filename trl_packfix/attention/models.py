@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def base_model(model: Any) -> PreTrainedModel:
@@ -59,7 +59,7 @@ def towers(model: PreTrainedModel) -> list[nn.Module]:
     ]
 
 
-def layer_configs(config: Any) -> Any:
+def layer_configs(config: PreTrainedConfig) -> Any:
     """The config of each layer where layers override fields (Gemma 4, Step-3.5), else the config itself.
 
     Where they do, transformers raises for such a field of the whole config.
@@ -67,7 +67,7 @@ def layer_configs(config: Any) -> Any:
     return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
 
 
-def head_counts(config: Any) -> list[int]:
+def head_counts(config: PreTrainedConfig) -> list[int]:
     """Query heads of each layer that says so, or of all."""
     counts = [getattr(layer, "num_attention_heads", None) for layer in layer_configs(config)]
     return [count for count in counts if isinstance(count, int) and count > 0]

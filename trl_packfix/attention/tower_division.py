@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -36,7 +37,7 @@ class TowerDivision:
     index: int
     computed: int
 
-    def exchanged(self, output: Any, group: Any) -> Any:
+    def exchanged(self, output: Any, group: dist.ProcessGroup) -> Any:
         """The output of the tower on this share -> that on all images.
 
         Raises:

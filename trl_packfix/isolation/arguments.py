@@ -27,7 +27,7 @@ def argument_leaves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return named, tree
 
 
-def output_leaves(output: Any) -> tuple[Leaves, TreeSpec]:
+def output_leaves(output: object) -> tuple[Leaves, TreeSpec]:
     """All values in an output with their places, "[0]" or "['last_hidden_state']", and the tree that rebuilds it."""
     leaves, tree = tree_flatten_with_path(output)
     return [(keystr(path), value) for path, value in leaves], tree

@@ -120,7 +120,7 @@ def _watch(modules: dict[str, nn.Module], run: Callable[[], object]) -> dict[str
             def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
                 seen.setdefault(name, (_sizes(argument_leaves(module, args, kwargs)[0]), {}))
 
-            def after(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
+            def after(module: nn.Module, args: tuple[Any, ...], output: object, name: str = name) -> None:
                 if not seen[name][1]:
                     seen[name][1].update(_sizes(output_leaves(output)[0]))
 

@@ -61,7 +61,7 @@ def image_documents(
     square, high, first, last = (images.image(*size) for size in (SQUARE, HIGH, WIDE, SQUARE))
     head, tail, end = tokens(5), tokens(9), tokens(6)
 
-    def document(*parts: Any) -> ImageDocument:
+    def document(*parts: object) -> ImageDocument:
         return ImageDocument(images.joined(parts))
 
     documents = [document(head, square, tail), document(tokens(3), first, tokens(4), last), document(high, end)]
@@ -100,13 +100,13 @@ class ImageProbe(Probe):
         index = dist.get_rank(group_of(degree)) if degree > 1 else None
         return self.moved(self.images.packed(values, self.shares, self.degree, index=index))
 
-    def _values(self, document: Any) -> dict[str, Any]:
+    def _values(self, document: Tensor | ImageDocument) -> dict[str, Any]:
         return document.values if isinstance(document, ImageDocument) else self.images.joined([document])
 
-    def row(self, ids: Any) -> dict[str, Any]:
+    def row(self, ids: Tensor | ImageDocument) -> dict[str, Any]:
         return self.moved(self.images.alone(self._values(ids)))
 
-    def row_length(self, ids: Any) -> int:
+    def row_length(self, ids: Tensor | ImageDocument) -> int:
         return len(ids)
 
     def alone(self, ids: Any, large: bool = False) -> Tensor:

@@ -156,7 +156,7 @@ class IsolationReport:
         )
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """`value` for JSON, which has no infinity and no NaN: each becomes None, also inside dictionaries and lists.
 
     >>> finite({"max_change": float("inf"), "leaks": [0.5]})

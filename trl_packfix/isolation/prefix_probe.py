@@ -128,7 +128,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         square, wide, high = image(*SQUARE), image(*WIDE), image(*HIGH)
         question, between = self.tokens(6), self.tokens(3)
 
-        def document(*parts: Any) -> ImageDocument:
+        def document(*parts: object) -> ImageDocument:
             return ImageDocument(self.images.joined(parts))
 
         documents = [
@@ -163,7 +163,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         entered: list[Tensor] = []
 
         def catch(
-            module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
             if entered or kwargs.get("inputs_embeds") is None:
                 return None

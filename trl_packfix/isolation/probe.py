@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from ..attention.exchange import group_of
 from ..attention.kernel_errors import KernelError
@@ -279,7 +280,7 @@ class Probe(ProbedModel):
         """
         dtypes: set[torch.dtype] = set()
 
-        def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def note(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
             for value in output if isinstance(output, tuple) else [output]:
                 if isinstance(value, Tensor) and value.is_floating_point():
                     dtypes.add(value.dtype)
@@ -292,7 +293,7 @@ class Probe(ProbedModel):
         return 4 * eps if eps > 1e-4 else max(32, tokens_summed_in_common(self.inner)) * eps
 
 
-def _special_tokens(config: Any) -> Iterator[int]:
+def _special_tokens(config: PreTrainedConfig) -> Iterator[int]:
     """Token ids with a meaning in the config: end of text (several in some models), image, padding."""
     for name, value in vars(config).items():
         if name.endswith(("token_id", "token_ids", "token_index")):

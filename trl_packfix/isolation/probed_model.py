@@ -1,7 +1,7 @@
 """A model while it is probed: its states and gradients, as it trains and as it was given, without randomness."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -207,7 +207,7 @@ class ProbedModel:
                         if buffer.shape == value.shape:
                             buffer.copy_(value)
 
-    def on_any_rank(self, condition: Any) -> bool:
+    def on_any_rank(self, condition: object) -> bool:
         """Whether the condition holds on this rank or, with an engine or a degree above 1, on any rank.
 
         There all ranks must run the same forwards. Without this, kernels that sum in a different order in each
@@ -269,7 +269,7 @@ class ProbedModel:
         """
         generators: dict[torch.device, torch.Generator] = {}  # drawn on the host, an 8B model would need 20 seconds
 
-        def moved(value: Any) -> Any:
+        def moved(value: object) -> object:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
             if value.device not in generators:
@@ -279,7 +279,7 @@ class ProbedModel:
             wide = torch.float32 if value.element_size() < 4 or device.type == "mps" else torch.float64
             return (value.to(wide) * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
 
-        def move(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def move(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
             return tuple(map(moved, output)) if type(output) is tuple else moved(output)
 
         head = self.inner.get_output_embeddings()
@@ -308,7 +308,7 @@ def exact(value: Tensor) -> Tensor:
     return value.float() if value.device.type == "mps" else value.double()
 
 
-def distance(first: list[Tensor], second: list[Tensor], which: Any) -> float:
+def distance(first: list[Tensor], second: list[Tensor], which: Iterable[int]) -> float:
     """Largest difference of these documents' states; infinity if any is nan."""
     gaps = [(exact(first[i]) - exact(second[i])).abs().max().item() for i in which]
     return max((float("inf") if gap != gap else gap for gap in gaps), default=0.0)

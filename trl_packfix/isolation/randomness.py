@@ -56,7 +56,7 @@ class DrawWatcher(ModelHooks):
         self._note()
         self._running.append(module)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         self._note()
         self._running.pop()
 

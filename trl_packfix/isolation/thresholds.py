@@ -11,6 +11,7 @@ from math import inf
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..compat import nested_rope_keys
@@ -33,7 +34,9 @@ POSITIONS = "max_position_embeddings"
 ROPE_LENGTHS = ("original_max_position_embeddings", POSITIONS)
 
 
-def thresholds(config: Any, max_length: int | None, shortest: int) -> tuple[dict[str, int], dict[str, int]]:
+def thresholds(
+    config: PreTrainedConfig, max_length: int | None, shortest: int
+) -> tuple[dict[str, int], dict[str, int]]:
     """Thresholds in tokens, by name: those to test, and those not tested because they lie beyond `max_length`.
 
     Those to test are below `max_length` (None: the model's positions) and not exceeded by a document of `shortest`
@@ -89,7 +92,9 @@ def _rope_thresholds(config: Any) -> dict[str, int]:
     return lengths
 
 
-def _depends_on_length(config: Any, parameters: dict[str, Any], layer_type: str | None, *, length: int) -> bool:
+def _depends_on_length(
+    config: PreTrainedConfig, parameters: dict[str, Any], layer_type: str | None, *, length: int
+) -> bool:
     """Whether a sequence longer than `length` has other angles; assumed for RoPE types that transformers lacks."""
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in ROPE_INIT_FUNCTIONS:
@@ -105,5 +110,5 @@ def _depends_on_length(config: Any, parameters: dict[str, Any], layer_type: str 
     return within[1] != beyond[1] or not torch.equal(within[0], beyond[0])
 
 
-def _is_length(value: Any) -> bool:
+def _is_length(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 1

@@ -289,7 +289,7 @@ def _watching(
                 wanted = sees_positions or not positions_only
                 inputs.setdefault(name, []).append(_by_token(leaves, num_tokens, on_host) if wanted else None)
 
-            def after(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
+            def after(module: nn.Module, args: tuple[Any, ...], output: object, name: str = name) -> None:
                 call_inputs = inputs[name].pop()
                 if call_inputs is not None:
                     note(name, calls[name], call_inputs, _by_token(output_leaves(output)[0], num_tokens, on_host))

@@ -55,7 +55,7 @@ class UnpackedForward(ModelHooks):
         # Many models do not pass boundaries on to their backbone.
         self._boundaries.append(kwargs.get("cu_seq_lens_q"))
 
-    def _pop_boundaries(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _pop_boundaries(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if self._boundaries:
             self._boundaries.pop()
 
