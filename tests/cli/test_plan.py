@@ -111,7 +111,7 @@ def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path,
 def test_the_file_of_a_run_is_planned(workplace, tmp_path, monkeypatch, capsys):
     """Data, model and settings of the file, also those that need a GPU; flags override it."""
     monkeypatch.chdir(workplace)
-    data = ["--model", "model", "--completion-only-loss", "false", "rows.jsonl"]  # DATA behind a flag
+    data = ["--model", "model", "--completion-only-loss", "false", "--packing", "rows.jsonl"]  # DATA behind a switch
     flags = ["--max-length", 96, "--batch-size", 2, "--accumulation", 2, "--seed", 5]
     by_flags = plan(capsys, *data, *flags, "--strategy", "stream", code=1)
     settings = {"model_name_or_path": "model", "dataset_name": "rows.jsonl", "completion_only_loss": False}
@@ -130,11 +130,6 @@ def test_the_file_of_a_run_is_planned(workplace, tmp_path, monkeypatch, capsys):
     assert plan(capsys, "--config", file, "rows.jsonl", code=1) == by_flags, "DATA overrides the file"
     file.write_text(json.dumps(settings | {"packing": False, "padding_free": True, "packing_strategy": "bfd"}))
     assert plan(capsys, "--config", file, code=1)["plans"][0]["strategy"] == "minibatch"
-
-
-def test_a_switch_takes_no_data(workplace, capsys):
-    words = ["--model", workplace / "model", "--max-length", 64]
-    assert plan(capsys, *words, "--per-turn", workplace / "rows.jsonl", code=1)["plans"]
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".npy", ".json", ".csv", "named.csv"])

@@ -31,6 +31,10 @@ ZERO3 = Path(__file__).with_name("zero3.json")
 # Packs are planned without a GPU and without an engine, by the file of a run that has both
 ON_CPU = {"use_cpu": "true", "bf16": "false", "fp16": "false", "tf32": "false", "deepspeed": "", "fsdp": ""}
 ON_CPU |= {"report_to": "none"}
+NOTE = (
+    "Packing is on, which is the default of this command and not of `trl sft`. To train without it, set "
+    "`--packing false`, or `packing: false` in the config file."
+)
 TRUTHS = ("true", "false", "yes", "no", "t", "f", "y", "n", "1", "0")
 
 DESCRIPTION = """\
@@ -171,21 +175,17 @@ def parse(
     if is_by_default and parser.parse_known_args(words)[0].padding_free:
         is_by_default = False
         parser.set_defaults(packing=False)
-    note = (
-        "Packing is on, which is the default of this command and not of `trl sft`. To train without it, set "
-        "`--packing false`, or `packing: false` in the config file."
-    )
     try:
         *configs, unknown = parser.parse_args_and_config(
             words if file is None else ["--config", file, *words], return_remaining_strings=True
         )
     except ValueError as error:
         if is_by_default and "packing" in str(error):
-            error.add_note(note)
+            error.add_note(NOTE)
         raise
     _check_unknown(unknown, [*known, *own], given)
     if others is None and is_by_default:
-        PartialState().print(note)
+        PartialState().print(NOTE)
     script_args, training_args, model_args, mixture = configs[:4]
     _check_values(training_args)
     return Configs(script_args, training_args, model_args, mixture, given, [] if others is None else configs[4].words)

@@ -46,6 +46,7 @@ def add_command(subparsers: Subparsers, name: str, usage: str, *, epilog: str, *
         usage=f"trl-packfix {name} {usage} [--config FILE.yaml] [--FLAG VALUE ...]",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # `--packing` is a flag of a run, and the beginning of one of `plan`
         **texts,
     )
     parser.add_argument(

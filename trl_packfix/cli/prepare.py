@@ -105,21 +105,28 @@ def run(args: argparse.Namespace) -> int:
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     if args.json:
         print(json.dumps(manifest, indent=2))
-        return 0
-    if num_given > rows:
-        print(f"{num_given - rows:,} of {num_given:,} rows cannot be tokenised and are dropped")
-    if config.per_turn:
+    else:
+        turns = (
+            f"one {'document' if with_images else 'row'} for each of their {ledger.kept.documents:,} assistant turns"
+        )
+        _say(manifest, output, turns)
+    return 0
+
+
+def _say(manifest: dict[str, Any], output: Path, turns: str) -> None:
+    rows, dropped = manifest["rows"], manifest["bad_rows_dropped"]
+    if dropped:
+        print(f"{dropped:,} of {rows + dropped:,} rows cannot be tokenised and are dropped")
+    if manifest["conversations"] is not None:
         without = manifest["documents_without_a_trained_token"]
-        what = "document" if with_images else "row"
         print(
-            f"{manifest['conversations']:,} conversations, one {what} for each of their "
-            f"{ledger.kept.documents:,} assistant turns; {without:,} without an assistant turn are not trained"
+            f"{manifest['conversations']:,} conversations, {turns}; {without:,} without an assistant turn are not "
+            "trained"
         )
     print(
-        f"{output}: {rows:,} rows, {ledger.given.tokens:,} tokens, {ledger.given.trained_tokens:,} trained\n"
+        f"{output}: {rows:,} rows, {manifest['tokens']:,} tokens, {manifest['trained_tokens']:,} trained\n"
         f"Train on it with `datasets.load_from_disk({str(output)!r})`, or `trl-packfix train --dataset_name {output}`"
     )
-    return 0
 
 
 @contextmanager
