@@ -66,18 +66,13 @@ def cached_documents(
 
 def cached_token_range(reader: TokenReader) -> tuple[int, int]:
     """`reader.token_range()`, or its result from an earlier start on the same table."""
-
-    def from_arrays(arrays: Arrays, file: Path | None) -> tuple[int, int]:
-        low, high = arrays["range"]
-        return int(low), int(high)
-
     return _cached(
         reader,
         "range",
         {},
         make=reader.token_range,
         to_arrays=lambda limits: {"range": np.array(limits)},
-        from_arrays=from_arrays,
+        from_arrays=lambda arrays, _: (int(arrays["range"][0]), int(arrays["range"][1])),
     )
 
 

@@ -41,14 +41,14 @@ def balanced(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Arr
     if world_size == 1:
         return packs
     by_rank = bins.synchronisation == "step" and accumulation > 1
-    members = np.concatenate(packs)
-    cost = units.costs(bins.degree)[members]
-    sizes = np.array([len(pack) for pack in packs])
-    pack_costs = _sums(cost, sizes)
+    of_units = units.costs(bins.degree)
+    pack_costs = np.array([of_units[pack].sum() for pack in packs])
     placed, waiting = np.arange(slots), _waiting(pack_costs.reshape(accumulation, world_size), by_rank)
     order = _placed(pack_costs, accumulation, world_size, by_rank=by_rank)
     if (better := _waiting(pack_costs[order].reshape(accumulation, world_size), by_rank)) < waiting:
         placed, waiting = order, better
+    members = np.concatenate(packs)
+    cost = of_units[members]
     if waiting <= GOOD_ENOUGH * cost.sum() / world_size or len(members) < FEW * slots:
         return [packs[i] for i in placed]
     of_step = {"capacity": bins.capacity, "world_size": world_size, "num_slots": slots}
@@ -59,12 +59,6 @@ def balanced(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Arr
         if _waiting(costs[order].reshape(-1, world_size), by_rank) < waiting:
             return [members[dealt[i]] for i in order]
     return [packs[i] for i in placed]
-
-
-def _sums(values: Float64Array, sizes: Int64Array) -> Float64Array:
-    ends = np.cumsum(sizes)
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    return total[ends] - total[ends - sizes]
 
 
 def _waiting(costs: Float64Array, by_rank: bool) -> float:

@@ -16,7 +16,6 @@ Letters: G micro-steps of a step, W ranks, s the degree, C tokens per rank, S th
 of `max_length`.
 """
 
-import heapq
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -28,7 +27,7 @@ from .costs import CostModel
 from .packing import Bins
 from .packs import PackPlan
 from .parallel import FILL, SequenceParallel, Speeds
-from .schedule import Schedule, packs_of_steps
+from .schedule import Schedule, least_loaded, packs_of_steps
 from .units import Units
 
 BESIDE = 8  # times a document: room of a group that shares it; half as many or all ranks take up to 10 % longer
@@ -80,26 +79,16 @@ class GroupTimes:
 def room_of_families(lengths: Int64Array, tokens_per_rank: int, smallest: int) -> Int64Array:
     """Most rows of a piece of a family that begins with each document, for `make_pieces`, shape (N,).
 
-    To `FILL` of the group, because several pieces share a pack.
+    That of the smallest group that holds the document `BESIDE` times, else of the largest, to `FILL`, because several
+    pieces share a pack. In a smaller group, a document that others share would be computed again for a few of them. A
+    larger group would pay more for the exchange.
 
     >>> room_of_families(np.array([10, 20, 130, 390]), tokens_per_rank=100, smallest=4).tolist()
     [95, 190, 380, 390]
     """
-    degrees = tuple(1 << i for i in range(smallest.bit_length()))
-    return np.maximum((FILL * room_beside(lengths, tokens_per_rank, degrees)).astype(np.int64), lengths)
-
-
-def room_beside(lengths: Int64Array, tokens_per_rank: int, degrees: tuple[int, ...]) -> Int64Array:
-    """Rows of the smallest group that holds each document `BESIDE` times, else of the largest group, shape (N,).
-
-    In a smaller group, a document that others share would be computed again for a few of them. A larger group would pay
-    more for the exchange.
-
-    >>> room_beside(np.array([10, 20, 130, 390]), tokens_per_rank=100, degrees=(1, 2, 4)).tolist()
-    [100, 200, 400, 400]
-    """
-    rooms = tokens_per_rank * np.array(degrees)
-    return rooms[np.searchsorted(rooms, np.minimum(BESIDE * lengths, rooms[-1]))]
+    rooms = tokens_per_rank * 2 ** np.arange(smallest.bit_length())
+    room = rooms[np.searchsorted(rooms, np.minimum(BESIDE * lengths, rooms[-1]))]
+    return np.maximum((FILL * room).astype(np.int64), lengths)
 
 
 @dataclass(frozen=True)
@@ -136,18 +125,10 @@ def schedule_groups(
     """
     planned = replace(bins, world_size=bins.world_size // parallel.smallest)
     steps, num_skipped = packs_of_steps(plan, units.rows, num_steps, bins=planned)
-    order: list[Int64Array] = []
-    degrees: list[int] = []
-    for packs in steps:
-        divided = divide_step(packs, units, bins, parallel=parallel)
-        degrees += divided.degrees
-        order += divided.packs
-    return _schedule(order, degrees, bins, num_skipped=num_skipped)
-
-
-def _schedule(packs: list[Int64Array], degrees: list[int], bins: Bins, *, num_skipped: int = 0) -> Schedule:
-    """Packs of groups, micro-step after micro-step; those of a group are in the slot of its first rank."""
-    sizes = np.zeros((len(degrees), bins.world_size), np.int64)
+    divided = [divide_step(packs, units, bins, parallel=parallel) for packs in steps]
+    degrees = [degree for step in divided for degree in step.degrees]
+    packs = [pack for step in divided for pack in step.packs]
+    sizes = np.zeros((len(degrees), bins.world_size), np.int64)  # the pack of a group is in the slot of its first rank
     remaining = iter(packs)
     for row, degree in zip(sizes, degrees, strict=True):
         row[::degree] = [len(next(remaining)) for _ in range(0, bins.world_size, degree)]
@@ -190,26 +171,17 @@ class Step:
 
         The longer half of the tokens gets the first half of the micro-steps. None if no division is found.
         """
-        halves: list[DividedStep | None] = []
+        joined = None
         if num > 1 and len(members):
             first = num // 2
-            split = self._split(members, first, num)
-            halves = [self.divided(members[:split], first), self.divided(members[split:], num - first)]
-        divided = [half for half in halves if half is not None]
-        joined = None
-        if len(divided) == 2:
-            joined = DividedStep(
-                divided[0].seconds + divided[1].seconds,
-                divided[0].degrees + divided[1].degrees,
-                divided[0].packs + divided[1].packs,
-            )
+            ends = np.cumsum(self.units.rows[members])
+            split = max(int(np.searchsorted(ends, ends[-1] * first / num, side="right")), 1)
+            longer, shorter = self.divided(members[:split], first), self.divided(members[split:], num - first)
+            if longer is not None and shorter is not None:
+                joined = DividedStep(
+                    longer.seconds + shorter.seconds, longer.degrees + shorter.degrees, longer.packs + shorter.packs
+                )
         return self.best_degree(members, num, joined)
-
-    def _split(self, members: Int64Array, first: int, num: int) -> int:
-        """How many of the units go to the first micro-steps: their share of the rows, and at least one."""
-        ends = np.cumsum(self.units.rows[members])
-        split = int(np.searchsorted(ends, ends[-1] * first / num, side="right"))
-        return max(split, 1)
 
     def best_degree(
         self, members: Int64Array, accumulation: int, best: DividedStep | None = None
@@ -249,7 +221,7 @@ class Step:
         num = self.bins.world_size // degree * accumulation
         if rows[0] > capacity:
             return None
-        places = _least_loaded(rows, self.units.costs(degree)[members], num, capacity=capacity)
+        places = least_loaded(rows, self.units.costs(degree)[members], num, capacity=capacity)
         places = places or _tightest(rows, num, capacity)
         return None if places is None else [members[pack] for pack in places]
 
@@ -300,32 +272,6 @@ def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) 
         seconds[rows] = times.seconds(costs[rows][:, leaders], some, degree).max(axis=1)
         exchange[rows] = times.seconds(np.zeros_like(some, dtype=np.float64), some, degree).mean(axis=1)
     return ModelledTime(seconds, exchange)
-
-
-def _least_loaded(rows: Int64Array, costs: Float64Array, num: int, *, capacity: int) -> list[Int64Array] | None:
-    """Each unit to the pack with the least cost that has room (Graham 1969); None if one has no room anywhere.
-
-    Units are given longest first, and are their places in `rows` and `costs`.
-    """
-    packs: list[list[int]] = [[] for _ in range(num)]
-    room = [capacity] * num
-    heap = [(0.0, i) for i in range(num)]
-    too_full: list[tuple[int, float, int]] = []  # most room first: units get shorter, so they come back
-    if rows.sum() > num * capacity:
-        return None
-    for unit, (length, cost) in enumerate(zip(rows.tolist(), costs.tolist(), strict=True)):
-        while too_full and -too_full[0][0] >= length:
-            heapq.heappush(heap, heapq.heappop(too_full)[1:])
-        while heap and room[heap[0][1]] < length:
-            load, i = heapq.heappop(heap)
-            heapq.heappush(too_full, (-room[i], load, i))
-        if not heap:
-            return None
-        load, i = heap[0]
-        packs[i].append(unit)
-        room[i] -= length
-        heapq.heapreplace(heap, (load + cost, i))
-    return [np.array(pack, dtype=np.int64) for pack in packs]
 
 
 def _tightest(rows: Int64Array, num: int, capacity: int) -> list[Int64Array] | None:

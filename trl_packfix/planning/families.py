@@ -66,12 +66,6 @@ def common_tokens(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> int
     return first if shorter and differ[first] else shorter
 
 
-def shared_rows(common: int, length: int, length_before: int, *, min_shared: int = MIN_SHARED) -> int:
-    """Rows that a document shares with the one before it, from their common tokens: all if they are the same."""
-    shared = common if common == length == length_before else max(common - 1, 0)
-    return shared if shared >= min_shared else 0
-
-
 def share_order(
     documents: Sequence[npt.NDArray[np.integer]], min_shared: int = MIN_SHARED
 ) -> tuple[list[int], list[int]]:
@@ -81,18 +75,20 @@ def share_order(
     ([2, 1, 0], [0, 2, 0])
     """
     order = sorted(range(len(documents)), key=[sort_key(tokens) for tokens in documents].__getitem__)
-    shared = [0]
-    for before, own in pairwise(order):
-        a, b = documents[before], documents[own]
-        shared.append(shared_rows(common_tokens(a, b), len(b), len(a), min_shared=min_shared))
-    return order, shared
+    common = [0, *(common_tokens(documents[before], documents[own]) for before, own in pairwise(order))]
+    lengths = np.array([len(documents[i]) for i in order], dtype=np.int64)
+    return order, shared_by_neighbours(np.array(common[: len(order)]), lengths, min_shared).tolist()
 
 
-def shared_by_neighbours(common: Int64Array, lengths: Int64Array) -> Int64Array:
-    """`shared_rows` of documents sorted by their tokens, from the common tokens of neighbours, shape (N,)."""
+def shared_by_neighbours(common: Int64Array, lengths: Int64Array, min_shared: int = MIN_SHARED) -> Int64Array:
+    """Rows that documents sorted by their tokens share with the one before, shape (N,): all if they are the same.
+
+    Args:
+        common: tokens with which each begins as the one before it does, shape (N,).
+    """
     before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
     shared = np.where((common == lengths) & (common == before), common, np.maximum(common - 1, 0))
-    return np.where(shared >= MIN_SHARED, shared, 0)
+    return np.where(shared >= min_shared, shared, 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from .costs import LLAMA_7B, CostModel
 from .exact_fill import pack_arrivals
 from .families import SharePrefixes
 from .packs import PackPlan, plan_blocks
-from .parallel import FILL, SequenceParallel, Speeds
+from .parallel import FILL, SequenceParallel, Speeds, possible_degrees, smallest_degree
 from .strategies import STRATEGIES, Strategy, StrategyTraits
 from .units import Units
 
@@ -126,13 +126,13 @@ class Packing:
         """Sequence parallelism; None: one rank holds a pack."""
         if self.tokens_per_rank is None:
             return None
-        return SequenceParallel.of_run(
-            self.tokens_per_rank,
-            self.max_length,
-            self.world_size,
-            heads=self.cost_model.heads,
-            degrees=self.degrees,
-            speeds=self.speeds,
+        sizes = self.max_length, self.tokens_per_rank
+        possible = possible_degrees(*sizes, self.world_size, num_heads=self.cost_model.heads)
+        return SequenceParallel(
+            tokens_per_rank=self.tokens_per_rank,
+            smallest=smallest_degree(*sizes),
+            degrees=self.degrees or possible,
+            speeds=self.speeds or Speeds(),
         )
 
     @property

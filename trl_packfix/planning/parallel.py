@@ -88,33 +88,6 @@ class SequenceParallel:
     degrees: tuple[int, ...]
     speeds: Speeds = field(default_factory=Speeds)
 
-    @classmethod
-    def of_run(
-        cls,
-        tokens_per_rank: int,
-        max_length: int,
-        world_size: int,
-        *,
-        heads: int | None,
-        degrees: tuple[int, ...] = (),
-        speeds: Speeds | None = None,
-    ) -> "SequenceParallel":
-        """The settings of a run on `world_size` ranks, of a model with so many attention heads.
-
-        Args:
-            degrees: at which the model is proved already; (): all that are possible.
-
-        Raises:
-            ValueError: no possible degree holds a document of `max_length`.
-        """
-        possible = possible_degrees(max_length, tokens_per_rank, world_size, num_heads=heads)
-        return cls(
-            tokens_per_rank=tokens_per_rank,
-            smallest=smallest_degree(max_length, tokens_per_rank),
-            degrees=degrees or possible,
-            speeds=speeds or Speeds(),
-        )
-
     @property
     def capacity(self) -> int:
         """Most tokens of a pack on the fewest ranks that hold any document."""

@@ -175,11 +175,11 @@ def _few_packs(documents: Int64Array, lengths: Int64Array, bins: Bins) -> list[I
     # m < B. If m >= B, they are B documents anyway.
     assert plan.num_packs <= bins.num_slots
     num = -(-plan.num_packs // bins.world_size) * bins.world_size
-    packs = _longest_processing_time(longest_first, lengths, num)
-    if max(int(lengths[pack].sum()) for pack in packs) > bins.capacity:
-        none = longest_first[:0]
-        return [*np.split(longest_first[plan.order], plan.offsets[1:-1]), *[none] * (num - plan.num_packs)]
-    return [np.array(pack, dtype=np.int64) for pack in packs]
+    rows = lengths[longest_first]
+    packs = least_loaded(rows, rows, num, capacity=bins.capacity)
+    if packs is None:
+        packs = [*np.split(plan.order, plan.offsets[1:-1]), *[plan.order[:0]] * (num - plan.num_packs)]
+    return [longest_first[pack] for pack in packs]
 
 
 def _spread(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int64Array]:
@@ -199,15 +199,32 @@ def _spread(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int6
     return [np.array(pack, dtype=np.int64) for pack in spread]
 
 
-def _longest_processing_time(longest_first: Int64Array, lengths: Int64Array, num_bins: int) -> list[list[int]]:
-    """Each document to the bin with the fewest tokens so far (Graham 1969)."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    heap = [(0, i) for i in range(num_bins)]
-    for document in longest_first.tolist():
-        tokens, i = heapq.heappop(heap)
-        bins[i].append(document)
-        heapq.heappush(heap, (tokens + int(lengths[document]), i))
-    return bins
+def least_loaded(
+    rows: Int64Array, costs: Int64Array | Float64Array, num: int, *, capacity: int
+) -> list[Int64Array] | None:
+    """Each unit to the pack with the least cost that has room (Graham 1969); None if one has no room anywhere.
+
+    Units are given longest first, and are their places in `rows` and `costs`.
+    """
+    packs: list[list[int]] = [[] for _ in range(num)]
+    room = [capacity] * num
+    heap = [(0.0, i) for i in range(num)]
+    too_full: list[tuple[int, float, int]] = []  # most room first: units get shorter, so they come back
+    if rows.sum() > num * capacity:
+        return None
+    for unit, (length, cost) in enumerate(zip(rows.tolist(), costs.tolist(), strict=True)):
+        while too_full and -too_full[0][0] >= length:
+            heapq.heappush(heap, heapq.heappop(too_full)[1:])
+        while heap and room[heap[0][1]] < length:
+            load, i = heapq.heappop(heap)
+            heapq.heappush(too_full, (-room[i], load, i))
+        if not heap:
+            return None
+        load, i = heap[0]
+        packs[i].append(unit)
+        room[i] -= length
+        heapq.heapreplace(heap, (load + cost, i))
+    return [np.array(pack, dtype=np.int64) for pack in packs]
 
 
 def split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int64Array]:
@@ -220,9 +237,11 @@ def split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[
     while len(packs) < num and heap:
         _, i = heapq.heappop(heap)
         longest_first = packs[i][np.argsort(-lengths[packs[i]], kind="stable")]
-        halves = _longest_processing_time(longest_first, lengths, 2)
-        packs[i], other = (np.array(half, dtype=np.int64) for half in halves)
-        packs.append(other)
+        rows = lengths[longest_first]
+        halves = least_loaded(rows, rows, 2, capacity=int(rows.sum()))
+        assert halves is not None
+        packs[i] = longest_first[halves[0]]
+        packs.append(longest_first[halves[1]])
         for half in (i, len(packs) - 1):
             if len(packs[half]) > 1:
                 heapq.heappush(heap, (-int(lengths[packs[half]].sum()), half))
