@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import two_ranks_stream
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks.scenarios import Numbered, Reversed
+from ranks import streams
+from ranks.scenarios import NUM_DOCUMENTS, Numbered, Reversed
 from support.launch import Launch
 from support.models import build_tiny_model
 from support.planners import make_stream
@@ -758,18 +758,17 @@ def test_an_empty_evaluation_stream_is_refused(tmp_path):
 def two_ranks(tmp_path_factory) -> dict:
     if not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
-    folder = tmp_path_factory.mktemp("two_ranks_stream")
-    build_tiny_model().save_pretrained(folder / "model")
-    launch = Launch(folder, "log", [sys.executable, str(ROOT / "tests" / "two_ranks_stream.py"), str(folder)])
-    return launch[".", "result"] | {"folder": folder}
+    folder = tmp_path_factory.mktemp("streams")
+    launch = Launch(folder, "log", [sys.executable, "-m", "ranks", str(folder), "streams"])
+    return {name: launch["ddp", name] for name in (*streams.KINDS, "different")} | {"folder": folder}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["shared", "sharded"])
 def test_two_ranks_see_every_document_once_per_pass(name, two_ranks):
     ranks = two_ranks[name]["whole"]["seen"]
-    num = two_ranks_stream.NUM_DOCUMENTS
-    assert len(ranks) == 2 and len(ranks[0]) == len(ranks[1]) == two_ranks_stream.MAX_STEPS
+    num = NUM_DOCUMENTS
+    assert len(ranks) == 2 and len(ranks[0]) == len(ranks[1]) == streams.MAX_STEPS
     seen = Counter(chain.from_iterable(chain.from_iterable(ranks)))
     if name == "shared":  # the ranks end a pass together, and begin the next with the next step
         first = Counter()
@@ -789,7 +788,7 @@ def test_two_ranks_see_every_document_once_per_pass(name, two_ranks):
 @pytest.mark.slow
 def test_two_ranks_that_share_a_stream_are_one_with_twice_the_micro_batches(two_ranks):
     alone, again = (
-        two_ranks_stream.run(two_ranks["folder"], cls.__name__, 1, cls=cls, gradient_accumulation_steps=2)
+        streams.train(two_ranks["folder"], None, cls.__name__, 1, cls=cls, gradient_accumulation_steps=2)
         for cls in (Numbered, Reversed)
     )
     steps = [sorted(chain(*alone.seen[i : i + 2])) for i in range(0, len(alone.seen), 2)]
@@ -804,21 +803,20 @@ def test_two_ranks_that_share_a_stream_are_one_with_twice_the_micro_batches(two_
 def test_a_restart_on_two_ranks_is_exact(name, two_ranks):
     whole, resumed = two_ranks[name]["whole"], two_ranks[name]["resumed"]
     assert torch.equal(whole["weights"], resumed["weights"]) and whole["ledger"] == resumed["ledger"]
-    assert [rank[two_ranks_stream.SAVED :] for rank in whole["seen"]] == resumed["seen"]
-    assert whole["num_tokens"] == resumed["num_tokens"] and len(whole["num_tokens"]) == two_ranks_stream.MAX_STEPS
+    assert [rank[streams.SAVED :] for rank in whole["seen"]] == resumed["seen"]
+    assert whole["num_tokens"] == resumed["num_tokens"] and len(whole["num_tokens"]) == streams.MAX_STEPS
 
 
 @pytest.mark.parametrize("name", ["shared", "sharded"])
 def test_one_rank_continues_a_stream_of_two(name, two_ranks, caplog):
-    folder, saved = two_ranks["folder"], two_ranks_stream.SAVED
-    shards = {"shared": 1, "sharded": 4}[name]
+    folder, saved, shards = two_ranks["folder"], streams.SAVED, streams.KINDS[name][0]
     settings = {"max_steps": 60, "gradient_accumulation_steps": 3}
-    one = two_ranks_stream.run(folder, f"{name}_one", shards, folder / name / f"checkpoint-{saved}", **settings)
+    one = streams.train(folder, None, f"{name}_one", shards, folder / name / f"checkpoint-{saved}", **settings)
     assert one.state.global_step == 60 and len(one.seen) == 3 * (60 - saved)
     assert "Resuming a stream of 2 ranks on 1" in caplog.text
     before = [rank[:saved] for rank in two_ranks[name]["whole"]["seen"]]
     seen = Counter(chain.from_iterable(chain(*before, one.seen)))
-    assert set(seen) == set(range(two_ranks_stream.NUM_DOCUMENTS))
+    assert set(seen) == set(range(NUM_DOCUMENTS))
     assert max(seen.values()) - min(seen.values()) <= 1 < min(seen.values()), "a document was left out of a pass"
     assert one.packing_report.num_documents == seen.total()
     losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]

@@ -15,7 +15,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher shows its ranks 
 import torch._inductor.compile_fx  # noqa: F401 # DeepSpeed and torch.compile would import it in each rank
 from support.versions import run_deepspeed_on_cpus
 
-from . import exchange, faults, preferences, restarts, scenarios, training
+from . import exchange, faults, preferences, restarts, scenarios, streams, training
 from .engines import SHARDED, Scenarios, run_all
 from .scenarios import reversed_on_odd_ranks
 from .table import FAULTS, ONE, PAIRS, ROWS
@@ -122,6 +122,15 @@ def pairs() -> Scenarios:
     return {f"{engine}/{name}": partial(preferences.train, engine=engine, name=name) for engine, name in runs}
 
 
+def of_streams() -> Scenarios:
+    """Tables read as streams, by ranks that share one and by ranks that have shards of their own."""
+    found = {f"ddp/{name}": partial(streams.restarted, engine="ddp", name=name) for name in streams.KINDS}
+    return found | {"ddp/different": partial(streams.different, engine="ddp")}
+
+
+PARTS = {"equivalence": equivalence, "planted": planted, "whole": whole, "pairs": pairs, "streams": of_streams}
+
+
 def main(folder: str, part: str, *only: str) -> int:
     warnings.simplefilter("ignore")
     if part == "die":
@@ -129,9 +138,10 @@ def main(folder: str, part: str, *only: str) -> int:
             run_deepspeed_on_cpus()
         restarts.die(Path(folder), only[0])
         return 0
-    for row in (row for row in ROWS.values() if row.engines != ONE):
-        training.save_model(Path(folder), row.model)
-    found = {"equivalence": equivalence, "planted": planted, "whole": whole, "pairs": pairs}[part]()
+    on_ranks = {row.model for row in ROWS.values() if row.engines != ONE}
+    for model in on_ranks if part in ("equivalence", "planted", "whole") else ["llama"]:
+        training.save_model(Path(folder), model)
+    found = PARTS[part]()
     return int(not run_all(Path(folder), {name: each for name, each in found.items() if not only or name in only}))
 
 
