@@ -6,7 +6,6 @@ it computes. With images "pack" is estimated from fewer packs, whose images are 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ import torch
 from ..data.epochs import EpochPlanner
 from ..data.image_rows import ImageRows
 from ..data.prefix_collator import PrefixCollator
-from ..data.reader import TokenReader
+from ..data.reader import Rows, TokenReader
 from ..data.token_order import token_order
 from ..layout import layout_of
 from ..planning.arrays import Int64Array
@@ -62,7 +61,7 @@ def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
     return _of_families(planner) if planner.packing.shares_families else PrefixSavings("pack")
 
 
-def estimated_savings(planner: EpochPlanner, reader: Any) -> PrefixSavings | None:
+def estimated_savings(planner: EpochPlanner, reader: Rows) -> PrefixSavings | None:
     """The savings of a run that packs no families; None where prefixes cannot be shared, or tokens are not known.
 
     Also None for documents with images and "off": to know what sharing would save, images would be processed.
