@@ -109,8 +109,8 @@ def choose_attention(
         return AttentionChoice(previous, False, previous, reason)
     refusal = (refusals or {}).get(ATTENTION_NAME)
     if refusal is not None and enforce_flash_attention:
-        own = own_in_packs(model, default_attention(model) if previous == ATTENTION_NAME else previous)
-        return AttentionChoice(own, "flash" in own, previous, f"the model's own: {refusal}")
+        name = own_in_packs(model, default_attention(model) if previous == ATTENTION_NAME else previous)
+        return AttentionChoice(name, "flash" in name, previous, f"the model's own: {refusal}")
     if not enforce_flash_attention:
         if previous in ("sdpa", "eager"):
             warnings.warn(

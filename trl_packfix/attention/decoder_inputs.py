@@ -43,8 +43,8 @@ def cut_to_part(inputs: dict[str, Any], part_tokens: int, index: int) -> dict[st
         elif name in OF_IMAGES and value is not None:
             is_own = torch.zeros(1, num_tokens, dtype=torch.bool, device=states.device)
             is_own[:, rows] = True
-            of_own = is_own[inputs[OF_IMAGES[name]]]
-            part[name] = [features[of_own] for features in value]
+            in_part = is_own[inputs[OF_IMAGES[name]]]
+            part[name] = [features[in_part] for features in value]
         elif shapes := [tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()]:
             raise ValueError(
                 f"`{name}` of shape {shapes[0]} enters the decoder beside {num_tokens} tokens of a pack with images, "

@@ -105,13 +105,13 @@ class HeadExchange:
         num_tokens = states[0].shape[2]
         pieces = list(zip(*(_cut(x, ranges[i]) for x, i in zip(states, heads, strict=True)), strict=True))
         send = [sum(x.numel() for x in piece) for piece in pieces]
-        own = [_length((self.heads, self._key_heads)[i]) for i in heads]
-        sizes = [count * num_tokens * x.shape[3] for count, x in zip(own, states, strict=True)]
+        num_heads = [_length((self.heads, self._key_heads)[i]) for i in heads]
+        sizes = [count * num_tokens * x.shape[3] for count, x in zip(num_heads, states, strict=True)]
         flat = torch.cat([x.reshape(-1) for piece in pieces for x in piece])
         got = _Exchange.apply(flat, send, [sum(sizes)] * self.degree, self.group).view(self.degree, -1)
-        own_heads = [
+        all_tokens = [
             part.reshape(self.degree, count, num_tokens, x.shape[3]).transpose(0, 1).flatten(1, 2)[None]
-            for part, count, x in zip(got.split(sizes, dim=1), own, states, strict=True)
+            for part, count, x in zip(got.split(sizes, dim=1), num_heads, states, strict=True)
         ]
         reads = [head // self._queries_per_key - self._key_heads.start for head in _numbers(self.heads)]
         per_key = len(reads) // _length(self._key_heads)
@@ -119,10 +119,10 @@ class HeadExchange:
             # Not by an index of `reads`: to copy it to a GPU the host would wait, in every layer
             first = self.heads.start - self._key_heads.start * self._queries_per_key
             one_each = slice(first, first + len(reads))
-            own_heads[len(queries) :] = [
-                x.repeat_interleave(self._queries_per_key, dim=1)[:, one_each] for x in own_heads[len(queries) :]
+            all_tokens[len(queries) :] = [
+                x.repeat_interleave(self._queries_per_key, dim=1)[:, one_each] for x in all_tokens[len(queries) :]
             ]
-        return own_heads
+        return all_tokens
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Exchange heads for tokens: (1, own heads, T, D) -> (1, T / s, H, D)."""

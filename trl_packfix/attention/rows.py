@@ -118,8 +118,8 @@ class DocumentRows:
             longest = lengths[members[0]] + padding
             steps = torch.arange(longest)
             source = [starts[i] + steps.clamp(max=lengths[i] - 1) for i in members]
-            own = [starts[i] for i in members], [lengths[i] for i in members]
-            self.groups.append(Group(longest, *own, torch.cat(source).to(device)))
+            spans = [starts[i] for i in members], [lengths[i] for i in members]
+            self.groups.append(Group(longest, *spans, torch.cat(source).to(device)))
             for row, i in enumerate(members):
                 place[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + end + row * longest
                 shared[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + shared_end

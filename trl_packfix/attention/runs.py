@@ -146,8 +146,9 @@ def _check_keys(q_bounds: npt.NDArray[np.int64], k_bounds: npt.NDArray[np.int64]
     fits = len(num_rows) == len(num_keys) and (num_rows >= 0).all() and (num_rows <= num_keys).all()
     if fits and k_bounds[-1] == len(index):
         first = np.repeat(q_bounds[:-1], num_keys)
-        own = np.arange(len(index)) >= np.repeat(k_bounds[1:] - num_rows, num_keys)
-        fits = (index[own] == np.arange(q_bounds[-1])).all() and (index[~own] < first[~own]).all() and index.min() >= 0
+        is_row = np.arange(len(index)) >= np.repeat(k_bounds[1:] - num_rows, num_keys)
+        rows, before = index[is_row], index[~is_row]
+        fits = (rows == np.arange(q_bounds[-1])).all() and (before < first[~is_row]).all() and index.min() >= 0
         if fits:
             return
     raise ValueError(

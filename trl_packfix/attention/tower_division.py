@@ -54,8 +54,8 @@ class TowerDivision:
             piece.split(size) for piece, size in zip(got.split([sum(size) for size in sizes]), sizes, strict=True)
         ]
         whole = (
-            torch.cat([piece.view(-1, *tensor.shape[1:]) for piece in of_ranks]).to(tensor.dtype)
-            for tensor, of_ranks in zip(tensors, zip(*pieces, strict=True), strict=True)
+            torch.cat([piece.view(-1, *tensor.shape[1:]) for piece in from_ranks]).to(tensor.dtype)
+            for tensor, from_ranks in zip(tensors, zip(*pieces, strict=True), strict=True)
         )
         return tree_unflatten([next(whole) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
@@ -95,10 +95,10 @@ def divide(
     starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     rows = [starts[stop] - starts[start] for start, stop in pairwise(bounds)]
     first, stop = (bounds[index], bounds[index + 1]) if rows[index] else (0, 1)
-    own = slice(starts[first], starts[stop])
-    cut = {name: value[first:stop] if value is grid else value[own] for name, value in tensors.items()}
+    patches = slice(starts[first], starts[stop])
+    cut = {name: value[first:stop] if value is grid else value[patches] for name, value in tensors.items()}
     arguments |= cut
-    division = TowerDivision(rows, index, own.stop - own.start)
+    division = TowerDivision(rows, index, patches.stop - patches.start)
     return tuple(arguments[i] for i in range(len(args))), {name: arguments[name] for name in kwargs}, division
 
 

@@ -130,7 +130,7 @@ def check_prefixes(
 
 def refused(probe: Probe, error: CannotRun) -> IsolationReport:
     """The report on a model that raises."""
-    of_row = probe.error_unpacked()
+    unpacked = probe.error_unpacked()
     return IsolationReport(
         isolated=False,
         equal=False,
@@ -139,9 +139,9 @@ def refused(probe: Probe, error: CannotRun) -> IsolationReport:
         max_gradient=None,
         tolerance=0.0,
         attention=probe.attention,
-        error=of_row or str(error),
+        error=unpacked or str(error),
         degree=probe.degree,
-        runs_unpacked=of_row is None,
+        runs_unpacked=unpacked is None,
     )
 
 

@@ -244,7 +244,7 @@ class PackedModel:
         report = self._report(wrapped, degree)
         report.raise_if_leaking(self.on_leak)
         if self.prefixes_are_proved:
-            shared = self._report(wrapped, degree, of_prefixes=True)
+            shared = self._report(wrapped, degree, with_prefixes=True)
             if not shared.passed:
                 raise PackingLeakError(
                     f"Documents that share prefixes were packed, {degree} ranks shared the pack, and "
@@ -265,7 +265,7 @@ class PackedModel:
             reason = "attention drops weights: " + ", ".join(f"`{name}={rate}`" for name, rate in rates.items())
         if reason is None:
             try:
-                report = self._report(wrapped, of_prefixes=True)
+                report = self._report(wrapped, with_prefixes=True)
                 reason = None if report.passed else f"where documents share prefixes, {report.summary()}"
             except KernelError as error:
                 reason = f"where documents share prefixes, {' '.join(str(error).split())}"
@@ -282,9 +282,9 @@ class PackedModel:
             return f"the attention of the model is {self.attention.name!r}: {self.attention.reason}"
         return None
 
-    def _report(self, wrapped: nn.Module, degree: int = 1, *, of_prefixes: bool = False) -> IsolationReport:
+    def _report(self, wrapped: nn.Module, degree: int = 1, *, with_prefixes: bool = False) -> IsolationReport:
         """The report of a probe, the same on all ranks."""
-        check = check_prefixes if of_prefixes else check_isolation
+        check = check_prefixes if with_prefixes else check_isolation
         report = check(wrapped, self.max_length, degree, images=self.images, user_attention=self.attention.previous)
         agreed((report.isolated, report.equal))
         return replace(report, repaired=self.repaired)

@@ -369,7 +369,7 @@ class _Runs:
     ) -> None:
         self.rows, self.probe, self.module, self.inputs, self.batch = rows, probe, module, inputs, batch
         self.weights: Tensor | None = None
-        self.of_rows: list[str] = []  # outputs with one value per row
+        self.per_row: list[str] = []  # outputs with one value per row
 
     def padded(self, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
         """The gradients of tokens that share a row of the pack are summed, (T, hidden)."""
@@ -383,15 +383,15 @@ class _Runs:
     def packed(self, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
         self.rows._attend(True)
         result = self._run(_packed(self.inputs, self.batch), self.batch.rows, wants_gradients)
-        if self.of_rows:
-            raise CannotRun(f"it also returns {', '.join(self.of_rows)}, computed of each row")
+        if self.per_row:
+            raise CannotRun(f"it also returns {', '.join(self.per_row)}, computed of each row")
         return result
 
     def _run(self, inputs: dict[str, Any], places: Tensor, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
         """States at `places`, (N, hidden), and the gradient of all embeddings, (tokens, hidden)."""
         with self.probe.embeddings() if wants_gradients else torch.no_grad() as embedded:
             output = self.module(**inputs)
-            self.of_rows = [name for name in OF_ROWS if isinstance(output, dict) and output.get(name) is not None]
+            self.per_row = [name for name in OF_ROWS if isinstance(output, dict) and output.get(name) is not None]
             states = output[0].flatten(0, 1)[places]
             if embedded is None:
                 return exact(states), None

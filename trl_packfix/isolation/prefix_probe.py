@@ -75,7 +75,7 @@ class PrefixProbe(Probe):
             states = self._joined(documents, large) if self.degree > 1 else self.states(batch, large)
         if states.shape[1] != num_rows:
             raise CannotRun(f"the LM head gets {states.shape[1]} states for {num_rows} rows")
-        return [states[0][own] for own in rows]
+        return [states[0][rows_of_one] for rows_of_one in rows]
 
     def alone(self, ids: Tensor, large: bool = False) -> Tensor:
         return super().alone(ids, large)[:-1]

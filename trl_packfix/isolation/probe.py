@@ -216,9 +216,9 @@ class Probe(ProbedModel):
         lengths, largest = [len(ids) for ids in documents], 0.0
         with self.embeddings() as embedded:
             states = self.states(self._batch(documents))[0].split(lengths)
-            for i, of_document in enumerate(states):
-                weights = torch.randn(of_document.shape, generator=self._generator).to(of_document)
-                gradient = gradient_of((of_document * weights).sum(), embedded[0], retain_graph=True)
+            for i, outputs in enumerate(states):
+                weights = torch.randn(outputs.shape, generator=self._generator).to(outputs)
+                gradient = gradient_of((outputs * weights).sum(), embedded[0], retain_graph=True)
                 if gradient is None or gradient[..., 0].numel() != sum(lengths):
                     return None  # in the second case the backbone gets documents as padded rows, not the pack
                 sizes = [part.abs().max().item() for part in gradient.reshape(-1, gradient.shape[-1]).split(lengths)]

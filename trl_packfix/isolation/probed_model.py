@@ -91,13 +91,13 @@ class ProbedModel:
         batch: dict[str, Any],
         large: bool = False,
         *,
-        of_backbone: bool = False,
+        from_backbone: bool = False,
         model: nn.Module | None = None,
     ) -> Tensor:
         """The input of the LM head, (B, T, hidden), from a forward of the whole wrapped model, or of `model`.
 
         For a `large` pack the output of the backbone, with the logits of one token only: all of them would be T x V.
-        `of_backbone` gives it for any pack.
+        `from_backbone` gives it for any pack.
         """
         caught: list[Tensor] = []
         below = below_head(self.inner)  # a repaired module may call a decoder more than once
@@ -105,7 +105,7 @@ class ProbedModel:
         head = self.inner.get_output_embeddings()
         hooks = ExitStack()
         # the head of a reward model is no LM head
-        if head is None or (below and (of_backbone or (large and takes_few))):
+        if head is None or (below and (from_backbone or (large and takes_few))):
             # An index, not a number: given a number, layers that share keys (Gemma 4) compute the last tokens only
             batch |= {"logits_to_keep": torch.zeros(1, dtype=torch.int64, device=self.device)} if takes_few else {}
             for backbone in below or [self.inner]:
@@ -243,7 +243,7 @@ class ProbedModel:
             return None  # ZeRO-3 refuses a backward pass that enters a module, such as the head, at its input
         with self.embeddings() as embedded:
             # DDP would wait for the gradients of parameters
-            states = self.states(dict(batch), of_backbone=self.has_engine, model=self._below_ddp)[0]
+            states = self.states(dict(batch), from_backbone=self.has_engine, model=self._below_ddp)[0]
             drawn = torch.randn((len(rows), states.shape[1]), generator=torch.Generator().manual_seed(len(rows)))
             weights = states.new_zeros(degree * len(states), states.shape[1])
             weights[rows] = drawn.to(states)

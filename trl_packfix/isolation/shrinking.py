@@ -108,10 +108,10 @@ def _shrunk(config: PreTrainedConfig, text: PreTrainedConfig, layers: range | No
         if isinstance(inner, PreTrainedConfig):
             values[name] = _shrunk(inner, text, layers)
         elif name == "per_layer_config" and value:
-            own = {int(layer): layer_fields for layer, layer_fields in value.items()}
+            by_layer = {int(layer): layer_fields for layer, layer_fields in value.items()}
             values[name] = {
                 i - (layers.start if layers else 0): _sized(layer_fields, fields | layer_fields)
-                for i, layer_fields in own.items()
+                for i, layer_fields in by_layer.items()
                 if layers is None or i in layers
             }
     if config is text:
@@ -239,7 +239,11 @@ def _layers_of_all_kinds(model: PreTrainedModel) -> range:
             for index, layer in enumerate(layers):
                 for key, value in layer.items():
                     offsets[key].add(value - index if type(value) is int else None)
-            counts = {key for key, of_field in offsets.items() if len(of_field) == 1 and of_field != {None}}
+            counts = {
+                key
+                for key, offsets_of_field in offsets.items()
+                if len(offsets_of_field) == 1 and offsets_of_field != {None}
+            }
             kinds = [{key: value for key, value in layer.items() if key not in counts} for layer in layers]
             stop = max(min(2, num_layers), *(kinds.index(kind) + 1 for kind in kinds))
             if not getattr(config, SHARED_LAYERS, 0):

@@ -57,21 +57,21 @@ def _lengths(fields: dict[str, Any]) -> dict[str, int]:
 
     Positions that are chosen in blocks may be all positions until one more block is full.
     """
-    own = {
+    numbers = {
         name: n
         for name, n in fields.items()
         if _is_length(n) and (THRESHOLD.search(name) or not OTHERS.intersection(name.lower().split("_")))
     }
-    lengths = dict(own)
-    for first, second in combinations(own, 2):
+    lengths = dict(numbers)
+    for first, second in combinations(numbers, 2):
         if CHOSEN.search(first + second) and first.split("_")[0] == second.split("_")[0]:
-            lengths[f"{first} * {second}"] = own[first] * own[second]
+            lengths[f"{first} * {second}"] = numbers[first] * numbers[second]
     rates = fields.get(RATES)
     if isinstance(rates, dict):
         lengths |= {f"{RATES}.{kind}": rate for kind, rate in rates.items() if _is_length(rate)}
         if "index_topk" in lengths:
             lengths["index_topk"] *= rates.get(INDEXED, 1)
-    block = max((n for name, n in own.items() if BLOCK.search(name)), default=0)
+    block = max((n for name, n in numbers.items() if BLOCK.search(name)), default=0)
     return {name: n + block * bool(CHOSEN.search(name)) for name, n in lengths.items()}
 
 
