@@ -28,7 +28,6 @@ from .said import (
 
 logger = logging.getLogger(__name__)
 
-
 TOKENS = {"input_ids": [Value("int32")], "labels": [Value("int64")], BAD_ROW: Value("string")}
 # Columns while turns are counted: the attributes of `Sample` and `MaskCounts`, and the number of the row
 NUMBERS = ROW, TURN, GROWS, TURNS, CONTEXT, EARLIER = tuple(
