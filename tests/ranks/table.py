@@ -374,4 +374,4 @@ ROWS: dict[str, Row] = {
 }
 PAIRS = [(engine, name) for name, row in ROWS.items() for engine in row.engines if engine != "one"]
 IN_ONE = [name for name, row in ROWS.items() if row.engines == ONE]
-FAULTS = [(row.engines[0], name, fault) for name, row in ROWS.items() for fault in row.faults]
+FAULTS = [(row.engines[0], name, fault) for name, row in ROWS.items() if row.engines != ONE for fault in row.faults]

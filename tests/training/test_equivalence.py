@@ -12,7 +12,7 @@ import torch
 import trl
 from ranks import faults
 from ranks.engines import weights_of
-from ranks.table import IN_ONE, NUM_STEPS, REPAIRED, ROWS
+from ranks.table import IN_ONE, NUM_STEPS, REPAIRED, ROWS, STATIC
 from ranks.training import make_trainer, train
 from support.equivalence import Case, errors
 from support.equivalence import train as train_case
@@ -52,6 +52,8 @@ def test_packs_train_what_trl_trains_unpacked(name):
     assert attention == "packfix_varlen" or found["unpacked"] or row.model in OWN_ATTENTION
     if "share_prefixes" in row.ours:
         assert sum(logged(found, "computed_share")) < 0.9 * NUM_STEPS, "hardly anything was shared"
+    if row.ours == STATIC:
+        assert len(found["shapes"]) == 1
 
 
 class BeginsBehindProof(TrainerCallback):
