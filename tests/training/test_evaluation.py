@@ -68,6 +68,14 @@ def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, eval_packing, b
     assert metrics["eval_samples_per_second"] == pytest.approx(23 / metrics["eval_runtime"], rel=0.02)
 
 
+def test_an_evaluation_set_is_truncated_whatever_training_does(tmp_path):
+    def loss(overlong):
+        held_out = {"trainer_kwargs": {"eval_dataset": texts(20, seed=1)}}
+        return trainer(tmp_path, texts(), max_length=16, overlong=overlong, **held_out).evaluate()["eval_loss"]
+
+    assert loss("truncate") == loss("split") == loss("drop")
+
+
 def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
     data, seen = partly_trained(), {"logits": []}
 

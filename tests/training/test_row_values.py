@@ -55,6 +55,8 @@ def recorded(folder, dataset=ROWS, **settings):
         {"packing_strategy": "stream", "pad_documents_to_multiple_of": 16},
         {"packing_strategy": "bfd_split", "max_length": 24},
         {"packing": False},
+        {"packing_strategy": "stream", "weight_column": None},
+        {"packing": False, "weight_column": None},
     ],
     ids=str,
 )
@@ -74,7 +76,8 @@ def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
     found = torch.cat([p.grad.flatten() for p in run.model.parameters()])
     of_loss = {name: settings[name] for name in ("loss_type", "label_smoothing_factor") if name in settings}
     errors, other = [], {"token": "document", "document": "token"}[weighting]
-    for way in ((weighting, True), (weighting, False), (other, True)):
+    is_weighted = "weight_column" not in settings
+    for way in ((weighting, is_weighted), (weighting, not is_weighted), (other, is_weighted)):
         reference.zero_grad()
         loss = loss_by_hand(reference, documents, *way, **of_loss)
         loss.backward()

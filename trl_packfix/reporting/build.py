@@ -179,7 +179,11 @@ def make_stream_report(
 
 
 def _padding_efficiency(lengths: np.ndarray, batch_size: int) -> float:
-    """Share of real tokens in padded batches of documents in random order, estimated from one random draw."""
+    """Share of real tokens in padded batches of documents in random order, estimated from one random draw.
+
+    >>> _padding_efficiency(np.full(5, 7), batch_size=2)  # the last batch has one document, and no padding
+    1.0
+    """
     drawn = np.random.default_rng(0).choice(lengths, min(len(lengths), NUM_DRAWN), replace=False)
     longest = np.maximum.reduceat(drawn, np.arange(0, len(drawn), batch_size))
     missing = -len(drawn) % batch_size  # documents of the last batch
