@@ -315,18 +315,11 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
 
     def begin(self, num_steps: int = 0) -> None:
         """Begin with the first document of the stream; `num_steps` optimizer steps were trained before."""
-        self._start = {
-            "closed": [],
-            "documents": [],
-            "readers": [ReaderState()] * max(self.num_workers, 1),
-            "counts": StreamCounts(),
-            "micro_steps": {},
-            "num_steps": num_steps,
-            "num_passes": 0,
-            "num_arrived": 0,
-            "rest": None,
-            "count": self.share.count,
-        }
+        self._closed, self._waiting = deque[Pack](), dict[int, DocumentTokens]()
+        self._readers = [ReaderState()] * max(self.num_workers, 1)
+        self._counts, self._micro_steps, self._rest = StreamCounts(), {}, None
+        self.num_steps, self.num_passes, self._num_arrived = num_steps, 0, 0
+        self._start = self._snapshot()
         self._restore(self._start)
 
     def _restore(self, state: dict[str, Any]) -> None:
