@@ -9,8 +9,9 @@ from support.bounds import imbalance_bound
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.dealing import deal
 from trl_packfix.planning.imbalance import imbalance, rank_costs
-from trl_packfix.planning.packing import Bins, num_optimizer_steps
-from trl_packfix.planning.schedule import Schedule, schedule_minibatches, schedule_packs
+from trl_packfix.planning.packing import Bins, Packing, num_optimizer_steps
+from trl_packfix.planning.plans import schedule_kept_steps
+from trl_packfix.planning.schedule import Schedule, schedule_packs
 from trl_packfix.planning.strategies import plan_packs
 from trl_packfix.planning.units import Units
 
@@ -213,11 +214,10 @@ def test_minibatches_are_balanced_within_their_steps():
     lengths = np.random.default_rng(0).choice([100, 900], 512, p=[0.8, 0.2])
     model = CostModel(1.0, 0.01)
     made = {
-        balance: schedule_minibatches(
+        balance: schedule_kept_steps(
+            Packing(strategy="minibatch", max_length=900, batch_size=8, accumulation=4, world_size=4, balance=balance),
             Units(lengths, model),
             np.arange(512),
-            8,
-            bins=Bins(capacity=8 * 900, accumulation=4, world_size=4, balance=balance),
         )
         for balance in ("step", "none")
     }

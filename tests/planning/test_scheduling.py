@@ -12,8 +12,9 @@ from trl_packfix.data.loaders import PackedBatchSampler
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
-from trl_packfix.planning.packing import Bins
-from trl_packfix.planning.schedule import EMPTY, schedule_minibatches
+from trl_packfix.planning.packing import Packing
+from trl_packfix.planning.plans import schedule_kept_steps
+from trl_packfix.planning.schedule import EMPTY
 from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.planning.units import Units
 
@@ -119,9 +120,8 @@ def test_minibatch_steps_hold_the_documents_of_the_unpacked_run(lengths, batch_s
 
 def test_minibatch_fills_few_micro_batches_evenly_over_ranks():
     lengths = np.full(32, 10)
-    schedule = schedule_minibatches(
-        Units(lengths, LLAMA_7B), np.arange(32), 4, bins=Bins(capacity=400, accumulation=4, world_size=2)
-    )
+    packing = Packing(strategy="minibatch", max_length=100, batch_size=4, accumulation=4, world_size=2)
+    schedule = schedule_kept_steps(packing, Units(lengths, LLAMA_7B), np.arange(32))
     sizes = np.diff(schedule.offsets).reshape(1, 4, 2)[0]
     # 320 tokens fit into one pack: one micro-step carries nearly all of them, the rest one document for each rank
     assert sizes.tolist() == [[13, 13], [1, 1], [1, 1], [1, 1]]

@@ -10,7 +10,7 @@ from .degrees import schedule_groups
 from .families import Pieces
 from .packing import Packing
 from .packs import PackPlan, reordered
-from .schedule import Schedule, schedule_minibatches, schedule_packs, schedule_steps
+from .schedule import Schedule, schedule_packs, schedule_steps
 from .units import Units
 
 
@@ -44,9 +44,10 @@ def schedule_kept_steps(packing: Packing, units: Units, order: Int64Array) -> Sc
         units: documents, or families of those of each step.
         order: as for `Packing.kept_steps`.
     """
+    steps = np.arange(packing.num_kept_steps(len(order)) + 1)
     if not isinstance(units, Pieces):
-        return schedule_minibatches(units, order, packing.batch_size, bins=packing.bins)
+        per_step = packing.batch_size * packing.bins.num_slots
+        return schedule_steps(units, order, np.minimum(steps * per_step, len(order)), bins=packing.bins)
     step = packing.kept_steps(order)[units.order[units.offsets[:-1]]]
     by_step = np.argsort(step, kind="stable")
-    bounds = np.searchsorted(step[by_step], np.arange(packing.num_kept_steps(len(order)) + 1))
-    return schedule_steps(units, by_step, bounds, bins=packing.bins)
+    return schedule_steps(units, by_step, np.searchsorted(step[by_step], steps), bins=packing.bins)

@@ -18,7 +18,7 @@ import numpy as np
 
 from .arrays import Float64Array, Int64Array
 from .balance import balanced
-from .packing import Bins, num_optimizer_steps
+from .packing import Bins
 from .packs import PackPlan, plan_bfd
 from .units import Units
 
@@ -120,37 +120,21 @@ def packs_of_steps(
     return steps, sum(len(pack) for pack in skipped)
 
 
-def schedule_minibatches(units: Units, order: Int64Array, batch_size: int, *, bins: Bins) -> Schedule:
-    """Every optimizer step has the documents of the unpacked run, the next B*G*W of `order`.
+def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins: Bins) -> Schedule:
+    """Step i has the units `order[bounds[i]:bounds[i + 1]]`.
 
     They fill as few micro-batches as the capacity allows, evenly over ranks. The Trainer runs all G micro-batches of a
     step, so each of the others gets one short document. This is the online minibatch packing of arXiv 2407.09105.
 
-    Args:
-        units: documents of at most `capacity / batch_size` tokens.
-        order: visiting order of the documents, shape (N,).
-        batch_size: B, documents per micro-batch of the unpacked run.
+    A step of S slots has at most S * B documents for some B, each of at most `capacity / B` tokens, or pieces of them
+    (`families.py`). In a piece, each document but the first adds at most half of that, so k documents have at most
+    (k + 1) / 2 * capacity / B rows.
 
     >>> from .costs import LLAMA_7B
     >>> units, bins = Units(np.array([4, 1, 2, 3]), LLAMA_7B), Bins(capacity=8, accumulation=2)
-    >>> schedule = schedule_minibatches(units, np.array([3, 2, 1, 0]), 2, bins=bins)
+    >>> schedule = schedule_steps(units, np.array([3, 2, 1, 0]), np.array([0, 4]), bins=bins)
     >>> [batch.tolist() for batch in schedule.micro_batches(0)]  # 10 tokens: two packs of at most 8
     [[0, 1], [3, 2]]
-    """
-    per_step = batch_size * bins.num_slots
-    num_steps = num_optimizer_steps(
-        len(order), batch_size * bins.accumulation, bins.world_size, drop_last=bins.drop_last
-    )
-    bounds = np.minimum(np.arange(num_steps + 1) * per_step, len(order))
-    return schedule_steps(units, order, bounds, bins=bins)
-
-
-def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins: Bins) -> Schedule:
-    """Step i has the units `order[bounds[i]:bounds[i + 1]]`, packed as `schedule_minibatches` does.
-
-    A step of S slots has at most S * B documents for some B, each of at most `capacity / B` tokens, or pieces of them
-    (`prefixes.py`). In a piece, each document but the first adds at most half of that, so k documents have at most
-    (k + 1) / 2 * capacity / B rows.
     """
     num_skipped = len(order) - int(bounds[-1])
     if bins.num_slots == 1:  # no choice to make
