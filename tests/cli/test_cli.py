@@ -252,6 +252,12 @@ def test_prepare_writes_over_nothing(workplace, tmp_path, capsys):
     assert "No tokenizer was given" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["show", "prepare"])
+def test_without_data_nothing_is_read(command, tmp_path, capsys):
+    assert main([command, *(["--output", str(tmp_path / "new")] if command == "prepare" else [])]) == 2
+    assert f"`{command}` was given without DATA" in capsys.readouterr().err
+
+
 def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, capsys):
     """In `prepare`, `plan` and `show`, with a tokenizer and without: the tokens that a training run trains."""
     rng = np.random.default_rng(0)

@@ -17,7 +17,7 @@ from trl.scripts import sft
 
 from trl_packfix import SFTConfig
 from trl_packfix.cli import configs as reading
-from trl_packfix.cli import main, training
+from trl_packfix.cli import main
 from trl_packfix.cli.configs import ZERO3, TrainArguments, parse
 from trl_packfix.cli.mixture import MixtureConfig, load_mixture
 from trl_packfix.training.foreign_keys import EXPLAINED, NOT_NEEDED, RENAMED, TABLES, other_defaults
@@ -289,12 +289,6 @@ def test_an_optimizer_without_its_package_is_refused_before_the_proof(workplace,
     assert "`--optim adamw_8bit` was given. It cannot be loaded: " in capsys.readouterr().err
 
 
-def test_a_config_file_may_be_given_with_an_equals_sign(workplace, monkeypatch):
-    monkeypatch.chdir(workplace)
-    (workplace / "run.yaml").write_text("learning_rate: 0.5")
-    assert parse(["--config=run.yaml", "--output_dir", "output"])[1].learning_rate == 0.5
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_errors_of_the_run_keep_their_traceback(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
@@ -343,11 +337,6 @@ def test_without_a_word_about_packing_packs_are_trained_and_reported(workplace, 
     printed = capsys.readouterr().out
     assert NOTE in printed and "Packing report" in printed and "8 of 8 rows -> 2 packs (stream)" in printed
     assert json.loads((workplace / "by_default" / "packing_report.json").read_text())["shared"]["micro_steps"]
-
-
-def test_a_file_that_does_not_exist_is_not_looked_for_on_the_hub():
-    with pytest.raises(ValueError, match="`nothing.jsonl` was given as a dataset. There is no such file or folder"):
-        training.load_documents(TrainArguments(dataset_name=["nothing.jsonl"]))
 
 
 @pytest.mark.processes

@@ -202,6 +202,11 @@ def read_run(args: argparse.Namespace, *words: str) -> Configs:
         run = run._replace(training=changed(run.training, packing=True, padding_free=False, **strategy))
     if run.words and args.command != "check":
         run.script.dataset_name, run.mixture.datasets = run.words, []
+    if not run.names and args.command in ("show", "prepare"):
+        raise ValueError(
+            f"`{args.command}` was given without DATA. There is nothing to read. Give files, folders or names on the "
+            "hub, or `--config` with a file that names them."
+        )
     return run
 
 
