@@ -211,6 +211,14 @@ def test_the_convolution_of_a_pack_is_that_of_its_documents(width, lengths):
     assert torch.allclose(first, second, atol=1e-14) and first.any()
 
 
+def test_ranks_share_no_pack_whose_documents_share_prefixes():
+    """The trainer refuses it before; this is for types that it does not know."""
+    module = sys.modules[type(build_tiny_model("lfm2").model.layers[0]).__module__]
+    pack = running(17, degree=2, part_tokens=9, kv_index=torch.arange(17))
+    with pytest.raises(ValueError, match="part of a pack on 2 ranks whose documents share prefixes .*tokens_per_rank"):
+        mixers.convolve(module.causal_conv1d_fn, pack, torch.zeros(1, 6, 9), torch.zeros(6, 3), None, "silu")
+
+
 def test_boundaries_of_kernels_need_no_host():
     """A fake tensor raises where the host would read it."""
     with FakeTensorMode():

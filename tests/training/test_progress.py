@@ -12,7 +12,7 @@ from trl_packfix.training.progress import (
     USUAL_FORWARDS,
     say_deepspeed_communicates,
     say_deepspeed_offloads,
-    shown,
+    status,
 )
 
 
@@ -31,7 +31,7 @@ def test_progress_is_shown_on_rank_0_unless_switched_off(tmp_path, capsys):
     assert [bool(about) for count, about in forwards] == [int(count) <= USUAL_FORWARDS for count, _ in forwards]
     assert not [line for line in said(capsys, tmp_path).splitlines() if "Prov" in line or "Plan" in line]
     for rank, disabled in ((0, False), (0, True), (1, False)):
-        with shown(SimpleNamespace(process_index=rank, disable_tqdm=disabled), "Working"):
+        with status(SimpleNamespace(process_index=rank, disable_tqdm=disabled), "Working"):
             pass
         assert ("Working" in capsys.readouterr().err) == ((rank, disabled) == (0, False))
 
@@ -48,7 +48,7 @@ def test_documents_are_cut_under_a_heading(tmp_path, capsys):
 
 
 def test_an_error_ends_the_display(capsys):
-    with pytest.raises(ValueError), shown(SimpleNamespace(process_index=0, disable_tqdm=False), "Working") as show:
+    with pytest.raises(ValueError), status(SimpleNamespace(process_index=0, disable_tqdm=False), "Working") as show:
         show("Working on another part")
         raise ValueError
     assert "another part" in capsys.readouterr().err

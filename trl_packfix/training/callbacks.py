@@ -29,7 +29,7 @@ from .features import experimental
 from .lm_head import check_fused_head
 from .loading import TrainingData
 from .objective import Objective
-from .progress import shown_proof
+from .progress import proof_status
 from .proofs import prove_degrees, prove_prefixes
 from .run import Run
 
@@ -90,7 +90,7 @@ class BeforeFirstStep(TrainerCallback):
 
     def on_train_begin(self, *call: Any, **kwargs: Any) -> None:
         run, args, packed_model = self._run, self._run.args, self._run.packed_model
-        with run.compute_loss_context_manager(), shown_proof(args, packed_model):
+        with run.compute_loss_context_manager(), proof_status(args, packed_model):
             isolation = packed_model.prove(run.model_wrapped)
         report = run.packing_report
         assert report is not None  # made with the training loader

@@ -52,7 +52,7 @@ from .features import refuse
 from .images import ImageData, measure_rows, packs_images
 from .noise import DocumentNoise
 from .planner import make_planner, packing_of
-from .progress import shown
+from .progress import status
 from .run import Run
 
 
@@ -176,7 +176,7 @@ class TrainingData:
             self.reader = self.read(dataset, "train")
             self.row_values = self.row_values.taken(self.reader.conversations)
             self.turns = self.reader.turns or self.turns
-            with shown(args, f"Cutting {len(self.reader):,} rows into documents"):
+            with status(args, f"Cutting {len(self.reader):,} rows into documents"):
                 self.documents = cached_documents(
                     self.reader,
                     args.max_length,
@@ -233,7 +233,7 @@ class TrainingData:
         """The loader of packs of the training set. Plans the first epoch, and makes the report."""
         if isinstance(self._run.train_dataset, IterableDataset):
             return self._make_stream_loader()
-        with shown(self.args, f"Planning packs of {len(self.documents):,} documents") as show:
+        with status(self.args, f"Planning packs of {len(self.documents):,} documents") as show:
             planner = self.planner = self.make_planner()
             show(f"Planned packs of {len(self.documents):,} documents; making the report")
             reports: list[Any] = [None]

@@ -23,7 +23,7 @@ from .choices import (
     Setup,
 )
 from .features import ON_SEVERAL_DEVICES, Feature
-from .progress import shown_proof
+from .progress import proof_status
 
 LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
     "packing/rows": ("tokens", "of the padded rows, which would be computed without packs"),
@@ -96,7 +96,7 @@ class RowPacking:
         wrapped: dict[str, Any] = _models_of(trainer) | {"model": getattr(trainer, "model_wrapped", trainer.model)}
         for name, rows in self.rows.items():
             if not rows.is_proved:
-                with trainer.compute_loss_context_manager(), shown_proof(trainer.args, rows.packed_model):
+                with trainer.compute_loss_context_manager(), proof_status(trainer.args, rows.packed_model):
                     rows.prove(wrapped[name])
 
     def remove(self) -> None:
