@@ -62,8 +62,7 @@ class _Slots:
     """The documents of each slot, about longest first, and the tokens that it can still take."""
 
     def __init__(self, lengths: Int64Array, excess: Float64Array, *, capacity: int, num_slots: int):
-        self.lengths: list[int] = lengths.tolist()
-        self.excess: list[float] = excess.tolist()
+        self.lengths, self.excess = lengths.tolist(), excess.tolist()
         self.capacity, self.room = capacity, [capacity] * num_slots
         self.documents: list[list[int]] = [[] for _ in range(num_slots)]
 
@@ -72,10 +71,7 @@ class _Slots:
         self.room[slot] -= self.lengths[document]
 
     def deal(self, documents: list[int], groups: list[list[int]], limit: float = np.inf) -> list[int]:
-        """Each document to the group with the least excess that has room or, if none has, to that with most room.
-
-        Returns the documents that no group can take up to `limit`.
-        """
+        """Each to the group with the least excess that has room, else with most room; returns those above `limit`."""
         others: list[int] = []
         heap = [(sum([self.excess[d] for slot in group for d in self.documents[slot]]), group) for group in groups]
         full: list[tuple[int, float, list[int]]] = []  # most room first: documents get shorter, so groups come back
@@ -112,19 +108,22 @@ class _Slots:
 
     def settle(self) -> bool:
         """Exchange documents until no slot is above the capacity; False if no such exchanges are found."""
-        while min(self.room) < 0:
-            slot = self.room.index(min(self.room))
-            partners = np.argsort(-np.array(self.room), kind="stable")[:PARTNERS].tolist()
-            if not any(self.room[partner] > 0 and self.divide(slot, partner) for partner in partners):
-                return False
+        under = [(-room, slot) for slot, room in enumerate(self.room) if room > 0]
+        heapq.heapify(under)
+        for slot in sorted(range(len(self.room)), key=self.room.__getitem__):
+            while self.room[slot] < 0:
+                tried: list[int] = []
+                while not tried or not self.divide(slot, tried[-1]):
+                    if not under or len(tried) == PARTNERS:
+                        return False
+                    tried.append(heapq.heappop(under)[1])
+                for changed in [i for i in (*tried, slot) if self.room[i] > 0]:
+                    heapq.heappush(under, (-self.room[changed], changed))
         return True
 
     def divide(self, slot: int, partner: int) -> bool:
-        """Divide short documents of both anew so that `slot` has less above its capacity, and `partner` nothing.
-
-        All sums of a pool of documents are the bits of one integer: Bellman's recursion on words (Pisinger 2003,
-        https://doi.org/10.1016/S0305-0548(02)00131-7).
-        """
+        """Divide short documents of both anew so that `slot` has less above its capacity, and `partner` nothing."""
+        # All sums are the bits of one integer: Pisinger 2003, https://doi.org/10.1016/S0305-0548(02)00131-7
         for most in TOGETHER:
             pools = [self.documents[i][-most:] for i in (slot, partner)]
             mine, theirs = ([self.lengths[d] for d in pool] for pool in pools)
