@@ -336,7 +336,6 @@ def test_compiled_training_is_training(model, tmp_path):
     assert runs[0].evaluate(texts(9))["eval_loss"] == runs[1].evaluate(texts(9))["eval_loss"]
 
 
-@pytest.mark.sweep
 def test_checkpointed_layers_are_compiled(tmp_path):
     """torch compiles no checkpointed layer that has side effects, and does not say so."""
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}

@@ -128,7 +128,8 @@ def _plan(args: argparse.Namespace, given: "Configs", lengths: list[int], *, mod
                 f"Training refuses documents longer than that. Set `--max-length` to {positions} or less."
             )
     strategies = args.strategy or [given.training.packing_strategy]
-    if not args.strategy and "packing_strategy" not in given.given and given.training.packing_strategy == "stream":
+    is_default = given.training.packing_strategy == type(given.training).packing_strategy  # `padding_free` sets another
+    if not args.strategy and "packing_strategy" not in given.given and is_default:
         strategies = ["stream", "bfd"]
     _configs(given, lengths or candidate_lengths(1, positions), strategies)  # checks them before it tokenises
     reader = read_documents(given, args.tokenizer)

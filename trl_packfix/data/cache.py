@@ -72,8 +72,13 @@ def cached_token_range(reader: TokenReader) -> tuple[int, int]:
         {},
         make=reader.token_range,
         to_arrays=lambda limits: {"range": np.array(limits)},
-        from_arrays=lambda arrays, _: (int(arrays["range"][0]), int(arrays["range"][1])),
+        from_arrays=lambda arrays, _: _limits(*arrays["range"].tolist()),
     )
+
+
+def _limits(lowest: int, highest: int) -> tuple[int, int]:
+    """Raises a TypeError for a damaged file with fewer numbers, which is then made again."""
+    return lowest, highest
 
 
 def _fingerprint(reader: Rows, documents: Documents) -> str:

@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 import warnings
+from collections.abc import Collection
 from dataclasses import Field, dataclass, field, fields
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -150,7 +151,7 @@ class SFTConfig(trl.SFTConfig):
     'truncate'
     """
 
-    packing_strategy: Strategy = field(default="stream", metadata={"choices": list(STRATEGIES)})
+    packing_strategy: Strategy = field(default="stream", metadata={"choices": STRATEGIES.keys()})
     overlong: Overlong | None = None
     bad_rows: BadRows = "raise"
     per_turn: bool = False
@@ -216,8 +217,10 @@ def _texts(hint: Any) -> tuple[str | None, ...]:
 
 
 # The values of each field that has a choice
-CHOICES = {name: _texts(get_type_hints(SFTConfig)[name]) for name in SFTConfig.__annotations__}
-CHOICES |= {"packing_strategy": tuple(STRATEGIES), "truncation_mode": get_args(TruncationMode)}
+CHOICES: dict[str, Collection[str | None]] = {
+    name: _texts(get_type_hints(SFTConfig)[name]) for name in SFTConfig.__annotations__
+}
+CHOICES |= {"packing_strategy": STRATEGIES.keys(), "truncation_mode": get_args(TruncationMode)}
 
 
 def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
