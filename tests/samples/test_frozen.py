@@ -16,10 +16,11 @@ from datasets import Dataset
 from support import vision
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import config
+from support.versions import scores_tokens
 
 from trl_packfix import SFTTrainer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, scores_tokens]  # templates and their texts are those of the versions in constraints.txt
 
 FROZEN = Path(__file__).with_name("frozen.json")
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
