@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
+from transformers import TrainerCallback
 
 from trl_packfix import compat
 from trl_packfix.attention import exchange, forwards, mixer_prefixes, mixers, tower_division, varlen
@@ -266,6 +267,17 @@ def without_parents(right, pack):
     """Behind a shared image the recurrent layers of a hybrid begin anew."""
     found = right(pack)
     return replace(found, levels=[replace(level, parents=None) for level in found.levels])
+
+
+class Begins(TrainerCallback):
+    """A fault from the first step on, behind the proof of the model."""
+
+    def __init__(self, fault: Fault, stack: ExitStack) -> None:
+        self.fault, self.stack = fault, stack
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self.stack.enter_context(self.fault())
 
 
 # Leaks, which the proof of the model would refuse: they begin behind it

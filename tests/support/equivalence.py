@@ -11,20 +11,18 @@ import math
 import random
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from unittest import mock
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 import trl
 from datasets import Dataset
 from packaging.version import Version
 from peft import LoraConfig
-from transformers import PrinterCallback, TrainerCallback
+from ranks.faults import Begins, boundary_of_mixers
+from transformers import PrinterCallback
 
 import trl_packfix
-from trl_packfix.attention import mixers
 
 from . import zoo
 from .models import build_tiny_model, build_tokenizer
@@ -73,39 +71,6 @@ def conversations(num: int = 48, seed: int = 0) -> Dataset:
     return Dataset.from_list([{"prompt": text(1, 4), "completion": " " + text(1, 9)} for _ in range(num)])
 
 
-@contextmanager
-def boundary_lost() -> Iterator[None]:
-    """The last document of each pack begins with the state, and with the last tokens, of the one before it."""
-
-    def wrong(running):
-        bounds = running.cu_seq_lens_q
-        fewer = torch.cat([bounds[:-2], bounds[-1:]]) if len(bounds) > 2 else bounds
-        return replace(running, cu_seq_lens_q=fewer, cu_seq_lens_k=fewer, derived={})
-
-    with ExitStack() as patches:
-        for name, place in {"run_scan": 1, "_boundaries": 0, "_stretches": 0}.items():
-            right = getattr(mixers, name)
-
-            def on_fewer(*given, right=right, place=place, **more):
-                return right(*given[:place], wrong(given[place]), *given[place + 1 :], **more)
-
-            patches.enter_context(mock.patch.object(mixers, name, on_fewer))
-        yield
-
-
-class LosesBoundary(TrainerCallback):
-    """The fault of `boundary_lost` in every step; the proof before the first one runs without it."""
-
-    def __init__(self) -> None:
-        self.stack = ExitStack()
-
-    def on_step_begin(self, *args, **kwargs) -> None:
-        self.stack.enter_context(boundary_lost())
-
-    def on_optimizer_step(self, *args, **kwargs) -> None:
-        self.stack.close()
-
-
 def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTTrainer]:
     """Losses of the five steps, the change of all trained weights in fp64, and the trainer.
 
@@ -151,7 +116,7 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTT
         settings |= {"loss_type": "nll"}
     if case.model == "granitemoehybrid":  # TRL's router loss reads `num_experts`, which this config does not have
         settings |= {"router_aux_loss_coef": 0.0}
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
         args = package.SFTConfig(
             folder,
@@ -185,7 +150,7 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTT
             collate = runner.data_collator
             runner.data_collator = lambda rows: collate(rows[::-1])
         if trainer == "leaking":
-            runner.add_callback(LosesBoundary())
+            runner.add_callback(Begins(boundary_of_mixers, stack))
         trained = {name: p for name, p in runner.model.named_parameters() if p.requires_grad}
         before = {name: p.detach().double().clone() for name, p in trained.items()}
         runner.train()
