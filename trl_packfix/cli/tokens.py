@@ -211,7 +211,9 @@ def read_documents(run: Configs, tokenizer: str | None) -> Rows:
         rows = load_part(run, name)
         is_tokenised = "input_ids" in rows.column_names
         shows = has_images(rows) and not is_tokenised
-        what = "rows of tokens" if is_tokenised else f"rows, which {tokenizer} {'processes' if shows else 'tokenises'}"
+        what = "rows of tokens" if is_tokenised else "rows"
+        if tokenizer is not None and not is_tokenised:
+            what += f", which {tokenizer} {'processes' if shows else 'tokenises'}"
         print(f"Read {name}: {len(rows):,} {what}", file=sys.stderr)
         if shows:
             pictures.append(rows)
