@@ -80,6 +80,18 @@ def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, ca
     assert planned["ledger"]["lost_trained_tokens"] > 0  # something is cut, so that the ledger can be wrong
 
 
+def test_a_run_without_packing_is_planned_and_it_is_said(workplace, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("packing: false\nmax_length: 64\n")
+    words = ["plan", str(workplace / "rows.jsonl"), "--tokenizer", str(workplace / "model"), "--max-length", "64"]
+    found = []
+    for more in ([], ["--config", str(tmp_path / "run.yaml")]):
+        assert main([*words, "--json", *more]) in (0, 1)
+        printed = capsys.readouterr()
+        found.append(json.loads(printed.out))
+        assert ("`packing` is off in this run" in printed.err) is bool(more)
+    assert found[0] == found[1]
+
+
 def test_several_lengths_strategies_and_world_sizes(workplace, capsys):
     words = ["--max-length", 64, 256, "--strategy", "stream", "wrapped", "--world-size", 1, 3, 512, "--tflops", 100]
     found = plan(capsys, workplace / "rows.parquet", "--tokenizer", workplace / "model", "--batch-size", 1, *words)

@@ -198,6 +198,10 @@ def read_run(args: argparse.Namespace, *words: str) -> Configs:
     with redirect_stdout(sys.stderr):  # which holds the result only
         run = parse(words, f"trl-packfix {args.command}", others=args)
     if not run.training.packing:
+        if "packing" in run.given and args.command in ("plan", "show"):
+            print(
+                f"`packing` is off in this run; `{args.command}` shows the packs that it would have.", file=sys.stderr
+            )
         strategy = {"packing_strategy": "minibatch"} if run.training.padding_free else {}
         run = run._replace(training=changed(run.training, packing=True, padding_free=False, **strategy))
     if run.words and args.command != "check":

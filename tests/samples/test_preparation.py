@@ -1,0 +1,58 @@
+"""Rows that are prepared without a trainer are those of a trainer, which leaves the tokenizer to TRL's constructor."""
+
+import pytest
+from datasets import Dataset
+from support.models import build_tokenizer
+from support.runs import ANSWER, PROMPT, config, trainer
+
+from trl_packfix.training.preparation import prepare_rows
+
+pytestmark = pytest.mark.slow
+
+TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + '|' }}{% endfor %}"
+CHATS = Dataset.from_list([{"messages": PROMPT + ANSWER}, {"messages": (PROMPT + ANSWER) * 2}])
+PAIRS = Dataset.from_dict({"prompt": ["ab c", "d"], "completion": [" ef", " g h"]})
+
+
+def of_file(folder):
+    (folder / "template.jinja").write_text(TEMPLATE)
+    return {"chat_template_path": str(folder / "template.jinja")}
+
+
+def of_tokenizer(folder):
+    """Its template, its tokens and its EOS token."""
+    other = build_tokenizer()
+    other.add_tokens(["|"])
+    other.chat_template, other.eos_token = TEMPLATE, "|"
+    other.save_pretrained(folder / "other")
+    return {"chat_template_path": str(folder / "other")}
+
+
+@pytest.mark.parametrize(
+    "data, settings",
+    [
+        (CHATS, lambda folder: {}),
+        (CHATS, of_file),
+        (CHATS, of_tokenizer),
+        (CHATS, lambda folder: {"eos_token": "<|pad|>", "pad_token": "<|im_end|>"}),
+        (PAIRS, lambda folder: {}),
+        (PAIRS, lambda folder: {"completion_only_loss": False}),
+        (PAIRS, lambda folder: {"eos_token": "<|pad|>"}),
+    ],
+    ids=["chat", "file", "tokenizer", "tokens", "pairs", "whole pairs", "pairs, eos"],
+)
+def test_rows_and_tokenizer_are_those_of_a_trainer(data, settings, tmp_path):
+    def prepared(**settings):
+        tokenizer = build_tokenizer()
+        rows = prepare_rows(data, tokenizer, config(tmp_path, **settings))
+        return what(rows, tokenizer)
+
+    settings = settings(tmp_path)
+    run = trainer(tmp_path, data, **settings)
+    assert prepared(**settings) == what(run.train_dataset, run.processing_class)
+    assert (prepared(**settings) != prepared()) is bool(settings), "the settings change nothing here"
+
+
+def what(rows, tokenizer):
+    tokens = [[list(each) for each in rows[name]] for name in ("input_ids", "labels")]
+    return tokens, tokenizer.chat_template, tokenizer.eos_token, tokenizer.pad_token
