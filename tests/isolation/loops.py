@@ -1,0 +1,199 @@
+"""Small training loops, right and wrong: those of other projects by their threads, and ways of our own.
+
+Each fault is a name; `make(fault)` returns model, step, collate and reference. Written from descriptions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+IGNORE, BOS, EOS = -100, 1, 2
+
+
+class Model(nn.Module):
+    """Two layers of attention over a flat pack; `owner` (T,) says whose a token is, None: causal only."""
+
+    def __init__(self, vocabulary: int = 64, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.position = nn.Embedding(vocabulary, width), nn.Embedding(512, width)
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor, position: Tensor, owners: Any = None, causal: bool = True, **ignored: Any) -> Tensor:
+        x = self.embed(ids) + self.position(position)
+        owners = owners if isinstance(owners, list) else [owners] * 2
+        for owner, qkv, out in zip(owners, self.qkv, self.out, strict=True):
+            mask = torch.ones(len(ids), len(ids), dtype=torch.bool)
+            mask = torch.tril(mask) if causal else mask
+            if owner is not None:
+                mask = mask & (owner[:, None] == owner[None])
+            q, k, v = qkv(x).chunk(3, -1)
+            x = x + out(functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0])
+        return self.head(x)
+
+
+def documents() -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for length, prompt in ((19, 6), (7, 1), (30, 11), (12, 3), (5, 1)):
+        ids = [BOS, *torch.randint(3, 64, (length - 2,), generator=generator).tolist(), EOS]
+        found.append({"input_ids": ids, "labels": [IGNORE] * prompt + ids[prompt:]})
+    return found
+
+
+THREADS = {
+    "verl#5797": "labels",  # the loss mask is rolled over the ends of documents
+    "Megatron-LM#5682": "labels",  # the last token of a document predicts the first of the next
+    "prime-rl#1957": "grouping",  # the mean over micro-batches of their means
+    "NeMo-RL#3380": "scale",  # times the number of ranks
+    "unsloth-zoo#1023": "grouping",  # divided by the accumulation once more
+    "torchtitan#3130": "content",  # boundaries behind end tokens
+    "open-instruct#1855": "content",  # the same, of rows that were truncated
+    "nanochat#400": "grouping",  # each micro-batch divided by its own tokens
+    "maxtext#5198": "isolation",  # a keyword of another name, which the model ignores
+    "AReno#75": "scale",  # the mean over all tokens, not over the trained ones
+}
+OURS = {
+    "positions go on": "isolation",
+    "boundary one late": "isolation",
+    "lost in one layer": "isolation",
+    "lost before the third document": "isolation",
+    "one document without a mask": "scale",
+    "mask over all documents if one is masked": "isolation",
+    "boundaries before first tokens": "content",
+    "zeros are padding": "content",
+    "equal documents once": "content",
+    "first target of a pack lost": "isolation",
+    "last document cut": "isolation",
+    "mean of documents": "labels",
+    "labels in another order": "isolation",
+    "first trained token five times": "scale",
+    "later packs weigh less": "grouping",
+    "last micro-batch only": "grouping",
+    "count of the first micro-batch": "grouping",
+    "smoothed where masked": "scale",
+    "nan without a target": "masked",
+    "long packs weigh less": "labels",
+    "by order in the pack": "labels",
+    "padding trained": "scale",
+}
+
+
+def collate(found: list[dict[str, list[int]]], fault: str = "") -> dict[str, Tensor]:
+    if fault == "equal documents once":
+        found = [each for i, each in enumerate(found) if each["input_ids"] not in [e["input_ids"] for e in found[:i]]]
+    if fault == "last document cut" and len(found) > 1:
+        found = [*found[:-1], {name: values[: len(values) - 1] for name, values in found[-1].items()}]
+    lengths = torch.tensor([len(each["input_ids"]) for each in found])
+    position = torch.cat([torch.arange(n) for n in lengths])
+    labels = [each["labels"] for each in found]
+    if fault == "labels in another order" and len(found) > 1:
+        labels = labels[::-1]
+    return {
+        "ids": torch.cat([torch.tensor(each["input_ids"]) for each in found]),
+        "labels": torch.cat([torch.tensor(each) for each in labels]),
+        "owner": torch.repeat_interleave(torch.arange(len(found)), lengths),
+        "position": torch.arange(len(position)) if fault == "positions go on" else position,
+    }
+
+
+def owners_of(batch: dict[str, Tensor], fault: str) -> Any:
+    """Whose each token is, in each of the two layers, as the loop believes."""
+    owner, ids = batch["owner"], batch["ids"]
+    if fault in ("torchtitan#3130", "open-instruct#1855"):
+        return torch.cat([owner[:1] * 0, (ids[:-1] == EOS).long().cumsum(0)])
+    if fault == "boundaries before first tokens":
+        return (ids == BOS).long().cumsum(0)
+    if fault == "boundary one late":
+        return torch.cat([owner[:1], owner[:-1]])
+    if fault == "lost in one layer":
+        return [owner, owner * 0]
+    if fault == "lost before the third document":
+        return owner - (owner >= 2).long()
+    if fault == "mask over all documents if one is masked":
+        is_trained = torch.zeros(int(owner.max()) + 1).index_add(0, owner, (batch["labels"] != IGNORE).float())
+        return owner * 0 if (is_trained == 0).any() else owner
+    return owner
+
+
+def losses(model: Model, batch: dict[str, Tensor], fault: str) -> tuple[Tensor, Tensor]:
+    """Of each token, and which tokens are trained."""
+    ids, labels, owner = batch["ids"], batch["labels"], batch["owner"]
+    owners = owners_of(batch, fault)
+    if fault == "maxtext#5198":
+        logits = model(ids, batch["position"], segments=owners)
+    elif fault == "one document without a mask" and int(owner.max()) == 0:
+        logits = model(ids, batch["position"], causal=False)
+    else:
+        logits = model(ids, batch["position"], owners)
+    ends = owner != torch.cat([owner[1:], torch.tensor([-1])])
+    targets = torch.cat([labels[1:], torch.tensor([IGNORE])])
+    if fault == "verl#5797":
+        mask = torch.roll(labels != IGNORE, -1)
+        mask[-1] = False
+        targets = torch.roll(ids, -1).masked_fill(~mask, IGNORE)
+    elif fault != "Megatron-LM#5682":
+        targets = targets.masked_fill(ends, IGNORE)
+    if fault == "first target of a pack lost" and int(owner.max()) > 0:
+        targets[(targets != IGNORE).nonzero()[:1, 0]] = IGNORE
+    if fault == "zeros are padding":
+        targets = targets.masked_fill(torch.roll(ids, -1) == 0, IGNORE)
+        keep = ids != 0
+        logits = logits * keep[:, None]
+    found = functional.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE)
+    if fault == "nan without a target":
+        found = -logits.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets != IGNORE)
+    if fault == "smoothed where masked":
+        found = found + 0.1 * -logits.log_softmax(-1).mean(-1)
+    if fault == "padding trained":
+        found = found - 0.1 * logits.log_softmax(-1)[:, 0]
+    return found, targets != IGNORE
+
+
+def make(fault: str = "") -> tuple[Model, Callable, Callable, Callable]:
+    model = Model()
+
+    def step(micro_batches: list[dict[str, Tensor]]) -> None:
+        found = [losses(model, batch, fault) for batch in micro_batches]
+        count, parts = sum(mask.sum() for _, mask in found).clamp(min=1), len(found)
+        for i, (loss, mask) in enumerate(found):
+            weights = torch.ones_like(loss)
+            if fault in ("prime-rl#1957", "nanochat#400"):
+                weights = weights * count / mask.sum().clamp(min=1) / parts
+            elif fault == "unsloth-zoo#1023":
+                weights = weights / parts
+            elif fault == "AReno#75":
+                weights = weights * count / sum(len(each) for each, _ in found)
+            elif fault == "NeMo-RL#3380":
+                weights = weights * 2
+            elif fault == "mean of documents":
+                owner = micro_batches[i]["owner"]
+                per_document = torch.zeros(int(owner.max()) + 1).index_add(0, owner, mask.float()).clamp(min=1)
+                weights = count / per_document[owner] / sum(int(b["owner"].max()) + 1 for b in micro_batches)
+            elif fault == "first trained token five times":
+                weights[mask.nonzero()[:1, 0]] = 5.0
+            elif fault == "later packs weigh less":
+                weights = weights / (1 + i)
+            elif fault == "last micro-batch only":
+                weights = weights * (i == parts - 1)
+            elif fault == "count of the first micro-batch":
+                weights = weights * count / found[0][1].sum().clamp(min=1)
+            elif fault == "nan without a target":  # 0 / 0, where the loss is computed by hand
+                weights = weights * (mask.sum() / mask.sum())
+            elif fault == "long packs weigh less":
+                weights = weights / (1 + (len(loss) > 64))
+            elif fault == "by order in the pack":
+                weights = 1 + micro_batches[i]["owner"].float()
+            (loss * weights / count).sum().backward()
+
+    def reference(document: dict[str, list[int]]) -> Tensor:
+        ids, labels = torch.tensor(document["input_ids"]), torch.tensor(document["labels"][1:])
+        logits = model(ids, torch.arange(len(ids)))[:-1]
+        return functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+
+    return model, step, lambda found: collate(found, fault), reference
