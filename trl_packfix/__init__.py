@@ -20,6 +20,8 @@ _MODULE_OF = {
     "IsolationReport": "isolation.isolation_report",
     "PackingLeakError": "isolation.isolation_report",
     "check_isolation": "isolation.check_isolation",
+    "StepReport": "isolation.check_step",
+    "check_step": "isolation.check_step",
     "PackingReport": "reporting.report",
     "packed_dataloader": "data.loaders",
     "pack_forward": "training.pack_forward",
@@ -33,7 +35,9 @@ __all__ = [
     "PackingReport",
     "SFTConfig",
     "SFTTrainer",
+    "StepReport",
     "check_isolation",
+    "check_step",
     "pack_forward",
     "packed_dataloader",
     "plan_packs",
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from .data.collator import PackedDataCollator
     from .data.loaders import packed_dataloader
     from .isolation.check_isolation import check_isolation
+    from .isolation.check_step import StepReport, check_step
     from .isolation.isolation_report import IsolationReport, PackingLeakError
     from .isolation.packed_model import prepare_for_packing
     from .planning.packs import PackPlan

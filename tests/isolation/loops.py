@@ -155,41 +155,45 @@ def losses(model: Model, batch: dict[str, Tensor], fault: str) -> tuple[Tensor, 
     return found, targets != IGNORE
 
 
+def num_targets(batch: dict[str, Tensor]) -> Tensor:
+    return ((batch["labels"][1:] != IGNORE) & (batch["owner"][1:] == batch["owner"][:-1])).sum()
+
+
+def weights_of(fault: str, found: list[tuple[Tensor, Tensor]], i: int, owner: Tensor) -> Any:
+    """The weight of each token of micro-batch `i` of a step."""
+    (loss, mask), parts = found[i], len(found)
+    count = sum(each.sum() for _, each in found).clamp(min=1)
+    if fault in ("prime-rl#1957", "nanochat#400"):
+        return count / mask.sum().clamp(min=1) / parts
+    if fault == "AReno#75":
+        return count / sum(len(each) for each, _ in found)
+    if fault == "mean of documents":
+        per_document = torch.zeros(int(owner.max()) + 1).index_add(0, owner, mask.float()).clamp(min=1)
+        return count / per_document[owner]
+    if fault == "first trained token five times":
+        return torch.ones_like(loss).index_fill(0, mask.nonzero()[:1, 0], 5.0)
+    if fault == "by order in the pack":
+        return 1 + owner.float()
+    factors: dict[str, Any] = {
+        "unsloth-zoo#1023": 1 / parts,
+        "NeMo-RL#3380": 2,
+        "later packs weigh less": 1 / (1 + i),
+        "last micro-batch only": i == parts - 1,
+        "count of the first micro-batch": count / found[0][1].sum().clamp(min=1),
+        "nan without a target": mask.sum() / mask.sum(),  # where the loss is computed by hand
+        "long packs weigh less": 1 / (1 + (len(loss) > 64)),
+    }
+    return factors.get(fault, 1)
+
+
 def make(fault: str = "") -> tuple[Model, Callable, Callable, Callable]:
     model = Model()
 
     def step(micro_batches: list[dict[str, Tensor]]) -> None:
         found = [losses(model, batch, fault) for batch in micro_batches]
-        count, parts = sum(mask.sum() for _, mask in found).clamp(min=1), len(found)
-        for i, (loss, mask) in enumerate(found):
-            weights = torch.ones_like(loss)
-            if fault in ("prime-rl#1957", "nanochat#400"):
-                weights = weights * count / mask.sum().clamp(min=1) / parts
-            elif fault == "unsloth-zoo#1023":
-                weights = weights / parts
-            elif fault == "AReno#75":
-                weights = weights * count / sum(len(each) for each, _ in found)
-            elif fault == "NeMo-RL#3380":
-                weights = weights * 2
-            elif fault == "mean of documents":
-                owner = micro_batches[i]["owner"]
-                per_document = torch.zeros(int(owner.max()) + 1).index_add(0, owner, mask.float()).clamp(min=1)
-                weights = count / per_document[owner] / sum(int(b["owner"].max()) + 1 for b in micro_batches)
-            elif fault == "first trained token five times":
-                weights[mask.nonzero()[:1, 0]] = 5.0
-            elif fault == "later packs weigh less":
-                weights = weights / (1 + i)
-            elif fault == "last micro-batch only":
-                weights = weights * (i == parts - 1)
-            elif fault == "count of the first micro-batch":
-                weights = weights * count / found[0][1].sum().clamp(min=1)
-            elif fault == "nan without a target":  # 0 / 0, where the loss is computed by hand
-                weights = weights * (mask.sum() / mask.sum())
-            elif fault == "long packs weigh less":
-                weights = weights / (1 + (len(loss) > 64))
-            elif fault == "by order in the pack":
-                weights = 1 + micro_batches[i]["owner"].float()
-            (loss * weights / count).sum().backward()
+        count = sum(mask.sum() for _, mask in found).clamp(min=1)
+        for i, batch in enumerate(micro_batches):
+            (found[i][0] * weights_of(fault, found, i, batch["owner"]) / count).sum().backward()
 
     def reference(document: dict[str, list[int]]) -> Tensor:
         ids, labels = torch.tensor(document["input_ids"]), torch.tensor(document["labels"][1:])

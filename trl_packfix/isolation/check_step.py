@@ -1,7 +1,7 @@
 """Which law a training step breaks, from its gradients alone: for any training loop, with torch only.
 
-`check_isolation` looks at a model. Half of the silent packing bugs that projects found in themselves lie behind it: in the
-labels, the loss, and the weights of micro-batches and ranks. A right step obeys laws that need no knowledge of the loop:
+`check_isolation` looks at a model. Half of the silent packing bugs that projects found in themselves lie behind it, in
+labels, loss, and the weights of micro-batches and ranks. A right step obeys laws that need no knowledge of the loop:
 
     scale      one document alone is trained with the gradient of its own loss
     isolation  neighbours whose labels are masked do not move a document
@@ -99,8 +99,8 @@ def check_step(
     all ranks, as DDP leaves them, or sharded (`DTensor`).
 
     Args:
-        step: forward and backward of the micro-batches between two optimizer steps, with all of their weights. It leaves
-            gradients in the parameters of `model`.
+        step: forward and backward of the micro-batches between two optimizer steps, with all of their weights. It
+            leaves gradients in the parameters of `model`.
         collate: one micro-batch, a pack, of some documents.
         documents: four or more, of unequal lengths, as dicts of lists `input_ids` and `labels` of one length, not
             shifted; labels of -100 are not trained.
@@ -122,7 +122,8 @@ def check_step(
     ...     total = sum((labels[1:] != -100).sum() for pack in micro_batches for _, labels in pack)
     ...     for pack in micro_batches:
     ...         for ids, labels in pack:
-    ...             (cross_entropy(model(ids[:-1]), labels[1:], reduction="sum") / len(micro_batches) / total).backward()
+    ...             loss = cross_entropy(model(ids[:-1]), labels[1:], reduction="sum") / total
+    ...             (loss / len(micro_batches)).backward()
     >>> documents = [{"input_ids": [*range(n)], "labels": [-100, *range(1, n)]} for n in (3, 8, 5, 4)]
     >>> check_step(step, collate, documents, model).broken  # it divides by the number of micro-batches once too often
     ('grouping', 'masked')
@@ -133,16 +134,18 @@ def check_step(
     alone = [probe.summed([[each]]) for each in documents]
     if not any(each.any() for each in alone):
         raise ValueError(
-            f"`step` was given {len(documents)} documents one by one, and left no gradient in the parameters of `model`. "
-            "Laws are tested on gradients. Let it run the backward, leave out `optimizer.zero_grad()` at its end, and give "
-            "the model whose parameters it trains."
+            f"`step` was given {len(documents)} documents one by one, and left no gradient in the parameters of "
+            "`model`. Laws are tested on gradients. Let it run the backward, leave out `optimizer.zero_grad()` at its "
+            "end, and give the model whose parameters it trains."
         )
     total = torch.stack(alone).sum(0)
     laws = []
     if reference is not None:
         own = [probe.alone(each) for each in documents]
         laws.append(_law("scale", max(map(_gap, alone, own)), "one document alone has the gradient of its own loss"))
-    laws.append(_law("isolation", probe.moved(documents, range(len(documents))), "masked neighbours do not move a document"))
+    laws.append(
+        _law("isolation", probe.moved(documents, range(len(documents))), "masked neighbours do not move a document")
+    )
     varied = {kind: probe.moved(each, (0, 2)) for kind, each in _variations(documents).items()}
     kind = max(varied, key=varied.__getitem__)
     laws.append(_law("content", varied[kind], f"nor where documents {kind}"))
@@ -255,7 +258,7 @@ class _Probe:
 
 @contextmanager
 def _noise(model: nn.Module, seed: int) -> Iterator[None]:
-    """Within this context every number that a module without parts returns changes by up to half a unit in its last place."""
+    """Every number that a module without parts returns changes by up to half a unit in its last place."""
     generator = torch.Generator().manual_seed(seed)
 
     def disturb(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -334,13 +337,13 @@ def _check_documents(documents: list[Document]) -> None:
     if uneven:
         i = uneven[0]
         raise ValueError(
-            f"Document {i} was given with {lengths[i]} tokens and {len(documents[i]['labels'])} labels. Each token has a label "
-            "of its own, -100 where it is not trained. Give labels that are not shifted."
+            f"Document {i} was given with {lengths[i]} tokens and {len(documents[i]['labels'])} labels. Each token has "
+            "a label of its own, -100 where it is not trained. Give labels that are not shifted."
         )
     usable = sum(n >= 2 and _num_trained(each) > 0 for n, each in zip(lengths, documents, strict=True))
     if usable < 4 or usable < len(documents) or len(set(lengths)) < 3:
         raise ValueError(
-            f"{len(documents)} documents were given, {usable} of them with a trained token, of {len(set(lengths))} lengths. A "
-            "wrong weight or boundary shows where documents differ in their trained tokens only. Give four or more of at "
-            "least three lengths, each with a trained token behind its first."
+            f"{len(documents)} documents were given, {usable} of them with a trained token, of {len(set(lengths))} "
+            "lengths. A wrong weight or boundary shows only where documents differ. Give four or more, of three "
+            "lengths at least, each with a trained token behind its first."
         )

@@ -1,0 +1,155 @@
+"""`check_step` finds the bugs of other projects and our own in small loops, by the law that they break."""
+
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import loops
+import pytest
+import torch
+import trl
+from support.launch import fork_ranks
+from support.models import build_tiny_model
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from trl_packfix import PackedDataCollator, check_step, prepare_for_packing
+
+LAWS = ["scale", "isolation", "content", "labels", "order", "grouping", "masked"]
+
+
+def report_of(fault: str = "", has_reference: bool = True):
+    model, step, collate, reference = loops.make(fault)
+    return check_step(step, collate, loops.documents(), model, reference=reference if has_reference else None)
+
+
+def test_a_right_loop_holds():
+    report = report_of()
+    assert report.holds and [law.name for law in report.laws] == LAWS
+    assert 1e-6 <= report.tolerance < 1e-4 and all(0 < law.error < 3e-6 for law in report.laws)
+    assert str(report).count("holds") == 7 and "BROKEN" not in str(report)
+    assert [law.name for law in report_of(has_reference=False).laws] == LAWS[1:]
+
+
+@pytest.mark.parametrize("fault, law", (loops.THREADS | loops.OURS).items())
+def test_a_fault_breaks_its_law_first(fault, law):
+    report = report_of(fault)
+    assert report.broken[:1] == (law,)
+    assert max(each.error for each in report.laws) > 1e-2 and f"BROKEN  {law}" in str(report)
+
+
+@pytest.mark.parametrize("fault", [fault for fault, law in loops.THREADS.items() if law != "scale"])
+def test_without_a_reference_all_but_a_constant_factor_is_found(fault):
+    assert report_of(fault, has_reference=False).broken[:1] == (loops.THREADS[fault],)
+
+
+def test_what_it_cannot_find():
+    """A length or a number of documents that is not given, and a factor that is always there without a reference."""
+    model, step, collate, _ = loops.make("long packs weigh less")
+    lengths = zip((9, 6, 12, 5), loops.documents(), strict=False)
+    short = [{name: values[:n] for name, values in each.items()} for n, each in lengths]
+    assert check_step(step, collate, short, model).holds
+    assert report_of("NeMo-RL#3380", has_reference=False).holds
+
+
+def test_half_precision_is_judged_by_its_own_rounding():
+    model, step, collate, reference = loops.make()
+    model.bfloat16()
+    report = check_step(step, collate, loops.documents(), model, reference=reference)
+    assert report.holds and report.tolerance > 1e-3, report
+    model, step, collate, reference = loops.make("maxtext#5198")
+    model.bfloat16()
+    assert check_step(step, collate, loops.documents(), model, reference=reference).broken[0] == "isolation"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda found: found[:3], r"3 documents were given, 3 of them with a trained token, of 3 lengths\. A"),
+        (lambda found: [found[0]] * 5, r"5 documents were given, .* of 1 lengths"),
+        (lambda found: [*found, {"input_ids": [3, 4], "labels": [3, -100]}], "6 documents were given, 5 of them with"),
+        (lambda found: [found[0] | {"labels": [3]}, *found], r"Document 0 was given with 19 tokens and 1 labels"),
+    ],
+)
+def test_documents_that_show_nothing_are_refused(change, message):
+    model, step, collate, _ = loops.make()
+    with pytest.raises(ValueError, match=message):
+        check_step(step, collate, change(loops.documents()), model)
+
+
+def test_a_step_that_leaves_no_gradient_is_refused():
+    model, _, collate, _ = loops.make()
+    with pytest.raises(ValueError, match="`step` was given 5 documents one by one, and left no gradient"):
+        check_step(lambda micro_batches: None, collate, loops.documents(), model)
+
+
+def test_a_step_that_raises_without_a_target_breaks_the_last_law():
+    model, right, collate, _ = loops.make()
+
+    def step(micro_batches):
+        if any((each["labels"] == -100).all() for each in micro_batches):
+            raise RuntimeError("empty")
+        right(micro_batches)
+
+    report = check_step(step, collate, loops.documents(), model)
+    assert report.broken == ("masked",) and "the step raised RuntimeError: empty" in str(report)
+
+
+# Real models
+
+
+def of_packs(model, collate):
+    """A loop on packs that a collator makes for a model."""
+
+    def step(micro_batches):
+        count = sum(int((each["labels"][:, 1:] != -100).sum()) for each in micro_batches)
+        for each in micro_batches:
+            batch = {name: value for name, value in each.items() if name != "labels"}
+            logits, labels = model(**batch | {"use_cache": False}).logits[0, :-1], each["labels"][0, 1:]
+            (cross_entropy(logits, labels, reduction="sum") / max(count, 1)).backward()
+
+    return partial(check_step, step, collate, loops.documents(), model)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "falcon_mamba"])
+def test_our_packs_hold_and_those_of_trl_leak(name):
+    flatten = trl.trainer.sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    stock = of_packs(build_tiny_model(name, vocab_size=64), flatten)()
+    assert stock.broken[:1] == (() if name == "llama" else ("isolation",)), stock
+    model = build_tiny_model(name, vocab_size=64)
+    prepare_for_packing(model, max_length=64)
+    report = of_packs(model.train(), PackedDataCollator())()
+    assert report.holds, report
+
+
+# Ranks
+
+
+def on_two_ranks(folder: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+    found = {}
+    for fault in ("", "times the ranks", "divided by the tokens of a rank"):
+        model, _, collate, reference = loops.make()
+        wrapped = DistributedDataParallel(model)
+
+        def step(micro_batches, wrapped=wrapped, fault=fault):
+            count = sum(loops.num_targets(each) for each in micro_batches).float()
+            if fault != "divided by the tokens of a rank":
+                torch.distributed.all_reduce(count)
+                count = count / 2 if fault != "times the ranks" else count / 4
+            for i, each in enumerate(micro_batches):
+                with wrapped.no_sync() if i < len(micro_batches) - 1 else nullcontext():
+                    (loops.losses(wrapped, each, "")[0].sum() / count.clamp(min=1e-3)).backward()
+
+        found[fault] = check_step(step, collate, loops.documents(), model, reference=reference).broken
+    if torch.distributed.get_rank() == 0:
+        torch.save(found, folder / "found.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.processes
+def test_two_ranks(tmp_path):
+    assert fork_ranks(2, partial(on_two_ranks, tmp_path))
+    found = torch.load(tmp_path / "found.pt")
+    assert found[""] == () and found["times the ranks"][0] == "scale"
+    assert found["divided by the tokens of a rank"] == ("grouping",)
