@@ -254,6 +254,7 @@ BY_POSITION = {
     "attention.tower_attention._check": "the first arguments of an attention of transformers",
     "attention.varlen.varlen_attention": "an attention of transformers",
     "data.model_memory._saved_attention": "an attention of transformers",
+    "isolation.check_step.check_step": "public, and as documented",
     "isolation.packed_model.__init__": "a model, its dtype, its device and the longest document",
     "isolation.packed_rows.__init__": "a model, its dtype, its device and the longest row",
     "isolation.ties._first": "`torch.topk`",

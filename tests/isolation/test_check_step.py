@@ -8,8 +8,9 @@ import loops
 import pytest
 import torch
 import trl
+from datasets import Dataset
 from support.launch import fork_ranks
-from support.models import build_tiny_model
+from support.models import build_tiny_model, build_tokenizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,6 +121,26 @@ def test_our_packs_hold_and_those_of_trl_leak(name):
     prepare_for_packing(model, max_length=64)
     report = of_packs(model.train(), PackedDataCollator())()
     assert report.holds, report
+
+
+def test_the_trainer_of_trl(tmp_path):
+    """The way of docs/check_step.md, on TRL's own trainer, as it packs."""
+    found = {}
+    for name in ("llama", "opt"):
+        model = build_tiny_model(name, vocab_size=64)
+        args = trl.SFTConfig(str(tmp_path), packing=True, max_length=64, bf16=False, use_cpu=True, report_to=[])
+        rows = Dataset.from_list(loops.documents())
+        trainer = trl.SFTTrainer(model, args, train_dataset=rows, processing_class=build_tokenizer())
+
+        def step(micro_batches, trainer=trainer):
+            trainer.current_gradient_accumulation_steps = len(micro_batches)
+            batches, count = trainer.get_batch_samples(iter(micro_batches), len(micro_batches), trainer.args.device)
+            for batch in batches:
+                trainer.training_step(trainer.model, batch, count)
+
+        found[name] = check_step(step, trainer.data_collator, loops.documents(), model)
+    assert found["llama"].holds, found["llama"]
+    assert found["opt"].broken[0] == "isolation" and found["opt"].laws[0].error > 0.1, found["opt"]
 
 
 # Ranks

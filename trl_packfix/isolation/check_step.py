@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .gradients import gradient_products, largest_gap
+
 IGNORE_INDEX = -100
-NUM_VECTORS = 4
 FACTOR = 10.0  # of the measured rounding, which is one sample of many
 FINEST = 1e-6  # relative; sums in fp32 may agree by chance
 NUM_DRAWS = 3
 COARSE = 0.05  # a tolerance that hides errors worth finding
-SMALL = 1e-3  # of the whole gradient; the gradient of a parameter below it is compared with this much
 
 Document = dict[str, list[int]]
 
@@ -58,6 +58,10 @@ class StepReport:
     Attributes:
         laws: in the order in which they name a cause: the first broken one is the cause, later ones may follow from it.
         tolerance: relative; ten times what rounding alone was measured to make.
+
+    >>> from trl_packfix.isolation.check_step import Law
+    >>> StepReport((Law("scale", 2e-7, "..."), Law("labels", 0.3, "...")), tolerance=1e-6).broken
+    ('labels',)
     """
 
     laws: tuple[Law, ...]
@@ -130,7 +134,7 @@ def check_step(
     """
     documents = [{name: list(each[name]) for name in ("input_ids", "labels")} for each in documents]
     _check_documents(documents)
-    probe = _Probe(step, collate, model, reference)
+    probe = _Probe(step, collate, model, reference=reference)
     alone = [probe.summed([[each]]) for each in documents]
     if not any(each.any() for each in alone):
         raise ValueError(
@@ -142,7 +146,9 @@ def check_step(
     laws = []
     if reference is not None:
         own = [probe.alone(each) for each in documents]
-        laws.append(_law("scale", max(map(_gap, alone, own)), "one document alone has the gradient of its own loss"))
+        laws.append(
+            _law("scale", max(map(largest_gap, alone, own)), "one document alone has the gradient of its own loss")
+        )
     laws.append(
         _law("isolation", probe.moved(documents, range(len(documents))), "masked neighbours do not move a document")
     )
@@ -150,30 +156,31 @@ def check_step(
     kind = max(varied, key=varied.__getitem__)
     laws.append(_law("content", varied[kind], f"nor where documents {kind}"))
     packs = documents, [_with_first_label(each) for each in documents]
-    gaps = [_gap(probe.summed([pack]), total) for pack in packs]
+    gaps = [largest_gap(probe.summed([pack]), total) for pack in packs]
     laws.append(_law("labels", max(gaps), "a pack is the sum of its documents"))
     orders = [documents[::-1], documents[1:] + documents[:1], documents[::2] + documents[1::2]]
-    laws.append(_law("order", max(_gap(probe.summed([each]), total) for each in orders), "in any order"))
+    laws.append(_law("order", max(largest_gap(probe.summed([each]), total) for each in orders), "in any order"))
     groupings = [[documents[:k], documents[k:]] for k in sorted({1, len(documents) // 2, len(documents) - 1})]
     groupings.append([[each] for each in documents])
-    gaps = [_gap(probe.summed(groups), total) for groups in groupings]
+    gaps = [largest_gap(probe.summed(groups), total) for groups in groupings]
     over = "micro-batches"
     if probe.num_ranks > 1:
         over = "micro-batches and ranks"
-        gaps += [_gap(*probe.divided(groups, alone, documents)) for groups in ([documents], *groupings)]
+        gaps += [largest_gap(*probe.divided(groups, alone, documents)) for groups in ([documents], *groupings)]
     laws.append(_law("grouping", max(gaps), f"over {over} of unequal tokens as in one"))
     laws.append(probe.masked(documents, total))
     return StepReport(tuple(laws), max(FINEST, FACTOR * probe.rounding(documents)))
 
 
 class _Probe:
-    """The step, and its gradients as products with fixed random vectors, (parameters, `NUM_VECTORS`)."""
+    """The step, and the products of its gradients (`gradients.py`)."""
 
     def __init__(
         self,
         step: Callable[[list[Any]], Any],
         collate: Callable[[list[Document]], Any],
         model: nn.Module,
+        *,
         reference: Callable[[Document], Tensor] | None,
     ):
         self.step, self.collate, self.model, self.reference = step, collate, model, reference
@@ -185,18 +192,7 @@ class _Probe:
         """Of the gradients that `run` leaves."""
         self.model.zero_grad(set_to_none=True)
         run()
-        found = torch.zeros(len(self.parameters), NUM_VECTORS, dtype=torch.float64)
-        for i, parameter in enumerate(self.parameters):
-            gradient: Any = parameter.grad
-            if gradient is None:
-                continue
-            if hasattr(gradient, "full_tensor"):
-                gradient = gradient.full_tensor()
-            generator = torch.Generator().manual_seed(i)
-            flat = gradient.detach().flatten().to("cpu", torch.float64)
-            for j in range(NUM_VECTORS):
-                found[i, j] = flat @ torch.randn(len(flat), generator=generator, dtype=torch.float64)
-        return found
+        return gradient_products(self.parameters)
 
     def summed(self, groups: Sequence[Sequence[Document]]) -> Tensor:
         """The gradient of the summed loss of all groups, each of which is a micro-batch of one step."""
@@ -234,14 +230,16 @@ class _Probe:
                 pack = [each if j == i else _masked(each) for j, each in enumerate(documents)]
                 found, wanted = self.summed([pack]), self.alone(documents[i])
                 factor = (found * wanted).sum() / (wanted * wanted).sum()
-                gaps.append(_gap(found, factor * wanted) if factor > 0 else inf)
+                gaps.append(largest_gap(found, factor * wanted) if factor > 0 else inf)
         return max(gaps)
 
     def masked(self, documents: list[Document], total: Tensor) -> Law:
         longest = _masked(max(documents, key=lambda each: len(each["input_ids"])))
         sentence = "a micro-batch without a trained token adds nothing"
         try:
-            gap = max(_gap(self.summed(groups), total) for groups in ([documents, [longest]], [[longest], documents]))
+            gap = max(
+                largest_gap(self.summed(groups), total) for groups in ([documents, [longest]], [[longest], documents])
+            )
         except Exception as error:  # of the loop under test
             return Law("masked", inf, f"{sentence}; the step raised {type(error).__name__}: {error}")
         return _law("masked", gap, sentence)
@@ -249,7 +247,7 @@ class _Probe:
     def rounding(self, documents: list[Document]) -> float:
         """What half a unit in the last place of every module's output changes in a step, the largest of some draws."""
         wanted = self.summed([documents])
-        return max(_gap(self._disturbed(documents, seed), wanted) for seed in range(NUM_DRAWS))
+        return max(largest_gap(self._disturbed(documents, seed), wanted) for seed in range(NUM_DRAWS))
 
     def _disturbed(self, documents: list[Document], seed: int) -> Tensor:
         with _noise(self.model, seed):
@@ -278,13 +276,6 @@ def _noise(model: nn.Module, seed: int) -> Iterator[None]:
 
 def _law(name: str, error: float, sentence: str) -> Law:
     return Law(name, error if isfinite(error) else inf, sentence)
-
-
-def _gap(found: Tensor, wanted: Tensor) -> float:
-    """The largest relative difference of the gradient of a parameter."""
-    size = wanted.norm(dim=1).clamp(min=SMALL * float(wanted.norm())).clamp(min=torch.finfo(torch.float64).tiny)
-    gap = float(((found - wanted).norm(dim=1) / size).max())
-    return gap if isfinite(gap) else inf
 
 
 def _num_trained(document: Document) -> int:
