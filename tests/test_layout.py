@@ -99,11 +99,9 @@ def test_rows_that_predict_a_document_hold_its_tokens(kind):
         assert batch["input_ids"][0][rows].tolist() == document["input_ids"][:-1]
 
 
-def test_only_whole_packs_are_cut():
-    part = cut_part(PackedDataCollator(pad_to_multiple_of=2)(turns([3, 4])), 2, 0)
-    for layout in (part[LAYOUT], layout_of({"labels": torch.zeros(2, 3)})):
-        with pytest.raises(TypeError, match=rf"{type(layout).__name__} is not the layout of a whole pack"):
-            layout.cut(slice(0, 2), torch.ones(1, 4))
+def test_only_packs_are_cut():
+    with pytest.raises(TypeError, match="Rows is not the layout of a pack"):
+        layout_of({"labels": torch.zeros(2, 3)}).cut(slice(0, 2), torch.ones(1, 4))
 
 
 # Parts are the whole
@@ -152,7 +150,7 @@ def test_a_target_at_the_border_belongs_to_the_part_that_predicts_it():
     """Its label lies in the next part. Without it the pairs above would be fewer."""
     batch, (first, second) = parts_of(turns([6, 6, 6], prompt=0), "runs", 2)
     size = first["input_ids"].shape[1]
-    rows = [part[LAYOUT].of.target_rows for part in (first, second)]
+    rows = [part[LAYOUT].target_rows for part in (first, second)]
     assert int(rows[0].max()) == size and int(rows[1].min()) >= 1
     assert len(rows[0]) + len(rows[1]) == len(batch[LAYOUT].target_rows)
     assert first["labels"][0, -1] != first["shift_labels"][0, -1] == batch["labels"][0, size]
@@ -276,7 +274,7 @@ def test_questions_compile_to_one_graph(batch):
 
 def test_only_those_who_make_a_layout_know_its_class():
     """Everybody else asks `layout_of`, and so works with a new layout, too."""
-    known = {"LAYOUT": set(), "Runs": set(), "Part": set(), "Whole": set(), "Rows": set()}
+    known = {"LAYOUT": set(), "Runs": set(), "Whole": set(), "Rows": set()}
     for module, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] == "layout":
@@ -285,7 +283,6 @@ def test_only_those_who_make_a_layout_know_its_class():
     assert known == {
         "LAYOUT": {"attention.forwards", "data.by_length", "data.parts", "data.prefix_collator"},
         "Runs": {"data.prefix_collator"},
-        "Part": {"data.parts", "training.groups"},  # whose check compares the packs of a group
         "Whole": set(),
         "Rows": set(),
     }

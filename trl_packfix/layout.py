@@ -2,12 +2,12 @@
 
 No caller asks which feature made a batch. It takes the layout of the batch, `layout_of(batch)`, and asks it.
 
-    layout  is the layout of                                             in the batch
-    Rows    an unpacked batch: each row is a document                    nothing, it is a view
-    Whole   a pack: documents one after the other                        nothing, it is a view of the boundaries
+    layout  is the layout of                                                    in the batch
+    Rows    an unpacked batch: each row is a document                           nothing, it is a view
+    Whole   a pack: documents one after the other                               nothing, it is a view of the boundaries
     Runs    a pack in which documents share rows (`data/prefix_collator.py`)    `batch["layout"]`
-    Part    the rows of one of the ranks that share a pack, of any of    `batch["layout"]`
-            the packs above (`data/parts.py`)
+
+Of ranks that share a pack, each has the layout of its rows, a *part* (`data/parts.py`), in `batch["layout"]`.
 
 A view has no entry in the batch, so other training loops and other attention see a plain packed batch. The guard on the
 model (`attention/forwards.py`) removes the entry before the model runs. accelerate's loaders move it to the device and
@@ -19,7 +19,7 @@ B rows of a batch, T tokens of a pack, N documents (padding counts as one), s ra
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy.typing as npt
 import torch
@@ -28,8 +28,6 @@ from torch import Tensor
 LAYOUT = "layout"  # the entry of a batch
 IGNORE_INDEX = -100  # label of a token that is not trained
 READ = frozenset(("input_ids", "labels"))  # of a document, without images and values of rows
-
-ON_HOST = {"on_host": True}  # metadata of a field that stays on the host
 
 
 class Compared(NamedTuple):
@@ -88,26 +86,37 @@ class Sizes:
     saved: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Layout(ABC):
     """The questions that every layout answers.
 
     Attributes:
         degree: s, the number of ranks that share the pack.
         index: which of these ranks this one is, 0 to s - 1.
+        num_tokens: of a part T, a multiple of s.
+        checksum: of a part that of the tokens, the labels and the layout of the whole pack.
+        launches: what attention on CUDA computes in a launch each (`data/by_length.py`), on the host.
         is_packed: whether the batch is a pack, one row with boundaries.
         shares_rows: whether one row may hold tokens of several documents.
-        weighs_rows: whether the router statistic must count rows, because some count several times or not at all.
     """
 
-    degree, index = 1, 0
-    is_packed = True
-    shares_rows = weighs_rows = False
+    degree: int = 1
+    index: int = 0
+    num_tokens: int = 0
+    checksum: int = 0
+    launches: tuple[tuple[int, int, int, int, int], ...] = ()
+    is_packed: ClassVar[bool] = True
+    shares_rows: ClassVar[bool] = False
 
     @property
     def is_first(self) -> bool:
         """Whether this rank counts what the ranks that share a pack have only once, such as its documents."""
         return self.index == 0
+
+    @property
+    def weighs_rows(self) -> bool:
+        """Whether the router statistic must count rows, because some count several times or not at all."""
+        return self.shares_rows or self.degree > 1
 
     @property
     @abstractmethod
@@ -129,39 +138,30 @@ class Layout(ABC):
     def sizes(self, trained: Tensor) -> Sizes:
         """What is computed; `trained` is that of the targets."""
 
+    @abstractmethod
+    def predicting(self, document: int) -> Tensor:
+        """The rows that predict the tokens of a document, on the CPU, where every token of a whole pack is trained."""
+
     def attention(self) -> dict[str, Any]:
         """The fields of `PackedForward` that attention needs beside the boundaries."""
-        return {}
-
-    def with_launches(self, launches: tuple[Any, ...]) -> "Layout":
-        """The same with the launches of attention on CUDA (`data/by_length.py`), where attention uses them."""
-        return self
+        given: dict[str, Any] = {"launches": self.launches} if self.launches else {}
+        if self.degree > 1:
+            given |= {"degree": self.degree, "index": self.index, "part_tokens": self.num_tokens // self.degree}
+        return given
 
     def labels(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch for code that counts labels, such as transformers: it has one label per target of this rank."""
         return batch
 
-    def predicting(self, document: int) -> Tensor:
-        """The rows that predict the tokens of a document, on the CPU, in a whole pack of which every token is trained.
-
-        Raises:
-            TypeError: this layout is not that of a whole pack.
-        """
-        raise TypeError(f"{type(self).__name__} is not the layout of a whole pack.")
-
-    def cut(self, rows: slice, mask: Tensor) -> "Layout":
-        """The layout of some rows of a pack; `mask` is True where the next token is trained, of all rows, (1, T).
-
-        Raises:
-            TypeError: this layout is not that of a whole pack.
-        """
-        raise TypeError(f"{type(self).__name__} is not the layout of a whole pack.")
+    def cut(self, rows: slice, mask: Tensor) -> Self:
+        """The layout of some rows of a whole pack; `mask` is True where the token after each row is trained, (1, T)."""
+        raise TypeError(f"{type(self).__name__} is not the layout of a pack.")
 
     def content(self) -> tuple[Tensor, ...]:
         """What may differ between two packs with equal tokens, labels and boundaries, for a checksum."""
         return ()
 
-    def to(self, device: Any, non_blocking: bool = False) -> Self:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """The same on another device. accelerate's loaders call it."""
         return self._moved(lambda value: value.to(device, non_blocking=non_blocking))
 
@@ -169,11 +169,13 @@ class Layout(ABC):
         """The same in pinned memory. Loaders call it; from other memory the host would wait for the copy to a GPU."""
         return self._moved(lambda value: value.pin_memory())
 
-    def _moved(self, move: Callable[[Any], Any]) -> Self:
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.metadata.get("on_host")}
-        return replace(
-            self, **{name: move(value) for name, value in values.items() if isinstance(value, Tensor | Layout)}
-        )
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        moved: dict[str, Any] = {}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, Tensor) and "on_host" not in entry.metadata:
+                moved[entry.name] = move(value)
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,24 +220,16 @@ class Whole(Layout):
         seq_idx: document of each row, (1, rows).
         following: document of the token after each row, (1, rows). Only of a part: it may lie in the next part.
         trained: number of trained tokens of each document, (N,). Only of a part: they may lie in other parts.
-        launches: see `with_launches`. They stay on the host.
     """
 
     cu_seq_lens: Tensor
     seq_idx: Tensor
     following: Tensor | None = None
     trained: Tensor | None = None
-    launches: tuple[Any, ...] = ()
 
     @property
     def count(self) -> int:
         return len(self.cu_seq_lens) - 1
-
-    def attention(self) -> dict[str, Any]:
-        return {"launches": self.launches} if self.launches else {}
-
-    def with_launches(self, launches: tuple[Any, ...]) -> "Whole":
-        return replace(self, launches=launches)
 
     def targets(self, mask: Tensor) -> Targets:
         if self.following is not None and self.trained is not None:
@@ -254,14 +248,10 @@ class Whole(Layout):
         start, stop = self.cu_seq_lens[document : document + 2].tolist()
         return torch.arange(start, stop - 1)
 
-    def cut(self, rows: slice, mask: Tensor) -> "Whole":
+    def cut(self, rows: slice, mask: Tensor) -> Self:
         following = torch.cat([self.seq_idx[:, 1:], self.seq_idx[:, -1:]], dim=1).long()
-        return Whole(
-            self.cu_seq_lens,
-            self.seq_idx[:, rows].contiguous(),
-            following[:, rows].contiguous(),
-            _trained(following, self.count, mask),
-        )
+        own, trained = following[:, rows].contiguous(), _trained(following, self.count, mask)
+        return replace(self, seq_idx=self.seq_idx[:, rows].contiguous(), following=own, trained=trained)
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,8 +280,8 @@ class Runs(Layout):
     lengths: Tensor
     shared: Tensor
     trained: Tensor
-    run_lengths: Tensor | None = field(default=None, metadata=ON_HOST)
-    shares_rows = weighs_rows = True
+    run_lengths: Tensor | None = field(default=None, metadata={"on_host": True})
+    shares_rows = True
 
     @property
     def count(self) -> int:
@@ -309,7 +299,7 @@ class Runs(Layout):
         return Sizes(lengths.sum(), (self.num_documents > 0).sum(), lengths, self.shared * is_trained)
 
     def attention(self) -> dict[str, Any]:
-        return {"kv_index": self.kv_index, "run_lengths": self.run_lengths}
+        return super().attention() | {"kv_index": self.kv_index, "run_lengths": self.run_lengths}
 
     def labels(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {"labels": self.target_documents, "shift_labels": self.target_documents}
@@ -317,7 +307,7 @@ class Runs(Layout):
     def predicting(self, document: int) -> Tensor:
         return (self.target_rows[self.target_documents == document] - 1).cpu()
 
-    def cut(self, rows: slice, mask: Tensor) -> "Runs":
+    def cut(self, rows: slice, mask: Tensor) -> Self:
         predicting = self.target_rows - 1
         is_own = (predicting >= rows.start) & (predicting < rows.stop)
         return replace(
@@ -329,52 +319,6 @@ class Runs(Layout):
 
     def content(self) -> tuple[Tensor, ...]:
         return self.kv_index, self.target_rows, self.target_documents
-
-
-@dataclass(frozen=True, eq=False)
-class Part(Layout):
-    """The rows of the rank `index` of `degree` ranks that share a pack: T / s of its T rows.
-
-    Attributes:
-        of: the layout of the pack, cut to these rows.
-        num_tokens: T, a multiple of s.
-        checksum: of the tokens, the labels and the layout of the whole pack; the same on all ranks that share it.
-    """
-
-    of: Layout
-    num_tokens: int
-    checksum: int
-    # `field()`: the values of the base class would be defaults
-    degree: int = field()
-    index: int = field()
-    weighs_rows = True
-
-    @property
-    def shares_rows(self) -> bool:  # type: ignore[override]
-        return self.of.shares_rows
-
-    @property
-    def count(self) -> int:
-        return self.of.count
-
-    def targets(self, mask: Tensor) -> Targets:
-        return self.of.targets(mask)
-
-    def row_counts(self, trained: Tensor) -> Tensor:
-        return self.of.row_counts(trained)
-
-    def sizes(self, trained: Tensor) -> Sizes:
-        return self.of.sizes(trained)
-
-    def attention(self) -> dict[str, Any]:
-        own = {"degree": self.degree, "index": self.index, "part_tokens": self.num_tokens // self.degree}
-        return self.of.attention() | own
-
-    def with_launches(self, launches: tuple[Any, ...]) -> "Part":
-        return replace(self, of=self.of.with_launches(launches))
-
-    def labels(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return self.of.labels(batch)
 
 
 def layout_of(batch: dict[str, Any]) -> Layout:

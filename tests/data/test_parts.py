@@ -41,11 +41,11 @@ def test_parts_end_to_end_are_the_pack_and_labels_are_shifted_over_their_borders
 
     held = [part[LAYOUT] for part in parts]
     assert [part.is_first for part in held] == [True] + [False] * (degree - 1)
-    index = torch.cat([part.of.following for part in held], 1)
+    index = torch.cat([part.following for part in held], 1)
     assert torch.equal(index[:, :-1], whole["seq_idx"][:, 1:].long())
     expected = [max(length - max(prompt, 1), 0) for length in lengths]
     for part in held:  # each knows of all trained tokens, wherever they lie
-        assert part.of.trained.tolist()[: len(lengths)] == expected and not part.of.trained[len(lengths) :].any()
+        assert part.trained.tolist()[: len(lengths)] == expected and not part.trained[len(lengths) :].any()
         assert part.num_tokens == num_tokens
 
 
@@ -79,8 +79,8 @@ def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *args: pinned.append(self) or self.clone())
     found = pin_memory(part)[LAYOUT]
     own = part[LAYOUT]
-    assert {id(own.of.following), id(own.of.trained)} <= {id(tensor) for tensor in pinned}
-    assert torch.equal(found.of.trained, own.of.trained) and found.of.trained is not own.of.trained
+    assert {id(own.following), id(own.trained)} <= {id(tensor) for tensor in pinned}
+    assert torch.equal(found.trained, own.trained) and found.trained is not own.trained
     assert (found.degree, found.index, found.checksum) == (own.degree, own.index, own.checksum)
 
 

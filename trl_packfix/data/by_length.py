@@ -57,5 +57,5 @@ class ByLength:
         documents = sorted(documents, key=lambda document: -len(document["input_ids"]))
         batch = self.collate(replace(pack, documents=documents) if isinstance(pack, PartOf) else documents)
         if by_class := launches(batch["cu_seq_lens_q"].numpy(), batch["max_length_q"]):
-            batch[LAYOUT] = layout_of(batch).with_launches(by_class)
+            batch[LAYOUT] = replace(layout_of(batch), launches=by_class)
         return batch

@@ -6,12 +6,12 @@ another. Labels are shifted before the cut, because the label of a part's last t
 """
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..layout import LAYOUT, Part, layout_of
+from ..layout import LAYOUT, layout_of
 from .collator import IGNORE_INDEX
 
 # Entries of a packed batch with one value per token, (1, T). The boundaries stay those of the whole pack.
@@ -36,7 +36,7 @@ def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool
 
     `input_ids`, `labels`, `position_ids` and `seq_idx` become (1, T / degree). `shift_labels` of the same shape is
     added: the label of the next token, which may lie in the next part. `cu_seq_lens_q/k` and `max_length_q/k` stay
-    those of the whole pack. "layout" holds the rest, a `Part`. With degree 1 the batch is returned as it is.
+    those of the whole pack. "layout" holds the rest. With degree 1 the batch is returned as it is.
 
     An image may lie in several parts. So with `has_images` only the labels are cut here, and what enters the decoder of
     the model is cut there (`attention/decoder_inputs.py`).
@@ -47,7 +47,7 @@ def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool
     >>> from trl_packfix import PackedDataCollator
     >>> whole = PackedDataCollator(pad_to_multiple_of=2)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> part = cut_part(whole, degree=2, index=0)
-    >>> part["input_ids"].tolist(), part["shift_labels"].tolist(), part["layout"].of.trained.tolist()
+    >>> part["input_ids"].tolist(), part["shift_labels"].tolist(), part["layout"].trained.tolist()
     ([[5, 6, 7]], [[6, 7, -100]], [2, 1, 0])
     """
     if degree == 1:
@@ -70,5 +70,6 @@ def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool
     names = ("labels",) if has_images else PER_TOKEN
     part = {name: batch[name][:, rows].contiguous() for name in names}
     part["shift_labels"] = shifted[:, rows].contiguous()
-    part[LAYOUT] = Part(layout.cut(rows, shifted != IGNORE_INDEX), num_tokens, checksum, degree, index)
+    own = layout.cut(rows, shifted != IGNORE_INDEX)
+    part[LAYOUT] = replace(own, degree=degree, index=index, num_tokens=num_tokens, checksum=checksum)
     return batch | part

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from ..layout import Part, layout_of
+from ..layout import layout_of
 from .loading import TrainingData
 
 NUM_CHECKED_STEPS = 2  # optimizer steps after which ranks that read the same packs of a table are believed to go on so
@@ -84,7 +84,7 @@ def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:
 def _pack_of(batch: dict[str, Any]) -> torch.Tensor:
     """What is compared, on the device: degree, tokens, and a checksum of what ranks must have in common."""
     layout, tokens = layout_of(batch), batch["input_ids"]
-    if isinstance(layout, Part):
+    if layout.degree > 1:
         return torch.tensor([layout.degree, layout.num_tokens, layout.checksum], device=tokens.device)
     checksum = tokens.new_zeros((), dtype=torch.int64)
     for tensor in (*(batch[name] for name in COMPARED if name in batch), *layout.content()):
