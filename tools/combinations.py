@@ -1,5 +1,6 @@
 """Write docs/combinations.md: which features go together, from the records that refuse (`tools/combinations.py`)."""
 
+import re
 from pathlib import Path
 
 from trl_packfix.training.choices import PACKING
@@ -9,8 +10,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 BEGIN = """\
 # What goes with what
 
-Made from the records by which settings are refused (`tools/combinations.py`); a test makes every pair and compares. An
-empty cell: they work together.
+Made from the records by which settings are refused (`tools/combinations.py`); a test makes every pair. An empty cell:
+they work together.
 """
 
 
@@ -26,7 +27,7 @@ def page() -> str:
         _table(["", *(each.choice.name for each in features[:-1])], rows),
         f"Goes with all of these: {', '.join(free)}.\n",
         f"Experimental, because no GPU has run them yet: {', '.join(choice.name for choice in EXPERIMENTAL)}.\n",
-        "## Why not\n\nThe error also says what to set; where nothing is said here, undo one of the two.\n",
+        "## Why not\n\nIn short; the error has the whole reason, and says what to set.\n",
     ]
     for i, each in enumerate(FEATURES):
         if each.conflicts:
@@ -43,9 +44,13 @@ def _refusals(feature: Feature, before: tuple[Feature, ...]) -> str:
     names: dict[str, list[str]] = {}
     for other, cause in feature.conflicts.items():
         if same is None or other not in same.conflicts:
-            remedy = f". {feature.remedies[other]}" if other in feature.remedies else ""
-            names.setdefault(f"{cause}{remedy}", []).append(other.name)
+            names.setdefault(short(cause), []).append(other.name)
     return text + "".join(f"- {'; '.join(others)}: {sentence}.\n" for sentence, others in names.items())
+
+
+def short(cause: str) -> str:
+    """A cause without what follows from it."""
+    return re.split(r", so |; ", cause)[0]
 
 
 def _cells(feature: Feature, features: list[Feature]) -> list[str]:

@@ -20,14 +20,12 @@ PARTS: dict[str, Keys] = {
 BEGIN = """\
 # What is logged
 
-Beside `loss`, `grad_norm`, `learning_rate`, `epoch` and the times of transformers, to the console, to every logger
-(`report_to`) and to `log_history` in `trainer_state.json`. Values of a training are since its last log. A key without a
-value, such as one of images on text, is not logged. `loss` is the mean over the trained tokens of each optimizer step.
-The report as a whole is in `packing_report.json`.
+To the console, to every logger (`report_to`) and to `log_history` in `trainer_state.json`, beside what transformers logs.
+Values of a training are since its last log; a key without a value, such as one of images on text, is not logged. `loss` is
+the mean over the trained tokens of each optimizer step. The whole report is in `packing_report.json`.
 
 A key or a field of the config that is renamed works under both names for one minor version, and the old one warns.
-What is called *experimental* (in the help of a field, in the report and in [what goes with what](combinations.md)) has
-run on no GPU yet, and may change in any version.
+What is called *experimental* has run on no GPU yet, and may change in any version.
 """
 
 
@@ -35,8 +33,8 @@ def page() -> str:
     """The page as text."""
     parts = [BEGIN]
     for title, keys in PARTS.items():
-        rows = "".join(f"| `{key}` | {unit} | {meaning} |\n" for key, (unit, meaning) in keys.items())
-        parts.append(f"## {title}\n\n| key | unit | what it is |\n|---|---|---|\n{rows}")
+        rows = "".join(f"- `{key}` ({unit}): {meaning}\n" for key, (unit, meaning) in keys.items())
+        parts.append(f"## {title}\n\n{rows}")
     return "\n".join(parts)
 
 

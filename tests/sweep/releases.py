@@ -101,34 +101,27 @@ def page(table: Table) -> str:
     lines = [
         "# Since when does it leak?",
         "",
-        "What packing did without trl_packfix, by release of transformers: TRL's packs on a tiny random model of each "
-        "type, by the judge of [compatibility](compatibility.md). Made by `python -m sweep.releases`, whose head has "
-        "the versions beside each release.",
+        "TRL's packs without trl_packfix, by release of transformers, on a tiny random model of each type, by the judge "
+        "of [compatibility](compatibility.md) (`python -m sweep.releases`, whose head has the other versions).",
         "",
         "| verdict | meaning |",
         "|---|---|",
         *[f"| {verdict} | {meaning} |" for verdict, meaning in VERDICTS.items()],
     ]
-    for kind, title in (("causal", "Causal language models"), ("image-text", "Image-text models, on text alone")):
-        rows = [row for (_, its_kind), row in table.items() if its_kind == kind]
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            f"| transformers | {' | '.join(VERDICTS)} |",
-            f"|{'---|' * (1 + len(VERDICTS))}",
-        ]
-        for release in releases:
-            counts = Counter(row.get(release) for row in rows)
-            lines.append(f"| {release} | {' | '.join(str(counts[verdict]) for verdict in VERDICTS)} |")
-        lines += ["", "| between | change | types |", "|---|---|---|"]
-        for (old, new, before, after), names in changes(table, kind).items():
-            lines.append(f"| {old} and {new} | {before} -> {after} | {', '.join(names)} |")
-        last = sorted(
-            name for (name, its_kind), row in table.items() if (its_kind, row[releases[-1]]) == (kind, "leaks")
-        )
-        lines += ["", f"Leaks in {releases[-1]}: {', '.join(last)}."]
-    lines += ["", "## Every type", "", f"The table is [{TABLE}]({TABLE}). An empty cell is a type that was not there."]
+    rows = [row for (_, kind), row in table.items() if kind == "causal"]
+    lines += ["", f"| causal types | {' | '.join(VERDICTS)} |", f"|{'---|' * (1 + len(VERDICTS))}"]
+    for release in releases:
+        counts = Counter(row.get(release) for row in rows)
+        lines.append(f"| {release} | {' | '.join(str(counts[verdict]) for verdict in VERDICTS)} |")
+    lines += ["", "| between | change | types |", "|---|---|---|"]
+    for (old, new, before, after), names in changes(table, "causal").items():
+        lines.append(f"| {old} and {new} | {before} -> {after} | {', '.join(names)} |")
+    lines += [
+        "",
+        "## Every type",
+        "",
+        f"From [{TABLE}]({TABLE}), with image-text types. An empty cell: there was no such type.",
+    ]
     columns = ",".join([*KEY, *releases])
     lines += ["", f'<div data-table="../{TABLE}" data-columns="{columns}" data-choices="kind,{releases[-1]}"></div>']
     return "\n".join(lines) + "\n"
