@@ -101,8 +101,8 @@ def page(table: Table) -> str:
     lines = [
         "# Since when does it leak?",
         "",
-        "TRL's packs without trl_packfix, by release of transformers, on a tiny random model of each type, by the judge "
-        "of [compatibility](compatibility.md) (`python -m sweep.releases`, whose head has the other versions).",
+        "TRL's packs without trl_packfix, by release of transformers, on a tiny random model of each type, by the "
+        "judge of [compatibility](compatibility.md) (`python -m sweep.releases`, whose head has the other versions).",
         "",
         "| verdict | meaning |",
         "|---|---|",
@@ -116,12 +116,7 @@ def page(table: Table) -> str:
     lines += ["", "| between | change | types |", "|---|---|---|"]
     for (old, new, before, after), names in changes(table, "causal").items():
         lines.append(f"| {old} and {new} | {before} -> {after} | {', '.join(names)} |")
-    lines += [
-        "",
-        "## Every type",
-        "",
-        f"From [{TABLE}]({TABLE}), with image-text types. An empty cell: there was no such type.",
-    ]
+    lines += ["", "## Every type", "", f"From [{TABLE}]({TABLE}), with image-text types. An empty cell: no such type."]
     columns = ",".join([*KEY, *releases])
     lines += ["", f'<div data-table="../{TABLE}" data-columns="{columns}" data-choices="kind,{releases[-1]}"></div>']
     return "\n".join(lines) + "\n"

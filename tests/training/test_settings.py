@@ -316,7 +316,7 @@ def test_four_bits_on_a_cpu_that_would_change_them_are_refused():
 @pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed")
 @pytest.mark.filterwarnings("ignore")
 def test_qlora_trains_as_unpacked(tmp_path, monkeypatch):
-    """NF4 with double quantisation (`use_bnb_nested_quant`), on the CPU kernels of bitsandbytes, without their format for inference."""
+    """NF4, `use_bnb_nested_quant`: on the CPU kernels of bitsandbytes, without their format for inference."""
     from bitsandbytes.nn import modules
 
     monkeypatch.setattr(modules, "has_avx512bf16", lambda: False)
