@@ -14,7 +14,7 @@ from transformers import AutoProcessor
 
 from trl_packfix import SFTTrainer
 from trl_packfix.cli import main
-from trl_packfix.samples import images as samples_of_images
+from trl_packfix.samples.processor import RowProcessor
 
 NOT_PLANNED = ("attention", "isolation", "trained", "experimental")  # what only a run can say
 ROWS = rows(40)
@@ -92,7 +92,7 @@ def test_training_finds_the_lengths_that_prepare_made(workplace, tmp_path, capsy
     def never(*args):
         raise AssertionError("a row was measured again")
 
-    monkeypatch.setattr(samples_of_images, "measured", never)
+    monkeypatch.setattr(RowProcessor, "measured", never)
     found = trainer(tmp_path / "run", workplace, load_from_disk(str(tmp_path / "out")), max_length=80)
     assert manifest["tokens"] == found.data.reader.lengths.sum() and manifest["rows"] == len(ROWS)
     with pytest.raises(ValueError, match="cannot be processed"):  # guard: another processor does not find them

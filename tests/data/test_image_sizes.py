@@ -12,7 +12,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import SFTTrainer
-from trl_packfix.samples.images import CHECKED, measure, measured
+from trl_packfix.samples.images import CHECKED, measure
 from trl_packfix.samples.processor import RowProcessor
 
 ROWS = rows(40)
@@ -39,9 +39,9 @@ def processor_of(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_give_what_the_processor_gives(family):
     process = processor_of(family)
-    wanted = [measured(dict(row), process) for row in ROWS]
+    wanted = [process.measured(dict(row)) for row in ROWS]
     counting = process.processor.image_processor = Counting(process.processor.image_processor)
-    found = [measured(dict(row), process.by_size) for row in ROWS]
+    found = [process.by_size.measured(dict(row)) for row in ROWS]
     assert found == wanted
     sizes = {str([image.size for image in row["images"]]) for row in ROWS if row["images"]}
     with_images = sum(bool(row["images"]) for row in ROWS)

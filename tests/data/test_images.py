@@ -88,7 +88,7 @@ def test_a_row_is_one_document_for_every_form_of_trl():
     assert (pair["labels"] == -100).sum() > 15 and (pair["labels"] != -100).any()
     for nothing in ({"image": None}, {"images": []}, {"images": None}):
         text = process({**nothing, "messages": [{"role": "user", "content": "ab"}]})
-        assert "pixel_values" not in text and process.image_span(text) == (0, 0)
+        assert "pixel_values" not in text and process.image_spans(text) == []
 
 
 def test_measures_are_cached_beside_the_data(tmp_path, monkeypatch):

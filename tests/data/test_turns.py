@@ -113,13 +113,13 @@ def test_each_turn_is_one_sample_with_the_prompt_that_generation_sees(template, 
     conversation = Conversation.from_row({"messages": messages, "tools": TOOLS})
     assert conversation.turns == [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for turn in conversation.turns:
-        sample = conversation.sample(turn, tokenizer)
-        trained = [token for token in sample["labels"] if token != -100]
-        first = len(sample["labels"]) - len(trained)
+        tokens, labels = conversation.sample(turn, tokenizer)
+        trained = [token for token in labels if token != -100]
+        first = len(labels) - len(trained)
         prompt = tokenizer.apply_chat_template(
             messages[:turn], tools=json.loads(TOOLS), add_generation_prompt=True, return_dict=False
         )
-        assert sample["input_ids"][:first] == prompt and sample["input_ids"][first:] == trained
+        assert tokens[:first] == prompt and tokens[first:] == trained
         said = tokenizer.decode(trained)
         for mark in ("A", "T"):  # of this turn and of no other
             marks = [f"<{mark}{i}>" for i in conversation.turns if f"<{mark}{i}>" in said]
@@ -147,8 +147,7 @@ def test_samples_are_rows_of_trl_wherever_the_prompt_is_their_beginning(template
     ours, problems = [], []
     for turn in conversation.turns:
         try:
-            sample = conversation.sample(turn, tokenizer)
-            ours.append((sample["input_ids"], sample["labels"]))
+            ours.append(conversation.sample(turn, tokenizer))
         except Exception as error:
             problems.append(error)
     if problems:
@@ -163,10 +162,10 @@ def test_samples_are_rows_of_trl_wherever_the_prompt_is_their_beginning(template
 
 def test_thinking_is_kept_in_the_turn_and_stripped_before_it():
     tokenizer, conversation = TOKENIZERS["qwen3"], Conversation.from_row({"messages": chat(3)})
-    texts = [tokenizer.decode(conversation.sample(turn, tokenizer)["input_ids"]) for turn in conversation.turns]
+    texts = [tokenizer.decode(conversation.sample(turn, tokenizer)[0]) for turn in conversation.turns]
     assert [[f"T{k}." in text for k in (1, 2, 3)] for text in texts] == np.eye(3, dtype=bool).tolist()
     assert [[f"A{k}." in text for k in (1, 2, 3)] for text in texts] == np.tri(3, dtype=bool).tolist()
-    whole = tokenizer.decode(conversation.untrained(tokenizer)["input_ids"])
+    whole = tokenizer.decode(conversation.sample(-1, tokenizer)[0])
     assert "T1." not in whole and "T3." in whole  # so a whole conversation trains the thoughts of the last turn only
 
 
@@ -209,9 +208,9 @@ def test_a_turn_follows_its_prompt_where_the_template_drops_thoughts_of_the_hist
         prompt = tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True, **given)
         whole = tokenizer.apply_chat_template(messages[: turn + 1], **given)
         num_changed += not whole.startswith(prompt)
-        sample = conversation.sample(turn, tokenizer)
-        texts[turn] = tokenizer.decode([token for token in sample["labels"] if token != -100])
-        assert tokenizer.decode(sample["input_ids"]) == prompt + texts[turn] and whole.endswith(texts[turn])
+        tokens, labels = conversation.sample(turn, tokenizer)
+        texts[turn] = tokenizer.decode([token for token in labels if token != -100])
+        assert tokenizer.decode(tokens) == prompt + texts[turn] and whole.endswith(texts[turn])
     assert num_changed == 1 and "<T4>" not in whole
     assert ["<T2>" in texts[1], "<T4>" in texts[3], "A6" in texts[5], "A8" in texts[7]] == [True] * 4
     assert all("Q" not in text and "R" not in text and text.count("<T") <= 1 for text in texts.values())
@@ -230,7 +229,7 @@ def test_forms_of_rows():
     assert plain.turns == [1, 3] and split.turns == [3] and split.messages == plain.messages
     assert split.sample(3, CHATML) == plain.sample(3, CHATML)
     greeting = Conversation.from_row({"messages": [answer("hello"), *chat(1)]})
-    said = CHATML.decode(greeting.sample(0, CHATML)["input_ids"])
+    said = CHATML.decode(greeting.sample(0, CHATML)[0])
     assert said == "<|im_start|>assistant\nhello<|im_end|>\n" and greeting.turns == [0, 2]
     row = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
     with pytest.raises(ValueError, match=r"the prompt of `messages\[3\]` with .*continues with .*T2"):
@@ -437,7 +436,7 @@ def test_one_condition_makes_the_template_of_deepseek_r1_keep_the_thoughts_of_th
         conversation.sample(1, tokenizer)
     assert tokenizer.chat_template.count(before) == 1
     tokenizer.chat_template = tokenizer.chat_template.replace(before, after)
-    texts = [tokenizer.decode(conversation.sample(turn, tokenizer)["input_ids"]) for turn in conversation.turns]
+    texts = [tokenizer.decode(conversation.sample(turn, tokenizer)[0]) for turn in conversation.turns]
     assert "T1." in texts[0] and "T1." not in texts[1] and "A1." in texts[1] and "T2." in texts[1]
 
 

@@ -249,10 +249,10 @@ def each_row_once(right, layout, mask):
 
 def by_placeholder(right, process, documents):
     """Images are compared by their placeholder tokens."""
-    spans = [process.image_span(document) for document in documents]
+    spans = [process.image_spans(document) for document in documents]
     return [
-        Compared(np.asarray(each["input_ids"]), [span] if span[1] else [])
-        for each, span in zip(documents, spans, strict=True)
+        Compared(np.asarray(each["input_ids"]), [(of[0][0], of[-1][1])] if of else [])
+        for each, of in zip(documents, spans, strict=True)
     ]
 
 

@@ -185,10 +185,10 @@ def test_an_empty_thinking_of_the_template_can_be_left_untrained():
     assert "<think>" in trained_texts(sample([user("Q"), own], PLAIN, train_empty_thinking=False), PLAIN)[0]
     # the same in one sample per turn
     rule = TurnRule(train_empty_thinking=False)
-    turn = Conversation.from_row({"messages": CHAT}).sample(5, THINKING)
-    before = len(trained_texts(turn, THINKING)[0])
-    rule.mask_thinking(turn["labels"], CHAT[5], THINKING)
-    assert trained_texts(turn, THINKING) == ["A3<|im_end|>\n"] and before > 20
+    _, labels = Conversation.from_row({"messages": CHAT}).sample(5, THINKING)
+    before = len(trained_texts({"labels": labels}, THINKING)[0])
+    rule.mask_thinking(labels, CHAT[5], THINKING)
+    assert trained_texts({"labels": labels}, THINKING) == ["A3<|im_end|>\n"] and before > 20
 
 
 def test_a_weight_that_is_no_weight_is_refused():
@@ -335,7 +335,7 @@ def test_per_turn_makes_samples_of_the_trained_turns_alone(tmp_path):
     run = run_of(tmp_path, ROWS, per_turn=True, assistant_only_loss=False)
     turns = [(row, k) for row in ROWS["messages"] for k in (1, 3, 5) if row[k]["weight"] != 0]
     expected = [Conversation.from_row({"messages": row}).sample(k, PLAIN) for row, k in turns]
-    assert documents(run) == sorted((each["input_ids"], each["labels"]) for each in expected) and len(turns) == 7
+    assert documents(run) == sorted(expected) and len(turns) == 7
     line = dict(_report(run).lines())["conversations"]
     assert "each of their 7 assistant turns" in line and "5 turns are not trained" in line
     last = run_of(tmp_path, ROWS, per_turn=True, assistant_only_loss=False, assistant_turns="last")

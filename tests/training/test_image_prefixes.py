@@ -24,7 +24,7 @@ from trl_packfix.layout import LAYOUT, layout_of
 from trl_packfix.reporting.lines import prefixes_text
 from trl_packfix.reporting.savings import estimated_savings
 from trl_packfix.reporting.text import shown_packs
-from trl_packfix.samples.processor import RowProcessor
+from trl_packfix.samples import processor
 from trl_packfix.training import proofs as proof
 
 pytestmark = pytest.mark.slow
@@ -246,8 +246,7 @@ def computed_rows(run) -> list[tuple[int, int, int]]:
 def test_a_family_is_planned_with_the_rows_that_it_has(compares, tmp_path, monkeypatch):
     """Documents that share an image are one unit; by placeholders others would be, and packs would be too long."""
     if compares == "placeholders":
-        right = RowProcessor.image_contents
-        monkeypatch.setattr(RowProcessor, "image_contents", lambda *given: [(span, b"") for span, _ in right(*given)])
+        monkeypatch.setattr(processor, "_hash_of_images", lambda digest, images: b"")
     run = make(tmp_path, "llava", QUESTIONS, packing_strategy="bfd", share_prefixes="family", max_length=128)
     run.get_train_dataloader()
     rows = computed_rows(run)

@@ -33,8 +33,8 @@ from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import layout_of
 from trl_packfix.reporting.savings import estimated_savings
 from trl_packfix.samples import conversation
-from trl_packfix.samples import images as samples_of_images
 from trl_packfix.samples.conversation import Conversation
+from trl_packfix.samples.processor import RowProcessor
 
 pytestmark = pytest.mark.slow
 
@@ -296,7 +296,7 @@ def test_prepare_measures_turns_and_keeps_conversations(tmp_path, capsys, monkey
     def never(*args):
         raise AssertionError("a turn was measured again")
 
-    monkeypatch.setattr(samples_of_images, "measured", never)
+    monkeypatch.setattr(RowProcessor, "measured", never)
     processor = type(build_processor("llava")).from_pretrained(tmp_path / "model")
     made = run(tmp_path / "run", load_from_disk(str(tmp_path / "out")), processor=processor)
     assert len(made.data.documents) == 18

@@ -98,7 +98,8 @@ class ImageExamples:
 
     def _cut_out(self, image: "Image.Image") -> dict[str, Any]:
         document = self.document([image])
-        start, stop = self.process.image_span(document)
+        spans = self.process.image_spans(document)
+        start, stop = spans[0][0], spans[-1][1]
         cut = {name: document[name][:, start:stop] for name in self.layout.tokens & document.keys()}
         return document | cut | {"input_ids": document["input_ids"][start:stop]}
 

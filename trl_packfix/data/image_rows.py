@@ -8,10 +8,9 @@ import numpy.typing as npt
 import pyarrow as pa
 from datasets import Dataset
 
-from ..samples.apply import ROW, TURN
 from ..samples.conversation import Conversation
 from ..samples.processor import IMAGES_FROM, RowProcessor, images_of
-from ..samples.row import TurnCounts
+from ..samples.row import ROW, TURN, TurnCounts
 from ..samples.turns import TurnRule
 from .reader import Rows, TokenReader
 

@@ -15,14 +15,14 @@ import pyarrow as pa
 import torch
 from datasets import Dataset
 
-from ..samples.apply import ROW, columns_of_batch
+from ..samples.apply import columns_of_batch
 from ..samples.checks import IMAGES
 from ..samples.conversation import COLUMNS
 from ..samples.encoded_images import EncodedImage
 from ..samples.image_sizes import depends_on_sizes
 from ..samples.images import CHECKED, Processed, features_of
 from ..samples.processor import RowProcessor, images_of
-from ..samples.row import BAD_ROW
+from ..samples.row import BAD_ROW, ROW
 from ..samples.turns import TurnRule
 from .collator import IGNORE_INDEX
 from .documents import Ledger

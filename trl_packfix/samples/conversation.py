@@ -1,27 +1,23 @@
-"""One sample per assistant turn: the conversation as the chat template renders it at this turn.
+"""A conversation through the chat template: as a whole, and as generation sees it at one assistant turn.
 
 Templates that strip earlier thinking (Qwen3, GPT-OSS) render a conversation anew at every assistant turn. What the
-model saw when it wrote a turn is then not the beginning of the whole conversation as it is rendered. A sample is:
+model saw when it wrote a turn is then not the beginning of the whole conversation. The sample of a turn is:
 
     prompt      template(messages before the turn, add_generation_prompt=True)     not trained
     completion  what template(messages up to the turn) has after the prompt        trained
 
 This is how TRL tokenises a row with the prompt `messages[:k]` and the completion `[messages[k]]`, if the prompt is the
-beginning of both together. Otherwise TRL trains the row after another context than generation sees.
-
-Some templates render the history in another way once the turn is there: GPT-OSS drops the thought of a tool call when
-an answer follows. Then the prompt stays as generation sees it, and the completion is what the rendered conversation has
-after the generation prompt. A turn that does not begin where the generation prompt ends is refused.
-
-With images a sample is a row in TRL's form, `prompt` and `completion` as text and the images of both. A processor makes
-its tokens when it is read.
+beginning of both together. Some templates render the history in another way once the turn is there: GPT-OSS drops the
+thought of a tool call when an answer follows. Then TRL trains after another context than generation sees. Here the
+prompt stays as generation sees it, and the completion is what the rendered conversation has after the generation
+prompt. A turn that does not begin where the generation prompt ends is refused.
 """
 
 import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import maybe_convert_to_chatml, prepare_multimodal_messages
@@ -32,6 +28,8 @@ COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "chat_t
 NUM_SHOWN = 60  # characters of a rendered turn that a message shows
 MARK = "endofthehistory8f1c"  # plain letters, which no template changes
 ROLES = {"human": "user", "gpt": "assistant"}
+Message: TypeAlias = dict[str, Any]
+Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
 
 @dataclass(frozen=True)
@@ -44,12 +42,12 @@ class Conversation:
         arguments: `tools`, and the row's `chat_template_kwargs`.
     """
 
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     first: int
     arguments: dict[str, Any]
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any], images: Sequence[Any] = ()) -> "Conversation":
+    def from_row(cls, row: Mapping[str, Any], images: Sequence[object] = ()) -> "Conversation":
         """Read a row with `messages`, `conversations`, or `prompt` and `completion`, as TRL reads it.
 
         Args:
@@ -60,8 +58,7 @@ class Conversation:
         known = copy.deepcopy({name: row[name] for name in COLUMNS if name in row})
         row = maybe_convert_to_chatml(with_chat_roles(known))
         tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        arguments: dict[str, Any] = {"tools": tools}
+        arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
         arguments.update(row.get("chat_template_kwargs") or ())
         first = len(row["prompt"]) if "prompt" in row else 0
         messages = row["prompt"] + row["completion"] if "prompt" in row else row["messages"]
@@ -72,34 +69,49 @@ class Conversation:
         """Indices of the messages that the assistant wrote, without those of the prompt."""
         return [i for i in range(self.first, len(self.messages)) if self.messages[i]["role"] == "assistant"]
 
-    def sample(self, turn: int, tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> dict[str, list[int]]:
-        """The sample of one assistant turn: `input_ids`, and `labels` that are -100 before the turn.
+    def text(self, messages: list[Message], tokenizer: Tokenizer, add_generation_prompt: bool = False) -> str:
+        """Messages through the chat template, with the arguments of this conversation."""
+        rendered = self._rendered(messages, tokenizer, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return str(rendered[0])
+
+    def tokens(self, messages: list[Message], tokenizer: Tokenizer, **kwargs: bool) -> list[int]:
+        """The same as tokens, shape (T,)."""
+        return list(self._rendered(messages, tokenizer, tokenize=True, return_dict=True, **kwargs)["input_ids"][0])
+
+    def masked(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+        """Tokens of all messages, and 1 for each that the template's `{% generation %}` markers enclose, as in TRL."""
+        kwargs = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        outputs = self._rendered(self.messages, tokenizer, **kwargs)
+        return list(outputs["input_ids"][0]), list(outputs["assistant_masks"][0])
+
+    def sample(self, turn: int, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+        """Tokens of one assistant turn and its history, and labels that are -100 before the turn.
 
         Args:
-            turn: index of its message.
+            turn: index of its message; -1 for the whole conversation, and nothing to train.
 
         Raises:
             ValueError: the rendered turn does not begin where the prompt that generation sees ends.
         """
-        prompt = self._tokens(turn, tokenizer, add_generation_prompt=True)
-        tokens = self._tokens(turn + 1, tokenizer)
+        if turn < 0:
+            tokens = self.tokens(self.messages, tokenizer)
+            return tokens, [IGNORE_INDEX] * len(tokens)
+        prompt = self.tokens(self.messages[:turn], tokenizer, add_generation_prompt=True)
+        tokens = self.tokens(self.messages[: turn + 1], tokenizer)
+        plain: Any = plain_tokenizer(tokenizer)
         if tokens[: len(prompt)] != prompt:
             text = self._text_of_turn(turn, tokenizer)
-            plain: Any = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
             tokens = tokens if text is None else plain(text, add_special_tokens=False)["input_ids"]
         if tokens[: len(prompt)] != prompt:
-            _refuse_prompt(turn, *(_decoded(ids, prompt, tokens, tokenizer=tokenizer) for ids in (prompt, tokens)))
-        return {"input_ids": tokens, "labels": [IGNORE_INDEX] * len(prompt) + tokens[len(prompt) :]}
+            same = num_same(prompt, tokens)
+            _refuse_prompt(turn, plain.decode(prompt[same:]), plain.decode(tokens[same:]))
+        return tokens, [IGNORE_INDEX] * len(prompt) + tokens[len(prompt) :]
 
     def row_of_turn(self, turn: int, processor: ProcessorMixin) -> dict[str, Any]:
-        """The sample of one assistant turn as a row in TRL's form: `prompt` and `completion` as text, and `images`.
-
-        Args:
-            turn: index of its message; -1 for the whole conversation as a prompt, and nothing to train.
+        """The same with images, as a row in TRL's form: `prompt` and `completion` as text, and the `images` of both.
 
         Raises:
-            ValueError: the rendered turn does not begin where the prompt that generation sees ends; it is empty, or has
-                an image.
+            ValueError: as in `sample`; the turn is empty, or has an image.
         """
         if turn < 0:
             prompt = self.text(self.messages, processor)
@@ -120,41 +132,30 @@ class Conversation:
             raise ValueError(f"the template renders nothing of `messages[{turn}]`")
         return {"prompt": prompt, "completion": text[len(prompt) :], "images": _images(self.messages[:turn])}
 
-    def untrained(self, tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> dict[str, list[int]]:
-        """The whole conversation without a trained token: `input_ids`, and `labels` that are -100."""
-        tokens = self._tokens(len(self.messages), tokenizer)
-        return {"input_ids": tokens, "labels": [IGNORE_INDEX] * len(tokens)}
-
-    def text(self, messages: list[dict[str, Any]], tokenizer: Any, add_generation_prompt: bool = False) -> str:
-        """Messages through the chat template, with the arguments of this conversation."""
-        return self._rendered(messages, tokenizer, tokenize=False, add_generation_prompt=add_generation_prompt)
-
-    def _tokens(self, stop: int, tokenizer: Any, add_generation_prompt: bool = False) -> list[int]:
-        """The first `stop` messages through the chat template, shape (T,)."""
-        kwargs: dict[str, Any] = {"tokenize": True, "return_dict": True, "add_generation_prompt": add_generation_prompt}
-        return list(self._rendered(self.messages[:stop], tokenizer, **kwargs))
-
-    def _rendered(self, messages: list[dict[str, Any]], tokenizer: Any, **kwargs: Any) -> Any:
+    def _rendered(self, messages: list[Message], tokenizer: Tokenizer, **kwargs: Any) -> Any:
         if isinstance(tokenizer, ProcessorMixin):
             messages = prepare_multimodal_messages(messages)
         # A batch of one: alone, an empty history is an error
-        rendered = tokenizer.apply_chat_template([messages], **kwargs, **self.arguments)
-        return rendered["input_ids"][0] if kwargs["tokenize"] else rendered[0]
+        return tokenizer.apply_chat_template([messages], **kwargs, **self.arguments)
 
-    def _text_of_turn(self, turn: int, tokenizer: Any) -> str | None:
+    def _text_of_turn(self, turn: int, tokenizer: Tokenizer) -> str | None:
         """The prompt that generation sees, and the turn after it; None if the turn does not begin where it ends.
 
         A mark at the end of the last message before the turn says where the history ends in a rendered conversation.
         """
-        history = self.messages[:turn]
-        last = _marked(history[-1]) if turn else None
-        if last is None:
+        history, answer = self.messages[:turn], self.messages[turn]
+        content = history[-1].get("content") if history else None
+        if isinstance(content, str):
+            content = content + MARK
+        elif content and content[-1]["type"] == "text":
+            content = [*content[:-1], content[-1] | {"text": content[-1]["text"] + MARK}]
+        else:
             return None
-        marked = [*history[:-1], last]
+        marked = [*history[:-1], history[-1] | {"content": content}]
         prompt = self.text(history, tokenizer, add_generation_prompt=True)
-        whole = self.text([*history, self.messages[turn]], tokenizer)
+        whole = self.text([*history, answer], tokenizer)
         end = self.text(marked, tokenizer, add_generation_prompt=True).rpartition(MARK)[2]
-        rest = self.text([*marked, self.messages[turn]], tokenizer).rpartition(MARK)[2]
+        rest = self.text([*marked, answer], tokenizer).rpartition(MARK)[2]
         is_same = prompt.endswith(end) and whole.endswith(rest)  # with the mark and without it
         return prompt + rest[len(end) :] if is_same and rest.startswith(end) else None
 
@@ -171,23 +172,18 @@ def with_chat_roles(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"conversations": [with_role(m, "from") if isinstance(m, dict) else m for m in messages]}
 
 
-def with_role(message: dict[str, Any], key: str) -> dict[str, Any]:
+def with_role(message: Message, key: str) -> Message:
     """The message with its role, under this key, as chat templates name it."""
     role = message.get(key)
     return message | {key: ROLES[role]} if isinstance(role, str) and role in ROLES else message
 
 
-def _marked(message: dict[str, Any]) -> dict[str, Any] | None:
-    """The message with a mark behind its text; None if it does not end in text."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return message | {"content": content + MARK}
-    if content and content[-1]["type"] == "text":
-        return message | {"content": [*content[:-1], content[-1] | {"text": content[-1]["text"] + MARK}]}
-    return None
+def plain_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
+    """The tokenizer of a processor; a tokenizer as it is."""
+    return tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
 
 
-def _images(messages: Sequence[dict[str, Any]]) -> list[Any]:
+def _images(messages: Sequence[Message]) -> list[object]:
     """The images that were put into these messages, in order."""
     contents = [message.get("content") for message in messages]
     parts = (part for content in contents if isinstance(content, list) for part in content)
@@ -201,12 +197,7 @@ def _refuse_prompt(turn: int, seen: str, continued: str) -> NoReturn:
     )
 
 
-def _decoded(ids: list[int], one: list[int], other: list[int], *, tokenizer: Any) -> str:
-    """The text of `ids` from the first token on in which `one` and `other` differ."""
-    return str(tokenizer.decode(ids[num_same(one, other) :]))
-
-
-def num_same(one: Sequence[Any], other: Sequence[Any]) -> int:
+def num_same(one: Sequence[object], other: Sequence[object]) -> int:
     """How many items both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

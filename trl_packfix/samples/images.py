@@ -16,48 +16,41 @@ from typing import Any, ClassVar
 import numpy as np
 import transformers
 import trl
-from datasets import Dataset, Features, Value
-from datasets import Sequence as ListOf
+from datasets import Dataset, Features, List, Value
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..compat import masks_images
-from .apply import NUMBERS, columns_of_batch
+from .apply import columns_of_batch
 from .conversation import Conversation
 from .image_sizes import depends_on_sizes
-from .processor import RowProcessor, images_of, measured, with_images
-from .recipes import Recipe, samples_of_turns, training_template
-from .row import BAD_ROW, NUM_SHOWN, Bad, Cached, MaskCounts, Sample
+from .processor import RowProcessor, images_of, with_images
+from .recipes import Recipe, Row, samples_of_turns, training_template
+from .row import BAD_ROW, NUM_SHOWN, NUMBERS, Bad, Cached, MaskCounts, Sample, bad_rows
 from .turns import PARTS, TurnRule, parts
 
 logger = logging.getLogger(__name__)
 
 CHECKED = 16  # of so many rows one is processed, to compare with what the sizes of its images give
-MEASURES = Features(
-    {
-        "length": Value("int64"),
-        "trained": Value("int64"),
-        "first_is_labelled": Value("bool"),
-        "image_start": Value("int64"),
-        "image_stop": Value("int64"),
-        "image_count": Value("int64"),
-        "image_values": Value("int64"),
-        "image_squares": Value("int64"),
-        # To sort documents by their beginnings: tokens, first and stop of each image one after the other, hashes
-        "tokens": ListOf(Value("uint32")),
-        "is_target": ListOf(Value("bool")),
-        "spans": ListOf(Value("int64")),
-        "contents": ListOf(Value("binary")),
-        "digest": Value("binary"),
-        "differs": Value("bool"),
-    }
-)
+# A column of each, and its value in a bad row. To sort documents by their beginnings: tokens, first and stop of each
+# image one after the other, hashes of images.
+KINDS: dict[str, tuple[object, object]] = {
+    **dict.fromkeys(("length", "trained"), (Value("int64"), 0)),
+    "first_is_labelled": (Value("bool"), False),
+    **dict.fromkeys(("image_stop", "image_count", "image_values", "image_squares"), (Value("int64"), 0)),
+    "tokens": (List(Value("uint32")), []),
+    "is_target": (List(Value("bool")), []),
+    "spans": (List(Value("int64")), []),
+    "contents": (List(Value("binary")), []),
+    "digest": (Value("binary"), b""),
+    "differs": (Value("bool"), False),
+}
 
 
 def features_of(rule: TurnRule | None) -> Features:
     """The columns of measured rows; with a rule, of their turns."""
     numbers = {} if rule is None else dict.fromkeys(NUMBERS, Value("int64"))
-    return Features(MEASURES | {BAD_ROW: Value("string")} | numbers)
+    return Features({name: kind for name, (kind, _) in KINDS.items()} | {BAD_ROW: Value("string")} | numbers)
 
 
 @dataclass(frozen=True)
@@ -74,41 +67,34 @@ class Processed(Recipe):
     process: RowProcessor
     rule: TurnRule | None = None
     every: int = 1
-    bad: ClassVar[dict[str, Any]] = {
-        **{name: 0 for name, kind in MEASURES.items() if kind == Value("int64")},
-        **{name: [] for name in ("tokens", "is_target", "spans", "contents")},
-        **{"first_is_labelled": False, "digest": b"", "differs": False},
-    }
+    bad: ClassVar[Mapping[str, object]] = {name: value for name, (_, value) in KINDS.items()}
 
     @property
     def setting(self) -> str:  # type: ignore[override]  # it is never set
         return "" if self.rule is None else "per_turn"
 
-    def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
-        if self.rule is None:
+    def samples(self, row: Row, number: int) -> list[Sample | Bad]:
+        rule = self.rule
+        if rule is None:
             return [self._measured(row, number)]
 
-        def make(conversation: Conversation, turn: int) -> tuple[Sample, str]:
-            assert self.rule is not None
-            row_of_turn = self.rule.row_of_turn(conversation, turn, self.process.processor)
-            return self._measured(row_of_turn, number), row_of_turn["prompt"] + row_of_turn["completion"]
+        def make(conversation: Conversation, turn: int) -> Sample:
+            return self._measured(rule.row_of_turn(conversation, turn, self.process.processor), number)
 
-        return samples_of_turns(self.rule.choose(Conversation.from_row(row, images_of(row))), make, row)
+        return samples_of_turns(rule.choose(Conversation.from_row(row, images_of(row))), make, row)
 
-    def _measured(self, row: Mapping[str, Any], number: int) -> Sample:
+    def _measured(self, row: Row, number: int) -> Sample:
         # Reading the row decodes its images, so a missing or broken one is found here.
-        row = with_images(row)
-        by_size = None if self.every == 1 else self._by_size(row)
+        row, by_size = with_images(row), None
+        if self.every > 1:
+            try:
+                by_size = self.process.by_size.measured(row)
+            except Exception:  # the processor itself then says what is wrong with the row
+                by_size = None
         if by_size is not None and number % self.every:
             return Sample(by_size)
-        numbers = measured(row, self.process)
+        numbers = self.process.measured(row)
         return Sample(numbers | {"differs": self.every > 1 and by_size != numbers})
-
-    def _by_size(self, row: dict[str, Any]) -> dict[str, Any] | None:
-        try:
-            return measured(row, self.process.by_size)
-        except Exception:  # the processor itself then says what is wrong with the row
-            return None
 
 
 def measure(
@@ -120,7 +106,7 @@ def measure(
     drops: bool,
     rule: TurnRule | None = None,
 ) -> Dataset:
-    """Run the processor on every row and keep the numbers of `MEASURES`; `datasets` caches them beside the data.
+    """Run the processor on every row and keep the numbers of `KINDS`; `datasets` caches them beside the data.
 
     Images of a size that was processed already are not processed again. If one of the rows compared differs, all are.
 
@@ -153,29 +139,26 @@ def measure(
             desc=f"Measuring {name} dataset",
         )
 
-    if depends_on_sizes(process.processor):
-        measured = run(CHECKED)
-        differs = np.flatnonzero(measured["differs"])
-        if len(differs):
-            logger.warning(
-                "%d of %d compared rows of the %s dataset have another length than the sizes of their images give; the "
-                "first is row %d. The processor runs on every row instead, which takes longer.",
-                *(len(differs), -(-len(measured) // CHECKED), name, differs[0]),
-            )
-            measured = run(1)
-    else:
-        measured = run(1)
-    if not drops:
-        bad = np.flatnonzero(np.array(measured[BAD_ROW]) != "")
-        if len(bad):
-            first = measured.select(bad[:NUM_SHOWN])[BAD_ROW]
-            raise ValueError(
-                f"{len(bad)} of {len(measured)} rows of the {name} dataset with images cannot be processed; the first "
-                f"are {bad[:NUM_SHOWN].tolist()}. Row {bad[0]}: {first[0]}. Every image must be found and decoded, and "
-                "every placeholder in the text needs exactly one image. Correct or remove these rows "
-                '(`dataset.select`), or set `bad_rows="drop"`, which drops and counts them.'
-            )
-    return measured
+    every = CHECKED if depends_on_sizes(process.processor) else 1
+    measures = run(every)
+    differs = np.flatnonzero(measures["differs"])
+    if len(differs):
+        logger.warning(
+            "%d of %d compared rows of the %s dataset have another length than the sizes of their images give; the "
+            "first is row %d. The processor runs on every row instead, which takes longer.",
+            *(len(differs), -(-len(measures) // CHECKED), name, differs[0]),
+        )
+        measures = run(1)
+    bad = bad_rows(measures)
+    if bad is not None and bad.any() and not drops:
+        first = np.flatnonzero(bad)[:NUM_SHOWN]
+        raise ValueError(
+            f"{bad.sum()} of {len(measures)} rows of the {name} dataset with images cannot be processed; the first "
+            f"are {first.tolist()}. Row {first[0]}: {measures[int(first[0])][BAD_ROW]}. Every image must be found and "
+            "decoded, and every placeholder in the text needs exactly one image. Correct or remove these rows "
+            '(`dataset.select`), or set `bad_rows="drop"`, which drops and counts them.'
+        )
+    return measures
 
 
 @dataclass
@@ -191,21 +174,18 @@ class AssistantCollator(DataCollatorForVisionLanguageModeling):
         if not self.assistant_only_loss or "messages" not in examples[0]:
             return super().torch_call(examples)
         in_parts = replace(self, chat_template=PARTS)
-        return DataCollatorForVisionLanguageModeling.torch_call(
-            in_parts, [self._in_parts(example) for example in examples]
-        )
+        return DataCollatorForVisionLanguageModeling.torch_call(in_parts, [self._in_parts(row) for row in examples])
 
     def _in_parts(self, example: dict[str, Any]) -> dict[str, Any]:
         images = [example["image"]] if "image" in example else example["images"]
         messages = prepare_multimodal_messages(example["messages"], images=images)
         chosen = self.rule.choose(Conversation(messages, 0, {"chat_template": self.chat_template}))
-        template = self.chat_template or self.processor.chat_template
-        text, spans = self.rule.spans(chosen, self.processor, template)
+        text, spans = self.rule.spans(chosen, self.processor)
         first, *others = example["messages"]
         return example | {"messages": [first | {"parts": parts(text, spans)}, *others]}
 
 
-def masking_collator(collate: Any, processing_class: Any, rule: TurnRule) -> Any:
+def masking_collator(collate: DataCollatorForVisionLanguageModeling, rule: TurnRule) -> AssistantCollator:
     """TRL's collator of rows with images, with the mask of assistant turns.
 
     Raises:
@@ -218,11 +198,11 @@ def masking_collator(collate: Any, processing_class: Any, rule: TurnRule) -> Any
             "turns behind images. Install later ones, or set `assistant_only_loss=False`."
         )
     values = {setting.name: getattr(collate, setting.name) for setting in fields(collate)}
-    values |= {"assistant_only_loss": True, "chat_template": training_template(processing_class)}
+    values |= {"assistant_only_loss": True, "chat_template": training_template(collate.processor)}
     return AssistantCollator(**values, rule=rule)
 
 
-def count_turns_of_images(dataset: Any, rule: TurnRule) -> MaskCounts | None:
+def count_turns_of_images(dataset: object, rule: TurnRule) -> MaskCounts | None:
     """The assistant turns of a table with images, whose rows are tokenised when they are read; None for a stream."""
     if not isinstance(dataset, Dataset) or "messages" not in dataset.column_names:
         return None

@@ -1,25 +1,27 @@
 """One row with images -> one document: its tokens, labels, and what the model needs of its images."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers import ProcessorMixin
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..compat import training_every_token
 from ..layout import IGNORE_INDEX, READ, Compared
+from .conversation import plain_tokenizer
 from .encoded_images import decoded
 from .image_sizes import processing_sizes
 
 IMAGES_FROM = 2**31  # numbers that stand for images where documents are compared: above all tokens
 # Marks tokens of images where a processor returns it: 1 is an image, 0 is text
 TOKEN_KINDS = ("mm_token_type_ids", "token_type_ids")
+Span: TypeAlias = tuple[int, int]  # of tokens
 
 
 class RowProcessor:
@@ -32,19 +34,16 @@ class RowProcessor:
     """
 
     def __init__(self, collate: DataCollatorForVisionLanguageModeling):
-        self.processor = collate.processor
+        self.processor: ProcessorMixin = collate.processor
         self._collate = replace(collate, max_length=None, pad_to_multiple_of=None)
-        self._by_size: RowProcessor | None = None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return RowProcessor, (self._collate,)  # without the sizes known so far: `datasets` hashes it to find its cache
 
-    @property
+    @cached_property
     def by_size(self) -> "RowProcessor":
         """The same without processing images, if others of the same size were processed: pixels are left out."""
-        if self._by_size is None:
-            self._by_size = RowProcessor(replace(self._collate, processor=processing_sizes(self.processor)))
-        return self._by_size
+        return RowProcessor(replace(self._collate, processor=processing_sizes(self.processor)))
 
     @cached_property
     def settings(self) -> bytes:
@@ -54,14 +53,14 @@ class RowProcessor:
     @cached_property
     def special_tokens(self) -> list[int]:
         """Tokens that no text has, such as those around an image."""
-        tokenizer: Any = getattr(self.processor, "tokenizer", self.processor)
+        tokenizer = plain_tokenizer(self.processor)
         return sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()})
 
     def without_masks(self) -> "RowProcessor":
         """The same for rows in which every token is trained."""
         return RowProcessor(training_every_token(self._collate))
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The document of a row: `input_ids` and `labels` as arrays, (tokens,), the rest as tensors of one row."""
         row = with_images(row)
         if row.get("completion") == "":  # TRL joins its tokens, and those of an empty text are no whole numbers
@@ -70,43 +69,21 @@ class RowProcessor:
             return document | {"labels": np.full_like(document["labels"], IGNORE_INDEX)}
         document = dict(self._collate([row]))
         document.pop("attention_mask", None)  # all ones: one row has no padding
-        for name in ("input_ids", "labels"):
-            document[name] = document[name][0].numpy()
-        return document
-
-    def image_span(self, document: dict[str, Any]) -> tuple[int, int]:
-        """Index of the first token of an image, and after the last; (0, 0) without images.
-
-        The whole document if it cannot be known.
-        """
-        if "pixel_values" not in document:
-            return 0, 0
-        is_image = self._is_image(document)
-        where = np.flatnonzero(is_image)
-        return (int(where[0]), int(where[-1]) + 1) if len(where) else (0, len(is_image))
+        return document | {name: document[name][0].numpy() for name in ("input_ids", "labels")}
 
     def cut(self, document: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
         """The tokens of a part of a document, and the images among them. It does not begin or end inside an image."""
         if start == 0 and stop == len(document["input_ids"]):
             return document
-        spans = self._image_spans(document)
+        spans = self.image_spans(document)
         within = [i for i, (first, behind) in enumerate(spans) if first >= start and behind <= stop]
         overlapping = [i for i, (first, behind) in enumerate(spans) if behind > start and first < stop]
         assert within == overlapping, "a document is never cut inside an image"
         cut = {name: document[name][start:stop] for name in ("input_ids", "labels")}
         cut |= {name: document[name][:, start:stop] for name in TOKEN_KINDS if name in document}
-        if within:
-            cut |= images_between(document, within[0], within[-1] + 1, num=len(spans))
-        return cut
+        return cut | (images_between(document, within[0], within[-1] + 1, num=len(spans)) if within else {})
 
-    def _is_image(self, document: dict[str, Any]) -> npt.NDArray[np.bool_]:
-        is_image = document["input_ids"] == getattr(self.processor, "image_token_id", -1)
-        for name in TOKEN_KINDS:
-            if name in document:
-                is_image = is_image | (document[name][0].numpy() != 0)
-        return np.asarray(is_image)
-
-    def compare(self, documents: Sequence[dict[str, Any]]) -> list[Compared]:
+    def compare(self, documents: Sequence[Mapping[str, Any]]) -> list[Compared]:
         """What is compared to find common beginnings: tokens and, in place of its first placeholder, each image.
 
         Two images have the same number there if the processor returns the same for them. All images of a document count
@@ -115,105 +92,108 @@ class RowProcessor:
         numbers: dict[bytes, int] = {}
         compared = []
         for document in documents:
-            tokens, spans = np.asarray(document["input_ids"]).astype(np.int64), self._image_spans(document)
+            tokens, spans = np.asarray(document["input_ids"]).astype(np.int64), self.image_spans(document)
             for i, (first, _) in enumerate(spans):
-                content = _content(images_between(document, i, i + 1, num=len(spans)))
-                tokens[first] = IMAGES_FROM + numbers.setdefault(content, len(numbers))
+                digest = hashlib.blake2b()
+                for name, values in sorted(images_between(document, i, i + 1, num=len(spans)).items()):
+                    digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
+                    digest.update(values.contiguous().flatten().view(torch.uint8).numpy().data)
+                tokens[first] = IMAGES_FROM + numbers.setdefault(digest.digest(), len(numbers))
             compared.append(Compared(tokens, spans))
         return compared
 
-    def image_contents(self, document: dict[str, Any], images: list[Any]) -> list[tuple[tuple[int, int], bytes]]:
-        """The span of each image that `compare` tells apart, and a hash of it from the image as it was given.
+    def image_spans(self, document: Mapping[str, Any]) -> list[Span]:
+        """The span of each image whose outputs can be told apart from the others, else the one of all.
 
-        Images of one content may have more tokens in one document than in another, and then are not the same.
+        It is the whole document if it cannot be known.
         """
-        spans = self._image_spans(document)
-        images_of_spans = [[image] for image in images] if len(spans) == len(images) else [images] * len(spans)
-        return [
-            ((first, stop), _hash_of_images(hashlib.blake2b(self.settings + b"%d" % (stop - first)), images_of_span))
-            for (first, stop), images_of_span in zip(spans, images_of_spans, strict=True)
-        ]
-
-    def _image_spans(self, document: dict[str, Any]) -> list[tuple[int, int]]:
-        """The span of each image whose outputs can be told apart from the others, else the one of all."""
-        first, stop = self.image_span(document)
-        if first == stop:
+        if "pixel_values" not in document:
             return []
-        edges = np.flatnonzero(np.diff(self._is_image(document)[first:stop].astype(np.int8))) + first + 1
-        starts, stops = [first, *edges[1::2].tolist()], [*edges[::2].tolist(), stop]
-        spans = list(zip(starts, stops, strict=True))
-        return spans if _ends_of_images(document, len(spans)) is not None else [(first, stop)]
+        is_image = document["input_ids"] == getattr(self.processor, "image_token_id", -1)
+        for name in TOKEN_KINDS:
+            if name in document:
+                is_image = is_image | (document[name][0].numpy() != 0)
+        edges = np.flatnonzero(np.diff(is_image.astype(np.int8), prepend=0, append=0)).tolist()
+        if not edges:
+            return [(0, len(is_image))]
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        return spans if _ends_of_images(document, len(spans)) is not None else [(edges[0], edges[-1])]
+
+    def measured(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What planning needs of the document of a row.
+
+        Each image that `compare` tells apart has a hash of the image as it was given. Images of one content may have
+        more tokens in one document than in another, and then are not the same.
+        """
+        document = self(row)
+        tokens, labels = document["input_ids"], document["labels"]
+        sizes, images, spans = sequence_sizes(document), images_of(row), self.image_spans(document)
+        of_spans = [[image] for image in images] if len(spans) == len(images) else [images] * len(spans)
+        digest = hashlib.sha256(self.settings if images else b"")
+        for name in ("input_ids", "labels"):
+            digest.update(np.ascontiguousarray(document[name], dtype="<i8").data)
+        return {
+            "length": len(tokens),
+            "trained": int((labels[1:] != IGNORE_INDEX).sum()),
+            "first_is_labelled": bool(len(labels) and labels[0] != IGNORE_INDEX),
+            "image_stop": spans[-1][1] if spans else 0,
+            "image_count": len(images),
+            "image_values": int(sizes.sum()),
+            "image_squares": int((sizes**2).sum()),
+            "tokens": tokens.tolist(),
+            "is_target": (labels != IGNORE_INDEX).tolist(),
+            "spans": [place for span in spans for place in span],
+            "contents": [
+                _hash_of_images(hashlib.blake2b(self.settings + b"%d" % (stop - first)), of_span)
+                for (first, stop), of_span in zip(spans, of_spans, strict=True)
+            ],
+            "digest": _hash_of_images(digest, images),
+            "differs": False,
+        }
 
 
-def measured(row: dict[str, Any], process: RowProcessor) -> dict[str, Any]:
-    """What planning needs of the document of a row."""
-    document = process(row)
-    tokens, labels = document["input_ids"], document["labels"]
-    sizes, images = sequence_sizes(document), images_of(row)
-    start, stop = process.image_span(document)
-    contents = process.image_contents(document, images)
-    return {
-        "length": len(tokens),
-        "trained": int((labels[1:] != IGNORE_INDEX).sum()),
-        "first_is_labelled": bool(len(labels) and labels[0] != IGNORE_INDEX),
-        "image_start": start,
-        "image_stop": stop,
-        "image_count": len(images),
-        "image_values": int(sizes.sum()),
-        "image_squares": int((sizes**2).sum()),
-        "tokens": tokens.tolist(),
-        "is_target": (labels != IGNORE_INDEX).tolist(),
-        "spans": [place for span, _ in contents for place in span],
-        "contents": [content for _, content in contents],
-        "digest": _digest(document, images, process.settings),
-        "differs": False,
-    }
-
-
-def images_of(row: Any) -> list[Any]:
+def images_of(row: Mapping[str, Any]) -> list[Any]:
     """The images of a row of the dataset; [] if it has none."""
     images = [row["image"]] if "image" in row else row.get("images")
     return [image for image in images or [] if image is not None]
 
 
-def with_images(row: Any) -> dict[str, Any]:
+def with_images(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with all its images in `images`, decoded."""
-    return {name: row[name] for name in row if name != "image"} | {
-        "images": [decoded(image) for image in images_of(row)]
-    }
+    others = {name: row[name] for name in row if name != "image"}
+    return others | {"images": [decoded(image) for image in images_of(row)]}
 
 
-def sequence_sizes(document: dict[str, Any]) -> Tensor:
+def sequence_sizes(document: Mapping[str, Any]) -> Tensor:
     """Numbers in each sequence that the vision tower reads, shape (S,): an image, or a tile of one.
 
     Processors return images as the patches of all of them, with the grid of each; or as tiles, as patches of several
     images or as images of one size each, padded with zeros to the most tiles.
     """
-    pixels = document.get("pixel_values")
+    pixels: Tensor | None = document.get("pixel_values")
     if pixels is None:
         return torch.zeros(0, dtype=torch.int64)
-    grid = document.get("image_grid_thw")
+    grid: Tensor | None = document.get("image_grid_thw")
     if grid is not None:
         return grid.prod(-1) * (pixels.numel() // pixels.shape[0])
     sequences = pixels.reshape(-1, *pixels.shape[-3 if pixels.dim() > 3 else -2 :]).flatten(1)
     return sequences.any(1) * sequences.shape[1]
 
 
-def images_between(document: dict[str, Any], first: int, stop: int, *, num: int) -> dict[str, Tensor]:
+def images_between(document: Mapping[str, Any], first: int, stop: int, *, num: int) -> dict[str, Tensor]:
     """What the processor returns for the images `first` to `stop - 1` of the `num` images of a document, by name."""
-    names = document.keys() - READ - {*TOKEN_KINDS}
     if (first, stop) == (0, num):
-        return {name: document[name] for name in names}
+        return {name: document[name] for name in _names(document)}
     ends = _ends_of_images(document, num)
     assert ends is not None  # else they count as one
     images = {}
     for name, (axis, stops) in ends.items():
-        begin = 0 if first == 0 else stops[first - 1]
-        images[name] = document[name].narrow(axis, begin, (0 if stop == 0 else stops[stop - 1]) - begin)
+        edges = [0, *stops]
+        images[name] = document[name].narrow(axis, edges[first], edges[stop] - edges[first])
     return images
 
 
-def _ends_of_images(document: dict[str, Any], num: int) -> dict[str, tuple[int, list[int]]] | None:
+def _ends_of_images(document: Mapping[str, Any], num: int) -> dict[str, tuple[int, list[int]]] | None:
     """For each output of the processor its axis of images, and where each of `num` images ends there; None if unknown.
 
     An output has one entry per image, or the patches of all images, with the grid of each.
@@ -221,7 +201,7 @@ def _ends_of_images(document: dict[str, Any], num: int) -> dict[str, tuple[int, 
     grid = document.get("image_grid_thw")
     patches = [] if grid is None or len(grid) != num else grid.prod(-1).cumsum(0).tolist()
     ends = {}
-    for name in document.keys() - READ - {*TOKEN_KINDS}:
+    for name in _names(document):
         shape = document[name].shape
         if patches and name == "pixel_values" and shape[0] == patches[-1]:
             ends[name] = 0, patches
@@ -232,22 +212,9 @@ def _ends_of_images(document: dict[str, Any], num: int) -> dict[str, tuple[int, 
     return ends
 
 
-def _content(images: dict[str, Tensor]) -> bytes:
-    """Hash of what the processor returns for images."""
-    digest = hashlib.blake2b()
-    for name in sorted(images):
-        values = images[name].contiguous()
-        digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
-        digest.update(values.flatten().view(torch.uint8).numpy().data)
-    return digest.digest()
-
-
-def _digest(document: dict[str, Any], images: list[Any], settings: bytes) -> bytes:
-    """Hash of the tokens and labels of a document, of its images, and of what the processor makes of them."""
-    digest = hashlib.sha256(settings if images else b"")
-    for name in ("input_ids", "labels"):
-        digest.update(np.ascontiguousarray(document[name], dtype="<i8").data)
-    return _hash_of_images(digest, images)
+def _names(document: Mapping[str, Any]) -> Collection[str]:
+    """The outputs of the processor that are of images."""
+    return document.keys() - READ - {*TOKEN_KINDS}
 
 
 def _hash_of_images(digest: Any, images: list[Any]) -> bytes:

@@ -1,11 +1,9 @@
 """Rows that cannot be tokenised: why, and how they are refused."""
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import NoReturn
 
 from .row import UnknownTurnError
-
-CHATML = ("role", "content")
 
 
 def refuse_row_of_stream(name: str, index: int, why: str) -> NoReturn:
@@ -28,47 +26,44 @@ def refuse(name: str, first: list[tuple[int, str]], count: int, *, total: int) -
     )
 
 
-def reason(row: Mapping[str, Any], error: Exception, text_field: str) -> str:
+def reason(row: Mapping[str, object], error: Exception, text_field: str = "") -> str:
     """Why a row cannot be tokenised: the missing or malformed field, if one is found, and the error."""
     if isinstance(error, UnknownTurnError):
         return str(error)
     text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
-    gap = _gap(row, text_field)
+    gap = next(_gaps(row, text_field), None)
     return (f"{gap}; " if gap else "") + f"{type(error).__name__}: {text}"
 
 
-def _gap(row: Mapping[str, Any], text_field: str) -> str | None:
-    """The first field of a row that does not have the form in TRL's documentation."""
+def _gaps(row: Mapping[str, object], text_field: str) -> Iterator[str]:
+    """The fields of a row that do not have the form in TRL's documentation."""
+
+    def kind(value: object) -> str:
+        return "None" if value is None else f"of type {type(value).__name__}"
+
     columns = ("messages", "conversations", "prompt", "completion", text_field)
-    gaps = (_gap_of_column(column, row[column], text_field) for column in columns if column in row)
-    return next((gap for gap in gaps if gap is not None), None)
-
-
-def _gap_of_column(column: str, value: Any, text_field: str) -> str | None:
-    if isinstance(value, str) and column not in ("messages", "conversations"):
-        return None
-    if not isinstance(value, list) or column == text_field:
-        return f"`{column}` is {_kind(value)}"
-    if not value:
-        return f"`{column}` is an empty list"
-    names = ("from", "value") if column == "conversations" else CHATML
-    gaps = (_gap_of_message(f"`{column}[{i}]`", message, names) for i, message in enumerate(value))
-    return next((gap for gap in gaps if gap is not None), None)
-
-
-def _gap_of_message(place: str, message: Any, names: tuple[str, str]) -> str | None:
-    if not isinstance(message, dict):
-        return f"{place} is {_kind(message)}"
-    # TRL renames the keys of `conversations` in place.
-    role, content = (message.get(name, message.get(new)) for name, new in zip(names, CHATML, strict=True))
-    if not isinstance(role, str):
-        return f"{place} has no `{names[0]}`"
-    if content is None:
-        return f"{place} ({role}) has no `{names[1]}`"
-    if not isinstance(content, str | list):
-        return f"{place} ({role}) has a `{names[1]}` that is {_kind(content)}"
-    return None
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"of type {type(value).__name__}"
+    for column in (column for column in columns if column in row):
+        value = row[column]
+        if isinstance(value, str) and column not in ("messages", "conversations"):
+            continue
+        if not isinstance(value, list) or column == text_field:
+            yield f"`{column}` is {kind(value)}"
+        elif not value:
+            yield f"`{column}` is an empty list"
+        else:
+            # TRL renames the keys of `conversations` in place
+            names = ("from", "value") if column == "conversations" else ("role", "content")
+            for i, message in enumerate(value):
+                if not isinstance(message, dict):
+                    yield f"`{column}[{i}]` is {kind(message)}"
+                    continue
+                role, content = (
+                    message.get(names[0], message.get("role")),
+                    message.get(names[1], message.get("content")),
+                )
+                if not isinstance(role, str):
+                    yield f"`{column}[{i}]` has no `{names[0]}`"
+                elif content is None:
+                    yield f"`{column}[{i}]` ({role}) has no `{names[1]}`"
+                elif not isinstance(content, str | list):
+                    yield f"`{column}[{i}]` ({role}) has a `{names[1]}` that is {kind(content)}"

@@ -17,19 +17,18 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import trl
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.chat_template_utils import get_training_chat_template
+from trl.data_utils import get_dataset_column_names
 
 from ..layout import IGNORE_INDEX
-from .checks import check_conversations, check_has_no_images, has_conversations
-from .conversation import COLUMNS, Conversation, num_same, with_chat_roles
+from .checks import Settings, check_conversations, has_conversations, has_images
+from .conversation import COLUMNS, Conversation, Tokenizer, num_same, plain_tokenizer, with_chat_roles
 from .reasons import reason, refuse
 from .row import NUM_SHOWN, Bad, MaskCounts, Sample, UnknownTurnError
-from .turns import Chosen, TurnRule, has_markers, masked, template_of, tokenized
+from .turns import Chosen, TurnRule, has_markers
 
-NO_TOKENS: dict[str, Any] = {"input_ids": np.zeros(0, np.int32), "labels": np.zeros(0, np.int64)}
 NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row
-Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
+Row: TypeAlias = Mapping[str, Any]
 
 
 class Recipe:
@@ -48,12 +47,12 @@ class Recipe:
     tokenizer: Tokenizer
     chat_template: str | None = None
     consumes: Collection[str] = COLUMNS
-    bad: ClassVar[Mapping[str, Any]] = NO_TOKENS
+    bad: ClassVar[Mapping[str, object]] = {"input_ids": np.zeros(0, np.int32), "labels": np.zeros(0, np.int64)}
     setting: ClassVar[str] = ""
     splits: ClassVar[bool] = False
     text_field: str = ""
 
-    def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
+    def samples(self, row: Row, number: int) -> list[Sample | Bad]:
         """The samples of a row, which has this number in its dataset. If it raises an error, the row is bad."""
         raise NotImplementedError
 
@@ -63,7 +62,7 @@ class Step:
     """A `map` of TRL's preparation: a function of one row, its keyword arguments, and the columns that it removes."""
 
     function: Callable[..., dict[str, Any]]
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
     removed: tuple[str, ...] = ()
 
 
@@ -77,7 +76,7 @@ class Recorded:
         ValueError: on iteration, no row can be prepared.
     """
 
-    rows: Iterable[dict[str, Any]]
+    rows: Iterable[Row]
     name: str
     text_field: str
     steps: tuple[Step, ...] = ()
@@ -86,7 +85,7 @@ class Recorded:
     def map(
         self,
         function: Callable[..., dict[str, Any]],
-        fn_kwargs: dict[str, Any] | None = None,
+        fn_kwargs: Mapping[str, Any] | None = None,
         remove_columns: str | list[str] | None = None,
         batched: bool = False,
     ) -> "Recorded":
@@ -109,7 +108,7 @@ class Recorded:
             refuse(self.name, problems[:NUM_SHOWN], len(problems), total=number + 1)
 
 
-def _applied(steps: tuple[Step, ...], row: Mapping[str, Any]) -> dict[str, Any]:
+def _applied(steps: tuple[Step, ...], row: Row) -> dict[str, Any]:
     row = dict(row)
     for step in steps:
         sample = step.function(dict(row), **step.kwargs)
@@ -126,33 +125,7 @@ class Whole(Recipe):
     text_field: str
     consumes: Collection[str]
 
-    @classmethod
-    def of(
-        cls,
-        dataset: Dataset | IterableDataset,
-        name: str,
-        args: Any,
-        *,
-        tokenizer: Tokenizer,
-        completion_only_loss: bool,
-        formatting_func: Callable[[dict[str, Any]], str] | None,
-    ) -> "Whole":
-        rows = dataset if isinstance(dataset, Dataset) else dataset.take(NUM_TRIED)
-        steps = () if formatting_func is not None else (Step(with_chat_roles, {}),)
-        settings = copy.copy(args)
-        settings.max_length, settings.shuffle_dataset, settings.assistant_only_loss = None, False, False
-        trainer: Any = SimpleNamespace(  # what TRL's method reads of its trainer
-            _tokenizer=getattr(tokenizer, "tokenizer", tokenizer),
-            chat_template=None,
-            completion_only_loss=completion_only_loss,
-        )
-        recorded: Any = Recorded(rows, name, args.dataset_text_field, steps)
-        prepare: Any = trl.SFTTrainer._prepare_dataset
-        recorded = prepare(trainer, recorded, tokenizer, settings, False, formatting_func, name)
-        removed = frozenset(column for step in recorded.steps for column in step.removed)
-        return cls(recorded.steps, tokenizer, args.dataset_text_field, removed)
-
-    def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
+    def samples(self, row: Row, number: int) -> list[Sample | Bad]:
         sample = _applied(self.steps, row)
         return [Sample.of(sample["input_ids"], sample["labels"])]
 
@@ -172,30 +145,24 @@ class Masked(Recipe):
     completion_only: bool = True
     setting: ClassVar[str] = "assistant_only_loss"
 
-    def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
+    def samples(self, row: Row, number: int) -> list[Sample | Bad]:
         conversation = Conversation.from_row(row)
         conversation.arguments.setdefault("chat_template", self.chat_template)
         num_prompt = conversation.first if self.completion_only else 0
         chosen = self.rule.choose(replace(conversation, first=num_prompt))
-        conversation = chosen.conversation
-        template = template_of(self.tokenizer, conversation.arguments)
-        if has_markers(template) and chosen.is_every_turn and self.rule.train_empty_thinking:
-            outputs = tokenized(conversation.messages, self.tokenizer, **conversation.arguments)
-            tokens, mask = list(outputs["input_ids"]), list(outputs["assistant_masks"])
-        else:
-            text, spans = self.rule.spans(chosen, self.tokenizer, template)
-            tokens, mask = masked(text, spans, self.tokenizer)
+        tokens, mask = self.rule.masked(chosen, self.tokenizer)
         if 1 not in mask and (chosen.trained or not chosen.counts.turns):
             raise UnknownTurnError(
                 "no assistant tokens under the chat template (see its `{% generation %}` markers, "
                 "`assistant_only_loss`)"
             )
         if num_prompt:
-            prompt = tokenized(conversation.messages[:num_prompt], self.tokenizer, True, **conversation.arguments)
-            first = num_same(prompt["input_ids"], tokens)  # as TRL
+            messages = chosen.conversation.messages[:num_prompt]
+            prompt = chosen.conversation.tokens(messages, self.tokenizer, add_generation_prompt=True)
+            first = num_same(prompt, tokens)  # as TRL
             mask[:first] = [0] * first
         labels = [token if bit else IGNORE_INDEX for token, bit in zip(tokens, mask, strict=True)]
-        return [Sample.of(tokens, labels, counts=chosen.counts)]
+        return [Sample.of(tokens, labels, chosen.counts)]
 
 
 @dataclass(frozen=True)
@@ -207,45 +174,32 @@ class EachTurn(Recipe):
     setting: ClassVar[str] = "per_turn"
     splits: ClassVar[bool] = True
 
-    def samples(self, row: Mapping[str, Any], number: int) -> list[Sample | Bad]:
+    def samples(self, row: Row, number: int) -> list[Sample | Bad]:
         return samples_of_turns(self.rule.choose(Conversation.from_row(row)), self._sample, row)
 
-    def _sample(self, conversation: Conversation, turn: int) -> tuple[Sample, list[int]]:
-        made = conversation.untrained(self.tokenizer) if turn < 0 else conversation.sample(turn, self.tokenizer)
-        tokens, labels = made["input_ids"], made["labels"]
+    def _sample(self, conversation: Conversation, turn: int) -> Sample:
+        tokens, labels = conversation.sample(turn, self.tokenizer)
         if turn >= 0:
             self.rule.mask_thinking(labels, conversation.messages[turn], self.tokenizer)
-        return Sample.of(tokens, labels), tokens
+        return Sample.of(tokens, labels)
 
 
-def samples_of_turns(
-    chosen: Chosen, make: Callable[[Conversation, int], tuple[Sample, Any]], row: Mapping[str, Any]
-) -> list[Sample | Bad]:
-    """A sample for each trained turn of a conversation, or one for turn -1 without any.
-
-    Args:
-        make: the sample of a turn, and its tokens or its text.
-    """
+def samples_of_turns(chosen: Chosen, make: Callable[[Conversation, int], Sample], row: Row) -> list[Sample | Bad]:
+    """A sample for each trained turn of a conversation, or one for turn -1 without any."""
     samples: list[Sample | Bad] = []
-    before: Any = ()
     for turn in chosen.trained or [-1]:
         counts = MaskCounts() if samples else chosen.counts
         try:
-            sample, rendered = make(chosen.conversation, turn)
+            samples.append(replace(make(chosen.conversation, turn), turn=turn, counts=counts))
         except Exception as error:
-            samples.append(Bad(reason(row, error, text_field=""), turn, counts))
-            before = ()
-        else:
-            grows = len(before) > 0 and rendered[: len(before)] == before
-            samples.append(replace(sample, turn=turn, counts=counts, grows=grows))
-            before = rendered
+            samples.append(Bad(reason(row, error), turn, counts))
     return samples
 
 
 def recipe_of(
     dataset: Dataset | IterableDataset,
     name: str,
-    args: Any,
+    args: Settings,
     *,
     tokenizer: Tokenizer,
     completion_only_loss: bool,
@@ -260,17 +214,34 @@ def recipe_of(
         return Masked(TurnRule.of(args), tokenizer, training_template(tokenizer), completion_only_loss)
     if formatting_func is None and args.per_turn:
         check_conversations(dataset, name)  # that of `evaluate` was not given before
-        check_has_no_images(dataset, name)
+        if has_images(dataset):
+            raise ValueError(
+                f"`per_turn=True` was given, and the {name} dataset has the columns "
+                f"{get_dataset_column_names(dataset)}, with images, and the training set has none. Its turns would "
+                "become tokens without their images. Give the training set an empty column `images`, or remove the "
+                "column here."
+            )
         return EachTurn(TurnRule.of(args), tokenizer)
-    settings: dict[str, Any] = {"completion_only_loss": completion_only_loss, "formatting_func": formatting_func}
-    return Whole.of(dataset, name, args, tokenizer=tokenizer, **settings)
+    rows = dataset if isinstance(dataset, Dataset) else dataset.take(NUM_TRIED)
+    recorded = Recorded(rows, name, args.dataset_text_field)
+    if formatting_func is None:
+        recorded = recorded.map(with_chat_roles)
+    settings: Any = copy.copy(args)
+    settings.max_length, settings.shuffle_dataset, settings.assistant_only_loss = None, False, False
+    trainer = SimpleNamespace(  # what TRL's method reads of its trainer
+        _tokenizer=plain_tokenizer(tokenizer), chat_template=None, completion_only_loss=completion_only_loss
+    )
+    prepare: Callable[..., Recorded] = trl.SFTTrainer._prepare_dataset
+    steps = prepare(trainer, recorded, tokenizer, settings, False, formatting_func, name).steps
+    return Whole(steps, tokenizer, args.dataset_text_field, {column for step in steps for column in step.removed})
 
 
-def training_template(processing_class: Any) -> str | None:
+def training_template(processing_class: Tokenizer) -> str | None:
     """TRL's template with markers for this tokenizer; None if its own has markers, or if TRL has none for it."""
     if has_markers(processing_class.chat_template):
         return None
     try:
-        return get_training_chat_template(processing_class)
+        template: str | None = get_training_chat_template(processing_class)
+        return template
     except ValueError:  # TRL knows no template like this one: its turns are found one by one
         return None

@@ -1,7 +1,7 @@
 """What a recipe makes of a row, `Sample` or `Bad`, and the counts of the rows of a table."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,10 @@ import pyarrow.compute as pc
 from datasets import Dataset
 
 BAD_ROW = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
+# Columns while turns are counted: the number of the row, and attributes of `Sample` and `MaskCounts`
+NUMBERS = ROW, TURN, TURNS, CONTEXT, EARLIER = tuple(
+    f"packfix_{name}" for name in ("row", "turn", "turns", "context", "earlier")
+)
 NUM_SHOWN = 10  # rows that a message names
 
 
@@ -39,12 +43,13 @@ class TurnCounts:
         >>> TurnCounts(1200, 14054, 3, 0).line()
         '1,200, one document for each of their 14,054 assistant turns; 3 without an assistant turn'
         """
+        others = {
+            "without an assistant turn": self.without_turn,
+            "turns are not trained (their weight is 0, or not the last)": self.left_out,
+            "turns cannot be rendered and are dropped": self.bad,
+        }
         text = f"{self.conversations:,}, one document for each of their {self.samples:,} assistant turns"
-        text += f"; {self.without_turn:,} without an assistant turn" if self.without_turn else ""
-        text += (
-            f"; {self.left_out:,} turns are not trained (their weight is 0, or not the last)" if self.left_out else ""
-        )
-        return text + (f"; {self.bad:,} turns cannot be rendered and are dropped" if self.bad else "")
+        return "; ".join([text, *(f"{count:,} {what}" for what, count in others.items() if count)])
 
 
 @dataclass(frozen=True)
@@ -61,17 +66,6 @@ class MaskCounts:
     context: int = 0
     earlier: int = 0
 
-    def line(self, key: str | None) -> str:
-        """One line of a report.
-
-        >>> MaskCounts(1200, 14, 0).line("weight")
-        '1,186 of 1,200; not trained: 14 with `weight` 0'
-        """
-        left = [f"{self.context:,} with `{key}` 0"] if self.context else []
-        left += [f'{self.earlier:,} before the last (`assistant_turns="last"`)'] if self.earlier else []
-        text = f"{self.turns - self.context - self.earlier:,} of {self.turns:,}"
-        return text + (f"; not trained: {', '.join(left)}" if left else "")
-
 
 @dataclass(frozen=True)
 class Trained:
@@ -79,6 +73,7 @@ class Trained:
 
     Attributes:
         rule: in words, with the setting that chose it.
+        key: of messages, by which turns are left out.
         counts: assistant turns of a table, with `assistant_only_loss`.
     """
 
@@ -92,8 +87,14 @@ class Trained:
         >>> Trained("assistant turns (`assistant_only_loss`)", "weight", MaskCounts(9, 1, 0)).line(3, 12)
         '25.0 %: assistant turns (`assistant_only_loss`), 8 of 9; not trained: 1 with `weight` 0'
         """
-        share = f"{num_trained / num_tokens * 100:.1f} %: " if num_tokens else ""
-        return share + self.rule + ("" if self.counts is None else f", {self.counts.line(self.key)}")
+        text = f"{num_trained / num_tokens * 100:.1f} %: {self.rule}" if num_tokens else self.rule
+        counts = self.counts
+        if counts is None:
+            return text
+        left = [f"{counts.context:,} with `{self.key}` 0"] if counts.context else []
+        left += [f'{counts.earlier:,} before the last (`assistant_turns="last"`)'] if counts.earlier else []
+        text += f", {counts.turns - counts.context - counts.earlier:,} of {counts.turns:,}"
+        return text + (f"; not trained: {', '.join(left)}" if left else "")
 
 
 @dataclass(frozen=True)
@@ -104,18 +105,17 @@ class Sample:
         columns: tokens and labels; of a row with images what was measured.
         turn: index of the message that is trained, of a sample of one turn; else -1.
         counts: the assistant turns of the row, in the first of its samples.
-        grows: whether the sample before it of the same row is its beginning.
     """
 
-    columns: dict[str, Any]
+    columns: Mapping[str, object]
     turn: int = -1
     counts: MaskCounts = MaskCounts()
-    grows: bool = False
 
     @classmethod
-    def of(cls, tokens: list[int], labels: list[int], **numbers: Any) -> "Sample":
+    def of(cls, tokens: list[int], labels: list[int], counts: MaskCounts = MaskCounts()) -> "Sample":
         # Arrays, because lists of Python's integers would need many times the memory
-        return cls({"input_ids": np.array(tokens, np.int32), "labels": np.array(labels, np.int64)}, **numbers)
+        columns = {"input_ids": np.array(tokens, np.int32), "labels": np.array(labels, np.int64)}
+        return cls(columns, counts=counts)
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,16 @@ class Bad:
     reason: str
     turn: int = -1
     counts: MaskCounts = MaskCounts()
-    grows: bool = False
 
 
 class UnknownTurnError(ValueError):
     """A row of which it is not known which tokens are to be trained."""
+
+
+def column_of(samples: Dataset, name: str) -> npt.NDArray[np.int64]:
+    """A column of numbers, shape (samples,)."""
+    numbers: npt.NDArray[np.int64] = samples.select_columns(name).with_format("arrow")[:][name].to_numpy()
+    return numbers
 
 
 def bad_rows(dataset: Dataset) -> npt.NDArray[np.bool_] | None:
@@ -161,5 +166,5 @@ class Cached:
     function: Callable[..., Any]
     code: str = CODE
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.function(*args, **kwargs)

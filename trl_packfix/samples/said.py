@@ -6,21 +6,21 @@ one out is found by rendering rows with the field and without it.
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import is_conversational_from_value
 
 from ..layout import IGNORE_INDEX
 from .checks import NUM_OF_STREAM, holds, rows_with
-from .conversation import NUM_SHOWN, ROLES, Conversation, with_role
+from .conversation import NUM_SHOWN, ROLES, Conversation, Message, Tokenizer, plain_tokenizer, with_role
+from .row import ROW, column_of
 
 logger = logging.getLogger(__name__)
+trl_logger = logging.getLogger("trl.trainer.sft_trainer")
 
 # A message may hold a thought under several names for several templates; transformers copies it to the others.
 FIELDS = (("reasoning_content", "thinking", "reasoning"), ("tool_calls",))
@@ -35,7 +35,7 @@ def say_what_is_renamed(dataset: Dataset | IterableDataset, name: str) -> None:
     """Warn that roles of `conversations` of a table are renamed (`with_chat_roles`), with the number of rows."""
     if not isinstance(dataset, Dataset):
         return
-    first: dict[str, Any] = next(iter(dataset), {})  # an empty dataset is refused
+    first: dict[str, object] = next(iter(dataset), {})  # an empty dataset is refused
     if not first.get("conversations") or not is_conversational_from_value(first):
         return
     num_rows = int(rows_with(dataset, "from", values=ROLES).sum())
@@ -50,7 +50,7 @@ def say_what_is_renamed(dataset: Dataset | IterableDataset, name: str) -> None:
 def say_what_is_left_out(
     dataset: Dataset | IterableDataset,
     name: str,
-    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+    tokenizer: Tokenizer,
     *,
     chat_template: str | None,
     per_turn: bool,
@@ -63,19 +63,14 @@ def say_what_is_left_out(
     """
     for fields in FIELDS:
         rows, count = _holding(dataset, fields)
-        holders = [
-            (conversation, i)
-            for conversation in _conversations(rows, chat_template, fields)
-            for i in _places(conversation, fields)
-        ]
-        left_out = [
-            holder for holder in holders if _is_left_out(*holder, fields, tokenizer=tokenizer, per_turn=per_turn)
-        ]
+        holders = []
+        for conversation in _conversations(rows, chat_template, fields):
+            held = [i for i, message in enumerate(conversation.messages) if any(map(message.get, fields))]
+            holders += [(conversation, i) for i in sorted({*held[:2], *held[-2:]})]
+        left_out = [holder for holder in holders if _is_left_out(*holder, fields, tokenizer=tokenizer, alone=per_turn)]
         if left_out:
             names = " or ".join(f"`{field}`" for field in fields if holds(rows, field))
-            if per_turn or any(
-                _is_left_out(*holder, fields, tokenizer=tokenizer, per_turn=True) for holder in left_out
-            ):
+            if per_turn or any(_is_left_out(*holder, fields, tokenizer=tokenizer, alone=True) for holder in left_out):
                 advice = "`chat_template_path` to a template that renders it, or write it into `content`"
             else:  # it is left out of earlier turns only
                 advice = "`per_turn=True`, which trains each turn as it is rendered when it is the last"
@@ -86,10 +81,8 @@ def say_what_is_left_out(
             )
     rows, count = _holding(dataset, ("role",), ROLES)
     for conversation in _conversations(rows, chat_template, ("role",)):
-        messages = conversation.messages
-        texts = [
-            _text(conversation, variant, tokenizer) for variant in (messages, [with_role(m, "role") for m in messages])
-        ]
+        renamed = [with_role(message, "role") for message in conversation.messages]
+        texts = [_text(conversation, messages, tokenizer) for messages in (conversation.messages, renamed)]
         if None not in texts and texts[0] != texts[1]:
             logger.warning(
                 "%s of the %s dataset have the roles `human` or `gpt`, and the chat template renders them otherwise "
@@ -100,8 +93,55 @@ def say_what_is_left_out(
             return
 
 
+def _is_left_out(
+    conversation: Conversation, i: int, fields: tuple[str, ...], *, tokenizer: Tokenizer, alone: bool
+) -> bool:
+    """Whether message `i` is rendered as without the fields, at its own turn or in the whole conversation."""
+    messages = conversation.messages[: i + 1] if alone else conversation.messages
+    without = {key: value for key, value in messages[i].items() if key not in fields}
+    text = _text(conversation, messages, tokenizer)
+    return text is not None and text == _text(conversation, [*messages[:i], without, *messages[i + 1 :]], tokenizer)
+
+
+def _text(conversation: Conversation, messages: list[Message], tokenizer: Tokenizer) -> str | None:
+    try:
+        return conversation.text(messages, tokenizer)
+    except Exception:  # a template raises what it wants; a bad row is named elsewhere
+        return None
+
+
+def _conversations(
+    rows: Iterable[Mapping[str, Any]], chat_template: str | None, fields: tuple[str, ...]
+) -> list[Conversation]:
+    """Conversations of different shapes: of the roles in order, and which messages hold a field."""
+    shapes: dict[object, Conversation] = {}
+    for row in rows:
+        try:
+            conversation = Conversation.from_row(row)
+            shape = tuple((message["role"], any(map(message.get, fields))) for message in conversation.messages)
+        except Exception:
+            continue  # a bad row, named elsewhere
+        if chat_template is not None:
+            conversation.arguments.setdefault("chat_template", chat_template)
+        shapes.setdefault(shape, conversation)
+    return list(shapes.values())[:NUM_RENDERED]
+
+
+def _holding(
+    dataset: Dataset | IterableDataset, keys: tuple[str, ...], values: Collection[str] | None = None
+) -> tuple[list[dict[str, Any]], str]:
+    """Some rows whose messages hold one of the keys, with one of the values if they are given; and how many rows do."""
+    if isinstance(dataset, IterableDataset):
+        rows = list(dataset.take(NUM_OF_STREAM))
+        holding = [row for row in rows if any(holds([row], key, values) for key in keys)]
+        return holding, f"{len(holding)} of the first {len(rows)} rows"
+    places = np.flatnonzero(np.any([rows_with(dataset, key, values=values) for key in keys], axis=0))
+    drawn = places[np.unique(np.linspace(0, len(places) - 1, NUM_DRAWN).astype(int))] if len(places) else places
+    return list(dataset.select(drawn).with_format(None)), f"{len(places)} of {len(dataset)} rows"
+
+
 def say_if_turns_do_not_end(
-    rows: Iterable[dict[str, Any]], name: str, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, *, setting: str
+    rows: Iterable[Mapping[str, Any]], name: str, tokenizer: Tokenizer, *, setting: str
 ) -> None:
     """Warn if a trained turn has no end-of-turn token: the template puts it in front of the next message.
 
@@ -120,99 +160,41 @@ def say_if_turns_do_not_end(
         )
 
 
-def _places(conversation: Conversation, fields: tuple[str, ...]) -> list[int]:
-    """The first and last messages that hold a field."""
-    held = [i for i, message in enumerate(conversation.messages) if any(message.get(field) for field in fields)]
-    return sorted({*held[:2], *held[-2:]})
-
-
-def _is_left_out(
-    conversation: Conversation, i: int, fields: tuple[str, ...], *, tokenizer: Any, per_turn: bool
-) -> bool:
-    """Whether message `i` is rendered as without the fields, at its own turn or in the whole conversation."""
-    messages = conversation.messages[: i + 1] if per_turn else conversation.messages
-    without = {key: value for key, value in messages[i].items() if key not in fields}
-    text = _text(conversation, messages, tokenizer)  # None in a bad row, which is named elsewhere
-    return text is not None and text == _text(conversation, [*messages[:i], without, *messages[i + 1 :]], tokenizer)
-
-
-def _text(conversation: Conversation, messages: list[dict[str, Any]], tokenizer: Any) -> str | None:
-    try:
-        return conversation.text(messages, tokenizer)
-    except Exception:  # a template raises what it wants
-        return None
-
-
-def _conversations(
-    rows: Iterable[dict[str, Any]], chat_template: str | None, fields: tuple[str, ...]
-) -> list[Conversation]:
-    """Conversations of different shapes: of the roles in order, and which messages hold a field."""
-    shapes: dict[Any, Conversation] = {}
-    for row in rows:
-        try:
-            conversation = Conversation.from_row(row)
-            shape = tuple((m["role"], any(m.get(field) for field in fields)) for m in conversation.messages)
-        except Exception:
-            continue  # a bad row, named elsewhere
-        if chat_template is not None:
-            conversation.arguments.setdefault("chat_template", chat_template)
-        shapes.setdefault(shape, conversation)
-    return list(shapes.values())[:NUM_RENDERED]
-
-
-def _holding(
-    dataset: Dataset | IterableDataset, keys: tuple[str, ...], values: Collection[str] | None = None
-) -> tuple[list[dict[str, Any]], str]:
-    """Some rows whose messages hold one of the keys, with one of the values if they are given; and how many rows do."""
-    if isinstance(dataset, IterableDataset):
-        rows = list(dataset.take(NUM_OF_STREAM))
-        holding = [row for row in rows if any(holds([row], key, values) for key in keys)]
-        return holding, f"{len(holding)} of the first {len(rows)} rows"
-    masks = [rows_with(dataset, key, values=values) for key in keys]
-    places = np.flatnonzero(np.any(masks, axis=0))
-    drawn = places[np.unique(np.linspace(0, len(places) - 1, NUM_DRAWN).astype(int))] if len(places) else places
-    return list(dataset.select(drawn).with_format(None)), f"{len(places)} of {len(dataset)} rows"
-
-
-def unended(labels: Sequence[int], tokenizer: Any) -> str | None:
-    """The text at the end of a sample, if no special token ends its turn; else None. White space may follow the token.
-
-    Args:
-        tokenizer: a tokenizer, or a processor that has one.
-    """
-    tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
-    added = tokenizer.added_tokens_decoder  # also tokens such as </tool_call>, which end no turn
-    special = {*(token for token in added if added[token].special), *tokenizer.all_special_ids}
+def unended(labels: Sequence[int], tokenizer: Tokenizer) -> str | None:
+    """The text at the end of a sample, if no special token ends its turn; else None. White space may follow it."""
+    plain: Any = plain_tokenizer(tokenizer)
+    added = plain.added_tokens_decoder  # also tokens such as </tool_call>, which end no turn
+    special = {*(token for token in added if added[token].special), *plain.all_special_ids}
     trained = [label for label in labels if label != IGNORE_INDEX]
     for token in reversed(trained):
         if token in special:
             return None
-        if tokenizer.decode([token]).strip():
+        if plain.decode([token]).strip():
             break
-    return tokenizer.decode(trained)[-NUM_SHOWN:]
+    return str(plain.decode(trained)[-NUM_SHOWN:])
 
 
-def say_if_nothing_is_stripped(
-    name: str, conversations: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], *, grows: npt.NDArray[np.int64]
-) -> None:
+def say_if_nothing_is_stripped(samples: Dataset, name: str) -> None:
     """Warn if, in the first conversations, every sample is the beginning of the next: then `per_turn` gives nothing.
 
     Args:
-        conversations: of each sample the number of its conversation, (N,).
-        lengths: of each sample its tokens, (N,).
-        grows: of each sample whether the one before it of the same conversation is its beginning, (N,).
+        samples: a table with the number of the conversation and the tokens of each.
     """
-    num = int(np.searchsorted(conversations, NUM_COMPARED))
-    conversations, lengths, grows = conversations[:num], lengths[:num], grows[:num]
-    same = (conversations[1:] == conversations[:-1]) & (lengths[1:] > 0) & (lengths[:-1] > 0)
-    if same.any() and grows[1:][same].all():
-        last = np.append(conversations[1:] != conversations[:-1], True)
+    rows = column_of(samples, ROW)
+    rows = rows[: np.searchsorted(rows, NUM_COMPARED)]
+    column = "input_ids" if "input_ids" in samples.column_names else "tokens"
+    lists = samples.select_columns(column).select(range(len(rows))).with_format("arrow")[:][column]
+    tokens = [each.values.to_numpy() for each in lists]
+    neighbours = zip(rows[:-1], rows[1:], tokens[:-1], tokens[1:], strict=True)
+    pairs = [(one, after) for row, other, one, after in neighbours if row == other and len(one) and len(after)]
+    if pairs and all(np.array_equal(before, after[: len(before)]) for before, after in pairs):
+        last = dict(zip(rows.tolist(), map(len, tokens), strict=True))  # of each conversation
         logger.warning(
             "`per_turn=True` was given, and the chat template renders each turn as the beginning of the next in all of "
             "the first %d conversations of the %s dataset. Their samples have %.1f times the tokens of the "
             "conversations and train the same answers. Set `per_turn=False` and `assistant_only_loss=True`, if all "
             "conversations are like this.",
-            *(len(np.unique(conversations)), name, lengths.sum() / lengths[last].sum()),
+            *(len(last), name, sum(map(len, tokens)) / sum(last.values())),
         )
 
 
@@ -227,11 +209,11 @@ class Repeats(logging.Filter):
         self.counts: Counter[str] = Counter()
 
     def __enter__(self) -> "Repeats":
-        _logger().addFilter(self)
+        trl_logger.addFilter(self)
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        _logger().removeFilter(self)
+    def __exit__(self, *_: object) -> None:
+        trl_logger.removeFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = record.getMessage()[:KIND]
@@ -239,20 +221,8 @@ class Repeats(logging.Filter):
         return self.counts[kind] == 1
 
     def say(self, name: str) -> None:
-        """One line for each kind that was repeated.
-
-        Args:
-            name: of the dataset.
-        """
+        """One line for each kind that was repeated, with the name of the dataset."""
         for kind, count in self.counts.items():
             if count > 1:
-                _logger().warning(
-                    "%d more warnings of TRL about the %s dataset begin with %r and are not shown.",
-                    count - 1,
-                    name,
-                    kind,
-                )
-
-
-def _logger() -> logging.Logger:
-    return logging.getLogger("trl.trainer.sft_trainer")
+                text = "%d more warnings of TRL about the %s dataset begin with %r and are not shown."
+                trl_logger.warning(text, count - 1, name, kind)

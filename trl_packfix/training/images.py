@@ -19,11 +19,12 @@ from ..data.image_rows import ImageRows
 from ..data.reader import TokenReader
 from ..data.stream_images import StreamImages
 from ..data.stream_reader import refuse_empty
-from ..samples.apply import GROWS, ROW, column_of, count_turns, say_counts
+from ..samples.apply import count_turns
 from ..samples.checks import check_conversations, has_images
 from ..samples.encoded_images import undecoded
 from ..samples.images import measure
 from ..samples.processor import RowProcessor
+from ..samples.row import column_of
 from ..samples.said import say_if_nothing_is_stripped, say_if_turns_do_not_end
 from ..samples.turns import TurnRule
 from .config import SFTConfig
@@ -112,15 +113,13 @@ def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SF
         measures = measure(dataset, process, name, drops=drops or rule is not None, **settings)
     if rule is None:
         return ImageRows(dataset, process, measures)
-    counts = count_turns(dataset, measures, name, is_split=True, drops=drops)
-    say_counts(counts, name, args)
+    counts = count_turns(dataset, measures, name, args=args, is_split=True, drops=drops)
     reader = ImageRows(dataset, process, measures, turns=counts, rule=rule)
     if marks:
         trained = np.flatnonzero(column_of(measures, "trained"))[:1].tolist()
         first = [reader.read(row, 0, int(reader.lengths[row])) for row in trained]
         say_if_turns_do_not_end(first, name, process.processor, setting="per_turn")
-        rows, grows = column_of(measures, ROW), column_of(measures, GROWS)
-        say_if_nothing_is_stripped(name, rows, reader.lengths, grows=grows)
+        say_if_nothing_is_stripped(measures, name)
     return reader
 
 

@@ -52,7 +52,7 @@ def prepare_images(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRo
         dataset_text_field=args.dataset_text_field,
     )
     if args.assistant_only_loss:
-        collate = masking_collator(collate, processor, TurnRule.of(args))
+        collate = masking_collator(collate, TurnRule.of(args))
     return measure_rows(dataset, row_processor(collate, args.per_turn), "train", args=args, marks=True)
 
 

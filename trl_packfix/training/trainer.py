@@ -179,7 +179,7 @@ class SFTTrainer(trl.SFTTrainer):
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             rule = TurnRule.of(args)
-            self.data_collator = masking_collator(self.data_collator, self.processing_class, rule)
+            self.data_collator = masking_collator(self.data_collator, rule)
             counts = count_turns_of_images(train_dataset, rule)
             self.data.trained = replace(self.data.trained, counts=counts)
         self.data.attach()
