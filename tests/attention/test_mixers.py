@@ -297,8 +297,8 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
         examples = PrefixProbe.examples
 
         def one_tree(self, longest):
-            documents, changes = examples(self, longest)
-            return documents[:-2], [(i, other) for i, other in changes if i < len(documents) - 2]
+            documents, variants = examples(self, longest)
+            return documents[:-2], [variant[:-2] for variant in variants]
 
         monkeypatch.setattr(PrefixProbe, "examples", one_tree)
         assert packed.prove_prefixes(model) is None

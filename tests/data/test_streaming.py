@@ -706,7 +706,7 @@ def test_the_report_says_what_is_known(tmp_path, capsys):
     assert running == [0, 1, 2]
     before, after = capsys.readouterr().out.split("Packing report\n")[1:]
     for text in (before, after):
-        assert "a stream of unknown length" in text and "3 (max_steps)" in text and "proved on this model" in text
+        assert "a stream of unknown length" in text and "3 (max_steps)" in text and "passed: changing" in text
     assert "  efficiency " not in before and "truncated" not in before
     for text in (r"read +300 documents", r"trained .* in 3 packs", "efficiency", "trained tokens are lost: raise"):
         assert re.search(text, after), text

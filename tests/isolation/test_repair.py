@@ -266,7 +266,7 @@ def test_the_report_says_what_was_repaired_and_the_state_keeps_it(tmp_path, caps
     run.train()
     shown = capsys.readouterr().out
     assert "2 FalconAttention (transformer.h.0.self_attention) as rows of a padded batch" in shown
-    assert "proved on this model" in shown and "UNPACKED" not in shown
+    assert "passed: " in shown and "UNPACKED" not in shown
     assert "isolation/max_change" not in shown and "train_loss" in shown, "the report shows these numbers"
     run.save_state()
     (entry,) = [each for each in run.state.log_history if "isolation/max_change" in each]

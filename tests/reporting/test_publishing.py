@@ -54,7 +54,7 @@ def test_the_report_in_about_twelve_lines(run, capsys):
     for text in (
         f"{report.num_packs:,} packs",
         f"{report.efficiency:.2%}",
-        "proved on this model",
+        "passed: changing one document",
         "lost",
         "truncated",
     ):
@@ -147,7 +147,7 @@ def test_the_model_card_says_packed_how_and_proved(run):
     assert card.count("## Packing") == 1 and card.index("## Packing") < card.index("### Framework versions")
     for label, text in run.packing_report.lines():
         assert f"| {label} | {text.replace('|', '/')} |" in card
-    assert "(stream)" in card and "proved on this model" in card and "Cite TRL as" in card
+    assert "(stream)" in card and "passed: changing one document" in card and "Cite TRL as" in card
 
 
 def test_an_unpacked_run_has_the_card_of_trl(tmp_path):

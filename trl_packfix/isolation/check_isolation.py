@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +30,11 @@ from ..attention.varlen import ATTENTION_NAME
 from .image_probe import ImageProbe, ImageSource, make_probe
 from .isolation_report import MAX_NOISE, IsolationReport
 from .prefix_probe import ImagePrefixProbe, PrefixProbe
-from .probe import LENGTHS, SPARE, Probe
+from .probe import LENGTHS, SPARE, Case, Documents, Probe
 from .probed_model import CannotRun, distance, exact
 from .thresholds import thresholds
 from .ties import FirstOfTies
-from .tracing import Evidence, Leak, find_leaks, find_origins, find_wrong_parts
+from .tracing import Leak, find_leaks, find_origins, find_wrong_parts
 
 FAR = (100,) * 6  # documents before the one far from the start: bf16 represents integers exactly up to 256 only
 COARSE = 1e-4  # a tolerance above it means half precision
@@ -52,10 +53,11 @@ def check_isolation(
     """Test whether documents in a pack are isolated on this model, with its attention, adapters, dtype and wrapping.
 
     Parameters, gradients, buffers, random state and training mode are unchanged when it returns. It costs about ten
-    forwards of 47 tokens and four backwards, and one forward of 611 tokens. In half precision it costs six more
-    forwards of 47 tokens. If the model has a threshold below `max_length`, it costs two packs just longer than the
-    largest of them. All ranks must call it with wrapped models (DDP, DeepSpeed, FSDP). These are tested by forwards
-    only with degree 1, and have a backward for each document above it.
+    forwards of at most 50 tokens, four backwards, and one forward of 611 tokens. In half precision it costs up to seven
+    more forwards of 47 tokens, where one rounding does not explain what is seen. If the model has a threshold below
+    `max_length`, it costs two packs just longer than the largest of them. All ranks must call it with wrapped models
+    (DDP, DeepSpeed, FSDP). These are tested by forwards only with degree 1, and have a backward for each document above
+    it.
 
     Args:
         model: a transformers causal LM, wrapped or not by PEFT, DDP or an engine.
@@ -96,8 +98,8 @@ def _check(probe: Probe, max_length: int | None) -> IsolationReport:
 
 def _judge_all(probe: Probe, max_length: int | None) -> IsolationReport:
     """The report on documents of text and, if these are right and the probe has images, on documents with images."""
-    report, evidence = judge(probe, max_length)
-    if evidence is not None or not isinstance(probe, ImageProbe):
+    report, case = judge(probe, max_length)
+    if case is not None or not isinstance(probe, ImageProbe):
         return report
     seen = judge(probe, max_length, with_images=True)[0]
     largest = {name: max(getattr(report, name), getattr(seen, name)) for name in LARGEST}
@@ -145,118 +147,157 @@ def refused(probe: Probe, error: CannotRun) -> IsolationReport:
     )
 
 
-Gap = tuple[float, Evidence]  # a change of states relative to the largest one, and the two runs that show it
+Gap = tuple[float, Case]  # a change of states relative to the largest one, and the two runs that show it
 
 
-def judge(probe: Probe, max_length: int | None, with_images: bool = False) -> tuple[IsolationReport, Evidence | None]:
+class Runs:
+    """The runs of a probe and what rounding explains of their gaps, which is measured only as far as a gap needs it.
+
+    Attributes:
+        scale: the largest state of the documents, to which gaps are relative.
+        rounding: the relative change that rounding of one sum may cause.
+        tolerance: the one at the end of the model.
+    """
+
+    def __init__(self, probe: Probe, documents: Documents):
+        self.probe, self.documents = probe, documents
+        self._base = probe.silenced(documents)
+        self.scale = max(states.abs().max().item() for states in self._base)
+        self.rounding = self.tolerance = probe.rounding(documents)
+        self._large: tuple[Documents, list[Tensor]] = ([], [])
+        self._alone: list[tuple[Any, bool, Tensor]] = []
+        self._measured = 0
+
+    def gap(self, case: Case) -> Gap:
+        """How far the documents that both runs have are apart."""
+        first = self._packed(case)
+        if case.variant is not None:
+            second = self.probe.packed(case.variant, case.large)
+            return distance(first, second, case.same) / self.scale, case
+        (i,) = case.same
+        return distance([first[i]], [self._states_alone(case.documents[i], case.large)], [0]) / self.scale, case
+
+    def _packed(self, case: Case) -> list[Tensor]:
+        if case.documents is self.documents:
+            return self._base
+        if self._large[0] is not case.documents:
+            self._large = case.documents, self.probe.packed(case.documents, case.large)
+        return self._large[1]
+
+    def _states_alone(self, ids: Any, large: bool) -> Tensor:
+        for known, is_large, states in self._alone:
+            if known is ids and is_large is large:
+                return states
+        self._alone.append((ids, large, self.probe.alone(ids, large)))
+        return self._alone[-1][2]
+
+    def explains(self, gap: float) -> bool:
+        """Whether rounding explains a gap, on all ranks."""
+        while self.probe.on_any_rank(gap > self.tolerance):
+            if not self._measure():
+                return False
+        return True
+
+    def repeat(self) -> None:
+        """Add to the rounding of one sum what a repeated run changes."""
+        if not self._measured:
+            self._measure()
+
+    def _measure(self) -> bool:
+        """Run the documents once more, as they are or rounded otherwise; False if that was done often enough."""
+        if self._measured > (DRAWS if self.rounding > COARSE else 0):
+            return False
+        with self.probe.rounded_otherwise(self._measured) if self._measured else nullcontext():
+            moved = distance(self._base, self.probe.packed(self.documents), range(len(self.documents))) / self.scale
+        if self._measured:  # roundings add up in a deep model, and one of them can make a router choose other experts
+            self.tolerance = max(self.tolerance, min(3 * moved, MAX_NOISE))
+        else:
+            self.rounding += 8 * moved
+            self.tolerance = self.rounding
+        self._measured += 1
+        return True
+
+
+def judge(probe: Probe, max_length: int | None, with_images: bool = False) -> tuple[IsolationReport, Case | None]:
     """The report, and the pair of runs that shows a defect most clearly; None if there is no defect.
 
     The documents are text or, if `with_images`, have images in unequal places, which needs an `ImageProbe`.
 
     Raises `CannotRun` if the model raises.
     """
-    probe.silence_draws()
     reach, unreachable = thresholds(probe.config, max_length, min(LENGTHS))
     if with_images:
         assert isinstance(probe, ImageProbe)
-        documents, variants = probe.image_examples()
-        reach = {}
+        (documents, variants), reach = probe.image_examples(), {}
     else:
         documents, variants = probe.examples(max_length)
-    base = probe.packed(documents)
-    scale = max(states.abs().max().item() for states in base)
-    rounding, tolerance = _tolerances(probe, documents, base, scale=scale)
-    changes = [_change(probe, documents, variant, base=base, scale=scale) for variant in variants]
-    alone = [_difference(probe, documents, i, states=base, scale=scale) for i in range(len(documents))]
-    differences = [max(alone, key=lambda gap: (gap[0], gap[1].alone))]
+    runs = Runs(probe, documents)
+    changes = [runs.gap(Case(documents, variant)) for variant in variants]
+    alone = [runs.gap(Case(documents, alone=i)) for i in range(len(documents))]
     # transformers drops a mask that hides nothing, and with it the causality of some models
-    single = documents[-1:]
-    differences.append(_difference(probe, single, 0, states=probe.packed(single), scale=scale))
+    differences = [max(alone, key=lambda gap: (gap[0], gap[1].alone)), runs.gap(Case(documents[-1:], alone=0))]
     if reach:  # one document exceeds all thresholds at once, between two short ones
-        long, other = probe.long_examples(max(reach.values()) + SPARE)
-        together = probe.packed(long, large=True)
-        differences += [_difference(probe, long, i, states=together, scale=scale, large=True) for i in range(len(long))]
-        changes.append(_change(probe, long, (1, other), base=together, scale=scale, large=True))
+        long, (shorter,) = probe.long_examples(max(reach.values()) + SPARE)
+        changes.append(runs.gap(Case(long, shorter, large=True)))
+        differences += [runs.gap(Case(long, alone=i, large=True)) for i in range(len(long))]
     gradient = probe.gradient(documents) if probe.takes_gradient else None
     if not probe.on_any_rank(gradient):  # else the result is clear
-        _explain(probe, changes, tolerance, scale=scale)
-        _explain(probe, differences, tolerance, scale=scale)
-    change = max(gap for gap, _ in changes)
-    if not probe.on_any_rank(gradient or max(change, *(gap for gap, _ in differences)) > tolerance):
-        far = [*(probe.tokens(min(n, max_length or n)) for n in FAR), documents[2]]
-        states = probe.packed(far, large=True)
-        differences.append(_difference(probe, far, len(FAR), states=states, scale=scale, large=True))
-        _explain(probe, differences, tolerance, scale=scale)
-    difference, odd = max(differences, key=lambda gap: gap[0])
-    moved = probe.on_any_rank(change > tolerance)
-    # Prefer runs of equal lengths: only tokens differ in them, which shows the place of the leak most clearly.
-    leaking = [gap for gap in changes if gap[0] > tolerance] or changes
-    _, leak = max(leaking, key=lambda gap: (gap[1].same_length, gap[0]))
-    leaks: list[Leak] = []
-    if probe.degree > 1:
-        leaks = find_wrong_parts(probe, tolerance) if moved or probe.on_any_rank(difference > tolerance) else []
-    elif probe.traces_leaks and moved:
-        leaks = find_leaks(probe, leak, tolerance)
-    elif probe.traces_leaks and tolerance > COARSE:
-        leaks, leak = _origins(probe, changes, rounding)
-        moved = bool(leaks)
+        _explain(runs, changes)
+        _explain(runs, differences)
+        if runs.explains(max(gap for gap, _ in changes + differences)):
+            far = [*(probe.tokens(min(n, max_length or n)) for n in FAR), documents[2]]
+            differences.append(runs.gap(Case(far, alone=len(FAR), large=True)))
+            _explain(runs, differences)
+    change, (difference, odd) = max(gap for gap, _ in changes), max(differences, key=lambda gap: gap[0])
+    moved = not runs.explains(change)
+    leaks, leak = _leaks(runs, changes, moved=moved, is_equal=runs.explains(difference))
     report = IsolationReport(
-        isolated=not moved and not gradient,
-        equal=difference <= tolerance,
+        isolated=not (moved or gradient or (leaks and probe.degree == 1)),
+        equal=difference <= runs.tolerance,
         max_change=change,
         max_difference=difference,
         max_gradient=gradient,
-        tolerance=tolerance,
+        tolerance=runs.tolerance,
         attention=probe.attention,
         leaks=leaks,
         unreachable=unreachable,
         degree=probe.degree,
         reads_ahead=probe.reads_ahead,
+        dtype=probe.dtype_name,
     )
     if report.passed:
         return report, None
     return report, leak if not report.isolated else odd
 
 
-def _tolerances(probe: Probe, documents: list[Tensor], base: list[Tensor], *, scale: float) -> tuple[float, float]:
-    """The relative change that rounding of one sum may cause, and the one at the end of the model."""
-    everyone = range(len(documents))
-    rounding = 8 * distance(base, probe.packed(documents), everyone) / scale + probe.rounding(documents)
-    if rounding <= COARSE:
-        return rounding, rounding
-    # Roundings add up in a deep model, and one of them can make a router choose other experts.
-    moved_by = []
-    for draw in range(DRAWS):
-        with probe.rounded_otherwise(draw):
-            moved_by.append(distance(base, probe.packed(documents), everyone))
-    return rounding, max(rounding, min(3 * max(moved_by) / scale, MAX_NOISE))
+def _leaks(runs: Runs, changes: list[Gap], *, moved: bool, is_equal: bool) -> tuple[list[Leak], Case]:
+    """The modules where information crosses, and the runs that show it."""
+    probe, tolerance = runs.probe, runs.tolerance
+    # Prefer runs of equal lengths: only tokens differ in them, which shows the place of the leak most clearly.
+    leaking = [gap for gap in changes if gap[0] > tolerance] or changes
+    _, case = max(leaking, key=lambda gap: (gap[1].same_length, gap[0]))
+    leaks: list[Leak] = []
+    if probe.degree > 1:
+        return find_wrong_parts(probe, tolerance) if moved or not is_equal else [], case
+    if not probe.traces_leaks:
+        return [], case
+    if moved:
+        return find_leaks(probe, case, tolerance), case
+    # At the end of a deep model the rounding of half precision may hide a leak; in the module where it begins, not.
+    for gap, case in changes if runs.rounding > COARSE else ():
+        if not probe.on_any_rank(gap):
+            continue
+        runs.repeat()
+        if case.large:  # recording all modules for a long document would need too much memory
+            leaks = find_leaks(probe, case, runs.rounding, positions_only=True)
+        else:  # with equal numbers of tokens all sums have the same order, so half the tolerance is enough
+            leaks = find_origins(probe, case, runs.rounding / 2 if case.same_length else runs.rounding)
+        if probe.on_any_rank(leaks):
+            break
+    return leaks, case
 
 
-def _change(
-    probe: Probe,
-    documents: list[Tensor],
-    variant: tuple[int, Tensor],
-    *,
-    base: list[Tensor],
-    scale: float,
-    large: bool = False,
-) -> Gap:
-    """How far the other documents move if one is replaced; `variant` is its index and what replaces it."""
-    changed, other = variant
-    pack = [*documents[:changed], other, *documents[changed + 1 :]]
-    others = [i for i in range(len(documents)) if i != changed]
-    return distance(base, probe.packed(pack, large), others) / scale, Evidence(documents, pack, large=large)
-
-
-def _difference(
-    probe: Probe, documents: list[Tensor], i: int, *, states: list[Tensor], scale: float, large: bool = False
-) -> Gap:
-    """How far a document, whose states in the pack these are, is from itself alone."""
-    gap = distance([states[i]], [probe.alone(documents[i], large)], [0]) / scale
-    return gap, Evidence(documents, alone=i, large=large)
-
-
-def _explain(probe: Probe, gaps: list[Gap], tolerance: float, *, scale: float) -> None:
+def _explain(runs: Runs, gaps: list[Gap]) -> None:
     """Replace the largest gaps by their minimum over several roundings, until one stays above the tolerance.
 
     A router or an indexer picks the largest of nearly equal scores. One rounding can change which one it picks, and
@@ -265,53 +306,32 @@ def _explain(probe: Probe, gaps: list[Gap], tolerance: float, *, scale: float) -
     """
     for _ in gaps:
         largest = max(range(len(gaps)), key=lambda i: gaps[i][0])
-        gap, evidence = gaps[largest]
-        if not probe.on_any_rank(gap > tolerance):
+        gap, case = gaps[largest]
+        if runs.explains(gap):
             return
-        smallest = _smallest_gap(probe, evidence) / scale
-        gaps[largest] = (smallest, evidence)
-        if probe.on_any_rank(smallest > tolerance):
+        gaps[largest] = (_smallest_gap(runs.probe, case) / runs.scale, case)
+        if not runs.explains(gaps[largest][0]):
             return
 
 
-def _smallest_gap(probe: Probe, evidence: Evidence) -> float:
+def _smallest_gap(probe: Probe, case: Case) -> float:
     """The smallest gap of each token between the two runs, over several roundings of each; the largest of these."""
-    documents, variant, alone = evidence.documents, evidence.variant, evidence.alone
-    same = [i for i, ids in enumerate(documents) if (i == alone if variant is None else ids is variant[i])]
 
-    def run(pack: list[Tensor] | None, draw: int | None) -> Tensor:
+    def run(pack: Documents | None, draw: int | None) -> Tensor:
         rounding = nullcontext() if draw is None else probe.rounded_otherwise(draw)
         with FirstOfTies(), rounding:  # type: ignore[no-untyped-call]
             if pack is None:
-                return probe.alone(documents[same[0]], evidence.large)
-            states = probe.packed(pack, evidence.large)
-        return torch.cat([states[i] for i in same])
+                return probe.alone(case.documents[case.same[0]], case.large)
+            states = probe.packed(pack, case.large)
+        return torch.cat([states[i] for i in case.same])
 
-    first = [run(documents, draw) for draw in (None, *range(DRAWS))]
+    first = [run(case.documents, draw) for draw in (None, *range(DRAWS))]
     smallest = exact(torch.full((len(first[0]),), inf, device=first[0].device))
     for draw in (None, *range(DRAWS, 2 * DRAWS)):
-        second = exact(run(variant, draw))
+        second = exact(run(case.variant, draw))
         for one in first:
             smallest = torch.minimum(smallest, (exact(one) - second).abs().amax(-1).nan_to_num(inf))
     return smallest.max().item()
-
-
-def _origins(probe: Probe, changes: list[Gap], rounding: float) -> tuple[list[Leak], Evidence]:
-    """The modules where documents begin to change, and the runs that show it.
-
-    At the end of a deep model the rounding of half precision may hide a leak; in the module where it begins, not.
-    """
-    leaks: list[Leak] = []
-    for gap, evidence in changes:
-        if not probe.on_any_rank(gap):
-            continue
-        if evidence.large:  # recording all modules for a long document would need too much memory
-            leaks = find_leaks(probe, evidence, rounding, positions_only=True)
-        else:  # with equal numbers of tokens all sums have the same order, so half the tolerance is enough
-            leaks = find_origins(probe, evidence, rounding / 2 if evidence.same_length else rounding)
-        if probe.on_any_rank(leaks):
-            break
-    return leaks, evidence
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..attention.exchange import group_of
-from .probe import Examples, Probe
+from .probe import Documents, Examples, Probe, replaced
 
 # Width and height in pixels. Processors that keep the aspect ratio give each size another number of tokens.
 SQUARE, WIDE, HIGH = (112, 112), (196, 112), (112, 168)
@@ -49,10 +49,8 @@ class ImageDocument:
         return len(self.values["input_ids"])
 
 
-def image_documents(
-    images: ImageSource, tokens: Callable[[int], Tensor], splits: bool = False
-) -> tuple[list[Any], list[tuple[int, ImageDocument]]]:
-    """Four documents of unequal layout, and others to put in the place of one: (index, document).
+def image_documents(images: ImageSource, tokens: Callable[[int], Tensor], splits: bool = False) -> Examples:
+    """Four documents of unequal layout, and the same pack with another in the place of one.
 
     The second ends with an image and the third begins with one, so a model that joins neighbouring images joins them.
     The last has no image. With `splits` it is so long that the middle of the pack, where a part ends at every degree,
@@ -64,7 +62,11 @@ def image_documents(
     def document(*parts: object) -> ImageDocument:
         return ImageDocument(images.joined(parts))
 
-    documents = [document(head, square, tail), document(tokens(3), first, tokens(4), last), document(high, end)]
+    documents: Documents = [
+        document(head, square, tail),
+        document(tokens(3), first, tokens(4), last),
+        document(high, end),
+    ]
     before = sum(map(len, documents[:2]))
     documents.append(document(tokens(max(11, before - len(end)) if splits else 11)))
     changes = [
@@ -76,7 +78,7 @@ def image_documents(
         (2, document(images.image(*HIGH), end)),
         (2, document(tokens(7), high)),  # in another place
     ]
-    return documents, changes
+    return documents, [replaced(documents, {i: other}) for i, other in changes]
 
 
 class ImageProbe(Probe):

@@ -8,6 +8,7 @@ from .repair import Repair
 from .tracing import Leak
 
 MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
+HALF = ("bf16", "fp16")
 NUM_SHOWN = 5  # modules that a message names
 
 
@@ -40,6 +41,8 @@ class IsolationReport:
         unreachable: thresholds of the model above `max_length`, which were not tested.
         attention: the implementation that was tested.
         error: the error that the model raised on a pack; None if it raised none. Such a model cannot be packed.
+        dtype: the coarsest dtype of the outputs of modules: "fp32", "bf16", ... In half precision a change below the
+            tolerance is compared module by module.
         runs_unpacked: False if it raises on a row without packing, too; `error` is then that of the row.
         repaired: the repairs that were in place, and how these modules run.
         degree: ranks that shared each pack.
@@ -63,6 +66,7 @@ class IsolationReport:
     repaired: list[Repair] = field(default_factory=list)
     degree: int = 1
     reads_ahead: bool = False
+    dtype: str = "fp32"
     runs_unpacked: bool = True
 
     @property
@@ -82,10 +86,16 @@ class IsolationReport:
             return f"documents move each other by {self.max_change:.1e}{where}; rounding explains {self.rounding}"
         if not self.equal:
             return f"documents are not what they are alone, by {self.max_difference:.1e}{self._ahead}"
+        if self.dtype in HALF:  # the tolerance at the end of a deep model says little
+            change = f"by rounding, {100 * self.max_change:.1f} %; modules compared one by one"
+            difference = f"{100 * self.max_difference:.1f} % ({self.dtype})"
+        else:
+            change = f"{self.max_change:.1e}"
+            difference = f"{self.max_difference:.1e} (rounding explains {self.rounding})"
+        gradient = ", gradients not compared" if self.max_gradient is None else " and no gradient crosses"
         return (
-            "documents do not move each other and are equal to themselves alone (largest change "
-            f"{self.max_change:.1e}, largest difference {self.max_difference:.1e}; rounding explains "
-            f"{self.rounding}){self._ahead}"
+            f"changing one document changed no other ({change if self.max_change else '0.0'}){gradient}; each equals "
+            f"itself alone to {difference}{self._ahead}"
         )
 
     @property

@@ -312,7 +312,7 @@ class PackedRows(ModelHooks):
             with self._paused(), probe.undisturbed(), refusals():
                 self._attend(True)
                 with _outside_of_autocast(self.model.device.type):
-                    probe.silence_draws()
+                    probe.silenced([probe.tokens(n) for n in (3, 5)])
                 runs = _Runs(self, probe, module, inputs=inputs, batch=batch)
                 padded = runs.padded(wants_gradients)
                 first = runs.packed(wants_gradients)

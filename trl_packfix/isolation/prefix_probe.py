@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..data.prefix_collator import PrefixCollator
 from ..layout import layout_of
 from .image_probe import HIGH, SQUARE, WIDE, ImageDocument, ImageProbe, ImageSource
-from .probe import FINEST, Examples, Probe
+from .probe import FINEST, Examples, Probe, replaced
 from .probed_model import CannotRun
 
 TRUNK, BRANCH = 17, 10  # tokens that most documents begin with; some leave it earlier
@@ -60,13 +60,15 @@ class PrefixProbe(Probe):
             (6, third[: TRUNK + 2].clone()),
             (7, torch.cat([other_trunk, self.tokens(4)])),
         ]
-        return [ids[:max_length] for ids in documents], [(i, ids[:max_length]) for i, ids in changes]
+        documents = [ids[:max_length] for ids in documents]
+        return documents, [replaced(documents, {i: ids[:max_length]}) for i, ids in changes]
 
-    def long_examples(self, threshold: int) -> tuple[list[Tensor], Tensor]:
+    def long_examples(self, threshold: int) -> Examples:
         """Two documents that part behind the threshold, and one that leaves them before it."""
         trunk = self.tokens(threshold)
-        documents = [torch.cat([trunk, self.tokens(7)]), torch.cat([trunk, self.tokens(9)])]
-        return [*documents, torch.cat([trunk[:BRANCH], self.tokens(6)])], torch.cat([trunk, self.tokens(12)])
+        ends = [self.tokens(n) for n in (7, 9)]
+        documents = [*(torch.cat([trunk, end]) for end in ends), torch.cat([trunk[:BRANCH], self.tokens(6)])]
+        return documents, [replaced(documents, {1: torch.cat([trunk, self.tokens(12)])})]
 
     def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
         batch, rows, _ = self._shared(documents)
@@ -155,7 +157,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
             (7, document(other_head, wide, between, image(*HIGH), question)),
             (1, document(self.tokens(6), high)),
         ]
-        return documents, changes
+        return documents, [replaced(documents, {i: other}) for i, other in changes]
 
     @contextmanager
     def embeddings(self) -> Iterator[list[Tensor]]:

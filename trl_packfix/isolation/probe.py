@@ -1,10 +1,11 @@
 """Run small packs through a model for the leak probe: collated as in training, on the model as it will train.
 
-`check.py` decides which runs to compare, and `tracing.py` finds the modules where information crosses.
+A `Case` is what is compared. `check_isolation.py` judges the cases, and `tracing.py` finds the modules where
+information crosses.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -30,8 +31,42 @@ READS_AHEAD = 1e-3  # a change of earlier states, relative to the largest, that 
 FINEST = 1e-4
 # As many times the rounding of states is that of gradients; above the second nothing is compared
 FINER, COARSE_GRADIENT = 64, 1e-2
-# Documents, and others to put in the place of one: (index, document). In the probe for images they are not tensors.
-Examples = tuple[list[Any], Sequence[tuple[int, Any]]]
+Documents = list[Any]  # of a pack; in the probe for images they are no tensors
+Examples = tuple[Documents, list[Documents]]  # a pack, and the same pack with other documents in some places
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two runs that should give the same states of the documents that both have.
+
+    Attributes:
+        documents: the pack of the first run.
+        variant: the pack of the second run, in which some documents are different; None if it is one document alone.
+        alone: index of that document in `documents`.
+        large: whether the packs are long; see `Probe.packed`.
+    """
+
+    documents: Documents
+    variant: Documents | None = None
+    alone: int | None = None
+    large: bool = False
+
+    @property
+    def same(self) -> list[int]:
+        """Indices of the documents that both runs have."""
+        if self.variant is None:
+            assert self.alone is not None
+            return [self.alone]
+        return [i for i, ids in enumerate(self.documents) if ids is self.variant[i]]
+
+    @property
+    def same_length(self) -> bool:
+        return self.variant is not None and [*map(len, self.documents)] == [*map(len, self.variant)]
+
+
+def replaced(documents: Documents, others: dict[int, Any]) -> Documents:
+    """The pack with other documents in these places."""
+    return [others.get(i, document) for i, document in enumerate(documents)]
 
 
 class Probe(ProbedModel):
@@ -39,6 +74,7 @@ class Probe(ProbedModel):
 
     Attributes:
         reads_ahead: whether a token changes earlier states of its document, in the rows of unpacked TRL.
+        dtypes: of the outputs of modules, from the first run of `silenced`.
         traces_leaks: whether modules in which information crosses can be found. Their tokens must be the documents,
             one after the other.
     """
@@ -49,6 +85,7 @@ class Probe(ProbedModel):
         super().__init__(model, degree, user_attention)
         self._pads: bool | None = None  # see `_is_padded`
         self.reads_ahead = False
+        self.dtypes: set[torch.dtype] = set()
         self._collate = PackedDataCollator(pad_to_multiple_of=degree)
         self._generator = torch.Generator().manual_seed(0)
         special = set(_special_tokens(self.inner.config)) | set(_special_tokens(self.config))
@@ -63,13 +100,15 @@ class Probe(ProbedModel):
     def examples(self, max_length: int | None) -> Examples:
         """Documents of text, each of at most `max_length` tokens, and changes of them."""
         lengths = [min(n, max_length or n) for n in (LENGTHS if self.degree <= 2 else OVER_PARTS)]
-        # The first document can change those behind it, the third those on both sides. The gradient tests all pairs.
         documents = [self.tokens(n) for n in lengths]
-        return documents, [(i, self.tokens(lengths[i] + more)) for i in (0, 2) for more in (0, SPARE)]
+        # Others around two documents, of the same lengths; and a longer one between. The gradient tests all pairs.
+        around = {i: self.tokens(lengths[i]) for i in (0, 3)}
+        return documents, [replaced(documents, around), replaced(documents, {2: self.tokens(lengths[2] + SPARE)})]
 
-    def long_examples(self, threshold: int) -> tuple[list[Tensor], Tensor]:
-        """Three documents, the second at least as long as the threshold, and another to put in its place."""
-        return [self.tokens(7), self.tokens(threshold), self.tokens(9)], self.tokens(8)
+    def long_examples(self, threshold: int) -> Examples:
+        """Three documents, the second at least as long as the threshold, and the pack with another in its place."""
+        documents = [self.tokens(7), self.tokens(threshold), self.tokens(9)]
+        return documents, [replaced(documents, {1: self.tokens(8)})]
 
     def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
         """Last hidden states of each document in one pack, (length, hidden) each.
@@ -113,16 +152,17 @@ class Probe(ProbedModel):
 
     def row(self, ids: Tensor) -> dict[str, Any]:
         """The batch of a document alone: (1, n), or (1, n + PADDING) where the model needs padding."""
-        return self._row(ids, self._is_padded())
+        return self._rows(ids[None], self._is_padded())
 
     def row_length(self, ids: Tensor) -> int:
         """Tokens of `row(ids)`."""
         return len(ids) + PADDING * self._is_padded()
 
-    def _row(self, ids: Tensor, padded: bool) -> dict[str, Any]:
+    def _rows(self, ids: Tensor, padded: bool) -> dict[str, Any]:
+        """The unpacked batch of rows of equal length, (B, n)."""
         if not padded:
-            return {"input_ids": ids[None].to(self.device), "use_cache": False}
-        tokens = torch.cat([ids, ids[-1:].expand(PADDING)])[None].to(self.device)
+            return {"input_ids": ids.to(self.device), "use_cache": False}
+        tokens = torch.cat([ids, ids[:, -1:].expand(-1, PADDING)], dim=1).to(self.device)
         mask = torch.ones_like(tokens)
         mask[:, -PADDING:] = 0
         return {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
@@ -135,10 +175,10 @@ class Probe(ProbedModel):
         """
         if self._pads is None:
             ids = self.tokens(9)
-            other = torch.cat([ids[:-2], self.tokens(2)])
+            rows = torch.stack([ids, torch.cat([ids[:-2], self.tokens(2)])])
 
             def moves(padded: bool) -> bool:
-                first, second = (self.states(self._row(tokens, padded))[0][:7] for tokens in (ids, other))
+                first, second = self.states(self._rows(rows, padded))[:, :7]
                 return self.on_any_rank(distance([first], [second], [0]) > READS_AHEAD * first.abs().max().item())
 
             with self.evaluating(), self.as_given(len(ids)), torch.no_grad():
@@ -179,24 +219,23 @@ class Probe(ProbedModel):
         batch.pop("labels")
         return self.moved(batch)
 
-    def silence_draws(self) -> None:
-        """Set modules that still draw random numbers to eval mode: routers with jitter or sampling, NEFTune's noise.
+    def silenced(self, documents: Documents) -> list[Tensor]:
+        """`packed`, after modules that still draw random numbers were set to eval mode; `dtypes` are noted.
 
-        They are found in a small pack, up to where the model raises, if it does. All modules of their classes are set.
-        `undisturbed` restores their modes.
+        They are routers with jitter or sampling, and NEFTune's noise. All modules of their classes are set;
+        `undisturbed` restores their modes. Raises `CannotRun` if the model raises.
         """
         watcher = DrawWatcher(self.inner, self.device)
         watcher.install()
         try:
-            # Parts must not be shorter than a convolution
-            self.packed([self.tokens(n) for n in ((3, 5) if self.degree == 1 else (13, 11))])
-        except CannotRun:
-            pass  # the next run raises it again
+            states = self.packed(documents)
         finally:
             watcher.remove()
+        self.dtypes = watcher.dtypes
         for module in self.inner.modules():
             if type(module) in watcher.kinds:
                 module.training = False  # not of its children: they may not draw
+        return self.packed(documents) if watcher.kinds else states
 
     def gradient(self, documents: list[Tensor]) -> float | None:
         """Largest gradient of one document's states with respect to the embeddings of the others.
@@ -270,27 +309,25 @@ class Probe(ProbedModel):
             largest = max(largest, others if others > rounding * scale else 0.0, gap if gap > limit or is_lost else 0.0)
         return largest
 
-    def rounding(self, documents: list[Tensor]) -> float:
+    def rounding(self, documents: Documents) -> float:
         """Relative change that another order of the same sums may cause: 32 roundings in fp32, 4 in half precision.
 
-        With Mamba-2's kernel as many as a chunk has tokens: it sums over documents.
-
-        It is computed from the coarsest dtype of any module's output. The dtype of the weights is not enough:
-        accelerate runs fp32 weights under autocast inside the model's forward.
+        With Mamba-2's kernel as many as a chunk has tokens: it sums over documents. The documents are run if nothing
+        was run before.
         """
-        dtypes: set[torch.dtype] = set()
-
-        def note(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-            for value in output if isinstance(output, tuple) else [output]:
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    dtypes.add(value.dtype)
-
-        with ExitStack() as hooks:
-            for module in self.inner.modules():
-                hooks.enter_context(module.register_forward_hook(note))
-            self.packed(documents)
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        if not self.dtypes:
+            self.silenced(documents)
+        eps = torch.finfo(self._coarsest).eps
         return 4 * eps if eps > 1e-4 else max(32, tokens_summed_in_common(self.inner)) * eps
+
+    @property
+    def _coarsest(self) -> torch.dtype:
+        return max(self.dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+    @property
+    def dtype_name(self) -> str:
+        """The coarsest dtype of the outputs of modules: "fp32", "bf16", ..."""
+        return str(self._coarsest).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
 
 
 def _special_tokens(config: PreTrainedConfig) -> Iterator[int]:

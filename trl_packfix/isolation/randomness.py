@@ -1,4 +1,4 @@
-"""Find the modules that draw random numbers in their forwards, from changes of the generator state."""
+"""Watch a forward: which modules draw random numbers, by changes of the generator state, and the dtypes of outputs."""
 
 from typing import Any
 
@@ -29,18 +29,21 @@ def set_device_state(device: torch.device, state: torch.Tensor | None) -> None:
 
 
 class DrawWatcher(ModelHooks):
-    """Records which modules of `model` draw random numbers, while it is installed.
+    """Records which modules of `model` draw random numbers, and the dtypes of all outputs, while it is installed.
 
     A draw is attributed to the innermost module that is running, its forward hooks included.
 
     Attributes:
         kinds: classes of the modules that drew.
+        dtypes: of floating-point outputs. Those of the weights are not enough: accelerate runs fp32 weights under
+            autocast inside the model's forward.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
         super().__init__()
         self.model = model
         self.kinds: set[type[nn.Module]] = set()
+        self.dtypes: set[torch.dtype] = set()
         self._device = device
         self._running: list[nn.Module] = []
 
@@ -59,6 +62,9 @@ class DrawWatcher(ModelHooks):
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         self._note()
         self._running.pop()
+        for value in output if isinstance(output, tuple) else [output]:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                self.dtypes.add(value.dtype)
 
     def _note(self) -> None:
         state = self._state()

@@ -17,10 +17,10 @@ from ..attention.varlen import OwnMaskError
 from .axes import ModuleAxes, NotLearned, learn_axes
 from .check_isolation import judge, refused
 from .isolation_report import IsolationReport
-from .probe import LENGTHS, Probe
+from .probe import LENGTHS, Case, Probe
 from .probed_model import CannotRun
 from .repair import MODES, Mode, Repair, RepairedModule, RestartedPositions
-from .tracing import Evidence, find_leaks, find_raising, find_shifted
+from .tracing import find_leaks, find_raising, find_shifted
 
 MAX_ROUNDS = 40  # far more than any model needed; each costs a probe
 
@@ -58,15 +58,15 @@ class RepairSearch:
     def run(self) -> IsolationReport:
         """Repair until documents are isolated and equal to themselves alone, or all options have been tried."""
         for _ in range(MAX_ROUNDS):
-            report, evidence = self._judge()
+            report, case = self._judge()
             # Before any other forward: with different results, ranks would wait for each other in it.
-            verdict = agreed("raised" if report.error is not None else "isolated" if evidence is None else "leaked")
+            verdict = agreed("raised" if report.error is not None else "isolated" if case is None else "leaked")
             if verdict == "isolated":
                 return report
             if verdict == "leaked" and not self._restarted and self._restart_positions():
                 continue
-            if evidence is not None:
-                name = self._locate(report, evidence)
+            if case is not None:
+                name = self._locate(report, case)
             elif not self.guard.ignores_masks and self._masks_are_boundaries():
                 self.guard.ignores_masks = True
                 continue
@@ -78,7 +78,7 @@ class RepairSearch:
                 break
         return report
 
-    def _judge(self) -> tuple[IsolationReport, Evidence | None]:
+    def _judge(self) -> tuple[IsolationReport, Case | None]:
         try:
             return judge(self.probe, self.max_length)
         except CannotRun as error:
@@ -133,13 +133,13 @@ class RepairSearch:
             self._restarted.append((restarted, repair))
         return bool(self._restarted)
 
-    def _locate(self, report: IsolationReport, evidence: Evidence) -> str | None:
+    def _locate(self, report: IsolationReport, case: Case) -> str | None:
         """The smallest module where the two runs differ."""
         if report.leaks:
             return report.leaks[0].name
         # A leak that only the gradient shows is below the tolerance of the forwards
         tolerance = report.tolerance if max(report.max_change, report.max_difference) > report.tolerance else 0.0
-        leaks = find_leaks(self.probe, evidence, tolerance)
+        leaks = find_leaks(self.probe, case, tolerance)
         return leaks[0].name if leaks else None
 
     def _outermost(self, name: str) -> str:

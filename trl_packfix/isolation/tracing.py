@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..attention.exchange import group_of
 from .arguments import Leaves, argument_leaves, output_leaves
-from .probe import Probe
+from .probe import Case, Probe
 from .probed_model import CannotRun, exact
 
 PART_TOKENS = 23  # of each rank in the packs of `find_wrong_parts`: a prime that no hidden size equals
@@ -34,34 +34,13 @@ class Leak:
     change: float
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Two runs that should give the same states of a document, and do not.
-
-    Attributes:
-        documents: the pack of the first run.
-        variant: the pack of the second run, in which some documents are different; None if it is one document alone.
-        alone: index of that document in `documents`.
-        large: whether the packs are long; see `Probe.packed`.
-    """
-
-    documents: list[Tensor]
-    variant: list[Tensor] | None = None
-    alone: int | None = None
-    large: bool = False
-
-    @property
-    def same_length(self) -> bool:
-        return self.variant is not None and [*map(len, self.documents)] == [*map(len, self.variant)]
-
-
 # By place: the token axis of a tensor, and its values as (T, rest). A record: inputs and outputs of a module's call
 Values = dict[str, tuple[int, Tensor]]
 Records = dict[str, list[tuple[Values, Values]]]
 Spans = list[tuple[slice, slice]]  # of documents that are the same in both runs
 
 
-def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, *, positions_only: bool = False) -> list[Leak]:
+def find_leaks(probe: Probe, case: Case, tolerance: float, *, positions_only: bool = False) -> list[Leak]:
     """The smallest modules whose inputs for a document agree in both runs and whose outputs do not.
 
     Values are compared relative to the largest of each tensor. `positions_only` restricts the search to modules without
@@ -73,20 +52,20 @@ def find_leaks(probe: Probe, evidence: Evidence, tolerance: float, *, positions_
         if not positions_only or next(module.parameters(), None) is None
     }
     # All values of a long pack may not fit on the device beside the model.
-    recording = partial(_recorded, modules, positions_only, on_host=evidence.large)
-    lengths = [*map(len, evidence.documents)]
+    recording = partial(_recorded, modules, positions_only, on_host=case.large)
+    lengths = [*map(len, case.documents)]
     with recording(sum(lengths)) as first:
-        probe.packed(evidence.documents, evidence.large)
-    if evidence.variant is None:
-        assert evidence.alone is not None
-        ids = evidence.documents[evidence.alone]
+        probe.packed(case.documents, case.large)
+    if case.variant is None:
+        (i,) = case.same
+        ids = case.documents[i]
         with recording(probe.row_length(ids)) as second:
-            probe.alone(ids, evidence.large)
-        pairs = [(_span(lengths, evidence.alone), slice(0, len(ids)))]
+            probe.alone(ids, case.large)
+        pairs = [(_span(lengths, i), slice(0, len(ids)))]
     else:
-        with recording(sum(map(len, evidence.variant))) as second:
-            probe.packed(evidence.variant, evidence.large)
-        pairs = _shared(evidence.documents, evidence.variant)
+        with recording(sum(map(len, case.variant))) as second:
+            probe.packed(case.variant, case.large)
+        pairs = _shared(case)
     return _smallest([*_leaks(modules, first, second, pairs=pairs, tolerance=tolerance)])
 
 
@@ -102,7 +81,7 @@ def _leaks(
                 break
 
 
-def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Leak]:
+def find_origins(probe: Probe, case: Case, tolerance: float) -> list[Leak]:
     """The smallest modules with bit-identical inputs for a document in two packs, and different outputs.
 
     Only modules whose inputs are bit-identical are judged, so rounding that adds up in a deep model cannot hide a leak.
@@ -111,12 +90,12 @@ def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Lea
     also counts as a leak, because rounding changes only few numbers. Modules whose outputs change in a repeated run of
     the same pack are skipped.
     """
-    assert evidence.variant is not None
+    assert case.variant is not None
     modules = dict(probe.inner.named_modules())
-    pairs = _shared(evidence.documents, evidence.variant)
-    num_tokens = sum(map(len, evidence.documents))
+    pairs = _shared(case)
+    num_tokens = sum(map(len, case.documents))
     with _recorded(modules, False, num_tokens) as first:
-        probe.packed(evidence.documents)
+        probe.packed(case.documents)
 
     # The other runs are compared while they run, so that only one run needs memory.
     repeats: set[tuple[str, int]] = set()  # calls with the same outputs in a repeated run
@@ -137,7 +116,7 @@ def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Lea
         change = _moved(went_out, outputs, pairs)
         if change:
             moved[name] = Leak(name, type(modules[name]).__name__, change)
-            if evidence.same_length:
+            if case.same_length:
                 leaks = change > tolerance or _share_moved(went_out, outputs, pairs, minimum=tolerance / 16) > 0.5
             else:  # integers may be positions in the pack
                 leaks = _moved(_numbers(went_out), _numbers(outputs), pairs) > tolerance
@@ -145,9 +124,9 @@ def find_origins(probe: Probe, evidence: Evidence, tolerance: float) -> list[Lea
                 leaking.add(name)
 
     with _watching(modules, False, num_tokens, note=note_repeat):
-        probe.packed(evidence.documents)
-    with _watching(modules, False, sum(map(len, evidence.variant)), note=note_variant):
-        probe.packed(evidence.variant)
+        probe.packed(case.documents)
+    with _watching(modules, False, sum(map(len, case.variant)), note=note_variant):
+        probe.packed(case.variant)
     return [leak for leak in _smallest([*moved.values()]) if leak.name in leaking]
 
 
@@ -308,10 +287,11 @@ def _span(lengths: list[int], index: int) -> slice:
     return slice(sum(lengths[:index]), sum(lengths[: index + 1]))
 
 
-def _shared(documents: list[Tensor], variant: list[Tensor]) -> Spans:
+def _shared(case: Case) -> Spans:
     """Spans of the documents that are the same in both packs, (in the first, in the second)."""
-    lengths, others = [*map(len, documents)], [*map(len, variant)]
-    return [(_span(lengths, i), _span(others, i)) for i, ids in enumerate(documents) if ids is variant[i]]
+    assert case.variant is not None
+    lengths, others = [*map(len, case.documents)], [*map(len, case.variant)]
+    return [(_span(lengths, i), _span(others, i)) for i in case.same]
 
 
 def _by_token(leaves: Leaves, num_tokens: int, on_host: bool) -> Values:

@@ -217,13 +217,9 @@ def _isolation_text(isolation: IsolationReport) -> str:
         return f"NOT POSSIBLE: {isolation.summary()}"
     if not isolation.isolated:
         return f"LEAK: a document moves another by {isolation.max_change:.1e} (rounding: {isolation.rounding})"
-    gradient = ", no gradient crosses" if isolation.max_gradient == 0 else ""
     if not isolation.equal:
         return f"WRONG: documents in a pack differ from themselves alone by {isolation.max_difference:.1e}"
-    text = (
-        f"proved on this model: documents do not move each other (largest change {isolation.max_change:.1e}, rounding "
-        f"explains {isolation.rounding}){gradient}; each equals itself alone"
-    )
+    text = f"passed: {isolation.summary()}"
     if isolation.unreachable:
         text += f"; not tested, because beyond max_length: {', '.join(isolation.unreachable)}"
     return text
