@@ -47,10 +47,9 @@ from support.bounds import imbalance_bound
 
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B
-from trl_packfix.planning.imbalance import imbalance
 from trl_packfix.planning.packing import Bins
 from trl_packfix.planning.packs import PackPlan
-from trl_packfix.planning.schedule import Schedule, schedule_packs
+from trl_packfix.planning.schedule import Schedule, imbalance, schedule_packs
 from trl_packfix.planning.strategies import plan_packs
 from trl_packfix.planning.units import Units
 

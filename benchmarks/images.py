@@ -19,7 +19,7 @@ from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.model_costs import make_cost_model, with_tower
 from trl_packfix.planning.costs import CostModel
-from trl_packfix.planning.imbalance import imbalance
+from trl_packfix.planning.schedule import imbalance
 
 MODELS = {
     "3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},

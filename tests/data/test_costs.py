@@ -400,5 +400,5 @@ def test_a_config_that_no_model_can_be_built_from_stops_nothing(caplog):
 @pytest.mark.processes
 def test_planning_costs_and_balance_need_no_torch():
     heavy = {"torch", "transformers", "datasets"}
-    code = f"import sys, trl_packfix.planning.imbalance; assert not {heavy} & set(sys.modules)"
+    code = f"import sys, trl_packfix.planning.schedule; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -24,8 +24,8 @@ from trl_packfix.data.model_costs import make_cost_model, vision_tower, with_tow
 from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import CostModel, Heads, TowerCosts
 from trl_packfix.planning.degrees import modelled_time
-from trl_packfix.planning.imbalance import imbalance
 from trl_packfix.planning.parallel import Speeds
+from trl_packfix.planning.schedule import imbalance
 from trl_packfix.reporting.build import make_report
 from trl_packfix.samples.images import measure
 from trl_packfix.samples.processor import RowProcessor, sequence_sizes

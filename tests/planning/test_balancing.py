@@ -6,12 +6,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.bounds import imbalance_bound
 
+from trl_packfix.planning.balance import deal
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
-from trl_packfix.planning.dealing import deal
-from trl_packfix.planning.imbalance import imbalance, rank_costs
-from trl_packfix.planning.packing import Bins, Packing, num_optimizer_steps
+from trl_packfix.planning.packing import Bins, Packing
 from trl_packfix.planning.plans import schedule_kept_steps
-from trl_packfix.planning.schedule import Schedule, schedule_packs
+from trl_packfix.planning.schedule import Schedule, imbalance, rank_costs, schedule_packs
 from trl_packfix.planning.strategies import plan_packs
 from trl_packfix.planning.units import Units
 
@@ -31,7 +30,8 @@ def long_mix(num: int, capacity: int, seed: int = 0) -> np.ndarray:
 def schedules(lengths, capacity, world_size, accumulation=ACCUMULATION, model=LLAMA_7B, drop_last=False):
     """By (balance, synchronisation), on one plan."""
     plan = plan_packs(lengths, capacity)
-    steps = num_optimizer_steps(plan.num_packs, accumulation, world_size, drop_last=drop_last)
+    slots = accumulation * world_size
+    steps = plan.num_packs // slots if drop_last else -(-plan.num_packs // slots)
     kinds = (("none", "micro"), ("step", "micro"), ("step", "step"))
     return {
         kind: schedule_packs(

@@ -29,10 +29,9 @@ from trl_packfix.data.spans import make_documents
 from trl_packfix.layout import LAYOUT
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads, Mixers, with_scans
 from trl_packfix.planning.degrees import GroupTimes, Step, divide_step, modelled_time
-from trl_packfix.planning.imbalance import rank_costs
 from trl_packfix.planning.packing import Bins
 from trl_packfix.planning.parallel import SequenceParallel, Speeds, possible_degrees, smallest_degree
-from trl_packfix.planning.schedule import EMPTY
+from trl_packfix.planning.schedule import EMPTY, rank_costs
 from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.planning.units import Units
 from trl_packfix.training.checks import check_before_loading

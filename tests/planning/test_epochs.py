@@ -259,7 +259,7 @@ def test_other_code_does_not_find_the_plans(tmp_path):
 
     found = [code()]
     assert found[0] == CODE
-    for changed in ("planning/dealing.py", "data/spans.py", "data/token_order.py"):
+    for changed in ("planning/balance.py", "data/spans.py", "data/token_order.py"):
         with (tmp_path / "trl_packfix" / changed).open("a") as file:
             file.write("# another way\n")
         found.append(code())

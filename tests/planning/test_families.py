@@ -42,8 +42,8 @@ from trl_packfix.planning.families import (
     sort_by_tokens,
     sort_key,
 )
-from trl_packfix.planning.imbalance import imbalance
 from trl_packfix.planning.parallel import smallest_degree
+from trl_packfix.planning.schedule import imbalance
 from trl_packfix.reporting import savings
 from trl_packfix.reporting.build import make_report
 from trl_packfix.training.restart import continued, settings_of, step_hash

@@ -14,10 +14,10 @@ from support.bounds import time_bound
 from trl_packfix.planning.costs import CostModel, Heads
 from trl_packfix.planning.degrees import Step, modelled_time
 from trl_packfix.planning.families import TokenOrder, make_pieces, shared_by_neighbours, sort_by_tokens
-from trl_packfix.planning.imbalance import rank_costs
 from trl_packfix.planning.packing import Bins, Packing
 from trl_packfix.planning.parallel import SequenceParallel
 from trl_packfix.planning.plans import schedule_epoch, schedule_kept_steps
+from trl_packfix.planning.schedule import rank_costs
 from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.planning.units import Units
 

@@ -4,6 +4,10 @@ The documents of the step are given and do not change; only which of them share 
 on every rank. Ranks wait for each other after each of them ("micro": ZeRO-2, ZeRO-3, FSDP) or only after the last one
 ("step": DDP, ZeRO-1).
 
+Full packs differ only in the cost of attention, which is mostly that of long documents. These are dealt first, by their
+*excess*: their cost above that of short documents with as many tokens. The short ones fill the remaining room. A full
+step has no token to spare, so at last two slots divide their shortest documents anew.
+
 Letters: S = G * W slots; slot i is micro-batch i // W of rank i % W.
 """
 
@@ -12,12 +16,17 @@ import heapq
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
-from .dealing import deal
+from .exact_fill import Buffer
 from .packing import Bins
 from .units import Units
 
 FEW = 4  # units per slot; below this they are not dealt again, since they hardly ever fit another way
 GOOD_ENOUGH = 1.002  # times the mean: packs with less waiting than this stay as they are
+SHORT = 32  # documents of at most capacity / 32 tokens are short. They fill the room beside the long ones,
+FILLING = 1 / 4  # and at least this share of the tokens does, or full slots would hold long documents only
+SPARE = 32  # the last capacity / 32 of a slot is for the shortest documents, which go where there is most room
+TOGETHER = (4, 6, 8, 12, 16, 24)  # shortest documents of each of two slots that are divided anew; the fewest that work
+PARTNERS = 16  # slots with most room that are tried for a slot above its capacity
 
 
 def balanced(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Array]:
@@ -83,3 +92,133 @@ def _placed(costs: Float64Array, accumulation: int, world_size: int, *, by_rank:
         if taken + 1 < accumulation:
             heapq.heappush(heap, (load + costs[pack], rank, taken + 1))
     return placed
+
+
+def deal(
+    lengths: Int64Array, cost: Float64Array, *, capacity: int, world_size: int, num_slots: int, by_rank: bool
+) -> list[Int64Array] | None:
+    """Positions of the documents in each slot, of N documents; None if they are not made to fit.
+
+    While the dearest document has more than an even share of the excess, the other ranks wait for it in its micro-step,
+    where long documents cost no time: as many are dealt to this micro-step as have no more excess in any of its slots.
+    With `by_rank` ranks wait only after the last micro-step, so the slots of a rank are one group.
+
+    >>> lengths = np.array([100, 60, 60, 40, 10, 10, 10, 10])
+    >>> packs = deal(lengths, lengths + lengths**2.0, capacity=100, world_size=2, num_slots=4, by_rank=False)
+    >>> [lengths[pack].tolist() for pack in packs]  # two micro-steps of two ranks
+    [[100], [60, 40], [60], [10, 10, 10, 10]]
+    """
+    # By cost and not by length: a short document with large images costs as much as a long one.
+    dearest_first = np.argsort(-cost, kind="stable")
+    tokens = np.cumsum(lengths[dearest_first])
+    num_long = min((lengths * SHORT > capacity).sum(), np.searchsorted(tokens, tokens[-1] * (1 - FILLING)))
+    long, short = dearest_first[:num_long].tolist(), dearest_first[num_long:].tolist()
+    # In a full slot a document stands in the place of short ones; where there is room, all that it costs is excess.
+    has_room = tokens[-1] < (1 - 1 / SPARE) * num_slots * capacity
+    excess = cost - (0 if has_room else cost[short].sum() / max(lengths[short].sum(), 1)) * lengths
+    excess[long] = np.maximum(excess[long], 0)
+    slots = _Slots(lengths, excess, capacity=capacity, num_slots=num_slots)
+    num_groups = world_size if by_rank else num_slots
+    groups = rest = [list(range(i, num_slots, num_groups)) for i in range(num_groups)]
+    while not by_rank and len(rest) > world_size and long and excess[long[0]] * len(rest) > excess[long].sum():
+        long = slots.deal(long, rest[:world_size], limit=excess[long[0]])
+        rest = rest[world_size:]
+    slots.deal(long, rest)
+    short = slots.close(short)
+    if has_room and not by_rank:  # what ends with the dearest slot of a micro-step costs no time
+        load = np.array([excess[documents].sum() for documents in slots.documents])
+        for part in np.argsort(-load, kind="stable").reshape(-1, world_size).tolist():
+            short = slots.deal(short, [[slot] for slot in part], limit=load[part[0]])
+    slots.deal(short, groups)
+    return [np.array(documents, dtype=np.int64) for documents in slots.documents] if slots.settle() else None
+
+
+class _Slots:
+    """The documents of each slot, about longest first, and the tokens that it can still take."""
+
+    def __init__(self, lengths: Int64Array, excess: Float64Array, *, capacity: int, num_slots: int):
+        self.lengths, self.excess = lengths.tolist(), excess.tolist()
+        self.capacity, self.room = capacity, [capacity] * num_slots
+        self.documents: list[list[int]] = [[] for _ in range(num_slots)]
+
+    def put(self, document: int, slot: int) -> None:
+        self.documents[slot].append(document)
+        self.room[slot] -= self.lengths[document]
+
+    def deal(self, documents: list[int], groups: list[list[int]], limit: float = np.inf) -> list[int]:
+        """Each to the group with the least excess that has room, else with most room; returns those above `limit`."""
+        others: list[int] = []
+        heap = [(sum([self.excess[d] for slot in group for d in self.documents[slot]]), group) for group in groups]
+        full: list[tuple[int, float, list[int]]] = []  # most room first: documents get shorter, so groups come back
+        heapq.heapify(heap)
+        for document in documents:
+            wanted = min(self.lengths[document] + self.capacity // SPARE, self.capacity)
+            while full and -full[0][0] >= wanted:
+                heapq.heappush(heap, heapq.heappop(full)[1:])
+            while heap and max([self.room[slot] for slot in heap[0][1]]) < wanted:
+                load, group = heapq.heappop(heap)
+                heapq.heappush(full, (-max([self.room[slot] for slot in group]), load, group))
+            load, group = heap[0] if heap else full[0][1:]
+            load += self.excess[document]
+            if load > limit or (limit < np.inf and not heap):
+                others.append(document)
+                continue
+            heapq.heappop(heap) if heap else heapq.heappop(full)
+            self.put(document, max(group, key=self.room.__getitem__))
+            heapq.heappush(heap, (load, group))
+        return others
+
+    def close(self, short: list[int]) -> list[int]:
+        """Fill slots with little room exactly, by one or two documents; returns the others."""
+        longest = max([self.lengths[document] for document in short], default=0)
+        buffer, others = Buffer(longest), dict.fromkeys(short)
+        for document in short:
+            buffer.add(document, self.lengths[document])
+        for slot in [slot for slot, room in enumerate(self.room) if 0 < room <= 2 * longest]:
+            for length in buffer.exact_fill(self.room[slot], longest):
+                document = buffer.take(length)
+                others.pop(document)
+                self.put(document, slot)
+        return list(others)
+
+    def settle(self) -> bool:
+        """Exchange documents until no slot is above the capacity; False if no such exchanges are found."""
+        under = [(-room, slot) for slot, room in enumerate(self.room) if room > 0]
+        heapq.heapify(under)
+        for slot in sorted(range(len(self.room)), key=self.room.__getitem__):
+            while self.room[slot] < 0:
+                tried: list[int] = []
+                while not tried or not self.divide(slot, tried[-1]):
+                    if not under or len(tried) == PARTNERS:
+                        return False
+                    tried.append(heapq.heappop(under)[1])
+                for changed in [i for i in (*tried, slot) if self.room[i] > 0]:
+                    heapq.heappush(under, (-self.room[changed], changed))
+        return True
+
+    def divide(self, slot: int, partner: int) -> bool:
+        """Divide short documents of both anew so that `slot` has less above its capacity, and `partner` nothing."""
+        # All sums are the bits of one integer: Pisinger 2003, https://doi.org/10.1016/S0305-0548(02)00131-7
+        for most in TOGETHER:
+            pools = [self.documents[i][-most:] for i in (slot, partner)]
+            mine, theirs = ([self.lengths[d] for d in pool] for pool in pools)
+            low, high = sum(mine) - self.room[partner], sum(mine) + self.room[slot]  # tokens that `slot` may keep
+            low, high = max(low, 0), high if low <= high else sum(mine) - 1
+            sums = [1]
+            for length in mine + theirs:
+                sums.append(sums[-1] | sums[-1] << length)
+            if reachable := sums[-1] >> low & (1 << max(high - low + 1, 0)) - 1:
+                break
+        else:
+            return False
+        tokens = low + (reachable & -reachable).bit_length() - 1
+        for i in (slot, partner):
+            self.room[i] += sum([self.lengths[d] for d in self.documents[i][-most:]])
+            del self.documents[i][-most:]
+        for document, before in zip(reversed(pools[0] + pools[1]), reversed(sums[:-1]), strict=True):
+            without = before >> tokens & 1
+            self.put(document, partner if without else slot)
+            tokens -= 0 if without else self.lengths[document]
+        for i in (slot, partner):
+            self.documents[i].sort(key=self.lengths.__getitem__, reverse=True)
+        return True

@@ -80,10 +80,11 @@ def pour(counts: Int64Array, capacity: int) -> Int64Array:
             for first_pack, num_packs, per_pack in ((first, full, most), (first + full, 1, rest)):
                 if num_packs and per_pack:
                     rows.append((first_pack, num_packs, per_pack, filled))
-                    spaces.add(space - per_pack * length, (first_pack, num_packs, filled + per_pack))
+                    if space > per_pack * length:
+                        spaces.add(space - per_pack * length, (first_pack, num_packs, filled + per_pack))
             used, left = full + (rest > 0), left - full * most - rest
             if used < num:  # untouched packs stay ahead of later ones with the same space
-                spaces.put_back(space, (first + used, num - used, filled))
+                spaces.add(space, (first + used, num - used, filled), is_oldest=True)
     return np.array(rows, dtype=np.int64)
 
 
@@ -94,18 +95,11 @@ class _Spaces:
         self._runs: dict[int, deque[Run]] = {}
         self._spaces: list[int] = []  # keys of `_runs`, ascending
 
-    def _with(self, space: int) -> deque[Run]:
+    def add(self, space: int, run: Run, *, is_oldest: bool = False) -> None:
         if space not in self._runs:
             self._runs[space] = deque()
             insort(self._spaces, space)
-        return self._runs[space]
-
-    def add(self, space: int, run: Run) -> None:
-        if space:
-            self._with(space).append(run)
-
-    def put_back(self, space: int, run: Run) -> None:
-        self._with(space).appendleft(run)
+        self._runs[space].appendleft(run) if is_oldest else self._runs[space].append(run)
 
     def pop_tightest(self, length: int) -> tuple[int, Run | None]:
         """Take the oldest run of the fullest packs with room for `length` tokens, with their space.

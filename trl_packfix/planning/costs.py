@@ -11,12 +11,18 @@ all patches see each other.
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from .arrays import Float64Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig
+
+Numbers = TypeVar("Numbers", Float64Array, "Tensor")
 
 
 class Heads(NamedTuple):
@@ -72,16 +78,10 @@ class TowerCosts:
     per_pair: float
 
     def __call__(self, values: npt.ArrayLike, squares: npt.ArrayLike) -> Float64Array:
-        """FLOPs of the images of each document, shape (N,).
+        """FLOPs of the images of each document, from their numbers and the sum of each image's squared, all (N,)."""
+        return self.flops(np.asarray(values, dtype=np.float64), np.asarray(squares, dtype=np.float64))
 
-        Args:
-            values: numbers in all images of each document, shape (N,).
-            squares: sum of the squares of the numbers of each image, shape (N,).
-        """
-        cost: Float64Array = self.flops(np.asarray(values, dtype=np.float64), np.asarray(squares, dtype=np.float64))
-        return cost
-
-    def flops(self, values: Any, squares: Any) -> Any:
+    def flops(self, values: Numbers, squares: Numbers) -> Numbers:
         """The same for arrays of float64, or tensors on any device."""
         return self.per_value * values + self.per_pair * squares
 
@@ -135,21 +135,20 @@ class CostModel:
 
     def __call__(self, lengths: npt.ArrayLike) -> Float64Array:
         """FLOPs of each document, shape (N,)."""
-        cost: Float64Array = self.flops(np.asarray(lengths, dtype=np.float64))
-        return cost
+        return self.flops(np.asarray(lengths, dtype=np.float64))
 
-    def flops(self, n: Any) -> Any:
+    def flops(self, n: Numbers) -> Numbers:
         """The same for an array of float64, or a tensor on any device."""
         cost = self.per_token * n + self.per_pair * _pairs(n)
         for window, per_pair in self.windows:
             cost = cost + per_pair * (_pairs(n) - _pairs((n - window).clip(min=0)))
         for chunk, per_pair in self.chunks:
             whole = n // chunk
-            cost = cost + per_pair * (whole * _pairs(chunk) + _pairs(n - whole * chunk))
+            cost = cost + per_pair * (whole * (chunk * (chunk + 1) / 2) + _pairs(n - whole * chunk))
         return cost
 
 
-def _pairs(n: Any) -> Any:
+def _pairs(n: Numbers) -> Numbers:
     """Pairs of n tokens of which one sees the other or itself."""
     return n * (n + 1) / 2
 
@@ -169,7 +168,7 @@ _WITHOUT_PAIRS = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe", "
 _SUMS_OF_SCORES = {"indexed_attention": 1, "compressed_sparse_attention": 1, "minimax_m3_sparse": 0}
 
 
-def with_pairs_of(config: Any, per_token: float) -> CostModel:
+def with_pairs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
     """The cost model of a decoder with this config, read by the names that transformers' configs share.
 
     Counted are attention (grouped, latent, sliding, chunked, compressed) and the scores of its indexer, if it has one.
@@ -192,7 +191,11 @@ def with_pairs_of(config: Any, per_token: float) -> CostModel:
             continue
         sizes = _heads(layer, own)
         heads[sizes] += 1
-        pair, scores = _attention(*sizes), 0.0 if indexer == "shared" else _indexer(layer, kind)
+        query_heads, _, key, value = sizes
+        pair, scores = 2.0 * query_heads * (key + value), 0.0
+        if kind in _SUMS_OF_SCORES and indexer != "shared":
+            size = getattr(layer, "index_head_dim", 0) + _SUMS_OF_SCORES[kind]
+            scores = 2.0 * getattr(layer, "index_n_heads", 0) * size
         rate = (getattr(layer, "compress_rates", None) or {}).get(kind)  # tokens beyond the window are one of so many
         window = getattr(layer, "sliding_window", None) if rate or "sliding" in kind else None
         full += (pair + scores) / rate if rate else scores
@@ -213,8 +216,7 @@ def with_scans(costs: CostModel, mixers: tuple[Mixers, ...]) -> CostModel:
     >>> with_scans(CostModel(per_token=10, per_pair=0), (scan,))([1, 3]).tolist()  # pairs in chunks of 2: 1, and 3 + 1
     [22.0, 68.0]
     """
-    windows: dict[int, float] = dict(costs.windows)
-    chunks: dict[int, float] = dict(costs.chunks)
+    windows, chunks = dict(costs.windows), dict(costs.chunks)
     for scan in mixers:
         windows[1] = windows.get(1, 0.0) + scan.layers * scan.per_token
         if scan.per_pair:
@@ -222,7 +224,7 @@ def with_scans(costs: CostModel, mixers: tuple[Mixers, ...]) -> CostModel:
     return replace(costs, windows=tuple(sorted(windows.items())), chunks=tuple(sorted(chunks.items())), mixers=mixers)
 
 
-def tower_costs_of(config: Any, per_patch: float) -> TowerCosts:
+def tower_costs_of(config: "PreTrainedConfig", per_patch: float) -> TowerCosts:
     """The costs of a vision tower with this config, read by the names that transformers' configs share.
 
     Windows are counted as if every patch saw a whole one.
@@ -248,7 +250,7 @@ def tower_costs_of(config: Any, per_patch: float) -> TowerCosts:
     return TowerCosts(per_patch / values, layers * pair / values**2)
 
 
-def _layer_kinds(config: Any) -> list[str]:
+def _layer_kinds(config: "PreTrainedConfig") -> list[str]:
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if kinds:
         return list(kinds)
@@ -258,7 +260,7 @@ def _layer_kinds(config: Any) -> list[str]:
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 
-def _heads(layer: Any, num_heads: int | None) -> tuple[int, int, int, int]:
+def _heads(layer: "PreTrainedConfig", num_heads: int | None) -> tuple[int, int, int, int]:
     """Query heads (`num_heads`, if set), key heads, and the sizes of a key and of a value, of one layer."""
     heads = num_heads or layer.num_attention_heads
     if getattr(layer, "kv_lora_rank", None):  # multi-head latent attention: every head has its own keys
@@ -267,16 +269,3 @@ def _heads(layer: Any, num_heads: int | None) -> tuple[int, int, int, int]:
         key = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
         kv_heads = getattr(layer, "num_key_value_heads", None) or heads
     return heads, kv_heads, key, getattr(layer, "v_head_dim", None) or key
-
-
-def _attention(heads: int, _: int, key: int, value: int) -> float:
-    """FLOPs of one pair of tokens in one layer: of a key and a value, by every head."""
-    return 2.0 * heads * (key + value)
-
-
-def _indexer(layer: Any, kind: str) -> float:
-    """FLOPs of the score of one pair, by which a layer of sparse attention selects tokens or blocks of them."""
-    if kind not in _SUMS_OF_SCORES:
-        return 0.0
-    size = getattr(layer, "index_head_dim", 0) + _SUMS_OF_SCORES[kind]
-    return 2.0 * getattr(layer, "index_n_heads", 0) * size

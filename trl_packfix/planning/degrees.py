@@ -53,22 +53,16 @@ class GroupTimes:
         """
         if degree == 1:
             return 0.0, 0.0
-        speeds = self.speeds
-        sent, latency = speeds.all_to_all(degree)
-        attention, mixers = self.cost_model.attention, self.cost_model.mixers
-        values = sum(
-            kind.layers * (kind.heads + max(kind.kv_heads, degree)) * (kind.key_dim + kind.value_dim)
-            for kind in attention
-        )
-        values += sum(
-            scan.layers * (scan.heads * scan.per_head + max(scan.kv_heads, degree) * scan.per_kv_head)
-            for scan in mixers
-        )
-        layers = sum(kind.layers for kind in attention) + sum(scan.layers for scan in mixers)
-        return (
-            values * speeds.bytes_per_value * speeds.exchanging_passes * sent,
-            2 * speeds.exchanging_passes * layers * latency,
-        )
+        sent, latency = self.speeds.all_to_all(degree)
+        values = layers = 0
+        for kind in self.cost_model.attention:
+            layers += kind.layers
+            values += kind.layers * (kind.heads + max(kind.kv_heads, degree)) * (kind.key_dim + kind.value_dim)
+        for scan in self.cost_model.mixers:
+            layers += scan.layers
+            values += scan.layers * (scan.heads * scan.per_head + max(scan.kv_heads, degree) * scan.per_kv_head)
+        passes = self.speeds.exchanging_passes
+        return values * self.speeds.bytes_per_value * passes * sent, 2 * passes * layers * latency
 
     def seconds(self, costs: Float64Array, tokens: Int64Array | Float64Array, degree: int) -> Float64Array:
         """Seconds of groups with packs of these costs, in FLOPs of all its ranks, and rows, shape (N,)."""
@@ -105,6 +99,9 @@ class DividedStep:
     degrees: list[int]
     packs: list[Int64Array]
 
+    def __add__(self, other: "DividedStep") -> "DividedStep":
+        return DividedStep(self.seconds + other.seconds, self.degrees + other.degrees, self.packs + other.packs)
+
 
 def schedule_groups(
     plan: PackPlan, units: Units, num_steps: int, *, bins: Bins, parallel: SequenceParallel
@@ -128,12 +125,10 @@ def schedule_groups(
     divided = [divide_step(packs, units, bins, parallel=parallel) for packs in steps]
     degrees = [degree for step in divided for degree in step.degrees]
     packs = [pack for step in divided for pack in step.packs]
-    sizes = np.zeros((len(degrees), bins.world_size), np.int64)  # the pack of a group is in the slot of its first rank
-    remaining = iter(packs)
-    for row, degree in zip(sizes, degrees, strict=True):
-        row[::degree] = [len(next(remaining)) for _ in range(0, bins.world_size, degree)]
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    order = np.concatenate(packs) if packs else np.zeros(0, np.int64)
+    sizes, remaining = np.zeros((len(degrees), bins.world_size), np.int64), iter(map(len, packs))
+    for row, degree in zip(sizes, degrees, strict=True):  # a pack is in the slot of the first rank of its group
+        row[::degree] = [next(remaining) for _ in row[::degree]]
+    offsets, order = np.concatenate([[0], np.cumsum(sizes)]), np.concatenate([np.zeros(0, np.int64), *packs])
     return Schedule(order, offsets, bins.accumulation, bins.world_size, num_skipped, np.array(degrees))
 
 
@@ -177,10 +172,7 @@ class Step:
             ends = np.cumsum(self.units.rows[members])
             split = max(int(np.searchsorted(ends, ends[-1] * first / num, side="right")), 1)
             longer, shorter = self.divided(members[:split], first), self.divided(members[split:], num - first)
-            if longer is not None and shorter is not None:
-                joined = DividedStep(
-                    longer.seconds + shorter.seconds, longer.degrees + shorter.degrees, longer.packs + shorter.packs
-                )
+            joined = None if longer is None or shorter is None else longer + shorter
         return self.best_degree(members, num, joined)
 
     def best_degree(
@@ -194,8 +186,7 @@ class Step:
             # One degree is as good as another for a micro-step without units.
             degree = self.parallel.degrees[0]
             return best or self.grouped([members] * (self.bins.world_size // degree * accumulation), degree)
-        bounds = sorted((self._lower_bound(members, degree), degree) for degree in self.parallel.degrees)
-        for bound, degree in bounds:
+        for bound, degree in sorted((self._lower_bound(members, degree), degree) for degree in self.parallel.degrees):
             if best is not None and bound >= best.seconds:
                 break
             division = self.one_degree(members, degree, accumulation)
@@ -222,8 +213,10 @@ class Step:
         if rows[0] > capacity:
             return None
         places = least_loaded(rows, self.units.costs(degree)[members], num, capacity=capacity)
-        places = places or _tightest(rows, num, capacity)
-        return None if places is None else [members[pack] for pack in places]
+        if not places:
+            tightest, sizes = best_fit_decreasing(rows, capacity)
+            places = np.split(tightest, np.cumsum(sizes)[:-1]) if len(sizes) <= num else []
+        return [members[pack] for pack in places] or None
 
     def balanced(self, packs: list[Int64Array], degree: int, accumulation: int) -> list[Int64Array]:
         """The units of these packs dealt to the groups of so many micro-steps, see `balance.py`."""
@@ -272,11 +265,3 @@ def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) 
         seconds[rows] = times.seconds(costs[rows][:, leaders], some, degree).max(axis=1)
         exchange[rows] = times.seconds(np.zeros_like(some, dtype=np.float64), some, degree).mean(axis=1)
     return ModelledTime(seconds, exchange)
-
-
-def _tightest(rows: Int64Array, num: int, capacity: int) -> list[Int64Array] | None:
-    """Packs of best-fit decreasing, if there are at most `num`; units are their places in `rows`."""
-    members, sizes = best_fit_decreasing(rows, capacity)
-    if len(sizes) > num:
-        return None
-    return np.split(members, np.cumsum(sizes)[:-1])

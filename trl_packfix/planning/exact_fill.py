@@ -25,26 +25,18 @@ class Buffer:
     to a gap are then the ones in the bitwise "and" of two slices.
     """
 
-    def __init__(self, longest: int, size: int, *, bytes_of: Callable[[int], int] | None = None, most_bytes: int = 0):
+    def __init__(self, longest: int):
         self.longest = longest
-        self.size, self.bytes_of, self.most_bytes = size, bytes_of, most_bytes
-        self.num_documents = self.num_tokens = self.num_bytes = 0
-        self.forgotten = 0  # positions before position 0 of this buffer
+        self.num_documents = self.num_tokens = 0
         self.waiting: list[deque[int] | None] = [None] * (longest + 1)  # positions by length, oldest first
         self.present = bytearray(longest + 1)
         self.mirrored = bytearray(longest + 1)
         self.forward = np.frombuffer(self.present, dtype=np.uint8)
         self.backward = np.frombuffer(self.mirrored, dtype=np.uint8)
 
-    def has_room(self) -> bool:
-        """Whether another document may arrive."""
-        return self.num_documents < self.size and (self.bytes_of is None or self.num_bytes < self.most_bytes)
-
     def add(self, position: int, length: int) -> None:
         self.num_documents += 1
         self.num_tokens += length
-        if self.bytes_of is not None:
-            self.num_bytes += self.bytes_of(position + self.forgotten)
         waiting = self.waiting[length]
         if waiting is None:
             waiting = self.waiting[length] = deque()
@@ -58,15 +50,12 @@ class Buffer:
         position = waiting.popleft()
         self.num_documents -= 1
         self.num_tokens -= length
-        if self.bytes_of is not None:
-            self.num_bytes -= self.bytes_of(position + self.forgotten)
         if not waiting:
             self.present[length] = self.mirrored[self.longest - length] = 0
         return position
 
     def renumber(self, forgotten: int) -> None:
         """Lower every position by `forgotten`."""
-        self.forgotten += forgotten
         for waiting in filter(None, self.waiting):
             for i in range(len(waiting)):
                 waiting[i] -= forgotten
@@ -136,8 +125,7 @@ def pack_arrivals(
     >>> list(pack_arrivals([4, 5, 3, 2, 6, 1, 7], capacity=7, buffer_size=4, longest=7))
     [[0, 2], [1, 3], [4, 5], [6]]
     """
-    buffer = Buffer(longest, buffer_size, bytes_of=bytes_of, most_bytes=most_bytes)
-    packer = _Packer(iter(arriving), capacity, buffer)
+    packer = _Packer(arriving, capacity, buffer_size, longest=longest, bytes_of=bytes_of, most_bytes=most_bytes)
     yield from packer.packs()
     positions, lengths = packer.waiting()
     if positions:
@@ -156,7 +144,7 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
     """The fewest packs of three heuristics, for when nothing more arrives; the pack of the oldest document first."""
 
     def until_empty(arriving: Int64Array) -> Packs:
-        packer = _Packer(iter(arriving.tolist()), capacity, Buffer(int(arriving.max()), len(arriving)))
+        packer = _Packer(arriving.tolist(), capacity, len(arriving), longest=int(arriving.max()))
         return _as_arrays(packer.packs(until_empty=True))
 
     decreasing = np.argsort(-lengths, kind="stable")
@@ -182,10 +170,22 @@ class _Packer:
         6 1 7        (nothing more arrives: `_pack_rest` packs these as 6 + 1 and 7)
     """
 
-    def __init__(self, arriving: Iterator[int], capacity: int, buffer: Buffer):
-        self.arriving, self.capacity, self.buffer = arriving, capacity, buffer
+    def __init__(
+        self,
+        arriving: Iterable[int],
+        capacity: int,
+        buffer_size: int,
+        *,
+        longest: int,
+        bytes_of: Callable[[int], int] | None = None,
+        most_bytes: int = 0,
+    ):
+        self.arriving, self.capacity, self.buffer_size = iter(arriving), capacity, buffer_size
+        self.bytes_of, self.most_bytes, self.num_bytes = bytes_of, most_bytes, 0
+        self.buffer = Buffer(longest)
         self.lengths: list[int] = []
         self.taken = bytearray()
+        self.forgotten = 0  # positions before the first of `lengths`
         self.ended = False
         self.spare = 0  # tokens of short documents that wait, less `ENOUGH` times the room beside the long ones
         self.members: list[int] = []  # of the pack that is open
@@ -198,49 +198,45 @@ class _Packer:
             oldest = self.taken.find(0, oldest)
             if oldest < 0:
                 return
-            if oldest >= MAX_REMEMBERED:
-                self._forget(oldest)
-                oldest = 0
+            if oldest >= MAX_REMEMBERED:  # all before it are in packs
+                del self.lengths[:oldest], self.taken[:oldest]
+                self.buffer.renumber(oldest)
+                self.forgotten, oldest = self.forgotten + oldest, 0
             self._close_pack(oldest)
             yield self.members
 
     def waiting(self) -> tuple[list[int], list[int]]:
         """Positions and lengths of the documents that are in no pack."""
         left = np.flatnonzero(np.frombuffer(self.taken, dtype=np.uint8) == 0).tolist()
-        return [position + self.buffer.forgotten for position in left], [self.lengths[position] for position in left]
+        return [position + self.forgotten for position in left], [self.lengths[position] for position in left]
 
     def _fill_buffer(self) -> None:
-        while not self.ended and self.buffer.has_room():
-            self._arrive()
-
-    def _arrive(self) -> None:
-        length = next(self.arriving, 0)
-        if length:
-            self.buffer.add(len(self.lengths), length)
+        """Documents arrive, as many as there is room and memory for."""
+        while not self.ended and self.buffer.num_documents < self.buffer_size:
+            if self.bytes_of is not None and self.num_bytes >= self.most_bytes:
+                return
+            length = next(self.arriving, 0)
+            if not length:
+                self.ended = True
+                return
+            position = len(self.lengths)
+            self.buffer.add(position, length)
             self.spare += self._spare(length)
+            self.num_bytes += 0 if self.bytes_of is None else self.bytes_of(position + self.forgotten)
             self.lengths.append(length)
             self.taken.append(0)
-        else:
-            self.ended = True
 
     def _spare(self, length: int) -> int:
         return length if 2 * length <= self.capacity else -ENOUGH * (self.capacity - length)
 
-    def _forget(self, position: int) -> None:
-        """Forget all positions before this one, which are in packs."""
-        del self.lengths[:position], self.taken[:position]
-        self.buffer.renumber(position)
-
     def _place(self, length: int) -> int:
-        """Move the oldest document of this length into the pack; another one arrives."""
+        """Move the oldest document of this length into the pack; others arrive."""
         position = self.buffer.take(length)
         self.spare -= self._spare(length)
+        self.num_bytes -= 0 if self.bytes_of is None else self.bytes_of(position + self.forgotten)
         self.taken[position] = 1
-        self.members.append(position + self.buffer.forgotten)
-        if self.buffer.bytes_of is not None:
-            self._fill_buffer()  # as many as there is memory for
-        elif not self.ended:
-            self._arrive()
+        self.members.append(position + self.forgotten)
+        self._fill_buffer()
         return length
 
     def _close_pack(self, position: int) -> None:
@@ -262,21 +258,20 @@ class _Packer:
             if gap <= fill_from:
                 fill = buffer.exact_fill(gap, longest) if gap else ()
             if gap and not fill:
-                position = _next_that_fits(self.lengths, self.taken, position + 1, gap=gap)
+                position = self._next_that_fits(position + 1, gap)
         while gap and (fill := fill or buffer.best_fill(gap)):
             for length in fill:
                 gap -= self._place(length)
             fill = ()
 
-
-def _next_that_fits(lengths: list[int], taken: bytearray, start: int, *, gap: int) -> int:
-    """Position of the oldest waiting document from `start` on with at most `gap` tokens, or -1; looks past a few."""
-    position = taken.find(0, start)
-    for _ in range(MAX_PASSED_OVER):
-        if position < 0 or lengths[position] <= gap:
-            return position
-        position = taken.find(0, position + 1)
-    return -1
+    def _next_that_fits(self, start: int, gap: int) -> int:
+        """Position of the oldest waiting document from `start` on with at most `gap` tokens, or -1; skips a few."""
+        position = self.taken.find(0, start)
+        for _ in range(MAX_PASSED_OVER):
+            if position < 0 or self.lengths[position] <= gap:
+                return position
+            position = self.taken.find(0, position + 1)
+        return -1
 
 
 def carry_over(arriving: Int64Array, capacity: int, window: int) -> Packs:

@@ -5,7 +5,7 @@ compare it; plans are cached by it. A new option of planning begins with a field
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
@@ -62,12 +62,6 @@ class Bins:
         return self.accumulation * self.world_size
 
 
-def num_optimizer_steps(num_packs: int, accumulation: int, world_size: int, *, drop_last: bool) -> int:
-    """Optimizer steps of an epoch of `num_packs` packs; with `drop_last` the last incomplete step does not count."""
-    slots = accumulation * world_size
-    return num_packs // slots if drop_last else -(-num_packs // slots)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Packing:
     """All settings of planning.
@@ -116,14 +110,10 @@ class Packing:
 
     @property
     def traits(self) -> StrategyTraits:
-        """The record of the strategy."""
-        traits = STRATEGIES.get(self.strategy)
-        assert traits is not None, f"no strategy is named {self.strategy!r}"
-        return traits
+        return STRATEGIES[self.strategy]
 
     @cached_property
     def parallel(self) -> SequenceParallel | None:
-        """Sequence parallelism; None: one rank holds a pack."""
         if self.tokens_per_rank is None:
             return None
         sizes = self.max_length, self.tokens_per_rank
@@ -137,7 +127,6 @@ class Packing:
 
     @property
     def shares_families(self) -> bool:
-        """Whether documents that begin alike are planned as one."""
         return self.share_prefixes == "family"
 
     @property
@@ -152,9 +141,7 @@ class Packing:
 
     @cached_property
     def bins(self) -> Bins:
-        """The slots of every optimizer step."""
-        names = [setting.name for setting in fields(Bins) if setting.name != "degree"]
-        return Bins(**{name: getattr(self, name) for name in names})
+        return Bins(**{each.name: getattr(self, each.name) for each in fields(Bins) if each.name != "degree"})
 
     @property
     def num_bins(self) -> int:
@@ -181,27 +168,33 @@ class Packing:
         order = np.arange(len(rows)) if draws_order is None else units.visited(draws_order.permutation(len(rows)))
         return self.traits.plan(rows, self.planned_capacity, order=order, rng=self.rng(epoch))
 
-    def pack_stream(self, lengths: Iterable[int], **of_bytes: Any) -> Iterator[list[int]]:
-        """Packs of documents that arrive with these lengths, by their positions.
-
-        Args:
-            of_bytes: `bytes_of` and `most_bytes` of `pack_arrivals`.
-        """
+    def pack_stream(
+        self, lengths: Iterable[int], bytes_of: Callable[[int], int] | None = None, most_bytes: int = 0
+    ) -> Iterator[list[int]]:
+        """Packs of documents that arrive with these lengths, by their positions, see `pack_arrivals`."""
         is_dealt_anew = self.parallel is not None and len(self.parallel.degrees) > 1
         capacity = self.planned_capacity if is_dealt_anew else self.capacity
         arriving = (min(length, capacity) for length in lengths)  # a longer document is alone in its pack
         longest = min(self.max_length, capacity)
-        return pack_arrivals(arriving, capacity, self.buffer_size, longest=longest, **of_bytes)
+        return pack_arrivals(
+            arriving, capacity, self.buffer_size, longest=longest, bytes_of=bytes_of, most_bytes=most_bytes
+        )
 
     # Steps
 
-    def num_steps(self, num_packs: int) -> int:
-        """Optimizer steps of an epoch of so many packs."""
-        return num_optimizer_steps(num_packs, self.num_bins, 1, drop_last=self.drop_last)
+    def num_steps(self, num_packs: int, per_step: int = 0) -> int:
+        """Optimizer steps of an epoch of so many packs; or of others, of which a step has `per_step`."""
+        per_step = per_step or self.num_bins
+        return num_packs // per_step if self.drop_last else -(-num_packs // per_step)
+
+    @property
+    def documents_per_step(self) -> int:
+        """Of the unpacked run."""
+        return self.batch_size * self.bins.num_slots
 
     def num_kept_steps(self, num_documents: int) -> int:
         """Optimizer steps of an unpacked epoch of so many documents."""
-        return num_optimizer_steps(num_documents, self.batch_size, self.bins.num_slots, drop_last=self.drop_last)
+        return self.num_steps(num_documents, self.documents_per_step)
 
     def kept_steps(self, order: Int64Array) -> Int64Array:
         """The optimizer step of each document in the unpacked run, shape (N,); -1 if the epoch does not reach it.
@@ -209,10 +202,9 @@ class Packing:
         Args:
             order: in which the unpacked run visits the documents, shape (N,).
         """
-        per_step = self.batch_size * self.bins.num_slots
-        reached = order[: self.num_kept_steps(len(order)) * per_step]
+        reached = order[: self.num_kept_steps(len(order)) * self.documents_per_step]
         step = np.full(len(order), -1)
-        step[reached] = np.arange(len(reached)) // per_step
+        step[reached] = np.arange(len(reached)) // self.documents_per_step
         return step
 
     # Comparison
@@ -221,7 +213,7 @@ class Packing:
         """The settings that decide which documents an optimizer step has, by the names that a user sets."""
         ignored = ("free", "tables") if of == "stream" else ("free",)
         chosen = [setting for setting in fields(self) if setting.metadata.get("restart") not in ignored]
-        return {_name(setting): getattr(self, setting.name) for setting in chosen}
+        return {NAMES[setting.name]: getattr(self, setting.name) for setting in chosen}
 
     def fingerprint(self, of: Literal["packs", "schedule"]) -> str:
         """Hash of all settings that decide the packs of the first epoch, or the schedule of any."""
@@ -230,15 +222,11 @@ class Packing:
         return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
-def _name(setting: Any) -> str:
-    """The name of a field of `Packing` in `SFTConfig`."""
-    return setting.metadata.get("name") or setting.name
-
-
-NAMES = {setting.name: _name(setting) for setting in fields(Packing)}
-ELASTIC = frozenset(_name(setting) for setting in fields(Packing) if setting.metadata.get("restart") == "adapted")
+NAMES = {setting.name: setting.metadata.get("name", setting.name) for setting in fields(Packing)}
+"""Of each field in `SFTConfig`."""
+ELASTIC = frozenset(NAMES[each.name] for each in fields(Packing) if each.metadata.get("restart") == "adapted")
 """Settings for other values of which the rest of an epoch, or of a pass, can be planned anew."""
-DEFAULTS = {_name(setting): setting.default for setting in fields(Packing) if setting.default is not MISSING}
+DEFAULTS = {NAMES[each.name]: each.default for each in fields(Packing) if each.default is not MISSING}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
@@ -261,5 +249,4 @@ def listed(changed: Changes) -> str:
 
 
 def _short(value: Any) -> str:
-    is_hash = isinstance(value, str) and len(value) == 64
-    return f"{value[:8]}..." if is_hash else repr(value)
+    return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else repr(value)  # a hash

@@ -117,7 +117,8 @@ def plan_stream(lengths: npt.ArrayLike, order: npt.ArrayLike, capacity: int, *, 
     """
     lengths = checked_lengths(lengths, capacity)
     order = np.asarray(order, dtype=np.int64 if np.size(order) == 0 else None)
-    if not _is_permutation(order, len(lengths)):
+    are_numbers = order.shape == lengths.shape and order.dtype.kind in "iu"
+    if not are_numbers or not np.array_equal(np.sort(order), np.arange(len(lengths))):
         raise ValueError(
             f"order of shape {order.shape} was given for {len(lengths)} lengths. It must name every document once. Set "
             f"it to a permutation of range({len(lengths)})."
@@ -167,13 +168,6 @@ def _plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, *, capaci
 
 def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _is_permutation(order: np.ndarray, num_documents: int) -> bool:
-    if order.shape != (num_documents,) or order.dtype.kind not in "iu":
-        return False
-    is_inside = order.min(initial=0) >= 0 and order.max(initial=0) <= max(num_documents - 1, 0)
-    return bool(is_inside and (np.bincount(order.astype(np.int64), minlength=num_documents) == 1).all())
 
 
 def checked_lengths(lengths: npt.ArrayLike, capacity: int) -> Int64Array:

@@ -46,8 +46,8 @@ def schedule_kept_steps(packing: Packing, units: Units, order: Int64Array) -> Sc
     """
     steps = np.arange(packing.num_kept_steps(len(order)) + 1)
     if not isinstance(units, Pieces):
-        per_step = packing.batch_size * packing.bins.num_slots
-        return schedule_steps(units, order, np.minimum(steps * per_step, len(order)), bins=packing.bins)
+        bounds = np.minimum(steps * packing.documents_per_step, len(order))
+        return schedule_steps(units, order, bounds, bins=packing.bins)
     step = packing.kept_steps(order)[units.order[units.offsets[:-1]]]
     by_step = np.argsort(step, kind="stable")
     return schedule_steps(units, by_step, np.searchsorted(step[by_step], steps), bins=packing.bins)

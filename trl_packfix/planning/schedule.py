@@ -9,16 +9,15 @@ Letters: S steps, G micro-batches per step (gradient accumulation), W ranks, N d
 """
 
 import heapq
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
 from .balance import balanced
-from .packing import Bins
+from .packing import Bins, Synchronisation
 from .packs import PackPlan, plan_bfd
 from .units import Units
 
@@ -65,7 +64,7 @@ class Schedule:
     def parts(self, rank: int) -> Iterator[tuple[int, int]]:
         """Degree and index of the part that a rank holds of its pack, for each micro-batch; (1, 0): all of it."""
         if self.degrees is None:
-            return itertools.repeat((1, 0), self.num_steps * self.accumulation)
+            return repeat((1, 0), self.num_steps * self.accumulation)
         return ((degree, rank % degree) for degree in self.degrees.tolist())
 
     def slot_sums(self, values: Int64Array | Float64Array) -> Float64Array:
@@ -77,6 +76,36 @@ class Schedule:
         """Document indices of one optimizer step over all its micro-batches and ranks."""
         slots = self.accumulation * self.world_size
         return self.order[self.offsets[step * slots] : self.offsets[(step + 1) * slots]]
+
+
+def rank_costs(schedule: Schedule, costs: Float64Array) -> Float64Array:
+    """Modelled cost of every micro-batch, shape (S, G, W); ranks that share a pack have even shares of its cost.
+
+    Args:
+        costs: of each unit that the schedule has, by number.
+    """
+    packs = schedule.slot_sums(costs)
+    if schedule.degrees is not None:
+        degrees, ranks = schedule.degrees[:, None], np.arange(schedule.world_size)
+        packs = np.take_along_axis(packs, ranks - ranks % degrees, axis=1) / degrees
+    return packs.reshape(-1, schedule.accumulation, schedule.world_size)
+
+
+def imbalance(schedule: Schedule, costs: Float64Array, synchronisation: Synchronisation) -> float:
+    """Sum over micro-steps of the largest rank cost / sum of the mean rank cost; 1.0 is perfect.
+
+    Where ranks wait only at the end of a step, the sums are over steps and rank costs are those of whole steps.
+
+    >>> schedule = Schedule(np.arange(4), np.array([0, 1, 2, 3, 4]), accumulation=2, world_size=2)
+    >>> imbalance(schedule, np.array([4.0, 2.0, 1.0, 3.0]), "micro")
+    1.4
+    """
+    if schedule.world_size == 1:
+        return 1.0
+    packs = rank_costs(schedule, costs)
+    if synchronisation == "step":
+        packs = packs.sum(axis=1)
+    return float(packs.max(axis=-1).sum() / packs.mean(axis=-1).sum())
 
 
 def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) -> Schedule:

@@ -1,7 +1,8 @@
 """The packing strategies. This is the only list of their names: a new one begins with its record here."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -10,12 +11,6 @@ from .arrays import Int64Array
 from .packs import PackPlan, checked_lengths, is_integer, plan_bfd, plan_stream
 
 Strategy = str  # a key of `STRATEGIES`
-
-
-class Planner(Protocol):
-    def __call__(
-        self, lengths: Int64Array, capacity: int, *, order: Int64Array, rng: np.random.Generator | None
-    ) -> PackPlan: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +28,7 @@ class StrategyTraits:
         instead: what to do instead of `plan_packs`, where lengths alone are not enough to plan it.
     """
 
-    plan: Planner | None = None
+    plan: Callable[..., PackPlan] | None = None
     overlong: Literal["truncate", "split"] = "truncate"
     packs_streams: bool = False
     cuts_blocks: bool = False
@@ -44,28 +39,24 @@ class StrategyTraits:
         assert (self.plan is None) == (self.cuts_blocks or self.keeps_steps), "a strategy is planned in one way"
 
 
-def _stream(lengths: Int64Array, capacity: int, *, order: Int64Array, rng: np.random.Generator | None) -> PackPlan:
-    return plan_stream(lengths, order, capacity)
-
-
 def _bfd(lengths: Int64Array, capacity: int, *, order: Int64Array, rng: np.random.Generator | None) -> PackPlan:
     return plan_bfd(lengths, capacity, rng)
 
 
-def _use_the_trainer(strategy: Strategy) -> str:
-    return f"use the trainer or packed_dataloader with packing_strategy={strategy!r}"
-
+_USE_THE_TRAINER = "use the trainer or packed_dataloader with packing_strategy={!r}"
 
 STRATEGIES: dict[Strategy, StrategyTraits] = {
-    "stream": StrategyTraits(plan=_stream, packs_streams=True),
+    "stream": StrategyTraits(
+        plan=lambda lengths, capacity, *, order, rng: plan_stream(lengths, order, capacity), packs_streams=True
+    ),
     "bfd": StrategyTraits(plan=_bfd),
     "bfd_split": StrategyTraits(
         plan=_bfd,
         overlong="split",
         instead="split the documents at max_length first and plan the pieces with strategy='bfd', or use the trainer",
     ),
-    "wrapped": StrategyTraits(overlong="split", cuts_blocks=True, instead=_use_the_trainer("wrapped")),
-    "minibatch": StrategyTraits(keeps_steps=True, instead=_use_the_trainer("minibatch")),
+    "wrapped": StrategyTraits(overlong="split", cuts_blocks=True, instead=_USE_THE_TRAINER.format("wrapped")),
+    "minibatch": StrategyTraits(keeps_steps=True, instead=_USE_THE_TRAINER.format("minibatch")),
 }
 
 

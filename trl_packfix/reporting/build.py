@@ -9,9 +9,8 @@ from ..data.reader import Rows
 from ..data.stream import PackedStream
 from ..data.stream_state import StreamCounts
 from ..planning.degrees import modelled_time
-from ..planning.imbalance import imbalance
 from ..planning.parallel import SequenceParallel
-from ..planning.schedule import Schedule
+from ..planning.schedule import Schedule, imbalance
 from ..planning.units import Units
 from ..samples.row import TurnCounts
 from .report import PackingReport

@@ -13,7 +13,7 @@ from ..data.epochs import EpochPlanner
 from ..data.prefix_collator import PrefixCollator
 from ..data.reader import Rows
 from ..planning.arrays import Int64Array
-from ..planning.imbalance import rank_costs
+from ..planning.schedule import rank_costs
 
 NUM_BINS = 24
 NUM_PACKS = 8
