@@ -177,39 +177,6 @@ def test_no_assignment_beats_the_bound(lengths, shape, spare, model, images):
         assert bound <= least / (total.sum() / ranks) + 1e-9, synchronisation
 
 
-def bound_of(lengths, micro, ranks, capacity, synchronisation, model):
-    """In units of cost."""
-    schedule = Schedule(np.arange(len(lengths)), np.array([0] + [len(lengths)] * micro * ranks), micro, ranks)
-    bound = imbalance_bound(schedule, Units(np.array(lengths), model), capacity, synchronisation=synchronisation)
-    return bound * model(lengths).sum() / ranks
-
-
-def test_the_bound_knows_that_giants_share_the_cheap_tokens():
-    """Full steps. Two of three ranks have a document of 10 and must hold 10 tokens more; only 10 are cheap."""
-    model = CostModel(1.0, 1.0)
-    ten, five, one = model([10, 5, 1])
-    lengths = [10, 10, *[5] * 6, *[1] * 10]
-    assert bound_of(lengths, 2, 3, 10, "step", model) == pytest.approx(ten + five + 5 * one)
-    assert bound_of([*lengths[:-2], 1], 2, 3, 10, "step", model) < ten + five + 5 * one, "a token to spare"
-
-
-def test_the_bound_knows_what_stands_beside_the_document_that_ends_a_micro_step():
-    """Full steps of three ranks. One micro-step ends with a 10, the other with the 6, and four tokens beside it."""
-    model = CostModel(1.0, 1.0)
-    ten, six, one = model([10, 6, 1])
-    lengths = [10, 10, 10, 6, *[1] * 24]
-    assert bound_of(lengths, 2, 3, 10, "micro", model) == pytest.approx(ten + six + 4 * one)
-
-
-def test_a_bound_for_more_micro_batches_than_documents_that_share_a_rank_are_counted():
-    """One document per micro-batch, as rows cut at `max_length` leave them."""
-    lengths = np.full(2 * 200, 10)
-    model = CostModel(1.0, 1.0)
-    for synchronisation in ("micro", "step"):
-        bound = bound_of(lengths, 200, 2, 10, synchronisation, model)
-        assert bound == pytest.approx(model(lengths).sum() / 2)
-
-
 def test_minibatches_are_balanced_within_their_steps():
     lengths = np.random.default_rng(0).choice([100, 900], 512, p=[0.8, 0.2])
     model = CostModel(1.0, 0.01)

@@ -10,29 +10,29 @@ from accelerate import skip_first_batches
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.bounds import step_bound, time_bound
+from support.bounds import time_bound
 from support.planners import make_epochs
 from test_epochs import is_mapped, made
+from test_scheduling import KINDS, rows_of
+from test_scheduling import documents_of as scheduled_documents
 from transformers import AutoConfig
 
 from trl_packfix import PackedDataCollator, SFTConfig
 from trl_packfix.data import epochs
-from trl_packfix.data.cache_files import read_arrays
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
-from trl_packfix.data.loaders import DocumentDataset, PackedBatchSampler, PartOf, document_loader
+from trl_packfix.data.loaders import DocumentDataset, PackedBatchSampler, document_loader
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.layout import LAYOUT
-from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads, Mixers, with_scans
-from trl_packfix.planning.degrees import GroupTimes, Step, divide_step, modelled_time
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads, Mixers, TowerCosts, with_scans
+from trl_packfix.planning.degrees import GroupTimes, Step, modelled_time
 from trl_packfix.planning.packing import Bins
 from trl_packfix.planning.parallel import SequenceParallel, Speeds, possible_degrees, smallest_degree
-from trl_packfix.planning.schedule import EMPTY, rank_costs
-from trl_packfix.planning.strategies import STRATEGIES
+from trl_packfix.planning.schedule import rank_costs
 from trl_packfix.planning.units import Units
 from trl_packfix.training.checks import check_before_loading
 from trl_packfix.training.choices import Setup
@@ -51,8 +51,7 @@ CHEAP = Speeds(within=3e8, between=1e8, ranks_per_node=4)
 
 def documents_of(lengths) -> Documents:
     lengths = np.array(lengths, dtype=np.int64)
-    zeros = np.zeros(len(lengths), np.int64)
-    return Documents(np.arange(len(lengths)), zeros, lengths, lengths, Ledger())
+    return Documents(np.arange(len(lengths)), 0 * lengths, lengths, lengths, Ledger())
 
 
 def planner(lengths, world_size=4, tokens_per_rank=16, max_length=64, strategy="stream", **kwargs) -> EpochPlanner:
@@ -61,36 +60,6 @@ def planner(lengths, world_size=4, tokens_per_rank=16, max_length=64, strategy="
     return make_epochs(
         documents, strategy, 1, max_length, world_size=world_size, tokens_per_rank=tokens_per_rank, **kwargs
     )
-
-
-def problems(ranks, epoch, tokens_per_rank) -> list[str]:
-    """What is wrong with the batches of an epoch; `ranks` are the planners of all ranks."""
-    found, seen = [], []
-    lengths, world_size = ranks[0].documents.lengths, len(ranks)
-    samplers = [PackedBatchSampler(each, rank) for rank, each in enumerate(ranks)]
-    for sampler in samplers:
-        sampler.set_epoch(epoch)
-    batches = [list(sampler) for sampler in samplers]
-    if {len(some) for some in batches} != {ranks[0].num_steps * ranks[0].packing.accumulation}:
-        return ["another number of micro-batches"]
-    for step in zip(*batches, strict=True):
-        whole = [each if isinstance(each, PartOf) else PartOf(each, 1, 0) for each in step]
-        degrees = {each.degree for each in whole}
-        if len(degrees) > 1 or world_size % whole[0].degree:
-            return [f"degrees {degrees} in a micro-step"]
-        for leader in range(0, world_size, whole[0].degree):
-            group = whole[leader : leader + whole[0].degree]
-            if [each.index for each in group] != list(range(len(group))):
-                found.append("parts out of order")
-            if any(each.documents != group[0].documents for each in group):
-                found.append("members of a group have other packs")
-            real = [i for i in group[0].documents if i != EMPTY]
-            if lengths[real].sum() > tokens_per_rank * len(group):
-                found.append("a part is too long")
-            seen += real
-    if sorted(seen) != list(range(len(lengths))):
-        found.append("a document is missing or twice")
-    return found
 
 
 @st.composite
@@ -107,67 +76,30 @@ worlds = st.sampled_from([(4, 16), (8, 8), (8, 16), (12, 16), (8, 64), (1, 64), 
 speeds = st.sampled_from([DEAR, CHEAP])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
-    lengths=lengths_of_a_set,
-    world=worlds,
-    accumulation=st.integers(1, 5),
-    strategy=st.sampled_from([name for name, traits in STRATEGIES.items() if traits.instead is None]),
-    epoch=st.integers(0, 2),
-    shuffle=st.booleans(),
-    balance=st.sampled_from(["step", "none"]),
-    speeds=speeds,
-)
-def test_every_document_once_and_all_ranks_agree(
-    lengths, world, accumulation, strategy, epoch, shuffle, balance, speeds
-):
-    world_size, tokens = world
-    run = {"accumulation": accumulation, "strategy": strategy, "shuffle": shuffle, "balance": balance, "speeds": speeds}
-    # each rank makes its own planner and never talks to another
-    ranks = [planner(lengths, world_size, tokens, **run) for _ in range(world_size)]
-    assert problems(ranks, epoch, tokens) == []
-    schedule = ranks[0].schedule(epoch)
-    assert set(schedule.degrees.tolist()) <= set(ranks[0].packing.degrees), "a degree at which the model is not proved"
-    assert all(len(schedule.step_documents(step)) for step in range(schedule.num_steps)), "a step without a document"
-
-
-def test_exchanged_degrees_are_found_out():
-    """The control of the test above: the same documents with the degrees of two micro-steps exchanged."""
-    lengths = [*np.random.default_rng(0).integers(1, 12, 200).tolist(), 60, 50, 64]
-    ranks = [planner(lengths, 4, 16, accumulation=4) for _ in range(4)]
-    degrees = ranks[0].schedule(0).degrees
-    assert len(set(degrees.tolist())) > 1, "there is nothing to exchange"
-    other = int(np.flatnonzero(degrees != degrees[0])[0])
-    changed = degrees.copy()
-    changed[[0, other]] = changed[[other, 0]]
-    for each in ranks:
-        each._latest = 0, replace(each.schedule(0), degrees=changed)
-    assert problems(ranks, 0, 16)
-    # and on one rank only: a group that not all of its members know
-    ranks = [planner(lengths, 4, 16, accumulation=4) for _ in range(4)]
-    ranks[1]._latest = 0, replace(ranks[1].schedule(0), degrees=changed)
-    assert problems(ranks, 0, 16)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    lengths=lengths_of_a_set,
+    kind=st.sampled_from(KINDS),
+    num=st.integers(1, 100),
+    seed=st.integers(0, 99),
     world=worlds,
     accumulation=st.integers(1, 5),
     speeds=speeds,
     epoch=st.integers(0, 1),
     costs=st.sampled_from((MODEL, HYBRID)),
 )
-def test_never_slower_than_one_degree_for_the_run(lengths, world, accumulation, speeds, epoch, costs):
-    world_size, tokens = world
-    run = planner(lengths, world_size, tokens, accumulation=accumulation, speeds=speeds, cost_model=costs)
-    schedule = run.schedule(epoch)
-    time = modelled_time(schedule, run.units(), run.packing.parallel)
-    seconds = time.seconds.sum()
-    assert time_bound(schedule, run.units(), run.packing.bins, parallel=run.packing.parallel) <= seconds * (1 + 1e-9)
-    documents = map(schedule.step_documents, range(schedule.num_steps))
-    steps = [Step(each, run.units(), run.packing.bins, parallel=run.packing.parallel) for each in documents]
-    possible = possible_degrees(64, tokens, world_size, num_heads=8) if epoch == 0 else run.packing.degrees
+def test_never_slower_than_one_degree_for_the_run(kind, num, seed, world, accumulation, speeds, epoch, costs):
+    documents, costs = scheduled_documents(rows_of(num, seed), kind), replace(costs, tower=TowerCosts(1e10, 1e7))
+    share_prefixes = "family" if kind == "families" else "off"
+    how = {"accumulation": accumulation, "speeds": speeds, "cost_model": costs, "share_prefixes": share_prefixes}
+    run = planner(documents, *world, **how)
+    units, packing, schedule = run.units(), run.packing, run.schedule(epoch)
+    order, offsets = units.of(schedule.order, schedule.offsets)
+    schedule = replace(schedule, order=order, offsets=offsets)
+    seconds = modelled_time(schedule, units, packing.parallel).seconds.sum()
+    assert time_bound(schedule, units, packing.bins, parallel=packing.parallel) <= seconds * (1 + 1e-9)
+    members = map(schedule.step_documents, range(schedule.num_steps))
+    steps = [Step(each, units, packing.bins, parallel=packing.parallel) for each in members]
+    possible = possible_degrees(64, world[1], world[0], num_heads=8) if epoch == 0 else packing.degrees
     for degree in possible:
         divided = [step.one_degree(step.members, degree, accumulation) for step in steps]
         if None not in divided:  # all documents fit groups of it
@@ -196,50 +128,16 @@ def test_an_optimizer_step_keeps_its_documents_whatever_the_degrees(lengths, acc
     assert len({step_hash(run, epoch) for run in runs}) == 1
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 16), min_size=1, max_size=8),
-    accumulation=st.integers(1, 2),
-    choices=st.lists(st.integers(0, 10**6), min_size=20, max_size=20),
-    costs=st.sampled_from((MODEL, HYBRID)),
-)
-def test_no_division_is_below_the_bound(lengths, accumulation, choices, costs):
-    """Any documents to any groups, also of several degrees in one micro-step."""
-    lengths, draw = np.sort(lengths)[::-1], itertools.cycle(choices)
-    bins = Bins(capacity=16, accumulation=accumulation, world_size=4)
-    parallel = SequenceParallel(tokens_per_rank=4, smallest=4, degrees=(1, 2, 4), speeds=DEAR)
-    step = Step(np.arange(len(lengths)), Units(lengths, costs), bins, parallel=parallel)
-    kinds = [(1, 1, 1, 1), (2, 1, 1), (2, 2), (4,)]
-    groups = [degree for _ in range(accumulation) for degree in kinds[next(draw) % 4]]
-    room, packs = [4 * degree for degree in groups], [[] for _ in groups]
-    for length in lengths.tolist():
-        fits = [group for group, space in enumerate(room) if space >= length]
-        if not fits:
-            return
-        group = fits[next(draw) % len(fits)]
-        packs[group].append(length)
-        room[group] -= length
-    seconds, ranks, longest = 0.0, 0, 0.0
-    for degree, pack in zip(groups, packs, strict=True):
-        cost = costs.shared_by(degree)(pack).sum(keepdims=True)
-        longest = max(longest, float(step.times.seconds(cost, np.array([sum(pack)]), degree)[0]))
-        ranks += degree
-        if ranks == 4:
-            seconds, ranks, longest = seconds + longest, 0, 0.0
-    assert step_bound(step) <= seconds * (1 + 1e-9)
-
-
-def test_short_documents_pay_no_exchange_and_a_giant_is_spread():
-    lengths = np.array([64] + [2] * 96)
-    bins = Bins(capacity=64, accumulation=4, world_size=4)
-    parallel = SequenceParallel(tokens_per_rank=16, smallest=4, degrees=(1, 2, 4), speeds=DEAR)
-    packs = [np.array([0]), *np.split(np.arange(1, 97), 3)]
-    found = divide_step(packs, Units(lengths, MODEL), bins, parallel=parallel)
-    assert found.degrees == [4, 1, 1, 1]
-    assert found.packs[0].tolist() == [0]
-
-
 # The model of time
+
+
+@pytest.mark.parametrize("flops, degree", [(0.0, 1), (1e15, 4)])
+def test_a_short_document_with_large_images_takes_as_many_ranks_as_a_long_one(flops, degree):
+    """By its rows it would not end later than the others."""
+    rows, parallel = np.full(8, 4), SequenceParallel(tokens_per_rank=64, smallest=1, degrees=(1, 2, 4))
+    units, members = Units(rows, MODEL, np.eye(8)[3] * flops), np.arange(8)
+    step = Step(members, units, Bins(capacity=64, world_size=4), parallel=parallel)
+    assert step.best_degree(members, 1).degrees == [degree]
 
 
 def test_the_exchange_sends_what_ulysses_sends():
@@ -257,11 +155,13 @@ def test_the_exchange_sends_what_ulysses_sends():
     assert GroupTimes(few).exchange(8)[0] == pytest.approx((32 + 8) * 256 * 2 * 3 * 7 / 8 / 300e9)
 
 
-def test_heads_that_do_not_divide_take_longer():
+def test_heads_that_do_not_divide_take_longer_and_images_are_divided():
     odd = CostModel(3.0, 7.0, windows=((4, 7.0),), attention=(Heads(1, 28, 4, 128, 128),))
     costs = odd.shared_by(8)
     assert costs.per_token == 3.0 and costs.per_pair == pytest.approx(8.0) and costs.windows[0][1] == pytest.approx(8.0)
     assert odd.shared_by(4) == odd
+    lengths, images = np.array([8, 20]), np.array([0.0, 3e12])
+    assert Units(lengths, odd, images).costs(8) == pytest.approx(costs(lengths) + images)
 
 
 def test_heads_are_read_from_the_config():
@@ -345,30 +245,6 @@ def test_the_cache_holds_the_degrees(documents):
             assert np.array_equal(got.offsets, expected.offsets)
         assert is_mapped(second.schedule(epoch).degrees)
     assert first.packing.degrees == second.packing.degrees == alone.packing.degrees
-
-
-def test_every_setting_of_it_has_its_own_file_and_unset_nothing_changes(documents):
-    unset = make_epochs(documents, "stream", 1, 40, world_size=4, cost_model=MODEL)
-    assert unset.packing.parallel is None and unset.packing.degrees == ()
-    unset.schedule(0)
-    whole = planner(documents, max_length=40, tokens_per_rank=32)
-    whole.schedule(0)
-    assert [read_arrays(run.file("schedule", 0)).keys() - {"order", "offsets"} for run in (unset, whole)] == [
-        {"num_skipped"},
-        {"num_skipped", "degrees"},
-    ]
-    files = {
-        run.file("schedule", 1)
-        for run in (
-            unset,
-            whole,
-            planner(documents, max_length=40, tokens_per_rank=24),
-            planner(documents, max_length=40, tokens_per_rank=32, speeds=CHEAP),
-            planner(documents, max_length=40, tokens_per_rank=32, degrees=(2,)),
-        )
-    }
-    assert len(files) == 5
-    assert unset.file("plan", 0) != whole.file("plan", 0)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -23,15 +23,14 @@ from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.data import epochs
 from trl_packfix.data.cache import cached_documents
-from trl_packfix.data.loaders import PackedBatchSampler
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
 from trl_packfix.layout import LAYOUT
 from trl_packfix.planning import families
-from trl_packfix.planning.costs import LLAMA_7B, CostModel
-from trl_packfix.planning.degrees import BESIDE, modelled_time
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads
+from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.families import (
     KEYS_PER_CAPACITY,
     TARGETS_PER_CAPACITY,
@@ -42,7 +41,6 @@ from trl_packfix.planning.families import (
     sort_by_tokens,
     sort_key,
 )
-from trl_packfix.planning.parallel import smallest_degree
 from trl_packfix.planning.schedule import imbalance
 from trl_packfix.reporting import savings
 from trl_packfix.reporting.build import make_report
@@ -151,6 +149,15 @@ def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_thei
         assert len(members) == 1 or lengths[members].sum() - len(members) <= TARGETS_PER_CAPACITY * capacity
         for (before, _), (n, s) in pairwise(own):
             assert 2 * s >= max(before, n)
+
+
+def test_a_piece_costs_at_each_degree_what_is_computed_of_it():
+    documents = [np.append(np.arange(60), i) for i in range(3)]
+    model = CostModel(per_token=3.0, per_pair=1.0, attention=(Heads(1, 6, 2, 64, 64),))  # 6 heads: two on some of 4
+    pieces = make_pieces(sorted_by_tokens(documents), np.full(3, 61), np.full(3, 60), cost_model=model, room=200)
+    for degree, uneven in ((1, 1), (2, 1), (4, 4 / 3)):  # 61 rows, then two of each other document
+        pairs = sum(range(1, 62)) + 2 * (60 + 61)
+        assert pieces.costs(degree)[0] == pytest.approx(3.0 * 65 + uneven * pairs)
 
 
 def test_the_cost_of_a_piece_is_not_that_of_whole_documents():
@@ -306,95 +313,6 @@ def rows_of(tokens, pack):
     return sum(len(tokens[i]) for i in pack) - sum(shared)
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    seed=st.integers(0, 20),
-    num=st.integers(1, 30),
-    strategy=st.sampled_from(["stream", "bfd", "minibatch"]),
-    batch_size=st.integers(1, 5),
-    accumulation=st.integers(1, 3),
-    world_size=st.integers(1, 4),
-    epoch=st.integers(0, 2),
-    shuffle=st.booleans(),
-    drop_last=st.booleans(),
-)
-def test_every_document_once_in_packs_within_the_capacity(
-    seed, num, strategy, batch_size, accumulation, world_size, epoch, shuffle, drop_last
-):
-    tokens = chats(num, seed)
-    _, documents = sorted_documents(tokens)
-    given = {"accumulation": accumulation, "world_size": world_size, "shuffle": shuffle, "cost_model": COSTS}
-    given |= {"drop_last": drop_last and num > 20 * accumulation * world_size * batch_size}
-
-    def planner(share_prefixes):
-        return make_epochs(documents, strategy, batch_size, 256, share_prefixes=share_prefixes, **given)
-
-    ranks = [planner("family") for _ in range(world_size)]  # each rank makes its own
-    batches = []
-    for rank, each in enumerate(ranks):
-        sampler = PackedBatchSampler(each, rank)
-        sampler.set_epoch(epoch)
-        batches.append([[i for i in batch if i >= 0] for batch in sampler])
-    assert len({len(each) for each in batches}) == 1
-    seen = [i for each in batches for batch in each for i in batch]
-    schedule, pieces = ranks[0].schedule(epoch), ranks[0].units(epoch)
-    assert len(seen) == len(set(seen)) == len(documents) - schedule.num_skipped
-    assert schedule.num_skipped == 0 or given["drop_last"]
-    planned, offsets = pieces.of(schedule.order, schedule.offsets)
-    assert len(planned) == len(set(planned.tolist()))
-    for slot, (first, stop) in enumerate(pairwise(schedule.offsets)):
-        pack = schedule.order[first:stop]
-        if len(pack):
-            rows = pieces.rows[planned[offsets[slot] : offsets[slot + 1]]].sum()
-            assert rows_of(tokens, pack) <= rows <= batch_size * 256
-    if strategy == "minibatch":
-        unpacked = planner("off").schedule(epoch)
-        for step in range(schedule.num_steps):
-            assert sorted(schedule.step_documents(step)) == sorted(unpacked.step_documents(step))
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    seed=st.integers(0, 20),
-    num=st.integers(1, 30),
-    strategy=st.sampled_from(["stream", "bfd"]),
-    accumulation=st.integers(1, 3),
-    world_size=st.sampled_from([4, 8]),
-    tokens_per_rank=st.sampled_from([64, 100, 250]),
-    epoch=st.integers(0, 2),
-    balance=st.sampled_from(["step", "none"]),
-)
-def test_families_are_units_on_groups_of_ranks(
-    seed, num, strategy, accumulation, world_size, tokens_per_rank, epoch, balance
-):
-    tokens = chats(num, seed)
-    _, documents = sorted_documents(tokens)
-    parts = {"world_size": world_size, "tokens_per_rank": tokens_per_rank, "balance": balance, "cost_model": COSTS}
-
-    def planner():
-        return make_epochs(documents, strategy, 1, 256, accumulation, share_prefixes="family", **parts)
-
-    ranks = [planner() for _ in range(world_size)]  # each rank makes its own
-    schedule, pieces = ranks[0].schedule(epoch), ranks[0].units()
-    assert sorted(schedule.order.tolist()) == list(range(len(documents)))
-    for first, stop in pairwise(pieces.offsets):
-        members = pieces.order[first:stop]
-        rows = int(pieces.rows[np.searchsorted(pieces.offsets, first)])
-        # A family needs no more ranks than a document that is so much longer, and no more than `max_length`
-        longest = int(documents.lengths[members].max())
-        assert rows <= tokens_per_rank * smallest_degree(min(BESIDE * longest, 256), tokens_per_rank)
-    for rank, each in enumerate(ranks):
-        sampler = PackedBatchSampler(each, rank)
-        sampler.set_epoch(epoch)
-        batches = list(sampler)
-        assert len(batches) == ranks[0].num_steps * accumulation == len(schedule.degrees)
-        for batch, degree in zip(batches, schedule.degrees.tolist(), strict=True):
-            pack = [i for i in (batch if degree == 1 else batch.documents) if i >= 0]
-            assert not pack or rows_of(tokens, pack) <= degree * tokens_per_rank
-    planned, _ = pieces.of(schedule.order, schedule.offsets)
-    assert len(planned) == len(set(planned.tolist())) == len(pieces)
-
-
 def test_families_leave_groups_less_to_compute_and_shorter_steps():
     """Documents of up to four ranks: with families the modelled time of an epoch falls with the rows."""
     tokens = chats(num=120, longest=250)
@@ -412,20 +330,6 @@ def test_families_leave_groups_less_to_compute_and_shorter_steps():
         seconds[share_prefixes], rows[share_prefixes] = time.seconds.sum(), units.rows.sum()
     assert rows["family"] < 0.7 * rows["off"]
     assert seconds["family"] < 0.7 * seconds["off"]
-
-
-@pytest.mark.parametrize("strategy", ["stream", "bfd", "minibatch"])
-def test_epochs_differ_and_a_restart_goes_on_with_the_same_documents(strategy):
-    def sampler(epoch):
-        found = PackedBatchSampler(make_epochs(DOCUMENTS, strategy, 2, 256, 2, 2, share_prefixes="family"), 1)
-        found.set_epoch(epoch)
-        return found
-
-    first, second = list(sampler(0)), list(sampler(1))
-    assert first != second
-    together = [{frozenset(batch) for batch in batches} for batches in (first, second)]
-    assert together[0] != together[1]
-    assert list(islice(sampler(1), 3, None)) == second[3:]
 
 
 def test_families_meet_in_packs_and_fewer_rows_are_computed():

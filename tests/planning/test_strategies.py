@@ -4,24 +4,18 @@ import ast
 import doctest
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from support.planners import make_epochs
 from support.runs import trainer
+from test_scheduling import documents_of, problems, rows_of
 
 import trl_packfix
 from trl_packfix import PackPlan, SFTConfig, packed_dataloader, plan_packs
 from trl_packfix.cli import main
-from trl_packfix.data.loaders import PackedBatchSampler
-from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.spans import make_documents
-from trl_packfix.data.token_order import token_order
 from trl_packfix.planning.strategies import STRATEGIES, StrategyTraits
 
 ROOT = Path(trl_packfix.__file__).parents[1]
@@ -102,33 +96,13 @@ def test_one_record_makes_a_strategy(registered, tmp_path, capsys):
     assert "next_fit" in json.dumps(json.loads(capsys.readouterr().out))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 2**32), num=st.integers(1, 60), epoch=st.integers(0, 1), data=st.data())
-def test_the_new_strategy_packs_families_and_for_groups_of_ranks(next_fit, seed, num, epoch, data):
+@pytest.mark.parametrize("kind, tokens_per_rank", [("families", None), ("documents", 16), ("families", 16)])
+def test_the_new_strategy_packs_families_and_for_groups_of_ranks(next_fit, kind, tokens_per_rank):
     """Nothing but its record says that it exists."""
-    rng = np.random.default_rng(seed)
-    stems = [rng.integers(0, 99, 40) for _ in range(3)]
-    rows = [[*stems[i % 3][: rng.integers(1, 41)], *rng.integers(0, 99, rng.integers(1, 20))] for i in range(num)]
-    reader = TokenReader(Dataset.from_dict({"input_ids": rows}))
-    documents = make_documents(reader, 64)
-    documents = replace(documents, tokens=token_order(reader, documents))
-    share_prefixes = data.draw(st.sampled_from(["off", "family"]))
-    tokens_per_rank = data.draw(st.sampled_from([None, 16, 64]))
-    how = {"share_prefixes": share_prefixes, "tokens_per_rank": tokens_per_rank}
-    plans = [make_epochs(documents, "next_fit", 1, 64, 2, 4, **how) for _ in range(4)]
-    batches = []
-    for rank, plan in enumerate(plans):
-        sampler = PackedBatchSampler(plan, rank)
-        sampler.set_epoch(epoch)
-        batches.append(list(sampler))
-    assert {len(each) for each in batches} == {plans[0].num_steps * 2}
-    schedule, units = plans[0].schedule(epoch), plans[0].units()
-    assert sorted(schedule.order.tolist()) == list(range(len(documents)))
-    order, offsets = units.of(schedule.order, schedule.offsets)
-    total = np.concatenate([[0], np.cumsum(units.rows[order])])
-    packs = np.diff(total[offsets]).reshape(-1, 4)
-    room = 64 if tokens_per_rank is None else tokens_per_rank * schedule.degrees[:, None]
-    assert (packs <= room).all()
+    documents = documents_of(rows_of(60, 0), kind, strategy="next_fit")
+    how = {"share_prefixes": "family" if kind == "families" else "off", "tokens_per_rank": tokens_per_rank}
+    ranks = [make_epochs(documents, "next_fit", 1, 64, 2, 4, **how) for _ in range(4)]
+    assert problems(ranks, 0) == problems(ranks, 1) == set()
 
 
 def test_an_unknown_strategy_and_a_record_without_a_function_raise(registered, tmp_path):
