@@ -232,7 +232,6 @@ WITH_NAMES = ("planning", "attention", "samples", "data", "isolation", "reportin
 KEYS_OF_QUERIES = "the tensors of attention in the usual order, and which keys each query sees"
 BY_POSITION = {
     "planning.strategies.plan_packs": "public, and as documented",
-    "planning.costs._attention": "reads a row of numbers",
     "attention.exchange.forward": "a method of torch",
     "attention.kernels.attend_on_cpu": KEYS_OF_QUERIES,
     "attention.kernels.attend_on_cuda": KEYS_OF_QUERIES,
