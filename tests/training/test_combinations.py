@@ -190,7 +190,7 @@ def message_of(folder, *chosen: Choice, constructs: bool = False, **settings) ->
         args = config(folder, arguments.pop("config_class", SFTConfig), packing_report=False, **made)
         if constructs:
             kind(model, args, train_dataset=dataset, **{"processing_class": build_tokenizer()} | arguments)
-        check_before_loading(setup_of(kind, args, model, train_dataset=dataset, **arguments))
+        check_before_loading(setup_of(kind, arguments | {"args": args, "model": model, "train_dataset": dataset}))
         refuse(Setup(args=args, accelerator=engine))
         refuse(Setup(args=args, own_loss=own_loss))
     except ValueError as error:

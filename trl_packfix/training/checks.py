@@ -3,8 +3,8 @@
 What cannot be combined is in `features.py`; here are the checks of one thing alone.
 """
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, cast
 
 import trl
 from accelerate import Accelerator
@@ -27,28 +27,18 @@ from .features import refuse
 from .run import Run
 
 
-def setup_of(kind: type[Run], args: SFTConfig, model: Any, *, train_dataset: Any, **arguments: Any) -> Setup:
-    """What a trainer of this kind was given, for `refuse`; `arguments` are fields of `Setup`."""
-    has_columns = isinstance(train_dataset, Dataset | IterableDataset)
-    sampler: Any = kind._get_train_sampler
-    samples = sampler is not trl.SFTTrainer._get_train_sampler
+def setup_of(kind: type[Run], arguments: dict[str, Any]) -> Setup:
+    """What a trainer of this kind was given, for `refuse`, by the names of its arguments."""
+    dataset, sampler = arguments["train_dataset"], cast(object, kind._get_train_sampler)
     return Setup(
-        args=args,
-        model=model,
-        train_dataset=train_dataset,
-        columns=(train_dataset.column_names or ()) if has_columns else (),
-        own_sampler=f"{kind.__name__}._get_train_sampler" if samples else None,
-        **arguments,
+        columns=(dataset.column_names or ()) if isinstance(dataset, Dataset | IterableDataset) else (),
+        own_sampler=None if sampler is trl.SFTTrainer._get_train_sampler else f"{kind.__name__}._get_train_sampler",
+        **{each.name: arguments[each.name] for each in fields(Setup) if each.name in arguments},
     )
 
 
 def check_before_loading(setup: Setup) -> None:
-    """Refuse what cannot work, before the model is loaded and the dataset is tokenised.
-
-    Raises:
-        ValueError: two things that cannot be combined (`features.py`). With packing also a `max_length` beyond the
-            model's positions, or with `tokens_per_rank` beyond the ranks.
-    """
+    """Refuse what cannot work, before the model is loaded and the dataset is tokenised."""
     refuse(setup)
     args = setup.args
     assert isinstance(args, SFTConfig)  # `adopt` has made it one
@@ -81,9 +71,6 @@ def check_datasets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, *, is
 
     Args:
         is_formatted: a formatting function of the user makes texts of the rows.
-
-    Raises:
-        ValueError: no rows, no conversations where turns are trained, or what `check_weights` refuses.
     """
     check_turns(args, train_dataset, eval_dataset, is_formatted=is_formatted)
     check_rows(train_dataset, "train")
@@ -91,11 +78,7 @@ def check_datasets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, *, is
 
 
 def check_weights(args: SFTConfig, train_dataset: object) -> None:
-    """Refuse columns of weights and sources that cannot be used, before the dataset is tokenised.
-
-    Raises:
-        ValueError: what `read_row_values` refuses; all weights are 0.
-    """
+    """Refuse columns of weights and sources that cannot be used, before the dataset is tokenised."""
     if not isinstance(train_dataset, Dataset):
         return
     values = read_row_values(train_dataset, args.weight_column, args.source_column, name="train")
@@ -111,13 +94,9 @@ def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, 
     """With `skip_prepare_dataset`, check the datasets here. Otherwise this happens when TRL prepares them."""
     if not (isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset")):
         return
-    eval_packing = args.packing if args.eval_packing is None else args.eval_packing
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-    sets = [
-        ("train", train_dataset, args.packing),
-        *((name, dataset, eval_packing) for name, dataset in eval_sets.items()),
-    ]
-    for name, dataset, packing in sets:
+    sets = [(name, dataset, args.packs_evaluation) for name, dataset in eval_sets.items()]
+    for name, dataset, packing in [("train", train_dataset, args.packing), *sets]:
         check_rows(dataset, name)
         if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
             check_tokenised(dataset, name, vocab_size, packing=packing)
@@ -160,9 +139,6 @@ class Constructed:
 
         Args:
             trains: evaluation reads some of the settings anew, such as `max_length`.
-
-        Raises:
-            ValueError: a setting of packing was changed, or the model was replaced.
         """
         names = FIXED_WITH_PACKING if trains and self._settings["packing"] else FIXED
         changed = changes(self._settings, {name: getattr(args, name) for name in names})
@@ -185,12 +161,7 @@ def _without_adapters(model: Any) -> Any:
 
 
 def check_replacement(dataset: object, before: Dataset | IterableDataset, vocab_size: int | None) -> None:
-    """Refuse a `train_dataset` that was set after the trainer was constructed, if packing cannot read it.
-
-    Raises:
-        ValueError: another kind of dataset (a table, a stream, images, nothing), rows that are not tokenised, or what
-            `check_rows` and `check_tokenised` refuse.
-    """
+    """Refuse a `train_dataset` that was set after the trainer was constructed, if packing cannot read it."""
     kinds = [_kind(before), _kind(dataset)]
     if kinds[0] != kinds[1]:
         raise ValueError(
@@ -213,11 +184,7 @@ def _kind(dataset: object) -> str:
 
 
 def check_prepared(dataset: Any, name: str) -> None:
-    """Refuse rows that were set as a dataset of the trainer and are not tokenised.
-
-    Raises:
-        ValueError: there is no column `input_ids`.
-    """
+    """Refuse rows that were set as a dataset of the trainer and are not tokenised."""
     columns = get_dataset_column_names(dataset)
     if "input_ids" not in columns:
         raise ValueError(
@@ -250,9 +217,6 @@ def check_quantisation(model: nn.Module, device_type: str) -> None:
 
     The first forward in evaluation mode, such as that of the probe, changes the weights to this format, and gradients
     are wrong after it. The same happens in TRL after an evaluation: see dev/upstream.md.
-
-    Raises:
-        ValueError: a module would change its weights.
     """
     count = sum(bool(getattr(module, "support_avx512bf16_for_cpu", False)) for module in model.modules())
     if count and device_type == "cpu":

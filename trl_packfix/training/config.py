@@ -201,6 +201,11 @@ class SFTConfig(trl.SFTConfig):
                 ) from error
 
     @property
+    def packs_evaluation(self) -> bool:
+        """Whether evaluation is packed: unless `eval_packing` is set, where training is."""
+        return self.packing if self.eval_packing is None else self.eval_packing
+
+    @property
     def effective_overlong(self) -> Overlong:
         """The policy for documents longer than `max_length`, with what the strategy implies filled in."""
         return self.overlong or STRATEGIES[self.packing_strategy].overlong
@@ -263,11 +268,7 @@ def changed(args: SFTConfig, **settings: Any) -> SFTConfig:
 
 
 def check_config(args: SFTConfig) -> None:
-    """Refuse settings of packing that are unknown or contradict each other.
-
-    Raises:
-        ValueError: with what was given, why it cannot work, and what to set.
-    """
+    """Refuse settings of packing that are unknown or contradict each other."""
     if isinstance(args.packing, str):
         raise ValueError(
             f"`packing={args.packing!r}` was given. TRL takes any text for `True` and packs by `packing_strategy`, "
@@ -296,7 +297,7 @@ def check_config(args: SFTConfig) -> None:
 
 def _check_tokens_per_rank(args: SFTConfig) -> None:
     """Refuse values of `tokens_per_rank` and `exchange_speeds`. The number of ranks is checked by the planner."""
-    tokens = args.tokens_per_rank
+    tokens, speeds = args.tokens_per_rank, args.exchange_speeds
     if tokens is None:
         return
     if not isinstance(tokens, int) or isinstance(tokens, bool):
@@ -306,19 +307,14 @@ def _check_tokens_per_rank(args: SFTConfig) -> None:
             "16384."
         )
     check_count("tokens_per_rank", tokens)
-    if args.exchange_speeds is not None:
-        _check_speeds(args.exchange_speeds)
-
-
-def _check_speeds(speeds: Any) -> None:
+    if speeds is None:
+        return
     wrong = [name for name in speeds if name not in SPEEDS] if isinstance(speeds, dict) else [speeds]
-    wrong += [name for name in SPEEDS if not wrong and name in speeds and not _is_positive(speeds[name])]
+    if isinstance(speeds, dict) and not wrong:
+        are_numbers = {name: type(value) in (int, float) and 0 < value < inf for name, value in speeds.items()}
+        wrong = [name for name in SPEEDS if not are_numbers.get(name, True)]
     if wrong:
         raise ValueError(
             f"`exchange_speeds={speeds!r}` was given. Degrees are chosen by {', '.join(SPEEDS)}, each a number above "
             f"0, and {wrong[0]!r} is not one of them. Set a dictionary of these, or leave it unset."
         )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf

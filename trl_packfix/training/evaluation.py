@@ -24,14 +24,12 @@ from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX
 from ..data.dataset_checks import check_tokenised
 from ..data.documents import Documents
-from ..data.epochs import EpochPlanner
 from ..data.image_rows import ImageRows
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
 from ..data.row_values import RowValues, read_row_values
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
-from ..isolation.packed_model import PackedModel
 from ..layout import layout_of
 from ..samples.checks import columns_of
 from .checks import check_prepared
@@ -77,10 +75,6 @@ class Evaluation:
     def args(self) -> SFTConfig:
         return self._run.args
 
-    @property
-    def _packed_model(self) -> PackedModel:
-        return self._run.packed_model
-
     def loader(self, dataset: Any, needs_logits: bool, prepares: bool) -> DataLoader[Any] | None:
         """The loader of a set, or None if TRL's is to be used.
 
@@ -117,24 +111,20 @@ class Evaluation:
         return self._data.images is not None or (self._is_text and "input_ids" in dataset.column_names)
 
     def _packs_evaluation(self, needs_logits: bool) -> bool:
-        packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
-        if not packing or (needs_logits and not self.args.prediction_loss_only):
+        if not self.args.packs_evaluation or (needs_logits and not self.args.prediction_loss_only):
             return False
         if not self.args.packing:
             return True  # the model reads boundaries, and is proved, only during evaluation (`_on_packs`)
+        packed_model = self._run.packed_model
         # Before training, the engine (DeepSpeed, FSDP) does not exist yet, so the model cannot be proved under it.
         # Padded batches give the same numbers.
         if not (self._run.is_deepspeed_enabled or self._run.is_fsdp_enabled):
-            with self._packed_model.attending(), self._run.compute_loss_context_manager():
-                if self._packed_model.isolation is None:
-                    self._packed_model.prove(self._run.model)
-            if (
-                self._data.shares_prefixes
-                and self._packed_model.is_proved
-                and not self._packed_model.prefixes_are_proved
-            ):
+            with packed_model.attending(), self._run.compute_loss_context_manager():
+                if packed_model.isolation is None:
+                    packed_model.prove(self._run.model)
+            if self._data.shares_prefixes and packed_model.is_proved and not packed_model.prefixes_are_proved:
                 prove_prefixes(self._run, self._data, self._run.model)
-        return self._packed_model.is_proved
+        return packed_model.is_proved
 
     @property
     def _shares_evaluation(self) -> bool:
@@ -166,9 +156,6 @@ class Evaluation:
         """Refuse evaluation sets without a trained token, if training would evaluate a loss on them.
 
         Streams are checked later, when they are read. Nothing is checked if a subclass has its own evaluation.
-
-        Raises:
-            ValueError: a set has no trained token.
         """
         if self._overridden("evaluate", "get_eval_dataloader", "evaluation_loop", "prediction_step"):
             return
@@ -193,11 +180,7 @@ class Evaluation:
             )
 
     def _check_fits_rank(self, documents: Documents) -> None:
-        """Refuse, with `tokens_per_rank`, longer documents that would be evaluated whole on one rank.
-
-        Raises:
-            ValueError: a document is longer than `tokens_per_rank`.
-        """
+        """Refuse, with `tokens_per_rank`, longer documents that would be evaluated whole on one rank."""
         most, longest = self.args.tokens_per_rank, int(documents.lengths.max(initial=0))
         if most is not None and longest > most:
             raise ValueError(
@@ -211,10 +194,6 @@ class Evaluation:
         """Refuse predictions of batches that the ranks of tensor parallelism cannot share.
 
         transformers gathers predictions from all ranks, and these have the same ones, so each returns some of the rows.
-
-        Raises:
-            ValueError: the batch size is not a multiple of the number of these ranks, or `compute_metrics` is to get
-                inputs, which transformers gathers itself.
         """
         args, copies = self.args, self._data.ranks.copies
         if copies == 1 or not needs_logits or args.prediction_loss_only:
@@ -242,49 +221,47 @@ class Evaluation:
 
     def _overridden(self, *methods: str) -> list[str]:
         """The `methods` that a subclass, or an assignment to this object, has replaced."""
-        return [name for name in methods if _function(getattr(self._run, name)) is not getattr(self._own, name)]
+        found = {name: getattr(getattr(self._run, name), "__func__", None) for name in methods}
+        return [name for name, function in found.items() if function is not getattr(self._own, name)]
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader[Any]:
         args, ranks = self.args, self._data.ranks
         if self._data.images is None or "input_ids" in dataset.column_names:
             # Sets for `predict`, or with `skip_prepare_dataset`, were not checked before.
-            packing = args.packing if args.eval_packing is None else args.eval_packing
-            check_tokenised(dataset, "evaluation", self._data.vocab_size, packing=packing)
+            check_tokenised(dataset, "evaluation", self._data.vocab_size, packing=args.packs_evaluation)
         reader = self._data.read(dataset, "evaluation")
         documents = self._evaluation_documents(reader)
         values = self._sources_to_evaluate(dataset).taken(reader.conversations)
         rows = DocumentDataset(reader, documents, self._run._tokenizer.pad_token_id, values=values)
-        if not self._packs_evaluation(needs_logits):
+        sampler: PackedBatchSampler | PaddedBatchSampler
+        collate: Any
+        if self._packs_evaluation(needs_logits):
+            planner = make_planner(
+                args,
+                documents,
+                self._data.cost_model,
+                world_size=ranks.count,
+                strategy="bfd",
+                batch_size=args.eval_batch_size,
+                accumulation=1,
+                balance="step",
+                drop_last=False,
+                shuffle=False,
+                degrees=self._data.degrees,  # at which the model is proved
+                share_prefixes="family" if self._brings_together else "off",
+            )
+            sampler = PackedBatchSampler(planner, ranks.rank)
+            collate = self._data.packed_collator(args.eval_batch_size, self._shares_evaluation)
+        else:
             self._check_fits_rank(documents)
             self._check_divides_rows(needs_logits)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, world_size=ranks.count)
             if self._data.images is not None:
                 check_padded_images(self._run.accelerator, reader)
-                collate: Any = self._data.images.padded_collator(self._run._tokenizer.pad_token_id)
+                collate = self._data.images.padded_collator(self._run._tokenizer.pad_token_id)
             else:
                 collate = PaddedCollator(self._data.padded_collator)
-            return self._data.make_loader(rows, sampler, self._data.with_row_values(collate, values))
-        planner = self._evaluation_planner(documents)
-        collate = self._data.packed_collator(args.eval_batch_size, self._shares_evaluation)
-        return self._data.make_loader(
-            rows, PackedBatchSampler(planner, ranks.rank), self._data.with_row_values(collate, values)
-        )
-
-    def _evaluation_planner(self, documents: Documents) -> EpochPlanner:
-        return make_planner(
-            self.args,
-            documents,
-            self._data.cost_model,
-            world_size=self._data.ranks.count,
-            strategy="bfd",
-            batch_size=self.args.eval_batch_size,
-            accumulation=1,
-            balance="step",
-            drop_last=False,
-            shuffle=False,
-            degrees=self._data.degrees,  # at which the model is proved
-            share_prefixes="family" if self._brings_together else "off",
-        )
+        return self._data.make_loader(rows, sampler, self._data.with_row_values(collate, values))
 
     def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
         column = self.args.source_column
@@ -345,14 +322,11 @@ class Evaluation:
     @contextmanager
     def _on_packs(self) -> Iterator[None]:
         """A context in which the model takes packs. If training is not packed, the model is proved first."""
-        if self.args.packing:
-            with self._packed_model.attending():
-                yield
-            return
-        packed_model = self._data.make_packed_model()
+        packed_model = self._run.packed_model if self.args.packing else self._data.make_packed_model()
         with packed_model.attending():
-            with self._run.compute_loss_context_manager():
-                packed_model.prove(self._run.model).raise_if_leaking()
+            if not self.args.packing:
+                with self._run.compute_loss_context_manager():
+                    packed_model.prove(self._run.model).raise_if_leaking()
             yield
 
     @property
@@ -403,8 +377,3 @@ class Evaluation:
                 loss = self._totals.add_logits(logits, labels, shift_labels, targets=targets, sources=sources).float()
         logits, labels = self._own_rows(logits, labels)
         return loss, logits, labels
-
-
-def _function(method: Any) -> Any:
-    """The function of a bound method; None for anything else."""
-    return getattr(method, "__func__", None)

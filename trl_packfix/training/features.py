@@ -37,22 +37,14 @@ class Feature:
         return f"{_capital(theirs)} was given with {ours}. {self.conflicts[other]}. {self.remedy(other)}."
 
     def refuse(self, setup: Setup) -> None:
-        """Refuse what this feature cannot be combined with.
-
-        Raises:
-            ValueError: with what was given, why it cannot work, and what to set.
-        """
+        """Refuse what this feature cannot be combined with."""
         for other in self.conflicts:
             if (message := self.message(other, setup)) is not None:
                 raise ValueError(message)
 
 
 def refuse(setup: Setup) -> None:
-    """Refuse two choices that cannot be combined.
-
-    Raises:
-        ValueError: with what was given, why it cannot work, and what to set.
-    """
+    """Refuse two choices that cannot be combined."""
     for feature in FEATURES:
         feature.refuse(setup)
 
@@ -64,12 +56,8 @@ def experimental(setup: Setup) -> tuple[str, ...]:
 
 def feature_that_refuses(one: Choice, other: Choice) -> Feature | None:
     """The feature whose record has the conflict of two choices; None if they can be combined."""
-    for feature in FEATURES:
-        if (feature.choice == one and other in feature.conflicts) or (
-            feature.choice == other and one in feature.conflicts
-        ):
-            return feature
-    return None
+    pairs = {(feature.choice, conflict): feature for feature in FEATURES for conflict in feature.conflicts}
+    return pairs.get((one, other)) or pairs.get((other, one))
 
 
 def _capital(text: str) -> str:

@@ -36,11 +36,7 @@ class SamePackCheck(TrainerCallback):
         self.steps_left = (args.max_steps if is_stream else NUM_CHECKED_STEPS) if is_checked else 0
 
     def check(self, batches: list[dict[str, Any]]) -> None:
-        """Compare the packs of one optimizer step. All ranks must call it.
-
-        Raises:
-            ValueError: ranks that must have the same packs have different ones; all ranks raise it.
-        """
+        """Compare the packs of one optimizer step. All ranks must call it."""
         if not self.steps_left or not batches:
             return
         self.steps_left -= 1
@@ -54,9 +50,6 @@ def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:
 
     Args:
         copies: neighbouring ranks that divide the layers of the model.
-
-    Raises:
-        ValueError: ranks that must have the same packs have different ones.
     """
     own = torch.stack([_pack_of(batch) for batch in batches])
     on_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]

@@ -124,11 +124,7 @@ def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SF
 
 
 def check_padded_images(accelerator: Accelerator, reader: ImageRows | TokenReader) -> None:
-    """Refuse padded evaluation in which a rank may have no image while ranks gather parameters together.
-
-    Raises:
-        ValueError: parameters are sharded, and some rows have images and others none.
-    """
+    """Refuse padded evaluation in which a rank may have no image while ranks gather parameters together."""
     is_sharded = accelerator.distributed_type == DistributedType.FSDP or (
         accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3
     )

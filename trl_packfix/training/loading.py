@@ -127,8 +127,10 @@ class TrainingData:
     # Weights and sources of rows
 
     @property
-    def _has_row_values(self) -> bool:
-        return self.args.weight_column is not None or self.args.source_column is not None
+    def _value_columns(self) -> dict[str, str]:
+        """The columns of weights and sources, by their keys in a batch."""
+        columns = {WEIGHTS: self.args.weight_column, SOURCES: self.args.source_column}
+        return {key: column for key, column in columns.items() if column is not None}
 
     def _read_row_values(self) -> RowValues:
         """Of the prepared training set, whose rows may be shuffled or fewer than those given."""
@@ -137,16 +139,8 @@ class TrainingData:
             return RowValues()  # a stream is read, and checked, later
         return read_row_values(self._run.train_dataset, self.args.weight_column, self.args.source_column, name="train")
 
-    def _collate_row_values(self) -> Callable[..., Any]:
-        """The collator of unpacked rows, which have the two columns themselves."""
-        index = {value: i for i, value in enumerate(self.row_values.column_values)}
-        columns = {WEIGHTS: self.args.weight_column, SOURCES: self.args.source_column}
-        keys = {key: column for key, column in columns.items() if column is not None}
-        return RowValuesCollator(self.padded_collator, keys, index, names_sources=self.stream_sources is not None)
-
-    def with_row_values(self, collate: Callable[..., Any], values: RowValues | None = None) -> Callable[..., Any]:
+    def with_row_values(self, collate: Callable[..., Any], values: RowValues) -> Callable[..., Any]:
         """`collate`, with the weights and sources that its documents have."""
-        values = values or self.row_values
         has = {WEIGHTS: values.weights is not None, SOURCES: values.sources is not None}
         keys = {key: key for key, is_given in has.items() if is_given}
         return RowValuesCollator(collate, keys) if keys else collate
@@ -170,8 +164,10 @@ class TrainingData:
         args, dataset = self.args, self._run.train_dataset
         self.row_values = self._read_row_values()
         if not args.packing:
-            if self._has_row_values:
-                self._run.data_collator = self._collate_row_values()
+            if keys := self._value_columns:  # rows have the two columns themselves
+                index = {value: i for i, value in enumerate(self.row_values.column_values)}
+                names_sources = self.stream_sources is not None
+                self._run.data_collator = RowValuesCollator(self.padded_collator, keys, index, names_sources)
         elif not isinstance(dataset, IterableDataset):
             self.reader = self.read(dataset, "train")
             self.row_values = self.row_values.taken(self.reader.conversations)
@@ -196,7 +192,8 @@ class TrainingData:
             checks.check_replacement(dataset, before, self.vocab_size)
             if isinstance(dataset, Dataset):
                 self._run.train_dataset = without_ignored_mask(dataset, self._run.completion_only_loss)
-        refuse(checks.setup_of(type(self._run), args, self._run.model, train_dataset=dataset))
+        given = {"args": args, "model": self._run.model, "train_dataset": dataset}
+        refuse(checks.setup_of(type(self._run), given))
         checks.check_weights(args, self._run.train_dataset)
         self.turns, self.trained = None, replace(self.trained, counts=None)
         self._read_training_set()
@@ -247,7 +244,7 @@ class TrainingData:
                 )
             self._run.packing_report = replace(broadcast_object_list(reports)[0], trained=self.trained)
         rows = DocumentDataset(self.reader, self.documents, self._run._tokenizer.pad_token_id, values=self.row_values)
-        collate = self._by_length(self.with_row_values(self._training_collator))
+        collate = self._by_length(self.with_row_values(self._training_collator, self.row_values))
         return self.make_loader(rows, PackedBatchSampler(planner, self.ranks.rank), collate)
 
     @property
@@ -257,13 +254,8 @@ class TrainingData:
         return () if packs is None else packs.packing.degrees
 
     def make_planner(self) -> EpochPlanner:
-        return make_planner(
-            self.args,
-            self.documents,
-            self.cost_model,
-            world_size=self.ranks.count,
-            **self._settings_of_run,
-        )
+        settings = {"world_size": self.ranks.count} | self._settings_of_run
+        return make_planner(self.args, self.documents, self.cost_model, **settings)
 
     @property
     def _settings_of_run(self) -> dict[str, Any]:
@@ -376,15 +368,12 @@ class TrainingData:
             images=None if self.images is None else self.images.of_stream(args),
         )
         self._run.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)
-        columns = {WEIGHTS: args.weight_column, SOURCES: args.source_column}
-        keys = {key: key for key, column in columns.items() if column is not None}
         collate = self._training_collator
-        if keys:
+        if keys := {key: key for key in self._value_columns}:
             collate = RowValuesCollator(collate, keys, names_sources=True)
-        collate = self._by_length(collate)
         return stream_loader(
             stream,
-            collate,
+            self._by_length(collate),
             self._run.accelerator.device,
             pin_memory=self._pin_memory,
             num_workers=args.dataloader_num_workers,

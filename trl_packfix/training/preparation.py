@@ -64,11 +64,7 @@ def _trains_completions(dataset: Dataset, args: SFTConfig) -> bool:
 
 
 def _prepare(dataset: Dataset, processing_class: Any, args: SFTConfig) -> None:
-    """Refuse what a trainer refuses, and give the tokenizer what TRL gives it when it constructs a trainer.
-
-    Raises:
-        ValueError: settings or rows that cannot be used; an EOS token that is not in the vocabulary.
-    """
+    """Refuse what a trainer refuses, and give the tokenizer what TRL gives it when it constructs a trainer."""
     refuse(Setup(args=args, train_dataset=dataset, columns=tuple(dataset.column_names)))
     check_datasets(args, dataset, None, is_formatted=False)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)

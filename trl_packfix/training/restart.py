@@ -167,12 +167,10 @@ class Restart:
         return self._data.planner
 
     def choose(self, requested: str | bool | None) -> str | bool | None:
-        """The checkpoint to resume from, whose state is `resumed` from now on."""
+        """The checkpoint to resume from, whose state is `resumed` from now on: the main process chooses it for all."""
         self.resumed = None
-        return self._whole_checkpoint(requested) if requested else requested
-
-    def _whole_checkpoint(self, requested: str | bool) -> str | None:
-        """The checkpoint to load. The main process chooses it for all ranks, and `resumed` becomes its state."""
+        if not requested:
+            return requested
         outcome: list[Any] = [None, None, None, None]
         if self._run.is_world_process_zero():
             try:

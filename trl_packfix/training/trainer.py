@@ -124,23 +124,13 @@ class SFTTrainer(trl.SFTTrainer):
         peft_config: PeftConfig | None = None,
         formatting_func: Callable[[dict[str, Any]], str] | None = None,
     ):
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         name = model if isinstance(model, str) else get_config_model_id(model.config)
-        args = adopt(args, f"{name.split('/')[-1]}-SFT")
+        given["args"] = args = adopt(args, f"{name.split('/')[-1]}-SFT")
         if args.padding_free and not args.packing:
             # TRL's own check would refuse `padding_free` with a `max_length`
             args.packing, args.packing_strategy = True, "minibatch"
-        setup = checks.setup_of(
-            type(self),
-            args,
-            model,
-            train_dataset=train_dataset,
-            data_collator=data_collator,
-            compute_loss_func=compute_loss_func,
-            formatting_func=formatting_func,
-            peft_config=peft_config,
-            processing_class=processing_class,
-        )
-        checks.check_before_loading(setup)
+        checks.check_before_loading(checks.setup_of(type(self), given))
         if args.use_liger_kernel:  # as TRL does from 1.16 on: its default is a loss that replaces the model's forward
             args.liger_kernel_config = (args.liger_kernel_config or {}) | {"fused_linear_cross_entropy": False}
         checks.check_datasets(args, train_dataset, eval_dataset, is_formatted=formatting_func is not None)
@@ -152,37 +142,17 @@ class SFTTrainer(trl.SFTTrainer):
         self.evaluation = Evaluation(self, data, self.training_objective, own=SFTTrainer)
         self.restart = Restart(self, data)
         self._has_own_collator = data_collator is not None
-        self._prepares_training_set = (
-            True  # the first set that TRL prepares; an evaluation set may be named "train", too
-        )
+        self._prepares_training_set = True  # the first that TRL prepares; an evaluation set may be named "train", too
         self._assistant_only = args.assistant_only_loss
         # TRL would refuse packs with images, and most templates; what it does with both is done here
         with switched(args, packing=args.packing and not self.data.packs_images, assistant_only_loss=False):
-            super().__init__(
-                model=model,
-                args=args,
-                data_collator=data_collator,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                compute_loss_func=compute_loss_func,
-                compute_metrics=compute_metrics,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                formatting_func=formatting_func,
-            )
-
+            super().__init__(**given)
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             rule = TurnRule.of(args)
             self.data_collator = masking_collator(self.data_collator, rule)
-            counts = count_turns_of_images(train_dataset, rule)
-            self.data.trained = replace(self.data.trained, counts=counts)
-        self.data.attach()
+            data.trained = replace(data.trained, counts=count_turns_of_images(train_dataset, rule))
+        data.attach()
         self.training_objective.attach()
         self.add_callback(BeforeTraining(self, data, self.training_objective, evaluation=self.evaluation))
         self.add_callback(AdaptersLearn())
