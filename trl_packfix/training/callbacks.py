@@ -49,7 +49,7 @@ class BeforeTraining(TrainerCallback):
     def __init__(self, run: Run, data: TrainingData, objective: Objective, *, evaluation: Evaluation):
         self._run, self._data, self._objective, self._evaluation = run, data, objective, evaluation
 
-    def on_train_begin(self, *call: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *call: object, **kwargs: object) -> None:
         run, args = self._run, self._run.args
         if self._objective.is_ours and run.compute_loss_func is None:
             with run.compute_loss_context_manager():
@@ -88,7 +88,7 @@ class BeforeFirstStep(TrainerCallback):
     def __init__(self, run: Run, data: TrainingData):
         self._run, self._data = run, data
 
-    def on_train_begin(self, *call: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *call: object, **kwargs: object) -> None:
         run, args, packed_model = self._run, self._run.args, self._run.packed_model
         with run.compute_loss_context_manager(), proof_status(args, packed_model):
             isolation = packed_model.prove(run.model_wrapped)
@@ -129,7 +129,7 @@ class BeforeFirstStep(TrainerCallback):
         """Give the model back its own attention, after training has ended or failed."""
         self._run.packed_model.rest()
 
-    def on_save(self, *call: Any, **kwargs: Any) -> None:
+    def on_save(self, *call: object, **kwargs: object) -> None:
         """Save the report in every checkpoint: it counts what was cut, split and dropped."""
         run, report = self._run, self._run.packing_report
         if run.args.packing_report and run.is_world_process_zero():
@@ -151,7 +151,7 @@ class AdaptersLearn(TrainerCallback):
         self._ran: set[str] = set()
         self._handles: list[RemovableHandle] = []
 
-    def on_step_begin(self, *call: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *call: object, **kwargs: Any) -> None:
         if self._adapters is not None:
             return
         modules = dict(kwargs["model"].named_modules())
@@ -160,10 +160,10 @@ class AdaptersLearn(TrainerCallback):
             note = partial(self._note, parent)
             self._handles.append(modules[parent].register_forward_hook(note))
 
-    def _note(self, name: str, *call: Any) -> None:
+    def _note(self, name: str, *call: object) -> None:
         self._ran.add(name)
 
-    def on_pre_optimizer_step(self, *call: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *call: object, **kwargs: object) -> None:
         for handle in self._handles:
             handle.remove()
         adapters, self._adapters, self._handles = self._adapters or {}, {}, []
@@ -203,7 +203,7 @@ class StreamCallback(TrainerCallback):
     def __init__(self, run: Run, data: TrainingData):
         self._run, self._data = run, data
 
-    def on_train_begin(self, *call: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *call: object, **kwargs: object) -> None:
         args = self._run.args
         if args.world_size == 1:
             return
@@ -217,10 +217,10 @@ class StreamCallback(TrainerCallback):
                 "files."
             )
 
-    def on_save(self, *call: Any, **kwargs: Any) -> None:
+    def on_save(self, *call: object, **kwargs: object) -> None:
         self._report()
 
-    def on_train_end(self, *call: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *call: object, **kwargs: object) -> None:
         report = self._report()
         if self._run.args.packing_report and self._run.is_world_process_zero():
             report.show()

@@ -66,7 +66,7 @@ def _check_lengths(setup: Setup, args: SFTConfig) -> None:
         possible_degrees(args.max_length, args.tokens_per_rank, args.world_size, num_heads=num_heads)
 
 
-def check_datasets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, *, is_formatted: bool) -> None:
+def check_datasets(args: SFTConfig, train_dataset: object, eval_dataset: object, *, is_formatted: bool) -> None:
     """Refuse datasets that cannot be used, before the model is loaded.
 
     Args:
@@ -90,7 +90,9 @@ def check_weights(args: SFTConfig, train_dataset: object) -> None:
         )
 
 
-def check_prepared_sets(args: SFTConfig, train_dataset: Any, eval_dataset: Any, *, vocab_size: int | None) -> None:
+def check_prepared_sets(
+    args: SFTConfig, train_dataset: object, eval_dataset: object, *, vocab_size: int | None
+) -> None:
     """With `skip_prepare_dataset`, check the datasets here. Otherwise this happens when TRL prepares them."""
     if not (isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset")):
         return

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import trl
+from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from datasets import IterableDataset
@@ -33,14 +34,14 @@ class Setup:
 
     args: trl.SFTConfig
     model: Any = None
-    train_dataset: Any = None
+    train_dataset: object = None
     columns: Collection[str] = ()
-    data_collator: Any = None
-    compute_loss_func: Any = None
-    formatting_func: Any = None
-    processing_class: Any = None
+    data_collator: object = None
+    compute_loss_func: object = None
+    formatting_func: object = None
+    processing_class: object = None
     peft_config: Any = None
-    accelerator: Any = None
+    accelerator: Accelerator | None = None
     own_sampler: str | None = None
     own_loss: str | None = None
 
@@ -86,7 +87,7 @@ def text_config(model: Any, args: trl.SFTConfig) -> PretrainedConfig:
 # Fields of the config
 
 
-def _setting(name: str, off: Any = None, on: tuple[Any, ...] = ()) -> Choice:
+def _setting(name: str, off: object = None, on: tuple[object, ...] = ()) -> Choice:
     """A field of the config that has one of the values `on`; if there are none, another value than `off`."""
     values = ", ".join(f"`{name}={value}`" if value is False else f'`{name}="{value}"`' for value in on)
     undo = f"leave `{name}` unset" if off is None else f"set `{name}={off!r}`"
@@ -333,8 +334,9 @@ def DEEPSPEED_TENSORS(setup: Setup) -> str | None:
 
 def _deepspeed_config(setup: Setup) -> dict[str, Any]:
     accelerator = setup.accelerator
-    is_one = accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED
-    return accelerator.deepspeed_plugin.deepspeed_config if is_one else {}
+    if accelerator is None or accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return {}
+    return accelerator.deepspeed_plugin.deepspeed_config
 
 
 def _above_one(sizes: dict[str, Any]) -> str | None:

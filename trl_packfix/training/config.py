@@ -214,7 +214,7 @@ class SFTConfig(trl.SFTConfig):
 SFTConfig.__init__ = with_hints(SFTConfig.__init__)  # type: ignore[method-assign]  # `dataclass` makes it
 
 
-def _texts(hint: Any) -> tuple[str | None, ...]:
+def _texts(hint: object) -> tuple[str | None, ...]:
     """The values of a `Literal`, also of one that may be None; () for another type."""
     literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
     texts = tuple(text for literal in literals for text in get_args(literal))
@@ -255,7 +255,7 @@ def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
     return SFTConfig(**values)
 
 
-def changed(args: SFTConfig, **settings: Any) -> SFTConfig:
+def changed(args: SFTConfig, **settings: object) -> SFTConfig:
     """The same config with other values of some fields.
 
     Raises:

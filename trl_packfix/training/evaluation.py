@@ -103,7 +103,7 @@ class Evaluation:
             return images.table(dataset, self.args)
         return dataset if images is None and not self._is_text else read_whole(dataset, self.args.source_column)
 
-    def _evaluates_documents(self, dataset: Any) -> bool:
+    def _evaluates_documents(self, dataset: object) -> bool:
         """Whether our loader reads this dataset: it is a table of tokens, and the user has not set a collator."""
         if not isinstance(dataset, Dataset):
             return False

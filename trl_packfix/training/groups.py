@@ -28,7 +28,7 @@ class SamePackCheck(TrainerCallback):
         self._data = data
         self.steps_left = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, *call: object, **kwargs: object) -> None:
         is_stream = self._data.stream is not None
         shares = args.world_size > 1 and args.tokens_per_rank is not None
         self._copies = self._data.ranks.copies

@@ -30,7 +30,7 @@ from ..samples.turns import TurnRule
 from .config import SFTConfig
 
 
-def packs_images(args: SFTConfig, train_dataset: Any) -> bool:
+def packs_images(args: SFTConfig, train_dataset: object) -> bool:
     """Whether packs will have images: packing is on and the training set has a column of them."""
     return (args.packing or args.padding_free) and has_images(train_dataset)
 

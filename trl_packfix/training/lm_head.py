@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
@@ -102,12 +102,12 @@ def add_token_scores(model: PreTrainedModel) -> None:
     model.forward = MethodType(forward_with_scores, model)
 
 
-def _scores_tokens(forward: Any) -> bool:
+def _scores_tokens(forward: object) -> bool:
     """Whether this is our forward; under autocast, accelerate wraps it."""
     return getattr(forward, "scores_tokens", False)
 
 
-def _transforms(text: Any) -> tuple[float, float | None]:
+def _transforms(text: PretrainedConfig) -> tuple[float, float | None]:
     """(factor of the logits, soft cap of the scaled logits), from the names that configs use for them."""
     scaling = getattr(text, "logits_scaling", None)  # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
     if scaling is not None and text.model_type != "hyperclovax":
@@ -117,7 +117,7 @@ def _transforms(text: Any) -> tuple[float, float | None]:
     return scale, _cap(text)
 
 
-def _cap(text: Any) -> float | None:
+def _cap(text: object) -> float | None:
     return next((cap for name in CAPS if (cap := getattr(text, name, None)) is not None), None)
 
 
@@ -142,7 +142,7 @@ def cap_fused_head(model: PreTrainedModel) -> None:
     model.forward.__func__.is_capped = True  # type: ignore[attr-defined]
 
 
-def _is_capped(forward: Any) -> bool:
+def _is_capped(forward: object) -> bool:
     return getattr(forward, "is_capped", False)
 
 
@@ -158,7 +158,7 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     probe, factor, calls = Probe(wrapped), 1.0, list[nn.Module]()
     ids = probe.tokens(9)[None].to(probe.device)
 
-    def scale(module: nn.Module, args: Any, output: Any) -> Any:
+    def scale(module: nn.Module, args: object, output: Any) -> Any:
         calls.append(module)
         if isinstance(output, tuple):
             return (output[0] * factor, *output[1:])

@@ -46,7 +46,7 @@ class DocumentNoise(ModelHooks):
         self._running.append(None if bounds is None else (bounds.diff(), kwargs["seq_idx"], index))
         self._num_rows = 0
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if self._running:
             self._running.pop()
 

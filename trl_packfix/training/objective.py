@@ -63,7 +63,7 @@ class LossIsOurs(TrainerCallback):
     def __init__(self, totals: TrainingTotals, name: str):
         self._totals, self._name = totals, name
 
-    def on_pre_optimizer_step(self, args: Any, *call: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, *call: object, **kwargs: object) -> None:
         if not self._totals.is_scored:
             refuse(Setup(args=args, own_loss=f"{self._name}.compute_loss"))
 
@@ -302,7 +302,7 @@ class Objective:
             yield caught
             return
 
-        def catch(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def catch(module: nn.Module, args: tuple[object, ...], output: Any) -> None:
             if not caught:  # with label smoothing a second forward, without gradients, computes the metrics
                 caught[:] = output.router_logits
 

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -49,7 +48,7 @@ def proof_status(args: TrainingArguments, packed_model: PackedModel) -> Iterator
             return
         count = 0
 
-        def count_forward(*_: Any) -> None:
+        def count_forward(*_: object) -> None:
             nonlocal count
             count += 1
             kinds = packed_model.repaired

@@ -61,7 +61,7 @@ class TrainingTotals(TrainerCallback):
         """Places for sums by source on this rank. How many sources a stream has is not known before it is read."""
         return len(self.sources) if self._of_stream is None else MAX_SOURCES
 
-    def on_train_begin(self, *call: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *call: object, **kwargs: object) -> None:
         self.reset()
 
     def reset(self) -> None:

@@ -216,7 +216,7 @@ class SFTTrainer(trl.SFTTrainer):
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
+        trial: object = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """As [`~transformers.Trainer.train`], but it resumes only from a whole checkpoint with the same documents.
@@ -369,7 +369,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     # Checkpoints
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         self.restart.begin_checkpoint(trial)
         self.training_objective.gather_totals()  # tokens since the last log count, too
         super()._save_checkpoint(model, trial)
@@ -397,7 +397,7 @@ class SFTTrainer(trl.SFTTrainer):
 
 
 @contextmanager
-def switched(args: SFTConfig, **values: Any) -> Iterator[None]:
+def switched(args: SFTConfig, **values: object) -> Iterator[None]:
     """The settings with other values, while TRL constructs its trainer."""
     before = {name: getattr(args, name) for name in values}
     vars(args).update(values)
