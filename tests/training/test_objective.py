@@ -10,7 +10,7 @@ import trl
 from datasets import Dataset
 from support.models import build_tiny_model
 from support.rounding import weight_difference
-from support.runs import config, texts, trainer, weights
+from support.runs import texts, trainer, weights
 from support.versions import current_models, scores_tokens
 from support.zoo import shrink
 from torch.nn import functional as F
@@ -19,11 +19,9 @@ from transformers import DeepseekV4Config, TrainerCallback
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from trl_packfix import PackedDataCollator, SFTConfig, SFTTrainer
+from trl_packfix import PackedDataCollator, SFTTrainer
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.data.parts import cut_part
-from trl_packfix.training.choices import Setup
-from trl_packfix.training.features import refuse
 from trl_packfix.training.noise import DocumentNoise
 
 pytestmark = pytest.mark.slow
@@ -89,7 +87,7 @@ def test_token_weights_are_trl_to_the_bit(objective, packing, tmp_path):
     step = first_step(run)
     ours = gradients(run, run.compute_loss, *step)
     theirs = gradients(run, super(SFTTrainer, run).compute_loss, *step)
-    assert run.compute_loss.__func__ is not trl.SFTTrainer.compute_loss
+    assert run.compute_loss.__func__ is not super(SFTTrainer, run).compute_loss.__func__ is trl.SFTTrainer.compute_loss
     assert torch.equal(ours[0], theirs[0]) and ours[0].abs().min() > 0
     assert torch.equal(ours[1], theirs[1]) and ours[1].abs().max() > 0
 
@@ -125,21 +123,6 @@ def test_a_router_loss_without_gradients_is_refused(weight, tmp_path):
         trainer(tmp_path, halves(), **settings)
 
 
-def test_a_loss_function_without_logits_is_refused(tmp_path):
-    args = config(tmp_path)
-    args.loss_type = "chunked_nll"  # TRL from 1.15 on replaces it in the config
-    with pytest.raises(
-        ValueError,
-        match=r"`loss_type='chunked_nll'` was given with `compute_loss_func=.*no logits.*Set `loss_type='nll'`",
-    ):
-        SFTTrainer(build_tiny_model(), args, train_dataset=halves(), compute_loss_func=summed_loss)
-
-
-def test_the_comparison_above_is_with_trl(tmp_path):
-    run = trainer(tmp_path, halves())
-    assert super(SFTTrainer, run).compute_loss.__func__ is trl.SFTTrainer.compute_loss
-
-
 class Waits(TorchDispatchMode):
     """Counts the operations for which a GPU would have to be waited for."""
 
@@ -166,30 +149,6 @@ def test_no_micro_batch_waits_for_its_numbers(settings, tmp_path):
             call()
         counts[name] = waits.count
     assert counts["ours"] == counts["forward"] < counts["trl"]
-
-
-# With document weights every document counts the same, as `test_row_values.py` computes by hand
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_loss_without_documents_refuses_their_weights(tmp_path):
-    with pytest.raises(ValueError, match=r"`compute_loss_func=.*set `document_weighting='token'`"):
-        trainer(tmp_path, texts(), document_weighting="document", trainer_kwargs={"compute_loss_func": summed_loss})
-
-
-def test_ranks_that_average_on_their_own_refuse_document_weights():
-    class TwoRanks(SFTConfig):
-        world_size = 2
-
-    given = {"document_weighting": "document", "use_cpu": True, "bf16": False}
-    with pytest.raises(ValueError, match=r"average_tokens_across_devices=False` on 2 ranks"):
-        refuse(Setup(args=TwoRanks(**given, average_tokens_across_devices=False)))
-    refuse(Setup(args=TwoRanks(**given)))
-
-
-def test_an_unknown_weighting_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="document_weighting='sequence'"):
-        SFTConfig(str(tmp_path), document_weighting="sequence", use_cpu=True, bf16=False)
 
 
 # A loss of a subclass: all that is not the loss itself is there
@@ -293,7 +252,7 @@ class Noise:
 
 
 def test_noise_of_a_document_in_a_pack_is_its_noise_alone(tmp_path):
-    alpha, draws = 5.0, 200
+    alpha, draws = 5.0, 60
     run = trainer(tmp_path, texts(12), neftune_noise_alpha=alpha, per_device_train_batch_size=6)
     (batch,), num_items = first_step(run)
     lengths = batch["cu_seq_lens_q"].diff().tolist()
@@ -451,27 +410,6 @@ def test_an_empty_micro_batch_adds_nothing_to_the_router_statistic(pad_to_multip
     assert [loss for loss, batch in zip(losses, batches, strict=True) if not (batch["labels"] != -100).any()] == [0, 0]
     run.train()
     assert run.state.log_history[-2]["aux_loss"] == pytest.approx(expected - nll, rel=1e-4)
-
-
-def test_router_statistic_depends_on_the_micro_batch_and_not_on_packing(tmp_path):
-    """It is a product of means over a micro-batch: other groups, another value. The figures in dev/log.md."""
-    data, values = halves(16), {}
-    for packing, sizes in ((False, [4]), (True, [1, 2, 4, 8, 16])):
-        run = experts(tmp_path, data, packing=packing)
-        run.model.train()
-        with torch.no_grad():
-            for layer in run.model.model.layers:
-                layer.mlp.gate.weight *= 20  # routers of a trained model have preferences
-            for size in sizes:
-                groups = ([data[i] for i in range(first, first + size)] for first in range(0, 16, size))
-                batches = map(run.data_collator, groups)
-                found = [
-                    run.model(**batch, fused_lm_head=True, output_router_logits=True).aux_loss for batch in batches
-                ]
-                values[packing, size] = torch.stack(found).mean().item()
-    print("mean statistic of one step, by (packing, documents per micro-batch):", values)
-    assert values[True, 4] == pytest.approx(values[False, 4], rel=1e-6)
-    assert values[True, 1] - values[True, 16] > 0.01
 
 
 def test_a_router_loss_depends_on_the_documents_of_a_micro_batch(tmp_path):

@@ -61,24 +61,10 @@ def test_context_parallelism_is_refused_and_the_way_out_named(name, monkeypatch)
         refuse(Setup(args=ARGS))
 
 
-@pytest.mark.parametrize("name, other", [("pp_size", "packing"), ("tp_size", "`tokens_per_rank=64`")])
-def test_models_that_ranks_divide_are_refused_where_that_cannot_work(name, other, tiny_model):
+def test_a_model_that_a_run_had_divided_is_not_divided(tiny_model):
     model = tiny_model("llama")
-    model.config.distributed_config = SimpleNamespace(**{"tp_size": 1, "dp_size": 1, "pp_size": 1} | {name: 2})
-    model._is_distributed_loading_by_transformers = True
-    model._tp_size = model.config.distributed_config.tp_size
-    args = SFTConfig(
-        packing=True, use_cpu=True, bf16=False, tokens_per_rank=64, max_length=64, per_device_train_batch_size=1
-    )
-    with pytest.raises(
-        ValueError, match=rf"`DistributedConfig\({name}=2\)` was given with {other}.*Load the model with"
-    ):
-        refuse(Setup(args=ARGS if other == "packing" else args, model=model))
-    model._is_distributed_loading_by_transformers, model._tp_size = (
-        False,
-        None,
-    )  # it was saved by a run that had divided it
-    refuse(Setup(args=ARGS, model=model))
+    model.config.distributed_config = SimpleNamespace(tp_size=1, dp_size=1, pp_size=2)  # it was saved with it
+    refuse(Setup(args=ARGS, model=model, accelerator=Accelerator(cpu=True)))
 
 
 @needs_deepspeed
@@ -94,12 +80,6 @@ def test_tensor_and_sequence_parallelism_of_deepspeed_are_refused(section, name,
     with pytest.raises(ValueError, match=f"`{name}=2` was given with packing.*Set its size to 1 .*{message}"):
         check(accelerator(**stage(2), **section))
     check(accelerator(**stage(2)))
-
-
-def test_megatron_is_refused_and_one_process_is_not():
-    with pytest.raises(ValueError, match="Megatron-LM was given with packing.*Use DDP"):
-        check(accelerator(DistributedType.MEGATRON_LM))
-    check(Accelerator(cpu=True))
 
 
 @needs_deepspeed
@@ -136,20 +116,6 @@ def test_a_model_on_one_device_is_not_refused(device_map, tiny_model):
     model = tiny_model("llama")
     model.hf_device_map = device_map
     refuse(Setup(args=ARGS, model=model))
-
-
-def test_the_trainer_refuses_a_model_on_several_devices_only_with_packing(tiny_model, tokenizer, tmp_path):
-    model = tiny_model("llama")
-    model.hf_device_map = {"model": "cpu:0", "lm_head": "cpu:1"}
-    table = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]] * 4})
-
-    def trainer(packing):
-        args = SFTConfig(str(tmp_path), packing=packing, max_length=16, use_cpu=True, bf16=False, report_to=[])
-        return SFTTrainer(model, args, train_dataset=table, processing_class=tokenizer)
-
-    with pytest.raises(ValueError, match="`device_map` with 2 devices"):
-        trainer(packing=True)
-    trainer(packing=False)
 
 
 @needs_deepspeed

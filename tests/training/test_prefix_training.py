@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from ranks import faults
 from support.prefixes import forest, shared_prefixes
-from support.runs import config, trainer
+from support.runs import trainer
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_packfix import PackedDataCollator, SFTTrainer
@@ -84,19 +84,6 @@ def test_evaluation_mode_does_not_compute_a_loss_of_rows(tmp_path):
     found.model.eval()
     with pytest.raises(ValueError, match=r"8 documents in \d+ rows, came to `compute_loss`.*Use `trainer.evaluate"):
         found.compute_loss(found.model, batch)
-
-
-class OwnLoss(SFTTrainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return model(**inputs).loss
-
-
-def test_a_loss_that_does_not_know_of_shared_rows_is_refused(tmp_path):
-    found = trainer(tmp_path, DOCUMENTS, trainer_class=OwnLoss, **OURS | SGD)
-    with pytest.raises(
-        ValueError, match=r"`OwnLoss.compute_loss`, which does not call .* with `share_prefixes='pack'`"
-    ):
-        found.train()
 
 
 # Switched off before the first step
@@ -227,35 +214,6 @@ def test_a_restart_within_an_epoch_is_exact(tmp_path, caplog):
     assert "`share_prefixes` was 'pack' and is 'off'. Every optimizer step has the same documents" in caplog.text
     assert not torch.equal(trained_weights(off), trained_weights(whole))
     assert trained_weights(off).numpy() == pytest.approx(trained_weights(whole).numpy(), abs=1e-3)
-
-
-# Refused
-
-
-REFUSED = [
-    (
-        {"neftune_noise_alpha": 5.0},
-        r"`neftune_noise_alpha=5.0` was.*length of the document.*Leave `neftune_noise_alpha`",
-    ),
-    ({"pad_documents_to_multiple_of": 8}, r"`pad_documents_to_multiple_of=8` was.*number of keys"),
-    (
-        {"packing": False},
-        r"`share_prefixes='pack'` was given with `packing=False`.*a row of its own.*set `packing=True`",
-    ),
-]
-
-
-@pytest.mark.parametrize("settings, message", REFUSED, ids=[str(settings) for settings, _ in REFUSED])
-def test_settings_are_refused(settings, message, tmp_path):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        config(tmp_path, **OURS | settings)
-
-
-def test_a_loss_function_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"`compute_loss_func=print` was given with `share_prefixes='pack'`.*one label per row"
-    ):
-        trainer(tmp_path, DOCUMENTS, trainer_kwargs={"compute_loss_func": print}, **OURS)
 
 
 def test_without_sharing_the_collator_is_the_packed_one(tmp_path):

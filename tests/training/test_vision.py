@@ -9,7 +9,6 @@ import pytest
 import torch
 import trl
 from accelerate.utils import DistributedType
-from support.models import build_tokenizer
 from support.rounding import tolerance, weight_difference
 from support.runs import config
 from support.versions import gemma3_leaks
@@ -181,17 +180,6 @@ def test_a_restart_within_an_epoch_is_exact(tmp_path):
 
 
 # Bad input
-
-
-def test_what_cannot_be_packed_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"(?s)'wrapped'.*`images`.*ends, also inside an image.*Set"):
-        make(tmp_path, packing_strategy="wrapped")
-    with pytest.raises(ValueError, match=r"`pad_documents_to_multiple_of=8` was given with the column `images`"):
-        make(tmp_path, pad_documents_to_multiple_of=8)
-    with pytest.raises(ValueError, match=r"(?s)`processing_class=\w+` was given.*makes no pixels"):
-        SFTTrainer(build_model("llava"), config(tmp_path), train_dataset=ROWS, processing_class=build_tokenizer())
-    with pytest.raises(ValueError, match=r"(?s)`processing_class=object` was given.*by a processor of transformers"):
-        SFTTrainer(build_model("llava"), config(tmp_path), train_dataset=ROWS, processing_class=object())
 
 
 @gemma3_leaks
