@@ -49,8 +49,9 @@ from torch import Tensor
 
 import trl_packfix
 from trl_packfix.attention import choice, runs, varlen
-from trl_packfix.attention.kernels import attend_on_cpu, attend_on_cuda, attend_on_cuda_by_length
-from trl_packfix.attention.runs import SharedRuns, attend_shared_on_cuda
+from trl_packfix.attention.kernels import Launch, attend_on_cpu, attend_on_cuda
+from trl_packfix.attention.packed_forward import PackedForward
+from trl_packfix.attention.runs import attend_shared_on_cuda
 from trl_packfix.compat import scores_tokens
 from trl_packfix.data import by_length
 from trl_packfix.data.model_memory import GIB, Method, count_model, predict_peak
@@ -143,9 +144,8 @@ def kernels(machine: Machine) -> Rows:
             return attend_on_cpu(*tensors[:3], lengths, sinks=tensors[3] if tensors[3:] else None, **options)
 
         def on_cuda(*tensors: Tensor, options: Row = options) -> Tensor:
-            bounds, longest = bounds_of(lengths, machine.device), max(lengths)
-            sinks = tensors[3] if tensors[3:] else None
-            return attend_on_cuda(*tensors[:3], (bounds, bounds), (longest, longest), sinks=sinks, **options)
+            launch = one_launch(bounds_of(lengths, machine.device), max(lengths))
+            return attend_on_cuda(*tensors[:3], launch, sinks=tensors[3] if tensors[3:] else None, **options)
 
         exact = forward_and_backward(on_cpu, [x.cpu().double() for x in tensors])
         rounded = forward_and_backward(on_cpu, [x.cpu() for x in tensors])
@@ -163,6 +163,10 @@ def kernels(machine: Machine) -> Rows:
     assert not wrong, f"further from fp64 than 3 times what rounding makes: {'; '.join(wrong)}"
 
 
+def one_launch(bounds: Tensor, longest: int) -> list[Launch]:
+    return [Launch((bounds, bounds), (longest, longest))]
+
+
 def launches(machine: Machine) -> Rows:
     """Forward and backward of attention."""
     unit = 16 if machine.smoke else 512
@@ -178,15 +182,12 @@ def launches(machine: Machine) -> Rows:
             divided = by_length.launches(bounds.cpu().numpy(), longest)
             tile = by_length.TILE
         assert divided, "these lengths need one launch only"
-        slices = [
-            (slice(start, stop), bounds[first : last + 1] - start, most) for first, last, start, stop, most in divided
-        ]
-        scale = heads[2] ** -0.5
+        by_class = varlen.launches_of(
+            PackedForward(bounds, bounds, longest, longest, launches=divided), None, sum(lengths)
+        )
         contenders = {
-            "one launch": partial(
-                attend_on_cuda, cu_seq_lens=(bounds, bounds), max_lengths=(longest, longest), scale=scale
-            ),
-            "by length": partial(attend_on_cuda_by_length, slices=slices, scale=scale),
+            name: partial(attend_on_cuda, launches=given, scale=heads[2] ** -0.5)
+            for name, given in (("one launch", one_launch(bounds, longest)), ("by length", by_class))
         }
         blocks = {
             "one launch": len(lengths) * -(-longest // tile),
@@ -222,9 +223,9 @@ def prefixes(machine: Machine) -> Rows:
 
     def on_shared(most_keys: int) -> Attend:
         def attend(*tensors: Tensor) -> Tensor:
-            lengths = SharedRuns(bounds, longest, shared.kv_index, shared.run_lengths)
+            pack = PackedForward(*bounds, *longest, **shared.attention())
             with mock.patch.object(runs, "most_copied_keys", lambda *tensors: most_keys):
-                return attend_shared_on_cuda(*tensors, lengths, scale=scale)
+                return attend_shared_on_cuda(*tensors, pack, scale=scale)
 
         return attend
 
@@ -232,9 +233,7 @@ def prefixes(machine: Machine) -> Rows:
         "one launch": (on_shared(num_keys), num_rows),
         "several launches": (on_shared(num_keys // 4), num_rows),
         "whole documents": (
-            partial(
-                attend_on_cuda, cu_seq_lens=(whole, whole), max_lengths=(max(documents), max(documents)), scale=scale
-            ),
+            partial(attend_on_cuda, launches=one_launch(whole, max(documents)), scale=scale),
             sum(documents),
         ),
     }

@@ -235,7 +235,6 @@ BY_POSITION = {
     "attention.exchange.forward": "a method of torch",
     "attention.kernels.attend_on_cpu": KEYS_OF_QUERIES,
     "attention.kernels.attend_on_cuda": KEYS_OF_QUERIES,
-    "attention.kernels.attend_on_cuda_by_length": KEYS_OF_QUERIES,
     "attention.flash.flash_on_cuda": "as `FlashAttention.forward`",
     "attention.kernels.attend_by_document": KEYS_OF_QUERIES,
     "attention.kernels.attend_in_rows": KEYS_OF_QUERIES,

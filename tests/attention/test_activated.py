@@ -19,8 +19,9 @@ from trl_packfix.attention import choice, varlen
 from trl_packfix.attention.choice import activated_in_torch, choose_attention
 from trl_packfix.attention.flash import CudaKernel, flash_on_cuda
 from trl_packfix.attention.kernel_errors import KernelError
-from trl_packfix.attention.kernels import attend_on_cuda
-from trl_packfix.attention.runs import SharedRuns, attend_shared_on_cuda
+from trl_packfix.attention.kernels import Launch, attend_on_cuda
+from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward
+from trl_packfix.attention.runs import attend_shared_on_cuda
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation.packed_model import LOOKS_UP, PackedModel
 
@@ -83,15 +84,13 @@ def outcome(function, given):
 def shared_runs():
     documents = [{"input_ids": [*range(1, 9 * n), *([100 + n] * 5)]} for n in range(1, 7)]
     batch = PrefixCollator()(documents)
-    layout = batch["layout"]
-    bounds, longest = ((batch[f"{name}_q"], batch[f"{name}_k"]) for name in ("cu_seq_lens", "max_length"))
-    return batch["input_ids"].shape[1], SharedRuns(bounds, longest, layout.kv_index, layout.run_lengths)
+    pack = PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch["layout"].attention())
+    return batch["input_ids"].shape[1], pack
 
 
 def documents(window=None, sinks=None):
-    return lambda q, k, v: attend_on_cuda(
-        q, k, v, (BOUNDS, BOUNDS), (129, 129), scale=0.125, window=window, sinks=sinks
-    )
+    launch = Launch((BOUNDS, BOUNDS), (129, 129))
+    return lambda q, k, v: attend_on_cuda(q, k, v, [launch], scale=0.125, window=window, sinks=sinks)
 
 
 def images(q, k, v):

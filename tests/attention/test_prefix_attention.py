@@ -19,8 +19,8 @@ from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernels import math_attention
-from trl_packfix.attention.packed_forward import PackedForward, entered, packed_forwards
-from trl_packfix.attention.runs import SharedRuns, attend_shared_on_cpu, attend_shared_on_cuda
+from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, entered, packed_forwards
+from trl_packfix.attention.runs import attend_shared_on_cpu, attend_shared_on_cuda, runs_of
 from trl_packfix.attention.varlen import _lengths_from_positions, varlen_attention
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.prefix_collator import PrefixCollator
@@ -33,16 +33,14 @@ def packed(documents, **settings):
     return PrefixCollator(min_shared=1, **settings)([{"input_ids": tokens} for tokens in documents])
 
 
-def runs_of(batch):
-    shared = batch[LAYOUT]
-    bounds, longest = zip(*((batch[f"cu_seq_lens_{x}"], batch[f"max_length_{x}"]) for x in "qk"), strict=True)
-    return SharedRuns(bounds, longest, shared.kv_index, shared.run_lengths)
+def pack_of(batch):
+    return PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch[LAYOUT].attention())
 
 
 def dense(query, key, value, shared, scale, window=None, chunk=None, sinks=None):
     """The definition: each run by its formula over its own copy of its keys."""
     outs = []
-    q_bounds, k_bounds = (bounds.tolist() for bounds in shared.cu_seq_lens)
+    q_bounds, k_bounds = (bounds.tolist() for bounds in (shared.cu_seq_lens_q, shared.cu_seq_lens_k))
     for a, b, c, d in zip(q_bounds, q_bounds[1:], k_bounds, k_bounds[1:], strict=False):
         visible = visible_keys(b - a, d - c, window, device="cpu")
         if chunk is not None:
@@ -61,7 +59,7 @@ def difference(attend, shared, **options):
 def differences(attend, shared, dtype=torch.float64, sinks=False, reference=dense, **features):
     """Largest differences of outputs and of the gradients of queries, keys, values and sinks."""
     generator = torch.Generator().manual_seed(0)
-    num_rows = int(shared.cu_seq_lens[0][-1])
+    num_rows = int(shared.cu_seq_lens_q[-1])
     shapes = [(1, 4, num_rows, 6), (1, 2, num_rows, 6), (1, 2, num_rows, 4), (1, 4, num_rows, 4)]
     *states, weights = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     logits = torch.randn(4, generator=generator, dtype=torch.float64)
@@ -101,7 +99,7 @@ def test_random_packs_equal_the_definition(documents, name, keeps_last_rows):
     batch = packed(documents, keeps_last_rows=keeps_last_rows)
     if LAYOUT not in batch:
         return
-    assert difference(attend_shared_on_cpu, runs_of(batch), **FEATURES[name]) < 1e-12
+    assert difference(attend_shared_on_cpu, pack_of(batch), **FEATURES[name]) < 1e-12
 
 
 @settings(max_examples=25, deadline=None)
@@ -113,7 +111,7 @@ def test_random_packs_equal_the_definition_on_cuda(documents, name, most_bytes):
         return
     with pytest.MonkeyPatch.context() as patch, StrictVarlen():
         patch.setattr(runs, "COPIED_BYTES", most_bytes)
-        assert difference(attend_shared_on_cuda, runs_of(batch), **FEATURES[name]) < 1e-12
+        assert difference(attend_shared_on_cuda, pack_of(batch), **FEATURES[name]) < 1e-12
 
 
 # A chat of which each turn is a document, with two answers to the last, and a document of its own
@@ -123,7 +121,7 @@ CHAT = [[*range(1, 2 * n + 1), 9, n, 9] for n in range(1, 5)] + [[*range(1, 9), 
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("attend", [attend_shared_on_cpu, attend_shared_on_cuda])
 def test_a_chat_by_turns(attend, name):
-    shared = runs_of(packed(CHAT))
+    shared = pack_of(packed(CHAT))
     with StrictVarlen() as calls:
         assert difference(attend, shared, **FEATURES[name]) < 1e-12
     if attend is attend_shared_on_cuda:
@@ -133,8 +131,8 @@ def test_a_chat_by_turns(attend, name):
 @pytest.mark.parametrize("name", FEATURES)
 def test_launches_above_the_bound_of_copied_keys(name, monkeypatch):
     """Each copies the keys of some runs."""
-    shared = runs_of(packed(CHAT))
-    num_rows, num_keys = int(shared.cu_seq_lens[0][-1]), len(shared.kv_index)
+    shared = pack_of(packed(CHAT))
+    num_rows, num_keys = int(shared.cu_seq_lens_q[-1]), len(shared.kv_index)
     monkeypatch.setattr(runs, "most_copied_keys", lambda *tensors: num_rows)
     with StrictVarlen() as calls:
         assert difference(attend_shared_on_cuda, shared, **FEATURES[name]) < 1e-12
@@ -148,11 +146,10 @@ def test_documents_share_nothing_where_there_is_no_flash_kernel(head_dim, monkey
     """Such as on MPS, or with wide heads on CUDA."""
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cuda"} if head_dim == 8 else {"meta"})
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device_type: False)  # it does not know "meta"
-    shared = runs_of(packed(CHAT))
-    running = PackedForward(*shared.cu_seq_lens, *shared.max_lengths, kv_index=shared.kv_index)
-    states = [torch.empty(1, 2, int(shared.cu_seq_lens[0][-1]), head_dim, device="meta") for _ in range(3)]
+    shared = pack_of(packed(CHAT))
+    states = [torch.empty(1, 2, int(shared.cu_seq_lens_q[-1]), head_dim, device="meta") for _ in range(3)]
     message = f"heads of {head_dim} dimensions on 'meta', for which there is no flash kernel.*share_prefixes"
-    with entered(running), pytest.raises(ValueError, match=message):
+    with entered(shared), pytest.raises(ValueError, match=message):
         varlen_attention(nn.Module(), *states, None, scaling=0.5)
 
 
@@ -160,15 +157,15 @@ def test_documents_share_nothing_where_there_is_no_flash_kernel(head_dim, monkey
 @pytest.mark.parametrize("fault", ["foreign key", "lost prefix", "positions restart", "run too late"])
 def test_a_fault_is_seen(attend, fault):
     """`positions restart` moves the chunks; the others move keys."""
-    shared = runs_of(packed(CHAT))
+    shared = pack_of(packed(CHAT))
     features = {}
     wrong = replace(shared, kv_index=shared.kv_index.clone(), derived={})
-    run = max(shared.runs, key=lambda run: run.before)
+    run = max(runs_of(shared), key=lambda run: run.before)
     if fault == "foreign key":
         wrong.kv_index[run.keys.start + 1] = run.rows.start - 1
     elif fault == "lost prefix":
-        bounds = shared.cu_seq_lens[0]
-        wrong = SharedRuns((bounds, bounds), (shared.max_lengths[0],) * 2, torch.arange(int(bounds[-1])))
+        bounds, longest = shared.cu_seq_lens_q, shared.max_length_q
+        wrong = PackedForward(bounds, bounds, longest, longest, kv_index=torch.arange(int(bounds[-1])))
     elif fault == "positions restart":
         features = {"chunk": 3}
     else:
@@ -187,7 +184,7 @@ def test_a_fault_is_seen(attend, fault):
 def test_gradients_of_shared_keys_are_summed_in_fp32(monkeypatch):
     """Documents with 60 shared tokens in bfloat16; summed in bfloat16 the gradients of keys are further off."""
     rng = np.random.default_rng(0)
-    shared = runs_of(packed([[1] * 60 + rng.integers(2, 99, 4).tolist() for _ in range(32)]))
+    shared = pack_of(packed([[1] * 60 + rng.integers(2, 99, 4).tolist() for _ in range(32)]))
 
     def error(attend):
         with StrictVarlen():
@@ -206,12 +203,12 @@ def test_gradients_of_shared_keys_are_summed_in_fp32(monkeypatch):
 
 @pytest.mark.parametrize("fault", ["rows", "own", "number"])
 def test_contradicting_keys_are_refused_on_the_cpu(fault):
-    shared = runs_of(packed(CHAT))
+    shared = pack_of(packed(CHAT))
     keys = shared.kv_index.clone()
     if fault == "rows":
         keys[0] = 10**6
     elif fault == "own":
-        keys[shared.runs[1].keys.stop - 1] -= 1
+        keys[runs_of(shared)[1].keys.stop - 1] -= 1
     else:
         keys = keys[:-1]
     with pytest.raises(ValueError, match=r"(?s)runs with .* rows and .* share_prefixes"):
@@ -381,7 +378,7 @@ def test_the_same_test_sees_a_fault(fault, tiny_model, float64_everywhere, monke
         batch = right(self, documents)
         shared, bounds = batch[LAYOUT], batch["cu_seq_lens_q"]
         index = shared.kv_index.clone()
-        run = max(runs_of(batch).runs[:-1], key=lambda run: run.before)
+        run = max(runs_of(pack_of(batch))[:-1], key=lambda run: run.before)
         if fault == "foreign key":
             index[run.keys.start + 3] = run.rows.start - 1
         elif fault == "lost prefix":
@@ -429,7 +426,7 @@ def test_positions_never_say_where_documents_begin():
     for _ in range(50):
         documents = [rng.integers(0, 2, rng.integers(1, 20)).tolist() for _ in range(6)]
         batch = packed(documents, keeps_last_rows=bool(rng.integers(2)))
-        if LAYOUT in batch and any(run.before for run in runs_of(batch).runs):
+        if LAYOUT in batch and any(run.before for run in runs_of(pack_of(batch))):
             refused += 1
             with pytest.raises(ValueError, match=r"share prefixes .* gradient_checkpointing=True"):
                 _lengths_from_positions(batch["position_ids"], batch["input_ids"].shape[1])
@@ -438,9 +435,8 @@ def test_positions_never_say_where_documents_begin():
 
 def test_a_call_with_boundaries_of_its_own_uses_those_of_the_pack():
     """Layers may pass boundaries on, or only positions, or nothing: what was recorded counts."""
-    shared = runs_of(packed(CHAT))
-    running = PackedForward(*shared.cu_seq_lens, *shared.max_lengths, kv_index=shared.kv_index)
-    states = [torch.randn(1, 2, int(shared.cu_seq_lens[0][-1]), 4) for _ in range(3)]
-    with entered(running):
+    shared = pack_of(packed(CHAT))
+    states = [torch.randn(1, 2, int(shared.cu_seq_lens_q[-1]), 4) for _ in range(3)]
+    with entered(shared):
         out = varlen_attention(nn.Module(), *states, None, scaling=0.5)[0].transpose(1, 2)
     torch.testing.assert_close(out, dense(*states, shared, 0.5))

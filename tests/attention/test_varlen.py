@@ -18,9 +18,9 @@ from trl_packfix import check_isolation
 from trl_packfix.attention import choice, flash, kernels, varlen
 from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.kernel_errors import KernelError
-from trl_packfix.attention.kernels import attend_by_document, attend_on_cpu, attend_on_cuda, chunk_bounds
+from trl_packfix.attention.kernels import Launch, attend_by_document, attend_on_cpu, attend_on_cuda, chunk_bounds
 from trl_packfix.attention.packed_forward import PackedForward, packed_forwards
-from trl_packfix.attention.varlen import OwnMaskError, varlen_attention, varlen_mask
+from trl_packfix.attention.varlen import OwnMaskError, _pack_of, varlen_attention, varlen_mask
 from trl_packfix.isolation.packed_model import PackedModel
 
 LENGTHS = [1, 70, 9, 200, 1]  # longer and shorter than a tile of 64 queries, and single tokens
@@ -343,8 +343,8 @@ def test_cuda_kernel_translates_exactly(fake_flash_operators, monkeypatch, windo
     inputs = random_inputs(head_dim=6, value_dim=5, sinks=sinks)
 
     def ours(q, k, v, s=None):
-        limits = (max(LENGTHS), max(LENGTHS))
-        return attend_on_cuda(q, k, v, (bounds, bounds), limits, scale=0.4, window=window, sinks=s)
+        launch = Launch((bounds, bounds), (max(LENGTHS), max(LENGTHS)))
+        return attend_on_cuda(q, k, v, [launch], scale=0.4, window=window, sinks=s)
 
     def dense(q, k, v, s=None):
         return dense_attention(q, k, v, LENGTHS, 0.4, window=window, sinks=s)
@@ -438,7 +438,7 @@ def test_the_cuda_kernels_refuse_fp32():
     bounds = torch.tensor([0, 3], dtype=torch.int32)
     inputs = random_inputs(3, head_dim=64, dtype=torch.float32)
     with pytest.raises(KernelError, match=r"got torch.float32 on CUDA.*support bfloat16 and float16.*Set bf16=True"):
-        attend_on_cuda(*inputs, (bounds, bounds), (3, 3), scale=1.0)
+        attend_on_cuda(*inputs, [Launch((bounds, bounds), (3, 3))], scale=1.0)
 
 
 def test_gemma_4_is_flash_where_it_can_be(fake_flash_operators, tiny_model, monkeypatch):
@@ -568,16 +568,12 @@ def test_a_module_that_says_it_is_not_causal_is_refused():
 
 
 def test_boundaries_on_a_device():
-    from trl_packfix.attention.varlen import _device_boundaries
-
     with pytest.raises(ValueError, match=r"cu_seq_lens_q but not all of.*wait for the device.*Pass all four"):
-        _device_boundaries({"cu_seq_lens_q": BOUNDS}, None, T)
-    bounds, longest = _device_boundaries(FROM_KWARGS, None, T)
-    assert bounds[0] is BOUNDS and longest == (200, 200)
-    bounds, longest = _device_boundaries({}, PackedForward(BOUNDS, BOUNDS, 200, 200), T)
-    assert bounds[1] is BOUNDS and longest == (200, 200)
-    bounds, longest = _device_boundaries({"position_ids": POSITIONS}, None, T)
-    assert torch.equal(bounds[0], BOUNDS) and bounds[0].dtype == torch.int32 and longest == (200, 200)
+        _pack_of({"cu_seq_lens_q": BOUNDS}, None, T, is_flash=True)
+    for source in (FROM_KWARGS, {"position_ids": POSITIONS}):
+        pack = _pack_of(source, None, T, is_flash=True)
+        assert torch.equal(pack.cu_seq_lens_q, BOUNDS) and pack.cu_seq_lens_k.dtype == torch.int32
+        assert (pack.max_length_q, pack.max_length_k) == (200, 200)
 
 
 # The mask function

@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402
 from common import write_csv  # noqa: E402
 
-from trl_packfix.attention.kernels import attend_on_cpu, attend_on_cuda  # noqa: E402
+from trl_packfix.attention.kernels import Launch, attend_on_cpu, attend_on_cuda  # noqa: E402
 
 CASES = {
     "one document": ([16384], 32, 8, 128),
@@ -35,7 +35,7 @@ def run(lengths, tensors):
     scale = tensors[0].shape[-1] ** -0.5
     if tensors[0].is_cuda:
         bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).cuda()
-        out = attend_on_cuda(*tensors, (bounds, bounds), (max(lengths), max(lengths)), scale=scale)
+        out = attend_on_cuda(*tensors, [Launch((bounds, bounds), (max(lengths), max(lengths)))], scale=scale)
     else:
         out = attend_on_cpu(*tensors, lengths, scale=scale)
     weights = torch.linspace(-1, 1, out.shape[-1], device=out.device, dtype=out.dtype)

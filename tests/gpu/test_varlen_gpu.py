@@ -14,8 +14,9 @@ from trl_packfix.attention import runs
 from trl_packfix.attention.choice import cuda_varlen_problem, select_attention
 from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.kernels import attend_by_document, attend_on_cpu, attend_on_cuda, math_attention
-from trl_packfix.attention.runs import SharedRuns, attend_shared_on_cpu, attend_shared_on_cuda
+from trl_packfix.attention.kernels import Launch, attend_by_document, attend_on_cpu, attend_on_cuda, math_attention
+from trl_packfix.attention.packed_forward import PackedForward
+from trl_packfix.attention.runs import attend_shared_on_cpu, attend_shared_on_cuda
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
@@ -53,8 +54,8 @@ def on_cuda(window, scale):
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32).cuda()
 
     def attend(q, k, v, s=None):
-        limits = (LONGEST, LONGEST)
-        return attend_on_cuda(q, k, v, (bounds, bounds), limits, scale=scale, window=window, sinks=s)
+        launch = Launch((bounds, bounds), (LONGEST, LONGEST))
+        return attend_on_cuda(q, k, v, [launch], scale=scale, window=window, sinks=s)
 
     return attend
 
@@ -176,7 +177,7 @@ def shared_runs(device):
     batch = PrefixCollator()([*turns, {"input_ids": [7] * 70}])
     shared = batch[LAYOUT].to(device)
     bounds = batch["cu_seq_lens_q"].to(device), batch["cu_seq_lens_k"].to(device)
-    return SharedRuns(bounds, (batch["max_length_q"], batch["max_length_k"]), shared.kv_index, shared.run_lengths)
+    return PackedForward(*bounds, batch["max_length_q"], batch["max_length_k"], **shared.attention())
 
 
 @pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "several"])
@@ -185,7 +186,7 @@ def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
     monkeypatch.setattr(runs, "COPIED_BYTES", most_bytes)
     features, on_cpu = dict(features), shared_runs("cpu")
     sinks = features.pop("sinks", False)
-    num_rows = int(on_cpu.cu_seq_lens[0][-1])
+    num_rows = int(on_cpu.cu_seq_lens_q[-1])
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, heads, num_rows, 64, generator=generator).to(torch.bfloat16) for heads in (8, 2, 2)]
     tensors += [torch.randn(8, generator=generator)] if sinks else []
@@ -227,8 +228,8 @@ def test_flash_attention_3_equals_the_cpu(head_dim, window):
         return torch.cat(outs, dim=2)
 
     def on_fa3(q, k, v):
-        on_gpu = tuple(x.cuda() for x in bounds)
-        return attend_on_cuda(q, k, v, on_gpu, (max(q_lengths), max(k_lengths)), scale=scale, window=window)
+        launch = Launch(tuple(x.cuda() for x in bounds), (max(q_lengths), max(k_lengths)))
+        return attend_on_cuda(q, k, v, [launch], scale=scale, window=window)
 
     exact = run(reference, tensors, "cpu", torch.float64)
     fa2 = run(on_fa3, tensors, "cuda")

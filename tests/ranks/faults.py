@@ -79,8 +79,13 @@ def heads_in_wrong_order(right, self, out):
 
 def without_prefixes():
     """Attention on parts takes the runs of a pack for whole documents."""
-    right = PackedForward.shared.fget
-    return mock.patch.object(PackedForward, "shared", property(lambda self: None if self.degree > 1 else right(self)))
+    right = varlen._attend
+
+    def attend(*args, running, **options):
+        running = replace(running, kv_index=None) if running.degree > 1 else running
+        return right(*args, running=running, **options)
+
+    return mock.patch.object(varlen, "_attend", attend)
 
 
 def own_states_only(right, scan, running):

@@ -6,8 +6,7 @@ are merged, and sinks are added.
 T tokens, H query heads, G key/value heads, D head dimension.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -141,27 +140,28 @@ class FlashCall(NamedTuple):
     merges: bool = False
 
 
-class FlashCalls(ABC):
+@dataclass(frozen=True)
+class FlashCalls:
     """A flash kernel that is a sequence of calls of others; each query is in a call that merges nothing.
 
     Outputs of the same queries are merged by their log-sum-exp: the softmax over all keys is the mean of those over
     parts of them, weighted by exp(log-sum-exp). In backward each call gets the merged output and log-sum-exp, from
     which a kernel computes the weights of its keys among all.
+
+    Attributes:
+        shares_keys: whether several calls may have the same keys, whose gradients are then summed in fp32.
     """
 
-    merges: bool  # whether any call does: then outputs and the gradients of queries are summed in at least fp32, too
-    shares_keys = True  # whether several calls may have the same keys, whose gradients are then summed in fp32
-
-    @abstractmethod
-    def calls(self, like: Tensor) -> Iterable[FlashCall]:
-        """All calls; masks are made with the dtype of `like`."""
+    calls: list[FlashCall]
+    shares_keys: bool = True
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         B, H, T, D = query.shape
         sum_dtype = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_empty(B, T, H, D, dtype=sum_dtype if self.merges else query.dtype).transpose(1, 2)
+        merged_dtype = sum_dtype if any(call.merges for call in self.calls) else query.dtype
+        out = query.new_empty(B, T, H, D, dtype=merged_dtype).transpose(1, 2)
         lse = query.new_empty(B, H, T, dtype=sum_dtype)
-        for queries, keys, kernel, merges in self.calls(query):
+        for queries, keys, kernel, merges in self.calls:
             o, s = kernel.forward(query[:, :, queries], key[:, :, keys], value[:, :, keys])
             if merges:
                 both = torch.logaddexp(lse[:, :, queries], s)
@@ -174,10 +174,11 @@ class FlashCalls(ABC):
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         sum_dtype = torch.promote_types(key.dtype, torch.float32)  # in half precision each sum would be rounded
-        grad_query = torch.empty_like(query, dtype=sum_dtype if self.merges else query.dtype)
+        merged_dtype = sum_dtype if any(call.merges for call in self.calls) else query.dtype
+        grad_query = torch.empty_like(query, dtype=merged_dtype)
         key_dtype = sum_dtype if self.shares_keys else key.dtype
         grad_key, grad_value = (torch.zeros_like(x, dtype=key_dtype) for x in (key, value))
-        for queries, keys, kernel, merges in self.calls(query):
+        for queries, keys, kernel, merges in self.calls:
             g, q, o, s = grad[:, :, queries], query[:, :, queries], out[:, :, queries], lse[:, :, queries]
             dq, dk, dv = kernel.backward(g, q, key[:, :, keys], value[:, :, keys], o, s)
             if merges:

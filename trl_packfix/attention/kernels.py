@@ -17,9 +17,8 @@ Shapes: T tokens, N documents, H query heads, G key/value heads (H a multiple of
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Required, TypedDict, Unpack
+from typing import NamedTuple, Required, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -94,41 +93,47 @@ def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, lengths: list[int],
             for q, k, v in documents
         ]
     else:
-        outs = [FlashAttention.apply(query, key, value, sinks, _CpuKernel(tuple(lengths), window, scale))]
+        calls = FlashCalls([*_document_calls(lengths, window, scale, masks=WindowMasks(window, query))])
+        outs = [FlashAttention.apply(query, key, value, sinks, calls)]
     # token-major, as the output projection reads it: the transpose is contiguous
     return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2)[..., :value_dim]
 
 
-@dataclass(frozen=True)
-class _CpuKernel(FlashCalls):
+def _document_calls(lengths: list[int], window: int | None, scale: float, *, masks: WindowMasks) -> Iterator[FlashCall]:
     """One call per document, or per tile of queries if it is longer than the window."""
+    start = 0
+    for length in lengths:
+        if window is None or length <= window:
+            document = slice(start, start + length)
+            yield FlashCall(document, document, CpuFlash(scale, True))
+        else:
+            for first, stop, first_key in tiles(length, window, FLASH_TILE):
+                queries, keys = slice(start + first, start + stop), slice(start + first_key, start + stop)
+                yield FlashCall(queries, keys, CpuFlash(scale, False, masks[stop - first, stop - first_key]))
+        start += length
 
-    lengths: tuple[int, ...]
-    window: int | None
-    scale: float
-    merges = False
 
-    def calls(self, like: Tensor) -> Iterator[FlashCall]:
-        masks = WindowMasks(self.window, like)
-        start = 0
-        for length in self.lengths:
-            if self.window is None or length <= self.window:
-                document = slice(start, start + length)
-                yield FlashCall(document, document, CpuFlash(self.scale, True))
-            else:
-                for first, stop, first_key in tiles(length, self.window, FLASH_TILE):
-                    queries, keys = slice(start + first, start + stop), slice(start + first_key, start + stop)
-                    mask = masks[stop - first, stop - first_key]
-                    yield FlashCall(queries, keys, CpuFlash(self.scale, False, mask))
-            start += length
+class Launch(NamedTuple):
+    """What one launch of FlashAttention-2 computes.
+
+    Attributes:
+        cu_seq_lens: boundaries of queries and of keys, int32, (N + 1,).
+        max_lengths: most queries and most keys between two boundaries.
+        queries: the rows of queries.
+        keys: the rows of keys, or the number of each, which are then copied end to end and may be in several launches.
+    """
+
+    cu_seq_lens: tuple[Tensor, Tensor]
+    max_lengths: tuple[int, int]
+    queries: slice = slice(None)
+    keys: slice | Tensor = slice(None)
 
 
 def attend_on_cuda(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seq_lens: tuple[Tensor, Tensor],
-    max_lengths: tuple[int, int],
+    launches: list[Launch],
     *,
     scale: float,
     window: int | None = None,
@@ -136,41 +141,15 @@ def attend_on_cuda(
 ) -> Tensor:
     """The same for bfloat16 and float16 on CUDA, without a device-to-host copy, softcap and dropout.
 
-    `cu_seq_lens` (int32, (N + 1,)) and `max_lengths` (tokens) are pairs: of queries and of keys. Heads have at
-    most 256 dimensions. Raises `KernelError` for other dtypes.
+    Each query is in one launch. Heads have at most 256 dimensions. Raises `KernelError` for other dtypes.
     """
-    kernel = CudaKernel(cu_seq_lens, max_lengths, only_if_shorter(window, max_lengths[1]), scale)
-    return flash_on_cuda(query, key, value, sinks, kernel)
-
-
-def attend_on_cuda_by_length(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slices: list[tuple[slice, Tensor, int]],
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The same with a launch for each slice of the tokens: (tokens, boundaries from 0, longest document) of each.
-
-    The slices follow each other and hold all tokens.
-    """
-    return flash_on_cuda(query, key, value, sinks, _SlicedKernel(slices, window, scale))
-
-
-@dataclass(frozen=True)
-class _SlicedKernel(FlashCalls):
-    slices: list[tuple[slice, Tensor, int]]
-    window: int | None
-    scale: float
-    merges = shares_keys = False
-
-    def calls(self, like: Tensor) -> Iterator[FlashCall]:
-        for tokens, bounds, longest in self.slices:
-            window = only_if_shorter(self.window, longest)
-            yield FlashCall(tokens, tokens, CudaKernel((bounds, bounds), (longest, longest), window, self.scale))
+    calls = []
+    for bounds, longest, queries, keys in launches:
+        kernel = CudaKernel(bounds, longest, only_if_shorter(window, longest[1]), scale)
+        calls.append(FlashCall(queries, keys, kernel))
+    copies = isinstance(calls[0].keys, Tensor)
+    is_one = len(calls) == 1 and not copies
+    return flash_on_cuda(query, key, value, sinks, calls[0].kernel if is_one else FlashCalls(calls, shares_keys=copies))
 
 
 def only_if_shorter(size: int | None, longest: int) -> int | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .packed_forward import PackedForward
 from .rows import group_by_length
+from .runs import runs_of
 from .scan import Scan
 
 MAX_LEVELS = 8
@@ -55,8 +56,8 @@ class Levels:
 
 def pieces_of(running: PackedForward) -> list[tuple[int, int, int]]:
     """The start, the stop and the number of the parent of each piece, or -1; in the order of rows."""
-    assert running.shared is not None and running.kv_index is not None
-    index, runs = running.kv_index.tolist(), running.shared.runs
+    assert running.kv_index is not None
+    index, runs = running.kv_index.tolist(), runs_of(running)
     # the last row of the same documents before each run
     before = {run.rows.start: index[run.keys.start + run.before - 1] if run.before else -1 for run in runs}
     cuts = sorted({*before, *(row + 1 for row in before.values() if row >= 0), runs[-1].rows.stop})

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from .rows import DocumentRows, Group
-from .runs import SharedRuns
 
 # The attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash", "sdpa" or
 # "flex_attention": transformers runs other code for such names.
@@ -83,24 +82,6 @@ class PackedForward:
     launches: tuple[tuple[int, int, int, int, int], ...] = ()
     mixers: Replaced | None = field(default=None, repr=False, compare=False)
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def shared(self) -> SharedRuns | None:
-        """The runs of documents that share prefixes; None if none do."""
-        if self.kv_index is None:
-            return None
-        bounds, longest = (self.cu_seq_lens_q, self.cu_seq_lens_k), (self.max_length_q, self.max_length_k)
-        return SharedRuns(bounds, longest, self.kv_index, self.run_lengths, self.derived)
-
-    @property
-    def slices(self) -> list[tuple[slice, Tensor, int]]:
-        """Tokens, boundaries and longest document of each launch, derived once per pack without a read on the host."""
-        if "slices" not in self.derived:
-            self.derived["slices"] = [
-                (slice(start, stop), self.cu_seq_lens_q[first : last + 1] - start, longest)
-                for first, last, start, stop, longest in self.launches
-            ]
-        return self.derived["slices"]
 
     @cached_property
     def bounds(self) -> list[int]:

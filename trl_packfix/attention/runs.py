@@ -20,27 +20,17 @@ Shapes: T rows, N runs, K keys of all runs, H query heads, G key/value heads, D 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .flash import (
-    CpuFlash,
-    CudaKernel,
-    FlashAttention,
-    FlashCall,
-    FlashCalls,
-    WindowMasks,
-    flash_on_cuda,
-    pad_head_dim,
-    tiles,
-)
-from .kernels import FLASH_TILE, only_if_shorter
+from .flash import CpuFlash, FlashAttention, FlashCall, FlashCalls, WindowMasks, pad_head_dim, tiles
+from .kernels import FLASH_TILE, Launch, attend_on_cuda, only_if_shorter
+from .packed_forward import PackedForward
 
 # What the copied keys and values of one launch on CUDA may take, with their gradients in backward. One layer at a time.
 COPIED_BYTES = 2**30
@@ -66,79 +56,23 @@ class Run(NamedTuple):
         return self.num_keys - self.num_rows
 
 
-class Launch(NamedTuple):
-    """What one launch on CUDA computes: rows, places in `kv_index`, boundaries and largest numbers of both."""
+def runs_of(pack: PackedForward) -> list[Run]:
+    """The runs of a pack, without empty ones that pad; once per pack. Waits for the device without `run_lengths`.
 
-    rows: slice
-    keys: slice
-    cu_seq_lens: tuple[Tensor, Tensor]
-    max_lengths: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class SharedRuns:
-    """The runs of a pack, and what attention derives from them once per pack.
-
-    Attributes:
-        run_lengths: rows and keys of each run, (N, 2), on the host; None if they are not known there.
-        derived: what was derived from them. The owner of the pack passes it, as `torch.compile` can trace neither a
-            `cached_property` nor an owner that holds an object of this class.
+    Raises ValueError if boundaries and `kv_index` contradict each other; seen on the CPU only.
     """
-
-    cu_seq_lens: tuple[Tensor, Tensor]
-    max_lengths: tuple[int, int]
-    kv_index: Tensor
-    run_lengths: Tensor | None = None
-    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def runs(self) -> list[Run]:
-        """All runs, without empty ones that pad. Waits for the device if `run_lengths` is None.
-
-        Raises ValueError if boundaries and `kv_index` contradict each other; seen on the CPU only.
-        """
-        if "runs" not in self.derived:
-            on_host = self.kv_index.device.type == "cpu"
-            if on_host or self.run_lengths is None:
-                q_bounds, k_bounds = (bounds.cpu().numpy() for bounds in self.cu_seq_lens)
-            else:
-                q_bounds, k_bounds = np.pad(self.run_lengths.numpy().cumsum(axis=0), ((1, 0), (0, 0))).T
-            if on_host:
-                _check_keys(q_bounds, k_bounds, self.kv_index.numpy())
-            spans = zip(pairwise(q_bounds.tolist()), pairwise(k_bounds.tolist()), strict=True)
-            self.derived["runs"] = [Run(slice(*rows), slice(*keys)) for rows, keys in spans if rows[0] < rows[1]]
-        return self.derived["runs"]
-
-    def chunked(self, chunk: int | None) -> list[Run]:
-        """The runs, or the parts of them in each chunk of their document; a part has keys of its own chunk only."""
-        if chunk is None:
-            return self.runs
-        if chunk not in self.derived:
-            self.derived[chunk] = [part for run in self.runs for part in _parts(run, chunk)]
-        return self.derived[chunk]
-
-    def launches(self, most_keys: int) -> list[Launch]:
-        """All runs in launches of at most `most_keys` keys; a run is in one launch, and may have more."""
-        # A compiled graph would have to be another one for every number of launches
-        if torch.compiler.is_compiling() or self.run_lengths is None or len(self.kv_index) <= most_keys:
-            return [Launch(slice(None), slice(None), self.cu_seq_lens, self.max_lengths)]
-        if ("launches", most_keys) in self.derived:
-            return self.derived["launches", most_keys]
-        firsts = [0]
-        for i, run in enumerate(self.runs):
-            if i > firsts[-1] and run.keys.stop - self.runs[firsts[-1]].keys.start > most_keys:
-                firsts.append(i)
-        launches = self.derived["launches", most_keys] = []
-        for first, stop in pairwise([*firsts, len(self.runs)]):
-            group = self.runs[first:stop]
-            rows, keys = (slice(start.start, end.stop) for start, end in zip(group[0], group[-1], strict=True))
-            q_bounds, k_bounds = (
-                bounds[first : stop + 1] - start
-                for bounds, start in zip(self.cu_seq_lens, (rows.start, keys.start), strict=True)
-            )
-            longest = max(run.num_rows for run in group), max(run.num_keys for run in group)
-            launches.append(Launch(rows, keys, (q_bounds, k_bounds), longest))
-        return launches
+    assert pack.kv_index is not None
+    if "runs" not in pack.derived:
+        on_host = pack.kv_index.device.type == "cpu"
+        if on_host or pack.run_lengths is None:
+            q_bounds, k_bounds = (bounds.cpu().numpy() for bounds in (pack.cu_seq_lens_q, pack.cu_seq_lens_k))
+        else:
+            q_bounds, k_bounds = np.pad(pack.run_lengths.numpy().cumsum(axis=0), ((1, 0), (0, 0))).T
+        if on_host:
+            _check_keys(q_bounds, k_bounds, pack.kv_index.numpy())
+        spans = zip(pairwise(q_bounds.tolist()), pairwise(k_bounds.tolist()), strict=True)
+        pack.derived["runs"] = [Run(slice(*rows), slice(*keys)) for rows, keys in spans if rows[0] < rows[1]]
+    return pack.derived["runs"]
 
 
 def _check_keys(q_bounds: npt.NDArray[np.int64], k_bounds: npt.NDArray[np.int64], index: npt.NDArray[np.int64]) -> None:
@@ -171,7 +105,7 @@ def attend_shared_on_cpu(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    shared: SharedRuns,
+    pack: PackedForward,
     *,
     scale: float,
     window: int | None = None,
@@ -182,30 +116,80 @@ def attend_shared_on_cpu(
 
     `sinks` as for `kernels.attend_on_cpu`.
     """
-    window, chunk = (only_if_shorter(size, shared.max_lengths[1]) for size in (window, chunk))
+    window, chunk = (only_if_shorter(size, pack.max_length_k) for size in (window, chunk))
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
-    kernel = _LookUpKernel(shared.chunked(chunk), shared.kv_index, window, scale)
-    return FlashAttention.apply(query, key, value, sinks, kernel)[..., :value_dim]
+    calls = FlashCalls([*_run_calls(pack, window, chunk, scale=scale, masks=WindowMasks(window, query))])
+    return FlashAttention.apply(query, key, value, sinks, calls)[..., :value_dim]
+
+
+def _run_calls(
+    pack: PackedForward, window: int | None, chunk: int | None, *, scale: float, masks: WindowMasks
+) -> Iterator[FlashCall]:
+    """Run by run, with the keys before it looked up."""
+    assert pack.kv_index is not None
+    causal, full = CpuFlash(scale, True), CpuFlash(scale, False)
+    runs = runs_of(pack)
+    if chunk is not None:
+        runs = [part for run in runs for part in _parts(run, chunk)]
+    for run in runs:
+        keys = pack.kv_index[run.keys]
+        if window is None or run.num_keys <= window:
+            yield FlashCall(run.rows, run.rows, causal)
+            if run.before:
+                yield FlashCall(run.rows, keys[: run.before], full, merges=True)
+            continue
+        row = run.rows.start
+        for start, stop, first in tiles(run.num_rows, window, FLASH_TILE, before=run.before):
+            last = run.before + stop
+            among_own = first >= run.before
+            seen = slice(row + first - run.before, row + stop) if among_own else keys[first:last]
+            yield FlashCall(
+                slice(row + start, row + stop), seen, CpuFlash(scale, False, masks[stop - start, last - first])
+            )
 
 
 def attend_shared_on_cuda(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    shared: SharedRuns,
+    pack: PackedForward,
     *,
+    chunk: int | None = None,
     scale: float,
     window: int | None = None,
-    chunk: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The same for bfloat16 and float16 on CUDA, without a device-to-host copy; see `kernels.attend_on_cuda`."""
-    window, chunk = (only_if_shorter(size, shared.max_lengths[1]) for size in (window, chunk))
-    launches = shared.launches(most_copied_keys(query, key, value))
-    if chunk is not None:
-        launches = [_in_chunks(launch, query.shape[2], chunk) for launch in launches]
-    return flash_on_cuda(query, key, value, sinks, _CopyKernel(launches, shared.kv_index, window, scale))
+    launches = _launches(pack, most_copied_keys(query, key, value), chunk, num_rows=query.shape[2])
+    return attend_on_cuda(query, key, value, launches, scale=scale, window=window, sinks=sinks)
+
+
+def _launches(pack: PackedForward, most_keys: int, chunk: int | None, *, num_rows: int) -> list[Launch]:
+    """All runs in launches of at most `most_keys` keys; a run is in one launch, and may have more."""
+    assert pack.kv_index is not None
+    name = ("launches", most_keys)
+    launches = pack.derived.get(name)
+    # A compiled graph would have to be another one for every number of launches
+    if torch.compiler.is_compiling() or pack.run_lengths is None or len(pack.kv_index) <= most_keys:
+        bounds, longest = (pack.cu_seq_lens_q, pack.cu_seq_lens_k), (pack.max_length_q, pack.max_length_k)
+        launches = [Launch(bounds, longest, keys=pack.kv_index)]
+    elif launches is None:
+        runs, firsts = runs_of(pack), [0]
+        for i, run in enumerate(runs):
+            if i > firsts[-1] and run.keys.stop - runs[firsts[-1]].keys.start > most_keys:
+                firsts.append(i)
+        launches = pack.derived[name] = []
+        for first, stop in pairwise([*firsts, len(runs)]):
+            group = runs[first:stop]
+            rows, keys = (slice(start.start, end.stop) for start, end in zip(group[0], group[-1], strict=True))
+            q_bounds = pack.cu_seq_lens_q[first : stop + 1] - rows.start
+            k_bounds = pack.cu_seq_lens_k[first : stop + 1] - keys.start
+            longest = max(run.num_rows for run in group), max(run.num_keys for run in group)
+            launches.append(Launch((q_bounds, k_bounds), longest, rows, pack.kv_index[keys]))
+    if chunk is None or chunk >= pack.max_length_k:
+        return launches
+    return [_in_chunks(launch, num_rows, chunk) for launch in launches]
 
 
 def most_copied_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
@@ -214,59 +198,13 @@ def most_copied_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
     return COPIED_BYTES // (heads * (key.shape[-1] + value.shape[-1]) * 2)  # in half precision
 
 
-@dataclass(frozen=True)
-class _LookUpKernel(FlashCalls):
-    """On the CPU: run by run, with the keys before it looked up."""
-
-    runs: list[Run]
-    kv_index: Tensor
-    window: int | None
-    scale: float
-    merges = True
-
-    def calls(self, like: Tensor) -> Iterator[FlashCall]:
-        causal, full = CpuFlash(self.scale, True), CpuFlash(self.scale, False)
-        masks = WindowMasks(self.window, like)
-        for run in self.runs:
-            keys = self.kv_index[run.keys]
-            if self.window is None or run.num_keys <= self.window:
-                yield FlashCall(run.rows, run.rows, causal)
-                if run.before:
-                    yield FlashCall(run.rows, keys[: run.before], full, merges=True)
-                continue
-            row = run.rows.start
-            for start, stop, first in tiles(run.num_rows, self.window, FLASH_TILE, before=run.before):
-                last = run.before + stop
-                among_own = first >= run.before
-                seen = slice(row + first - run.before, row + stop) if among_own else keys[first:last]
-                tile = CpuFlash(self.scale, False, masks[stop - start, last - first])
-                yield FlashCall(slice(row + start, row + stop), seen, tile)
-
-
-@dataclass(frozen=True)
-class _CopyKernel(FlashCalls):
-    """On CUDA: the keys of all runs are copied end to end, or those of some runs at a time."""
-
-    launches: list[Launch]
-    kv_index: Tensor
-    window: int | None
-    scale: float
-    merges = False
-
-    def calls(self, like: Tensor) -> list[FlashCall]:
-        return [
-            FlashCall(rows, self.kv_index[keys], CudaKernel(cu_seq_lens, max_lengths, self.window, self.scale))
-            for rows, keys, cu_seq_lens, max_lengths in self.launches
-        ]
-
-
 def _in_chunks(launch: Launch, num_rows: int, chunk: int) -> Launch:
     """Boundaries of the parts of runs in each chunk, made on the device. The launch has at most `num_rows` rows.
 
     What is known of their number without reading the lengths is an upper bound; empty parts at the end fill it up. The
     keys of a run before its first chunk are a part without rows, so that keys stay end to end.
 
-    >>> launch = Launch(slice(0, 4), slice(0, 7), (torch.tensor([0, 4]), torch.tensor([0, 7])), (4, 7))
+    >>> launch = Launch((torch.tensor([0, 4]), torch.tensor([0, 7])), (4, 7))
     >>> [bounds.tolist() for bounds in _in_chunks(launch, 4, 2).cu_seq_lens]
     [[0, 0, 1, 3, 4, 4], [0, 2, 4, 6, 7, 7]]
     """

@@ -8,8 +8,8 @@ by `forwards.mark_running_forward`. A packed call without boundaries, or with a 
 error. Every other call (`generate` with its cache, a padded evaluation batch) gives the result of transformers' `sdpa`.
 Sinks and softcap, which `sdpa` does not support, are then computed as a pack of rows, or in plain torch under a mask.
 
-Boundaries are read from `cu_seq_lens_q`, else from the packed forward that is running. `position_ids` are the fallback
-for one case: a layer of a model that passes only these to its attention (stablelm), recomputed in backward by a
+Boundaries are those of the packed forward that is running, else `cu_seq_lens_q`. `position_ids` are the fallback for
+one case: a layer of a model that passes only these to its attention (stablelm), recomputed in backward by a
 checkpointing other than transformers' (FSDP's, for instance), which does not restore the packed forward.
 
 T tokens, H query heads, G key/value heads, D head dimension.
@@ -29,17 +29,24 @@ from .exchange import HeadExchange
 from .flash import CUDA_DTYPES, MAX_CUDA_HEAD_DIM, cuda_varlen_problem, kernel_head_dim
 from .kernel_errors import OwnAttentionError
 from .kernels import (
+    Launch,
     Options,
     attend_by_document,
     attend_on_cpu,
     attend_on_cuda,
-    attend_on_cuda_by_length,
     chunk_bounds,
     math_in_tiles,
 )
 from .packed_forward import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
-from .packed_forward import BOUNDARIES, FEED_A_PACK, PackedForward, bounds_on_host, in_backward, running_forward
-from .runs import SharedRuns, attend_shared_on_cpu, attend_shared_on_cuda
+from .packed_forward import (
+    BOUNDARIES,
+    CU_SEQ_LENS,
+    FEED_A_PACK,
+    PackedForward,
+    in_backward,
+    running_forward,
+)
+from .runs import attend_shared_on_cpu, attend_shared_on_cuda
 
 # Arguments of an attention function, besides those in its signature, that are read here or change no result. Any other
 # may select keys or change scores, as the `block_indices` of MiniMax-M3 do.
@@ -145,28 +152,22 @@ def _attend(
     """Attention within each document of a pack: (1, H, T, D), for all its tokens."""
     options["window"], chunk = _local_pattern(module, kwargs)
     dropout, softcap = options["dropout"], options["softcap"]
-    flash: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
-    shared = None if running is None else running.shared
-    is_flash = runs_flash(query, value, softcap, dropout=dropout)
-    if shared is not None and is_flash:
-        return attend_shared_on_cuda(query, key, value, shared, chunk=chunk, **flash)
-    if shared is not None:
-        _check_shared(module, query, shared, dropout=dropout, softcap=softcap)
-        return attend_shared_on_cpu(query, key, value, shared, chunk=chunk, **flash)
     num_tokens = query.shape[2]
+    is_flash = runs_flash(query, value, softcap, dropout=dropout)
+    pack = _pack_of(kwargs, running, num_tokens, is_flash=is_flash)
+    flash: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
+    if pack.kv_index is not None and not is_flash:
+        _check_shared(module, query, pack, dropout=dropout, softcap=softcap)
+        return attend_shared_on_cpu(query, key, value, pack, chunk=chunk, **flash)
     if not is_flash:
-        lengths = _document_lengths(kwargs, running, num_tokens)
+        lengths = _checked(pack.bounds, num_tokens)
         if chunk is not None:  # as within a document
             lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
         attend = attend_on_cpu if query.device.type == "cpu" else attend_by_document
         return attend(query, key, value, lengths, **options)
-    cu_seq_lens, max_lengths = _device_boundaries(kwargs, running, num_tokens)
-    if chunk is not None and max_lengths[1] > chunk:  # tokens attend within their chunk only
-        bounds = chunk_bounds(cu_seq_lens[0], num_tokens, chunk)
-        cu_seq_lens, max_lengths = (bounds, bounds), (chunk, chunk)
-    if running is not None and running.launches and cu_seq_lens[0] is running.cu_seq_lens_q:
-        return attend_on_cuda_by_length(query, key, value, running.slices, **flash)
-    return attend_on_cuda(query, key, value, cu_seq_lens, max_lengths, **flash)
+    if pack.kv_index is not None:
+        return attend_shared_on_cuda(query, key, value, pack, chunk=chunk, **flash)
+    return attend_on_cuda(query, key, value, launches_of(pack, chunk, num_tokens), **flash)
 
 
 def varlen_mask(
@@ -296,7 +297,7 @@ def _check_part(module: nn.Module, query: Tensor, running: PackedForward, *, dro
 
 
 def _check_shared(
-    module: nn.Module, query: Tensor, shared: SharedRuns, *, dropout: float, softcap: float | None
+    module: nn.Module, query: Tensor, pack: PackedForward, *, dropout: float, softcap: float | None
 ) -> None:
     device = query.device.type
     if softcap is None and dropout == 0 and device == "cpu":
@@ -305,21 +306,38 @@ def _check_shared(
     if softcap is None and dropout == 0:
         feature = f"heads of {query.shape[3]} dimensions on {device!r}, for which there is no flash kernel"
     raise ValueError(
-        f"A pack of {len(shared.cu_seq_lens[0]) - 1} runs whose documents share prefixes came to a "
+        f"A pack of {len(pack.cu_seq_lens_q) - 1} runs whose documents share prefixes came to a "
         f"{type(module).__name__} with {feature}. Attention that looks up shared keys runs on flash kernels, and has "
         'neither softcap nor dropout. Set `share_prefixes="off"`, or the model\'s attention dropout to 0.'
     )
 
 
-def _document_lengths(kwargs: dict[str, Any], running: PackedForward | None, num_tokens: int) -> list[int]:
-    """Tokens of each document, on the host."""
-    cu_seq_lens = kwargs.get("cu_seq_lens_q")
-    if running is not None and (cu_seq_lens is None or cu_seq_lens is running.cu_seq_lens_q):
-        bounds = running.bounds  # a GPU is waited for in the first layer only
-    elif cu_seq_lens is not None:
-        bounds = bounds_on_host(cu_seq_lens)
-    else:
-        return _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
+def _pack_of(
+    kwargs: dict[str, Any], running: PackedForward | None, num_tokens: int, *, is_flash: bool
+) -> PackedForward:
+    """The packed forward of a call: the one that is running, or one from its arguments."""
+    given: list[Any] = [kwargs.get(name) for name in CU_SEQ_LENS]
+    bounds, is_whole = given[0], all(x is not None for x in given)
+    # A compiled graph takes numbers among the arguments as they come, and those of `running` as constants
+    if running is not None and not (is_flash and is_whole and not running.launches):
+        return running
+    if bounds is None:
+        # The fallback described at the top of this module: here the host has to wait for the device.
+        lengths = _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
+        bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(kwargs["position_ids"].device)
+        return PackedForward(bounds, bounds, max(lengths), max(lengths))
+    if not is_flash:
+        return PackedForward(bounds, bounds, num_tokens, num_tokens)
+    if not is_whole:
+        raise ValueError(
+            f"attention got cu_seq_lens_q but not all of {', '.join(CU_SEQ_LENS[1:])}: to find the longest document "
+            "the host would wait for the device in every layer. Pass all four, as PackedDataCollator returns them."
+        )
+    return PackedForward(*given)
+
+
+def _checked(bounds: list[int], num_tokens: int) -> list[int]:
+    """Tokens of each document between these boundaries, of which there must be some."""
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if not lengths or min(lengths) <= 0 or bounds[0] != 0 or bounds[-1] != num_tokens:
         raise ValueError(
@@ -329,32 +347,27 @@ def _document_lengths(kwargs: dict[str, Any], running: PackedForward | None, num
     return lengths
 
 
-def _device_boundaries(
-    kwargs: dict[str, Any], running: PackedForward | None, num_tokens: int
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """(cu_seq_lens of queries and keys, longest document of each), without a device-to-host copy if all are given."""
-    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    boundaries: list[Any] = [kwargs.get(name) for name in names]
-    if any(x is None for x in boundaries) and running is not None:
-        boundaries = [getattr(running, name) for name in names]
-    if any(x is None for x in boundaries):
-        if boundaries[0] is not None:
-            raise ValueError(
-                f"attention got cu_seq_lens_q but not all of {', '.join(names[1:])}: to find the longest document the "
-                "host would wait for the device in every layer. Pass all four, as PackedDataCollator returns them."
-            )
-        # The fallback described at the top of this module: here the host has to wait for the device.
-        lengths = _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
-        bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(kwargs["position_ids"].device)
-        boundaries = [bounds, bounds, max(lengths), max(lengths)]
+def launches_of(pack: PackedForward, chunk: int | None, num_tokens: int) -> list[Launch]:
+    """The launches of all documents, or of all chunks of them, without a device-to-host copy."""
+    bounds, longest = (pack.cu_seq_lens_q, pack.cu_seq_lens_k), (pack.max_length_q, pack.max_length_k)
     # From shapes alone: to compare `cu_seq_lens` itself the host would wait for the device.
-    if max(boundaries[2:]) > num_tokens or boundaries[0].numel() - 1 > num_tokens:
+    if max(longest) > num_tokens or bounds[0].numel() - 1 > num_tokens:
         raise ValueError(
-            f"the boundaries describe {boundaries[0].numel() - 1} documents of up to {max(boundaries[2:])} tokens, and "
-            f"the pack has {num_tokens} tokens: the kernel would read beyond them. Pass the boundaries of this pack, "
-            "as PackedDataCollator returns them."
+            f"the boundaries describe {bounds[0].numel() - 1} documents of up to {max(longest)} tokens, and the pack "
+            f"has {num_tokens} tokens: the kernel would read beyond them. Pass the boundaries of this pack, as "
+            "PackedDataCollator returns them."
         )
-    return (boundaries[0], boundaries[1]), (boundaries[2], boundaries[3])
+    if chunk is not None and longest[1] > chunk:  # tokens attend within their chunk only
+        ends = chunk_bounds(bounds[0], num_tokens, chunk)
+        return [Launch((ends, ends), (chunk, chunk))]
+    if not pack.launches:
+        return [Launch(bounds, longest)]
+    if "launches" not in pack.derived:
+        pack.derived["launches"] = launches = []
+        for first, last, start, stop, most in pack.launches:
+            own, tokens = bounds[0][first : last + 1] - start, slice(start, stop)
+            launches.append(Launch((own, own), (most, most), tokens, tokens))
+    return pack.derived["launches"]
 
 
 def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> list[int]:
@@ -442,7 +455,7 @@ def _unpacked_math(
     if query.dtype in CUDA_DTYPES and runs_flash(query, value, options["softcap"], dropout=options["dropout"]):
         bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
         longest, scale, sinks = (num_queries, num_queries), options["scale"], options["sinks"]
-        out = attend_on_cuda(query, key, value, (bounds, bounds), longest, scale=scale, sinks=sinks)
+        out = attend_on_cuda(query, key, value, [Launch((bounds, bounds), longest)], scale=scale, sinks=sinks)
     else:
         attend = attend_on_cpu if query.device.type == "cpu" else attend_by_document
         out = attend(query, key, value, [num_queries] * batch, **options)
