@@ -223,7 +223,7 @@ def test_the_table_for_people(tmp_path, capsys):
     assert main(["plan", str(tmp_path / "a.txt"), "--max-length", "1024", "--world-size", "2", "--tflops", "1"]) == 0
     out = capsys.readouterr().out
     assert "4 documents, 1,060 tokens" in out and "Recommended: max_length 1,024 loses no trained token" in out
-    assert "tokens/s" in out and "micro-batches of 8,192 tokens" in out and "On 2 ranks" in out
+    assert "tokens/s" in out and "micro-batches of 8,192 tokens" in out and "on 2 ranks waiting" in out
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])

@@ -488,7 +488,7 @@ def test_the_report_says_what_is_computed_and_how_many_families_a_step_has():
         f"{share:.2f} of the tokens are computed, {len(TOKENS):,} documents in {pieces.num_families} families; an "
         f"optimizer step has about {np.mean(per_step):,.1f} of them"
     )
-    assert "families (unpacked: 8 documents)" in dict(found.lines())["against unpacked"]
+    assert "families per step (unpacked: 8 documents)" in dict(found.lines())["against unpacked"]
     assert found.to_dict()["prefixes"]["rows"] == found.prefixes.rows
     assert found.imbalance == pytest.approx(imbalance(schedule, pieces.costs_of_documents(), "micro"))
 

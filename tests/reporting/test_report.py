@@ -79,19 +79,14 @@ def test_memory_for_many_short_documents_is_told(tmp_path, tiny_model):
 def test_what_packing_changes_is_one_sentence(tmp_path):
     found = report(tmp_path, table([8] * 64), max_length=32, per_device_train_batch_size=4)
     assert found.num_steps == 4 and found.documents_per_step == 16
+    assert dict(found.lines())["steps"] == "4 of about 16.0 documents (accumulation 1, ranks 1); unpacked: 16 of 4"
     assert dict(found.lines())["against unpacked"] == (
-        "4.0 times the documents per step (unpacked: 4) and 4 steps per epoch instead of 16: raise learning_rate about "
-        "2.0 times (the square root; Adam) and divide settings in steps (warm-up, save, eval, logging) by 4.0, or set "
-        'packing_strategy="minibatch" and change nothing'
+        'learning_rate x 2.0, settings in steps / 4.0; or packing_strategy="minibatch"'
     )
     same = report(tmp_path, table([8] * 64), max_length=32, packing_strategy="minibatch", gradient_accumulation_steps=3)
-    assert dict(same.lines())["against unpacked"] == (
-        "the same: 6 documents per step, 11 steps per epoch; no setting has to change"
-    )
+    assert dict(same.lines())["against unpacked"] == "the same steps: no setting has to change"
     full = report(tmp_path, table([32] * 64), max_length=32)
-    assert dict(full.lines())["against unpacked"] == (
-        "about 2 documents per step, 32 steps per epoch instead of 32: no setting has to change"
-    )
+    assert dict(full.lines())["against unpacked"] == ("about 2 documents per step, too: no setting has to change")
 
 
 @pytest.mark.parametrize("labels", ["all", "answers", "some answers"])
@@ -126,10 +121,10 @@ def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_p
             assert unpacked / packed == pytest.approx(share, rel=1e-5)
         if model.config.model_type == "llama" or labels == "answers":
             assert share == 1 and "unpacked loss" not in rows_shown
-            assert rows_shown["against unpacked"].startswith("the same: 16 documents")
+            assert rows_shown["against unpacked"] == "the same steps: no setting has to change"
         else:
             assert 0.75 < share < 0.95 and rows_shown["unpacked loss"].startswith(f"{share:.3f} of the packed one")
-            assert rows_shown["against unpacked"].startswith("the same but for the loss: 16 documents")
+            assert rows_shown["against unpacked"].startswith("the same steps but for the loss")
 
 
 def test_the_ledger_lies_beside_every_checkpoint(tmp_path):

@@ -49,6 +49,18 @@ class Forecast:
         """Share of the trained tokens that are not trained."""
         return self.report.lost_trained_share or 0.0
 
+    @property
+    def time(self) -> str | None:
+        """Of one epoch, in seconds, minutes or hours.
+
+        >>> [Forecast(None, 0, None, hours).time for hours in (0.00053, 0.25, 130)]
+        ['1.9 s', '15 min', '130.0 h']
+        """
+        if self.hours is None or self.hours >= 1:
+            return None if self.hours is None else f"{self.hours:,.1f} h"
+        minutes = self.hours * 60
+        return f"{minutes:.2g} min" if minutes >= 1 else f"{minutes * 60:.2g} s"
+
     def to_dict(self) -> dict[str, Any]:
         return self.report.to_dict() | {
             "flops": self.flops,
@@ -190,14 +202,7 @@ def recommend(forecasts: Sequence[Forecast]) -> Recommendation:
     enough = [i for i, forecast in enumerate(rows) if forecast.lost <= MAX_LOST_SHARE]
     chosen = enough[0] if enough else min(range(len(rows)), key=lambda i: (rows[i].lost, i))
     pick = rows[chosen]
-    reasons = [_what_is_lost(pick, bool(enough))]
-    for other, word in ((chosen - 1, "shorter"), (chosen + 1, "longer")):
-        if 0 <= other < len(rows):
-            neighbour = rows[other]
-            reasons.append(
-                f"The next {word}, {neighbour.report.max_length:,}, loses {neighbour.lost:.2%} and computes "
-                f"{neighbour.flops / pick.flops:.2f} times as much per epoch."
-            )
+    reasons = [_what_is_lost(pick, bool(enough)), _how_long(pick, whole)]
     report = pick.report
     if report.shared is None:
         reasons.append(
@@ -210,19 +215,34 @@ def recommend(forecasts: Sequence[Forecast]) -> Recommendation:
             f"{report.shared.smallest_degree} ranks for the longest documents: if that is too much, lower "
             "tokens_per_rank."
         )
-    widest = max(
-        (of_run.report for of_run in whole if of_run.report.max_length == report.max_length),
-        key=lambda of_run: of_run.world_size,
-    )
-    if widest.world_size > 1 and widest.imbalance is not None:
-        exchange = "" if widest.shared is None else f", and {widest.shared.exchange_share:.1%} of it is the exchange"
-        reasons.append(
-            f"On {widest.world_size:,} ranks ({widest.strategy}) waiting for each other adds "
-            f"{widest.imbalance - 1:.1%} to the time{exchange}."
-        )
+    for other, word in ((chosen - 1, "shorter"), (chosen + 1, "longer")):
+        if 0 <= other < len(rows):
+            neighbour = rows[other]
+            reasons.append(
+                f"The next {word}, {neighbour.report.max_length:,}, loses {neighbour.lost:.2%} and computes "
+                f"{neighbour.flops / pick.flops:.2f} times as much per epoch."
+            )
     if (text := prefixes_text(report)) is not None:
         reasons.append(f"Common prefixes: {text}.")
     return Recommendation(report.max_length, pick.lost, reasons)
+
+
+def _how_long(pick: Forecast, plans: Sequence[Forecast]) -> str:
+    """The time of an epoch on each number of ranks, and what waiting adds on the largest."""
+    key = (pick.report.max_length, pick.report.strategy)
+    runs = sorted(
+        (plan for plan in plans if (plan.report.max_length, plan.report.strategy) == key),
+        key=lambda plan: plan.report.world_size,
+    )
+    text = f"An epoch is {pick.flops / 1e15:,.3g} PFLOP; how long that takes, `--tflops` says"
+    if pick.hours is not None:
+        times = (f"{run.time} on {run.report.world_size:,} rank{'s'[: run.report.world_size > 1]}" for run in runs)
+        text = f"An epoch takes {', '.join(times)}"
+    widest = runs[-1].report
+    if widest.world_size > 1 and widest.imbalance is not None:
+        exchange = "" if widest.shared is None else f", and {widest.shared.exchange_share:.1%} of it is the exchange"
+        text += f"; on {widest.world_size:,} ranks waiting for each other adds {widest.imbalance - 1:.1%}{exchange}"
+    return f"{text}."
 
 
 def _what_is_lost(pick: Forecast, is_enough: bool) -> str:

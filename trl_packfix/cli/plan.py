@@ -59,7 +59,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--packing-strategy",
         choices=[*STRATEGIES],
         nargs="+",
-        help="which documents share a pack (default: that of the config file, else stream bfd)",
+        help="which documents share a pack (default: that of the config file, else stream)",
     )
     parser.add_argument(
         "--world-size",
@@ -108,8 +108,13 @@ def run(args: argparse.Namespace) -> int:
         return _plan(args, given, lengths, model_config=model_config)
     for length in lengths or [given.training.max_length]:
         config = changed(given.training, max_length=length)
-        found = memory.predictions(args, config, config.per_device_train_batch_size, model_config=model_config)
-        _show_memory(*found, args, config=config)
+        batch = config.per_device_train_batch_size
+        rows, verdict = memory.predictions(args, config, batch, model_config=model_config)
+        if args.json:
+            print(json.dumps({"memory": rows}, indent=2))
+        else:
+            _console().print(verdict, highlight=False, markup=False)
+            _show_memory(rows, args, config=config)
     return 0
 
 
@@ -128,9 +133,6 @@ def _plan(args: argparse.Namespace, given: "Configs", lengths: list[int], *, mod
                 f"Training refuses documents longer than that. Set `--max-length` to {positions} or less."
             )
     strategies = args.strategy or [given.training.packing_strategy]
-    is_default = given.training.packing_strategy == type(given.training).packing_strategy  # `padding_free` sets another
-    if not args.strategy and "packing_strategy" not in given.given and is_default:
-        strategies = ["stream", "bfd"]
     _configs(given, lengths or candidate_lengths(1, positions), strategies)  # checks them before it tokenises
     reader = read_documents(given, args.tokenizer)
     cost_model = make_costs(model_config, reader)
@@ -142,7 +144,7 @@ def _plan(args: argparse.Namespace, given: "Configs", lengths: list[int], *, mod
     plans = _forecasts(args, reader, configs, cost_model=cost_model)
     advice = recommend(plans)
     needed: list[dict[str, Any]] = []
-    verdict = ""
+    verdict = "On how many GPUs it fits: give `--model` and `--memory GIB`."
     best = next(config for config in configs if config.max_length == advice.max_length)
     if args.memory is not None:
         documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
@@ -152,9 +154,9 @@ def _plan(args: argparse.Namespace, given: "Configs", lengths: list[int], *, mod
         result |= {"reasons": advice.reasons} | ({"memory": needed} if needed else {})
         print(json.dumps(result, indent=2))
     else:
-        _show(plans, advice.reasons, best)
+        _show(plans, [*advice.reasons[:2], verdict, *advice.reasons[2:]], best)
         if needed:
-            _show_memory(needed, verdict, args, config=best)
+            _show_memory(needed, args, config=best)
     return 0 if advice.lost <= MAX_LOST_SHARE else 1
 
 
@@ -203,19 +205,16 @@ def _forecasts(
         )
 
 
-def _show_memory(rows: list[dict[str, Any]], verdict: str, args: argparse.Namespace, *, config: "SFTConfig") -> None:
-    if args.json:
-        print(json.dumps({"memory": rows}, indent=2))
-        return
+def _show_memory(rows: list[dict[str, Any]], args: argparse.Namespace, *, config: "SFTConfig") -> None:
     console = _console()
     for gpus in args.world_size:
         where = f"peak with {rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)"
-        console.print(where, highlight=False, markup=False)
+        console.print(f"\n{where}", highlight=False, markup=False)
         of_number = [row for row in rows if row["gpus"] == gpus]
         cells = {column: [column.cell(column.value(row)) for row in of_number] for column in memory.COLUMNS}
         for table in _tables(cells, console, keys=memory.KEYS):
             console.print(table, "")
-    console.print(memory.notes(rows, args, config), f"\n{verdict}", sep="\n", highlight=False, markup=False)
+    console.print(memory.notes(rows, args, config), highlight=False, markup=False)
 
 
 def _console() -> "Console":
@@ -229,19 +228,8 @@ def _console() -> "Console":
 FORECAST = (  # of a `Forecast`, behind the columns of its report
     Column("PFLOP", lambda forecast: forecast.flops / 1e15, ",.3g", legend="10^15 operations of one epoch"),
     Column("tokens/s", lambda forecast: forecast.tokens_per_second, ",.0f"),
-    Column("time", lambda forecast: _time(forecast.hours), text="", legend="of one epoch"),
+    Column("time", lambda forecast: forecast.time, text="", legend="of one epoch"),
 )
-
-
-def _time(hours: float | None) -> str | None:
-    """As seconds, minutes or hours.
-
-    >>> _time(0.00053), _time(0.25), _time(130)
-    ('1.9 s', '15 min', '130.0 h')
-    """
-    if hours is None or hours >= 1:
-        return None if hours is None else f"{hours:,.1f} h"
-    return f"{hours * 60:.2g} min" if hours * 60 >= 1 else f"{hours * 3600:.2g} s"
 
 
 def _shown(forecasts: "list[Forecast]") -> dict[Column, list[str]]:
@@ -283,13 +271,15 @@ def _tables(cells: dict[Column, list[str]], console: "Console", keys: tuple[Colu
     return [table(columns) for columns in parts]
 
 
-def _show(plans: "list[Forecast]", reasons: list[str], config: "SFTConfig") -> None:
+def _show(plans: "list[Forecast]", answers: list[str], config: "SFTConfig") -> None:
+    """What to choose, in the first lines, and then the figures."""
     console = _console()
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
     first = plans[0].report
+    say("Recommended: " + "\n  ".join(answers) + "\n")
     say(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
     assert first.lengths is not None  # of a table
     say(f"lengths  {first.lengths.line()}")
@@ -304,4 +294,3 @@ def _show(plans: "list[Forecast]", reasons: list[str], config: "SFTConfig") -> N
     for table in _tables(cells, console):
         console.print("", table)
     say("\n" + "; ".join(f"{column.heading}: {column.legend}" for column in cells if column.legend))
-    say("\nRecommended: " + "\n  ".join(reasons))

@@ -52,11 +52,12 @@ KEYS = (  # they begin every table
     Column("strategy", _of("strategy"), text=""),
     Column("ranks", _of("world_size")),
 )
-FILLED, PADDED = "share of the packs", "the same of unpacked batches of this size"
+FILLED, PADDED = "tokens / room in the packs", "the same without packing"
 LOST = "trained tokens that are cut, dropped or not reached"
 COMPUTED = "tokens that are computed over those of the documents"
 EXCHANGE = "in the exchange between ranks that share a pack"
-IMBALANCE = "modelled time / modelled time if ranks never waited"
+WAITED = "modelled time / modelled time if ranks never waited"
+IMBALANCE = "1.06 where waiting for the slowest rank adds 6 % (modelled)"
 COLUMNS = (
     Column("", _of("num_documents"), metric="documents", unit="documents", meaning="in an epoch"),
     Column("packs", _of("num_packs"), metric="packs", unit="packs", meaning="in an epoch"),
@@ -72,7 +73,7 @@ COLUMNS = (
         unit="documents",
         meaning="mean of the epoch",
     ),
-    Column("imbalance", _of("imbalance"), ".3f", "imbalance", IMBALANCE, "ratio"),
+    Column("imbalance", _of("imbalance"), ".3f", "imbalance", IMBALANCE, "ratio", WAITED),
     Column("cut", _of("num_cut"), legend="documents truncated, split or dropped"),
     Column("lost", _of("lost_trained_share"), ".2%", "lost_trained_share", "share of the trained tokens", meaning=LOST),
     Column(

@@ -25,32 +25,26 @@ def _of_table(report: ReportNumbers) -> Lines:
     if report.turns is not None:
         yield "conversations", report.turns.line()
     packs = "" if report.num_packs is None else f" -> {report.num_packs:,} packs ({report.strategy})"
-    yield "documents", f"{report.num_documents:,} of {report.num_rows:,} rows{packs}"
-    yield "micro-batch", _micro_batch_text(report)
-    yield "tokens", f"{report.num_tokens:,}, of which {report.num_trained_tokens:,} trained"
+    yield "documents", f"{report.num_documents:,} of {report.num_rows:,} rows, {report.num_tokens:,} tokens{packs}"
     yield from _trained_and_images(report)
     if report.lengths is not None:
         yield "lengths", report.lengths.line()
-    padded = f"{report.padding_efficiency:.2%}"
-    if report.num_packs is None:
-        yield "efficiency", f"no padding; padded batches are filled to {padded}"
-    else:
-        filled = f"{report.efficiency:.2%} of the packs filled; padded batches: {padded}"
-        yield "efficiency", f"{filled}; lower bound of packs: {report.lower_bound:,}"
+    filled = "no padding" if report.num_packs is None else f"{report.efficiency:.2%} filled"
+    yield "micro-batch", f"{_micro_batch_text(report)}, {filled}; unpacked: {report.padding_efficiency:.2%}"
+    documents = report.batch_size * report.accumulation * report.world_size
+    steps = -(-report.num_documents // documents)
     yield (
         "steps",
-        f"{report.num_steps:,} per epoch, about {report.documents_per_step:,.1f} documents each "
-        f"(accumulation {report.accumulation}, ranks {report.world_size})",
+        f"{report.num_steps:,} of about {report.documents_per_step:,.1f} documents (accumulation "
+        f"{report.accumulation}, ranks {report.world_size}); unpacked: {steps:,} of {documents:,}",
     )
     if (text := prefixes_text(report)) is not None:
         yield "common prefixes", text
-    yield "against unpacked", _unpacked_text(report)
+    yield "against unpacked", _unpacked_text(report, documents)
     if report.unpacked_loss != 1:
         yield (
             "unpacked loss",
-            f"{report.unpacked_loss:.3f} of the packed one, and so are its gradients: for this model TRL also counts "
-            "the first label of each document in the divisor, although it is not a target; with SGD or max_grad_norm "
-            "its steps are smaller",
+            f"{report.unpacked_loss:.3f} of the packed one, and its gradients: TRL also divides by first labels",
         )
     if report.shared is not None:
         largest = f"the largest part of a rank has {report.shared.largest_part:,} tokens"
@@ -129,8 +123,7 @@ def _trained_and_images(report: ReportNumbers) -> Lines:
 def _micro_batch_text(report: ReportNumbers) -> str:
     if report.sharing is not None:
         return report.sharing.micro_batch(report.max_length)
-    settings = f"per_device_train_batch_size {report.batch_size} x max_length {report.max_length:,}"
-    return f"{report.capacity:,} tokens at most: {settings}"
+    return f"{report.capacity:,} tokens (batch size {report.batch_size} x max_length {report.max_length:,})"
 
 
 def _degrees_text(groups: Groups) -> str:
@@ -183,33 +176,24 @@ def _families_text(report: ReportNumbers, prefixes: PrefixSavings, families: str
     return text
 
 
-def _unpacked_text(report: ReportNumbers) -> str:
-    documents = report.batch_size * report.accumulation * report.world_size
-    steps = -(-report.num_documents // documents)
+def _unpacked_text(report: ReportNumbers, documents: int) -> str:
+    """What to set where `documents` per step are unpacked. The learning rate is scaled by the square root, for Adam."""
     if STRATEGIES[report.strategy].keeps_steps:
-        same = "the same" if report.unpacked_loss == 1 else "the same but for the loss"
-        return f"{same}: {documents:,} documents per step, {steps:,} steps per epoch; no setting has to change"
+        same = "the same steps" if report.unpacked_loss == 1 else "the same steps but for the loss"
+        return f"{same}: no setting has to change"
     assert report.documents_per_step is not None  # it is known for a table
     ratio = report.documents_per_step / documents
-    instead_of = f"{report.num_steps:,} steps per epoch instead of {steps:,}"
-    in_steps = f"divide settings in steps (warm-up, save, eval, logging) by {ratio:.1f}"
-    if report.prefixes is not None and report.prefixes.families_per_step is not None:
-        families = report.prefixes.families_per_step
-        rate = "keep learning_rate"
-        if (more := families / documents) > 1.1:
-            rate = f"raise learning_rate about {more**0.5:.1f} times (the square root of the families; Adam)"
-        return (
-            f"{ratio:.1f} times the documents per step, in about {families:,.1f} families (unpacked: {documents:,} "
-            f'documents), and {instead_of}: {rate}, and {in_steps}; share_prefixes="pack" brings no documents together'
-        )
     if ratio < 1.1:  # a learning rate 1.05 times as high
-        return f"about {documents:,} documents per step, {instead_of}: no setting has to change"
-    # `minibatch` plans by documents, so ranks cannot share its packs.
-    minibatch = ', or set packing_strategy="minibatch" and change nothing' if report.shared is None else ""
-    return (
-        f"{ratio:.1f} times the documents per step (unpacked: {documents:,}) and {instead_of}: raise learning_rate "
-        f"about {ratio**0.5:.1f} times (the square root; Adam) and {in_steps}{minibatch}"
-    )
+        return f"about {documents:,} documents per step, too: no setting has to change"
+    prefixes, independent, families, instead = report.prefixes, ratio, "", ""
+    if prefixes is not None and prefixes.families_per_step is not None:
+        independent = prefixes.families_per_step / documents
+        families = f"{prefixes.families_per_step:,.1f} families per step (unpacked: {documents:,} documents): "
+        instead = '; or share_prefixes="pack"'
+    elif report.shared is None:  # `minibatch` plans by documents, so ranks cannot share its packs
+        instead = '; or packing_strategy="minibatch"'
+    rate = f"learning_rate x {independent**0.5:.1f}" if independent > 1.1 else "keep learning_rate"
+    return f"{families}{rate}, settings in steps / {ratio:.1f}{instead}"
 
 
 def _isolation_text(isolation: IsolationReport) -> str:

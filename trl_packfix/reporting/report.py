@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -19,6 +20,9 @@ from .report_numbers import ReportNumbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+FILE_WIDTH = 100  # columns, where no terminal says its own
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,9 @@ def show_lines(title: str, lines: list[tuple[str, str]], console: Console | None
     width = max(len(label) for label, _ in lines)
     print(title)
     for label, text in lines:
-        print(f"  {label:<{width}}  {text}")
+        for row in wrap(text, FILE_WIDTH - width - 4, break_long_words=False, break_on_hyphens=False):
+            print(f"  {label:<{width}}  {row}")
+            label = ""
 
 
 def metrics(report: PackingReport) -> dict[str, float]:

@@ -233,7 +233,7 @@ def what_is_trained(args: Settings, dataset: object) -> str:
     if "prompt" in columns and "completion" in columns and args.completion_only_loss is not False:
         return "completions (`completion_only_loss`)"
     if isinstance(dataset, Dataset | IterableDataset) and has_conversations(dataset):
-        return "every token of all messages; `assistant_only_loss=True` trains those of the assistant"
+        return "every token; `assistant_only_loss=True` trains those of the assistant"
     return "every token"
 
 
