@@ -11,33 +11,26 @@ from datasets import Dataset, Features, IterableDataset, Value
 from trl.data_utils import get_dataset_column_names
 
 from ..compat import main_process_first
-from .checks import NUM_OF_STREAM, Settings, check_raw_dataset
+from . import said
+from .checks import NUM_OF_STREAM, check_raw_dataset
 from .conversation import Conversation, Tokenizer, plain_tokenizer
 from .reasons import reason, refuse, refuse_row_of_stream
 from .recipes import Recipe, recipe_of
 from .row import (
     BAD_ROW,
-    CONTEXT,
-    EARLIER,
     NUM_SHOWN,
     NUMBERS,
     ROW,
     TURN,
-    TURNS,
     Bad,
     Cached,
     MaskCounts,
     TurnCounts,
     bad_rows,
     column_of,
+    mask_counts,
 )
-from .said import (
-    Repeats,
-    say_if_nothing_is_stripped,
-    say_if_turns_do_not_end,
-    say_what_is_left_out,
-    say_what_is_renamed,
-)
+from .turns import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +40,12 @@ ROWS_AT_ONCE, CONVERSATIONS_AT_ONCE = 1000, 16  # in memory: samples of turns ha
 
 @dataclass(frozen=True)
 class Made:
-    """The samples of a dataset: tokenised rows with the other columns of theirs.
-
-    Attributes:
-        masked, turns: the assistant turns of a table, with `assistant_only_loss` and with `per_turn`.
-    """
+    """The samples of a dataset: tokenised rows with the other columns of theirs."""
 
     rows: Dataset | IterableDataset
     recipe: Recipe
-    masked: MaskCounts | None = None
-    turns: TurnCounts | None = None
+    masked: MaskCounts | None = None  # the assistant turns of a table, with `assistant_only_loss`
+    turns: TurnCounts | None = None  # the same with `per_turn`
 
 
 def make_samples(
@@ -77,22 +66,18 @@ def make_samples(
         marks: with `bad_rows="drop"`, keep rows or turns of which no sample can be made as rows without tokens, with
             the reason in the column `BAD_ROW`, so that they are counted.
         is_training_set: whether to say what the chat template does to it.
-
-    Raises:
-        ValueError: with `bad_rows="raise"`, rows cannot be tokenised; with "drop", no row can; `per_turn` and rows
-            without conversations, or without a turn to train.
     """
     is_table, drops = isinstance(dataset, Dataset), args.bad_rows == "drop"
     if isinstance(dataset, Dataset):
         plain = plain_tokenizer(tokenizer)
         check_raw_dataset(dataset, name, plain, args=args, is_formatted=formatting_func is not None)
-    with Repeats() as repeats:
+    with said.Repeats() as repeats:
         settings: dict[str, Any] = {"tokenizer": tokenizer, "completion_only_loss": completion_only_loss}
         recipe = recipe_of(dataset, name, args, formatting_func=formatting_func, **settings)
         if formatting_func is None:
-            say_what_is_renamed(dataset, name)
+            said.say_what_is_renamed(dataset, name)
             if is_training_set and args.process_index == 0:
-                say_what_is_left_out(
+                said.say_what_is_left_out(
                     dataset, name, tokenizer, chat_template=recipe.chat_template, per_turn=recipe.splits
                 )
         made = _applied(recipe, dataset, name, args=args, is_training_set=is_training_set)
@@ -112,10 +97,10 @@ def _applied(
     settings = {"with_indices": True, "batched": True, "remove_columns": columns if recipe.splits else consumed}
     says_end = is_training_set and recipe.setting
     if isinstance(dataset, IterableDataset):
-        kwargs |= {"name": name, "drops": drops, "repeats": Repeats()}
+        kwargs |= {"name": name, "drops": drops, "repeats": said.Repeats()}
         rows = dataset.map(_columns_of_stream, batch_size=1, fn_kwargs=kwargs, **settings)
         if says_end:
-            say_if_turns_do_not_end(rows.take(NUM_OF_STREAM), name, recipe.tokenizer, setting=recipe.setting)
+            said.say_if_turns_do_not_end(rows.take(NUM_OF_STREAM), name, recipe.tokenizer, setting=recipe.setting)
         return Made(rows, recipe)
     numbers = dict.fromkeys(NUMBERS if recipe.setting else (), Value("int64"))
     with main_process_first():
@@ -130,12 +115,13 @@ def _applied(
         )
     turns = count_turns(dataset, samples, name, args=args, is_split=recipe.splits, drops=drops)
     if says_end:
-        say_if_turns_do_not_end(samples, name, recipe.tokenizer, setting=recipe.setting)
+        said.say_if_turns_do_not_end(samples, name, recipe.tokenizer, setting=recipe.setting)
     if is_training_set and recipe.splits:
-        say_if_nothing_is_stripped(samples, name)
-    masked = MaskCounts(*(int(column_of(samples, column).sum()) for column in (TURNS, CONTEXT, EARLIER) if numbers))
-    counts = {"turns": turns} if recipe.splits else {"masked": masked} if numbers else {}
-    return Made(samples.remove_columns([*numbers]), recipe, **counts)
+        said.say_if_nothing_is_stripped(samples, name)
+    rows = samples.remove_columns([*numbers])
+    if recipe.splits:
+        return Made(rows, recipe, turns=turns)
+    return Made(rows, recipe, masked=mask_counts(samples) if numbers else None)
 
 
 class _Row(Mapping[str, Any]):
@@ -181,7 +167,13 @@ def columns_of_batch(
 
 
 def _columns_of_stream(
-    batch: Mapping[str, Sequence[Any]], indices: list[int], name: str, *, drops: bool, repeats: Repeats, **kwargs: Any
+    batch: Mapping[str, Sequence[Any]],
+    indices: list[int],
+    name: str,
+    *,
+    drops: bool,
+    repeats: said.Repeats,
+    **kwargs: Any,
 ) -> dict[str, list[Any]]:
     with repeats:
         columns = columns_of_batch(batch, indices, **kwargs)
@@ -206,13 +198,14 @@ def count_turns(
     bad = bad_rows(samples)
     assert bad is not None  # every map that makes samples makes the column
     row_of = column_of(samples, ROW) if is_split else np.arange(len(samples))
-    trains = column_of(samples, TURN) >= 0 if is_split else np.ones(len(samples), bool)
+    trains = column_of(samples, TURN) >= 0 if is_split else ~bad
+    left = mask_counts(samples) if is_split else MaskCounts()
     counts = TurnCounts(
         conversations=len(dataset),
         samples=int((~bad & trains).sum()),
         without_turn=int((~bad & ~trains).sum()),
         bad=int(bad.sum()),
-        left_out=int(column_of(samples, CONTEXT).sum() + column_of(samples, EARLIER).sum()) if is_split else 0,
+        left_out=left.context + left.earlier,
     )
     if counts.bad:
         rows, where = np.unique(row_of[bad], return_index=True)

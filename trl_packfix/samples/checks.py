@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,27 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
 from .row import NUM_SHOWN
-from .turns import TurnSettings
+from .turns import Settings
 
 MESSAGES = ("messages", "conversations", "prompt", "completion")  # columns that may hold lists of messages
 NUM_OF_STREAM = 4  # rows of a stream to look at
 IMAGES = ("image", "images")  # columns of images, as TRL names them
 TRAIN_KEYS = ("weight", "train", "training")  # of messages: OpenAI's name, and those of axolotl
-
-
-class Settings(TurnSettings, Protocol):
-    """The fields of `SFTConfig` by which rows become samples."""
-
-    assistant_only_loss: bool
-    bad_rows: Literal["raise", "drop"]
-    completion_only_loss: bool | None
-    dataset_num_proc: int | None
-    dataset_text_field: str
-    disable_tqdm: bool | None
-    per_turn: bool
-
-    @property
-    def process_index(self) -> int: ...
 
 
 def has_images(dataset: object) -> bool:
@@ -71,14 +56,10 @@ def check_rows(dataset: object, name: str) -> None:
 def check_raw_dataset(
     dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, *, args: Settings, is_formatted: bool = False
 ) -> None:
-    """Check a dataset that is not tokenised yet. With `bad_rows="drop"` single rows are not checked.
+    """Refuse a dataset of which nothing can be tokenised or trained and, but for `bad_rows="drop"`, such rows.
 
     Args:
         is_formatted: a formatting function will make the text, so the text columns are not checked.
-
-    Raises:
-        ValueError: no rows, nothing to tokenise, or missing values in the text; plain text and no EOS token;
-            `assistant_only_loss` and rows without an assistant message.
     """
     check_rows(dataset, name)
     columns, names_rows = dataset.column_names, args.bad_rows == "raise"
@@ -144,11 +125,7 @@ def has_conversations(dataset: Dataset | IterableDataset) -> bool:
 
 
 def check_conversations(dataset: Dataset | IterableDataset, name: str, setting: str = "per_turn") -> None:
-    """Refuse a dataset that has no conversations, whose assistant turns this setting trains.
-
-    Raises:
-        ValueError: tokenised rows, or rows that hold no messages.
-    """
+    """Refuse a dataset that has no conversations, whose assistant turns this setting trains."""
     columns = get_dataset_column_names(dataset)
     if setting == "per_turn" and "input_ids" in columns:
         raise ValueError(
@@ -169,10 +146,6 @@ def check_turns(args: Settings, train_dataset: object, eval_dataset: object, *, 
 
     Args:
         is_formatted: a formatting function makes texts of the rows.
-
-    Raises:
-        ValueError: `per_turn` or `assistant_only_loss` and rows that are no conversations; messages with a weight of 0
-            in rows of which every message is trained.
     """
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     for name, dataset in [("train", train_dataset), *eval_sets.items()]:

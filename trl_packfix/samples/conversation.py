@@ -17,7 +17,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import maybe_convert_to_chatml, prepare_multimodal_messages
@@ -34,17 +34,11 @@ Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a row, and what its chat template gets beside them.
+    """The messages of a row, and what its chat template gets beside them."""
 
-    Attributes:
-        messages: with `role` and `content`, in the form that TRL gives to the template.
-        first: number of messages in the prompt of the row. Its assistant turns are not trained.
-        arguments: `tools`, and the row's `chat_template_kwargs`.
-    """
-
-    messages: list[Message]
-    first: int
-    arguments: dict[str, Any]
+    messages: list[Message]  # with `role` and `content`, in the form that TRL gives to the template
+    first: int  # number of messages in the prompt of the row, whose assistant turns are not trained
+    arguments: dict[str, Any]  # `tools`, and the row's `chat_template_kwargs`
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any], images: Sequence[object] = ()) -> "Conversation":
@@ -96,15 +90,7 @@ class Conversation:
         if turn < 0:
             tokens = self.tokens(self.messages, tokenizer)
             return tokens, [IGNORE_INDEX] * len(tokens)
-        prompt = self.tokens(self.messages[:turn], tokenizer, add_generation_prompt=True)
-        tokens = self.tokens(self.messages[: turn + 1], tokenizer)
-        plain: Any = plain_tokenizer(tokenizer)
-        if tokens[: len(prompt)] != prompt:
-            text = self._text_of_turn(turn, tokenizer)
-            tokens = tokens if text is None else plain(text, add_special_tokens=False)["input_ids"]
-        if tokens[: len(prompt)] != prompt:
-            same = num_same(prompt, tokens)
-            _refuse_prompt(turn, plain.decode(prompt[same:]), plain.decode(tokens[same:]))
+        prompt, tokens = self._of_turn(turn, tokenizer, as_tokens=True)
         return tokens, [IGNORE_INDEX] * len(prompt) + tokens[len(prompt) :]
 
     def row_of_turn(self, turn: int, processor: ProcessorMixin) -> dict[str, Any]:
@@ -121,13 +107,7 @@ class Conversation:
                 f"`messages[{turn}]` is an assistant turn with an image, and a model that is trained on tokens writes "
                 "none"
             )
-        prompt = self.text(self.messages[:turn], processor, add_generation_prompt=True)
-        text = self.text(self.messages[: turn + 1], processor)
-        if not text.startswith(prompt):
-            text = self._text_of_turn(turn, processor) or text
-        if not text.startswith(prompt):
-            same = num_same(prompt, text)
-            _refuse_prompt(turn, prompt[same:], text[same:])
+        prompt, text = self._of_turn(turn, processor, as_tokens=False)
         if text == prompt:
             raise ValueError(f"the template renders nothing of `messages[{turn}]`")
         return {"prompt": prompt, "completion": text[len(prompt) :], "images": _images(self.messages[:turn])}
@@ -137,6 +117,26 @@ class Conversation:
             messages = prepare_multimodal_messages(messages)
         # A batch of one: alone, an empty history is an error
         return tokenizer.apply_chat_template([messages], **kwargs, **self.arguments)
+
+    def _of_turn(self, turn: int, tokenizer: Tokenizer, *, as_tokens: bool) -> Any:
+        """The prompt that generation sees, and the same with the turn after it."""
+        render: Any = self.tokens if as_tokens else self.text
+        plain: Any = plain_tokenizer(tokenizer)
+        prompt = render(self.messages[:turn], tokenizer, add_generation_prompt=True)
+        whole = render(self.messages[: turn + 1], tokenizer)
+        if whole[: len(prompt)] != prompt:
+            text = self._text_of_turn(turn, tokenizer) or ""
+            changed = plain(text, add_special_tokens=False)["input_ids"] if as_tokens else text
+            whole = changed if text else whole
+        if whole[: len(prompt)] != prompt:
+            same = num_same(prompt, whole)
+            ends = [prompt[same:], whole[same:]]
+            seen, continued = map(plain.decode, ends) if as_tokens else ends
+            raise ValueError(
+                f"the template ends the prompt of `messages[{turn}]` with {seen[:NUM_SHOWN]!r}, and with this turn it "
+                f"continues with {continued[:NUM_SHOWN]!r} there"
+            )
+        return prompt, whole
 
     def _text_of_turn(self, turn: int, tokenizer: Tokenizer) -> str | None:
         """The prompt that generation sees, and the turn after it; None if the turn does not begin where it ends.
@@ -188,13 +188,6 @@ def _images(messages: Sequence[Message]) -> list[object]:
     contents = [message.get("content") for message in messages]
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [part["image"] for part in parts if part.get("image") is not None]
-
-
-def _refuse_prompt(turn: int, seen: str, continued: str) -> NoReturn:
-    raise ValueError(
-        f"the template ends the prompt of `messages[{turn}]` with {seen[:NUM_SHOWN]!r}, and with this turn it "
-        f"continues with {continued[:NUM_SHOWN]!r} there"
-    )
 
 
 def num_same(one: Sequence[object], other: Sequence[object]) -> int:

@@ -16,17 +16,11 @@ from .checks import IMAGES
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An image file: its bytes, or where they are.
+    """An image file: its bytes, or where they are."""
 
-    Attributes:
-        path: of the file; None if there are bytes only.
-        data: the bytes of the file; None if they are read from `path`.
-        mode: to which the decoded image is converted; None: the mode that it has.
-    """
-
-    path: str | None
-    data: bytes | None = None
-    mode: str | None = None
+    path: str | None  # None if there are bytes only
+    data: bytes | None = None  # None if they are read from `path`
+    mode: str | None = None  # to which the decoded image is converted; None: the mode that it has
 
     @classmethod
     def of(cls, image: Any, mode: str | None = None) -> "EncodedImage":
@@ -43,7 +37,6 @@ class EncodedImage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory."""
         return 0 if self.data is None else len(self.data)
 
     def decode(self) -> Any:

@@ -6,17 +6,19 @@ the processor itself: it expands placeholders, tokenises and counts.
 """
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import ProcessorMixin
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 
 def depends_on_sizes(processor: ProcessorMixin) -> bool:
-    """Whether the shapes of processed images may be taken from images of the same sizes.
-
-    Only with the image processors of transformers: those of others may look at what an image shows.
-    """
+    """Whether the shapes of processed images may be taken from images of the same sizes."""
+    # Those of others than transformers may look at what an image shows
     image_processor = getattr(processor, "image_processor", None)
     return type(image_processor).__module__.partition(".")[0] == "transformers"
 
@@ -44,39 +46,30 @@ class SizeProcessor:
             raise AttributeError(name)
         return getattr(self._image_processor, name)
 
-    def __call__(self, images: Any, **kwargs: Any) -> Any:
+    def __call__(self, images: object, **kwargs: object) -> Any:
+        from PIL import Image  # a requirement of data with images only
+
         try:
-            key = repr((_sizes(images), sorted(kwargs.items(), key=str)))
+            sizes = _each(images, lambda image: (image.size, image.mode))
         except TypeError:  # arrays, for example
             return self._image_processor(images=images, **kwargs)
+        key = repr((sizes, sorted(kwargs.items(), key=str)))
         if key not in self._known:
-            outputs = self._image_processor(images=_plain(images), **kwargs)
+            plain = _each(images, lambda image: Image.new(image.mode, image.size, 1))
+            outputs = self._image_processor(images=plain, **kwargs)
             self._known[key] = type(outputs)({name: _shape(value) for name, value in outputs.items()})
         return copy.copy(self._known[key])
 
 
-def _sizes(images: Any) -> Any:
-    """Width, height and mode of each image, nested as the images are.
-
-    Raises:
-        TypeError: something else than images of PIL.
-    """
-    from PIL import Image  # a requirement of data with images only
-
-    if isinstance(images, Image.Image):
-        return images.size, images.mode
-    if not isinstance(images, list | tuple):
-        raise TypeError(f"not an image: {type(images).__name__}")
-    return [_sizes(image) for image in images]
-
-
-def _plain(images: Any) -> Any:
-    """Images of one colour with these sizes, nested as the images are."""
+def _each(images: object, function: Callable[["Image"], object]) -> object:
+    """The function of each image, nested as the images are. TypeError: something else than images of PIL."""
     from PIL import Image
 
     if isinstance(images, Image.Image):
-        return Image.new(images.mode, images.size, 1)
-    return [_plain(image) for image in images]
+        return function(images)
+    if not isinstance(images, list | tuple):
+        raise TypeError(f"not an image: {type(images).__name__}")
+    return [_each(image, function) for image in images]
 
 
 def _shape(value: Any) -> Any:

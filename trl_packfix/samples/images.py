@@ -58,15 +58,11 @@ class Processed(Recipe):
     """What is measured of a row with images, or of each of its assistant turns that is trained.
 
     A conversation without such a turn is one sample, in which nothing is trained.
-
-    Attributes:
-        rule: which turns are trained; None: a sample is a row.
-        every: the images of one in so many rows are processed; of the others, one of each size is.
     """
 
     process: RowProcessor
-    rule: TurnRule | None = None
-    every: int = 1
+    rule: TurnRule | None = None  # which turns are trained; None: a sample is a row
+    every: int = 1  # the images of one in so many rows are processed; of the others, one of each size is
     bad: ClassVar[Mapping[str, object]] = {name: value for name, (_, value) in KINDS.items()}
 
     @property
@@ -115,9 +111,6 @@ def measure(
         drops: rows that cannot be processed get length 0 and their reason in `BAD_ROW`.
         rule: measure a document for each assistant turn of a row that is trained, and note which (`NUMBERS`). A
             conversation without such a turn is one document, in which nothing is trained.
-
-    Raises:
-        ValueError: the dataset has a transform; rows cannot be processed and `drops` is False.
     """
     if dataset.format["type"] == "custom":
         raise ValueError(
@@ -186,11 +179,7 @@ class AssistantCollator(DataCollatorForVisionLanguageModeling):
 
 
 def masking_collator(collate: DataCollatorForVisionLanguageModeling, rule: TurnRule) -> AssistantCollator:
-    """TRL's collator of rows with images, with the mask of assistant turns.
-
-    Raises:
-        ValueError: the versions of TRL and transformers cannot train the answers of rows with images.
-    """
+    """TRL's collator of rows with images, with the mask of assistant turns."""
     if not masks_images(collate):
         raise ValueError(
             f"`assistant_only_loss=True` was given with images, TRL {trl.__version__} and transformers "

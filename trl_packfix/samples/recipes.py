@@ -11,8 +11,9 @@ tables and streams.
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import trl
@@ -21,59 +22,45 @@ from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import get_dataset_column_names
 
 from ..layout import IGNORE_INDEX
-from .checks import Settings, check_conversations, has_conversations, has_images
+from .checks import check_conversations, has_conversations, has_images
 from .conversation import COLUMNS, Conversation, Tokenizer, num_same, plain_tokenizer, with_chat_roles
 from .reasons import reason, refuse
 from .row import NUM_SHOWN, Bad, MaskCounts, Sample, UnknownTurnError
-from .turns import Chosen, TurnRule, has_markers
+from .turns import Chosen, Settings, TurnRule, has_markers
 
 NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row
 Row: TypeAlias = Mapping[str, Any]
 
 
 class Recipe:
-    """Makes the samples of a row.
-
-    Attributes:
-        tokenizer: a processor of rows with images, too.
-        chat_template: in place of the tokenizer's own.
-        consumes: the columns that a sample does not have beside what is made.
-        bad: the columns of a row of which no sample is made.
-        setting: by which assistant turns are trained, which are then counted; empty without.
-        splits: whether a row may have several samples.
-        text_field: the column of plain text, if it is read.
-    """
+    """Makes the samples of a row."""
 
     tokenizer: Tokenizer
-    chat_template: str | None = None
-    consumes: Collection[str] = COLUMNS
+    chat_template: str | None = None  # in place of the tokenizer's own
+    consumes: Collection[str] = COLUMNS  # the columns that a sample does not have beside what is made
+    text_field: str = ""  # the column of plain text, if it is read
+    # The columns of a row of which no sample is made
     bad: ClassVar[Mapping[str, object]] = {"input_ids": np.zeros(0, np.int32), "labels": np.zeros(0, np.int64)}
-    setting: ClassVar[str] = ""
-    splits: ClassVar[bool] = False
-    text_field: str = ""
+    setting: ClassVar[str] = ""  # by which assistant turns are trained, which are then counted
+    splits: ClassVar[bool] = False  # whether a row may have several samples
 
     def samples(self, row: Row, number: int) -> list[Sample | Bad]:
         """The samples of a row, which has this number in its dataset. If it raises an error, the row is bad."""
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Step:
-    """A `map` of TRL's preparation: a function of one row, its keyword arguments, and the columns that it removes."""
+class Step(NamedTuple):
+    """A `map` of TRL's preparation: a function of one row, and the columns that it removes."""
 
-    function: Callable[..., dict[str, Any]]
-    kwargs: Mapping[str, Any]
-    removed: tuple[str, ...] = ()
+    function: Callable[[dict[str, Any]], dict[str, Any]]
+    removed: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Recorded:
     """Replaces a dataset while TRL prepares it: `map` records a step, and iterating applies all steps to each row.
 
-    Iterating yields the rows that can be prepared. TRL reads the first of them to choose its steps.
-
-    Raises:
-        ValueError: on iteration, no row can be prepared.
+    Iterating yields the rows that can be prepared, or refuses them all. TRL reads the first to choose its steps.
     """
 
     rows: Iterable[Row]
@@ -91,7 +78,7 @@ class Recorded:
     ) -> "Recorded":
         assert not batched, "TRL maps rows one by one"
         removed = (remove_columns,) if isinstance(remove_columns, str) else tuple(remove_columns or ())
-        return replace(self, steps=(*self.steps, Step(function, fn_kwargs or {}, removed)))
+        return replace(self, steps=(*self.steps, Step(partial(function, **fn_kwargs or {}), removed)))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         problems: list[tuple[int, str]] = []
@@ -111,8 +98,7 @@ class Recorded:
 def _applied(steps: tuple[Step, ...], row: Row) -> dict[str, Any]:
     row = dict(row)
     for step in steps:
-        sample = step.function(dict(row), **step.kwargs)
-        row = {name: value for name, value in row.items() if name not in step.removed} | sample
+        row = {name: value for name, value in row.items() if name not in step.removed} | step.function(dict(row))
     return row
 
 
@@ -132,17 +118,12 @@ class Whole(Recipe):
 
 @dataclass(frozen=True)
 class Masked(Recipe):
-    """One sample of a conversation in which assistant turns are trained.
-
-    Attributes:
-        chat_template: TRL's template for training, in place of the tokenizer's; None: the tokenizer's own.
-        completion_only: whether the turns of a prompt are not trained, in rows with a prompt and a completion.
-    """
+    """One sample of a conversation in which assistant turns are trained."""
 
     rule: TurnRule
     tokenizer: Tokenizer
-    chat_template: str | None = None
-    completion_only: bool = True
+    chat_template: str | None = None  # TRL's template for training, in place of the tokenizer's
+    completion_only: bool = True  # turns of a prompt are not trained, in rows with a prompt and a completion
     setting: ClassVar[str] = "assistant_only_loss"
 
     def samples(self, row: Row, number: int) -> list[Sample | Bad]:
@@ -205,11 +186,7 @@ def recipe_of(
     completion_only_loss: bool,
     formatting_func: Callable[[dict[str, Any]], str] | None = None,
 ) -> Recipe:
-    """How the rows of a dataset that is not tokenised become samples, by the settings of an `SFTConfig`.
-
-    Raises:
-        ValueError: no row can be tokenised; rows are no conversations, or have images, and `per_turn` is set.
-    """
+    """How the rows of a dataset that is not tokenised become samples."""
     if formatting_func is None and args.assistant_only_loss and has_conversations(dataset):
         return Masked(TurnRule.of(args), tokenizer, training_template(tokenizer), completion_only_loss)
     if formatting_func is None and args.per_turn:

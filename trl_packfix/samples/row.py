@@ -13,29 +13,19 @@ from datasets import Dataset
 
 BAD_ROW = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
 # Columns while turns are counted: the number of the row, and attributes of `Sample` and `MaskCounts`
-NUMBERS = ROW, TURN, TURNS, CONTEXT, EARLIER = tuple(
-    f"packfix_{name}" for name in ("row", "turn", "turns", "context", "earlier")
-)
+NUMBERS = ROW, TURN, *_ = [f"packfix_{name}" for name in ("row", "turn", "turns", "context", "earlier")]
 NUM_SHOWN = 10  # rows that a message names
 
 
 @dataclass(frozen=True)
 class TurnCounts:
-    """What became of the conversations of a table, with `per_turn`.
+    """What became of the conversations of a table, with `per_turn`."""
 
-    Attributes:
-        conversations: rows given.
-        samples: assistant turns that became a sample.
-        without_turn: conversations without an assistant turn. Each is one document without a trained token.
-        bad: turns, or whole conversations, that cannot be rendered and are dropped (`bad_rows="drop"`).
-        left_out: assistant turns that are not trained (`message_train_key`, `assistant_turns`).
-    """
-
-    conversations: int
-    samples: int
-    without_turn: int
-    bad: int
-    left_out: int = 0
+    conversations: int  # rows given
+    samples: int  # assistant turns that became a sample
+    without_turn: int  # conversations without an assistant turn: each is one document without a trained token
+    bad: int  # turns, or whole conversations, that cannot be rendered and are dropped (`bad_rows="drop"`)
+    left_out: int = 0  # assistant turns that are not trained (`message_train_key`, `assistant_turns`)
 
     def line(self) -> str:
         """One line of a report.
@@ -54,32 +44,20 @@ class TurnCounts:
 
 @dataclass(frozen=True)
 class MaskCounts:
-    """Assistant turns, and those of them that are not trained.
+    """Assistant turns, and those of them that are not trained."""
 
-    Attributes:
-        turns: assistant turns, those of a prompt left out.
-        context: turns with a weight of 0.
-        earlier: other turns that are not the last, with `assistant_turns="last"`.
-    """
-
-    turns: int = 0
-    context: int = 0
-    earlier: int = 0
+    turns: int = 0  # those of a prompt left out
+    context: int = 0  # with a weight of 0
+    earlier: int = 0  # others that are not the last, with `assistant_turns="last"`
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What the loss of a run is computed on.
+    """What the loss of a run is computed on."""
 
-    Attributes:
-        rule: in words, with the setting that chose it.
-        key: of messages, by which turns are left out.
-        counts: assistant turns of a table, with `assistant_only_loss`.
-    """
-
-    rule: str
-    key: str | None = None
-    counts: MaskCounts | None = None
+    rule: str  # in words, with the setting that chose it
+    key: str | None = None  # of messages, by which turns are left out
+    counts: MaskCounts | None = None  # assistant turns of a table, with `assistant_only_loss`
 
     def line(self, num_trained: int, num_tokens: int) -> str:
         """One line of a report, with the share of the tokens that are trained if tokens are known.
@@ -99,17 +77,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class Sample:
-    """What is made of a row, or of one of its turns.
+    """What is made of a row, or of one of its turns."""
 
-    Attributes:
-        columns: tokens and labels; of a row with images what was measured.
-        turn: index of the message that is trained, of a sample of one turn; else -1.
-        counts: the assistant turns of the row, in the first of its samples.
-    """
-
-    columns: Mapping[str, object]
-    turn: int = -1
-    counts: MaskCounts = MaskCounts()
+    columns: Mapping[str, object]  # tokens and labels; of a row with images what was measured
+    turn: int = -1  # index of the message that is trained, of a sample of one turn
+    counts: MaskCounts = MaskCounts()  # the assistant turns of the row, in the first of its samples
 
     @classmethod
     def of(cls, tokens: list[int], labels: list[int], counts: MaskCounts = MaskCounts()) -> "Sample":
@@ -135,6 +107,11 @@ def column_of(samples: Dataset, name: str) -> npt.NDArray[np.int64]:
     """A column of numbers, shape (samples,)."""
     numbers: npt.NDArray[np.int64] = samples.select_columns(name).with_format("arrow")[:][name].to_numpy()
     return numbers
+
+
+def mask_counts(samples: Dataset) -> MaskCounts:
+    """The assistant turns of all rows."""
+    return MaskCounts(*(int(column_of(samples, name).sum()) for name in NUMBERS[2:]))
 
 
 def bad_rows(dataset: Dataset) -> npt.NDArray[np.bool_] | None:

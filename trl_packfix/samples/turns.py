@@ -37,12 +37,22 @@ PARTS = (
 )
 
 
-class TurnSettings(Protocol):
-    """The fields of `SFTConfig` that choose turns."""
+class Settings(Protocol):
+    """The fields of `SFTConfig` by which rows become samples."""
 
-    message_train_key: str | None
+    assistant_only_loss: bool
     assistant_turns: AssistantTurns
+    bad_rows: Literal["raise", "drop"]
+    completion_only_loss: bool | None
+    dataset_num_proc: int | None
+    dataset_text_field: str
+    disable_tqdm: bool | None
+    message_train_key: str | None
+    per_turn: bool
     train_empty_thinking: bool
+
+    @property
+    def process_index(self) -> int: ...
 
 
 class Chosen(NamedTuple):
@@ -62,15 +72,11 @@ class TurnRule:
     train_empty_thinking: bool = True
 
     @classmethod
-    def of(cls, args: TurnSettings) -> "TurnRule":
+    def of(cls, args: Settings) -> "TurnRule":
         return cls(args.message_train_key, args.assistant_turns, args.train_empty_thinking)
 
     def choose(self, conversation: Conversation) -> Chosen:
-        """The turns of a conversation that are trained.
-
-        Raises:
-            UnknownTurnError: an assistant message has another weight than 0 or 1.
-        """
+        """The turns of a conversation that are trained."""
         key, messages, turns, context = self.message_train_key, conversation.messages, conversation.turns, set()
         for turn in turns:
             weight = None if key is None else messages[turn].get(key)
@@ -167,10 +173,7 @@ def parts(text: str, spans: list[Span]) -> list[dict[str, object]]:
 def _in_markers(chosen: Chosen, tokenizer: Tokenizer, template: str) -> tuple[str, list[tuple[int, Span]]]:
     """The text of a template with markers, and the trained turns with what their markers enclose.
 
-    Which markers are those of a message is known from their number before it.
-
-    Raises:
-        UnknownTurnError: the template marks a history in another way than at the beginning of the conversation.
+    Which markers are those of a message is known from their number before it, if the history alone has the same.
     """
     conversation = chosen.conversation
     arguments = conversation.arguments | {"chat_template": template}
@@ -200,11 +203,7 @@ def _in_markers(chosen: Chosen, tokenizer: Tokenizer, template: str) -> tuple[st
 
 
 def _turn_by_turn(chosen: Chosen, tokenizer: Tokenizer) -> tuple[str, list[tuple[int, Span]]]:
-    """The text of a template without markers, and the trained turns with their spans.
-
-    Raises:
-        UnknownTurnError: a turn does not begin where its prompt ends, or is rendered in another way in the whole.
-    """
+    """The text of a template without markers, and the trained turns with their spans."""
 
     def rest(text: str, other: str) -> str:
         return text[num_same(text, other) :][:NUM_SHOWN]
