@@ -160,15 +160,6 @@ def test_samples_are_rows_of_trl_wherever_the_prompt_is_their_beginning(template
     assert "is not a prefix" not in caplog.text
 
 
-def test_thinking_is_kept_in_the_turn_and_stripped_before_it():
-    tokenizer, conversation = TOKENIZERS["qwen3"], Conversation.from_row({"messages": chat(3)})
-    texts = [tokenizer.decode(conversation.sample(turn, tokenizer)[0]) for turn in conversation.turns]
-    assert [[f"T{k}." in text for k in (1, 2, 3)] for text in texts] == np.eye(3, dtype=bool).tolist()
-    assert [[f"A{k}." in text for k in (1, 2, 3)] for text in texts] == np.tri(3, dtype=bool).tolist()
-    whole = tokenizer.decode(conversation.sample(-1, tokenizer)[0])
-    assert "T1." not in whole and "T3." in whole  # so a whole conversation trains the thoughts of the last turn only
-
-
 # Once an answer is there, the thoughts of the calls before it are rendered as empty (Kimi-K2-Thinking) or not at all,
 # and an assistant's block stays open over its tools (Apertus).
 LAST = """{%- set last = namespace(answer=-1, is_open=false) %}{% for m in messages %}
@@ -279,21 +270,6 @@ def test_training_and_evaluation_have_each_turn_once(tmp_path):
         run.evaluate(Dataset.from_dict({"text": ["a"]}))
 
 
-def test_weights_and_sources_go_to_each_turn(tmp_path):
-    data = chats(4)
-    data = data.add_column("share", [0.5, 1.0, 2.0, 4.0]).add_column("origin", ["a", "b", "a", "b"])
-    run = run_per_turn(tmp_path, data, weight_column="share", source_column="origin", num_train_epochs=1)
-    expected = [data[row["id"]]["share"] for row, _ in turns_of(data)]
-    assert run.data.row_values.weights.tolist() == expected and len(set(expected)) == 4
-    run.train()
-    logged = [entry for entry in run.state.log_history if "loss" in entry]
-    labels = [sum(label != -100 for label in by_hand(row, k, TOKENIZERS["qwen3"])[1]) for row, k in turns_of(data)]
-    counts = {"a": 0, "b": 0}
-    for (row, _), count in zip(turns_of(data), labels, strict=True):
-        counts[data[row["id"]]["origin"]] += count
-    assert {name: sum(e.get(f"trained_tokens/{name}", 0) for e in logged) for name in counts} == counts
-
-
 def sgd_step(samples, order, smoothing=0.0, alpha=None):
     """The weights after one step of SGD on the mean loss of all trained tokens, one sample at a time."""
     model = build_tiny_model().train()
@@ -320,7 +296,8 @@ def largest(tensor, low=0, high=1, generator=None):
 
 WITH = {
     "nothing": {},
-    "share_prefixes": {"share_prefixes": "pack"},
+    "shared": {"share_prefixes": "pack"},
+    "shared in families": {"share_prefixes": "family"},
     "smoothing": {"label_smoothing_factor": 0.3},
     "noise": {"neftune_noise_alpha": 5.0},
     "noise of a stream": {"neftune_noise_alpha": 5.0, "max_steps": 1},
@@ -345,29 +322,14 @@ def test_the_gradient_is_that_of_the_turns_alone(name, tmp_path, monkeypatch):
     assert run.state.global_step == 1
     assert weight_difference(weights(run), expected, start_weights()) <= tolerance(rounding)
     shares = [entry["computed_share"] for entry in run.state.log_history if "computed_share" in entry]
-    assert (shares != [] and max(shares) < 0.9) == (name == "share_prefixes")
+    assert (shares != [] and max(shares) < 0.9) == name.startswith("shared")
     if name == "nothing":
         # The same answers after histories that keep their thoughts, as `assistant_only_loss` trains them, are others.
         kept = tokenizer_with("qwen3_training")
         other = sgd_step([by_hand(row, k, kept) for row, k in turns_of(data)], order)
     else:
         other = sgd_step(samples, order)
-    assert (weight_difference(other, expected, start_weights()) > 1e-2) == (name != "share_prefixes")
-
-
-def test_turns_of_a_conversation_share_their_history(tmp_path):
-    """With families, the same steps train the same weights, and a history is computed once."""
-
-    def run(**settings):
-        given = {"packing_strategy": "minibatch", "per_device_train_batch_size": 10, "max_length": 256, "max_steps": 3}
-        made = run_per_turn(tmp_path, chats(), optim="sgd", learning_rate=0.5, **given, **settings)
-        made.train()
-        return made, [entry["computed_share"] for entry in made.state.log_history if "computed_share" in entry]
-
-    whole, (padded, _), (shared, computed) = run()[0], run(pad_to_multiple_of=64), run(share_prefixes="family")
-    rounding = weight_difference(weights(padded), weights(whole), start_weights())
-    assert weight_difference(weights(shared), weights(whole), start_weights()) <= tolerance(rounding)
-    assert len(computed) == 3 and min(computed) < 0.9
+    assert (weight_difference(other, expected, start_weights()) > 1e-2) != name.startswith("shared")
 
 
 def test_without_stripping_it_trains_the_answers_of_assistant_only_loss_and_says_so(tmp_path, caplog):
@@ -471,9 +433,6 @@ def test_a_turn_after_another_prompt_is_named_or_dropped(tmp_path, caplog):
     ledger, report = run.packing_report.ledger, run.packing_report
     assert ledger.dropped["bad_row"].documents == 2 and ledger.kept.documents == num - 2
     assert "2 turns cannot be rendered" in dict(report.lines())["conversations"]
-    unpacked = run_per_turn(tmp_path, data, bad_rows="drop", packing=False)
-    stream = run_per_turn(tmp_path, data.to_iterable_dataset(), bad_rows="drop", packing=False, max_steps=1)
-    assert pairs(unpacked.train_dataset) == pairs(stream.train_dataset) and len(unpacked.train_dataset) == num - 2
     with pytest.raises(ValueError, match=r"2 of 2 rows of the train dataset .*Row 0: `messages` is None"):
         data = Dataset.from_list([{"messages": None}, {"messages": [user(None), answer("a")]}])
         run_per_turn(tmp_path, data, template=None, bad_rows="drop")
@@ -499,27 +458,30 @@ def test_streams_are_split_while_they_are_read(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert torch.equal(weights(run), weights(resumed)) and run.state.global_step == 4
     assert resumed.packing_report.ledger == run.packing_report.ledger
-    bad = IterableDataset.from_generator(lambda: iter(rows_with_bad()))
-    with pytest.raises(ValueError, match=r"Row 2 of the train stream cannot be tokenised: .*`messages\[1\]`"):
-        run_per_turn(tmp_path, bad, max_steps=1).train()
 
 
 # Refusals
 
-MESSAGES = Dataset.from_list([{"messages": chat(1)}] * 2)
+MESSAGES, TEXT = Dataset.from_list([{"messages": chat(1)}] * 2), Dataset.from_dict({"text": ["a"]})
 GIVEN = {
     "assistant_only_loss": (MESSAGES, {"assistant_only_loss": True}, r"`assistant_only_loss=True`.*keeps earlier"),
     "history": (MESSAGES, {"completion_only_loss": False}, r"`completion_only_loss=False`.*trained n times.*unset"),
     "unprepared": (MESSAGES, {"dataset_kwargs": {"skip_prepare_dataset": True}}, r"would be ignored. Leave `skip_prep"),
-    "text": (
-        Dataset.from_dict({"text": ["a"]}),
-        {},
-        r"train dataset has the columns \['text'\].*no conversations.*Give",
+    "text": (TEXT, {}, r"train dataset has the columns \['text'\].*no conversations.*Give"),
+    "text to evaluate": (
+        MESSAGES,
+        {"trainer_kwargs": {"eval_dataset": TEXT}},
+        r"the eval dataset has the columns \['te",
     ),
     "prompts of text": (
-        Dataset.from_dict({"prompt": ["a"], "completion": ["b"]}),
+        TEXT.rename_column("text", "prompt").add_column("completion", ["b"]),
         {},
-        r"Its rows are no conversations",
+        r"are no conversations",
+    ),
+    "a function": (
+        MESSAGES,
+        {"trainer_kwargs": {"formatting_func": str}},
+        r"It makes one text.*Leave `formatting_func`",
     ),
     "prompts alone": (Dataset.from_dict({"prompt": [chat(1)]}), {}, r"Its rows are no conversations"),
     "tokens": (Dataset.from_dict({"input_ids": [[5, 6]]}), {}, r"it is tokenised.*Give the conversations.*--per-turn"),
@@ -541,16 +503,6 @@ def test_what_has_no_turns_is_refused(name, tmp_path):
     data, settings, said = GIVEN[name]
     with pytest.raises(ValueError, match=f"(?s)`per_turn=True`.*{said}|{said.partition('.*')[0]}.*`per_turn=True`.*"):
         trainer(tmp_path, data, per_turn=True, **settings)
-
-
-def test_other_refusals(tmp_path):
-    with pytest.raises(ValueError, match=r"per_turn=True.*the eval dataset has the columns \['text'\]"):
-        kwargs = {"eval_dataset": Dataset.from_dict({"text": ["a"]})}
-        trainer(tmp_path, MESSAGES, per_turn=True, trainer_kwargs=kwargs)
-    with pytest.raises(
-        ValueError, match=r"`formatting_func=str` was.*It makes one text.*Leave `formatting_func` unset"
-    ):
-        trainer(tmp_path, MESSAGES, per_turn=True, trainer_kwargs={"formatting_func": str})
 
 
 # The command line
@@ -579,9 +531,7 @@ def test_prepare_and_plan_count_conversations_and_turns(workplace, tmp_path, cap
     assert ledger["given"]["documents"] == num + 1 and ledger["dropped"]["untrained"]["documents"] == 1
     table = load_from_disk(tmp_path / "table")
     assert table.column_names == ["input_ids", "labels"]
-    run = run_per_turn(tmp_path, table, per_turn=False)  # trained like any prepared table
-    found = sorted(document for batch in run.get_train_dataloader() for document in documents_of(batch))
-    assert found == sorted(by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(chats()))
+    assert pairs(table)[:num] == [by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(chats())]
     assert main(["prepare", *words, "--output", str(tmp_path / "text")]) == 0
     assert f"11 conversations, one row for each of their {num} assistant turns; 1 without" in capsys.readouterr().out
     Dataset.from_list(rows_with_bad()).to_json(tmp_path / "bad.jsonl")

@@ -15,36 +15,26 @@ from trl_packfix.data.stream_reader import CHUNK
 
 SILENT = [{"role": "user", "content": "x"}]
 NO_CONTENT = [{"role": "user", "content": None}, *ANSWER]
+GOOD = {"messages": PROMPT + ANSWER}
+PAIR = {"prompt": PROMPT, "completion": ANSWER}
+SHAREGPT = [
+    {"conversations": [{"from": "user", "value": text}, {"from": "assistant", "value": "so"}]} for text in ("how", None)
+]
 # What a good row is, what a bad one is, settings, and what the message says of the bad one
 FORMS = {
     "messages": (
-        {"messages": PROMPT + ANSWER},
+        GOOD,
         {"messages": NO_CONTENT},
         {},
         r"`messages\[0\]` \(user\) has no `content`; (Undefined|Type)Error: ",
     ),
-    "conversations": (
-        {"conversations": [{"from": "user", "value": "how"}, {"from": "assistant", "value": "so"}]},
-        {"conversations": [{"from": "user", "value": None}, {"from": "assistant", "value": "so"}]},
-        {},
-        r"`conversations\[0\]` \(user\) has no `value`",
-    ),
-    "no messages": ({"messages": PROMPT + ANSWER}, {"messages": []}, {}, "`messages` is an empty list; IndexError"),
-    "prompts": (
-        {"prompt": PROMPT, "completion": ANSWER},
-        {"prompt": NO_CONTENT[:1], "completion": ANSWER},
-        {},
-        r"`prompt\[0\]` \(user\) has no `content`",
-    ),
-    "tools": (
-        {"messages": PROMPT + ANSWER, "tools": "[]"},
-        {"messages": PROMPT + ANSWER, "tools": "[{"},
-        {},
-        "Row 3: JSONDecodeError: Expecting property name",
-    ),
+    "conversations": (*SHAREGPT, {}, r"`conversations\[0\]` \(user\) has no `value`"),
+    "no messages": (GOOD, {"messages": []}, {}, "`messages` is an empty list; IndexError"),
+    "prompts": (PAIR, PAIR | {"prompt": NO_CONTENT[:1]}, {}, r"`prompt\[0\]` \(user\) has no `content`"),
+    "tools": (GOOD | {"tools": "[]"}, GOOD | {"tools": "[{"}, {}, "Row 3: JSONDecodeError: Expecting property name"),
     "silent": (
-        {"prompt": PROMPT, "completion": ANSWER},
-        {"prompt": PROMPT, "completion": SILENT},
+        PAIR,
+        PAIR | {"completion": SILENT},
         {"assistant_only_loss": True},
         "Row 3: no assistant tokens under the chat template .*assistant_only_loss",
     ),
@@ -126,19 +116,6 @@ def test_only_ten_rows_are_named_and_the_number_of_processes_makes_no_difference
     assert documents[0] == documents[1] and len(documents[0]) == 30
 
 
-def test_an_error_that_is_about_no_row_is_that_of_trl(tmp_path, monkeypatch):
-    prepare = trl.SFTTrainer._prepare_dataset
-
-    def full_disk(self, dataset, *args):
-        if isinstance(dataset, Dataset):
-            raise OSError("no space is left")
-        return prepare(self, dataset, *args)
-
-    monkeypatch.setattr(trl.SFTTrainer, "_prepare_dataset", full_disk)
-    with pytest.raises(OSError, match="no space is left"):
-        trainer(tmp_path, Dataset.from_list(rows("messages", bad=[])))
-
-
 def test_rows_are_tokenised_in_one_map_and_a_second_start_tokenises_nothing(tmp_path, monkeypatch):
     """With "drop", too: the tokens are found again."""
     maps = []
@@ -206,18 +183,6 @@ def test_bad_rows_of_a_stream_are_dropped_and_counted(bad, tmp_path):
     resumed = trainer(tmp_path / "resumed", documents.to_iterable_dataset(), bad_rows="drop", **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.packing_report.ledger == ledger
-    # not packed, and of an evaluation set: the rows are left out
-    unpacked = trainer(tmp_path, documents.to_iterable_dataset(), bad_rows="drop", packing=False, max_steps=1)
-    stock = trl.SFTTrainer(
-        build_tiny_model(),
-        config(tmp_path, packing=False, max_steps=1),
-        train_dataset=good.to_iterable_dataset(),
-        processing_class=build_tokenizer(),
-    )
-    tokens = [[(row["input_ids"], row["labels"]) for row in each.train_dataset] for each in (unpacked, stock)]
-    assert tokens[0] == tokens[1] and len(tokens[0]) == 40 - len(bad)
-    kwargs = {"eval_dataset": documents.to_iterable_dataset()}
-    assert len(list(trainer(tmp_path, good, bad_rows="drop", trainer_kwargs=kwargs).eval_dataset)) == 40 - len(bad)
 
 
 # The command line
@@ -256,12 +221,3 @@ def test_commands_name_bad_rows_or_leave_them_out(command, workplace, tmp_path, 
     else:
         shown = [{each["row"] for pack in found[name] for each in pack["documents"]} for name in ("bad", "good")]
         assert shown == [set(range(12)) - set(BAD), set(range(12))]  # rows have the numbers that they have in the file
-
-
-def test_tool_calls_without_content_under_a_template_that_wants_it(data_dir, capsys):
-    """Real data: 60 lines of jinja2 before."""
-    words = ["--tokenizer", str(data_dir / "smollm2_tokenizer"), "--max-length", "2048"]
-    assert main(["plan", str(data_dir / "sgd_tools_train1200.jsonl"), *words]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "1200 of 1200 rows of the train dataset cannot be tokenised; the first are [0, 1, 2" in said
-    assert "Row 0: `messages[9]` (assistant) has no `content`; UndefinedError: 'dict object' has no attribute" in said

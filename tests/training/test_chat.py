@@ -21,16 +21,8 @@ from trl_packfix.samples.said import say_what_is_left_out
 pytestmark = pytest.mark.slow
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Add two numbers",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-        },
-    }
-]
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": PARAMETERS}}]
 
 
 def agent_trace(first, second, third):
@@ -81,64 +73,36 @@ def test_agent_traces_train_on_what_the_assistant_says(template, tmp_path):
         assert "add" in trained and "It is" in trained and "REASON" in trained and "Then" in trained
         assert "What is" not in trained and "RESULT" not in trained and "You add" not in trained
         assert "RESULT" in tokenizer.decode(tokens)
-    run.train()
-    assert np.isfinite(run.state.log_history[-1]["train_loss"])
 
 
-def sparse(kind):
-    """Rows of which little is trained: the last twentieth, or one token."""
-    rng, rows = np.random.default_rng(0), []
+@pytest.mark.parametrize("weighting, share", [("token", 0.0), ("document", 0.05)])
+def test_few_trained_tokens_train_as_unpacked(weighting, share, tmp_path):
+    """The last token of a row is trained, or its last twentieth."""
+    rng, rows, runs = np.random.default_rng(0), [], []
     for length in rng.integers(20, 200, 24):
         tokens = rng.integers(4, 260, length).tolist()
-        trained = 1 if kind == "one token" else -(-int(length) // 20)
+        trained = max(1, int(length * share))
         rows.append({"input_ids": tokens, "labels": [-100] * (length - trained) + tokens[-trained:]})
-    return Dataset.from_list(rows)
-
-
-@pytest.mark.parametrize("weighting", ["token", "document"])
-@pytest.mark.parametrize("kind", ["one token", "five percent"])
-def test_few_trained_tokens_train_as_unpacked(kind, weighting, tmp_path):
-    data, runs = sparse(kind), []
+    data = Dataset.from_list(rows)
     unpacked = {"packing": False, "gradient_accumulation_steps": 2}
     regrouped = {"packing": False, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
     packed = {"packing_strategy": "minibatch", "gradient_accumulation_steps": 2}
     for settings in (unpacked, regrouped, packed):
-        run = trainer(
-            tmp_path,
-            data,
-            max_length=200,
-            max_steps=4,
-            optim="sgd",
-            learning_rate=0.3,
-            document_weighting=weighting,
-            trainer_kwargs={"eval_dataset": data},
-            **settings,
-        )
+        settings |= {"max_length": 200, "max_steps": 4, "optim": "sgd", "learning_rate": 0.3}
+        settings |= {"document_weighting": weighting, "trainer_kwargs": {"eval_dataset": data}}
+        run = trainer(tmp_path, data, **settings)
         run.train()
         runs.append(run)
     unpacked, regrouped, packed = runs
     count = [entry["trained_tokens"] for entry in packed.state.log_history if "loss" in entry]
     assert count == [entry["trained_tokens"] for entry in unpacked.state.log_history if "loss" in entry]
-    if kind == "one token":
-        assert count == [4] * 4
+    assert (count == [4] * 4) == (share == 0.0)
     rounding, found = (
         weight_difference(weights(run), weights(unpacked), start_weights()) for run in (regrouped, packed)
     )
     assert found <= tolerance(rounding)
     losses = [run.evaluate()["eval_loss"] for run in runs]
     assert losses[2] == pytest.approx(losses[0], rel=tolerance(loss_difference(losses[1:2], losses[:1])))
-
-
-def test_completions_of_one_token(tmp_path):
-    """Yes-or-no data: what is trained is the answer and the end of the turn, never the prompt."""
-    data = Dataset.from_dict({"prompt": [f"is {n} even? " for n in range(20)], "completion": ["y", "n"] * 10})
-    run = trainer(tmp_path, data, packing_strategy="stream")
-    for batch in run.get_train_dataloader():
-        for _, labels in documents_of(batch):
-            trained = [token for token in labels if token != -100]
-            assert len(trained) == 2 and run.processing_class.decode(trained) in ("y<|im_end|>", "n<|im_end|>")
-    run.train()
-    assert run.packing_report.num_trained_tokens == 40
 
 
 # What other libraries say
@@ -164,21 +128,15 @@ def test_warnings_of_trl_about_every_row_are_counted(bad_rows, tmp_path, caplog)
 
     def said(data, trainer_class=SFTTrainer):
         caplog.clear()
-        run = trainer_class(
-            build_tiny_model(), config(tmp_path, **given), train_dataset=data, processing_class=tokenizer
-        )
+        args = config(tmp_path, **given)
+        run = trainer_class(build_tiny_model(), args, train_dataset=data, processing_class=tokenizer)
         assert len(list(run.train_dataset)) == 5
-        return [
-            record.getMessage() for record in caplog.records if "tokenized prompt is not a pre" in record.getMessage()
-        ]
+        return [message for message in map(str, caplog.messages) if "tokenized prompt is not a pre" in message]
 
     assert len(said(thinking_prompts("stock" + bad_rows), trl.SFTTrainer)) == 5  # TRL shows each text once in a process
     first, *more = said(thinking_prompts("table" + bad_rows))
-    assert (
-        "is not a prefix of" in first
-        and len(more) == 1
-        and more[0].startswith("4 more warnings of TRL about the train")
-    )
+    assert "is not a prefix of" in first
+    assert [each[:39] for each in more] == ["4 more warnings of TRL about the train "]
     num_passes = 2  # of which TRL's own reads one row; a stream counts in each
     assert len(said(thinking_prompts("stream" + bad_rows).to_iterable_dataset())) == num_passes
 
