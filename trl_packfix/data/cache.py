@@ -66,19 +66,15 @@ def cached_documents(
 
 def cached_token_range(reader: TokenReader) -> tuple[int, int]:
     """`reader.token_range()`, or its result from an earlier start on the same table."""
-    return _cached(
-        reader,
-        "range",
-        {},
-        make=reader.token_range,
-        to_arrays=lambda limits: {"range": np.array(limits)},
-        from_arrays=lambda arrays, _: _limits(*arrays["range"].tolist()),
-    )
 
+    def from_arrays(arrays: Arrays, _: Path) -> tuple[int, int]:
+        lowest, highest = arrays["range"].tolist()  # a ValueError for a damaged file, which is then made again
+        return lowest, highest
 
-def _limits(lowest: int, highest: int) -> tuple[int, int]:
-    """Raises a TypeError for a damaged file with fewer numbers, which is then made again."""
-    return lowest, highest
+    def to_arrays(limits: tuple[int, int]) -> Arrays:
+        return {"range": np.array(limits)}
+
+    return _cached(reader, "range", {}, make=reader.token_range, to_arrays=to_arrays, from_arrays=from_arrays)
 
 
 def _fingerprint(reader: Rows, documents: Documents) -> str:

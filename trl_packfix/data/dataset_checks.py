@@ -71,8 +71,12 @@ def check_tokenised(dataset: Dataset, name: str, vocab_size: int | None, *, pack
     """Check a dataset that the user tokenised, for packed or unpacked use."""
     if packing:
         check_tokens(dataset, name, vocab_size)
-    else:
-        _check_not_packed(dataset, name)
+    elif "seq_lengths" in dataset.column_names:
+        raise ValueError(
+            f"The {name} dataset of {len(dataset)} rows has `seq_lengths`, so its rows are packs, but packing is off "
+            "for it. A padded batch has no boundaries, so the documents of a row would see each other. Set "
+            "`packing=True` (and `eval_packing`), or remove the column."
+        )
 
 
 def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
@@ -96,13 +100,3 @@ def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
                 f"embeddings. Ids must be from 0 to {vocab_size - 1}. Tokenise with the tokenizer of this model, or "
                 "resize its embeddings."
             )
-
-
-def _check_not_packed(dataset: Dataset, name: str) -> None:
-    """Refuse rows that are packs already (`seq_lengths`), because a padded batch would lose their boundaries."""
-    if "seq_lengths" in dataset.column_names:
-        raise ValueError(
-            f"The {name} dataset of {len(dataset)} rows has `seq_lengths`, so its rows are packs, but packing is off "
-            "for it. A padded batch has no boundaries, so the documents of a row would see each other. Set "
-            "`packing=True` (and `eval_packing`), or remove the column."
-        )

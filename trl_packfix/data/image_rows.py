@@ -4,10 +4,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from datasets import Dataset
 
+from ..planning.arrays import BoolArray, Int64Array
 from ..samples.conversation import Conversation
 from ..samples.processor import IMAGES_FROM, RowProcessor, images_of
 from ..samples.row import ROW, TURN, TurnCounts
@@ -15,9 +15,7 @@ from ..samples.turns import TurnRule
 from .reader import Rows, TokenReader
 
 
-def _with_neighbours(
-    first: npt.NDArray[np.int64], stop: npt.NDArray[np.int64], is_special: npt.NDArray[np.bool_]
-) -> list[tuple[int, int]]:
+def _with_neighbours(first: Int64Array, stop: Int64Array, is_special: BoolArray) -> list[tuple[int, int]]:
     """The spans of images with the special tokens next to them; of those between two images each gets a half."""
     spans = []
     low, high = np.append(0, stop)[:-1], np.append(first, len(is_special))[1:]
@@ -61,38 +59,40 @@ class ImageRows(Rows):
         self._dataset, self._process = dataset, process
         self._table = measures
         self.compare = process.compare
-        table = measures.with_format("arrow")[:]
+        table = self._columns
         is_per_turn = ROW in measures.column_names
         self.conversations = table[ROW].to_numpy() if is_per_turn else None
-        self._turns: npt.NDArray[np.int64] | None = table[TURN].to_numpy() if is_per_turn else None
+        self._turns: Int64Array | None = table[TURN].to_numpy() if is_per_turn else None
         self.lengths = table["length"].to_numpy()
-        self._trained: npt.NDArray[np.int64] = table["trained"].to_numpy()
-        self._first_is_labelled: npt.NDArray[np.bool_] = table["first_is_labelled"].to_numpy()
+        self._trained: Int64Array = table["trained"].to_numpy()
+        self._first_is_labelled: BoolArray = table["first_is_labelled"].to_numpy()
         self.image_stops = table["image_stop"].to_numpy()
-        self.image_counts: npt.NDArray[np.int64] = table["image_count"].to_numpy()
-        self.image_values: npt.NDArray[np.int64] = table["image_values"].to_numpy()
-        self.image_squares: npt.NDArray[np.int64] = table["image_squares"].to_numpy()
+        self.image_counts: Int64Array = table["image_count"].to_numpy()
+        self.image_values: Int64Array = table["image_values"].to_numpy()
+        self.image_squares: Int64Array = table["image_squares"].to_numpy()
 
-    def digests(self, rows: npt.NDArray[np.int64]) -> bytes:
-        column = self._table.with_format("arrow")[:]["digest"]
-        return b"".join(column.take(rows).to_pylist())
+    @property
+    def _columns(self) -> pa.Table:
+        return self._table.with_format("arrow")[:]
+
+    def digests(self, rows: Int64Array) -> bytes:
+        return b"".join(self._columns["digest"].take(rows).to_pylist())
 
     @cached_property
-    def _spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _spans(self) -> tuple[Int64Array, Int64Array, Int64Array]:
         """The row, the first token and the stop of each image that is told apart, all of shape (S,), in order."""
-        spans = self._table.with_format("arrow")[:]["spans"].combine_chunks()
+        spans = self._columns["spans"].combine_chunks()
         first, stop = spans.flatten().to_numpy().reshape(-1, 2).T
         return np.repeat(np.arange(len(self)), spans.value_lengths().to_numpy() // 2), first, stop
 
     @property
     def compared(self) -> TokenReader:
         """The tokens of all rows, with the number of an image in place of its first placeholder: images by content."""
-        table = self._table.with_format("arrow")[:]
-        tokens = table["tokens"].combine_chunks()
+        tokens = self._columns["tokens"].combine_chunks()
         flat = tokens.flatten().to_numpy().copy()
         ends = np.cumsum(tokens.value_lengths().to_numpy(), dtype=np.int64)
         numbers: dict[bytes, int] = {}
-        contents = table["contents"].combine_chunks().flatten().to_pylist()
+        contents = self._columns["contents"].combine_chunks().flatten().to_pylist()
         row, first, _ = self._spans
         begins = np.concatenate([[0], ends[:-1]])[: len(ends)]
         flat[begins[row] + first] = [IMAGES_FROM + numbers.setdefault(content, len(numbers)) for content in contents]
@@ -122,9 +122,7 @@ class ImageRows(Rows):
             edges.append(end)
         return edges
 
-    def of_images(
-        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
-    ) -> dict[str, npt.NDArray[np.int64]]:
+    def of_images(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
         """What `Documents` has of the images of each span, (N,). Those of a row are of one size in a part of it."""
         of_row, first, behind = self._spans
         size = int(self.lengths.max(initial=0)) + 1
@@ -143,9 +141,7 @@ class ImageRows(Rows):
             "image_stop": np.where(has, behind[after - 1] - start, 0),
         }
 
-    def outside_images(
-        self, rows: npt.NDArray[np.int64], start: npt.NDArray[np.int64], common: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def outside_images(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
         """How many tokens of these rows from `start` on are common if no run may begin inside an image, shape (N,).
 
         Of `common` tokens the last is not shared; if the others end inside an image, those before it are.
@@ -158,22 +154,20 @@ class ImageRows(Rows):
         is_inside = (place >= 0) & (of_row[place] == rows) & (last < stop[place]) & (first[place] >= start)
         return np.where(is_inside, first[place] + 1 - start, common)
 
-    def count_trained(
-        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def count_trained(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
         """Trained tokens of each span, shape (N,)."""
         counts = self._trained[row].copy()
         for i in np.flatnonzero((start > 0) | (stop < self.lengths[row])):
             counts[i] = self.tokens(row[i])[1][start[i] + 1 : stop[i]].sum()
         return counts
 
-    def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def first_is_labelled(self, row: Int64Array, start: Int64Array) -> BoolArray:
         is_labelled = self._first_is_labelled[row].copy()
         for i in np.flatnonzero(start > 0):
             is_labelled[i] = self.tokens(row[i])[1][start[i]]
         return is_labelled
 
-    def tokens(self, row: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    def tokens(self, row: int) -> tuple[Int64Array, BoolArray]:
         """The tokens of a row's document, and which of them are labels, both of shape (tokens,)."""
         measures = self._table.with_format("arrow")[int(row)]
         tokens, is_target = (measures[name][0].values for name in ("tokens", "is_target"))

@@ -100,9 +100,8 @@ class PackedBatchSampler:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        planner = self.planner
-        accumulation = planner.accumulation if isinstance(planner, Schedule) else planner.packing.accumulation
-        return planner.num_steps * accumulation
+        of_run = self.planner if isinstance(self.planner, Schedule) else self.planner.packing
+        return self.planner.num_steps * of_run.accumulation
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -112,9 +111,8 @@ class PackedBatchSampler:
 
     def __iter__(self) -> Iterator[Any]:
         schedule = self.planner if isinstance(self.planner, Schedule) else self.planner.schedule(self.epoch)
-        for documents, (degree, index) in zip(
-            schedule.micro_batches(self.rank), schedule.parts(self.rank), strict=True
-        ):
+        micro_batches = zip(schedule.micro_batches(self.rank), schedule.parts(self.rank), strict=True)
+        for documents, (degree, index) in micro_batches:
             yield documents.tolist() if degree == 1 else PartOf(documents.tolist(), degree, index)
 
 
@@ -162,9 +160,8 @@ def document_loader(
     """Batches of the documents whose indices the sampler yields; of parts of packs, `collate` is a `PackCollator`."""
     if dataloader_kwargs.get("num_workers"):
         wait_for_threads_before_forks()
-    return unsharded_loader(
-        DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=collate, **dataloader_kwargs), device
-    )
+    loader = DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=collate, **dataloader_kwargs)
+    return unsharded_loader(loader, device)
 
 
 def unsharded_loader(loader: DataLoader[Any], device: torch.device | None) -> DataLoaderShard:

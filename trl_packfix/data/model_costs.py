@@ -25,8 +25,7 @@ from transformers.modeling_utils import set_zero3_state
 
 from ..planning.costs import LLAMA_7B, CostModel, Mixers, TowerCosts, tower_costs_of, with_pairs_of, with_scans
 
-# Tokens of a chunk in flash-linear-attention's kernels
-DELTA_CHUNK = 64
+DELTA_CHUNK = 64  # tokens of a chunk in flash-linear-attention's kernels
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +138,7 @@ def active_parameters(model: PreTrainedModel) -> float:
     - For a model without an LM head, one is added.
     """
     text = model.config.get_text_config()
-    num_experts, share = _experts(text)
+    num_experts, share = experts_of(text)
     total = 0.0 if model.get_output_embeddings() is not None else float(text.hidden_size * text.vocab_size)
     shares = {"": 1.0}  # module name -> share of its parameters that is applied to a token
     for name, module in model.named_modules(remove_duplicate=False):
@@ -170,11 +169,9 @@ def _scan(module: nn.Module) -> Mixers | None:
     decays = getattr(module, "A_log", None)
     if not isinstance(decays, nn.Parameter):
         return None
-    names = (
-        "num_v_heads num_heads num_k_heads head_k_dim head_v_dim head_dim ssm_state_size n_groups chunk_size".split()
-    )
+    names = "num_v_heads num_heads num_k_heads head_k_dim head_v_dim head_dim ssm_state_size n_groups chunk_size"
     value_heads, heads, key_heads, key, value, size, state, groups, chunk = (
-        getattr(module, name, None) for name in names
+        getattr(module, name, None) for name in names.split()
     )
     if state is not None and heads and groups and chunk and size:  # Mamba-2: states of `size` by `state` per head
         per_pair, per_token = 2.0 * (groups * state + heads * size), 4.0 * heads * size * state
@@ -192,17 +189,12 @@ def _scan(module: nn.Module) -> Mixers | None:
     return Mixers(1, heads, key_heads or heads, per_token, DELTA_CHUNK, per_pair, per_head, 2 * key)
 
 
-def _experts(config: PreTrainedConfig) -> tuple[float, float]:
+def experts_of(config: PreTrainedConfig) -> tuple[float, float]:
     """Number of experts of a layer, and the share of them that a token is sent to; (0, 1) without experts."""
     num_experts, active = _setting(config, _EXPERTS), _setting(config, _EXPERTS_PER_TOKEN)
     if not num_experts or not active:
         return 0.0, 1.0
     return num_experts, active / (num_experts + (getattr(config, "zero_expert_num", None) or 0))
-
-
-def num_experts(config: PreTrainedConfig) -> float:
-    """Experts of a layer; 0 without."""
-    return _experts(config)[0]
 
 
 def _setting(config: PreTrainedConfig, names: tuple[str, ...]) -> float:

@@ -10,8 +10,7 @@
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -24,9 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..planning.costs import Heads, with_pairs_of
-from .model_costs import built, model_class_of, num_experts
-
-logger = logging.getLogger(__name__)
+from .model_costs import built, experts_of, model_class_of
 
 GIB = 2**30
 TOKENS = 509  # of the counted forward: a prime, so that it tells what grows with the tokens from weights
@@ -144,7 +141,7 @@ def count_model(config: Any, method: Method) -> ModelSizes:
         )
     text = config_part.get_text_config()
     # Products of grouped experts run on fake tensors in bfloat16 only
-    has_experts = num_experts(text) > 0
+    has_experts = experts_of(text)[0] > 0
     autocast = method.engine == "DDP" and not has_experts
     AttentionInterface.register(SAVED_ATTENTION, _saved_attention)
     dtype = torch.float32 if autocast and not method.lora else torch.bfloat16
@@ -170,8 +167,8 @@ def count_model(config: Any, method: Method) -> ModelSizes:
         ) from error
     if method.engine == "DDP" and has_experts and not method.lora:
         saved = replace(saved, casts=2 * parameters, is_cached=True, is_modelled=True)
-    attention = with_pairs_of(text, 0.0).attention
-    return ModelSizes(parameters, trained, largest, text.hidden_size, text.vocab_size, attention, saved)
+    heads = with_pairs_of(text, 0.0).attention
+    return ModelSizes(parameters, trained, largest, text.hidden_size, text.vocab_size, heads, saved)
 
 
 def group_experts(model: nn.Module) -> None:
@@ -221,18 +218,13 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 def saved_in_forward(model: PreTrainedModel, autocast: bool) -> Saved:
     """What autograd saves in a forward without the LM head. The model, on the meta device, gets fake tensors."""
-    with FakeTensorMode(), _quiet(logging.getLogger("torch._subclasses.fake_tensor")):
-        make_fake(model)
-        return _saved(model, autocast)
-
-
-@contextmanager
-def _quiet(log: logging.Logger) -> Iterator[None]:
-    """Without what torch logs of an error that is raised, too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
-    log.setLevel(logging.CRITICAL)
+    log.setLevel(logging.CRITICAL)  # torch logs an error that it also raises
     try:
-        yield
+        with FakeTensorMode():
+            make_fake(model)
+            return _saved(model, autocast)
     finally:
         log.setLevel(level)
 
@@ -241,8 +233,7 @@ def make_fake(model: nn.Module) -> None:
     """Tensors of the CPU without memory: autocast does not know the meta device."""
     copies: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for name, tensor in own:
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if tensor not in copies:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype)
                 is_weight = isinstance(tensor, nn.Parameter)

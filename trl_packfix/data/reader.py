@@ -183,11 +183,6 @@ class _ListColumn:
             if len(chosen):
                 yield values, chosen, self.offsets[i][rows[chosen] - self.begins[i]].astype(np.int64)
 
-    def flat(self) -> np.ndarray:
-        """Values of all rows, row after row, shape (sum of lengths,). Meant for short columns such as `seq_lengths`."""
-        parts = [self.read(row, 0, length) for row, length in enumerate(self.lengths)]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
 
 class TokenReader(Rows):
     """Read spans (row, start, stop) of a tokenised `datasets.Dataset` with R rows.
@@ -233,12 +228,11 @@ class TokenReader(Rows):
         self._check_labels()
 
     def _open(self) -> None:
-        table = self._table.data
         # A selected or shuffled dataset has the whole table and the indices of its rows; there is no public accessor.
         mapping = self._table._indices
         indices = None if mapping is None else mapping.column(0).to_numpy()
         names = [name for name in self._table.column_names if name != BAD_ROW]
-        columns = {name: _ListColumn(name, table.column(name), indices) for name in names}
+        columns = {name: _ListColumn(name, self._table.data.column(name), indices) for name in names}
         self._tokens = columns[self._table.column_names[0]]
         self._has_labels = "labels" in columns
         # labels or a mask; None if all tokens are trained
@@ -275,7 +269,9 @@ class TokenReader(Rows):
     def seq_lengths(self) -> tuple[Int64Array, Int64Array] | None:
         if self._seq_lengths is None:
             return None
-        return self._seq_lengths.lengths, self._seq_lengths.flat().astype(np.int64)
+        per_row = self._seq_lengths.lengths
+        parts = [self._seq_lengths.read(row, 0, num) for row, num in enumerate(per_row)]
+        return per_row, np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64, copy=False)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
         """One span as `input_ids` and `labels`, shape (stop - start,).
@@ -362,9 +358,8 @@ class TokenReader(Rows):
     def token_range(self) -> tuple[int, int]:
         """Smallest and largest token id of all rows, to check them against the vocabulary. Reads every token."""
         values = [chunk for chunk in self._tokens.values if len(chunk)]
-        if not values:
-            return 0, 0
-        return min(int(chunk.min()) for chunk in values), max(int(chunk.max()) for chunk in values)
+        lowest = min((int(chunk.min()) for chunk in values), default=0)
+        return lowest, max((int(chunk.max()) for chunk in values), default=0)
 
     def first_row_outside(self, low: int, high: int) -> int | None:
         """First row with a token id outside [low, high), or None."""

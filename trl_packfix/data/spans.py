@@ -98,15 +98,7 @@ def make_documents(
     if not len(spans.row) and not may_be_empty:
         refuse_no_documents(ledger, f"The dataset has {len(reader)} rows", max_length)
     of_images: dict[str, Any] = reader.of_images(spans.row, spans.start, spans.stop)
-    return Documents(
-        spans.row,
-        spans.start,
-        spans.stop,
-        spans.trained,
-        ledger,
-        block,
-        **of_images,
-    )
+    return Documents(spans.row, spans.start, spans.stop, spans.trained, ledger, block, **of_images)
 
 
 def refuse_no_documents(ledger: Ledger, counted: str, max_length: int | None) -> None:
@@ -226,14 +218,10 @@ def _split_outside_images(reader: Rows, spans: _Spans, long: BoolArray, *, max_l
     ]
     spans = _drop(spans, np.array([edges is None for edges in edges_of]), "overlong", ledger=ledger)
     kept = [edges for edges in edges_of if edges is not None]
-    return _split(
-        reader,
-        spans,
-        np.array([len(edges) - 1 for edges in kept], dtype=np.int64),
-        start=np.array([place for edges in kept for place in edges[:-1]], dtype=np.int64),
-        stop=np.array([place for edges in kept for place in edges[1:]], dtype=np.int64),
-        ledger=ledger,
-    )
+    fragments = np.array([len(edges) - 1 for edges in kept], dtype=np.int64)
+    start = np.array([place for edges in kept for place in edges[:-1]], dtype=np.int64)
+    stop = np.array([place for edges in kept for place in edges[1:]], dtype=np.int64)
+    return _split(reader, spans, fragments, start=start, stop=stop, ledger=ledger)
 
 
 def _cut_into_blocks(reader: Rows, spans: _Spans, max_length: int, *, ledger: Ledger) -> _Spans:
@@ -243,10 +231,8 @@ def _cut_into_blocks(reader: Rows, spans: _Spans, max_length: int, *, ledger: Le
     first_block = begin // max_length
     fragments = (begin + lengths - 1) // max_length - first_block + 1
     edge = (np.repeat(first_block, fragments) + _index_in_group(fragments)) * max_length - np.repeat(begin, fragments)
-    length = np.repeat(lengths, fragments)
-    return _split(
-        reader, spans, fragments, start=np.maximum(edge, 0), stop=np.minimum(edge + max_length, length), ledger=ledger
-    )
+    stop = np.minimum(edge + max_length, np.repeat(lengths, fragments))
+    return _split(reader, spans, fragments, start=np.maximum(edge, 0), stop=stop, ledger=ledger)
 
 
 def _split(

@@ -150,15 +150,10 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that must be the same after a restart."""
-        names = ("rank", "num_workers", "weight_column", "source_column")
-        return (
-            self.packing.settings("stream")
-            | {name: getattr(self, name) for name in names}
-            | {
-                "num_shards": self.share.dataset.num_shards,
-                "image processor": None if self.images is None else self.images.process.settings.decode(),
-            }
-        )
+        own = {name: getattr(self, name) for name in ("rank", "num_workers", "weight_column", "source_column")}
+        own["num_shards"] = self.share.dataset.num_shards
+        own["image processor"] = None if self.images is None else self.images.process.settings.decode()
+        return self.packing.settings("stream") | own
 
     def __iter__(self) -> Iterator[Pack | PartOf]:
         self._restore(self._start)
@@ -185,11 +180,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     def _one_pass(self) -> Iterator[list[Pack | PartOf]]:
         """The rest of the current pass: this rank's micro-batches, one optimizer step after the other."""
         slots = self._packing_of_pass.num_bins
-        packs = self.packing.pack_stream(
-            self._arrivals(),
-            bytes_of=None if self.images is None else lambda position: self._waiting[position][ENCODED].num_bytes,
-            most_bytes=self.most_bytes,
-        )
+        bytes_of = None if self.images is None else lambda position: self._waiting[position][ENCODED].num_bytes
+        packs = self.packing.pack_stream(self._arrivals(), bytes_of, self.most_bytes)
         self._has_ended = False
         while True:
             # After the last arrival, the packs of the remaining buffer are closed together and wait for their steps.
@@ -263,14 +255,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         )
         # Without a generator the loader would draw from torch's global one, and dropout would change.
         generator = torch.Generator().manual_seed(self.num_passes)
-        yield from DataLoader(
-            reader,
-            batch_size=None,
-            collate_fn=_identity,
-            num_workers=self.num_workers,
-            generator=generator,
-            **self.worker_kwargs,
-        )
+        how = {"collate_fn": _identity, "num_workers": self.num_workers} | self.worker_kwargs
+        yield from DataLoader(reader, batch_size=None, generator=generator, **how)
 
     def _parts(self, rest: dict[str, Any] | None, num_passes: int) -> list[tuple[list[tuple[int, int]], int]]:
         """The path and the epoch of what each reader reads in a pass."""
