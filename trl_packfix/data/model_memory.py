@@ -19,7 +19,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..planning.costs import Heads, with_pairs_of
@@ -127,7 +127,7 @@ class Peak:
         return states + max(self.activations + max(self.head, self.layer + self.attention), self.step)
 
 
-def count_model(config: Any, method: Method) -> ModelSizes:
+def count_model(config: PreTrainedConfig, method: Method) -> ModelSizes:
     """The sizes of a causal language model with this config, trained by this method.
 
     Raises:
@@ -197,7 +197,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _saved_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object
 ) -> tuple[Tensor, None]:
     """An attention of transformers: (1, H, T, D) -> (1, T, H, D)."""
     device = query.device.type
@@ -260,7 +260,7 @@ def _saved(model: PreTrainedModel, autocast: bool) -> Saved:
         inputs.append(states.numel() * states.element_size())
         layers.append(-totals["tokens"])
 
-    def end(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+    def end(module: nn.Module, args: tuple[Any, ...], out: object) -> None:
         layers[-1] += totals["tokens"]
 
     handles = []

@@ -417,5 +417,5 @@ def _all_shards(num_shards: int, path: Sequence[tuple[int, int]]) -> int:
     return num_shards * prod(num for num, _ in path)
 
 
-def _identity(chunk: Any) -> Any:
+def _identity(chunk: Chunk) -> Chunk:
     return chunk

@@ -248,5 +248,5 @@ def listed(changed: Changes) -> str:
     return ", ".join(f"`{name}` was {_short(before)} and is {_short(now)}" for name, (before, now) in changed.items())
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else repr(value)  # a hash
