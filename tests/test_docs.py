@@ -9,6 +9,7 @@ import pydoc
 import re
 import runpy
 import shlex
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -69,11 +70,11 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 1100
 
 
-def test_the_readme_shows_five_rows_of_the_results():
+def test_the_readme_shows_some_rows_of_the_results():
     def rows(page: str) -> list[str]:
         return re.findall(r"^\| .* \|.*\| `[^|]+` \|$", (ROOT / page).read_text(), re.MULTILINE)
 
-    assert len(rows("README.md")) == 5 and len(rows("docs/results.md")) > 15
+    assert 5 <= len(rows("README.md")) <= 8 and len(rows("docs/results.md")) > 15
 
 
 def test_every_benchmark_in_the_results_has_its_csv():
@@ -124,7 +125,7 @@ def test_the_index_has_every_page():
 
 
 def test_there_are_snippets():
-    assert {page for page, _ in SNIPPETS} >= {"README.md", "packing.md", "isolation.md", "strategies.md"}
+    assert {page for page, _ in SNIPPETS} >= {"data.md", "packing.md", "isolation.md"}
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +154,15 @@ def test_the_first_lines_of_the_readme_train(workplace, monkeypatch):
     variables = {}
     exec(quick("from datasets import load_dataset\n" + "\n".join(lines)), variables)
     assert variables["trainer"].state.global_step == 1 and variables["trainer"].packing_report.isolation.isolated
+
+
+def test_the_quickstart_trains(workplace, monkeypatch):
+    (code,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs/quickstart.md").read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 10
+    monkeypatch.chdir(workplace)
+    variables = {}
+    exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-0.6B").replace("100", "8"), variables)
+    assert variables["trainer"].state.global_step == 5 and variables["trainer"].packing_report.isolation.isolated
 
 
 def test_what_to_do_after_training_works(workplace, monkeypatch, capsys):
@@ -332,7 +342,9 @@ def test_commands_exist(page, line, capsys):
     elif program.startswith("tools/"):
         assert (ROOT / program).stat().st_mode & 0o111
     elif program == "pip":
-        assert words == ["install", "."] and (ROOT / "pyproject.toml").is_file()
+        extra = re.fullmatch(r"\.(?:\[(\w+)\])?", words[1])[1]
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert len(words) == 2 and words[0] == "install" and extra in {None, *extras}
     elif program == "trl-packfix":
         with pytest.raises(SystemExit) as done:
             cli.main([words[0], "--help"])

@@ -22,7 +22,7 @@ ROOT = Path(trl_packfix.__file__).parents[1]
 
 
 def test_every_name_has_a_record_a_row_and_a_config(tmp_path):
-    page = (ROOT / "docs" / "strategies.md").read_text()
+    page = (ROOT / "docs" / "packing.md").read_text()
     assert re.findall(r"^\| `(\w+)`(?: \(default\))? \|", page, re.MULTILINE)[1 : len(STRATEGIES) + 1] == [*STRATEGIES]
     for name, traits in STRATEGIES.items():
         config = SFTConfig(str(tmp_path), packing=True, packing_strategy=name, bf16=False, use_cpu=True)

@@ -188,7 +188,7 @@ FEATURES = (
             "is incomplete and there is nothing to drop",
         },
         remedies={of.IN_FAMILIES: 'Set `share_prefixes="pack"`, or load the dataset without streaming'},
-        page="strategies.md",
+        page="data.md",
     ),
     Feature(
         choice=of.NO_TRUNCATION,
@@ -226,8 +226,8 @@ FEATURES = (
     Feature(choice=of.SMOOTHING, page="packing.md"),
     Feature(choice=of.NOISE, page="packing.md"),
     Feature(choice=of.CONSTANT_SHAPES, page="gpus.md"),
-    Feature(choice=of.BY_DOCUMENT, conflicts=_WEIGHTS, page="packing.md"),
-    Feature(choice=of.WEIGHT_COLUMN, conflicts=_WEIGHTS | {of.COLLATOR: _NO_PLACE}, page="packing.md"),
+    Feature(choice=of.BY_DOCUMENT, conflicts=_WEIGHTS, page="data.md"),
+    Feature(choice=of.WEIGHT_COLUMN, conflicts=_WEIGHTS | {of.COLLATOR: _NO_PLACE}, page="data.md"),
     Feature(
         choice=of.SOURCE_COLUMN,
         conflicts={
@@ -236,7 +236,7 @@ FEATURES = (
             of.UNPACKED_SEQUENCES: _LOSS_OF_TRL,
             of.OWN_LOSS: "Another loss is not summed by source, so the setting would be ignored",
         },
-        page="packing.md",
+        page="data.md",
     ),
     Feature(
         choice=of.LIGER,
