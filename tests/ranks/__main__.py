@@ -74,7 +74,6 @@ def whole() -> Scenarios:
     # DeepSpeed asks for a GPU before it allows bf16
     add("fsdp2", s.rounded)
     add("fsdp2", s.alternating, "leaking_bf16", model="leaking", bf16=True)
-    add("ddp", s.epochs, "bf16", bf16=True)
     add("zero3", s.prefetches)
     ddp = partial(add, "ddp")
     ddp(s.epochs, "epochs_minibatch", packing_strategy="minibatch")

@@ -32,19 +32,12 @@ def restart(folder: Path, engine: str, output: str, **settings) -> dict:
         per_epoch=per_epoch,
         stop=stop,
         checkpoint=str(checkpoint),
-        steps_to_compare=resumed.training_objective.same_pack.steps_left if settings.get("row", Row()).shares else None,
-        reports=[run.packing_report.to_dict() for run in (whole, resumed)],
     )
 
 
 def restart_steps(folder: Path, engine: str, output: str, row: Row, **settings) -> dict:
     """Six steps of a row whole, then again from the fourth."""
-    settings = {
-        "max_steps": 6,
-        "optim": "adamw_torch",
-        "learning_rate": 1e-2,
-        "gradient_accumulation_steps": 3,
-    } | settings
+    settings |= {"max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-2, "gradient_accumulation_steps": 3}
     whole = make_trainer(
         folder, row, engine, output_dir=f"{output}/whole", save_strategy="steps", save_steps=4, **settings
     )

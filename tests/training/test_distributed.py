@@ -182,13 +182,6 @@ def test_ranks_with_other_numbers_of_documents_gather_the_same_parameters(result
 # bf16
 
 
-@on_ddp
-def test_in_bf16_two_ranks_train_the_same_documents(result, engine):
-    half, full = result("bf16"), result("epochs")
-    assert step_documents(half) == step_documents(full)
-    assert half["losses"] != full["losses"] and half["losses"] == pytest.approx(full["losses"], rel=1e-2)
-
-
 @pytest.mark.parametrize("engine", ["fsdp2"])
 def test_in_bf16_two_ranks_find_the_same_leak(result, engine):
     """It is below the rounding of the whole model, and each rank looks for it module by module."""

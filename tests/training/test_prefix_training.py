@@ -96,18 +96,18 @@ class Refuses(TrainerCallback):
         self.trainer.data.shares_prefixes = False
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_switched_off_before_the_first_step_nothing_is_shared(workers):
+def test_switched_off_before_the_first_step_nothing_is_shared():
     def refuse(found):
         refuses = Refuses()
         refuses.trainer = found
         found.add_callback(refuses)
 
-    found, after = run(refuse, dataloader_num_workers=workers)
-    assert torch.equal(after, run(share_prefixes="off")[1])
-    assert logged(found, "computed_share") == [1.0] * 5
-    shared, with_workers = run(dataloader_num_workers=workers)
-    assert torch.equal(with_workers, run()[1]) and max(logged(shared, "computed_share")) < 0.85
+    _, off = run(share_prefixes="off")
+    for workers in (0, 1):
+        found, after = run(refuse, dataloader_num_workers=workers)
+        assert torch.equal(after, off) and logged(found, "computed_share") == [1.0] * 5
+    (shared, after), (_, with_workers) = (run(dataloader_num_workers=workers) for workers in (0, 1))
+    assert torch.equal(after, with_workers) and max(logged(shared, "computed_share")) < 0.85
 
 
 # Evaluation

@@ -293,13 +293,15 @@ def test_blocks_of_a_large_file_are_compared(folder, monkeypatch):
 def test_no_whole_checkpoint(folder):
     for checkpoint in folder.glob("checkpoint-*"):
         cut(checkpoint / "optimizer.pt")
-    for given in (True, "checkpoint-5"):
-        with pytest.raises(ValueError, match="unset to start anew"):
-            resume(folder, given)
+    for given, said in (
+        (True, "no whole checkpoint.*unset to start anew"),
+        (str(folder / "checkpoint-5"), "unset to start anew"),
+        (str(folder / "True"), "`resume_from_checkpoint='.*True'` was given, and there is no such folder"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            choose_checkpoint(given, str(folder))
     with pytest.raises(ValueError, match="no whole checkpoint"):
-        resume(folder / "empty", True)
-    with pytest.raises(ValueError, match=r"`resume_from_checkpoint='.*True'` was given, and there is no such folder"):
-        resume(folder, "True")
+        choose_checkpoint(True, str(folder / "empty"))
 
 
 class Killed(Exception):
