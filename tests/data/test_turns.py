@@ -463,26 +463,17 @@ def test_streams_are_split_while_they_are_read(tmp_path):
 # Refusals
 
 MESSAGES, TEXT = Dataset.from_list([{"messages": chat(1)}] * 2), Dataset.from_dict({"text": ["a"]})
+PAIR = Dataset.from_dict({"prompt": ["a"], "completion": ["b"]})
+FOREIGN = Dataset.from_list([{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}])
+FUNCTION, EVALUATED = ({"trainer_kwargs": kwargs} for kwargs in ({"formatting_func": str}, {"eval_dataset": TEXT}))
 GIVEN = {
     "assistant_only_loss": (MESSAGES, {"assistant_only_loss": True}, r"`assistant_only_loss=True`.*keeps earlier"),
     "history": (MESSAGES, {"completion_only_loss": False}, r"`completion_only_loss=False`.*trained n times.*unset"),
     "unprepared": (MESSAGES, {"dataset_kwargs": {"skip_prepare_dataset": True}}, r"would be ignored. Leave `skip_prep"),
     "text": (TEXT, {}, r"train dataset has the columns \['text'\].*no conversations.*Give"),
-    "text to evaluate": (
-        MESSAGES,
-        {"trainer_kwargs": {"eval_dataset": TEXT}},
-        r"the eval dataset has the columns \['te",
-    ),
-    "prompts of text": (
-        TEXT.rename_column("text", "prompt").add_column("completion", ["b"]),
-        {},
-        r"are no conversations",
-    ),
-    "a function": (
-        MESSAGES,
-        {"trainer_kwargs": {"formatting_func": str}},
-        r"It makes one text.*Leave `formatting_func`",
-    ),
+    "text to evaluate": (MESSAGES, EVALUATED, r"the eval dataset has the columns \['text'\]"),
+    "prompts of text": (PAIR, {}, r"Its rows are no conversations"),
+    "a function": (MESSAGES, FUNCTION, r"It makes one text.*Leave `formatting_func`"),
     "prompts alone": (Dataset.from_dict({"prompt": [chat(1)]}), {}, r"Its rows are no conversations"),
     "tokens": (Dataset.from_dict({"input_ids": [[5, 6]]}), {}, r"it is tokenised.*Give the conversations.*--per-turn"),
     "images": (
@@ -491,9 +482,9 @@ GIVEN = {
         r"one sample of each row.*Set `packing=True`",
     ),
     "roles": (
-        Dataset.from_list([{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}]),
+        FOREIGN,
         {},
-        r"none of the 1 conversations .* role `assistant` to train \(roles of row 0: gpt, human\).*Rename the role",
+        r"none of the 1 .* role `assistant` to train \(roles of row 0: gpt, human\).*Rename the role",
     ),
 }
 

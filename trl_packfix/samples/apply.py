@@ -14,7 +14,7 @@ from ..compat import main_process_first
 from . import said
 from .checks import NUM_OF_STREAM, check_raw_dataset
 from .conversation import Conversation, Tokenizer, plain_tokenizer
-from .reasons import reason, refuse, refuse_row_of_stream
+from .reasons import reason, refuse
 from .recipes import Recipe, recipe_of
 from .row import (
     BAD_ROW,
@@ -179,7 +179,11 @@ def _columns_of_stream(
         columns = columns_of_batch(batch, indices, **kwargs)
     for why in columns[BAD_ROW] if not drops else ():
         if why:
-            refuse_row_of_stream(name, indices[0], why)
+            raise ValueError(
+                f"Row {indices[0]} of the {name} stream cannot be tokenised: {why}. Every row must go through the chat "
+                "template and the tokenizer. Filter such rows out, set `chat_template_path` to a template that takes "
+                'them, or set `bad_rows="drop"`.'
+            )
     for column in ("input_ids", "labels"):
         columns[column] = [values.tolist() for values in columns[column]]
     left_out = NUMBERS if drops else (*NUMBERS, BAD_ROW)

@@ -4,7 +4,7 @@ A decoded image has 3 bytes per pixel, and what a processor makes of it 12 and m
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,25 +55,14 @@ def undecoded(dataset: IterableDataset) -> tuple[IterableDataset, str | None]:
     Without features the dataset gives what it was made of, so its images may be decoded still.
     """
     dataset, mode = dataset.with_format(None), None
+    if dataset.features is None:
+        return dataset, None
     for name in IMAGES:
-        feature: Any = (dataset.features or {}).get(name)
-        if feature is not None:
-            changed, mode = _without_decoding(feature)
-            dataset = dataset.cast_column(name, changed)
-    return dataset, mode
-
-
-def _without_decoding(feature: Any) -> tuple[Any, str | None]:
-    if isinstance(feature, Image):
-        return replace(feature, decode=False), feature.mode
-    if isinstance(feature, list):
-        inner, mode = _without_decoding(feature[0])
-        return [inner], mode
-    inner = getattr(feature, "feature", None)  # of a list
-    if inner is None:
-        return feature, None
-    inner, mode = _without_decoding(inner)
-    return replace(feature, feature=inner), mode
+        feature = dataset.features.get(name)
+        while feature is not None and not isinstance(feature, Image):  # of a list
+            feature = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        mode = mode if feature is None else feature.mode
+    return dataset.decode(False), mode
 
 
 def packed_images(images: Sequence[Sequence[EncodedImage]]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Lengths of documents from the sizes of their images, without processing a pixel.
 
 How many tokens an image gets depends on its width and height in every image processor of transformers. So images of one
-size are processed once, and the others of that size get arrays of the same shapes without content. All else is done by
-the processor itself: it expands placeholders, tokenises and counts.
+size are processed once, and the others of that size get arrays of the same shapes without content.
 """
 
 import copy

@@ -1,11 +1,9 @@
 """Rows with images: measured before training, and the collator that finds assistant turns in them.
 
-A processor turns the text and the images of a row into tokens and pixels. Only its result says how many tokens an image
-has, so it runs once for every row before training, and the numbers that planning needs are cached: the length, the
-trained tokens, where the last image ends, what the vision tower reads. Images are decoded then, since a broken one must
-be found before training. They are not processed where another of the same size was (`image_sizes`), except in every
-16th row, whose numbers are compared. Pixels are not kept. Whoever reads a document (a worker of the data loader)
-decodes its images and runs the processor, and must get the same tokens.
+Only what a processor makes of a row says how many tokens an image has, so it runs once for every row before training,
+and the numbers that planning needs are cached, but no pixels. Images are decoded then, since a broken one must be found
+before training. They are not processed where another of the same size was (`image_sizes`), except in every 16th row,
+whose numbers are compared. A worker of the data loader later runs the processor again, and must get the same tokens.
 """
 
 import logging
@@ -104,13 +102,10 @@ def measure(
 ) -> Dataset:
     """Run the processor on every row and keep the numbers of `KINDS`; `datasets` caches them beside the data.
 
-    Images of a size that was processed already are not processed again. If one of the rows compared differs, all are.
-
     Args:
         name: of the dataset, for messages.
         drops: rows that cannot be processed get length 0 and their reason in `BAD_ROW`.
-        rule: measure a document for each assistant turn of a row that is trained, and note which (`NUMBERS`). A
-            conversation without such a turn is one document, in which nothing is trained.
+        rule: measure a document for each assistant turn of a row that is trained, and note which (`NUMBERS`).
     """
     if dataset.format["type"] == "custom":
         raise ValueError(

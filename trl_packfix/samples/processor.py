@@ -109,7 +109,7 @@ class RowProcessor:
         """
         if "pixel_values" not in document:
             return []
-        is_image = document["input_ids"] == getattr(self.processor, "image_token_id", -1)
+        is_image = np.asarray(document["input_ids"]) == getattr(self.processor, "image_token_id", -1)
         for name in TOKEN_KINDS:
             if name in document:
                 is_image = is_image | (document[name][0].numpy() != 0)

@@ -6,15 +6,6 @@ from typing import NoReturn
 from .row import UnknownTurnError
 
 
-def refuse_row_of_stream(name: str, index: int, why: str) -> NoReturn:
-    """Raise a ValueError that names a row of a stream, and why it cannot be tokenised."""
-    raise ValueError(
-        f"Row {index} of the {name} stream cannot be tokenised: {why}. Every row must go through the chat "
-        "template and the tokenizer. Filter such rows out, set `chat_template_path` to a template that takes them, "
-        'or set `bad_rows="drop"`.'
-    )
-
-
 def refuse(name: str, first: list[tuple[int, str]], count: int, *, total: int) -> NoReturn:
     """Raise a ValueError that names the `first` of `count` bad rows, with the reason of the first."""
     row, why = first[0]

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
-from trl.data_utils import is_conversational_from_value
 
 from ..layout import IGNORE_INDEX
 from .checks import NUM_OF_STREAM, holds, rows_with
@@ -33,12 +32,8 @@ KIND = 60  # characters in which warnings of one kind agree
 
 def say_what_is_renamed(dataset: Dataset | IterableDataset, name: str) -> None:
     """Warn that roles of `conversations` of a table are renamed (`with_chat_roles`), with the number of rows."""
-    if not isinstance(dataset, Dataset):
-        return
-    first: dict[str, object] = next(iter(dataset), {})  # an empty dataset is refused
-    if not first.get("conversations") or not is_conversational_from_value(first):
-        return
-    num_rows = int(rows_with(dataset, "from", values=ROLES).sum())
+    is_table = isinstance(dataset, Dataset)
+    num_rows = int(rows_with(dataset, "from", ("conversations",), values=ROLES).sum()) if is_table else 0
     if num_rows:
         logger.warning(
             "%d of %d rows of the %s dataset have the roles `human` or `gpt` in `conversations`. They are renamed to "
