@@ -35,7 +35,12 @@ STRATEGIES = ["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
 PACKS = "cache-packfix-packs-*"
 
 
-def made(folder, num=epochs.MANY, longest=40, wrapped=False):
+@pytest.fixture(autouse=True)
+def few_are_many(monkeypatch):
+    monkeypatch.setattr(epochs, "MANY", 2000)
+
+
+def made(folder, num=2000, longest=40, wrapped=False):
     """Documents of 1 to `longest` tokens as a start leaves them: in a file."""
     lengths = np.random.default_rng(0).integers(1, longest + 1, num)
     zero, block = np.zeros(num, np.int64), (np.cumsum(lengths) - lengths) // longest

@@ -160,14 +160,6 @@ def test_a_piece_costs_at_each_degree_what_is_computed_of_it():
         assert pieces.costs(degree)[0] == pytest.approx(3.0 * 65 + uneven * pairs)
 
 
-def test_the_cost_of_a_piece_is_not_that_of_whole_documents():
-    documents = [np.append(np.arange(60), i) for i in range(3)]
-    pieces = make_pieces(sorted_by_tokens(documents), np.full(3, 61), np.full(3, 60), cost_model=COSTS, room=200)
-    assert len(pieces) == 1 and pieces.rows.tolist() == [61 + 2 * 2]
-    assert pieces.costs()[0] == pytest.approx(3 * COSTS([61])[0] - 2 * COSTS([59])[0])
-    assert pieces.costs()[0] < 0.5 * COSTS([61] * 3).sum()
-
-
 def test_a_family_is_cut_where_it_has_too_many_rows_or_keys(monkeypatch):
     documents = [np.append(np.arange(100), [i, 0, 0]) for i in range(1000, 1060)]  # 103 rows, then 4 each
     lengths, found = np.full(60, 103), sorted_by_tokens(documents)
@@ -179,14 +171,8 @@ def test_a_family_is_cut_where_it_has_too_many_rows_or_keys(monkeypatch):
     assert np.diff(keys.offsets).tolist() == [9] * 6 + [6] and keys.num_families == 1
     # A chat of which each sample begins the next: what remains of the shorter ones looks up nothing.
     chain = [np.arange(n) for n in range(100, 200)]
-    assert (
-        len(
-            make_pieces(
-                sorted_by_tokens(chain), np.arange(100, 200), np.ones(100, np.int64), cost_model=COSTS, room=300
-            )
-        )
-        == 1
-    )
+    lengths, found = np.arange(100, 200), sorted_by_tokens(chain)
+    assert len(make_pieces(found, lengths, np.ones(100, np.int64), cost_model=COSTS, room=300)) == 1
 
 
 def test_a_family_is_cut_where_it_has_too_many_targets():
@@ -405,19 +391,14 @@ def test_documents_with_labels_that_are_not_tokens_share_nothing():
     labels[0][7] = 8
     labels[2][:20] = [-100] * 20
     reader, documents = sorted_documents(tokens, labels=labels)
-    assert reader.labels_are_tokens(documents.row, documents.start, documents.stop).tolist() == [
-        False,
-        True,
-        True,
-        True,
-    ]
+    spans = documents.row, documents.start, documents.stop
+    assert reader.labels_are_tokens(*spans).tolist() == [False, True, True, True]
     assert documents.tokens.order.tolist() == [2, 1, 3, 0] and documents.tokens.common.tolist() == [0, 50, 40, 0]
     # labels in another place of their buffer than tokens
     values = pa.array(np.concatenate([np.full(3, -100), *labels]))
     ends = np.cumsum([3, *(len(each) for each in labels)]).astype(np.int32)
     columns = {"input_ids": [each.tolist() for each in tokens], "labels": pa.ListArray.from_arrays(ends, values)}
     apart = TokenReader(Dataset(pa.table(columns)))
-    spans = documents.row, documents.start, documents.stop
     assert apart.labels_are_tokens(*spans).tolist() == [False, True, True, True]
     # spans within rows, in another order
     table = Dataset.from_dict({"input_ids": [each.tolist() for each in tokens], "labels": labels})
