@@ -181,9 +181,9 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
     """One of the two processes of --measured."""
     import torch
     import torch.distributed as dist
+    from support.models import select_attention
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from trl_packfix.attention.choice import select_attention
     from trl_packfix.attention.forwards import mark_packed_forwards
     from trl_packfix.data.collator import PackedDataCollator
 

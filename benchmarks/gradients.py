@@ -36,13 +36,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from support.equivalence import ADAPTERS, MODELS, Case, errors, train
-from support.models import build_tiny_model
+from support.models import build_tiny_model, select_attention
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.collator import PackedDataCollator
 

@@ -55,13 +55,12 @@ import trl
 from common import Row, describe, hide_progress, json_rows, make_parser, tell, write_csv
 from datasets import Dataset
 from peft import LoraConfig
-from support.models import build_tokenizer
+from support.models import build_tokenizer, select_attention
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config, TrainerCallback
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 import trl_packfix
-from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.model_costs import make_cost_model

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from hypothesis import settings
+from support.double import in_double
 from support.models import build_tiny_model, build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -85,3 +86,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def tiny_model():
     """The factory `build_tiny_model(model_type="llama", seed=0, dtype=torch.float32, **config)`."""
     return build_tiny_model
+
+
+@pytest.fixture
+def float64_throughout():
+    """transformers computes softmax, norms and routers in float32, which for float64 inputs is a loss of digits."""
+    with in_double():
+        yield

@@ -71,12 +71,6 @@ def test_one_gpu_of_several_is_used(visible, first, flag, played_gpu, tmp_path):
     assert f"visible: {first}\n" in zero3 and ("--num_gpus" in zero3) == flag
 
 
-def test_throughput_has_half_of_the_time(played_gpu, tmp_path):
-    done, rows = run(tmp_path, "--steps", "2", "--limit", "60", python=played_gpu, visible="0")
-    assert done.returncode == 0 and [row["state"] for row in rows] == ["passed"], done.stdout
-    assert "--minutes 0.5" in log(tmp_path, "2_throughput")
-
-
 FIRST_LOOK = """
 import os, sys
 
@@ -165,34 +159,25 @@ def played(tmp_path, monkeypatch):
     return run
 
 
-def test_a_part_without_figures_has_failed_and_the_others_go_on(played):
-    status, table, rows = played(*ROWS)
+def test_a_part_that_fails_is_named_and_the_others_go_on(played, capfd):
+    """Without figures, or because it hangs or crashes; what it gave before is kept."""
+    status, table, rows = played(*ROWS, "hangs", "crashes")
     states = {row["part"]: row["state"] for row in rows}
     passed = {"right", "breaks the GPU", "last"}
-    assert status == 1 and states == {name: "passed" if name in passed else "failed" for name in ROWS}
-    reasons = {row["part"]: row["part_reason"] for row in rows if row["part_reason"]}
+    assert status == 1 and states == {name: "passed" if name in passed else "failed" for name in ROWS} | {
+        "hangs": "stopped",
+        "crashes": "failed",
+    }
+    reasons = {row["part"]: row["part_reason"] for row in rows if "no figures" in row["part_reason"]}
     assert reasons == {
         "empty": "no figures: of anything",
         "not a number": "no figures: second (not measured)",
         "without the column": "no figures: first (TypeError)",
         "skipped": "no figures: of anything",
     }
-    assert "no figures: second" in table
-    assert played("right", "last")[0] == 0
-
-
-def test_a_part_that_hangs_or_crashes_is_named_and_the_others_go_on(played, capfd):
-    status, table, rows = played("right", "hangs", "crashes", "last")
-    assert status == 1
-    states = {row["part"]: (row["state"], row["x"]) for row in rows if row["case"] == "first"}
-    assert states == {
-        "right": ("passed", "1.0"),
-        "hangs": ("stopped", "1.0"),  # what it gave before is kept
-        "crashes": ("failed", "1.0"),
-        "last": ("passed", "3.0"),
-    }
-    assert "it exceeded its limit of 1 s" in table and "ended with status 7" in table
-    assert "2 not passed: hangs, crashes" in capfd.readouterr().out
+    assert {row["x"] for row in rows if row["part"] in ("hangs", "crashes")} == {"1.0"}
+    assert "no figures: second" in table and "exceeded its limit of 1 s" in table and "ended with status 7" in table
+    assert "hangs, crashes" in capfd.readouterr().out
 
 
 def test_what_has_no_time_is_named(played):

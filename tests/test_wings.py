@@ -237,7 +237,6 @@ BY_POSITION = {
     "attention.kernels.attend_on_cuda": KEYS_OF_QUERIES,
     "attention.flash.flash_on_cuda": "as `FlashAttention.forward`",
     "attention.kernels.attend_by_document": KEYS_OF_QUERIES,
-    "attention.kernels.attend_in_rows": KEYS_OF_QUERIES,
     "attention.kernels.math_attention": KEYS_OF_QUERIES,
     "attention.flash.backward": "the tensors of an operator of torch",
     "attention.flash.forward": "a method of torch",

@@ -20,12 +20,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 if TYPE_CHECKING:
     import trl
-    from accelerate import Accelerator
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from datasets import IterableDataset
     from peft.tuners.tuners_utils import BaseTuner
 
@@ -133,7 +133,7 @@ def _call_with_hooks(adapters: "BaseTuner", *args: Any, **kwargs: Any) -> Any:
     return adapters.model(*args, **kwargs)
 
 
-def nested_rope_keys(config: Any, rope: dict[str, Any]) -> list[str]:
+def nested_rope_keys(config: PreTrainedConfig, rope: dict[str, Any]) -> list[str]:
     """The layer types of rotary parameters that are given per layer type; empty if all layers share them.
 
     Configs of transformers have this method from 5.20 on. Can be removed with support for versions below.
@@ -300,7 +300,7 @@ def state_is_exact(dataset: "IterableDataset") -> bool:
     return True
 
 
-def name_wrapped_layers(plugin: Any, model: nn.Module) -> None:
+def name_wrapped_layers(plugin: "FullyShardedDataParallelPlugin | None", model: nn.Module) -> None:
     """Name the layers that FSDP wraps, if the model lists some that it has and some that it does not have.
 
     Text models of Qwen3.5 list the blocks of a vision tower. accelerate looks for each class of the list, and raises

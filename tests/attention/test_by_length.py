@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.models import build_tiny_model
+from support.models import build_tiny_model, select_attention
 from support.runs import texts, trainer, weights
 from support.strict_varlen import StrictVarlen
 from test_cuda_branch import NOT_OURS, Calls, as_on_cuda, prepared  # noqa: F401
 
 from trl_packfix.attention import choice, varlen
-from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data import by_length
 from trl_packfix.data.by_length import ByLength, launches
@@ -138,28 +137,3 @@ def test_the_order_changes_rounding_only(tmp_path, monkeypatch):
     assert len(seen) >= 3 and all(lengths == sorted(lengths, reverse=True) for lengths in seen)
     error = (changes["by length"] - changes["as they come"]).norm() / changes["as they come"].norm()
     assert error < 1e-5
-
-
-def idle_share(lengths, padded, longest, hidden=896, num_layers=24, parameters=0.49e9):
-    """Blocks without work as a share of a step of a 0.5B model, at 100 of them per microsecond (a model)."""
-    bounds = np.cumsum([0, *sorted(lengths, reverse=True), *[0] * (padded - len(lengths))])
-    found = launches(bounds, longest) or ((0, len(bounds) - 1, 0, 0, longest),)
-    tiles = lambda n: 2 * -(-n // 128) + 2 * -(-n // 64) + -(-n // 128)  # noqa: E731
-    launched = sum((last - first) * tiles(most) for first, last, *_, most in found)
-    idle = 14 * num_layers * (launched - sum(map(tiles, lengths)))
-    square = float((np.array(lengths, dtype=float) ** 2).sum())
-    return idle / 100e6 / (8 * parameters * sum(lengths) / 300e12 + num_layers * 9 * hidden * square / 300e12)
-
-
-@pytest.mark.parametrize("case", ["one long", "128", "640"])
-def test_few_blocks_have_nothing_to_do(case):
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(np.log(114), 1.27, 80), 2, 2048).astype(int).tolist()
-    longest = padded = {"one long": 0, "128": 128, "640": 640}[case]
-    if case == "one long":
-        lengths.append(16000)
-    longest = 16000 if case == "one long" else 2048 if case == "640" else 8192
-    padded = max(padded, len(lengths))
-    assert idle_share(lengths, padded, longest) < 0.022
-    blocks = -(-longest // 128) * padded
-    assert blocks > 5 * sum(-(-n // 128) for n in lengths), "one launch would have few blocks without work, too"

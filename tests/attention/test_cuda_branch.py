@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import build_tiny_model
+from support.models import build_tiny_model, select_attention
 from support.versions import enable_checkpointing
 from test_attention import MODELS
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_packfix.attention import choice, runs, varlen
-from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.data.collator import PackedDataCollator

@@ -209,14 +209,6 @@ def test_devices_without_flash_kernels_are_served_document_by_document(device_ty
     assert device_type in found.reason and "not flash" in found.reason
 
 
-def test_what_the_report_calls_flash_is_flash(tiny_model, machine):
-    machine()
-    assert choose_attention(tiny_model("llama"), **BF16).is_flash
-    machine(problem="torch 2.11 is built for ROCm, where its varlen kernels are not tested")
-    with pytest.warns(UserWarning, match="ROCm"):
-        assert not choose_attention(tiny_model("llama"), **BF16).is_flash
-
-
 def test_boundaries_are_given_to_the_attention_of_the_text_only():
     """The attention of the towers of phi4_multimodal and deepseek_ocr2 says that it is causal. With the boundaries of
     a pack of text, the kernel would read beyond the patches of the image."""

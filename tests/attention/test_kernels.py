@@ -88,9 +88,9 @@ def trained(tmp_path_factory):
 @current_models
 @pytest.mark.parametrize("model_type", TRAINED)
 def test_trainings_on_the_kernels(model_type, trained):
-    """Full and LoRA, without and with both kinds of checkpointing, against padded rows of unpacked training."""
+    """Full and LoRA, without and with a kind of checkpointing each, against padded rows of unpacked training."""
     rows = [row for row in trained if row["type"] == model_type]
-    assert len(rows) == 6
+    assert len(rows) == 4
     for row in rows:
         assert row["repaired"] == [] and row["silent"] == [] and row["still"] == [], row
         fuses = any("split" in call for call in row["calls"])
@@ -99,8 +99,8 @@ def test_trainings_on_the_kernels(model_type, trained):
             assert "No adapter of `base_model.model.model.layers.*.mamba.out_proj` got a gradient" in row["refusal"]
         else:
             assert row["refusal"] is None and row["error"] < 1e-3, row
-    assert rows[0]["error"] == rows[1]["error"] == rows[2]["error"] < 1e-5
-    assert len({row["moved"] for row in rows[3:]}) == 1
+    assert rows[0]["error"] == rows[1]["error"] < 1e-5
+    assert rows[2]["moved"] == rows[3]["moved"]
 
 
 @pytest.mark.slow
@@ -149,7 +149,6 @@ def test_what_the_kernels_gave_is_of_the_versions_that_it_installs():
 def site(monkeypatch):
     monkeypatch.syspath_prepend(str(SITE))
     names = {
-        "convolution": "causal_conv1d.causal_conv1d_interface",
         "delta": "fla.ops.gated_delta_rule",
         "chunks": "mamba_ssm.ops.triton.ssd_combined",
         "strict": "strict",
@@ -158,25 +157,6 @@ def site(monkeypatch):
     yield SimpleNamespace(**{name: importlib.import_module(path) for name, path in names.items()})
     for name in set(sys.modules) - before:
         del sys.modules[name]
-
-
-def channel_last(channels, num_tokens, dtype=torch.float32):
-    return torch.randn(1, num_tokens, channels, dtype=dtype).transpose(1, 2)
-
-
-def test_the_stand_in_of_the_convolution_refuses_what_the_kernel_refuses(site):
-    kernel, weight = site.convolution.causal_conv1d_fn, torch.randn(8, 4)
-    numbers = torch.zeros(1, 6, dtype=torch.int32)
-    for given, more, message in (
-        (channel_last(8, 6).contiguous(), {"seq_idx": numbers}, "channel last"),
-        (channel_last(8, 6), {"seq_idx": numbers.long()}, "kInt32"),
-        (channel_last(8, 6), {"seq_idx": numbers[:, 1:]}, "must have shape"),
-        (channel_last(8, 6, torch.float64), {}, "float64"),
-        (channel_last(4, 6), {"weight": weight[:4]}, "divisible by 8"),
-        (channel_last(8, 6), {"weight": torch.randn(8, 5)}, "width"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            kernel(given, **({"weight": weight} | more))
 
 
 def test_the_stand_in_of_a_scan_refuses_and_records(site):

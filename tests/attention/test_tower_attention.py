@@ -108,7 +108,7 @@ def test_a_tower_that_our_attention_fails_on_goes_back_to_sdpa(fault, monkeypatc
             raise tower_attention.TowerAttentionError("heads of 7 dimensions")
         return query.flip(2)
 
-    monkeypatch.setattr(tower_attention, "attend_in_rows", faulty)
+    monkeypatch.setattr(tower_attention, "attend_by_document", faulty)
     packed = prepared("qwen2_5_vl")
     report = packed.prove(packed.model)
     assert report.isolated and report.equal and not packed.is_unpacked and not packed.repaired

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models import select_attention
+from support.strict_varlen import StrictVarlen
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,21 +106,6 @@ def test_any_lengths_equal_dense_attention(lengths, window, softcap, sinks):
         assert largest_difference([attend(*inputs[:3], lengths, **options)], [dense]) < 1e-12
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "softcap"])
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-def test_gradcheck(window, softcap, sinks, monkeypatch):
-    monkeypatch.setattr(kernels, "FLASH_TILE", 4)
-    monkeypatch.setattr(kernels, "MATH_TILE", 4)
-    inputs = random_inputs(15, heads=2, kv_heads=1, head_dim=3, value_dim=2, sinks=sinks)
-
-    def attend(q, k, v, s=None):
-        return attend_on_cpu(q, k, v, [1, 9, 5], scale=0.6, window=window, softcap=softcap, sinks=s)
-
-    assert torch.autograd.gradcheck(attend, inputs)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("window,sinks", [(None, False), (64, False), (None, True), (3, True)])
 def test_rounding_is_that_of_sdpa(dtype, window, sinks):
@@ -174,9 +161,9 @@ def test_dropout_with_every_feature(options):
     assert torch.allclose((grad * out).sum(), (grad_value * value).sum(), rtol=1e-10)
     # inverted dropout is unbiased
     with torch.no_grad():
-        mean = sum(attend_on_cpu(query, key, value, LENGTHS, dropout=0.5, **options) for _ in range(400)) / 400
+        mean = sum(attend_on_cpu(query, key, value, LENGTHS, dropout=0.5, **options) for _ in range(100)) / 100
         exact = attend_on_cpu(query, key, value, LENGTHS, **options)
-    assert (mean - exact).norm() < 0.08 * exact.norm()
+    assert (mean - exact).norm() < 0.16 * exact.norm()
     assert (out - exact).norm() > 0.3 * exact.norm()
 
 
@@ -276,68 +263,19 @@ def test_a_model_trains_document_by_document_as_alone(planted, tiny_model, monke
         monkeypatch.setattr(kernels.DocumentRows, "join", lambda rows, *args: split(rows, *args).roll(1, 2))
     for model_type in ("gemma3", "gpt_oss", "llama"):
         model = tiny_model(model_type)
-        choice.select_attention(model)
+        select_attention(model)
         found = check_isolation(model)
         assert (found.isolated and found.equal) is not planted, found.summary()
         if not planted:
             assert found.max_gradient == 0
 
 
-# The CUDA kernel's bookkeeping, with the aten operators played by dense attention on the CPU
-
-
-@pytest.fixture
-def fake_flash_operators(monkeypatch):
-    calls = []
-
-    def run(q, k, v, cu_q, cu_k, max_q, max_k, is_causal, scale, left, right):
-        assert q.dim() == 3 and right == 0 and is_causal == (left == -1)
-        lengths = cu_q.diff().tolist()
-        assert (max_q, max_k) == (max(lengths), max(lengths)) and torch.equal(cu_q, cu_k)
-        window = None if left == -1 else left + 1
-        wide = [x.transpose(0, 1)[None].double() for x in (q, k, v)]
-        document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        token = torch.arange(len(document))
-        hidden = (document[:, None] != document) | (token > token[:, None])
-        hidden |= token <= token[:, None] - (window or len(token))
-        repeated = [x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in wide[1:]]
-        logits = (wide[0] @ repeated[0].mT * scale).masked_fill(hidden, -math.inf)[0]
-        return logits, repeated[1][0]
-
-    def forward(
-        q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left, window_size_right
-    ):
-        assert dropout == 0 and debug is False
-        calls.append(("forward", window_size_left, q.shape))
-        logits, values = run(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window_size_left, window_size_right)
-        out = (logits.softmax(-1) @ values).transpose(0, 1).to(q.dtype)
-        return out, logits.logsumexp(-1).to(torch.promote_types(q.dtype, torch.float32)), None, None, None
-
-    def backward(
-        grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, state, unused,
-        *, scale, window_size_left, window_size_right,
-    ):  # fmt: skip
-        """As flash attention does it: weights from the log-sum-exp it is given, delta from the output it is given."""
-        calls.append(("backward", window_size_left, q.shape))
-        logits, values = run(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window_size_left, window_size_right)
-        weights = torch.exp(logits - lse.double()[..., None])
-        do, o = grad.transpose(0, 1).double(), out.transpose(0, 1).double()
-        grad_logits = weights * (do @ values.mT - (do * o).sum(-1, keepdim=True)) * scale
-        H, G = q.shape[1], k.shape[1]
-        keys = k.transpose(0, 1).double().repeat_interleave(H // G, 0)
-        dq = grad_logits @ keys
-        dk = (grad_logits.mT @ q.transpose(0, 1).double()).unflatten(0, (G, H // G)).sum(1)
-        dv = (weights.mT @ do).unflatten(0, (G, H // G)).sum(1)
-        return tuple(x.transpose(0, 1).to(q.dtype) for x in (dq, dk, dv))
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-    return calls
+# The code for CUDA, on a strict stand-in for the operators of torch
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [None, 7, 1000])
-def test_cuda_kernel_translates_exactly(fake_flash_operators, monkeypatch, window, sinks):
+def test_cuda_kernel_translates_exactly(monkeypatch, window, sinks):
     monkeypatch.setattr(flash, "CUDA_DTYPES", (torch.float64,))  # so that exactness can be seen
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
     inputs = random_inputs(head_dim=6, value_dim=5, sinks=sinks)
@@ -349,9 +287,9 @@ def test_cuda_kernel_translates_exactly(fake_flash_operators, monkeypatch, windo
     def dense(q, k, v, s=None):
         return dense_attention(q, k, v, LENGTHS, 0.4, window=window, sinks=s)
 
-    assert largest_difference(outputs_and_gradients(ours, inputs), outputs_and_gradients(dense, inputs)) < 1e-12
-    left = 6 if window == 7 else -1  # a window longer than every document is no window
-    assert fake_flash_operators == [("forward", left, (T, 4, 8)), ("backward", left, (T, 4, 8))]  # heads padded to 8
+    with StrictVarlen() as calls:  # which takes heads of a multiple of 8 only
+        assert largest_difference(outputs_and_gradients(ours, inputs), outputs_and_gradients(dense, inputs)) < 1e-12
+    assert len(calls.forwards) == len(calls.backwards) == 1
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 20))
@@ -365,7 +303,7 @@ def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
     assert on_meta.shape == found.shape
 
 
-def test_chunks_reach_the_cuda_kernel(fake_flash_operators, monkeypatch):
+def test_chunks_reach_the_cuda_kernel(monkeypatch):
     """Documents longer than a chunk of Llama 4, which its mask alone knows; nothing is read from the device."""
     monkeypatch.setattr(flash, "CUDA_DTYPES", (torch.float64,))
     monkeypatch.setattr(varlen, "runs_flash", lambda *args, **kwargs: True)
@@ -376,10 +314,11 @@ def test_chunks_reach_the_cuda_kernel(fake_flash_operators, monkeypatch):
     layer = Layer()
     layer.config, layer.layer_idx = Config(), 0
     query, key, value = random_inputs()
-    out, _ = varlen_attention(layer, query, key, value, None, scaling=1.0, **FROM_KWARGS)
+    with StrictVarlen() as calls:
+        out, _ = varlen_attention(layer, query, key, value, None, scaling=1.0, **FROM_KWARGS)
     chunks = [min(16, n - start) for n in LENGTHS for start in range(0, n, 16)]
     assert largest_difference([out], [dense_attention(query, key, value, chunks, 1.0).transpose(1, 2)]) < 1e-12
-    assert [name for name, *_ in fake_flash_operators] == ["forward"]
+    assert len(calls.forwards) == 1
 
 
 def test_what_runs_on_flash_is_decided_without_a_look_at_the_device(monkeypatch):
@@ -441,9 +380,8 @@ def test_the_cuda_kernels_refuse_fp32():
         attend_on_cuda(*inputs, [Launch((bounds, bounds), (3, 3))], scale=1.0)
 
 
-def test_gemma_4_is_flash_where_it_can_be(fake_flash_operators, tiny_model, monkeypatch):
+def test_gemma_4_is_flash_where_it_can_be(tiny_model, monkeypatch):
     """The whole model as on CUDA: its full layers have wider heads than the kernels take, its other layers do not."""
-    monkeypatch.setattr(flash, "CUDA_DTYPES", (torch.float32,))
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
     heads = set()
 
@@ -455,14 +393,15 @@ def test_gemma_4_is_flash_where_it_can_be(fake_flash_operators, tiny_model, monk
     monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
     monkeypatch.setattr(choice, "is_flash_attn_2_available", lambda: True)
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
-    model = tiny_model("gemma4_text", head_dim=8, global_head_dim=264, num_kv_shared_layers=0, **layers)
+    sizes = {"head_dim": 8, "global_head_dim": 264, "num_kv_shared_layers": 0, "dtype": torch.bfloat16}
+    model = tiny_model("gemma4_text", **sizes, **layers)
     with pytest.warns(UserWarning, match="heads have up to 264 dimensions and the kernels take 256"):
         packed = PackedModel(model, torch.bfloat16, "cuda", 64)
-    found = packed.prove(model)
+    with StrictVarlen() as calls:
+        found = packed.prove(model)
     assert packed.is_proved and found.max_gradient == 0 and not packed.repaired, found.summary()
     assert packed.attention.name == varlen.ATTENTION_NAME and not packed.attention.is_flash
-    assert {shape[-1] for _, _, shape in fake_flash_operators} == {8}  # the layer with windows
-    assert heads == {264}
+    assert calls.forwards and heads == {264}  # the layer with windows is on the kernels
 
 
 # The attention function: when a call is packed, and where its boundaries come from

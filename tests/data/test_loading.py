@@ -11,12 +11,12 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from support import zoo
-from support.models import build_tiny_model
+from support.models import build_tiny_model, select_attention
 from support.versions import current_models
 from transformers import LlamaConfig
 
 from trl_packfix import PackedDataCollator, PackingLeakError, packed_dataloader, plan_packs, prepare_for_packing
-from trl_packfix.attention.choice import own_attention, select_attention
+from trl_packfix.attention.choice import own_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B

@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.models import select_attention
 from support.versions import enable_checkpointing
 from torch import nn
 
 from trl_packfix.attention import runs
-from trl_packfix.attention.choice import cuda_varlen_problem, select_attention
+from trl_packfix.attention.choice import cuda_varlen_problem
 from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernels import Launch, attend_by_document, attend_on_cpu, attend_on_cuda, math_attention

@@ -9,12 +9,11 @@ import torch
 import transformers
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support import zoo
-from support.models import build_tiny_model
+from support.models import build_tiny_model, select_attention
 from support.runs import texts, trainer
 from support.versions import current_models
 
 from trl_packfix import PackingLeakError, check_isolation
-from trl_packfix.attention.choice import select_attention
 from trl_packfix.isolation import check_isolation as isolation
 from trl_packfix.isolation.isolation_report import MAX_NOISE
 from trl_packfix.isolation.probe import Probe

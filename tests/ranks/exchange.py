@@ -10,7 +10,7 @@ import torch._dynamo
 import torch.distributed as dist
 from support import vision, zoo
 from support.double import in_double
-from support.models import build_tiny_model
+from support.models import build_tiny_model, select_attention
 from sweep.image_families import make_examples
 from torch import nn
 from torch._dynamo.utils import counters
@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 import trl_packfix
 from trl_packfix import PackingLeakError
 from trl_packfix.attention import exchange
-from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, entered, packed_forwards
 from trl_packfix.attention.varlen import varlen_attention

@@ -342,7 +342,7 @@ TRAINING: dict[str, Fault] = {
     "sources_as_met": changed(TrainingTotals, "_agree_on_sources", lambda right, self, own: right(self, sorted(own))),
     # The images of a pack get no gradients. The proof of a degree compares states only
     "features_without_gradients": changed(
-        tower_division, "exchange_pieces", lambda right, *given, **group: right(*given, **group).detach()
+        tower_division, "exchange_pieces", lambda right, *given: right(*given).detach()
     ),
     # Models that ranks divide
     "counted_twice": changed(

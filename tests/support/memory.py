@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 from trl.trainer import utils
 
 from trl_packfix.attention import varlen
-from trl_packfix.attention.choice import select_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.model_costs import built, model_class_of
 from trl_packfix.data.model_memory import LORA_RANK, SAVED_ATTENTION, Method, count_model, make_fake, predict_peak
 
+from .models import select_attention
 from .versions import enable_checkpointing
 
 

@@ -1,7 +1,10 @@
 """A tiny tokenizer and tiny random models, made offline."""
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from trl_packfix.attention import choice
 
 from .zoo import byte_tokenizer
 
@@ -92,3 +95,11 @@ def build_tiny_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attn_implementation)
     return model
+
+
+def select_attention(model: nn.Module, *args, **settings) -> choice.AttentionChoice:
+    """Set on the model what `choose_attention` chooses for packs; undo with `set_attention(model, chosen.previous)`."""
+    chosen = choice.choose_attention(model, *args, **settings)
+    if chosen.name != chosen.previous:
+        choice.set_attention(model, chosen.name)
+    return chosen

@@ -22,9 +22,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from .flash import MAX_CUDA_HEAD_DIM, ROWS_PER_DOCUMENT, capability_problem, cuda_varlen_problem
+from .flash import MAX_CUDA_HEAD_DIM, capability_problem, cuda_varlen_problem
 from .masked import own_in_packs
-from .models import base_model, head_counts, layer_configs, text_config
+from .models import base_model, layer_configs, text_config
 from .varlen import ATTENTION_NAME
 
 # Config fields that hold the dropout rate of attention weights: attention_dropout, attn_pdrop, ...
@@ -50,28 +50,6 @@ class AttentionChoice:
     is_flash: bool
     previous: str
     reason: str
-
-
-def select_attention(
-    model: nn.Module,
-    enforce_flash_attention: bool = True,
-    dtype: torch.dtype | None = None,
-    *,
-    device_type: str | None = None,
-) -> AttentionChoice:
-    """Choose the attention implementation for packed batches (`choose_attention`) and set it on the model.
-
-    Undo with `set_attention(model, choice.previous)`.
-
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
-    >>> select_attention(LlamaForCausalLM(tiny)).name
-    'packfix_varlen'
-    """
-    choice = choose_attention(model, enforce_flash_attention, dtype, device_type=device_type)
-    if choice.name != choice.previous:
-        set_attention(model, choice.name)
-    return choice
 
 
 def choose_attention(
@@ -104,7 +82,9 @@ def choose_attention(
     previous = own_attention(model)
     user_flash = "flash" in previous
 
-    if not _uses_attention_interface(model):
+    # stablelm and opt set only the second flag; models with their own attention code fail the source check
+    takes_names = model._supports_attention_backend or model._supports_sdpa
+    if not (takes_names and model._can_set_attn_implementation()):
         reason = f"{type(model).__name__} has its own attention code and supports no other implementation"
         return AttentionChoice(previous, False, previous, reason)
     refusal = (refusals or {}).get(ATTENTION_NAME)
@@ -165,25 +145,11 @@ def set_attention(model: nn.Module, name: str) -> None:
 
 def _path_to(config: PreTrainedConfig, target: PreTrainedConfig) -> list[str]:
     """Names of the nested configs that lead from `config` to `target`; [] if they are the same."""
-    if config is target:
-        return []
-    for key in config.sub_configs:
+    for key in config.sub_configs if config is not target else ():
         inner = getattr(config, key, None)
-        if inner is target:
-            return [key]
-        if inner is not None and inner.sub_configs and (rest := _path_to(inner, target)):
-            return [key, *rest]
+        if inner is target or (inner is not None and _path_to(inner, target)):
+            return [key, *_path_to(inner, target)]
     return []
-
-
-def _uses_attention_interface(model: PreTrainedModel) -> bool:
-    # stablelm and opt set only the second flag; models with their own attention code fail the source check
-    takes_names = model._supports_attention_backend or model._supports_sdpa
-    return bool(takes_names) and model._can_set_attn_implementation()
-
-
-def _has_sinks(model: PreTrainedModel) -> bool:
-    return any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
 def head_dim(config: PreTrainedConfig) -> int:
@@ -207,18 +173,6 @@ def dropped_weights(config: PreTrainedConfig) -> dict[str, float]:
     return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
 
 
-def backward_bytes(model: nn.Module, num_documents: int) -> int:
-    """Bytes that the backward of FlashAttention-2 needs in one layer beyond those of the tokens, for one pack.
-
-    Its sum of the gradients of the queries has 128 more rows in fp32 per document, whatever the document's length
-    (`mha_varlen_bwd` of flash-attn and of torch).
-    """
-    config = text_config(base_model(model))
-    heads = max(head_counts(config), default=0)
-    width = -(-head_dim(config) // 32) * 32  # the kernels round it up
-    return ROWS_PER_DOCUMENT * num_documents * heads * width * torch.float32.itemsize
-
-
 def _choose_on_cuda(
     model: PreTrainedModel, previous: str, dtype: torch.dtype, *, refusals: dict[str, str], needs_varlen: str | None
 ) -> AttentionChoice:
@@ -230,7 +184,7 @@ def _choose_on_cuda(
             "(autocast; the weights may stay float32), or load the model with dtype=torch.bfloat16, or set "
             "enforce_flash_attention=False."
         )
-    has_sinks = _has_sinks(model)
+    has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
     kernel = re.split("[@:]", previous)[0]  # "repo@revision:function" names a kernel on the Hub
     drops_sinks = has_sinks and kernel in ("flash_attention_2", "kernels-community/flash-attn2")
     if "flash" in previous and not drops_sinks and previous not in refusals and needs_varlen is None:

@@ -113,7 +113,8 @@ class HeadExchange:
             part.reshape(self.degree, count, num_tokens, x.shape[3]).transpose(0, 1).flatten(1, 2)[None]
             for part, count, x in zip(got.split(sizes, dim=1), num_heads, states, strict=True)
         ]
-        reads = [head // self._queries_per_key - self._key_heads.start for head in _numbers(self.heads)]
+        own_heads = range(self.heads.start, self.heads.stop)
+        reads = [head // self._queries_per_key - self._key_heads.start for head in own_heads]
         per_key = len(reads) // _length(self._key_heads)
         if reads != [i // max(per_key, 1) for i in range(len(reads))]:
             # Not by an index of `reads`: to copy it to a GPU the host would wait, in every layer
@@ -156,10 +157,6 @@ def _length(heads: slice) -> int:
     return heads.stop - heads.start
 
 
-def _numbers(heads: slice) -> range:
-    return range(heads.start, heads.stop)
-
-
 def _cut(states: Tensor, ranges: tuple[slice, ...]) -> Iterable[Tensor]:
     """The heads of each range of (1, heads, T / s, D)."""
     if all(one.stop == other.start for one, other in pairwise(ranges)):
@@ -188,16 +185,11 @@ def exchange_halo(rows: Tensor, width: int, degree: int) -> Tensor:
     return _Exchange.apply(rows[:, -width:].reshape(-1), send, receive, group).view(1, width, -1)
 
 
-def exchange_pieces(flat: Tensor, send: list[int], receive: list[int], *, group: dist.ProcessGroup) -> Tensor:
-    """all-to-all of pieces of a flat tensor: `send` numbers to and `receive` numbers from each member."""
-    return _Exchange.apply(flat, send, receive, group)
-
-
 class _Exchange(torch.autograd.Function):
     """all-to-all of pieces of a flat tensor, `send` and `receive` numbers per member; backward is the way back."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    def forward(ctx: Any, flat: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
         out = flat.new_empty(sum(receive))
         dist.all_to_all_single(out, flat.contiguous(), receive, send, group=group)
@@ -209,3 +201,6 @@ class _Exchange(torch.autograd.Function):
         out = grad.new_empty(sum(ctx.send))
         dist.all_to_all_single(out, grad.contiguous(), ctx.send, ctx.receive, group=ctx.group)
         return out, None, None, None
+
+
+exchange_pieces = _Exchange.apply  # (flat, send, receive, group)

@@ -20,8 +20,6 @@ from .kernel_errors import KernelError
 
 CUDA_VARLEN_TORCH = (2, 10)  # the first torch whose FlashAttention-2 varlen kernels take windows
 CUDA_DTYPES, MAX_CUDA_HEAD_DIM = (torch.bfloat16, torch.float16), 256  # of FlashAttention-2
-# The backward of FlashAttention-2 sums the gradient of the queries in fp32 rows, and adds 128 rows per document.
-ROWS_PER_DOCUMENT = 128
 
 
 # With torch.compile the environment is looked at once, not in every layer.

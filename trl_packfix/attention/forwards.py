@@ -6,7 +6,8 @@ Checkpointed layers get the boundaries again when they are recomputed in backwar
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,24 +52,22 @@ def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
                 vars(layer)[name] = CarryingCheckpoint(checkpoint) if carry else checkpoint.checkpoint
 
 
+@dataclass(frozen=True)
 class CarryingCheckpoint:
     """A checkpoint function whose recomputation runs in the packed forward of the first run."""
 
-    def __init__(self, checkpoint: Callable[..., Any]):
-        self.checkpoint = checkpoint
+    checkpoint: Callable[..., Any]
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         running = running_forward()
-        return self.checkpoint(function if running is None else _InForward(function, running), *args, **kwargs)
+        return self.checkpoint(
+            function if running is None else partial(_in_forward, running, function), *args, **kwargs
+        )
 
 
-class _InForward:
-    def __init__(self, function: Callable[..., Any], running: PackedForward):
-        self.function, self.running = function, running
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with entered(self.running):
-            return self.function(*args, **kwargs)
+def _in_forward(running: PackedForward, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with entered(running):
+        return function(*args, **kwargs)
 
 
 class ModelHooks(ABC):
@@ -208,7 +207,7 @@ class PackedForwardGuard(ModelHooks):
         self._divisions.append(division)
         return args, kwargs
 
-    def _join(self, tower: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _join(self, tower: nn.Module, args: tuple[Any, ...], output: object) -> object:
         division = self._divisions.pop() if self._divisions else None
         if division is None or output is None:  # None after a forward that raised
             return output

@@ -176,12 +176,19 @@ def chunk_bounds(cu_seq_lens: Tensor, num_tokens: int, chunk: int) -> Tensor:
 # Not compiled: the number of groups depends on the lengths.
 @torch.compiler.disable
 def attend_by_document(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], **options: Unpack[Options]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    *,
+    is_causal: bool = True,
+    **options: Unpack[Options],
 ) -> Tensor:
     """The same on any device, without a flash kernel and without a (T, T) mask.
 
     Documents of similar length are rows of one right-padded batch of at most T padded tokens, so that many short
-    documents need few launches. In a causal module padding at the end changes no earlier token.
+    documents need few launches. In a causal module padding at the end changes no earlier token. Not causal, only
+    documents of one length, such as the windows of images, share a batch.
 
     >>> q = k = v = torch.randn(1, 2, 5, 4)
     >>> together = attend_by_document(q, k, v, [3, 2], scale=0.5)
@@ -191,51 +198,30 @@ def attend_by_document(
     """
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(kernel_head_dim(query, value), query, key, value)
-    rows = _document_rows(tuple(lengths), query.device)
+    rows = _document_rows(tuple(length for length in lengths if length), query.device, is_causal)
     is_sdpa = options.get("softcap") is None and options.get("sinks") is None
     outs = []
     for group in rows.groups:
         q, k, v = (group.split(x, HEADS) for x in (query, key, value))
-        outs.append(_sdpa_rows(q, k, v, **options) if is_sdpa else torch.cat([*_math_tiles(q, k, v, **options)], dim=2))
+        if is_sdpa:
+            outs.append(_sdpa_rows(q, k, v, is_causal=is_causal, **options))
+        else:
+            outs.append(torch.cat([*_math_tiles(q, k, v, **options)], dim=2))
     return rows.join(outs, HEADS)[..., :value_dim]
 
 
 @lru_cache(maxsize=4)  # the same in every layer; models have up to two kinds of layers, and so do towers
-def _document_rows(lengths: tuple[int, ...], device: torch.device, pads: bool = True) -> DocumentRows:
+def _document_rows(lengths: tuple[int, ...], device: torch.device, pads: bool) -> DocumentRows:
     return DocumentRows(list(lengths), device, sum(lengths), pads=pads)
 
 
-# Not compiled: the number of groups depends on the lengths.
-@torch.compiler.disable
-def attend_in_rows(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], *, scale: float, dropout: float = 0.0
-) -> Tensor:
-    """Attention of each token to all tokens of its document, not causal, on any device and without a mask.
-
-    Documents of one length are rows of one batch, so that the images of a pack, or the windows of all its images, need
-    few launches.
-
-    >>> q = k = v = torch.randn(1, 2, 5, 4)
-    >>> together = attend_in_rows(q, k, v, [3, 2], scale=0.5)
-    >>> torch.allclose(together[:, :, 3:], attend_in_rows(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], [2], scale=0.5))
-    True
-    """
-    rows = _document_rows(tuple(length for length in lengths if length), query.device, pads=False)
-    gqa = query.shape[1] != key.shape[1]
-    outs = []
-    for group in rows.groups:
-        q, k, v = (group.split(x, HEADS) for x in (query, key, value))
-        outs.append(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, enable_gqa=gqa))
-    return rows.join(outs, HEADS)
-
-
-def _sdpa_rows(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> Tensor:
+def _sdpa_rows(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Unpack[Options]) -> Tensor:
     scale, dropout, window = options["scale"], options.get("dropout", 0.0), options.get("window")
     # Each key/value head once per query head: with `enable_gqa` the memory-efficient kernel of CUDA does not run.
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     length = query.shape[2]
     if window is None or length <= window:
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scale)
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=is_causal, scale=scale)
     outs = []
     for start, stop, first in tiles(length, window, max(window, MATH_TILE)):
         visible = visible_keys(stop - start, stop - first, window, device=query.device)

@@ -11,8 +11,10 @@ The rows before a run lie anywhere before it in the pack. So ranks do not share 
 rows of several other parts.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +22,6 @@ from torch import Tensor
 from .packed_forward import PackedForward
 from .rows import group_by_length
 from .runs import runs_of
-from .scan import Scan
 
 MAX_LEVELS = 8
 """Most levels of a pack; each is at least one call of the scan, whose kernels take some time however few the rows.
@@ -29,6 +30,27 @@ With one sample per turn of 64 turns, 8 levels scan 24,563 rows in 8 calls, 64 l
 126,760 in 2: 0.60, 0.43 and 5.4 CPU seconds of the gated delta rule, 0.85, 0.92 and 3.5 of Mamba-2. On a GPU a call of
 few rows leaves it idle, so fewer calls weigh more.
 """
+
+
+class Scan(NamedTuple):
+    """One call of a scan on T tokens of one row; all tensors have tokens in axis 1 and heads in axis 2.
+
+    Attributes:
+        values: tensors of H heads, (1, T, H) or (1, T, H, D).
+        keys: tensors of G heads, each read by H / G neighbouring heads of values.
+        parameters: one entry per head of values, or None.
+        call: (values, keys, parameters, **boundaries) -> (rows, T, H, D).
+        boundaries: name of the argument of boundaries, if the kernel takes one.
+        from_states: (values, keys, parameters, states) -> (rows, T, H, D) and the states after it, for rows that begin
+            with these states (None: zeros). Zeros in all tensors leave a state as it is. None if it cannot.
+    """
+
+    values: Sequence[Tensor]
+    keys: Sequence[Tensor]
+    parameters: Sequence[Tensor | None]
+    call: Callable[..., Tensor]
+    boundaries: str | None
+    from_states: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +169,8 @@ def run_levels(scan: Scan, running: PackedForward) -> Tensor:
             'with the state of a prefix. Its documents must be whole. Set `share_prefixes="off"`.'
         )
     by_level = levels_of(running)
-    padded = padded_by_zeros(scan)
+    # a row of zeros behind, which batches read as padding
+    padded = [torch.cat([x, x.new_zeros(1, 1, *x.shape[2:])], dim=1) for x in (*scan.values, *scan.keys)]
     outs: list[Tensor] = []
     states: Tensor | None = None
     for level in by_level.levels:
@@ -156,11 +179,6 @@ def run_levels(scan: Scan, running: PackedForward) -> Tensor:
         outs += some
         states = ends if states is None else torch.cat([states, ends])
     return torch.cat(outs).index_select(0, by_level.place)[None]
-
-
-def padded_by_zeros(scan: Scan) -> list[Tensor]:
-    """The values and keys of a scan with a row of zeros behind, which batches read as padding."""
-    return [torch.cat([x, x.new_zeros(1, 1, *x.shape[2:])], dim=1) for x in (*scan.values, *scan.keys)]
 
 
 def run_batches(

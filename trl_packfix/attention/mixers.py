@@ -34,10 +34,9 @@ from torch.nn.functional import softplus
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from .exchange import HeadExchange, exchange_halo
-from .mixer_prefixes import rows_before, run_levels, run_of
+from .mixer_prefixes import Scan, rows_before, run_levels, run_of
 from .packed_forward import PackedForward
 from .rows import Axes
-from .scan import Scan
 
 # What a mixer may give its kernels as boundaries: dropped, as those of the running forward are used
 MIXER_BOUNDARIES = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -46,30 +45,25 @@ TOKENS = Axes((1,), 0)  # of (rows, tokens, ...)
 
 def run_scan(scan: Scan, running: PackedForward) -> Tensor:
     """Run the scan on each document of the pack: (1, T / s, H, D)."""
-    if running.degree == 1:
-        return _run_whole(scan, running)
-    exchange = HeadExchange(scan.values[0].shape[2], scan.keys[0].shape[2], running.degree)
-    values, keys = _to_heads(exchange, list(scan.values), list(scan.keys))
-    parameters = [None if parameter is None else parameter[exchange.heads] for parameter in scan.parameters]
-    out = _run_whole(scan._replace(values=values, keys=keys, parameters=parameters), running)
-    return exchange.to_tokens(out.transpose(1, 2))
-
-
-def _run_whole(scan: Scan, running: PackedForward) -> Tensor:
-    """The same for all T tokens of the heads in the scan: (1, T, heads, D)."""
+    exchange = None
+    if running.degree > 1:
+        exchange = HeadExchange(scan.values[0].shape[2], scan.keys[0].shape[2], running.degree)
+        values, keys = _to_heads(exchange, list(scan.values), list(scan.keys))
+        parameters = [None if parameter is None else parameter[exchange.heads] for parameter in scan.parameters]
+        scan = scan._replace(values=values, keys=keys, parameters=parameters)
     if running.kv_index is not None:
-        return run_levels(scan, running)
-    values, keys, parameters = scan.values, scan.keys, scan.parameters
-    if scan.boundaries is not None:
-        return scan.call(
-            values, keys, parameters, **{scan.boundaries: _boundaries(running, scan.boundaries, values[0])}
-        )
-    rows = running.document_rows(running.num_tokens)
-    outs = [
-        scan.call([group.split(x, TOKENS) for x in values], [group.split(x, TOKENS) for x in keys], parameters)
-        for group in rows.groups
-    ]
-    return rows.join(outs, TOKENS)
+        out = run_levels(scan, running)
+    elif scan.boundaries is not None:
+        boundaries = {scan.boundaries: _boundaries(running, scan.boundaries, scan.values[0])}
+        out = scan.call(scan.values, scan.keys, scan.parameters, **boundaries)
+    else:
+        rows = running.document_rows(running.num_tokens)
+        outs = []
+        for group in rows.groups:
+            values, keys = ([group.split(x, TOKENS) for x in states] for states in (scan.values, scan.keys))
+            outs.append(scan.call(values, keys, scan.parameters))
+        out = rows.join(outs, TOKENS)
+    return out if exchange is None else exchange.to_tokens(out.transpose(1, 2))
 
 
 def _to_heads(exchange: HeadExchange, values: list[Tensor], keys: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -97,15 +91,11 @@ def _boundaries(running: PackedForward, name: str, like: Tensor) -> Tensor:
     if name == "cu_seqlens":
         return running.cu_seq_lens_q
     if name not in running.derived:
-        running.derived[name] = _documents(running, like.shape[1]).to(torch.int32)[None]
+        bounds = running.cu_seq_lens_q
+        numbers = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
+        # with the size of the output the host does not wait for the device
+        running.derived[name] = torch.repeat_interleave(numbers, bounds.diff(), output_size=like.shape[1])[None]
     return running.derived[name]
-
-
-def _documents(running: PackedForward, num_tokens: int) -> Tensor:
-    """The number of the document of each token, (T,), without a wait for the device."""
-    bounds = running.cu_seq_lens_q
-    numbers = torch.arange(len(bounds) - 1, device=bounds.device)
-    return torch.repeat_interleave(numbers, bounds.diff(), output_size=num_tokens)
 
 
 # ---- The convolution
@@ -179,11 +169,11 @@ def scan_delta(
     """A gated delta rule: query, key (1, T, G, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H)."""
     options = _without_boundaries(options) | {"initial_state": None, "output_final_state": False}
 
-    def call(values: list[Tensor], keys: list[Tensor], parameters: Any, **boundaries: Tensor) -> Tensor:
+    def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **boundaries: Tensor) -> Tensor:
         value, g, beta = values
         return inner(*keys, value, g=g, beta=beta, **options, **boundaries)[0]
 
-    def from_states(values: list[Tensor], keys: list[Tensor], parameters: Any, states: Tensor | None) -> Any:
+    def from_states(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], states: Tensor | None) -> Any:
         value, g, beta = values
         return inner(*keys, value, g=g, beta=beta, **options | {"initial_state": states, "output_final_state": True})
 

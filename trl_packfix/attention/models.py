@@ -1,15 +1,16 @@
 """Parts of a transformers model: the model inside PEFT's wrapper, its backbone, the config of its text part."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def base_model(model: Any) -> PreTrainedModel:
+def base_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside PEFT's wrapper, or the model itself."""
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
+    inner: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
+    model = model if inner is None else inner()
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"packing got a {type(model).__name__}: attention is set through transformers' interface, which only a "

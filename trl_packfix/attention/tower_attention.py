@@ -27,7 +27,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .flash import CUDA_DTYPES, CudaKernel, flash_on_cuda
 from .kernel_errors import KernelError, is_device_error
-from .kernels import attend_in_rows
+from .kernels import attend_by_document
 from .models import towers
 from .varlen import cast, runs_flash
 
@@ -83,7 +83,8 @@ def tower_attention(
                 raise
             raise TowerAttentionError(str(error)) from error
     else:
-        out = attend_in_rows(query, key, value, _lengths_of(bounds), scale=scale, dropout=dropout)
+        lengths = _lengths_of(bounds)
+        out = attend_by_document(query, key, value, lengths, is_causal=False, scale=scale, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -110,7 +111,7 @@ def _lengths_of(bounds: Tensor) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def _hands_over_boundaries(kind: Any) -> bool:
+def _hands_over_boundaries(kind: type[nn.Module]) -> bool:
     """Whether the code of a module passes boundaries of its own to a flash attention, and to no other."""
     try:
         code = inspect.getsource(kind)

@@ -37,7 +37,7 @@ class TowerDivision:
     index: int
     computed: int
 
-    def exchanged(self, output: Any, group: dist.ProcessGroup) -> Any:
+    def exchanged(self, output: object, group: dist.ProcessGroup) -> Any:
         """The output of the tower on this share -> that on all images.
 
         Raises:
@@ -49,7 +49,7 @@ class TowerDivision:
         send = torch.cat([share.flatten() for share in shares])
         sizes = [[tensor[:1].numel() * self._rows_of(tensor, rows) for tensor in tensors] for rows in self.rows]
         ranks = len(self.rows)
-        got = exchange_pieces(send.repeat(ranks), [len(send)] * ranks, [sum(size) for size in sizes], group=group)
+        got = exchange_pieces(send.repeat(ranks), [len(send)] * ranks, [sum(size) for size in sizes], group)
         pieces = [
             piece.split(size) for piece, size in zip(got.split([sum(size) for size in sizes]), sizes, strict=True)
         ]

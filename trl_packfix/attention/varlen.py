@@ -4,7 +4,7 @@ It is registered with transformers' attention and mask interfaces. `choice.py` c
 does the computation. In packed forwards no (T, T) mask is built.
 
 A call is *packed* if its module is in training mode, if it gets `cu_seq_lens_q`, or if it runs inside a forward marked
-by `forwards.mark_running_forward`. A packed call without boundaries, or with a mask, a cache or several rows, raises an
+by `forwards.mark_packed_forwards`. A packed call without boundaries, or with a mask, a cache or several rows, raises an
 error. Every other call (`generate` with its cache, a padded evaluation batch) gives the result of transformers' `sdpa`.
 Sinks and softcap, which `sdpa` does not support, are then computed as a pack of rows, or in plain torch under a mask.
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -16,9 +17,10 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..attention.choice import backward_bytes
-from ..attention.models import base_model
+from ..attention.choice import head_dim
+from ..attention.models import base_model, head_counts, text_config
 from ..attention.runs import COPIED_BYTES
+from ..data.model_memory import ROWS_PER_DOCUMENT
 from ..data.stream_state import StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import PackingReport, metrics
@@ -62,12 +64,15 @@ class BeforeTraining(TrainerCallback):
 
 def backward_note(model: nn.Module, most_documents: int | None) -> str:
     """What many short documents cost in the backward of flash attention, if that is much."""
-    needed = backward_bytes(model, most_documents or 0) / 2**30
+    config = text_config(base_model(model))
+    width = -(-head_dim(config) // 32) * 32  # the kernels round it up
+    rows = ROWS_PER_DOCUMENT * (most_documents or 0)
+    needed = rows * max(head_counts(config), default=0) * width * torch.float32.itemsize / 2**30
     if needed < MUCH_GIB:
         return ""
     return (
         f"; its backward needs {needed:.1f} GiB more for the {most_documents:,} documents of the fullest micro-batch "
-        "(128 rows in fp32 for each): lower per_device_train_batch_size if memory runs out"
+        f"({ROWS_PER_DOCUMENT} rows in fp32 for each): lower per_device_train_batch_size if memory runs out"
     )
 
 
