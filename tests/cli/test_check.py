@@ -289,11 +289,6 @@ def test_a_model_that_does_not_exist_is_exit_code_2(capsys):
     assert "`check no/such/model` was given" in capsys.readouterr().err
 
 
-def test_the_csv_is_plain():
-    with (DOCS / "compatibility.csv").open(newline="") as file:
-        assert next(csv.reader(file))[:3] == ["model_type", "kind", "verdict"]
-
-
 @pytest.mark.parametrize("more", [{}, {"layer_pattern": "MEM*"}])
 def test_a_text_is_not_cut_to_the_number_of_layers(more):
     """ "silu" in four layers is no list of layers; a pattern with a character for each is one."""
