@@ -134,6 +134,7 @@ def _packs_title(report: ReportNumbers) -> str:
     if report.num_packs is None:
         return f"{report.num_documents:,} documents in {report.num_steps:,} steps ({report.strategy})"
     padded = f"; padded batches: {report.padding_efficiency:.1%}" if report.batch_size > 1 else ""
+    shared = "" if report.shared_prefixes is None else " without sharing"
     # The packs of the last step are divided between all of its micro-batches.
     num = report.num_steps * report.accumulation * report.world_size
     divided = ""
@@ -142,7 +143,7 @@ def _packs_title(report: ReportNumbers) -> str:
         divided = f",\ndivided into {num:,} micro-batches, {full:.1%} full"
     return (
         f"{report.num_documents:,} documents in {report.num_packs:,} packs ({report.strategy}), "
-        f"{report.efficiency:.1%} full{divided}{padded}"
+        f"{report.efficiency:.1%} full{shared}{divided}{padded}"
     )
 
 
