@@ -107,7 +107,14 @@ def forecasts(
         policy = _policy(config)
         if documents is None or policy != made_for:
             documents, made_for = _documents(reader, config), policy
-        planner = _planner(documents, config, world_size, cost_model=cost_model, synchronisation=synchronisation)
+        planner = planner_for(
+            reader,
+            config,
+            world_size,
+            cost_model=cost_model,
+            synchronisation=synchronisation,
+            documents=documents,
+        )
         report = make_report(planner, config.effective_overlong, reader)
         if not planner.packing.shares_families:  # of families the report knows it from the plan
             report = replace(report, prefixes=estimated_savings(planner, reader))
@@ -127,21 +134,20 @@ def forecasts(
         yield Forecast(report, flops, (report.num_tokens - report.tokens_not_reached) / seconds, seconds / 3600)
 
 
-def planner_for(reader: Rows, config: SFTConfig, world_size: int, *, cost_model: CostModel) -> EpochPlanner:
-    """The planner of a training run with this config on `world_size` ranks."""
-    documents = _documents(reader, config)
-    return _planner(documents, config, world_size, cost_model=cost_model, synchronisation="micro")
-
-
-def _planner(
-    documents: Documents,
+def planner_for(
+    reader: Rows,
     config: SFTConfig,
     world_size: int,
     *,
     cost_model: CostModel,
-    synchronisation: Synchronisation,
+    synchronisation: Synchronisation = "micro",
+    documents: Documents | None = None,
 ) -> EpochPlanner:
-    """Raises ValueError for a step of more micro-batches than can be planned in memory."""
+    """The planner of a training run with this config on `world_size` ranks; `documents` are those of the reader.
+
+    Raises:
+        ValueError: a step of more micro-batches than can be planned in memory.
+    """
     num = world_size * config.gradient_accumulation_steps
     if num > MOST_MICRO_BATCHES:
         raise ValueError(
@@ -151,7 +157,7 @@ def _planner(
         )
     return make_planner(
         config,
-        documents,
+        _documents(reader, config) if documents is None else documents,
         cost_model,
         world_size=world_size,
         synchronisation=synchronisation,

@@ -12,6 +12,8 @@ from ..reporting.columns import Column
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from transformers import PreTrainedConfig
+
     from ..data.model_memory import Method, Peak
     from ..training.config import SFTConfig
     from .configs import Configs
@@ -86,13 +88,14 @@ def check(args: argparse.Namespace, given: "Configs") -> None:
 
 
 def predictions(
-    args: argparse.Namespace, config: "SFTConfig", documents: int, *, model_config: Any
+    args: argparse.Namespace, config: "SFTConfig", documents: int, *, model_config: "PreTrainedConfig | None"
 ) -> tuple[list[dict[str, Any]], str]:
     """A row for each number of GPUs, method, and with and without checkpointing, in GiB; and a line of what fits."""
     from ..attention.runs import COPIED_BYTES
     from ..data.model_memory import GIB, METHODS, count_model, largest_tokens, predict_peak
 
     assert config.max_length is not None  # `SFTConfig` refuses packing without it
+    assert model_config is not None  # `check` refuses memory without a model
     batch = config.per_device_train_batch_size
     tokens = config.tokens_per_rank or batch * config.max_length
     copied = 0.0 if config.share_prefixes == "off" else float(COPIED_BYTES)

@@ -93,7 +93,7 @@ TYPES: dict[str, tuple[Any, str]] = {
 }
 
 
-def _entry(entry: Any) -> SourceConfig:
+def _entry(entry: object) -> SourceConfig:
     """One entry of `datasets`.
 
     Raises:
@@ -162,7 +162,7 @@ def _load(source: SourceConfig) -> Dataset:
     path = Path(source.path)
     is_local = path.suffix in FORMATS or is_saved(path)
     if is_local and source.data_files is None and source.data_dir is None:
-        dataset: Any = load_rows(source.path, source.split, setting="split: ")
+        dataset = load_rows(source.path, source.split, setting="split: ")
     else:
         dataset = load_named(
             source.path, name=source.name, data_dir=source.data_dir, data_files=source.data_files, split=source.split

@@ -4,7 +4,7 @@ import argparse
 import json
 from itertools import product
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..planning.strategies import STRATEGIES
 from ..reporting.columns import COLUMNS, KEYS, Column
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.table import Table
+    from transformers import PreTrainedConfig
 
     from ..data.reader import Rows
     from ..planning.costs import CostModel
@@ -118,7 +119,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, given: "Configs", lengths: list[int], *, model_config: Any) -> int:
+def _plan(
+    args: argparse.Namespace, given: "Configs", lengths: list[int], *, model_config: "PreTrainedConfig | None"
+) -> int:
     from ..reporting.report_numbers import MAX_LOST_SHARE
     from .forecast import candidate_lengths, recommend
     from .tokens import check_images, make_costs, read_documents
@@ -252,7 +255,7 @@ def _tables(cells: dict[Column, list[str]], console: "Console", keys: tuple[Colu
     def table(columns: list[Column]) -> Table:
         rich_table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
         for column in columns:
-            justify: Any = "left" if column.text == "" and column in keys else "right"
+            justify: Literal["left", "right"] = "left" if column.text == "" and column in keys else "right"
             widest = None if column.wraps else max(map(len, cells[column]), default=0)
             rich_table.add_column(column.heading, justify=justify, min_width=widest, overflow="fold")
         for row in zip(*(cells[column] for column in columns), strict=True):

@@ -20,6 +20,7 @@ from .flags import Subparsers
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
     from ..data.documents import Ledger
     from ..training.config import SFTConfig
@@ -164,7 +165,7 @@ def _umask() -> int:
 
 
 def _save_tokens(
-    given: "Configs", parts: "list[Dataset]", tokenizer: Any, *, output: Path
+    given: "Configs", parts: "list[Dataset]", tokenizer: "PreTrainedTokenizerBase", *, output: Path
 ) -> "tuple[int, int, Ledger]":
     """Write one table of tokens and labels. Returns its rows, the rows given, and what they hold."""
     from datasets import concatenate_datasets

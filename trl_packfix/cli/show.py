@@ -3,12 +3,14 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import flags
 from .flags import Subparsers
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from ..data.epochs import EpochPlanner
     from ..data.reader import Rows
     from ..reporting.text import ShownPack
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     has_tokens = not isinstance(reader, LengthRows)
     packs = list(shown_packs(planner, reader, args.packs))
     if args.json:
-        shown: Any = [pack.to_dict(tokenizer, has_tokens) for pack in packs]
+        shown = [pack.to_dict(tokenizer, has_tokens) for pack in packs]
         print(json.dumps(shown if picture is None else {"plot": str(picture), "packs": shown}, indent=2))
         return 0
     _print(packs, tokenizer, has_tokens, args=args)
@@ -83,7 +85,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(packs: "list[ShownPack]", tokenizer: Any, has_tokens: bool, *, args: argparse.Namespace) -> None:
+def _print(
+    packs: "list[ShownPack]", tokenizer: "PreTrainedTokenizerBase | None", has_tokens: bool, *, args: argparse.Namespace
+) -> None:
     from rich.console import Console
 
     from ..reporting.text import LEGEND, pack_text

@@ -14,6 +14,14 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from ..data.collator import IGNORE_INDEX
 from ..data.image_rows import ImageRows
@@ -51,14 +59,12 @@ TOKENISATION = (
 )
 
 
-def load_tokenizer(name: str, trust_remote_code: bool) -> Any:
+def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer of a model by its name or folder.
 
     Raises:
         ValueError: it cannot be loaded, for example because its own code needs `--trust-remote-code`.
     """
-    from transformers import AutoTokenizer
-
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -75,8 +81,6 @@ def check_template(path: str | None) -> None:
     Raises:
         ValueError: neither a file of a template nor a tokenizer that has one.
     """
-    from transformers import AutoTokenizer
-
     if path is None or (Path(path).is_file() and path.endswith((".jinja", ".j2"))):
         return
     what = "a file of a template (.jinja, .j2) that is here, or the name or folder of a tokenizer that has one"
@@ -84,7 +88,7 @@ def check_template(path: str | None) -> None:
         AutoTokenizer.from_pretrained(path).get_chat_template()
 
 
-def tokenised(dataset: Dataset, tokenizer: Any, config: SFTConfig) -> Dataset:
+def tokenised(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | str | None, config: SFTConfig) -> Dataset:
     """`input_ids` and `labels` of every row, as `SFTTrainer` makes them; no row is cut, dropped or shuffled.
 
     With `per_turn` there is one row per assistant turn.
@@ -117,7 +121,7 @@ def tokenised(dataset: Dataset, tokenizer: Any, config: SFTConfig) -> Dataset:
     return _with_labels(prepare_rows(dataset, tokenizer, config), config)
 
 
-def measured(dataset: Dataset, processor: Any, config: SFTConfig) -> ImageRows:
+def measured(dataset: Dataset, processor: ProcessorMixin | str | None, config: SFTConfig) -> ImageRows:
     """The documents of rows with images, as `SFTTrainer` measures them.
 
     `datasets` caches the lengths, so a training run with the same processor and settings does not measure again.
@@ -129,8 +133,6 @@ def measured(dataset: Dataset, processor: Any, config: SFTConfig) -> ImageRows:
     Raises:
         ValueError: no processor, or a tokenizer in its place.
     """
-    from transformers import AutoProcessor, ProcessorMixin
-
     name = next(name for name in IMAGES if name in dataset.column_names)
     name_of_model = processor
     if isinstance(processor, str):
@@ -279,18 +281,16 @@ def check_images(config: SFTConfig, reader: Rows) -> None:
         refuse(Setup(args=config, columns=("images",)))
 
 
-def load_model_config(run: Configs) -> Any:
+def load_model_config(run: Configs) -> PreTrainedConfig | None:
     """The config of the model; None without one."""
     name = run.model.model_name_or_path
     if name is None:
         return None
-    from transformers import AutoConfig
-
     with named(f"--model {name}", MODEL):
         return AutoConfig.from_pretrained(name, trust_remote_code=run.training.trust_remote_code)
 
 
-def make_costs(model_config: Any, reader: Rows) -> CostModel:
+def make_costs(model_config: PreTrainedConfig | None, reader: Rows) -> CostModel:
     """The cost model of a config, of a Llama with 7B parameters without one; with the costs of images if there are."""
     costs = make_cost_model(model_config)
     return costs if reader.image_counts is None else with_tower(costs, model_config)

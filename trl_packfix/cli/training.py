@@ -5,8 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets, load_dataset
-from datasets import load_from_disk as load_folder
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    IterableDatasetDict,
+    concatenate_datasets,
+    load_dataset,
+    load_from_disk,
+)
 from transformers.utils import is_liger_kernel_available
 from trl import ScriptArguments, get_peft_config, get_quantization_config
 
@@ -27,7 +34,8 @@ def load_documents(script_args: ScriptArguments) -> DatasetDict | IterableDatase
 
     A file or a folder with one table has the split `dataset_train_split`.
     """
-    paths: Any = script_args.dataset_name
+    paths = script_args.dataset_name
+    assert paths is not None, "refused before"
     datasets = [_splits(path, script_args) for path in ([paths] if isinstance(paths, str) else paths)]
     if len(datasets) == 1:
         return datasets[0]
@@ -36,22 +44,20 @@ def load_documents(script_args: ScriptArguments) -> DatasetDict | IterableDatase
     return kind({name: concatenate_datasets([splits[name] for splits in datasets if name in splits]) for name in names})
 
 
-def _splits(name: str, script_args: ScriptArguments) -> Any:
-    path = Path(name)
-    if path.is_file() and path.suffix in FORMATS:
-        if script_args.dataset_streaming:
-            rows = load_dataset(FORMATS[path.suffix], data_files=name, split="train", streaming=True)
-            return IterableDatasetDict({script_args.dataset_train_split: rows})
-        return DatasetDict({script_args.dataset_train_split: load_rows(name)})
-    if is_saved(path):
-        loaded = load_folder(name)
-        return loaded if isinstance(loaded, DatasetDict) else DatasetDict({script_args.dataset_train_split: loaded})
-    if path.is_file() or path.suffix in FORMATS:
-        load_rows(name)  # refuses the file by its suffix, or because it does not exist
+def _splits(name: str, script_args: ScriptArguments) -> DatasetDict | IterableDatasetDict:
+    path, split = Path(name), script_args.dataset_train_split
+    if path.is_file() and path.suffix in FORMATS and script_args.dataset_streaming:
+        return IterableDatasetDict(
+            {split: load_dataset(FORMATS[path.suffix], data_files=name, split="train", streaming=True)}
+        )
+    if is_saved(path) and isinstance(saved := load_from_disk(name), DatasetDict):
+        return saved
+    if path.is_file() or is_saved(path) or path.suffix in FORMATS:
+        return DatasetDict({split: load_rows(name)})  # refuses a file that it cannot read, or that does not exist
     return load_named(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
 
 
-def choose_split(dataset: Any, flag: str, split: str) -> Dataset | IterableDataset:
+def choose_split(dataset: DatasetDict | IterableDatasetDict, flag: str, split: str) -> Dataset | IterableDataset:
     if split not in dataset:
         raise ValueError(
             f"`--{flag} {split}` was given or is the default, and the dataset has {list(dataset)} only. Without that "
@@ -78,7 +84,7 @@ def _load(script_args: TrainArguments, training_args: SFTConfig, mixture: Mixtur
     return load_documents(script_args)
 
 
-def make_trainer(run: Configs, dataset: Any = None) -> SFTTrainer:
+def make_trainer(run: Configs, dataset: DatasetDict | IterableDatasetDict | None = None) -> SFTTrainer:
     """The trainer of a run, with its model and its documents.
 
     Args:
@@ -103,13 +109,13 @@ def make_trainer(run: Configs, dataset: Any = None) -> SFTTrainer:
             dataset = _load(script_args, training_args, mixture)
     PartialState().print(f"Model: {model_args.model_name_or_path}")
     PartialState().print(f"Dataset: {', '.join(names) or 'given'}")
-    chosen: Any = training_args.model_init_kwargs or {}
+    assert not isinstance(training_args.model_init_kwargs, str)  # transformers reads JSON
     chosen = {
         "revision": model_args.model_revision,
         "trust_remote_code": training_args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
-    } | chosen
+    } | (training_args.model_init_kwargs or {})
     training_args.model_init_kwargs = chosen
     with named(f"--model_name_or_path {model_args.model_name_or_path}", MODEL):
         text_config(model_args.model_name_or_path, training_args)

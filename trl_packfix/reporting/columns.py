@@ -33,7 +33,7 @@ class Column:
     meaning: str = ""
     wraps: bool = False
 
-    def cell(self, value: Any) -> str:
+    def cell(self, value: object) -> str:
         """A value as text."""
         return "-" if value is None else format(value, self.text)
 
@@ -41,7 +41,7 @@ class Column:
 def _of(path: str) -> Callable[[Any], Any]:
     """A number of the report by its path; None where the report does not have this part."""
 
-    def value(report: Any) -> Any:
+    def value(report: object) -> Any:
         return reduce(lambda part, name: getattr(part, name, None), path.split("."), report)
 
     return value

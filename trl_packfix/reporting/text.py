@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
 from ..data.collator import IGNORE_INDEX, READ, PackedDataCollator
 from ..data.epochs import EpochPlanner
@@ -79,7 +80,7 @@ class ShownPack:
     parts: list[tuple[int, int]]
     cu_seq_lens_k: list[int] | None = None
 
-    def to_dict(self, tokenizer: Any, has_tokens: bool = True) -> dict[str, Any]:
+    def to_dict(self, tokenizer: PreTrainedTokenizerBase | None, has_tokens: bool = True) -> dict[str, Any]:
         """All attributes as JSON values. `text` is None without a tokenizer, `input_ids` if only lengths are known."""
         return {
             "place": self.place,
@@ -157,7 +158,12 @@ def shown_packs(planner: EpochPlanner, reader: Rows, num_packs: int) -> Iterator
 
 
 def pack_text(
-    pack: ShownPack, tokenizer: Any, has_tokens: bool = True, *, num_documents: int = 8, num_tokens: int = 60
+    pack: ShownPack,
+    tokenizer: PreTrainedTokenizerBase | None,
+    has_tokens: bool = True,
+    *,
+    num_documents: int = 8,
+    num_tokens: int = 60,
 ) -> Text:
     """A pack as text, in colour if the terminal has it.
 
@@ -215,7 +221,9 @@ def _document_line(number: int, document: ShownDocument) -> str:
     )
 
 
-def _parts(document: ShownDocument, tokenizer: Any, num_tokens: int) -> Iterator[tuple[str, bool]]:
+def _parts(
+    document: ShownDocument, tokenizer: PreTrainedTokenizerBase | None, num_tokens: int
+) -> Iterator[tuple[str, bool]]:
     """Text of each run and whether it is trained, without the middle of a long document."""
     length, half = len(document.tokens), num_tokens // 2
     hidden = (half, length - half) if length > num_tokens else (length, length)
@@ -230,8 +238,9 @@ def _parts(document: ShownDocument, tokenizer: Any, num_tokens: int) -> Iterator
                 yield f" [... {omitted} ...] ", False
 
 
-def _decode(tokenizer: Any, ids: np.ndarray, one_line: bool = False) -> str:
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, one_line: bool = False) -> str:
     text = tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)  # of one row
     if not one_line:
         return text
     return REPEATED.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text).replace("\n", "\\n")
