@@ -132,13 +132,6 @@ class TrainingData:
         columns = {WEIGHTS: self.args.weight_column, SOURCES: self.args.source_column}
         return {key: column for key, column in columns.items() if column is not None}
 
-    def _read_row_values(self) -> RowValues:
-        """Of the prepared training set, whose rows may be shuffled or fewer than those given."""
-        if isinstance(self._run.train_dataset, IterableDataset):
-            self.stream_sources = None if self.args.source_column is None else StreamSources()
-            return RowValues()  # a stream is read, and checked, later
-        return read_row_values(self._run.train_dataset, self.args.weight_column, self.args.source_column, name="train")
-
     def with_row_values(self, collate: Callable[..., Any], values: RowValues) -> Callable[..., Any]:
         """`collate`, with the weights and sources that its documents have."""
         has = {WEIGHTS: values.weights is not None, SOURCES: values.sources is not None}
@@ -151,8 +144,7 @@ class TrainingData:
         checks.check_quantisation(self._run.model, args.device.type)
         self._run.padding_free = True
         if self.packs_images:
-            collate: Any = self.padded_collator
-            self.images = ImageData(collate, self._run.model, args.per_turn)
+            self.images = ImageData(self._run.data_collator, self._run.model, args.per_turn)
         self._run.data_collator = self.packed_collator(args.per_device_train_batch_size, self.shares_prefixes)
         self._read_training_set()
         self._run.packed_model = self.make_packed_model()
@@ -162,7 +154,11 @@ class TrainingData:
     def _read_training_set(self) -> None:
         """Weights and sources of the rows of `train_dataset` and, with packing, its documents."""
         args, dataset = self.args, self._run.train_dataset
-        self.row_values = self._read_row_values()
+        if isinstance(dataset, IterableDataset):
+            self.stream_sources = None if args.source_column is None else StreamSources()
+            self.row_values = RowValues()  # a stream is read, and checked, later
+        else:  # prepared, so that rows may be shuffled or fewer than those given
+            self.row_values = read_row_values(dataset, args.weight_column, args.source_column, name="train")
         if not args.packing:
             if keys := self._value_columns:  # rows have the two columns themselves
                 index = {value: i for i, value in enumerate(self.row_values.column_values)}
@@ -335,7 +331,7 @@ class TrainingData:
     @shares_prefixes.setter
     def shares_prefixes(self, shares: bool) -> None:
         self._shares_prefixes = shares
-        collate: Any = self._run.data_collator
+        collate = self._run.data_collator
         if isinstance(collate, PackCollator) and isinstance(collate.rows, PrefixCollator):
             collate.rows.shares = shares
 

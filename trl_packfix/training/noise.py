@@ -65,12 +65,9 @@ class DocumentNoise(ModelHooks):
             self._num_rows += len(output)
             length = rows[first : first + len(output), None]
         amplitude = self.alpha / (length * output.shape[-1]).sqrt()
-        generator = None if part is None else _generator_of(part, output.device)
+        generator = None
+        if part is not None:  # seeded from the random state that all ranks of a group share
+            seed = int(torch.randint(2**62, ()))  # on the host: a seed on the device would have to be copied
+            generator = torch.Generator(output.device).manual_seed(seed + part)
         noise = torch.empty_like(output).uniform_(-1, 1, generator=generator)
         return output + noise * amplitude.to(output.dtype).unsqueeze(-1)
-
-
-def _generator_of(part: int, device: torch.device) -> torch.Generator:
-    """A generator for the part with this index, seeded from the random state that all ranks of a group share."""
-    seed = int(torch.randint(2**62, ()))  # on the host: a seed on the device would have to be copied
-    return torch.Generator(device).manual_seed(seed + part)

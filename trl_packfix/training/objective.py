@@ -193,14 +193,11 @@ class Objective:
         if self.args.packing:
             self._run.packed_model.check_attends(inputs)
 
-    @property
-    def _is_smoothed(self) -> bool:
-        return self._run.label_smoother is not None and self.args.loss_type != "dft"
-
     def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
         of_user = self._run.compute_loss_func
-        if of_user is None and not self._is_smoothed:
+        is_smoothed = self._run.label_smoother is not None and self.args.loss_type != "dft"
+        if of_user is None and not is_smoothed:
             outputs = model(**inputs, fused_lm_head=True)
             targets = layout_of(inputs).targets(outputs.label_mask)
             per_token_loss = -outputs.log_probs  # (B, T - 1), zero where nothing is trained
