@@ -326,6 +326,8 @@ def test_a_restart_with_another_number_of_tokens_per_rank_is_refused():
 
 # Settings
 
+PACKING = {"packing": True, "max_length": 64, "per_device_train_batch_size": 1, "use_cpu": True, "bf16": False}
+
 
 @pytest.mark.parametrize(
     "given, message",
@@ -337,57 +339,35 @@ def test_a_restart_with_another_number_of_tokens_per_rank_is_refused():
         ({"tokens_per_rank": 16, "packing_strategy": "minibatch"}, "`packing_strategy='minibatch'` was given with"),
         ({"tokens_per_rank": 16, "per_device_train_batch_size": 2}, "`per_device_train_batch_size=2` was given with"),
         ({"tokens_per_rank": 16, "max_length": None}, "`max_length=None`"),
+        ({"tokens_per_rank": 16, "exchange_speeds": {"within": 0}}, r"each a number above 0, and 'within' is not"),
+        (
+            {"tokens_per_rank": 16, "exchange_speeds": {"bandwidth": 1e9}},
+            r"by flops, within.*'bandwidth' is not one",
+        ),
+        ({"tokens_per_rank": 16, "exchange_speeds": "fast"}, "'fast' is not one of them"),
+        ({"exchange_speeds": {"within": 1e9}}, r"`tokens_per_rank=None` was given with `exchange_speeds="),
     ],
 )
 def test_settings_without_a_meaning_are_refused(given, message, tmp_path):
-    whole = {"packing": True, "max_length": 64, "per_device_train_batch_size": 1, "use_cpu": True, "bf16": False}
-    assert SFTConfig(str(tmp_path), **whole, tokens_per_rank=16).tokens_per_rank == 16
+    assert SFTConfig(str(tmp_path), **PACKING, tokens_per_rank=16).tokens_per_rank == 16
     with pytest.raises(ValueError, match=message):
-        SFTConfig(str(tmp_path), **(whole | given))
-
-
-@pytest.mark.parametrize(
-    "speeds, message",
-    [
-        ({"within": 0}, r"each a number above 0, and 'within' is not"),
-        ({"bandwidth": 1e9}, r"Degrees are chosen by flops, within.*'bandwidth' is not one of them"),
-        ("fast", "'fast' is not one of them"),
-        ({"within": 1e9}, r"`tokens_per_rank=None` was given with `exchange_speeds="),
-    ],
-)
-def test_wrong_speeds_are_refused(speeds, message, tmp_path):
-    settings = {"packing": True, "max_length": 64, "per_device_train_batch_size": 1, "use_cpu": True, "bf16": False}
-    shares = {} if "None" in message else {"tokens_per_rank": 16}
-    with pytest.raises(ValueError, match=message):
-        SFTConfig(str(tmp_path), **settings, **shares, exchange_speeds=speeds)
+        SFTConfig(str(tmp_path), **(PACKING | given))
 
 
 def test_slow_links_get_smaller_degrees(tmp_path):
     rng = np.random.default_rng(0)
     lengths = np.concatenate([rng.integers(200, 4000, 300), [30_000] * 4])
-    settings = {"packing": True, "max_length": 32_768, "tokens_per_rank": 8192, "per_device_train_batch_size": 1}
-    settings |= {"use_cpu": True, "bf16": False}
-    used = []
+    settings, used = PACKING | {"max_length": 32_768, "tokens_per_rank": 8192}, []
     for speeds in (None, {"within": 1e9, "between": 1e9}, '{"within": 1e9, "between": 1e9}'):  # the flag is JSON
         args = SFTConfig(str(tmp_path), **settings, exchange_speeds=speeds)
-        planner = make_planner(
-            args, documents_of(lengths), LLAMA_7B, world_size=8, synchronisation="micro", batch_size=1
-        )
+        of_run = {"world_size": 8, "synchronisation": "micro", "batch_size": 1}
+        planner = make_planner(args, documents_of(lengths), LLAMA_7B, **of_run)
         used.append(planner.schedule(0).degrees.tolist())
     assert used[1] == used[2] and np.mean(used[1]) < np.mean(used[0])
 
 
 def test_documents_beyond_all_ranks_are_refused(tmp_path):
-    args = SFTConfig(
-        str(tmp_path),
-        packing=True,
-        max_length=64,
-        tokens_per_rank=16,
-        per_device_train_batch_size=1,
-        max_steps=1,
-        use_cpu=True,
-        bf16=False,
-    )
+    args = SFTConfig(str(tmp_path), **PACKING, tokens_per_rank=16, max_steps=1)
     model = SimpleNamespace(config=AutoConfig.for_model("llama"))
     # one rank cannot hold documents of 64 tokens; found before the model is loaded and the dataset tokenised
     with pytest.raises(ValueError, match="`max_length=64` was given with `tokens_per_rank=16` on 1 ranks"):

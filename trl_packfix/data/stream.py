@@ -245,9 +245,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         reader = StreamReader(
             parts,
             list(self._readers),
-            self.packing.max_length,
-            self.packing.overlong,
-            self.packing.truncation_mode,
+            self.packing,
             self.vocab_size,
             self.weight_column,
             self.source_column,

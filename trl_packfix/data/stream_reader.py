@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import fsspec.asyn
 import numpy as np
@@ -19,12 +19,13 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch.utils.data import get_worker_info
 
 from ..compat import state_is_exact
+from ..planning.packing import Packing
 from ..samples.row import BAD_ROW
 from .dataset_checks import check_tokens
 from .documents import Ledger
 from .reader import TokenReader
 from .row_values import SOURCES, RowValues, read_row_values
-from .spans import Overlong, make_documents
+from .spans import make_documents
 from .stream_images import CHUNK as IMAGE_CHUNK
 from .stream_images import StreamImages
 
@@ -130,7 +131,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
             one for each worker, or one without workers. For the rest of a pass of other ranks there may be more or
             fewer; each worker reads several in turn.
         states: the state from which each part continues.
-        max_length, overlong, truncation_mode: the policy for long documents, see `make_documents`.
+        packing: with the policy for long documents, see `make_documents`.
         vocab_size: token ids must be below it; None: not checked.
         weight_column, source_column: columns with the weight and the source of each row, which its documents get;
             None: no such column.
@@ -139,9 +140,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
 
     parts: list[IterableDataset]
     states: list[ReaderState]
-    max_length: int
-    overlong: Overlong = "truncate"
-    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
+    packing: Packing
     vocab_size: int | None = None
     weight_column: str | None = None
     source_column: str | None = None
@@ -202,8 +201,9 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         if "input_ids" in table.column_names:
             check_tokens(table, "train", self.vocab_size)
         reader = TokenReader(table)
+        mode = self.packing.truncation_mode
         spans = make_documents(
-            reader, self.max_length, self.overlong, truncation_mode=self.truncation_mode, may_be_empty=True
+            reader, self.packing.max_length, self.packing.overlong, truncation_mode=mode, may_be_empty=True
         )
         documents = [
             # Copies, because a view would hold the tokens of the whole chunk in memory.
@@ -220,7 +220,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         if columns:
             table = as_table({name: batch[name] for name in columns if name in batch}, *columns)
             values = read_row_values(table, self.weight_column, self.source_column, name="train")
-        read = self.images.read(batch, self.max_length, self.overlong)
+        read = self.images.read(batch, self.packing.max_length, self.packing.overlong)
         return read.documents, read.rows, read.ledger, values.taken(read.conversations)
 
 

@@ -17,6 +17,7 @@ of `max_length`.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -239,8 +240,7 @@ class Step:
         return DividedStep(float(seconds.sum()), [degree] * len(seconds), packs)
 
 
-@dataclass(frozen=True)
-class ModelledTime:
+class ModelledTime(NamedTuple):
     """Modelled seconds of a schedule with sequence parallelism.
 
     Attributes:
