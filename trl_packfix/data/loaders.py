@@ -22,13 +22,7 @@ from ..planning.schedule import EMPTY, Schedule
 from ..planning.strategies import STRATEGIES, Strategy
 from .cache import cached_documents
 from .collator import IGNORE_INDEX, PackedDataCollator
-from .dataset_checks import (
-    check_choice,
-    check_count,
-    check_max_length,
-    check_not_padded,
-    check_overlong,
-)
+from .dataset_checks import check_choice, check_count, check_max_length, check_not_padded, check_overlong
 from .documents import Documents
 from .epochs import EpochPlanner
 from .model_costs import make_cost_model

@@ -52,10 +52,8 @@ class RowsOfBatch(NamedTuple):
             return value.to(device, non_blocking=True)
 
         pack = {name: moved(value) for name, value in self.pack.items()}
-        # One tensor for both: attention compares their identity
-        pack["cu_seq_lens_k"] = (
-            pack["cu_seq_lens_q"] if self.pack["cu_seq_lens_k"] is self.pack["cu_seq_lens_q"] else pack["cu_seq_lens_k"]
-        )
+        if self.pack["cu_seq_lens_k"] is self.pack["cu_seq_lens_q"]:  # one tensor: attention compares their identity
+            pack["cu_seq_lens_k"] = pack["cu_seq_lens_q"]
         return self._replace(pack=pack, rows=moved(self.rows), cells=moved(self.cells))
 
 

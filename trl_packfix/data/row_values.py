@@ -186,8 +186,7 @@ class StreamSources(dict[str, int]):
             raise ValueError(
                 f"`source_column` was given, and in the train stream it has more than {MAX_SOURCES} different values "
                 f"({name[:40]}, ...). Each source has its own loss in every log entry, and at most {MAX_SOURCES} are "
-                "logged. Set `source_column` to a coarser column, or group rare values under one "
-                "name."
+                "logged. Set `source_column` to a coarser column, or group rare values under one name."
             )
         self[name] = number = len(self)
         return number

@@ -31,10 +31,8 @@ def stream_loader(
     Images are processed in `num_workers` processes of their own.
     """
     if stream.images is None:
-        loader: Any = DataLoader(
-            stream, batch_size=None, collate_fn=lambda pack: collate(pack) if pack else {}, pin_memory=pin_memory
-        )
-        return unsharded_loader(loader, device)
+        how: dict[str, Any] = {"collate_fn": lambda pack: collate(pack) if pack else {}, "pin_memory": pin_memory}
+        return unsharded_loader(DataLoader(stream, batch_size=None, **how), device)
     settings = dict(worker_kwargs or {}) if num_workers else {}
     if not settings.pop("in_order", True) and stream.rank == 0:
         logger.warning(

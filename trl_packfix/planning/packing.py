@@ -148,8 +148,6 @@ class Packing:
         """Packs of an optimizer step: one for each micro-step and group of the fewest ranks that hold any document."""
         return self.bins.num_slots // (1 if self.parallel is None else self.parallel.smallest)
 
-    # Packs
-
     def rng(self, *seed: int) -> np.random.Generator | None:
         """Draws what the epoch `seed` draws; None without shuffling."""
         return np.random.default_rng((self.seed, *seed)) if self.shuffle else None
@@ -180,8 +178,6 @@ class Packing:
             arriving, capacity, self.buffer_size, longest=longest, bytes_of=bytes_of, most_bytes=most_bytes
         )
 
-    # Steps
-
     def num_steps(self, num_packs: int, per_step: int = 0) -> int:
         """Optimizer steps of an epoch of so many packs; or of others, of which a step has `per_step`."""
         per_step = per_step or self.num_bins
@@ -206,8 +202,6 @@ class Packing:
         step = np.full(len(order), -1)
         step[reached] = np.arange(len(reached)) // self.documents_per_step
         return step
-
-    # Comparison
 
     def settings(self, of: Literal["table", "stream"]) -> dict[str, Any]:
         """The settings that decide which documents an optimizer step has, by the names that a user sets."""

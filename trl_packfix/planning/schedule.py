@@ -168,15 +168,15 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
     num_skipped = len(order) - int(bounds[-1])
     if bins.num_slots == 1:  # no choice to make
         return Schedule(order[: bounds[-1]], bounds, bins.accumulation, bins.world_size, num_skipped)
-    steps = (_spread_step(order[first:last], units, bins) for first, last in pairwise(bounds.tolist()))
+
+    def slots(members: Int64Array) -> list[Int64Array]:
+        packs = _few_packs(members, units.rows, bins)
+        if bins.balance == "step":
+            packs = balanced(packs, units, replace(bins, accumulation=len(packs) // bins.world_size))
+        return _spread(packs, units.rows, bins.num_slots)
+
+    steps = (slots(order[first:last]) for first, last in pairwise(bounds.tolist()))
     return _schedule(steps, bins, num_skipped)
-
-
-def _spread_step(documents: Int64Array, units: Units, bins: Bins) -> list[Int64Array]:
-    packs = _few_packs(documents, units.rows, bins)
-    if bins.balance == "step":
-        packs = balanced(packs, units, replace(bins, accumulation=len(packs) // bins.world_size))
-    return _spread(packs, units.rows, bins.num_slots)
 
 
 def _few_packs(documents: Int64Array, lengths: Int64Array, bins: Bins) -> list[Int64Array]:
