@@ -50,7 +50,7 @@ def _refusals(feature: Feature, before: tuple[Feature, ...]) -> str:
 
 def short(cause: str) -> str:
     """A cause without what follows from it."""
-    return re.split(r", so |; ", cause)[0]
+    return re.split(r", so |; |, and ", cause)[0]
 
 
 def _cells(feature: Feature, features: list[Feature]) -> list[str]:
