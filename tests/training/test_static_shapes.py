@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from support import zoo
 from support.runs import texts, trainer, weights
-from sweep.judge import Judge
 
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.parts import cut_part
-from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import layout_of
 
 STATIC = PackedDataCollator(512, pad_documents_to_multiple_of=72, max_length=64)
@@ -48,60 +45,6 @@ def test_every_part_of_a_pack_has_the_same_shapes(degree):
 
 def test_more_documents_get_the_next_multiple():
     assert STATIC(documents(*(1,) * 73))["cu_seq_lens_q"].shape == (145,)
-
-
-def static(ids):
-    batch = STATIC([{"input_ids": each} for each in ids])
-    del batch["labels"]
-    return batch
-
-
-class Kept(torch.nn.Module):
-    """A model whose logits are those of the documents, without the padding."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.num_tokens = 0
-
-    def named_parameters(self, *args, **kwargs):
-        return self.model.named_parameters(*args, **kwargs)
-
-    def feed(self, ids):
-        self.num_tokens = sum(map(len, ids))
-        return static(ids)
-
-    def forward(self, **batch):
-        outputs = self.model(**batch)
-        outputs["logits"] = outputs["logits"][:, : self.num_tokens]
-        return outputs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "model_type, settings",
-    [
-        ("gemma3_text", {}),
-        ("gpt_oss", {}),
-        ("llama4_text", {}),
-        ("llama", {"enforce_flash_attention": False}),
-        ("mamba", {}),
-        ("qwen3_next", {}),
-        ("bloom", {"on_leak": "unpack"}),
-    ],
-    ids=str,
-)
-@pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
-def test_documents_in_a_padded_pack_are_what_they_are_alone(model_type, settings):
-    judge = Judge(zoo.build_model(model_type), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY, decides_only=True)
-    model = zoo.build_model(model_type)
-    packed = PackedModel(model, torch.float32, "cpu", 64, **settings)
-    report = packed.prove(model)
-    assert report.isolated and report.equal
-    assert packed.is_unpacked is ("on_leak" in settings)
-    kept = Kept(model)
-    found = judge.judge(kept, kept.feed)
-    assert found.right, found
 
 
 @pytest.mark.slow

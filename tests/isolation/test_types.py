@@ -1,0 +1,152 @@
+"""Model types, each built once: the proof, what is repaired, and logits and gradients by a judge without the probe."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from support import zoo
+from support.double import in_double
+from support.versions import current_models
+from sweep.judge import Judge, PrefixJudge
+
+from trl_packfix import check_isolation
+from trl_packfix.attention.mixers import MixerNames
+from trl_packfix.attention.packed_forward import packed_forwards
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.isolation.packed_model import PackedModel
+
+pytestmark = pytest.mark.slow
+
+STATIC = PackedDataCollator(512, pad_documents_to_multiple_of=72, max_length=64)
+ROWS = "as rows of a padded batch"
+CONVOLUTION = "causal_conv1d_fn"
+DELTA = {CONVOLUTION, "torch_chunk_gated_delta_rule"}
+KIMI = {CONVOLUTION, "chunk_kimi_delta_attention"}
+MAMBA2 = {CONVOLUTION, "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"}
+MAMBA1 = {CONVOLUTION, "mamba_selective_scan", "mamba_inner_fn"}
+
+
+class Wanted(NamedTuple):
+    """What is known of a type.
+
+    Attributes:
+        repaired: classes of modules -> how they run.
+        mixers: functions that are replaced. A release that renames one of them makes the type leak.
+        shares: whether documents may share prefixes; None where that is not tested.
+        static: whether packs of one shape are judged.
+    """
+
+    repaired: dict[str, str] = {}
+    mixers: set[str] = set()
+    shares: bool | None = None
+    static: bool = False
+
+
+TYPES = {
+    **dict.fromkeys("deepseek_v3 qwen3_moe".split(), Wanted(shares=True)),
+    **dict.fromkeys("gemma3_text gpt_oss".split(), Wanted(shares=True, static=True)),
+    "llama4_text": Wanted(static=True),
+    # Repaired
+    "falcon": Wanted({"FalconAttention": ROWS}),
+    "bloom": Wanted({"BloomAttention": ROWS}, shares=False),
+    "mpt": Wanted({"MptAttention": ROWS}),
+    "minimax": Wanted({"MiniMaxLightningAttention": ROWS}, shares=False),
+    "recurrent_gemma": Wanted({"RecurrentGemmaRecurrentBlock": ROWS}),
+    "bart": Wanted({"BartLearnedPositionalEmbedding": "with positions from 0 in each document"}),
+    "roberta": Wanted({"Embedding": "with positions from 2 in each document"}),
+    "rwkv": Wanted({"RwkvSelfAttention": ROWS, "RwkvFeedForward": ROWS}),
+    # With mixers, in torch
+    **dict.fromkeys("qwen3_5_text olmo_hybrid".split(), Wanted(mixers=DELTA, shares=True)),
+    **dict.fromkeys("qwen3_5_moe_text".split(), Wanted(mixers=DELTA)),
+    "qwen3_next": Wanted(mixers=DELTA, static=True),
+    "lfm2": Wanted(mixers={CONVOLUTION}, shares=True),
+    "lfm2_moe": Wanted(mixers={CONVOLUTION}),
+    **dict.fromkeys("bamba falcon_h1 mamba2".split(), Wanted(mixers=MAMBA2, shares=True)),
+    **dict.fromkeys("granitemoehybrid nemotron_h zamba2".split(), Wanted(mixers=MAMBA2)),
+    **dict.fromkeys("falcon_mamba jamba".split(), Wanted(mixers=MAMBA1)),
+    "mamba": Wanted(mixers=MAMBA1, shares=False, static=True),
+    "zamba": Wanted(mixers=MAMBA1 - {"mamba_inner_fn"}),
+}
+NEW = {
+    "bailing_hybrid": Wanted(mixers=KIMI),
+    "kimi_linear": Wanted(mixers=KIMI, shares=True),
+    **dict.fromkeys("inkling_text lfm3".split(), Wanted(mixers={CONVOLUTION})),
+    "inkling2_text": Wanted(
+        {"Inkling2DynamicShortConvolution": ROWS, "Inkling2RelativeLogits": "with positions from 0 in each document"},
+        {CONVOLUTION},
+    ),
+    "qwen4_exp_text": Wanted({"Qwen4ExpTextPLELayer": ROWS}, DELTA),
+}
+
+
+class Kept(torch.nn.Module):
+    """A model whose logits in packs of one shape are those of the documents, without the padding."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.num_tokens = model, 0
+
+    def named_parameters(self, *args, **kwargs):
+        return self.model.named_parameters(*args, **kwargs)
+
+    def feed(self, documents):
+        self.num_tokens = sum(map(len, documents))
+        batch = STATIC([{"input_ids": ids} for ids in documents])
+        del batch["labels"]
+        return batch
+
+    def forward(self, **batch):
+        outputs = self.model(**batch)
+        outputs["logits"] = outputs["logits"][:, : self.num_tokens]
+        return outputs
+
+
+@pytest.mark.parametrize("model_type", [*TYPES, *(pytest.param(kind, marks=current_models) for kind in NEW)])
+def test_documents_of_a_type_are_what_they_are_alone(model_type):
+    wanted = (TYPES | NEW)[model_type]
+    model, pristine = zoo.build_model(model_type), zoo.build_model(model_type)
+    names = MixerNames(model, lambda: None).names
+    assert all(name.startswith("modeling_") for name in names)
+    assert {name.partition(".")[2] for name in names} == wanted.mixers, names
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    packed = PackedModel(model, torch.float32, "cpu", 64)
+    report = packed.prove(model)
+    assert report.passed and packed.is_proved and not packed.is_unpacked
+    assert {repair.module: repair.way for repair in packed.repaired} == wanted.repaired
+    judge = Judge(pristine, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY, decides_only=True)
+    found = judge.judge(model)
+    assert found.right, found
+    if wanted.static:
+        kept = Kept(model)
+        found = judge.judge(kept, kept.feed)
+        assert found.right, found
+    after = model.state_dict()
+    assert after.keys() == weights.keys() and all(torch.equal(after[name], weights[name]) for name in weights)
+    if wanted.shares is not None:
+        reason = packed.prove_prefixes(model)
+        assert (reason is None) is wanted.shares, reason
+        assert wanted.repaired or wanted.shares or "a scan that cannot begin with the state of a prefix" in reason
+        assert not wanted.repaired or reason.startswith("these modules are repaired")
+    if wanted.shares:  # logits and every gradient, in fp64
+        for each in (model, pristine):
+            each.set_experts_implementation("eager")  # the grouped matrix product has no float64
+        with in_double():
+            found = PrefixJudge(pristine, zoo.FIRST_WORD, zoo.VOCABULARY).compare(model, torch.float64)
+        limit = 1e-6 if model_type == "qwen3_moe" else 1e-13  # its router has a softmax in fp32
+        assert found.refusal is None and 0 < found.error < limit, found
+    packed.rest()
+    assert not packed_forwards
+    assert not wanted.repaired or not check_isolation(model, max_length=64).passed, "rest restores the model"
+
+
+@pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
+@pytest.mark.parametrize(
+    "model_type, settings", [("llama", {"enforce_flash_attention": False}), ("bloom", {"on_leak": "unpack"})]
+)
+def test_packs_of_one_shape_without_our_attention(model_type, settings):
+    kept = Kept(zoo.build_model(model_type))
+    packed = PackedModel(kept.model, torch.float32, "cpu", 64, **settings)
+    assert packed.prove(kept.model).passed and packed.is_unpacked is ("on_leak" in settings)
+    judge = Judge(zoo.build_model(model_type), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY, decides_only=True)
+    found = judge.judge(kept, kept.feed)
+    assert found.right, found
