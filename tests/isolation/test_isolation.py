@@ -60,7 +60,7 @@ def test_the_summary_says_the_result_before_the_numbers():
     half = replace(report, max_change=0.012, max_difference=0.03, tolerance=MAX_NOISE, dtype="bf16")
     assert _isolation_text(half) == (
         "passed: changing one document changed no other (by rounding, 1.2 %; modules compared one by one) and no "
-        "gradient crosses; each equals itself alone to 3.0 % (bf16)"
+        "gradient crosses; each equals itself alone to 3 % (bf16)"
     )
     assert judged(build_tiny_model("mamba"), max_length=64).summary().startswith("documents move each other by ")
     capped = replace(report, isolated=False, max_change=0.7, tolerance=MAX_NOISE)

@@ -1,14 +1,17 @@
-"""Names of places in a module's arguments and outputs that stay the same between calls."""
+"""Watch the calls of modules: arguments and outputs, by the names of their places, the same in every call."""
 
 import inspect
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path
 
 Leaves = list[tuple[str, Any]]
+T = TypeVar("T")
 
 
 def argument_leaves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Leaves, TreeSpec]:
@@ -38,3 +41,34 @@ def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     parameters = list(inspect.signature(forward).parameters.values())[1:]  # without self
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(parameter.name for parameter in parameters if parameter.kind in named)
+
+
+@contextmanager
+def watching(
+    modules: dict[str, nn.Module], read: Callable[[Leaves], T], note: Callable[[str, int, T, T | None], None]
+) -> Iterator[None]:
+    """Within this context, note each call of these modules: its number, and what `read` takes of inputs and outputs.
+
+    Of a repaired module these are the inputs before its own hooks, and the outputs after them. A call that raises is
+    noted at the end, without outputs.
+    """
+    inputs: dict[str, list[T]] = {name: [] for name in modules}
+    calls: Counter[str] = Counter()
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+
+            def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+                inputs[name].append(read(argument_leaves(module, args, kwargs)[0]))
+
+            def after(module: nn.Module, args: tuple[Any, ...], output: object, name: str = name) -> None:
+                note(name, calls[name], inputs[name].pop(), read(output_leaves(output)[0]))
+                calls[name] += 1
+
+            hooks.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after))
+        try:
+            yield
+        finally:
+            for name, raised in inputs.items():
+                for values in raised:
+                    note(name, calls[name], values, None)

@@ -5,16 +5,15 @@ of different lengths, and in batches without boundaries of different lengths and
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.rows import Axes
-from .arguments import Leaves, argument_leaves, output_leaves
+from .arguments import Leaves, watching
 from .probe import Probe
 from .probed_model import CannotRun
 
@@ -114,17 +113,10 @@ def _sizes(leaves: Leaves) -> Sizes:
 def _watch(modules: dict[str, nn.Module], run: Callable[[], object]) -> dict[str, tuple[Sizes, Sizes]]:
     """Sizes of the arguments and outputs of each module in its first call. If a run raises, of those called before."""
     seen: dict[str, tuple[Sizes, Sizes]] = {}
-    with ExitStack() as hooks, suppress(CannotRun):
-        for name, module in modules.items():
 
-            def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-                seen.setdefault(name, (_sizes(argument_leaves(module, args, kwargs)[0]), {}))
+    def note(name: str, call: int, inputs: Sizes, outputs: Sizes | None) -> None:
+        seen.setdefault(name, (inputs, outputs or {}))
 
-            def after(module: nn.Module, args: tuple[Any, ...], output: object, name: str = name) -> None:
-                if not seen[name][1]:
-                    seen[name][1].update(_sizes(output_leaves(output)[0]))
-
-            hooks.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(after))
+    with suppress(CannotRun), watching(modules, _sizes, note):
         run()
     return seen

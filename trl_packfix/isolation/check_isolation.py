@@ -13,19 +13,17 @@ With a degree above 1 the ranks of a group share each of these packs, as in trai
 states are put together before they are compared. A model that passes alone may fail on parts, so each degree is tested.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..attention.exchange import make_groups
 from ..attention.forwards import mark_packed_forwards
-from ..attention.models import has_attention, text_config
+from ..attention.models import has_attention
 from ..attention.varlen import ATTENTION_NAME
 from .image_probe import ImageProbe, ImageSource, make_probe
 from .isolation_report import MAX_NOISE, IsolationReport
@@ -87,23 +85,23 @@ def check_isolation(
 
 
 def _check(probe: Probe, max_length: int | None) -> IsolationReport:
-    with probe.undisturbed(), _marked(probe.inner):
+    """The report on documents of text and, if these are right and the probe has images, on documents with images."""
+    with probe.undisturbed():
+        guard = mark_packed_forwards(probe.inner) if probe.attention == ATTENTION_NAME else None
         try:
-            if probe.degree > 1 and probe.attention != ATTENTION_NAME and has_attention(probe.inner):
+            if probe.degree > 1 and guard is None and has_attention(probe.inner):
                 raise CannotRun(f"attention {probe.attention!r} does not exchange tokens; {ATTENTION_NAME!r} does.")
-            return _judge_all(probe, max_length)
+            report, case = judge(probe, max_length)
+            if case is not None or not isinstance(probe, ImageProbe):
+                return report
+            seen = judge(probe, max_length, with_images=True)[0]
+            largest = {name: max(getattr(report, name), getattr(seen, name)) for name in LARGEST}
+            return replace(seen, unreachable=report.unreachable, **largest)
         except CannotRun as error:
             return refused(probe, error)
-
-
-def _judge_all(probe: Probe, max_length: int | None) -> IsolationReport:
-    """The report on documents of text and, if these are right and the probe has images, on documents with images."""
-    report, case = judge(probe, max_length)
-    if case is not None or not isinstance(probe, ImageProbe):
-        return report
-    seen = judge(probe, max_length, with_images=True)[0]
-    largest = {name: max(getattr(report, name), getattr(seen, name)) for name in LARGEST}
-    return replace(seen, unreachable=report.unreachable, **largest)
+        finally:
+            if guard is not None:
+                guard.remove()
 
 
 def check_prefixes(
@@ -263,7 +261,7 @@ def judge(probe: Probe, max_length: int | None, with_images: bool = False) -> tu
         unreachable=unreachable,
         degree=probe.degree,
         reads_ahead=probe.reads_ahead,
-        dtype=probe.dtype_name,
+        dtype=str(probe.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp"),
     )
     if report.passed:
         return report, None
@@ -332,13 +330,3 @@ def _smallest_gap(probe: Probe, case: Case) -> float:
         for one in first:
             smallest = torch.minimum(smallest, (exact(one) - second).abs().amax(-1).nan_to_num(inf))
     return smallest.max().item()
-
-
-@contextmanager
-def _marked(inner: PreTrainedModel) -> Iterator[None]:
-    guard = mark_packed_forwards(inner) if text_config(inner)._attn_implementation == ATTENTION_NAME else None
-    try:
-        yield
-    finally:
-        if guard is not None:
-            guard.remove()

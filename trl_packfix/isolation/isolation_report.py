@@ -87,8 +87,8 @@ class IsolationReport:
         if not self.equal:
             return f"documents are not what they are alone, by {self.max_difference:.1e}{self._ahead}"
         if self.dtype in HALF:  # the tolerance at the end of a deep model says little
-            change = f"by rounding, {100 * self.max_change:.1f} %; modules compared one by one"
-            difference = f"{100 * self.max_difference:.1f} % ({self.dtype})"
+            change = f"by rounding, {100 * self.max_change:.2g} %; modules compared one by one"
+            difference = f"{100 * self.max_difference:.2g} % ({self.dtype})"
         else:
             change = f"{self.max_change:.1e}"
             difference = f"{self.max_difference:.1e} (rounding explains {self.rounding})"

@@ -28,11 +28,10 @@ from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
 from .check_isolation import check_isolation, check_prefixes
 from .image_probe import ImageSource, make_probe
-from .image_unpacking import UnpackedImages
 from .isolation_report import IsolationReport, PackingLeakError
 from .repair import Repair
 from .search import RepairSearch, agreed
-from .unpacking import UnpackedForward
+from .unpacking import UnpackedForward, UnpackedImages
 
 OnLeak = Literal["repair", "raise", "unpack"]
 # What other implementations of attention do not do

@@ -9,8 +9,6 @@ checkpointed layer looks its attention up again when it is recomputed.
 
 import inspect
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +29,7 @@ from .probe import FINEST, Probe
 from .probed_model import CannotRun, exact, gradient_of, refusals
 from .repair import is_sharded
 from .thresholds import thresholds
+from .unpacking import Output
 
 OF_ROWS = ("pooler_output",)  # outputs of a backbone with one value per row, which a pack does not have
 REPLACED = ("input_ids", "attention_mask", "use_cache", "past_key_values")
@@ -215,7 +214,7 @@ class PackedRows(ModelHooks):
         return (), _packed(inputs, batch)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Output | None) -> Output | None:
         batch = self._running.pop() if self._running else None
         if batch is None:
             return output
@@ -308,10 +307,13 @@ class PackedRows(ModelHooks):
         probe = Probe(self.model, user_attention=packed.attention.previous)
         tolerance = max(packed.isolation.tolerance, torch.finfo(torch.float64).eps)
         limits = [tolerance, max(FINEST, tolerance**0.5)]
+        self._is_paused = True
         try:
-            with self._paused(), probe.undisturbed(), refusals():
+            with probe.undisturbed(), refusals():
                 self._attend(True)
-                with _outside_of_autocast(self.model.device.type):
+                # The wrapper by which accelerate runs a forward under autocast remembers in one place what was on
+                # before: a forward within a forward would leave autocast on after both.
+                with torch.autocast(self.model.device.type, enabled=False):
                     probe.silenced([probe.tokens(n) for n in (3, 5)])
                 runs = _Runs(self, probe, module, inputs=inputs, batch=batch)
                 padded = runs.padded(wants_gradients)
@@ -329,6 +331,7 @@ class PackedRows(ModelHooks):
         except (CannotRun, KernelError) as error:
             return f"the model raised: {error}"
         finally:
+            self._is_paused = False
             self._attend(False)
         what, gap, limit = max(
             zip(("states", "gradients"), gaps, limits, strict=True), key=lambda worst: worst[1] / worst[2]
@@ -336,29 +339,6 @@ class PackedRows(ModelHooks):
         if gap <= limit:
             return None
         return f"{what} of the pack differ from those of the padded rows by {gap:.1e}; rounding explains {limit:.1e}"
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
-
-
-@contextmanager
-def _outside_of_autocast(device: str) -> Iterator[None]:
-    """A context for a whole forward of the model within one of its forwards.
-
-    The wrapper by which accelerate runs a forward under autocast remembers in one place what was on before. A call
-    within a call would leave autocast on after both.
-    """
-    is_on = torch.is_autocast_enabled(device)
-    torch.set_autocast_enabled(device, False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device, is_on)
 
 
 class _Runs:

@@ -74,7 +74,7 @@ class Probe(ProbedModel):
 
     Attributes:
         reads_ahead: whether a token changes earlier states of its document, in the rows of unpacked TRL.
-        dtypes: of the outputs of modules, from the first run of `silenced`.
+        dtype: the coarsest of the outputs of modules, from the first run of `silenced`.
         traces_leaks: whether modules in which information crosses can be found. Their tokens must be the documents,
             one after the other.
     """
@@ -85,7 +85,7 @@ class Probe(ProbedModel):
         super().__init__(model, degree, user_attention)
         self._pads: bool | None = None  # see `_is_padded`
         self.reads_ahead = False
-        self.dtypes: set[torch.dtype] = set()
+        self.dtype: torch.dtype | None = None
         self._collate = PackedDataCollator(pad_to_multiple_of=degree)
         self._generator = torch.Generator().manual_seed(0)
         special = set(_special_tokens(self.inner.config)) | set(_special_tokens(self.config))
@@ -220,7 +220,7 @@ class Probe(ProbedModel):
         return self.moved(batch)
 
     def silenced(self, documents: Documents) -> list[Tensor]:
-        """`packed`, after modules that still draw random numbers were set to eval mode; `dtypes` are noted.
+        """`packed`, after modules that still draw random numbers were set to eval mode; `dtype` is noted.
 
         They are routers with jitter or sampling, and NEFTune's noise. All modules of their classes are set;
         `undisturbed` restores their modes. Raises `CannotRun` if the model raises.
@@ -231,7 +231,7 @@ class Probe(ProbedModel):
             states = self.packed(documents)
         finally:
             watcher.remove()
-        self.dtypes = watcher.dtypes
+        self.dtype = max(watcher.dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         for module in self.inner.modules():
             if type(module) in watcher.kinds:
                 module.training = False  # not of its children: they may not draw
@@ -294,13 +294,16 @@ class Probe(ProbedModel):
             places: documents, their rows, and the first of these whose states are differentiated.
         """
         largest = 0.0
-        for ids, rows, first in places:
-            gradient = self.embedding_gradient(batch, rows[first:], self.degree)
+        gradients = self.embedding_gradients(batch, [rows[first:] for _, rows, first in places], self.degree)
+        if gradients is None:
+            return None
+        for gradient, (ids, rows, first) in zip(gradients, places, strict=True):
+            own = torch.arange(first, len(rows), device=self.device)
             with self.evaluating(), self.as_given(len(ids)):
-                alone = self.embedding_gradient(self.row(ids), torch.arange(first, len(rows), device=self.device))
-            if gradient is None or alone is None:
+                found = self.embedding_gradients(self.row(ids), [own])
+            if found is None:
                 return None
-            alone, mine = alone[: len(rows)], gradient[rows]
+            alone, mine = found[0][: len(rows)], gradient[rows]
             scale = alone.abs().max().item()
             gradient[rows] = 0
             others = gradient.abs().max().item()
@@ -315,19 +318,11 @@ class Probe(ProbedModel):
         With Mamba-2's kernel as many as a chunk has tokens: it sums over documents. The documents are run if nothing
         was run before.
         """
-        if not self.dtypes:
+        if self.dtype is None:
             self.silenced(documents)
-        eps = torch.finfo(self._coarsest).eps
+        assert self.dtype is not None
+        eps = torch.finfo(self.dtype).eps
         return 4 * eps if eps > 1e-4 else max(32, tokens_summed_in_common(self.inner)) * eps
-
-    @property
-    def _coarsest(self) -> torch.dtype:
-        return max(self.dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-
-    @property
-    def dtype_name(self) -> str:
-        """The coarsest dtype of the outputs of modules: "fp32", "bf16", ..."""
-        return str(self._coarsest).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
 
 
 def _special_tokens(config: PreTrainedConfig) -> Iterator[int]:

@@ -1,7 +1,7 @@
 """A model while it is probed: its states and gradients, as it trains and as it was given, without randomness."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -199,9 +199,9 @@ class ProbedModel:
                     module.training = training
                     if isinstance(module, FSDPModule):
                         module.reshard()
-                engine: Any = self.model
-                if self.takes_gradient and hasattr(engine, "empty_partition_cache"):
-                    engine.empty_partition_cache()
+                empty_cache = getattr(self.model, "empty_partition_cache", None)
+                if self.takes_gradient and empty_cache is not None:
+                    empty_cache()
                 with torch.no_grad():
                     for buffer, value in buffers:
                         if buffer.shape == value.shape:
@@ -233,33 +233,42 @@ class ProbedModel:
         with self.inner.get_input_embeddings().register_forward_hook(catch), torch.enable_grad():
             yield embedded
 
-    def embedding_gradient(self, batch: dict[str, Any], rows: Tensor, degree: int = 1) -> Tensor | None:
-        """Gradient of the states in `rows`, summed with fixed random weights, with respect to all embeddings, (T, D).
+    def embedding_gradients(
+        self, batch: dict[str, Any], places: Sequence[Tensor], degree: int = 1
+    ) -> list[Tensor] | None:
+        """For each of `places`, rows of the pack, the gradient of their states with respect to all embeddings, (T, D).
 
-        With a degree above 1 `batch` is the own part of the pack, and `rows` are those of the pack. None if the model
-        does not support it.
+        The states are summed with fixed random weights. With a degree above 1 `batch` is the own part of the pack, and
+        each gradient takes a forward, as in training. None if the model does not support it.
         """
         if self.has_engine and not below_head(self.inner):
             return None  # ZeRO-3 refuses a backward pass that enters a module, such as the head, at its input
+        if degree > 1 and len(places) > 1:
+            each = [self.embedding_gradients(batch, [rows], degree) for rows in places]
+            return None if None in each else [gradients[0] for gradients in each if gradients is not None]
+        found = []
         with self.embeddings() as embedded:
             # DDP would wait for the gradients of parameters
             states = self.states(dict(batch), from_backbone=self.has_engine, model=self._below_ddp)[0]
-            drawn = torch.randn((len(rows), states.shape[1]), generator=torch.Generator().manual_seed(len(rows)))
-            weights = states.new_zeros(degree * len(states), states.shape[1])
-            weights[rows] = drawn.to(states)
             first = 0 if degree == 1 else dist.get_rank(group_of(degree)) * len(states)
-            gradient = gradient_of((states * weights[first : first + len(states)]).sum(), embedded[0])
-        if gradient is None:
-            return None
-        gradient = exact(gradient.reshape(-1, gradient.shape[-1]))
+            for rows in places:
+                drawn = torch.randn((len(rows), states.shape[1]), generator=torch.Generator().manual_seed(len(rows)))
+                weights = states.new_zeros(degree * len(states), states.shape[1])
+                weights[rows] = drawn.to(states)
+                loss = (states * weights[first : first + len(states)]).sum()
+                gradient = gradient_of(loss, embedded[0], retain_graph=rows is not places[-1])
+                if gradient is None:
+                    return None
+                found.append(exact(gradient.reshape(-1, gradient.shape[-1])))
         if degree == 1:
-            return gradient
+            return found
+        (gradient,) = found
         if len(gradient) == degree * len(states):  # with images each rank embeds the whole pack, and cuts it after that
             dist.all_reduce(gradient, group=group_of(degree))
-            return gradient
+            return [gradient]
         parts = [torch.empty_like(gradient) for _ in range(degree)]
         dist.all_gather(parts, gradient.contiguous(), group=group_of(degree))
-        return torch.cat(parts)
+        return [torch.cat(parts)]
 
     @contextmanager
     def rounded_otherwise(self, draw: int) -> Iterator[None]:

@@ -111,7 +111,7 @@ class RepairedModule(ModelHooks):
         enter(first.forward)  # until `_leave`: the module's forward runs between the two hooks
         return self._inputs(module, args, kwargs, batch=first)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> object:
         state = self._running.pop() if self._running else None
         if state is None:
             return output
@@ -153,14 +153,15 @@ class RepairedModule(ModelHooks):
             values.append(value)
         return tree_unflatten(values, tree)
 
-    def _join(self, place: str, values: list[Any], documents: DocumentBatches) -> Any:
-        if not isinstance(values[0], Tensor):
+    def _join(self, place: str, values: list[object], documents: DocumentBatches) -> object:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if not tensors:
             return values[0]
         axes = self.axes.outputs.get(place)
         # Final states of rows and attention weights have no form in a pack: None, so that their use raises.
         if axes is None or len(axes.tokens) != 1:
-            return values[0] if values[0].dim() == 0 and len(values) == 1 else None
-        return documents.rows.join(values, axes)
+            return tensors[0] if tensors[0].dim() == 0 and len(tensors) == 1 else None
+        return documents.rows.join(tensors, axes)
 
 
 class RestartedPositions(ModelHooks):

@@ -5,16 +5,16 @@ they differ is repaired, together with all others of its class, and the probe ru
 helps, its parent is repaired instead, up to the backbone.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.varlen import OwnMaskError
-from .axes import ModuleAxes, NotLearned, learn_axes
+from .axes import NotLearned, learn_axes
 from .check_isolation import judge, refused
 from .isolation_report import IsolationReport
 from .probe import LENGTHS, Case, Probe
@@ -22,6 +22,7 @@ from .probed_model import CannotRun
 from .repair import MODES, Mode, Repair, RepairedModule, RestartedPositions
 from .tracing import find_leaks, find_raising, find_shifted
 
+T = TypeVar("T")
 MAX_ROUNDS = 40  # far more than any model needed; each costs a probe
 
 
@@ -144,15 +145,13 @@ class RepairSearch:
 
     def _outermost(self, name: str) -> str:
         """The repaired module that contains this one, else the smallest one not defined by torch."""
-        outer = [other for other in self._repaired() if name == other or name.startswith(other + ".")]
+        repaired = [name for site in self._sites.values() for name in site.names]
+        outer = [other for other in repaired if name == other or name.startswith(other + ".")]
         if outer:
             return min(outer, key=len)
         while _is_from_torch(self._modules[name]) and "." in name:
             name = name.rpartition(".")[0]
         return name
-
-    def _repaired(self) -> list[str]:
-        return [name for site in self._sites.values() for name in site.names]
 
     def _repair(self, name: str) -> bool:
         """Repair this module and all of its class in the next way to try, else its parent. False at the top."""
@@ -160,12 +159,16 @@ class RepairSearch:
             kind = type(self._modules[name])
             if kind not in self._sites:
                 names = [other for other, module in self._modules.items() if type(module) is kind]
-                self._drop_inside(names)
+                for inside, site in list(self._sites.items()):
+                    if any(inner.startswith(outer + ".") for inner in site.names for outer in names):
+                        self._sites.pop(inside).remove()
                 self._sites[kind] = _Site(names, iter(MODES))
             if self._next_way(self._sites[kind]):
                 return True
             self._sites.pop(kind).remove()
-            name = self._parent(name)
+            name = name.rpartition(".")[0]
+            while name and isinstance(self._modules[name], nn.ModuleList | nn.ModuleDict):  # which are not called
+                name = name.rpartition(".")[0]
         return False
 
     def _next_way(self, site: _Site) -> bool:
@@ -173,7 +176,7 @@ class RepairSearch:
         for mode in site.modes:
             try:
                 axes = learn_axes(self.probe, site.names)
-                if not mode.positions and not _takes_positions(axes.values()):
+                if not (mode.positions or any("position_ids" in module_axes.inputs for module_axes in axes.values())):
                     continue
                 if not axes:
                     return False
@@ -188,27 +191,15 @@ class RepairSearch:
             return True
         return False
 
-    def _drop_inside(self, names: list[str]) -> None:
-        for kind, site in list(self._sites.items()):
-            if any(inner.startswith(outer + ".") for inner in site.names for outer in names):
-                self._sites.pop(kind).remove()
 
-    def _parent(self, name: str) -> str:
-        """The next parent that is called, so not a list of modules."""
-        name = name.rpartition(".")[0]
-        while name and isinstance(self._modules[name], nn.ModuleList | nn.ModuleDict):
-            name = name.rpartition(".")[0]
-        return name
-
-
-def agreed(value: Any) -> Any:
+def agreed(value: T) -> T:
     """Return `value` after a check that it is the same on all ranks, so that all repair the same modules.
 
     Raises RuntimeError on all ranks if values differ.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return value
-    values: list[Any] = [None] * dist.get_world_size()
+    values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     if any(other != value for other in values):
         raise RuntimeError(
@@ -222,7 +213,3 @@ def agreed(value: Any) -> Any:
 def _is_from_torch(module: nn.Module) -> bool:
     # FSDP2 replaces the class of a module by a subclass defined in torch, so all base classes count.
     return all(kind.__module__.partition(".")[0] in ("torch", "builtins") for kind in type(module).__mro__)
-
-
-def _takes_positions(axes: Iterable[ModuleAxes]) -> bool:
-    return any(place == "position_ids" for module_axes in axes for place in module_axes.inputs)

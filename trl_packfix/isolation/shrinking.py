@@ -188,7 +188,7 @@ def _sized(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _small_ids(value: Any, first: int) -> Any:
+def _small_ids(value: object, first: int) -> object:
     """Ids within the small vocabulary: small ones stay, larger ones get distinct ids from `first` on."""
     if isinstance(value, list):
         return [_small_ids(number, first + i) for i, number in enumerate(value)]

@@ -8,7 +8,7 @@ sequence are found by calling transformers' own functions.
 import re
 from itertools import combinations
 from math import inf
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from transformers import PreTrainedConfig
@@ -75,7 +75,7 @@ def _lengths(fields: dict[str, Any]) -> dict[str, int]:
     return {name: n + block * bool(CHOSEN.search(name)) for name, n in lengths.items()}
 
 
-def _rope_thresholds(config: Any) -> dict[str, int]:
+def _rope_thresholds(config: PreTrainedConfig) -> dict[str, int]:
     rope = vars(config).get("rope_parameters")
     if not isinstance(rope, dict):
         return {}
@@ -110,5 +110,5 @@ def _depends_on_length(
     return within[1] != beyond[1] or not torch.equal(within[0], beyond[0])
 
 
-def _is_length(value: object) -> bool:
+def _is_length(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 1

@@ -4,6 +4,7 @@ An indexer gives many keys a score of exactly 0. Which of them `torch.topk` choo
 a document in a pack may choose other keys than alone. Unpacked training has the same ambiguity: padding changes it.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,12 @@ class FirstOfTies(TorchDispatchMode):
     """
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        function: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if function is not torch.ops.aten.topk.default:
             return function(*args, **(kwargs or {}))
         return _first(*args, **(kwargs or {}))

@@ -1,18 +1,17 @@
 """Find where information crosses: the smallest modules in which one document of a pack changes another."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..attention.exchange import group_of
-from .arguments import Leaves, argument_leaves, output_leaves
+from .arguments import Leaves, watching
 from .probe import Case, Probe
 from .probed_model import CannotRun, exact
 
@@ -52,7 +51,7 @@ def find_leaks(probe: Probe, case: Case, tolerance: float, *, positions_only: bo
         if not positions_only or next(module.parameters(), None) is None
     }
     # All values of a long pack may not fit on the device beside the model.
-    recording = partial(_recorded, modules, positions_only, on_host=case.large)
+    recording = partial(_recorded, modules, positions_only=positions_only, on_host=case.large)
     lengths = [*map(len, case.documents)]
     with recording(sum(lengths)) as first:
         probe.packed(case.documents, case.large)
@@ -94,21 +93,25 @@ def find_origins(probe: Probe, case: Case, tolerance: float) -> list[Leak]:
     modules = dict(probe.inner.named_modules())
     pairs = _shared(case)
     num_tokens = sum(map(len, case.documents))
-    with _recorded(modules, False, num_tokens) as first:
+    with _recorded(modules, num_tokens) as first:
         probe.packed(case.documents)
 
     # The other runs are compared while they run, so that only one run needs memory.
     repeats: set[tuple[str, int]] = set()  # calls with the same outputs in a repeated run
 
-    def note_repeat(name: str, call: int, inputs: Values, outputs: Values) -> None:
-        if call < len(first.get(name, [])) and not _moved(first[name][call][1], outputs, [(slice(None), slice(None))]):
+    def note_repeat(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
+        if (
+            outputs
+            and call < len(first.get(name, []))
+            and not _moved(first[name][call][1], outputs, [(slice(None), slice(None))])
+        ):
             repeats.add((name, call))
 
     moved: dict[str, Leak] = {}
     leaking = set()
 
-    def note_variant(name: str, call: int, inputs: Values, outputs: Values) -> None:
-        if name in moved or (name, call) not in repeats:
+    def note_variant(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
+        if not outputs or name in moved or (name, call) not in repeats:
             return
         came_in, went_out = first[name][call]
         if not came_in.keys() & inputs.keys() or _moved(came_in, inputs, pairs):
@@ -123,9 +126,9 @@ def find_origins(probe: Probe, case: Case, tolerance: float) -> list[Leak]:
             if leaks:
                 leaking.add(name)
 
-    with _watching(modules, False, num_tokens, note=note_repeat):
+    with watching(modules, partial(_by_token, num_tokens=num_tokens), note_repeat):
         probe.packed(case.documents)
-    with _watching(modules, False, sum(map(len, case.variant)), note=note_variant):
+    with watching(modules, partial(_by_token, num_tokens=sum(map(len, case.variant))), note_variant):
         probe.packed(case.variant)
     return [leak for leak in _smallest([*moved.values()]) if leak.name in leaking]
 
@@ -143,9 +146,9 @@ def find_wrong_parts(probe: Probe, tolerance: float) -> list[Leak]:
         rest -= lengths[-1]
     documents = [probe.tokens(n) for n in lengths]
     modules = dict(probe.inner.named_modules())
-    with _recorded(modules, False, PART_TOKENS * probe.degree) as whole:
+    with _recorded(modules, PART_TOKENS * probe.degree) as whole:
         probe.whole(documents)
-    with _recorded(modules, False, PART_TOKENS) as part, suppress(CannotRun):  # modules that run are recorded
+    with _recorded(modules, PART_TOKENS) as part, suppress(CannotRun):  # modules that run are recorded
         probe.packed(documents)
     first = dist.get_rank(group_of(probe.degree)) * PART_TOKENS
     pairs = [(slice(first, first + PART_TOKENS), slice(None))]
@@ -165,24 +168,19 @@ def _smallest(leaks: list[Leak]) -> list[Leak]:
     return [leak for leak in leaks if not any(name != leak.name and _inside(name, leak.name) for name in names)]
 
 
-@dataclass(frozen=True)
-class ShiftedPositions:
-    """Positions that start differently in a pack: alone, those that module `name` gets at `place` start at `first`.
-
-    Attributes:
-        axis: the token axis of the positions.
-    """
+class ShiftedPositions(NamedTuple):
+    """Positions that start differently in a pack: alone, those that module `name` gets at `place` start at `first`."""
 
     name: str
     place: str
-    axis: int
+    axis: int  # of tokens
     first: int
 
 
 def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions]:
     """Innermost modules whose positions count up in each document, but from a different start than alone."""
     lengths = [len(ids) for ids in documents]
-    recording = partial(_recorded, dict(probe.inner.named_modules()), False)
+    recording = partial(_recorded, dict(probe.inner.named_modules()))
     with recording(sum(lengths)) as packed:
         probe.packed(documents)
     alone = []
@@ -232,51 +230,17 @@ def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
 
 @contextmanager
 def _recorded(
-    modules: dict[str, nn.Module], positions_only: bool, num_tokens: int, on_host: bool = False
+    modules: dict[str, nn.Module], num_tokens: int, *, positions_only: bool = False, on_host: bool = False
 ) -> Iterator[Records]:
-    """Within this context, record what `_watching` sees; on the device, or `on_host`."""
+    """Within this context, record inputs and outputs of each call that have an axis of `num_tokens`."""
     records: Records = {}
 
-    def note(name: str, call: int, inputs: Values, outputs: Values) -> None:
-        records.setdefault(name, []).append((inputs, outputs))
+    def note(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
+        if not positions_only or any(not values.is_floating_point() for _, values in inputs.values()):
+            records.setdefault(name, []).append((inputs, outputs or {}))
 
-    with _watching(modules, positions_only, num_tokens, note=note, on_host=on_host):
+    with watching(modules, partial(_by_token, num_tokens=num_tokens, on_host=on_host), note):
         yield records
-
-
-@contextmanager
-def _watching(
-    modules: dict[str, nn.Module],
-    positions_only: bool,
-    num_tokens: int,
-    *,
-    note: Callable[[str, int, Values, Values], None],
-    on_host: bool = False,
-) -> Iterator[None]:
-    """Within this context, note each call of these modules: the inputs and outputs that have an axis of `num_tokens`.
-
-    Of a repaired module these are the inputs before its own hooks, and the outputs after them.
-    """
-    inputs: dict[str, list[Values | None]] = {}
-    calls: Counter[str] = Counter()
-    with ExitStack() as hooks:
-        for name, module in modules.items():
-
-            def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-                leaves, _ = argument_leaves(module, args, kwargs)
-                sees_positions = any(isinstance(x, Tensor) and not x.is_floating_point() for _, x in leaves)
-                wanted = sees_positions or not positions_only
-                inputs.setdefault(name, []).append(_by_token(leaves, num_tokens, on_host) if wanted else None)
-
-            def after(module: nn.Module, args: tuple[Any, ...], output: object, name: str = name) -> None:
-                call_inputs = inputs[name].pop()
-                if call_inputs is not None:
-                    note(name, calls[name], call_inputs, _by_token(output_leaves(output)[0], num_tokens, on_host))
-                    calls[name] += 1
-
-            hooks.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(after))
-        yield
 
 
 def _inside(name: str, parent: str) -> bool:
@@ -294,7 +258,7 @@ def _shared(case: Case) -> Spans:
     return [(_span(lengths, i), _span(others, i)) for i in case.same]
 
 
-def _by_token(leaves: Leaves, num_tokens: int, on_host: bool) -> Values:
+def _by_token(leaves: Leaves, num_tokens: int, on_host: bool = False) -> Values:
     values_by_place = {}
     for place, value in leaves:
         if isinstance(value, Tensor) and num_tokens in value.shape[:4]:

@@ -1,4 +1,4 @@
-"""Train models that cannot be packed: run the backbone on the documents of a pack as rows of right-padded batches.
+"""Train models that cannot be packed: run documents of a pack as rows of right-padded batches, below the head.
 
 The batches, their documents and the loss stay those of packed training; only the backbone gets rows. In a causal model
 padding at the end cannot change earlier tokens, so each document is computed as it is alone. The cost is the padding.
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers.utils import ModelOutput
 
 from ..attention.forwards import ModelHooks
 from ..attention.models import backbone, base_model
@@ -19,6 +20,7 @@ from .repair import is_sharded
 
 DROPPED = (*BOUNDARIES, "position_ids", "input_ids", "inputs_embeds", "attention_mask")
 TOKENS = Axes((1,), 0)  # of (rows, tokens, ...)
+Output = tuple[Any, ...] | ModelOutput  # of a backbone
 PADDING = 1  # tokens behind the longest row: transformers drops a mask that hides nothing, and some models need it
 
 
@@ -80,12 +82,12 @@ class UnpackedForward(ModelHooks):
         self.num_padded += documents.num_padded
         return (), _inputs(documents.groups[0], name, tokens, rest=rest)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Output | None) -> Output | None:
         state = self._running.pop() if self._running else None
         if state is None or output is None:
             return output
         documents, name, tokens, rest = state
-        outputs = [output]
+        outputs: list[Any] = [output]
         outputs += [module.forward(**_inputs(group, name, tokens, rest=rest)) for group in documents.groups[1:]]
         if isinstance(output, tuple):
             return (documents.join([one[0] for one in outputs], TOKENS), *output[1:])
@@ -100,3 +102,55 @@ def _inputs(group: Group, name: str, tokens: Tensor, *, rest: dict[str, Any]) ->
     lengths = torch.tensor(group.lengths, device=tokens.device)
     mask = torch.arange(group.longest, device=tokens.device) < lengths[:, None]
     return {**rest, name: group.split(tokens, TOKENS), "attention_mask": mask.long()}
+
+
+class UnpackedImages(ModelHooks):
+    """`UnpackedForward` for image-text models: runs the whole base model on documents as rows.
+
+    Some models build their masks or positions from images, before the decoder (gemma3 lets the tokens of an image see
+    each other). All documents of a pack share one call, so that every rank gathers the same parameters, and images stay
+    in the order of their documents. Rows are padded with token 0; the probe runs such rows, so a model in which this
+    token is an image is refused.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = base_model(model)
+        self._running: list[Tensor | None] = []  # per call: which tokens of the rows are real, (B, L)
+
+    def _register(self) -> list[RemovableHandle]:
+        # always_call: after a forward that raises, its documents must not remain for the next one
+        return [
+            self.model.base_model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self.model.base_model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        bounds = kwargs.get("cu_seq_lens_q")
+        if bounds is None:
+            self._running.append(None)
+            return None
+        assert not args, "packs are passed by name"
+        lengths = bounds.diff()
+        steps = torch.arange(int(kwargs["max_length_q"]) + PADDING, device=bounds.device)
+        mask = steps < lengths[:, None]
+        source = (bounds[:-1, None] + steps).clamp(max=bounds[-1] - 1)
+        self._running.append(mask)
+        rows = {name: value for name, value in kwargs.items() if name not in (*BOUNDARIES, "position_ids")}
+        for name in ("input_ids", "token_type_ids", "mm_token_type_ids"):  # (1, T)
+            if rows.get(name) is not None:
+                rows[name] = rows[name][0][source].masked_fill(~mask, 0)
+        return (), rows | {"attention_mask": mask.long()}
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Output | None) -> Output | None:
+        mask = self._running.pop() if self._running else None
+        if mask is None or output is None:
+            return output
+        if isinstance(output, tuple):
+            return (output[0][mask][None], *output[1:])
+        output["last_hidden_state"] = output["last_hidden_state"][mask][None]
+        if output.get("router_logits") is not None:
+            output["router_logits"] = tuple(layer[mask.flatten()] for layer in output["router_logits"])
+        return output

@@ -1,11 +1,13 @@
 """`pack_forward`: any trainer of TRL without padding, by hooks below the head of its models."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..attention.models import base_model
 from ..isolation.packed_model import OnLeak
@@ -120,16 +122,14 @@ def pack_forward(
 
     For trainers that give their models padded rows: TRL's `DPOTrainer`, `RewardTrainer`, `KTOTrainer`, `GRPOTrainer`,
     `RLOOTrainer` and `SFTTrainer` without packing, transformers' `Trainer`, or a model in a loop of your own. The rows
-    of a batch become documents of one pack below the head of the model, and each state comes back to its place, so
-    that losses, metrics and samplers are those of the trainer. Training, evaluation and reference forwards run like
-    this. Generation, and every call with a cache or without an `attention_mask`, is unchanged.
+    of a batch become documents of one pack below the head, and each state comes back to its place, so losses, metrics
+    and samplers are those of the trainer. Generation, and calls with a cache or without a mask, are unchanged.
 
     It is tested on the model, as for `SFTTrainer`, and on the first batch: states and gradients of its padded rows and
     of its pack must be equal up to rounding. Otherwise rows run with padding, and a warning says why.
 
     Args:
-        trainer_or_model: the trainer, after its construction, or a transformers model, with or without PEFT, on the
-            device on which it will train; not wrapped yet.
+        trainer_or_model: the trainer, or a transformers model (with or without PEFT) on its device, not wrapped yet.
         share_prefixes: whether a beginning of 16 tokens or more that rows share, such as a prompt, is computed once.
         on_leak: as in `SFTConfig`; "raise" also raises where rows would run with padding.
         enforce_flash_attention: as in `SFTConfig`.
@@ -155,17 +155,13 @@ def pack_forward(
     Forwards on packed rows: padded 8, real 6, computed 6 (75% of padded)
     model: packed with packfix_varlen, common beginnings once
     """
-    options: dict[str, Any] = {
-        "on_leak": on_leak,
-        "shares": share_prefixes,
-        "enforce_flash_attention": enforce_flash_attention,
-    }
+    make = partial(PackedRows, on_leak=on_leak, shares=share_prefixes, enforce_flash_attention=enforce_flash_attention)
     if isinstance(trainer_or_model, Trainer):
-        rows = _rows_of_trainer(trainer_or_model, max_length, options)
+        rows = _rows_of_trainer(trainer_or_model, max_length, make)
         is_sharded = trainer_or_model.is_deepspeed_enabled or trainer_or_model.is_fsdp_enabled
     else:
         model, is_sharded = base_model(trainer_or_model), False
-        rows = {"model": PackedRows(trainer_or_model, _dtype(model), model.device.type, max_length, **options)}
+        rows = {"model": make(trainer_or_model, _dtype(model), model.device.type, max_length)}
     packing = RowPacking(rows, trainer_or_model)
     if not is_sharded:  # else when training begins
         try:
@@ -176,7 +172,9 @@ def pack_forward(
     return packing
 
 
-def _rows_of_trainer(trainer: Trainer, max_length: int | None, options: dict[str, Any]) -> dict[str, PackedRows]:
+def _rows_of_trainer(
+    trainer: Trainer, max_length: int | None, make: Callable[..., PackedRows]
+) -> dict[str, PackedRows]:
     args: Any = trainer.args
     model: Any = trainer.model
     PACKED_ROWS.refuse(Setup(args=args, model=model, accelerator=trainer.accelerator))
@@ -187,7 +185,7 @@ def _rows_of_trainer(trainer: Trainer, max_length: int | None, options: dict[str
     for name, wrapped in _models_of(trainer).items():
         inner = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
         try:
-            rows[name] = PackedRows(inner, dtype or base_model(inner).dtype, args.device.type, max_length, **options)
+            rows[name] = make(inner, dtype or base_model(inner).dtype, args.device.type, max_length)
         except ValueError as error:
             if name in ("model", "ref_model"):
                 raise
@@ -220,10 +218,20 @@ class _LogAndProve(TrainerCallback):
         self.logged = Tokens()
         self.is_unused = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.packing.prove()
 
-    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, Any] | None = None,
+        **kwargs: object,
+    ) -> None:
         tokens, before = self.packing.tokens, self.logged
         if tokens.padded == before.padded:
             self._say_unused(tokens, state.global_step)

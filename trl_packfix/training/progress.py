@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from ..attention.models import base_model
 from ..isolation.packed_model import PackedModel
 
-USUAL_FORWARDS = 21  # of a probe of a dense decoder with nothing to repair (tests/training/test_progress.py)
+USUAL_FORWARDS = 12  # of a probe of a dense decoder with nothing to repair (tests/training/test_progress.py)
 
 
 @contextmanager
