@@ -36,7 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # The files that take longest begin, so that no worker waits for one at the end
 LONGEST = """test_on_ranks test_distributed test_equivalence test_launch test_examples test_configs test_types
-    test_mixers test_pack_forward test_gpu_tools test_restart test_objective test_streaming test_plan test_check""".split()
+    test_mixers test_pack_forward test_gpu_tools test_restart test_objective test_streaming test_plan
+    test_check""".split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
