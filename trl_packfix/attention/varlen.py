@@ -8,8 +8,8 @@ by `forwards.mark_packed_forwards`. A packed call without boundaries, or with a 
 error. Every other call (`generate` with its cache, a padded evaluation batch) gives the result of transformers' `sdpa`.
 Sinks and softcap, which `sdpa` does not support, are then computed as a pack of rows, or in plain torch under a mask.
 
-Boundaries are those of the packed forward that is running, else `cu_seq_lens_q`. `position_ids` are the fallback for
-one case: a layer of a model that passes only these to its attention (stablelm), recomputed in backward by a
+Boundaries are read from `cu_seq_lens_q`, else from the packed forward that is running. `position_ids` are the fallback
+for one case: a layer of a model that passes only these to its attention (stablelm), recomputed in backward by a
 checkpointing other than transformers' (FSDP's, for instance), which does not restore the packed forward.
 
 T tokens, H query heads, G key/value heads, D head dimension.
@@ -315,11 +315,14 @@ def _check_shared(
 def _pack_of(
     kwargs: dict[str, Any], running: PackedForward | None, num_tokens: int, *, is_flash: bool
 ) -> PackedForward:
-    """The packed forward of a call: the one that is running, or one from its arguments."""
+    """The packed forward of a call: of its own boundaries, or the one that is running."""
     given: list[Any] = [kwargs.get(name) for name in CU_SEQ_LENS]
     bounds, is_whole = given[0], all(x is not None for x in given)
-    # A compiled graph takes numbers among the arguments as they come, and those of `running` as constants
-    if running is not None and not (is_flash and is_whole and not running.launches):
+    has_own = bounds is not None and (is_whole or not is_flash)
+    if running is not None and (running.kv_index is not None or not has_own):
+        return running
+    # A compiled graph on flash takes numbers among the arguments as they come, and those of `running` as constants
+    if running is not None and (running.launches or not is_flash) and bounds is running.cu_seq_lens_q:
         return running
     if bounds is None:
         # The fallback described at the top of this module: here the host has to wait for the device.
