@@ -186,10 +186,8 @@ ROWS: dict[str, Row] = {
     "idle": Row(num=3, accumulation=2, engines=("ddp", "zero3", "fsdp2")),
     "unpacked": Row("leaking", ours=UNPACKED),
     "repaired": Row("leaking", engines=("zero3", "fsdp2")),
-    "weighted": Row(
-        given=WEIGHTED | BY_DOCUMENT, engines=("ddp", "fsdp2"), evaluates=True, faults=("totals_of_one_rank",)
-    ),
-    "prefixes": Row(given=WEIGHTED, ours=PACK, engines=("ddp", "zero3"), evaluates=True),
+    "weighted": Row(given=WEIGHTED | BY_DOCUMENT, evaluates=True, faults=("totals_of_one_rank",)),
+    "prefixes": Row(given=WEIGHTED, ours=PACK, evaluates=True),
     # Ranks share packs
     "parts": Row(
         shares=128,
@@ -359,7 +357,6 @@ ROWS: dict[str, Row] = {
     "one_gemma4": Row("gemma4", **OF_TOWERS, given={"learning_rate": 0.03}, ours=UNPACKED, engines=ONE),
     "one_paligemma": Row("paligemma", data="pictures", accumulation=3, engines=ONE),
     "one_images_lora": Row("qwen2_5_vl", "language", **OF_TOWERS, ours=CHECKPOINTED, engines=ONE),
-    "one_images_towers": Row("qwen2_5_vl", "towers", **OF_TOWERS, engines=ONE),
     "one_images_reentrant": Row("qwen2_5_vl", "towers", **OF_TOWERS, ours=REENTRANT, engines=ONE),
     "one_images_smoothed": Row("llava", **OF_TOWERS, given={"label_smoothing_factor": 0.3}, engines=ONE),
     "one_images_bf16": Row("qwen2_5_vl", **OF_TOWERS, given={"bf16": True}, engines=ONE),
