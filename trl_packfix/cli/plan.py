@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedConfig
 
-    from ..data.reader import Rows
     from ..planning.costs import CostModel
     from ..training.config import SFTConfig
     from .configs import Configs
@@ -122,8 +121,11 @@ def run(args: argparse.Namespace) -> int:
 def _plan(
     args: argparse.Namespace, given: "Configs", lengths: list[int], *, model_config: "PreTrainedConfig | None"
 ) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
     from ..reporting.report_numbers import MAX_LOST_SHARE
-    from .forecast import candidate_lengths, recommend
+    from .forecast import candidate_lengths, forecasts, recommend
     from .tokens import check_images, make_costs, read_documents
 
     positions = (
@@ -144,7 +146,17 @@ def _plan(
     configs = _configs(given, lengths or candidate_lengths(longest, most), strategies)
     for config in configs:
         check_images(config, reader)
-    plans = _forecasts(args, reader, configs, cost_model=cost_model)
+    found = forecasts(
+        reader,
+        configs,
+        args.world_size,
+        cost_model=cost_model,
+        synchronisation=args.synchronisation,
+        tflops=args.tflops,
+    )
+    total = len(configs) * len(args.world_size)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        plans = list(progress.track(found, total=total, description=f"planning {len(reader):,} rows"))
     advice = recommend(plans)
     needed: list[dict[str, Any]] = []
     verdict = "On how many GPUs it fits: give `--model` and `--memory GIB`."
@@ -181,31 +193,6 @@ def _most_tokens(
         degrees = (possible_degrees(1, tokens_per_rank, ranks, num_heads=cost_model.heads)[-1] for ranks in world_sizes)
         most += [degree * tokens_per_rank for degree in degrees]
     return min(most, default=None)
-
-
-def _forecasts(
-    args: argparse.Namespace, reader: "Rows", configs: "list[SFTConfig]", *, cost_model: "CostModel"
-) -> "list[Forecast]":
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from .forecast import forecasts
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        return list(
-            progress.track(
-                forecasts(
-                    reader,
-                    configs,
-                    args.world_size,
-                    cost_model=cost_model,
-                    synchronisation=args.synchronisation,
-                    tflops=args.tflops,
-                ),
-                total=len(configs) * len(args.world_size),
-                description=f"planning {len(reader):,} rows",
-            )
-        )
 
 
 def _show_memory(rows: list[dict[str, Any]], args: argparse.Namespace, *, config: "SFTConfig") -> None:
