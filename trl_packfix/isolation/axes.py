@@ -100,7 +100,6 @@ def _axes(tokens: tuple[int, ...], size: tuple[int, ...], rows: list[tuple[int, 
 
 
 def _sizes(leaves: Leaves) -> Sizes:
-    """Shapes of tensors and values of integers, by place."""
     sizes: Sizes = {}
     for place, value in leaves:
         if isinstance(value, Tensor):

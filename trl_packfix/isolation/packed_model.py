@@ -180,7 +180,6 @@ class PackedModel:
         return report
 
     def _on_kernels(self, wrapped: nn.Module) -> IsolationReport:
-        """Probe packs on the first kernels that do not refuse the model."""
         while True:
             try:
                 return self._report(wrapped)
@@ -282,7 +281,6 @@ class PackedModel:
         return None
 
     def _report(self, wrapped: nn.Module, degree: int = 1, *, with_prefixes: bool = False) -> IsolationReport:
-        """The report of a probe, the same on all ranks."""
         check = check_prefixes if with_prefixes else check_isolation
         report = check(wrapped, self.max_length, degree, images=self.images, user_attention=self.attention.previous)
         agreed((report.isolated, report.equal))

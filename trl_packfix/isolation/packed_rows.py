@@ -232,7 +232,6 @@ class PackedRows(ModelHooks):
         return output
 
     def _is_padded(self, module: nn.Module, inputs: dict[str, Any]) -> bool:
-        """Whether a forward is one on padded rows, and nothing else."""
         tokens, mask, use_cache = (inputs.get(name) for name in ("input_ids", "attention_mask", "use_cache"))
         if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor) or mask.shape != tokens.shape:
             return False

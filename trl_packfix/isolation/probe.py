@@ -196,7 +196,6 @@ class Probe(ProbedModel):
             self.states(self._batch(documents, degree=1))
 
     def _joined(self, documents: list[Tensor], large: bool) -> Tensor:
-        """The states of the whole pack, (1, T, hidden), from those of the parts."""
         states, problem = None, None
         try:
             states = self.states(self._batch(documents, self.degree), large)

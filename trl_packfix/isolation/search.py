@@ -135,7 +135,6 @@ class RepairSearch:
         return bool(self._restarted)
 
     def _locate(self, report: IsolationReport, case: Case) -> str | None:
-        """The smallest module where the two runs differ."""
         if report.leaks:
             return report.leaks[0].name
         # A leak that only the gradient shows is below the tolerance of the forwards

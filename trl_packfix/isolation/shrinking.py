@@ -159,7 +159,6 @@ def _computed(config_class: type[PreTrainedConfig], fields: dict[str, Any], smal
 
 
 def _sized(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Some or all fields of `config`, with small sizes."""
     values: dict[str, Any] = {}
     sizes = SIZES_OF_TYPE.get(config.get("model_type", ""), {})
     for name, value in fields.items():
@@ -196,7 +195,6 @@ def _small_ids(value: object, first: int) -> object:
 
 
 def _rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Rope parameters for a small head; other fields are unchanged."""
     head = config.get("qk_rope_head_dim") or config.get("head_dim")
     if head is None and {"hidden_size", "num_attention_heads"} <= config.keys():
         head = config["hidden_size"] // config["num_attention_heads"]

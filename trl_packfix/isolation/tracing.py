@@ -71,7 +71,6 @@ def find_leaks(probe: Probe, case: Case, tolerance: float, *, positions_only: bo
 def _leaks(
     modules: dict[str, nn.Module], first: Records, second: Records, *, pairs: Spans, tolerance: float
 ) -> Iterator[Leak]:
-    """Modules with a call whose inputs agree in both runs and whose outputs do not."""
     for name, module in modules.items():
         for one, other in zip(first.get(name, []), second.get(name, []), strict=False):
             came_in, went_out = (_moved(a, b, pairs) for a, b in zip(one, other, strict=True))
@@ -289,7 +288,6 @@ def _moved(before: Values, after: Values, pairs: Spans) -> float:
 
 
 def _numbers(values: Values) -> Values:
-    """Only floating-point and complex values."""
     return {place: value for place, value in values.items() if value[1].is_floating_point() or value[1].is_complex()}
 
 
