@@ -82,7 +82,8 @@ def without_prefixes():
     right = varlen._attend
 
     def attend(*args, running, **options):
-        running = replace(running, kv_index=None) if running.degree > 1 else running
+        if running is not None and running.degree > 1:
+            running = replace(running, kv_index=None)
         return right(*args, running=running, **options)
 
     return mock.patch.object(varlen, "_attend", attend)
