@@ -311,7 +311,7 @@ def test_the_same_input_trains_without_packing(tmp_path):
 def test_messages_name_the_number_of_tokens_of_a_micro_batch(tmp_path, capsys):
     run = trainer(tmp_path, TEXTS, max_steps=1, packing_report=True, per_device_train_batch_size=8, max_length=4096)
     run.train()
-    assert "32,768 tokens at most: per_device_train_batch_size 8 x max_length 4,096" in capsys.readouterr().out
+    assert "32,768 tokens (batch size 8 x max_length 4,096)" in capsys.readouterr().out
     assert (tmp_path / "packing_report.json").exists()
     assert isinstance(run.args, SFTConfig)
 
