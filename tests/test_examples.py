@@ -334,7 +334,7 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
     assert len(logs) == 8 and len(evaluated) == 2
     before, expected = (flat(model.state_dict()) for model in (start, trainer.model))
     for name, (weights, printed) in found.items():
-        assert "24 documents in 16 micro-batches" in printed and "passed: changing" in printed
+        assert "24 documents in 16 micro-batches" in printed and "proved on this model" in printed
         steps = re.findall(r"loss (\S+), gradient (\S+)", printed)
         wanted = [(log["loss"], log["grad_norm"]) for log in logs]
         assert [tuple(map(float, step)) for step in steps] == [pytest.approx(log, rel=2e-4) for log in wanted], name

@@ -339,7 +339,7 @@ def other_second_pass() -> IterableDataset:
     data, ended = ROWS["parts"].documents(), []
 
     def shorter(row, index):
-        kept = len(row["input_ids"]) - (bool(ended) and dist.get_rank() == 1)
+        kept = len(row["input_ids"]) - (len(ended) > 1 and dist.get_rank() == 1)  # the first step reads it, too
         if index == len(data) - 1:
             ended.append(True)
         return {"input_ids": row["input_ids"][:kept], "labels": row["labels"][:kept]}
@@ -353,7 +353,7 @@ def refused(
     """What each rank says to settings or documents that cannot work, and after which step."""
     message, trainer = "", None
     try:
-        with faults.ALL[fault]() if fault else nullcontext(), faults.unproved if fault else nullcontext():
+        with faults.ALL[fault]() if fault else nullcontext(), faults.behind_proofs() if fault else nullcontext():
             trainer = make_trainer(folder, row, engine, data=data and data(), **settings)
             trainer.train()
             trainer.predict(trainer.eval_dataset)

@@ -35,6 +35,8 @@ from trl_packfix.reporting.savings import estimated_savings
 from trl_packfix.samples import conversation
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.processor import RowProcessor
+from trl_packfix.training.first_step import FirstStep
+from trl_packfix.training.step_comparison import StepComparison
 
 pytestmark = pytest.mark.slow
 
@@ -124,6 +126,7 @@ def test_turns_train_as_in_unpacked_trl(shares):
 def test_the_comparison_sees_faults(fault, monkeypatch):
     start, wanted, _, _ = reference()
     monkeypatch.setattr(PackedModel, "prove_prefixes", lambda self, wrapped: None)
+    monkeypatch.setattr(FirstStep, "compare", lambda self: StepComparison("not compared"))
     if fault == "images of the last turn":
         right = Conversation.row_of_turn
 

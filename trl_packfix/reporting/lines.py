@@ -108,6 +108,8 @@ def _model(report: ReportNumbers) -> Lines:
             repairs = "; ".join(str(repair) for repair in report.isolation.repaired)
             yield "repaired", f"{repairs}: these modules see each document separately, with some padding"
         yield "isolation", _isolation_text(report.isolation)
+    if report.first_step is not None:
+        yield "first step", report.first_step
 
 
 LINES = (_of_table, _of_stream, _cuts, _model)

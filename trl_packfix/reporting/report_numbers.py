@@ -134,6 +134,7 @@ class ReportNumbers:
     lengths: LengthHistogram | None = None
     attention: str = "not chosen yet"
     isolation: IsolationReport | None = None
+    first_step: str | None = None
     experimental: tuple[str, ...] = ()
     sample: PlanSample | None = field(default=None, repr=False)
 

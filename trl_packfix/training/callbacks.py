@@ -28,12 +28,14 @@ from ..samples.checks import IMAGES
 from .choices import Setup
 from .evaluation import Evaluation
 from .features import experimental
+from .first_step import FirstStep
 from .lm_head import check_fused_head
 from .loading import TrainingData
 from .objective import Objective
 from .progress import proof_status
 from .proofs import prove_degrees, prove_prefixes
 from .run import Run
+from .step_comparison import StepComparison
 
 MUCH_GIB = 0.5  # memory that is worth a line in the report
 LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
@@ -41,6 +43,8 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
     "isolation/max_difference": ("relative", "largest difference of a document in a pack from itself alone"),
     "isolation/tolerance": ("relative", "what rounding explains"),
     "isolation/repaired_modules": ("modules", "that see each document separately"),
+    "first_step/loss_gap": ("relative", "difference of the loss of the first step, packed and unpacked"),
+    "first_step/gradient_gap": ("relative", "the largest of the gradient of a parameter"),
     "isolation/unpacked": ("0 or 1", "whether documents run as rows of padded batches"),
 }
 
@@ -55,7 +59,9 @@ class BeforeTraining(TrainerCallback):
         run, args = self._run, self._run.args
         if self._objective.is_ours and run.compute_loss_func is None:
             with run.compute_loss_context_manager():
-                check_fused_head(run.model_wrapped, base_model(run.model), self._data.attention_dtype)
+                self._objective.has_own_logits = check_fused_head(
+                    run.model_wrapped, base_model(run.model), self._data.attention_dtype
+                )
         if not args.packing:  # the report of packing has this line
             run.accelerator.print(f"Trained tokens: {self._data.trained_line()}")
         if args.eval_strategy != "no" or args.eval_on_start:
@@ -88,10 +94,10 @@ def _unprinted(handler: CallbackHandler) -> Iterator[None]:
 
 
 class BeforeFirstStep(TrainerCallback):
-    """Proves isolation on the wrapped model, on all ranks together, then shows and saves the report."""
+    """Proves isolation on the wrapped model, and compares the first step, on all ranks; then shows the report."""
 
-    def __init__(self, run: Run, data: TrainingData):
-        self._run, self._data = run, data
+    def __init__(self, run: Run, data: TrainingData, first_step: FirstStep):
+        self._run, self._data, self._first_step = run, data, first_step
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:
         run, args, packed_model = self._run, self._run.args, self._run.packed_model
@@ -111,12 +117,17 @@ class BeforeFirstStep(TrainerCallback):
                 text += f"; copied keys of shared prefixes take at most {COPIED_BYTES / 2**30:g} GiB, in one layer"
         setup = Setup(args=args, columns=IMAGES if report.images is not None else (), model=base_model(run.model))
         report = replace(report, isolation=isolation, attention=text, experimental=experimental(setup))
+        step = StepComparison("not compared: isolation was not proved")
+        if isolation.passed:
+            prove_degrees(run, self._data.degrees)
+            step = self._first_step.compare()
+        report = replace(report, first_step=step.text)
         run.packing_report = report
         if args.packing_report and run.is_world_process_zero():
             report.show()
             report.save(str(args.output_dir))
         isolation.raise_if_leaking(args.on_leak)
-        prove_degrees(run, self._data.degrees)
+        step.raise_if_different()
         # Loggers get these, and the log history writes them to trainer_state.json
         with _unprinted(run.callback_handler) if args.packing_report else nullcontext():
             run.log(
@@ -126,6 +137,7 @@ class BeforeFirstStep(TrainerCallback):
                     "isolation/tolerance": isolation.tolerance,
                     "isolation/repaired_modules": sum(repair.count for repair in isolation.repaired),
                     "isolation/unpacked": int(packed_model.is_unpacked),
+                    **step.metrics(),
                     **metrics(report),
                 }
             )

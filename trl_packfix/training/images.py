@@ -70,7 +70,7 @@ class ImageData:
             encoded = reading.encoded(row)
             images.append([{"path": image.path, "bytes": image.data} for image in encoded.pop("images")])
             others.append(
-                encoded | {name: row[name] for name in [args.source_column] if name is not None and name in row}
+                encoded | {name: row[name] for name in (args.weight_column, args.source_column) if name and name in row}
             )
         if not others:
             refuse_empty()

@@ -146,15 +146,15 @@ def _is_capped(forward: object) -> bool:
     return getattr(forward, "is_capped", False)
 
 
-def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Compare the log-probabilities of the fused LM head with the model's own logits, on nine tokens.
+def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Whether the log-probabilities of the fused LM head are those of the model's own logits, on nine tokens.
 
     All ranks must call it with the model as it is `wrapped`, and the `dtype` in which it computes. It warns if they
     differ by more than rounding: TRL trains such a model, but not with the logits that it generates from. Under ZeRO-3
     nothing is compared: DeepSpeed would keep the head gathered from a fused forward without gradients on.
     """
     if is_deepspeed_zero3_enabled():
-        return
+        return True
     probe, factor, calls = Probe(wrapped), 1.0, list[nn.Module]()
     ids = probe.tokens(9)[None].to(probe.device)
 
@@ -174,13 +174,14 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
             logits = wrapped(input_ids=ids, use_cache=False).logits
             found = wrapped(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
     except (CannotRun, KernelError):  # it takes no row without padding; the first step raises what else is wrong
-        return
+        return True
     finally:
         handle.remove()
     own = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     gap = (own - found.float()).abs().max().item()
     # A forward that passes the backbone by is that of another model, which the probe refuses
-    if calls and not gap <= 2 * LARGEST_LOGIT * max(1e-4, 8 * torch.finfo(dtype).eps):  # rounding of such a number
+    is_own = not calls or gap <= 2 * LARGEST_LOGIT * max(1e-4, 8 * torch.finfo(dtype).eps)  # rounding of such a number
+    if not is_own:
         warnings.warn(
             f"The loss of {type(model).__name__} reads TRL's fused LM head. Its log-probabilities differ from those of "
             f"the model's own logits by {gap:.1f} at logits of {LARGEST_LOGIT:g}: one of them has a scale, a cap or a "
@@ -188,6 +189,7 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
             "with these.",
             stacklevel=2,
         )
+    return is_own
 
 
 def _scores(head: Any, states: Tensor, labels: Tensor, scale: float, softcap: float | None) -> Any:

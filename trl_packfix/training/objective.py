@@ -84,6 +84,7 @@ class Objective:
             checkpoint.
         summed_by_ranks: parameters whose gradients transformers sums over ranks after each backward.
         values_of_batch: weights and sources of the documents of the current batch.
+        has_own_logits: whether the loss is computed of the logits of the model's own forward.
     """
 
     totals: TrainingTotals
@@ -92,6 +93,7 @@ class Objective:
         self._run, self._data = run, data
         self.summed_by_ranks: list[nn.Parameter] = []
         self.values_of_batch: dict[str, Tensor] = {}
+        self.has_own_logits = True
         self.same_pack = SamePackCheck(data)
         self._loss_of_user = compute_loss_func
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainerState
@@ -42,6 +43,7 @@ class Run(Protocol):
     router_aux_loss_coef: float
     neftune_noise_alpha: float | None
     model_accepts_loss_kwargs: bool
+    current_gradient_accumulation_steps: int
     _loss_shifts_labels: bool
     _total_train_tokens: int
     _metrics: dict[str, Any]  # averaged by TRL's `log`
@@ -57,4 +59,6 @@ class Run(Protocol):
     def is_world_process_zero(self) -> bool: ...
     def log(self, logs: dict[str, float]) -> None: ...
     def _get_output_dir(self, trial: object) -> str: ...
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *, num_items_in_batch: Any) -> Any: ...
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any: ...
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]: ...

@@ -45,6 +45,7 @@ from . import checks
 from .callbacks import AdaptersLearn, BeforeFirstStep, BeforeTraining, StreamCallback
 from .config import SFTConfig, adopt
 from .evaluation import Evaluation
+from .first_step import FirstStep
 from .foreign_keys import with_hints
 from .loading import TrainingData, unpacked_rows
 from .objective import Objective, check_one_document_per_row
@@ -159,7 +160,10 @@ class SFTTrainer(trl.SFTTrainer):
         if args.packing:
             if isinstance(self.train_dataset, IterableDataset):
                 self.add_callback(StreamCallback(self, data))
-            self.add_callback(BeforeFirstStep(self, data))
+            self.first_step = FirstStep(
+                self, data, self.training_objective, training_step=partial(SFTTrainer.training_step, self)
+            )
+            self.add_callback(BeforeFirstStep(self, data, self.first_step))
 
     # TRL tokenises and builds labels. Cutting and packing come later, on spans.
 
@@ -313,6 +317,8 @@ class SFTTrainer(trl.SFTTrainer):
         self.training_objective.totals.start_fetch()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.training_objective.same_pack.check(batches)
+        if self.args.packing:
+            self.first_step.compare_longer(batches)
         return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:

@@ -1,0 +1,304 @@
+"""The first step is compared with unpacked training, and what is wrong with it is refused and named."""
+
+import json
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from datasets import Dataset
+from ranks import faults
+from ranks.faults import changed
+from support import zoo
+from support.models import build_tiny_model, build_tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from trl_packfix import PackingLeakError, SFTConfig, SFTTrainer
+from trl_packfix.attention import varlen
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
+from trl_packfix.isolation import check_isolation
+from trl_packfix.training import objective
+from trl_packfix.training.first_step import FirstStep
+from trl_packfix.training.objective import Objective
+from trl_packfix.training.step_comparison import StepComparison
+
+LENGTHS = (60, 13, 200, 33, 7, 90, 41, 120) * 2
+
+
+def rows(lengths=LENGTHS, **columns):
+    generator, found = torch.Generator().manual_seed(0), []
+    for i, length in enumerate(lengths):
+        ids = torch.randint(3, 60, (length,), generator=generator).tolist()
+        if i % 2:  # every second one begins as the one before it
+            ids[: length // 2] = (found[-1]["input_ids"] * length)[: length // 2]
+        prompt = min(5, length // 3)
+        row = {"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]}
+        found.append(row | {name: values(i) for name, values in columns.items()})
+    return Dataset.from_list(found)
+
+
+def make(folder, model="llama", dataset=None, **settings):
+    model = build_tiny_model(model, vocab_size=64) if isinstance(model, str) else model
+    given = {"max_length": 256, "max_steps": 1, "bf16": False, "gradient_accumulation_steps": 2} | settings
+    if "weight_column" in given:
+        dataset = rows(weight=lambda i: 0.5 + i % 3)
+    args = SFTConfig(
+        str(folder), packing=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **given
+    )
+    return SFTTrainer(
+        model, args, train_dataset=rows() if dataset is None else dataset, processing_class=build_tokenizer()
+    )
+
+
+def compare(trainer, fault=nullcontext):
+    """The comparison, with a fault behind the proof of the model; the step follows if it passes."""
+    found, right = [], FirstStep.compare
+
+    def with_fault(self):
+        with fault():
+            found.append(right(self))
+        return found[0]
+
+    with mock.patch.object(FirstStep, "compare", with_fault):
+        try:
+            trainer.train()
+        except PackingLeakError as error:
+            assert found and found[0].problem in str(error)
+    return found[0]
+
+
+PLAIN = {"gradient_checkpointing": False}
+CASES = {
+    "llama": {},
+    "weights": {"weight_column": "weight"},
+    "documents": {"document_weighting": "document", "weight_column": "weight"},
+    "smoothing": {"label_smoothing_factor": 0.1},
+    "dft": {"loss_type": "dft"},
+    "prefixes": {"share_prefixes": "pack"},
+    "router": {"model": "mixtral", "router_aux_loss_coef": 0.1},
+    "router of shared rows": {"model": "mixtral", "router_aux_loss_coef": 0.1, "share_prefixes": "pack"},
+    "noise": {"neftune_noise_alpha": 5.0},
+    "repaired": {"model": "falcon_mamba", "on_leak": "unpack"},
+    "constant shapes": {"pad_to_multiple_of": 32, "pad_documents_to_multiple_of": 8},
+    "no checkpointing": PLAIN,
+}
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+def test_packed_and_unpacked_are_equal(tmp_path, settings):
+    trainer = make(tmp_path, **settings)
+    found = compare(trainer)
+    assert found.problem is None and found.loss_gap < 2e-6 and found.gradient_gap < 1e-5, found.text
+    number = sum(parameter.requires_grad for parameter in trainer.model.parameters())
+    assert f"over {number} parameters" in found.text
+    assert dict(trainer.packing_report.lines())["first step"] == found.text
+
+
+def test_half_precision_is_judged_by_its_rounding(tmp_path):
+    found = compare(make(tmp_path, bf16=True))
+    assert found.problem is None and 1e-4 < found.gradient_gap < 0.1 and "rounding alone makes" in found.text
+    assert compare(make(tmp_path, bf16=True), FAULTS["labels rolled"][0]).problem
+
+
+def test_training_is_as_without_it(tmp_path):
+    """To the bit, with dropout, and so is what is logged."""
+    weights, logs = [], []
+    for does in (True, False):
+        model = build_tiny_model("opt", vocab_size=64)
+        model.config.dropout = 0.1
+        trainer = make(tmp_path, model, max_steps=3, logging_steps=1, seed=7)
+        unlike = mock.patch.object(FirstStep, "compare", lambda self: StepComparison("not compared"))
+        with nullcontext() if does else unlike:
+            trainer.train()
+        weights.append(torch.cat([each.detach().flatten() for each in trainer.model.parameters()]))
+        logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        logs[-1] += [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    assert torch.equal(*weights) and logs[0] == logs[1]
+
+
+def in_batch(change):
+    """The batch of a pack, changed by `change(batch, first token of each document)`."""
+
+    def wrong(right, self, documents, degree=1):
+        batch, runs = right(self, documents, degree)
+        change(batch, batch["cu_seq_lens_q"][:-1].long())
+        return batch, runs
+
+    return changed(PackedDataCollator, "collate", wrong)
+
+
+def rolled(batch, first):
+    batch["labels"] = batch["labels"].roll(1, dims=1)
+
+
+def next_predicted(batch, first):
+    batch["labels"][0, first] = batch["input_ids"][0, first]
+
+
+def one_kept(batch, first):
+    batch["labels"][0, first[-1]] = batch["input_ids"][0, first[-1]]
+
+
+def last_lost(batch, first):
+    batch["labels"][0, -1] = -100
+
+
+def positions_go_on(batch, first):
+    batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
+
+
+def of_loss(change):
+    return changed(Objective, "_loss", lambda right, *given: (lambda loss, out: (change(loss), out))(*right(*given)))
+
+
+def of_values(change):
+    def wrong(right, self, values, *given, **more):
+        return right(self, change(values), *given, **more)
+
+    return changed(Objective, "_mean", wrong)
+
+
+def in_one_layer(right, bounds, num_tokens, calls=[]):  # noqa: B006 - counts
+    calls.append(1)
+    return [num_tokens] if len(calls) % 2 else right(bounds, num_tokens)
+
+
+def one_late(right, bounds, num_tokens):
+    lengths = list(right(bounds, num_tokens))
+    return [lengths[0] + 1, lengths[1] - 1, *lengths[2:]] if len(lengths) > 1 else lengths
+
+
+def exchanged(right, self, documents):
+    batch = right(self, documents)
+    batch[WEIGHTS] = batch[WEIGHTS].roll(1)
+    return batch
+
+
+def first_five_times(values):
+    factor = torch.ones_like(values)
+    factor[0, values[0].detach().abs().argmax()] = 5
+    return values * factor
+
+
+def half_without_gradient(values):
+    half = values.shape[1] // 2
+    return torch.cat([values[:, :half], values[:, half:].detach()], dim=1)
+
+
+FAULTS = {
+    "labels rolled": (in_batch(rolled), {}, "the loss is"),
+    "the last token predicts the next document": (in_batch(next_predicted), {}, "the loss is"),
+    "one label over a boundary": (in_batch(one_kept), {}, "document "),
+    "the last label lost": (in_batch(last_lost), {}, "document "),
+    "positions go on": (in_batch(positions_go_on), {"model": "opt"}, "the loss is"),
+    "boundaries lost": (faults.BEHIND_PROOF["one_document"], {}, "gradients of"),
+    "boundaries lost in one layer": (changed(varlen, "_checked", in_one_layer), PLAIN, "gradients of"),
+    "a boundary one late": (changed(varlen, "_checked", one_late), {}, "the loss is"),
+    "divided by the accumulation": (of_loss(lambda loss: loss / 2), {}, "the loss is"),
+    "times the ranks": (of_loss(lambda loss: loss * 2), {}, "the loss is"),
+    "mean of means": (changed(Objective, "count_step", lambda right, *given: None), {}, "the loss is"),
+    "tokens of the first micro-batch": (
+        changed(Objective, "count_step", lambda right, self, batches, *given: right(self, batches[:1], *given)),
+        {},
+        "the loss is",
+    ),
+    "a token five times": (of_values(first_five_times), {}, "document "),
+    "half without a gradient": (of_values(half_without_gradient), {}, "gradients of"),
+    "weights exchanged": (changed(RowValuesCollator, "__call__", exchanged), CASES["weights"], "the loss is"),
+    "documents without weights": (
+        changed(
+            Objective, "_total_weight", lambda right, self, weights, trained: right(self, weights * 0 + 1, trained)
+        ),
+        CASES["documents"],
+        "the loss is",
+    ),
+    "smoothing where nothing is trained": (
+        changed(objective, "_smoothed", lambda right, *given: (lambda nll, total: (nll, total + 1))(*right(*given))),
+        CASES["smoothing"],
+        "the loss is",
+    ),
+    "a shared row counts once": (faults.ONE["each_row_once"], CASES["prefixes"], "the loss is"),
+    "router loss without a gradient": (
+        changed(Objective, "aux_loss", lambda right, *given, **more: right(*given, **more).detach()),
+        CASES["router"],
+        "gradients of",
+    ),
+    "router loss summed over micro-batches": (
+        changed(Objective, "aux_loss", lambda right, *given, **more: 2 * right(*given, **more)),
+        CASES["router"],
+        "the loss is",
+    ),
+    "the loss in bf16": (of_values(lambda values: values.bfloat16().float()), {}, "the loss is"),
+}
+
+
+@pytest.mark.parametrize("fault, settings, named", FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_named(tmp_path, fault, settings, named):
+    trainer = make(tmp_path, **settings)
+    found = compare(trainer, fault)
+    assert found.problem is not None and named in found.problem, found.text
+    assert trainer.state.global_step == 0
+
+
+def test_a_loss_of_the_user_is_not_compared(tmp_path):
+    class Own(SFTTrainer):
+        def compute_loss(self, *given, **more):
+            return super().compute_loss(*given, **more)
+
+    trainer = make(tmp_path)
+    trainer.__class__ = Own
+    assert compare(trainer).text == "not compared with unpacked training: the loss is that of Own.compute_loss"
+
+
+# Long documents
+
+
+def test_longer_documents_that_leak_are_refused(tmp_path):
+    """Boundaries are lost in packs of 180 tokens and more, behind the proof of the model."""
+
+    def beyond(right, bounds, num_tokens):
+        return [num_tokens] if num_tokens >= 180 else right(bounds, num_tokens)
+
+    trainer = make(tmp_path, dataset=rows((60, 190)), gradient_accumulation_steps=1)
+    right, fault = FirstStep.compare_longer, changed(varlen, "_checked", beyond)
+
+    def with_fault(self, batches):
+        with fault():
+            right(self, batches)
+
+    with (
+        mock.patch.object(FirstStep, "compare_longer", with_fault),
+        pytest.raises(PackingLeakError, match=r"A document of 190 tokens .* of up to 48 tokens they did not"),
+    ):
+        trainer.train()
+
+
+@pytest.mark.sweep
+def test_a_model_that_computes_long_documents_in_another_way_is_refused(tmp_path, data_dir):
+    """GLM-5.3-Flash chooses among more than 256 keys (2,048 in the real one), and no threshold is looked for."""
+    values = json.loads((data_dir / "defect_configs/tiny/glm-5.3-flash.json").read_text())
+    values["text_config"]["index_topk"] = 256
+    config = AutoConfig.for_model(**{name: value for name, value in values.items() if not name.startswith("_")})
+    model = zoo.random_model(lambda: AutoModelForImageTextToText.from_config(config))
+    trainer = make(tmp_path, model, rows((60, 400)), max_length=410, gradient_accumulation_steps=1)
+    with (
+        mock.patch.object(check_isolation, "thresholds", lambda *given: ({}, [])),
+        pytest.raises(PackingLeakError, match="A document of 400 tokens was computed packed and alone"),
+    ):
+        trainer.train()
+
+
+def test_lengths_are_compared_when_they_double(tmp_path):
+    trainer = make(
+        tmp_path, dataset=rows((40, 90, 200, 210)), packing_strategy="minibatch", max_steps=4, shuffle_dataset=False
+    )
+    seen, right = [], FirstStep._log_probs
+
+    def note(self, document, *, before):
+        seen.append(len(document))
+        return right(self, document, before=before)
+
+    with mock.patch.object(FirstStep, "_log_probs", note):
+        trainer.train()
+    assert trainer.first_step.longest_compared >= 105 and 2 <= len(seen) <= 4, seen

@@ -1,0 +1,450 @@
+"""Compare the first step with unpacked training: the trainer's own loop on packs, the model alone on rows.
+
+The proof of isolation looks at the model. Wrong labels, divisors and weights lie behind it, in the collator, the loss,
+and the sums over micro-batches and ranks. So before the first optimizer step a few documents of the run are trained in
+two micro-batches on each rank, one of them with a single document, by the methods that every step calls. The reference
+has none of this code: each document is a row, on the model with the attention that it was given with and its own LM
+head, and its loss is the sum over its tokens, divided by counts made of the documents. Gradients are compared by
+products (`isolation/gradients.py`), so none is copied.
+
+Documents are shortened, so that the comparison costs less than a forward and backward of 1,024 tokens. Later, when a
+step first holds a document twice as long as any compared before, it is compared again, by a forward: some models
+compute long documents in another way.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from transformers.utils import logging
+
+from ..attention.models import base_model
+from ..data.collator import PackedDataCollator
+from ..data.parts import PartOf
+from ..data.row_values import SOURCES, WEIGHTS
+from ..isolation.gradients import gaps, gradient_products, largest_gap
+from ..isolation.image_probe import ImageDocument, make_probe
+from ..isolation.isolation_report import MAX_NOISE, PackingLeakError
+from ..layout import IGNORE_INDEX, Whole, layout_of
+from .groups import check_same_packs
+from .loading import TrainingData
+from .noise import DocumentNoise
+from .objective import Objective
+from .run import Run
+from .step_comparison import (
+    Document,
+    StepComparison,
+    chosen,
+    int64,
+    is_text,
+    length,
+    longest_of,
+    masked,
+    num_trained,
+    relative_distance,
+)
+from .totals import TrainingTotals
+
+NUM_CANDIDATES = 32
+NUM_BEFORE = 8  # tokens of the document before a long one
+FINE = 1e-4  # relative; a larger difference is judged by what rounding does
+SET = ("current_gradient_accumulation_steps", "aux_loss_enabled")  # of the trainer, during the comparison
+DRAWS = 6
+OF_ROUNDING = 3  # times the largest of so few draws
+
+OF_TEXT = {*PackedDataCollator()([{"input_ids": [0]}]), WEIGHTS, SOURCES}  # entries of a batch
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Loss and products of the gradients of a step over all ranks; None where gradients are not compared."""
+
+    loss: float
+    products: Tensor | None
+
+    def gaps(self, other: "_Step") -> tuple[float, float]:
+        loss = abs(self.loss - other.loss) / max(abs(other.loss), torch.finfo(torch.float64).tiny)
+        if self.products is None or other.products is None:
+            return loss, 0.0
+        return loss, largest_gap(self.products, other.products)
+
+
+class FirstStep:
+    """The comparison of a training. The packed model must be proved; all ranks must call `compare`.
+
+    Args:
+        run: its `_get_num_items_in_batch` is called, and its model is left as it was.
+        training_step: of the trainer, without what a subclass adds to it, such as counters.
+    """
+
+    def __init__(
+        self, run: Run, data: TrainingData, objective: Objective, *, training_step: Callable[..., Tensor]
+    ) -> None:
+        self._run, self._data, self._objective, self._training_step = run, data, objective, training_step
+        self.longest_compared: float = inf  # tokens; longer documents are compared later
+
+    def _begin(self) -> None:
+        self._probe = self._probe_of(self._run.model_wrapped)
+        model = self._probe.model
+        self._alone: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        named = {name: each for name, each in base_model(self._run.model).named_parameters() if each.requires_grad}
+        self._names, self._parameters = [*named], [*named.values()]
+
+    def _probe_of(self, model: nn.Module) -> Any:
+        images = None if self._data.images is None else self._data.images.examples
+        return make_probe(model, images, user_attention=self._run.packed_model.attention.previous)
+
+    # What is compared
+
+    def compare(self) -> StepComparison:
+        """Train a few documents packed and unpacked, without an optimizer step."""
+        self._begin()
+        if (why := self._why_not()) is not None:
+            return StepComparison(f"not compared with unpacked training: {why}")
+        packs = self._packs()
+        if not self._summed(sum(map(num_trained, _documents(packs[0])))):
+            return StepComparison("not compared with unpacked training: no trained token in the first documents")
+        with self._undisturbed():
+            packed, unpacked = self._packed(packs), self._unpacked(packs)
+            gap, limit = packed.gaps(unpacked), (self._loss_limit, FINE)
+            for draw in range(DRAWS):
+                if not self._is_beyond(gap, limit):
+                    break
+                limit = self._more_rounding(packs, packed, draw=draw, limit=limit)
+            problem = self._what_differs(packs, packed, unpacked, limit=limit) if self._is_beyond(gap, limit) else None
+        self._run.model.zero_grad(set_to_none=True)
+        self.longest_compared = self._most(max(length(each) for pack in packs for each in _documents(pack)))
+        if not self._has_collectives:  # then each rank compares longer documents when it meets them
+            self._probe = self._probe_of(self._alone)
+        text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked ({gap[0]:.0e})"
+        if packed.products is None:
+            return StepComparison(f"{text}; gradients are held by the engine, not compared", gap[0], problem=problem)
+        text += f"; gradients {gap[1]:.0e} over {len(self._names)} parameters"
+        if max(limit) > FINE:
+            text += f" (rounding alone makes {limit[0] / OF_ROUNDING:.0e} and {limit[1] / OF_ROUNDING:.0e})"
+        return StepComparison(text, *gap, problem=problem)
+
+    def _why_not(self) -> str | None:
+        kind, run = type(self._run), self._run
+        if run.compute_loss_func is not None:
+            return "`compute_loss_func` gets a whole batch, so its loss need not be a sum over documents"
+        if not kind.compute_loss.__module__.startswith(__package__):
+            return f"the loss is that of {kind.__name__}.compute_loss"
+        if self._data.images is not None and (run.is_deepspeed_enabled or run.is_fsdp_enabled):
+            return "a row without images would not wait for the vision tower that another rank gathers"
+        return None if self._objective.is_ours else "the loss is TRL's"
+
+    @property
+    def _has_gradients(self) -> bool:
+        """Whether gradients can be read between two backward passes: not where an engine holds or divides them."""
+        run = self._run
+        if run.accelerator.distributed_type == DistributedType.DEEPSPEED or self._objective.summed_by_ranks:
+            return False
+        is_sharded = any(isinstance(module, FSDPModule) for module in self._alone.modules())
+        return run.get_tp_size() == 1 and (not run.is_fsdp_enabled or is_sharded)
+
+    @property
+    def _loss_limit(self) -> float:
+        """Under FSDP2 in half precision the model's own logits are rounded, those of the loss are not."""
+        dtype = self._data.attention_dtype
+        return torch.finfo(dtype).eps if self._run.is_fsdp_enabled and dtype.itemsize < 4 else FINE
+
+    def _is_beyond(self, gap: tuple[float, float], limit: tuple[float, float]) -> bool:
+        return self._probe.on_any_rank(not (gap[0] <= limit[0] and gap[1] <= limit[1]))
+
+    # Documents
+
+    def _packs(self) -> list[Any]:
+        """Two packs of this rank: of several documents, and of one."""
+        found, degree, index = self._data.first_documents(NUM_CANDIDATES)
+        documents = chosen(found)
+        packs = [documents, [max(documents, key=length)]]
+        return packs if degree == 1 else [PartOf(pack, degree, index) for pack in packs]
+
+    # Packed
+
+    def _packed(self, packs: list[Any]) -> _Step:
+        """The step by the trainer's own methods."""
+        run, model = self._run, self._probe.model
+        batches = [self._probe.moved(self._data.test_collator(pack)) for pack in packs]
+        if run.args.tokens_per_rank is not None or self._data.ranks.copies > 1:
+            check_same_packs(batches, self._data.ranks.copies)
+        num_items = run._get_num_items_in_batch(batches, run.accelerator.device)
+        run.current_gradient_accumulation_steps = len(batches)
+        run.model.zero_grad(set_to_none=True)
+        losses = []
+        for i, batch in enumerate(batches):
+            is_last = i == len(batches) - 1
+            if not self._has_gradients:
+                with torch.no_grad(), run.compute_loss_context_manager():
+                    batch = run._prepare_inputs(batch)
+                    losses.append(run.compute_loss(model, batch, num_items_in_batch=num_items))
+                continue
+            with nullcontext() if is_last or self._alone is model else run.accelerator.no_sync(model):
+                losses.append(self._training_step(model, batch, num_items))
+        loss = run.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean")
+        return _Step(float(loss), self._products(is_summed=True))
+
+    # Unpacked
+
+    def _unpacked(self, packs: list[Any]) -> _Step:
+        """The same step from rows, without collator, packed attention, fused LM head and loss of the trainer."""
+        run, args = self._run, self._run.args
+        owns = not isinstance(packs[0], PartOf) or packs[0].index == 0  # of ranks that share a pack, the first
+        documents = [document for pack in packs for document in _documents(pack)]
+        factors, parts = [], []
+        for document in documents:
+            weight = float(document.get(WEIGHTS, 1.0))
+            by_document = args.document_weighting == "document"
+            factors.append(owns * weight / (max(num_trained(document), 1) if by_document else 1))
+            parts.append(owns * weight * (num_trained(document) > 0 if by_document else num_trained(document)))
+        copies = self._data.ranks.copies
+        divisor = self._summed(sum(parts)) / copies
+        run.model.zero_grad(set_to_none=True)
+        total = 0.0
+        for document, factor in zip(documents, factors, strict=True):
+            with self._as_given([document]):  # layers may be computed again in the backward
+                total += self._backward(self._row_loss(document) * factor / divisor)
+        if run.aux_loss_enabled:
+            num_packs = self._summed(owns * len(packs)) / copies
+            for pack in packs:
+                with self._as_given(_documents(pack)):
+                    total += self._backward(
+                        self._aux_loss(_documents(pack)) * owns * run.router_aux_loss_coef / num_packs
+                    )
+        return _Step(self._summed(total) / copies, self._products(is_summed=False))
+
+    def _row_loss(self, document: Document) -> Tensor:
+        """The sum of the loss over the trained tokens of a document, by the model's own logits."""
+        run, args = self._run, self._run.args
+        labels = int64(document["labels"])[1:].to(self._probe.device)
+        is_trained, row = labels != IGNORE_INDEX, self._row(document)
+        with run.compute_loss_context_manager():
+            if not self._objective.has_own_logits:  # of which the user was told
+                padded = F.pad(labels, (1, row["input_ids"].shape[1] - len(labels) - 1), value=IGNORE_INDEX)
+                scored = self._alone(**row, labels=padded[None], fused_lm_head=True)
+                return -scored.log_probs.float().sum()
+            logits = self._alone(**row).logits[0, : len(labels)]
+        log_probs = F.log_softmax(logits[is_trained].float(), dim=-1)
+        of_labels = log_probs.gather(-1, labels[is_trained][:, None])
+        if args.loss_type == "dft":
+            return -(of_labels * of_labels.exp().detach()).sum()
+        share = args.label_smoothing_factor
+        return -((1 - share) * of_labels.sum() + share * log_probs.mean(-1).sum())
+
+    def _aux_loss(self, documents: list[Document]) -> Tensor:
+        """The router loss of unpacked training, of these documents as padded rows."""
+        longest = max(map(length, documents))
+        ids = torch.zeros(len(documents), longest, dtype=torch.int64)
+        for row, document in zip(ids, documents, strict=True):
+            row[: length(document)] = int64(document["input_ids"])
+        lengths = torch.tensor([length(document) for document in documents])
+        mask = (torch.arange(longest) < lengths[:, None]).long()
+        rows = {"input_ids": ids, "attention_mask": mask, "output_router_logits": True, "use_cache": False}
+        with self._run.compute_loss_context_manager():
+            return self._alone(**self._probe.moved(rows)).aux_loss
+
+    def _row(self, document: Document) -> dict[str, Any]:
+        if is_text(document):
+            return self._probe.row(int64(document["input_ids"]))
+        return self._probe.row(ImageDocument({name: each for name, each in document.items() if name != WEIGHTS}))
+
+    @contextmanager
+    def _as_given(self, documents: list[Document]) -> Iterator[None]:
+        """The model with the attention that it was given with; rows without boundaries need eval mode."""
+        inner = self._probe.inner
+        evaluated = inner if self._data.images is None else inner.get_decoder()  # see `ImageProbe.alone`
+        training = [module for module in evaluated.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            with self._probe.as_given(max(map(length, documents))):
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    # Longer documents
+
+    def compare_longer(self, batches: list[dict[str, Any]]) -> None:
+        """Compare the longest document of a step, if it is twice as long as any before: packed and alone, in a forward.
+
+        Documents are read from packs of one rank; of those with images, shared prefixes or parts no length is compared.
+        Where an engine divides the model, all ranks take part. A document that does not fit alone ends the search.
+
+        Raises:
+            PackingLeakError: its tokens have other probabilities in a pack.
+        """
+        if self.longest_compared == inf or 2 * self.longest_compared > (self._run.args.max_length or inf):
+            return
+        plain = [batch for batch in batches if isinstance(layout_of(batch), Whole) and batch.keys() <= OF_TEXT]
+        longest = max((int(batch["max_length_q"]) for batch in plain), default=0)
+        if self._has_collectives:
+            longest = self._most(longest)
+        if longest < 2 * self.longest_compared:
+            return
+        document = max((longest_of(batch) for batch in plain), key=len, default=self._probe.tokens(2))
+        try:
+            with self._undisturbed(), torch.no_grad():
+                before = self._probe.tokens(NUM_BEFORE)
+                alone, packed = (self._log_probs(document, before=each) for each in (before[:0], before))
+                gap, limit = relative_distance(packed, alone), FINE
+                for draw in range(DRAWS):
+                    if not self._is_beyond((gap, 0.0), (limit, 0.0)):
+                        break
+                    with self._probe.rounded_otherwise(draw):
+                        other = self._log_probs(document, before=before)
+                    limit = max(limit, min(OF_ROUNDING * relative_distance(other, packed), MAX_NOISE))
+                is_beyond = self._is_beyond((gap, 0.0), (limit, 0.0))
+        except torch.OutOfMemoryError:
+            logger.warning(
+                f"A document of {len(document):,} tokens does not fit unpacked, so it is not compared with unpacked "
+                f"training. Documents of up to {self.longest_compared:,} tokens were."
+            )
+            self.longest_compared = inf
+            return
+        if is_beyond:
+            raise PackingLeakError(
+                f"A document of {len(document):,} tokens was computed packed and alone, and its log-probabilities "
+                f"differ by {gap:.1e} (rounding explains {limit:.1e}); of up to {self.longest_compared:,} tokens "
+                f"they did not. So above some length this model computes packs as another one. Set `max_length` to "
+                f"{self.longest_compared}, or `packing=False`, and please report it with this message."
+            )
+        self.longest_compared = longest
+
+    def _log_probs(self, document: Tensor, *, before: Tensor) -> Tensor:
+        """Of each token of a document but the first, (n - 1,), in fp64: alone, or in a pack behind another document."""
+        packed = len(before) > 0
+        if packed:
+            batch = self._probe.moved(PackedDataCollator()([{"input_ids": before}, {"input_ids": document}]))
+        else:
+            batch = self._probe.row(document)
+            padding = (0, batch["input_ids"].shape[1] - len(document))
+            batch["labels"] = F.pad(document[None].to(self._probe.device), padding, value=IGNORE_INDEX)
+        alone = self._as_given([{"input_ids": document}])
+        with nullcontext() if packed else alone, self._run.compute_loss_context_manager():
+            log_probs = self._alone(**batch, fused_lm_head=True).log_probs
+        return log_probs.flatten()[len(before) : len(before) + len(document) - 1].double()
+
+    @property
+    def _has_collectives(self) -> bool:
+        """Whether a forward waits for other ranks."""
+        run = self._run
+        divides = run.is_deepspeed_enabled or run.is_fsdp_enabled or run.get_tp_size() > 1
+        return run.accelerator.num_processes > 1 and divides
+
+    # Gradients and ranks
+
+    def _backward(self, loss: Tensor) -> float:
+        if self._has_gradients:
+            (loss * self._scale).backward()
+        return float(loss.detach())
+
+    @property
+    def _scale(self) -> float:
+        scaler = self._run.accelerator.scaler  # of fp16
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def _products(self, *, is_summed: bool) -> Tensor | None:
+        """Of the gradients of the step; `is_summed` if they are the mean over ranks already."""
+        if not self._has_gradients:
+            return None
+        found = gradient_products(self._parameters) / self._scale
+        count = self._run.accelerator.num_processes
+        if is_summed or count == 1:
+            return found
+        if self._run.is_fsdp_enabled:  # the engine has made the mean
+            return found * count / self._data.ranks.copies
+        return (
+            self._run.accelerator.reduce(found.to(self._probe.device), reduction="sum").cpu() / self._data.ranks.copies
+        )
+
+    def _summed(self, value: float) -> float:
+        number = torch.tensor(float(value), device=self._probe.device)
+        return float(self._run.accelerator.reduce(number, reduction="sum"))
+
+    def _most(self, value: int) -> int:
+        return int(self._run.accelerator.gather(torch.tensor([value], device=self._probe.device)).max())
+
+    # Rounding, and what differs
+
+    def _more_rounding(
+        self, packs: list[Any], packed: _Step, *, draw: int, limit: tuple[float, float]
+    ) -> tuple[float, float]:
+        """The limits after another rounding of the same packs."""
+        with self._probe.rounded_otherwise(draw):
+            moved = self._packed(packs).gaps(packed)
+        loss, gradients = (max(old, min(OF_ROUNDING * new, MAX_NOISE)) for old, new in zip(limit, moved, strict=True))
+        return loss, gradients
+
+    def _what_differs(self, packs: list[Any], packed: _Step, unpacked: _Step, *, limit: tuple[float, float]) -> str:
+        """In words, down to the documents and the worst parameter."""
+        found = []
+        if self._is_beyond((packed.gaps(unpacked)[0], 0.0), limit):
+            found.append(f"the loss is {packed.loss:.5g} packed and {unpacked.loss:.5g} unpacked")
+        if packed.products is not None and unpacked.products is not None:
+            by_name = gaps(packed.products, unpacked.products)
+            worst, count = int(by_name.argmax()), int((by_name > limit[1]).sum())
+            if count:
+                found.append(
+                    f"gradients of {count} parameters differ, of `{self._names[worst]}` by {by_name[worst]:.1e}"
+                )
+        for i, document in enumerate(_documents(packs[0])):  # alone trained, among others that are not
+            pack = [each if j == i else masked(each) for j, each in enumerate(_documents(packs[0]))]
+            ours, theirs = self._packed([_with(packs[0], pack)]), self._unpacked([_with(packs[0], [document])])
+            if self._is_beyond(ours.gaps(theirs), limit):
+                gap = ours.gaps(theirs)
+                found.append(
+                    f"document {i} of {len(pack)} ({num_trained(document)} trained tokens) has the loss "
+                    f"{ours.loss:.5g} in the pack, {theirs.loss:.5g} alone, and gradients that differ by {gap[1]:.1e}"
+                )
+        return "; ".join(found)
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """No dropout and no noise; counts of the log, random state, modes and buffers are restored."""
+        run, objective, probe = self._run, self._objective, self._probe
+        totals, before = objective.totals, {name: getattr(run, name, None) for name in SET}
+        noise = {each: each.alpha for each in run.packed_model.own_hooks if isinstance(each, DocumentNoise)}
+        objective.totals = TrainingTotals(totals.sources, totals.shares_prefixes)
+        try:
+            with run.packed_model.attending(), probe.undisturbed():
+                for hooks in noise:
+                    hooks.alpha = 0.0
+                with run.compute_loss_context_manager():
+                    probe.silenced([probe.tokens(n) for n in (3, 5)])
+                silent = [module for module in probe.inner.modules() if not module.training]
+                with probe.inner.register_forward_pre_hook(partial(_silence, silent)):
+                    yield
+        finally:
+            objective.totals = totals
+            for hooks, alpha in noise.items():
+                hooks.alpha = alpha
+            for name, value in before.items():
+                setattr(run, name, value)
+
+
+def _silence(modules: list[nn.Module], *call: Any) -> None:
+    # The trainer sets all modules to train mode, also those that draw
+    for module in modules:
+        module.training = False
+
+
+def _documents(pack: Any) -> list[Document]:
+    return pack.documents if isinstance(pack, PartOf) else pack
+
+
+def _with(pack: Any, documents: list[Document]) -> Any:
+    """The pack of other documents, on the same ranks."""
+    return replace(pack, documents=documents) if isinstance(pack, PartOf) else documents
