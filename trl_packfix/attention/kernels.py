@@ -38,6 +38,7 @@ from .flash import (
     tiles,
     visible_keys,
 )
+from .packed_forward import PackedForward
 from .rows import Axes, DocumentRows
 
 # Queries per tile. A window of w costs w + 64 keys per query; 64 was the fastest of 64 to 1024 for windows of 128 to
@@ -127,6 +128,29 @@ class Launch(NamedTuple):
     max_lengths: tuple[int, int]
     queries: slice = slice(None)
     keys: slice | Tensor = slice(None)
+
+
+def launches_of(pack: PackedForward, chunk: int | None, num_tokens: int) -> list[Launch]:
+    """The launches of all documents, or of all chunks of them, without a device-to-host copy."""
+    bounds, longest = (pack.cu_seq_lens_q, pack.cu_seq_lens_k), (pack.max_length_q, pack.max_length_k)
+    # From shapes alone: to compare `cu_seq_lens` itself the host would wait for the device.
+    if max(longest) > num_tokens or bounds[0].numel() - 1 > num_tokens:
+        raise ValueError(
+            f"the boundaries describe {bounds[0].numel() - 1} documents of up to {max(longest)} tokens, and the pack "
+            f"has {num_tokens} tokens: the kernel would read beyond them. Pass the boundaries of this pack, as "
+            "PackedDataCollator returns them."
+        )
+    if chunk is not None and longest[1] > chunk:  # tokens attend within their chunk only
+        ends = chunk_bounds(bounds[0], num_tokens, chunk)
+        return [Launch((ends, ends), (chunk, chunk))]
+    if not pack.launches:
+        return [Launch(bounds, longest)]
+    if "launches" not in pack.derived:
+        pack.derived["launches"] = launches = []
+        for first, last, start, stop, most in pack.launches:
+            own, tokens = bounds[0][first : last + 1] - start, slice(start, stop)
+            launches.append(Launch((own, own), (most, most), tokens, tokens))
+    return pack.derived["launches"]
 
 
 def attend_on_cuda(

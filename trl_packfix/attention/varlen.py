@@ -34,7 +34,7 @@ from .kernels import (
     attend_by_document,
     attend_on_cpu,
     attend_on_cuda,
-    chunk_bounds,
+    launches_of,
     math_in_tiles,
 )
 from .packed_forward import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
@@ -348,29 +348,6 @@ def _checked(bounds: list[int], num_tokens: int) -> list[int]:
             "to exactly one document. Set it to [0, first length, ..., T], increasing."
         )
     return lengths
-
-
-def launches_of(pack: PackedForward, chunk: int | None, num_tokens: int) -> list[Launch]:
-    """The launches of all documents, or of all chunks of them, without a device-to-host copy."""
-    bounds, longest = (pack.cu_seq_lens_q, pack.cu_seq_lens_k), (pack.max_length_q, pack.max_length_k)
-    # From shapes alone: to compare `cu_seq_lens` itself the host would wait for the device.
-    if max(longest) > num_tokens or bounds[0].numel() - 1 > num_tokens:
-        raise ValueError(
-            f"the boundaries describe {bounds[0].numel() - 1} documents of up to {max(longest)} tokens, and the pack "
-            f"has {num_tokens} tokens: the kernel would read beyond them. Pass the boundaries of this pack, as "
-            "PackedDataCollator returns them."
-        )
-    if chunk is not None and longest[1] > chunk:  # tokens attend within their chunk only
-        ends = chunk_bounds(bounds[0], num_tokens, chunk)
-        return [Launch((ends, ends), (chunk, chunk))]
-    if not pack.launches:
-        return [Launch(bounds, longest)]
-    if "launches" not in pack.derived:
-        pack.derived["launches"] = launches = []
-        for first, last, start, stop, most in pack.launches:
-            own, tokens = bounds[0][first : last + 1] - start, slice(start, stop)
-            launches.append(Launch((own, own), (most, most), tokens, tokens))
-    return pack.derived["launches"]
 
 
 def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> list[int]:

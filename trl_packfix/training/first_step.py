@@ -44,6 +44,7 @@ from .step_comparison import (
     Document,
     StepComparison,
     chosen,
+    first_documents,
     int64,
     is_text,
     length,
@@ -54,7 +55,6 @@ from .step_comparison import (
 )
 from .totals import TrainingTotals
 
-NUM_CANDIDATES = 32
 NUM_BEFORE = 8  # tokens of the document before a long one
 FINE = 1e-4  # relative; a larger difference is judged by what rounding does
 SET = ("current_gradient_accumulation_steps", "aux_loss_enabled")  # of the trainer, during the comparison
@@ -167,7 +167,7 @@ class FirstStep:
 
     def _packs(self) -> list[Any]:
         """Two packs of this rank: of several documents, and of one."""
-        found, degree, index = self._data.first_documents(NUM_CANDIDATES)
+        found, degree, index = first_documents(self._data, self._run.train_dataset)
         documents = chosen(found)
         packs = [documents, [max(documents, key=length)]]
         return packs if degree == 1 else [PartOf(pack, degree, index) for pack in packs]

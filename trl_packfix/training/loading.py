@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ from ..data.image_rows import ImageRows
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model, vision_tower, with_tower
 from ..data.pack_collator import PackCollator
-from ..data.parts import PartOf
 from ..data.prefix_collator import PrefixCollator
 from ..data.reader import TokenReader, without_ignored_mask
 from ..data.row_values import (
@@ -39,11 +36,9 @@ from ..data.row_values import (
 from ..data.spans import drop_untrained, make_documents
 from ..data.stream import PackedStream
 from ..data.stream_loading import stream_loader
-from ..data.stream_reader import read_whole
 from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
-from ..planning.schedule import EMPTY
 from ..planning.strategies import STRATEGIES
 from ..reporting.build import make_report, make_stream_report
 from ..samples.apply import Made
@@ -247,35 +242,6 @@ class TrainingData:
         rows = DocumentDataset(self.reader, self.documents, self._run._tokenizer.pad_token_id, values=self.row_values)
         collate = self._by_length(self.with_row_values(self._training_collator, self.row_values))
         return self.make_loader(rows, PackedBatchSampler(planner, self.ranks.rank), collate)
-
-    def first_documents(self, most: int) -> tuple[list[dict[str, Any]], int, int]:
-        """Documents of the first packs of this rank, or of the first rows of a stream, for a test of the step.
-
-        Also how many ranks share a pack of them, and which of these this one is. These ranks get the same documents.
-        """
-        if self.planner is None:
-            degree = max(self.degrees, default=1)
-            try:
-                rows = self._first_rows(most)
-            except ValueError:  # a bad row, which the stream refuses by its number, or drops
-                return [], degree, self.ranks.rank % degree
-            return rows.__getitems__([*range(min(most, len(rows)))]), degree, self.ranks.rank % degree
-        rows = DocumentDataset(self.reader, self.documents, values=self.row_values)
-        sampler = PackedBatchSampler(self.planner, self.ranks.rank)
-        packs = list(islice(sampler, self.args.gradient_accumulation_steps))
-        shared = max((pack for pack in packs if isinstance(pack, PartOf)), key=attrgetter("degree"), default=None)
-        if shared is not None:
-            return rows.__getitems__(shared.documents[:most]), shared.degree, shared.index
-        indices = [index for pack in packs for index in pack if index != EMPTY]
-        return rows.__getitems__(indices[:most]), 1, 0
-
-    def _first_rows(self, most: int) -> DocumentDataset:
-        first, args = self._run.train_dataset.take(most), self.args
-        table = read_whole(first, args.weight_column) if self.images is None else self.images.table(first, args)
-        reader = self.read(table, "train")
-        values = read_row_values(table, args.weight_column, None, name="train")
-        documents = make_documents(reader, args.max_length, args.effective_overlong)
-        return DocumentDataset(reader, documents, values=values)
 
     @property
     def test_collator(self) -> Callable[..., Any]:

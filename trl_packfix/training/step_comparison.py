@@ -1,20 +1,27 @@
 """What the first step is tried with, few and short documents of the run, and what was found."""
 
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
+from datasets import IterableDataset
 from torch import Tensor
 
-from ..data.loaders import dummy_document
-from ..data.row_values import SOURCES, WEIGHTS
+from ..data.loaders import DocumentDataset, PackedBatchSampler, dummy_document
+from ..data.parts import PartOf
+from ..data.row_values import SOURCES, WEIGHTS, read_row_values
+from ..data.spans import make_documents
+from ..data.stream_reader import read_whole
 from ..isolation.isolation_report import PackingLeakError
 from ..layout import IGNORE_INDEX, READ
+from ..planning.schedule import EMPTY
+from .loading import TrainingData
 
-NUM_DOCUMENTS = 4
+NUM_CANDIDATES, NUM_DOCUMENTS = 32, 4  # documents that are read, and of a pack
 HALF = 24  # tokens of a document's beginning, and around its first trained one
 MOST_TOKENS = 512  # of a document with images, which is not shortened
 
@@ -60,6 +67,34 @@ def num_trained(document: Document) -> int:
 
 def masked(document: Document) -> Document:
     return document | {"labels": np.full(length(document), IGNORE_INDEX)}
+
+
+def first_documents(data: TrainingData, dataset: Any) -> tuple[list[Document], int, int]:
+    """Documents of the first packs of this rank, or of the first rows of a stream `dataset`.
+
+    Also how many ranks share a pack of them, and which of these this one is. These ranks get the same documents.
+    """
+    if data.planner is None:
+        degree = max(data.degrees, default=1)
+        try:
+            rows = _first_rows(data, dataset.take(NUM_CANDIDATES))
+        except ValueError:  # a bad row, which the stream refuses by its number, or drops
+            return [], degree, data.ranks.rank % degree
+        return rows.__getitems__([*range(min(NUM_CANDIDATES, len(rows)))]), degree, data.ranks.rank % degree
+    rows = DocumentDataset(data.reader, data.documents, values=data.row_values)
+    packs = list(islice(PackedBatchSampler(data.planner, data.ranks.rank), data.args.gradient_accumulation_steps))
+    shared = max((pack for pack in packs if isinstance(pack, PartOf)), key=attrgetter("degree"), default=None)
+    if shared is not None:
+        return rows.__getitems__(shared.documents[:NUM_CANDIDATES]), shared.degree, shared.index
+    return rows.__getitems__([index for pack in packs for index in pack if index != EMPTY][:NUM_CANDIDATES]), 1, 0
+
+
+def _first_rows(data: TrainingData, stream: IterableDataset) -> DocumentDataset:
+    args = data.args
+    table = read_whole(stream, args.weight_column) if data.images is None else data.images.table(stream, args)
+    reader = data.read(table, "train")
+    values = read_row_values(table, args.weight_column, None, name="train")
+    return DocumentDataset(reader, make_documents(reader, args.max_length, args.effective_overlong), values=values)
 
 
 def chosen(documents: list[Document]) -> list[Document]:
