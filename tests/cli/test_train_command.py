@@ -335,7 +335,12 @@ def test_without_a_word_about_packing_packs_are_trained_and_reported(workplace, 
     flags = [*DATA, "--tokens-per-rank", "64", "--max_steps", "1", "--output_dir", "by_default"]
     train(workplace, monkeypatch, *flags)
     printed = capsys.readouterr().out
-    assert NOTE in printed and "Packing report" in printed and "8 of 8 rows -> 2 packs (stream)" in printed
+    assert (
+        NOTE in printed
+        and "Packing report" in printed
+        and "8 of 8 rows, " in printed
+        and "-> 2 packs (stream)" in printed
+    )
     assert json.loads((workplace / "by_default" / "packing_report.json").read_text())["shared"]["micro_steps"]
 
 

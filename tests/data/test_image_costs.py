@@ -30,7 +30,9 @@ from trl_packfix.reporting.build import make_report
 from trl_packfix.samples.images import measure
 from trl_packfix.samples.processor import RowProcessor, sequence_sizes
 from trl_packfix.training import trainer as trainer_module
+from trl_packfix.training.first_step import FirstStep
 from trl_packfix.training.objective import Objective
+from trl_packfix.training.step_comparison import StepComparison
 
 ROWS = rows(12)
 
@@ -209,6 +211,7 @@ def test_the_log_counts_the_tower(tmp_path, monkeypatch, is_frozen):
             return noted[-1]
 
     monkeypatch.setattr(trainer_module, "Objective", Noting)
+    monkeypatch.setattr(FirstStep, "compare", lambda self: StepComparison("not compared"))
     run = SFTTrainer(
         model, config(tmp_path, **settings), train_dataset=ROWS, processing_class=build_processor("llava_next")
     )

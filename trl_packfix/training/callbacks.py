@@ -255,6 +255,7 @@ class StreamCallback(TrainerCallback):
             report,
             attention=before.attention,
             isolation=before.isolation,
+            first_step=before.first_step,
             trained=before.trained,
             experimental=before.experimental,
         )

@@ -30,11 +30,11 @@ from transformers.utils import logging
 from ..attention.models import base_model
 from ..data.collator import PackedDataCollator
 from ..data.parts import PartOf
-from ..data.row_values import SOURCES, WEIGHTS
+from ..data.row_values import WEIGHTS
 from ..isolation.gradients import gaps, gradient_products, largest_gap
 from ..isolation.image_probe import ImageDocument, make_probe
 from ..isolation.isolation_report import MAX_NOISE, PackingLeakError
-from ..layout import IGNORE_INDEX, Whole, layout_of
+from ..layout import IGNORE_INDEX
 from .groups import check_same_packs
 from .loading import TrainingData
 from .noise import DocumentNoise
@@ -51,6 +51,7 @@ from .step_comparison import (
     longest_of,
     masked,
     num_trained,
+    plain_packs,
     relative_distance,
 )
 from .totals import TrainingTotals
@@ -60,8 +61,6 @@ FINE = 1e-4  # relative; a larger difference is judged by what rounding does
 SET = ("current_gradient_accumulation_steps", "aux_loss_enabled")  # of the trainer, during the comparison
 DRAWS = 6
 OF_ROUNDING = 3  # times the largest of so few draws
-
-OF_TEXT = {*PackedDataCollator()([{"input_ids": [0]}]), WEIGHTS, SOURCES}  # entries of a batch
 
 logger = logging.get_logger(__name__)
 
@@ -175,10 +174,9 @@ class FirstStep:
     # Packed
 
     def _packed(self, packs: list[Any]) -> _Step:
-        """The step by the trainer's own methods."""
         run, model = self._run, self._probe.model
         batches = [self._probe.moved(self._data.test_collator(pack)) for pack in packs]
-        if run.args.tokens_per_rank is not None or self._data.ranks.copies > 1:
+        if run.accelerator.num_processes > 1 and (run.args.tokens_per_rank or self._data.ranks.copies > 1):
             check_same_packs(batches, self._data.ranks.copies)
         num_items = run._get_num_items_in_batch(batches, run.accelerator.device)
         run.current_gradient_accumulation_steps = len(batches)
@@ -282,19 +280,20 @@ class FirstStep:
 
         Documents are read from packs of one rank; of those with images, shared prefixes or parts no length is compared.
         Where an engine divides the model, all ranks take part. A document that does not fit alone ends the search.
-
-        Raises:
-            PackingLeakError: its tokens have other probabilities in a pack.
+        Raises `PackingLeakError` if its tokens have other probabilities in a pack.
         """
         if self.longest_compared == inf or 2 * self.longest_compared > (self._run.args.max_length or inf):
             return
-        plain = [batch for batch in batches if isinstance(layout_of(batch), Whole) and batch.keys() <= OF_TEXT]
+        plain = plain_packs(batches)
         longest = max((int(batch["max_length_q"]) for batch in plain), default=0)
         if self._has_collectives:
             longest = self._most(longest)
         if longest < 2 * self.longest_compared:
             return
         document = max((longest_of(batch) for batch in plain), key=len, default=self._probe.tokens(2))
+        longest = self._most(len(document)) if self._has_collectives else len(document)
+        if longest < 2 * self.longest_compared:  # constant shapes name `max_length` as the longest
+            return
         try:
             with self._undisturbed(), torch.no_grad():
                 before = self._probe.tokens(NUM_BEFORE)
@@ -389,7 +388,6 @@ class FirstStep:
         return loss, gradients
 
     def _what_differs(self, packs: list[Any], packed: _Step, unpacked: _Step, *, limit: tuple[float, float]) -> str:
-        """In words, down to the documents and the worst parameter."""
         found = []
         if self._is_beyond((packed.gaps(unpacked)[0], 0.0), limit):
             found.append(f"the loss is {packed.loss:.5g} packed and {unpacked.loss:.5g} unpacked")
@@ -446,5 +444,4 @@ def _documents(pack: Any) -> list[Document]:
 
 
 def _with(pack: Any, documents: list[Document]) -> Any:
-    """The pack of other documents, on the same ranks."""
     return replace(pack, documents=documents) if isinstance(pack, PartOf) else documents

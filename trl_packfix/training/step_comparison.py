@@ -11,19 +11,22 @@ import torch
 from datasets import IterableDataset
 from torch import Tensor
 
+from ..data.collator import PackedDataCollator
 from ..data.loaders import DocumentDataset, PackedBatchSampler, dummy_document
 from ..data.parts import PartOf
 from ..data.row_values import SOURCES, WEIGHTS, read_row_values
 from ..data.spans import make_documents
 from ..data.stream_reader import read_whole
 from ..isolation.isolation_report import PackingLeakError
-from ..layout import IGNORE_INDEX, READ
+from ..layout import IGNORE_INDEX, READ, layout_of
 from ..planning.schedule import EMPTY
 from .loading import TrainingData
 
 NUM_CANDIDATES, NUM_DOCUMENTS = 32, 4  # documents that are read, and of a pack
 HALF = 24  # tokens of a document's beginning, and around its first trained one
 MOST_TOKENS = 512  # of a document with images, which is not shortened
+
+OF_TEXT = {*PackedDataCollator()([{"input_ids": [0]}]), WEIGHTS, SOURCES}  # entries of a batch
 
 Document = dict[str, Any]
 
@@ -134,6 +137,16 @@ def _shortened(document: Document) -> Document:
 
 def int64(values: Any) -> Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int64))  # a copy: values of a table cannot be written
+
+
+def plain_packs(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of text, whole, whose documents share no row."""
+    plain = []
+    for batch in batches:
+        layout, tensors = layout_of(batch), {name for name, value in batch.items() if isinstance(value, Tensor)}
+        if tensors <= OF_TEXT and layout.is_packed and layout.degree == 1 and not layout.shares_rows:
+            plain.append(batch)
+    return plain
 
 
 def longest_of(batch: dict[str, Any]) -> Tensor:
