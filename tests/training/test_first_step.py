@@ -269,7 +269,7 @@ def test_longer_documents_that_leak_are_refused(tmp_path):
 
     with (
         mock.patch.object(FirstStep, "compare_longer", with_fault),
-        pytest.raises(PackingLeakError, match=r"A document of 190 tokens .* of up to 48 tokens they did not"),
+        pytest.raises(PackingLeakError, match=r"A document of 190 tokens .* of up to 32 tokens they did not"),
     ):
         trainer.train()
 

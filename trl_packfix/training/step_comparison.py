@@ -23,7 +23,7 @@ from ..planning.schedule import EMPTY
 from .loading import TrainingData
 
 NUM_CANDIDATES, NUM_DOCUMENTS = 32, 4  # documents that are read, and of a pack
-HALF = 24  # tokens of a document's beginning, and around its first trained one
+HALF = 16  # tokens of a document's beginning, and around its first trained one
 MOST_TOKENS = 512  # of a document with images, which is not shortened
 
 OF_TEXT = {*PackedDataCollator()([{"input_ids": [0]}]), WEIGHTS, SOURCES}  # entries of a batch
