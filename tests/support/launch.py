@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +63,7 @@ def fork_ranks(num_ranks: int, run: Callable[[], None]) -> bool:
     """
     gc.collect()
     gc.freeze()  # each training calls the collector, which would go through all libraries
-    port, children = free_port(), {}
+    port, children = free_port(), []
     for rank in range(num_ranks):
         child = os.fork()
         if child == 0:
@@ -80,15 +81,20 @@ def fork_ranks(num_ranks: int, run: Callable[[], None]) -> bool:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
-        children[child] = rank
-    codes = {}
+        children.append(child)
+    codes = []
     while children:
-        child, status = os.wait()
-        codes[children.pop(child)] = status
-        if status:  # the others wait for this rank
-            for other in children:
-                os.kill(other, signal.SIGTERM)
-    return not any(codes.values())
+        time.sleep(0.02)
+        for child in list(children):  # `os.wait` would take those of other tests, too
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if not ended:
+                continue
+            children.remove(child)
+            codes.append(status)
+            if status:  # the others wait for this rank
+                for other in children:
+                    os.kill(other, signal.SIGTERM)
+    return not any(codes)
 
 
 def free_port() -> str:
