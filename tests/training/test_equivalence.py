@@ -3,6 +3,7 @@
 Rounding is measured as in `test_on_ranks.py`, which has the rows that need ranks.
 """
 
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
@@ -40,6 +41,7 @@ def test_packs_train_what_trl_trains_unpacked(name):
     else:
         assert difference(found, expected) <= tolerance(rounding()[0])
         check_logs(row, found, expected)
+    assert re.match(r"loss .* packed, .*; gradients \de-\d\d over \d+ parameters", found["report"]["first_step"])
     isolated, equal, attention = found["proof"]
     assert isolated and equal and len(found["seen"]) == NUM_STEPS * row.micro_batches
     assert max(count for *_, count in found["seen"]) > 2, "nothing was packed"

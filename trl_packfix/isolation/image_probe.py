@@ -7,7 +7,6 @@ document gives the same result.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -111,18 +110,10 @@ class ImageProbe(Probe):
     def row_length(self, ids: Tensor | ImageDocument) -> int:
         return len(ids)
 
-    def alone(self, ids: Any, large: bool = False) -> Tensor:
-        # Models may build their masks in another way in eval mode (paligemma), so only the decoder is set to it: its
-        # attention would raise in a training forward without boundaries.
-        training = [module for module in self.inner.get_decoder().modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
-            with self.as_given(len(ids)), torch.no_grad():
-                return self.states(self.row(ids), large)[0]
-        finally:
-            for module in training:
-                module.training = True
+    @property
+    def evaluated(self) -> nn.Module:
+        # Models may build their masks in another way in eval mode (paligemma); attention is in the decoder
+        return self.inner.get_decoder()
 
 
 def make_probe(

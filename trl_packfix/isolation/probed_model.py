@@ -156,11 +156,17 @@ class ProbedModel:
             finally:
                 set_attention(self.inner, current)
 
+    @property
+    def evaluated(self) -> nn.Module:
+        """What has attention."""
+        return self.inner
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within this context the model is in eval mode: in training `packfix_varlen` refuses a forward of a row."""
-        training = [module for module in self.inner.modules() if module.training]
-        self.inner.eval()
+        """Within this context `evaluated` is in eval mode: in training `packfix_varlen` refuses a forward of a row."""
+        training = [module for module in self.evaluated.modules() if module.training]
+        for module in training:
+            module.training = False
         try:
             yield
         finally:

@@ -130,6 +130,8 @@ class FirstStep:
         if packed.products is None:
             return StepComparison(f"{text}; gradients are held by the engine, not compared", gap[0], problem=problem)
         text += f"; gradients {gap[1]:.0e} over {len(self._names)} parameters"
+        if self._run.aux_loss_enabled and self._data.images is not None:
+            text += "; the router loss is not compared with images"
         if max(limit) > FINE:
             text += f" (rounding alone makes {limit[0] / OF_ROUNDING:.0e} and {limit[1] / OF_ROUNDING:.0e})"
         return StepComparison(text, *gap, problem=problem)
@@ -165,17 +167,18 @@ class FirstStep:
     # Documents
 
     def _packs(self) -> list[Any]:
-        """Two packs of this rank: of several documents, and of one."""
+        """Two packs of this rank with unequal numbers of tokens, one of them of one document."""
         found, degree, index = first_documents(self._data, self._run.train_dataset)
         documents = chosen(found)
-        packs = [documents, [max(documents, key=length)]]
-        return packs if degree == 1 else [PartOf(pack, degree, index) for pack in packs]
+        if degree == 1:
+            return [documents, [max(documents, key=length)]]
+        return [PartOf(pack, degree, index) for pack in (documents, documents[1:])]  # one has too few tokens for parts
 
     # Packed
 
     def _packed(self, packs: list[Any]) -> _Step:
         run, model = self._run, self._probe.model
-        batches = [self._probe.moved(self._data.test_collator(pack)) for pack in packs]
+        batches = [self._probe.moved(self._data.collate_without_sources(pack)) for pack in packs]
         if run.accelerator.num_processes > 1 and (run.args.tokens_per_rank or self._data.ranks.copies > 1):
             check_same_packs(batches, self._data.ranks.copies)
         num_items = run._get_num_items_in_batch(batches, run.accelerator.device)
@@ -260,18 +263,8 @@ class FirstStep:
 
     @contextmanager
     def _as_given(self, documents: list[Document]) -> Iterator[None]:
-        """The model with the attention that it was given with; rows without boundaries need eval mode."""
-        inner = self._probe.inner
-        evaluated = inner if self._data.images is None else inner.get_decoder()  # see `ImageProbe.alone`
-        training = [module for module in evaluated.modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
-            with self._probe.as_given(max(map(length, documents))):
-                yield
-        finally:
-            for module in training:
-                module.training = True
+        with self._probe.evaluating(), self._probe.as_given(max(map(length, documents))):
+            yield
 
     # Longer documents
 
@@ -422,6 +415,7 @@ class FirstStep:
                     hooks.alpha = 0.0
                 with run.compute_loss_context_manager():
                     probe.silenced([probe.tokens(n) for n in (3, 5)])
+                run.aux_loss_enabled = run.aux_loss_enabled and self._data.images is None
                 silent = [module for module in probe.inner.modules() if not module.training]
                 with probe.inner.register_forward_pre_hook(partial(_silence, silent)):
                     yield

@@ -243,13 +243,12 @@ class TrainingData:
         collate = self._by_length(self.with_row_values(self._training_collator, self.row_values))
         return self.make_loader(rows, PackedBatchSampler(planner, self.ranks.rank), collate)
 
-    @property
-    def test_collator(self) -> Callable[..., Any]:
-        """The collator of packs, with the weights of documents and without their sources."""
+    def collate_without_sources(self, documents: Any) -> dict[str, Any]:
+        """A batch of training, with the weights of its documents: what its loss and gradients depend on."""
         collate = self._training_collator
         if self.args.weight_column is not None:
             collate = RowValuesCollator(collate, {WEIGHTS: WEIGHTS})
-        return self._by_length(collate)
+        return self._by_length(collate)(documents)
 
     @property
     def degrees(self) -> tuple[int, ...]:
