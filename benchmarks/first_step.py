@@ -2,8 +2,7 @@
 
     python benchmarks/first_step.py --csv first_step.csv    # about three minutes
 
-A random model in the shape of SmolLM2-135M with LoRA, one thread. `prove` is the proof of isolation, `compare` the
-comparison of the first step, `compare_longer` that of the longest document of the first step (500 tokens).
+A random model in the shape of SmolLM2-135M with LoRA, one thread. `compare_longer` is of a document of 500 tokens.
 """
 
 import time
@@ -12,7 +11,7 @@ from tempfile import mkdtemp
 from unittest import mock
 
 import torch
-from common import hide_progress, make_parser, write_csv
+from common import make_parser, write_csv
 from datasets import Dataset
 from peft import LoraConfig
 from support.models import build_tokenizer
@@ -24,16 +23,16 @@ from trl_packfix.training.first_step import FirstStep
 
 SHAPE = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 PARTS = {"prove": PackedModel, "compare": FirstStep, "compare_longer": FirstStep}
-settings = {"max_length": 1024, "max_steps": 1, "per_device_train_batch_size": 1, "gradient_checkpointing": False}
+QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "gradient_checkpointing": False}
+SETTINGS = {"max_length": 1024, "max_steps": 1, "per_device_train_batch_size": 1} | QUIET
 
 
 def measure(bf16: bool) -> dict[str, float]:
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, num_attention_heads=9, num_key_value_heads=3))
     rows = Dataset.from_list([{"input_ids": torch.randint(3, 200, (n,)).tolist()} for n in (300, 120, 500, 90) * 8])
-    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "shuffle_dataset": False}
-    args = SFTConfig(mkdtemp(), packing=True, bf16=bf16, **settings, **quiet)
-    lora = LoraConfig(target_modules="all-linear")
-    trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=build_tokenizer(), peft_config=lora)
+    args = SFTConfig(mkdtemp(), packing=True, bf16=bf16, **SETTINGS)
+    own = {"processing_class": build_tokenizer(), "peft_config": LoraConfig(target_modules="all-linear")}
+    trainer = SFTTrainer(model, args, train_dataset=rows, **own)
     seconds = dict.fromkeys(PARTS, 0.0)
 
     def timed(name, right):
@@ -56,13 +55,11 @@ def measure(bf16: bool) -> dict[str, float]:
             loss = trainer.model(input_ids=ids, labels=ids).loss
         loss.backward()
         times.append(time.process_time() - start)
-    unit = median(times)
-    return {"step on 1,024 tokens": unit, **seconds, "together": sum(seconds.values()) / unit}
+    return {"step on 1,024 tokens": median(times), **seconds, "together": sum(seconds.values()) / median(times)}
 
 
 if __name__ == "__main__":
     arguments = make_parser(__doc__).parse_args()
-    hide_progress()
     torch.set_num_threads(1)
     table = [{"dtype": name} | measure(name == "bf16") for name in ("fp32", "bf16")]
     for row in table:
