@@ -54,12 +54,6 @@ def experimental(setup: Setup) -> tuple[str, ...]:
     return tuple(choice.name.replace("`", "") for choice in EXPERIMENTAL if choice.describe(setup) is not None)
 
 
-def feature_that_refuses(one: Choice, other: Choice) -> Feature | None:
-    """The feature whose record has the conflict of two choices; None if they can be combined."""
-    pairs = {(feature.choice, conflict): feature for feature in FEATURES for conflict in feature.conflicts}
-    return pairs.get((one, other)) or pairs.get((other, one))
-
-
 def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
