@@ -1,10 +1,14 @@
-"""Adapters that would never learn are refused after the first step, and no others."""
+"""Adapters that would never learn are refused after the first step, no others; inputs of LoRA are not cast twice."""
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoKrConfig, LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from support.models import build_tiny_model
-from support.runs import texts, trainer
+from support.runs import texts, trainer, weights
+
+from trl_packfix.attention.packed_forward import running_forward
+from trl_packfix.training.lora_inputs import LoraInputs
 
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 
@@ -52,3 +56,42 @@ def test_adapters_of_modules_that_did_not_run_may_learn_later(tmp_path):
     run = trainer(tmp_path, texts(), model, {"peft_config": LORA}, max_steps=1)
     run.train()
     assert run.state.global_step == 1
+
+
+DROPLESS = {"r": 4, "lora_dropout": 0.0, "init_lora_weights": False, "target_modules": "all-linear"}
+ADAPTERS = {
+    "lora": LoraConfig(**DROPLESS),
+    "dora": LoraConfig(**DROPLESS, use_dora=True),
+    "lokr": LoKrConfig(r=4, init_weights=False, target_modules=["q_proj", "down_proj"]),
+}
+
+
+@pytest.mark.parametrize("adapter, autocast", [("lora", True), ("lora", False), ("dora", True), ("lokr", True)])
+def test_inputs_of_lora_are_not_cast_under_autocast(adapter, autocast, tmp_path, monkeypatch):
+    """In packs, and only where they would be cast back: elsewhere the layers compute in the dtype of their inputs."""
+    cast, packed, rows = BaseTunerLayer._cast_input_dtype, [], []
+
+    def counting(layer, x, dtype):
+        if x.dtype != dtype:
+            (rows if running_forward() is None else packed).append(layer)
+        return cast(layer, x, dtype)
+
+    monkeypatch.setattr(BaseTunerLayer, "_cast_input_dtype", counting)
+    ends = []
+    for is_ours in (True, False):
+        if not is_ours:
+            monkeypatch.setattr(LoraInputs, "_register", lambda hooks: [])
+        packed.clear()
+        rows.clear()
+        torch.manual_seed(0)
+        model = build_tiny_model().to(torch.bfloat16)
+        settings = {"bf16": autocast, "gradient_checkpointing": True, "max_steps": 3, "learning_rate": 1e-2}
+        run = trainer(tmp_path, texts(), model, {"peft_config": ADAPTERS[adapter]}, **settings)
+        start = weights(run)
+        run.train()
+        assert not torch.equal(weights(run), start)
+        assert bool(packed) is not (is_ours and adapter == "lora" and autocast)
+        assert not any("_cast_input_dtype" in vars(module) for module in run.model.modules())
+        ends.append((weights(run), len(rows)))
+    (ours, in_reference), (theirs, expected) = ends
+    assert torch.equal(ours, theirs) and in_reference == expected > 0  # the first step is compared with peft's own

@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
+from ..attention.forwards import ModelHooks
 from ..attention.models import base_model
 from ..compat import declare_whole_sizes, require_gathers
 from ..data.by_length import ByLength
@@ -50,6 +51,7 @@ from .config import SFTConfig
 from .data_ranks import DataRanks
 from .features import refuse
 from .images import ImageData, measure_rows, packs_images
+from .lora_inputs import LoraInputs
 from .noise import DocumentNoise
 from .planner import make_planner, packing_of
 from .progress import status
@@ -393,7 +395,7 @@ class TrainingData:
 
     def make_packed_model(self) -> PackedModel:
         args = self.args
-        hooks = []
+        hooks: list[ModelHooks] = [LoraInputs(self._run.model)]
         if args.neftune_noise_alpha is not None:
             model = base_model(self._run.model)
             hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=not self.packs_images))
