@@ -1,7 +1,6 @@
 """The training loss: TRL's to the bit, or documents that count the same; its auxiliary terms, and what is logged."""
 
 import time
-import warnings
 
 import numpy as np
 import pytest
@@ -16,13 +15,10 @@ from support.zoo import shrink
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV4Config, TrainerCallback
-from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from trl_packfix import PackedDataCollator, SFTTrainer
+from trl_packfix import SFTTrainer
 from trl_packfix.data.model_costs import make_cost_model
-from trl_packfix.data.parts import cut_part
-from trl_packfix.training.noise import DocumentNoise
 
 pytestmark = pytest.mark.slow
 
@@ -211,156 +207,6 @@ def test_what_is_logged_of_a_loss_of_a_subclass_is_right_or_not_there(packing, t
         for name in ("num_tokens", "trained_tokens", "efficiency", "documents_per_step"):
             assert theirs[name] == ours[name] > 0
         assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
-
-
-def test_a_loss_of_a_subclass_has_noise(tmp_path):
-    run = own_loss(tmp_path, texts(12), neftune_noise_alpha=5.0, per_device_train_batch_size=6)
-    (batch,), num_items = first_step(run)
-    noise = Noise(run.model)
-    for _ in range(50):
-        run.compute_loss(run.model, dict(batch), num_items_in_batch=num_items)
-    lengths = batch["cu_seq_lens_q"].diff().tolist()
-    for length, seen in zip(lengths, noise.of(batch["input_ids"])[:, 0].split(lengths, dim=1), strict=True):
-        amplitude, error = 5.0 / (length * 32) ** 0.5, 0.447 / (50 * length * 32) ** 0.5
-        assert seen.square().mean().sqrt() * 3**0.5 / amplitude == pytest.approx(1, abs=5 * error)
-    losses = []
-    for alpha in (None, 500.0):
-        run = own_loss(tmp_path, texts(12), neftune_noise_alpha=alpha, max_steps=1)
-        run.train()
-        losses.append(run.state.log_history[-1]["train_loss"])
-    assert abs(losses[0] - losses[1]) > 1e-3
-
-
-# NEFTune
-
-
-class Noise:
-    """What the first layer of a model receives beyond the embeddings of its tokens."""
-
-    def __init__(self, model):
-        self.model, self.seen = model, []
-        model.model.layers[0].register_forward_pre_hook(self.note, with_kwargs=True)
-
-    def note(self, module, args, kwargs):
-        self.seen.append(args[0].detach())
-
-    def of(self, tokens):
-        with torch.no_grad():
-            clean = F.embedding(tokens, self.model.get_input_embeddings().weight)
-        noise, self.seen = torch.stack([seen - clean for seen in self.seen]), []
-        return noise
-
-
-def test_noise_of_a_document_in_a_pack_is_its_noise_alone(tmp_path):
-    alpha, draws = 5.0, 60
-    run = trainer(tmp_path, texts(12), neftune_noise_alpha=alpha, per_device_train_batch_size=6)
-    (batch,), num_items = first_step(run)
-    lengths = batch["cu_seq_lens_q"].diff().tolist()
-    assert len(lengths) > 5 and max(lengths) > 5 * min(lengths)
-    noise = Noise(run.model)
-    for _ in range(draws):
-        run.compute_loss(run.model, dict(batch), num_items_in_batch=num_items)
-    packed = noise.of(batch["input_ids"])[:, 0].split(lengths, dim=1)
-
-    run.packed_model.rest()
-    handle = activate_neftune(run.model, alpha)
-    alone = []
-    for tokens in batch["input_ids"][0].split(lengths):
-        with torch.no_grad(), warnings.catch_warnings():
-            for _ in range(draws):
-                run.model(tokens[None], position_ids=torch.arange(len(tokens))[None], **one_document(len(tokens)))
-        alone.append(noise.of(tokens[None])[:, 0])
-    deactivate_neftune(run.model, handle)
-    for length, ours, theirs in zip(lengths, packed, alone, strict=True):
-        # the root mean square of n uniform values is known to 0.447 / sqrt(n)
-        error = 0.447 / (draws * length * 32) ** 0.5
-        amplitude = alpha / (length * 32) ** 0.5
-        assert ours.square().mean().sqrt() * 3**0.5 / amplitude == pytest.approx(1, abs=5 * error)
-        ratio = (ours.square().mean() / theirs.square().mean()).sqrt()
-        print(f"document of {length} tokens: {ratio:.4f} of its noise alone, sampling error {2**0.5 * error:.4f}")
-        assert ratio == pytest.approx(1, abs=5 * 2**0.5 * error) and ours.abs().max() <= amplitude * 1.0001
-    whole_row = alpha / (sum(lengths) * 32) ** 0.5
-    assert packed[0].abs().max() > 1.5 * whole_row, "one document of T tokens would do"
-
-
-def test_noise_of_a_document_that_is_unpacked_is_its_noise_alone(tmp_path):
-    """Unpacked, documents reach the model as rows, longest first, in several calls; the noise must follow them."""
-    alpha, rows = 5.0, []
-    run = trainer(
-        tmp_path, texts(12), model="falcon", on_leak="unpack", neftune_noise_alpha=alpha, per_device_train_batch_size=6
-    )
-    (batch,), num_items = first_step(run)
-    run.packed_model.prove(run.model)
-    assert "UNPACKED" in run.packed_model.attention.reason
-    run.model.train()
-    embeddings = run.model.get_input_embeddings()
-    tokens = []
-    embeddings.register_forward_pre_hook(lambda module, args: tokens.append(args[0]))
-    run.model.transformer.h[0].register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(args[0].detach()), with_kwargs=True
-    )
-    for _ in range(50):
-        run.compute_loss(run.model, dict(batch), num_items_in_batch=num_items)
-    assert len(rows) == len(tokens) > 50, "one call held all documents"
-    squares = {length: [] for length in batch["cu_seq_lens_q"].diff().tolist()}
-    for ids, seen in zip(tokens, rows, strict=True):
-        noise = (seen - F.embedding(ids, embeddings.weight.detach())).square().mean(-1)
-        for length, row in zip((ids == 2).int().argmax(1).add(1).tolist(), noise, strict=True):  # EOS ends each
-            squares[length].append(row[:length])
-    for length, found in squares.items():
-        found = torch.cat(found)
-        ratio = found.mean().sqrt() * (3 * length * 32) ** 0.5 / alpha
-        assert ratio == pytest.approx(1, abs=5 * 0.447 / (found.numel() * 32) ** 0.5)
-
-
-@pytest.mark.parametrize("has_images", [False, True])
-def test_noise_on_parts_of_a_pack_has_the_amplitude_of_documents_and_differs_between_parts(has_images):
-    """The ranks of a group have one seed: without their own generators, equal places would get equal noise.
-
-    With images each rank embeds the whole pack, and its decoder gets the rows of its part.
-    """
-    alpha, draws, degree, size = 5.0, 300, 2, 32
-    model = build_tiny_model("llama").train()
-    whole = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": [5] * n} for n in (30, 3, 9)])
-    noise = DocumentNoise(model, alpha)
-    seen = []
-    for index in range(degree):
-        batch = cut_part(whole, degree, index, has_images=has_images)
-        own = slice(index * 21, (index + 1) * 21) if has_images else slice(None)
-        torch.manual_seed(0)
-        for _ in range(draws):
-            noise._enter(model, (), batch)
-            output = torch.zeros(1, batch["input_ids"].shape[1], size)
-            seen.append(noise._add_noise(model, (), output)[:, own])
-            noise._leave(model, (), None)
-    parts = torch.stack(seen).view(degree, draws, -1, size)
-    after = torch.randint(2**62, ())  # the shared random state moves on alike on all ranks
-    torch.manual_seed(0)
-    assert [int(torch.randint(2**62, ())) for _ in range(draws + 1)][-1] == int(after)
-    first, second = (part.flatten() for part in parts)
-    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 5 / len(first) ** 0.5
-    tokens = torch.cat([parts[0], parts[1]], dim=1).square().mean((0, 2))
-    for document, length in enumerate((30, 3, 9)):
-        ratio = tokens[whole["seq_idx"][0] == document].mean().sqrt() * (3 * length * size) ** 0.5 / alpha
-        assert ratio == pytest.approx(1, abs=5 * 0.447 / (length * draws * size) ** 0.5)
-
-
-def one_document(length):
-    bounds = torch.tensor([0, length], dtype=torch.int32)
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": length, "max_length_k": length}
-
-
-def test_noise_is_on_in_training_only(tmp_path):
-    losses = {}
-    for alpha in (None, 500.0):
-        run = trainer(
-            tmp_path, texts(), neftune_noise_alpha=alpha, max_steps=1, trainer_kwargs={"eval_dataset": texts()}
-        )
-        before = run.evaluate()["eval_loss"]
-        run.train()
-        losses[alpha] = before, run.state.log_history[-1]["train_loss"]
-        assert not run.model.get_input_embeddings()._forward_hooks
-    assert losses[None][0] == losses[500.0][0] and abs(losses[None][1] - losses[500.0][1]) > 1e-3
 
 
 # Mixtures of experts

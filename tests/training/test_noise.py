@@ -1,0 +1,124 @@
+"""NEFTune: on a document of L tokens uniform noise of amplitude alpha / sqrt(L d), however it reaches the model."""
+
+import pytest
+import torch
+from support import vision
+from support.models import build_tiny_model
+from support.runs import texts, trainer
+from test_objective import OwnLoss, first_step
+from transformers.integrations.neftune import activate_neftune
+
+from trl_packfix import PackedDataCollator
+from trl_packfix.data.parts import cut_part
+from trl_packfix.training.noise import DocumentNoise
+
+pytestmark = pytest.mark.slow
+
+ALPHA = 5.0
+WITH_IMAGES = vision.ROWS.filter(lambda row: row["images"])
+CASES = {
+    "packs": {},
+    "a loss of a subclass": {"trainer_class": OwnLoss},
+    "constant shapes": {"pad_documents_to_multiple_of": 16},
+    "rows": {"model": "falcon", "on_leak": "unpack"},  # longest first, in several calls
+    "rows of constant shapes": {"model": "bloom", "on_leak": "unpack", "pad_documents_to_multiple_of": 16},
+    "images": {"family": "llava"},
+    "rows with images": {"family": "paligemma", "dataset": WITH_IMAGES, "on_leak": "unpack"},
+}
+
+
+def check_amplitude(noise: torch.Tensor, length: int) -> None:
+    """Of values (..., d) that were added to a document; the root mean square of n of them is known to 0.447/sqrt(n)."""
+    amplitude = ALPHA / (length * noise.shape[-1]) ** 0.5
+    found = noise.square().mean().sqrt() * 3**0.5 / amplitude
+    assert found == pytest.approx(1, abs=5 * 0.447 / noise.numel() ** 0.5)
+    assert noise.abs().max() <= amplitude * 1.001
+
+
+def test_alone_a_document_has_it_by_transformers():
+    model, tokens = build_tiny_model().train(), torch.arange(5, 35)[None]
+    clean = model.get_input_embeddings()(tokens)
+    activate_neftune(model, ALPHA)
+    noise = torch.stack([model.get_input_embeddings()(tokens) - clean for _ in range(60)])
+    check_amplitude(noise.detach(), 30)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_document_has_the_noise_that_it_has_alone(name, tmp_path):
+    settings = {"neftune_noise_alpha": ALPHA, "per_device_train_batch_size": 6} | CASES[name]
+    run = vision.make(tmp_path, **settings) if "family" in settings else trainer(tmp_path, texts(12), **settings)
+    (batch,), num_items = first_step(run)
+    run.packed_model.prove(run.model)
+    assert run.packed_model.is_unpacked is ("on_leak" in settings)
+    run.model.train()
+    lengths = [n for n in batch["cu_seq_lens_q"].diff().tolist() if n]
+    documents = batch["input_ids"][0, : sum(lengths)].split(lengths)
+    assert len(set(lengths)) > 3 and lengths != sorted(lengths, reverse=True)
+    found = {place: [] for place in range(len(lengths))}
+
+    def note(module, args, output):  # behind the noise, which a hook adds, too
+        (ids,), noise = args, output - module.forward(*args)
+        if ids.shape == batch["input_ids"].shape:
+            rows = enumerate(noise[0, : sum(lengths)].split(lengths))
+        elif len(ids) == len(lengths):
+            rows = enumerate(noise)
+        else:
+            rows = ((place_of(row), each) for row, each in zip(ids, noise, strict=True))
+        for place, each in rows:
+            found[place].append(each[: lengths[place]])
+
+    def place_of(row):
+        """Of the longest document that a row begins with."""
+        alike = [i for i, tokens in enumerate(documents) if torch.equal(row[: len(tokens)], tokens)]
+        return max(alike, key=lambda i: lengths[i])
+
+    run.model.get_input_embeddings().register_forward_hook(note)
+    with torch.no_grad():
+        for _ in range(20):
+            run.compute_loss(run.model, dict(batch), num_items_in_batch=num_items)
+    for place, noise in found.items():
+        assert len(noise) == 20
+        check_amplitude(torch.stack(noise), lengths[place])
+
+
+@pytest.mark.parametrize("has_images", [False, True])
+def test_parts_of_a_pack_have_the_amplitude_of_documents_and_noise_of_their_own(has_images):
+    """The ranks of a group have one seed: without their own generators, equal places would get equal noise.
+
+    With images each rank embeds the whole pack, and its decoder gets the rows of its part.
+    """
+    draws, degree, size = 300, 2, 32
+    model = build_tiny_model("llama").train()
+    whole = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": [5] * n} for n in (30, 3, 9)])
+    noise, seen = DocumentNoise(model, ALPHA), []
+    for index in range(degree):
+        batch = cut_part(whole, degree, index, has_images=has_images)
+        own = slice(index * 21, (index + 1) * 21) if has_images else slice(None)
+        torch.manual_seed(0)
+        for _ in range(draws):
+            noise._enter(model, (), batch)
+            output = torch.zeros(1, batch["input_ids"].shape[1], size)
+            seen.append(noise._add_noise(model, (), output)[:, own])
+            noise._leave(model, (), None)
+    parts = torch.stack(seen).view(degree, draws, -1, size)
+    after = torch.randint(2**62, ())  # the shared random state moves on alike on all ranks
+    torch.manual_seed(0)
+    assert [int(torch.randint(2**62, ())) for _ in range(draws + 1)][-1] == int(after)
+    first, second = (part.flatten() for part in parts)
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 5 / len(first) ** 0.5
+    tokens = torch.cat([parts[0], parts[1]], dim=1)
+    for document, length in enumerate((30, 3, 9)):
+        check_amplitude(tokens[:, whole["seq_idx"][0] == document], length)
+
+
+def test_noise_is_on_in_training_only(tmp_path):
+    losses = {}
+    for alpha in (None, 500.0):
+        run = trainer(
+            tmp_path, texts(), neftune_noise_alpha=alpha, max_steps=1, trainer_kwargs={"eval_dataset": texts()}
+        )
+        before = run.evaluate()["eval_loss"]
+        run.train()
+        losses[alpha] = before, run.state.log_history[-1]["train_loss"]
+        assert not run.model.get_input_embeddings()._forward_hooks
+    assert losses[None][0] == losses[500.0][0] and abs(losses[None][1] - losses[500.0][1]) > 1e-3
