@@ -26,6 +26,8 @@ from trl_packfix.data.prefix_collator import Compared, PrefixCollator
 from trl_packfix.isolation.probe import Probe
 from trl_packfix.layout import Layout, Runs
 from trl_packfix.planning.families import Pieces
+from trl_packfix.samples import conversation
+from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.processor import RowProcessor
 from trl_packfix.training import objective
 from trl_packfix.training.first_step import FirstStep
@@ -271,6 +273,11 @@ def in_order_of_documents(right, images, documents, runs, position_ids):
     return entries | {name: wrong[name] for name in images.layout.images if name in wrong}
 
 
+def images_of_last_turns(right, self, turn, processor):
+    made, images = right(self, turn, processor), conversation._images(self.messages)
+    return made | {"images": images[len(images) - len(made["images"]) :]}
+
+
 def without_parents(right, pack):
     """Behind a shared image the recurrent layers of a hybrid begin anew."""
     found = right(pack)
@@ -313,6 +320,8 @@ ONE: dict[str, Fault] = {
         "images_between",
         lambda right, document, first, stop, num: right(document, 0, stop - first, num=num),
     ),
+    "images_of_the_last_turn": changed(Conversation, "row_of_turn", images_of_last_turns),
+    "thoughts_kept": lambda: mock.patch("support.vision.stripping", lambda processor: processor),
     "images_of_other_rows": changed(PackedImages, "__call__", in_order_of_documents),
     "states_forgotten": changed(mixer_prefixes, "levels_of", without_parents),
 }

@@ -17,6 +17,7 @@ from support import vision, zoo
 from support.models import build_tiny_model
 from support.prefixes import forest
 from sweep.image_families import FAMILIES
+from trl import ModelConfig, get_peft_config
 
 from trl_packfix.cli import recipes
 
@@ -40,9 +41,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 HYBRIDS = {"delta": "qwen3_5_text", "conv": "lfm2", "scan": "falcon_h1", "mamba": "mamba"}
 HYBRIDS |= {"scan_and_experts": "granitemoehybrid", "scan_alone": "nemotron_h"}
+
+
+def adapter(**settings: Any) -> LoraConfig:
+    """As the flags of the command make it."""
+    given = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_task_type": "CAUSAL_LM"}
+    return get_peft_config(ModelConfig(**given | {"lora_target_modules": ["all-linear"]} | settings))
+
+
 ADAPTERS = {
-    "lora": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
-    "dora": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=True),
+    "lora": adapter(),
+    "dora": adapter(use_dora=True),
+    "rslora": adapter(use_rslora=True, lora_modules_to_save=["norm"]),
     # PEFT refuses the output projection of some types, whose fused kernel leaves an adapter out
     # Jamba reads the weight of `dt_proj` itself, so an adapter of it never learns
     "inputs": LoraConfig(
@@ -73,6 +83,16 @@ def texts(seed: int = 0) -> Dataset:
     return concatenate_datasets([Dataset.from_list(rows), forest(11, seed)])
 
 
+def few_trained(seed: int = 0) -> Dataset:
+    """Documents of which the last token is trained, or the last twentieth."""
+    rng, rows = np.random.default_rng(seed), []
+    for i, length in enumerate(rng.integers(20, 90, 12)):
+        tokens = rng.integers(4, 260, length).tolist()
+        trained = 1 if i % 2 else max(1, length // 20)
+        rows.append({"input_ids": tokens, "labels": [-100] * (length - trained) + tokens[-trained:]})
+    return Dataset.from_list(rows)
+
+
 def conversations(seed: int = 0) -> Dataset:
     """Of one to three turns, each of which becomes a sample; all begin with the same words."""
     rng, rows = np.random.default_rng(4 + seed), []
@@ -89,7 +109,10 @@ def conversations(seed: int = 0) -> Dataset:
 def documents(name: str, seed: int = 0) -> Dataset:
     made = {
         "texts": lambda: texts(seed),
+        "few": lambda: few_trained(seed),
         "turns": lambda: conversations(seed),
+        "screens": vision.conversations,
+        "screens_by_hand": vision.by_turn,
         "images": lambda: vision.rows(12, seed=4 + seed, counts=(0, 0, 1, 2, 4)),
         "pictures": lambda: vision.rows(12, seed=4 + seed, counts=(1, 1, 2)),
         "questions": lambda: vision.questions(12),
@@ -135,7 +158,7 @@ class Row:
 
     @property
     def has_images(self) -> bool:
-        return self.data in ("images", "pictures", "questions")
+        return self.data in ("images", "pictures", "questions", "screens", "screens_by_hand")
 
     @property
     def micro_batches(self) -> int:
@@ -144,7 +167,15 @@ class Row:
     @property
     def size(self) -> int:
         """Number of samples."""
-        return 13 if self.data == "turns" else len(self.documents())
+        return {"turns": 13, "screens": 18}.get(self.data) or len(self.documents())
+
+    @property
+    def unpacked(self) -> "Row":
+        """The reference; TRL has rows of turns that are made by hand."""
+        of_model = {"ours": {"packing": False}, "dtype": self.dtype}
+        if self.data == "screens":
+            return Row(self.model, data="screens_by_hand", **of_model)
+        return Row(self.model, self.adapter, self.data, self.num, self.given, **of_model)
 
     def documents(self, seed: int = 0) -> Dataset:
         found = documents(self.data, seed)
@@ -160,6 +191,11 @@ CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs":
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 WEIGHTED = {"weight_column": "share", "source_column": "source"}
 BY_DOCUMENT = {"document_weighting": "document"}
+ADAM = {"optim": "adamw_torch", "adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": 1e-3, "weight_decay": 0.3}
+ADAM |= {"learning_rate": 0.05, "max_grad_norm": 0.1, "warmup_steps": 2}
+ADAM |= {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}
+OTHER = {"optim": "rmsprop", "optim_args": "alpha=0.5,eps=0.001", "learning_rate": 0.01, "seed": 7, "data_seed": 8}
+SCREENS = {"data": "screens", "accumulation": 3, "given": {"per_turn": True}}
 PACK, FAMILY = {"share_prefixes": "pack"}, {"share_prefixes": "family", "packing_strategy": "bfd"}
 # The statistic of a router is that of a micro-batch, so a step is one
 ROUTED = {"router_aux_loss_coef": 0.1}
@@ -319,6 +355,11 @@ ROWS: dict[str, Row] = {
     "one_scan_and_experts": Row("scan_and_experts", given=NO_ROUTER_LOSS, engines=ONE, faults=("boundary_of_mixers",)),
     "one_bf16": Row(given={"bf16": True}, engines=ONE),
     "one_dft": Row(given={"loss_type": "dft", "learning_rate": 20.0}, engines=ONE),
+    "one_adam": Row(given=ADAM, engines=ONE),
+    "one_rmsprop": Row(given=OTHER, engines=ONE),
+    "one_rslora": Row(adapter="rslora", engines=ONE),
+    "one_few": Row(data="few", engines=ONE, evaluates=True),
+    "one_few_documents": Row(data="few", given=BY_DOCUMENT, engines=ONE, evaluates=True),
     "one_smoothed": Row(given={"label_smoothing_factor": 0.1}, engines=ONE),
     # Packs of one shape
     "one_static": Row(ours=STATIC, evaluates=True, engines=ONE),
@@ -364,6 +405,14 @@ ROWS: dict[str, Row] = {
     "one_questions_qwen2_5_vl": Row("qwen2_5_vl", data="questions", accumulation=3, ours=PACK, engines=ONE),
     "one_questions_qwen3_5": Row(
         "qwen3_5", data="questions", accumulation=3, ours=PACK, engines=ONE, faults=("states_forgotten",)
+    ),
+    "one_screens": Row("llava", **SCREENS, engines=ONE),
+    "one_screens_shared": Row(
+        "llava",
+        **SCREENS,
+        ours=PACK,
+        engines=ONE,
+        faults=("images_of_the_last_turn", "first_images_again", "thoughts_kept"),
     ),
     "one_family_llava": Row(
         "llava", data="questions", accumulation=2, ours=FAMILY, engines=ONE, faults=("compared_by_placeholder",)

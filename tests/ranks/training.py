@@ -44,7 +44,7 @@ COMMON = {
     "disable_tqdm": True,
     "ddp_timeout": 90,  # turns a hang into an error
 }
-RATES = {"lora": 2.0, "dora": 2.0, "inputs": 2.0, "attention": 1.0, "language": 1.0, "towers": 1.0}
+RATES = {"lora": 2.0, "dora": 2.0, "rslora": 2.0, "inputs": 2.0, "attention": 1.0, "language": 1.0, "towers": 1.0}
 
 
 class Packed(trl_packfix.SFTTrainer):
@@ -78,6 +78,13 @@ def load_model(folder: Path, row: Row, engine: str | None) -> Any:
     kind = AutoModelForImageTextToText if row.has_images else AutoModelForCausalLM
     more = {"distributed_config": DIVIDING[engine]} if engine in DIVIDING else {}
     return kind.from_pretrained(folder / "models" / row.model, dtype=row.dtype, **more)
+
+
+def processor_of(row: Row) -> Any:
+    if not row.has_images:
+        return build_tokenizer()
+    found = vision.build_processor(row.model)
+    return vision.stripping(found) if row.data == "screens" else found
 
 
 def set_adapters(model: torch.nn.Module) -> None:
@@ -140,7 +147,7 @@ def make_trainer(
         args,
         train_dataset=data,
         eval_dataset=eval_data,
-        processing_class=vision.build_processor(row.model) if row.has_images else build_tokenizer(),
+        processing_class=processor_of(row),
         peft_config=copy.copy(ADAPTERS[row.adapter]) if row.adapter else None,
         callbacks=callbacks,
     )
@@ -238,10 +245,10 @@ def train_unpacked(folder: Path, row: Row, halves: bool = False) -> dict[str, An
         start = weights_of(trainer)
         trainer.train()
         return outcome(trainer) | {"start": start}
-    unpacked = Row(row.model, row.adapter, row.data, row.num, row.given, {"packing": False}, dtype=row.dtype)
+    unpacked = row.unpacked
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = make_trainer(folder, unpacked, cls=trl.SFTTrainer if row.is_in_trl else Packed, **sizes)
+        trainer = make_trainer(folder, unpacked, cls=trl.SFTTrainer if unpacked.is_in_trl else Packed, **sizes)
         if row.has_images:
             trainer.model_accepts_loss_kwargs = halves  # the mean over the step: TRL's is one of micro-batches
         start = weights_of(trainer)

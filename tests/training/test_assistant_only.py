@@ -6,16 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import trl
-from datasets import Dataset, load_dataset, load_from_disk
+from datasets import Dataset, load_from_disk
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support import vision
 from support.models import build_tiny_model, build_tokenizer
-from support.runs import config, documents_of, start_weights, weights
-from transformers import AutoTokenizer
+from support.runs import config, documents_of
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
@@ -247,33 +245,6 @@ def test_the_report_and_an_unpacked_run_say_what_is_trained(tmp_path, capsys):
     assert "Trained tokens: 98.7 %: every token; `assistant_only" in capsys.readouterr().out
 
 
-def test_smollm2_trains_the_assistant_alone(data_dir, tmp_path):
-    """Its template has no markers and TRL has none for it. The labels are those of the template with markers put in."""
-    tokenizer = AutoTokenizer.from_pretrained(data_dir / "smollm2_tokenizer")
-    rows = load_dataset("json", data_files=str(data_dir / "oasst1_en_val_threads.jsonl"), split="train").select(
-        range(40)
-    )
-    model = build_tiny_model(vocab_size=len(tokenizer))
-    run = run_of(tmp_path, rows, tokenizer, model, max_length=4000, shuffle_dataset=False)
-    own = "'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
-    assert own in tokenizer.chat_template
-    marked = tokenizer.chat_template.replace(
-        "{{" + own + "}}",
-        "{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}{% generation %}"
-        "{{message['content'] + '<|im_end|>\n'}}{% endgeneration %}{% else %}{{message['content'] + '<|im_end|>\n'}}"
-        "{% endif %}",
-    )
-    assert marked != tokenizer.chat_template
-    stock = tokenizer.apply_chat_template(
-        list(rows["messages"]), chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
-    )
-    labels = [
-        [t if bit else -100 for t, bit in zip(tokens, mask, strict=True)]
-        for tokens, mask in zip(stock["input_ids"], stock["assistant_masks"], strict=True)
-    ]
-    assert list(run.train_dataset["input_ids"]) == stock["input_ids"] and list(run.train_dataset["labels"]) == labels
-
-
 def test_weights_that_would_not_be_read_are_refused(tmp_path):
     said = r"2 of 4 rows of the {} dataset have messages with `weight` 0, and `assistant_only_loss=False`"
     data = chats(CHAT, weighted(1, 1, 1), weighted(0, 1, 1), weighted(0, 0, 0))
@@ -415,22 +386,3 @@ def test_labels_of_rows_with_images_are_those_of_trl(tmp_path):
     assert (stock["labels"] != -100).sum() > 100
     for batch in ours:
         assert batch["input_ids"].equal(stock["input_ids"]) and batch["labels"].equal(stock["labels"])
-
-
-def test_shared_beginnings_have_the_labels_of_each_document(tmp_path):
-    """One step on conversations with the same tokens and other masks: shared, packed and unpacked give one gradient."""
-    data, found = chats(*[weighted(*row) for row in ((1, 0, 1), (0, 1, 1), (1, 1, 0), (0, 0, 1))]), []
-    common = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "per_device_train_batch_size": 4, "max_length": 128}
-    settings = [{"packing": False}, {"packing_strategy": "minibatch"}]
-    settings += [{"packing_strategy": "minibatch", "share_prefixes": how} for how in ("pack", "family")]
-    for each in settings:
-        run = run_of(tmp_path, data, **common, **each)
-        run.train()
-        found.append(weights(run))
-    assert run.packing_report.prefixes.rows < 0.5
-    assert (found[0] - start_weights()).abs().max() > 1e-2
-    for each in found[1:]:
-        assert torch.allclose(each, found[0], atol=1e-5)
-    all_turns = run_of(tmp_path, data, **common, packing=False, message_train_key=None)
-    all_turns.train()
-    assert not torch.allclose(weights(all_turns), found[0], atol=1e-3)

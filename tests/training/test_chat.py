@@ -1,4 +1,4 @@
-"""Chat data of today through the trainer: tools, reasoning, few trained tokens, completions of one token."""
+"""Chat data of today through the trainer: tools, reasoning, roles of ShareGPT, fields that templates leave out."""
 
 import itertools
 import json
@@ -12,8 +12,7 @@ import trl
 from datasets import Dataset, Features, IterableDataset, Json, List
 from packaging.version import Version
 from support.models import build_tiny_model, build_tokenizer
-from support.rounding import loss_difference, tolerance, weight_difference
-from support.runs import config, documents_of, start_weights, trainer, weights
+from support.runs import config, documents_of, trainer
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.samples.said import say_what_is_left_out
@@ -73,36 +72,6 @@ def test_agent_traces_train_on_what_the_assistant_says(template, tmp_path):
         assert "add" in trained and "It is" in trained and "REASON" in trained and "Then" in trained
         assert "What is" not in trained and "RESULT" not in trained and "You add" not in trained
         assert "RESULT" in tokenizer.decode(tokens)
-
-
-@pytest.mark.parametrize("weighting, share", [("token", 0.0), ("document", 0.05)])
-def test_few_trained_tokens_train_as_unpacked(weighting, share, tmp_path):
-    """The last token of a row is trained, or its last twentieth."""
-    rng, rows, runs = np.random.default_rng(0), [], []
-    for length in rng.integers(20, 200, 24):
-        tokens = rng.integers(4, 260, length).tolist()
-        trained = max(1, int(length * share))
-        rows.append({"input_ids": tokens, "labels": [-100] * (length - trained) + tokens[-trained:]})
-    data = Dataset.from_list(rows)
-    unpacked = {"packing": False, "gradient_accumulation_steps": 2}
-    regrouped = {"packing": False, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    packed = {"packing_strategy": "minibatch", "gradient_accumulation_steps": 2}
-    for settings in (unpacked, regrouped, packed):
-        settings |= {"max_length": 200, "max_steps": 4, "optim": "sgd", "learning_rate": 0.3}
-        settings |= {"document_weighting": weighting, "trainer_kwargs": {"eval_dataset": data}}
-        run = trainer(tmp_path, data, **settings)
-        run.train()
-        runs.append(run)
-    unpacked, regrouped, packed = runs
-    count = [entry["trained_tokens"] for entry in packed.state.log_history if "loss" in entry]
-    assert count == [entry["trained_tokens"] for entry in unpacked.state.log_history if "loss" in entry]
-    assert (count == [4] * 4) == (share == 0.0)
-    rounding, found = (
-        weight_difference(weights(run), weights(unpacked), start_weights()) for run in (regrouped, packed)
-    )
-    assert found <= tolerance(rounding)
-    losses = [run.evaluate()["eval_loss"] for run in runs]
-    assert losses[2] == pytest.approx(losses[0], rel=tolerance(loss_difference(losses[1:2], losses[:1])))
 
 
 # What other libraries say

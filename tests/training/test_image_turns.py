@@ -1,24 +1,20 @@
-"""One sample per assistant turn of conversations with images: what generation sees, and no image of a later turn."""
+"""One sample per assistant turn of conversations with images: what generation sees, and no image of a later turn.
+
+That they train as in unpacked TRL are rows of the table of equivalences.
+"""
 
 import json
 import logging
-import warnings
-from contextlib import nullcontext
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import torch
 import trl
 from datasets import Dataset, Features, Image, List, Value, load_from_disk
-from ranks import faults
-from support.rounding import tolerance, weight_difference
-from support.versions import trl_trains
+from support.runs import weights
 from support.vision import (
     MESSAGES,
-    SGD,
     build_model,
     build_processor,
     by_turn,
@@ -29,21 +25,15 @@ from support.vision import (
 )
 
 from trl_packfix.cli import main
-from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import layout_of
-from trl_packfix.reporting.savings import estimated_savings
-from trl_packfix.samples import conversation
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.processor import RowProcessor
-from trl_packfix.training.first_step import FirstStep
-from trl_packfix.training.step_comparison import StepComparison
 
 pytestmark = pytest.mark.slow
 
 TURNS = conversations()
 UNPACKED = {"packing": False, "max_length": None, "config_class": trl.SFTConfig, "trainer_class": trl.SFTTrainer}
 PER_TURN = {"per_turn": True, "packing_strategy": "minibatch", "max_length": 300}
-SIZE = {"per_device_train_batch_size": 9, "max_steps": 2}
 
 
 def run(folder, dataset=TURNS, family="llava", **settings):
@@ -67,80 +57,6 @@ def test_a_sample_is_the_row_of_trl(family, tmp_path):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     last = reader.read(len(expected), 0, reader.lengths[-1])
     assert (last["labels"] == -100).all() and last["input_ids"].dtype == np.int64 and "pixel_values" in last
-
-
-# Training
-
-
-def trained(data=TURNS, **settings):
-    """The trainer after two steps, its weights, and how many images went through the tower."""
-    with TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = (make if "config_class" in settings else run)(folder, dataset=data, **(SGD | SIZE | settings))
-        if "config_class" in settings:
-            made.model_accepts_loss_kwargs = made.args.gradient_accumulation_steps > 1  # the mean over the step
-        seen, step = [], made.training_step
-
-        def counted(model, inputs, *rest):
-            seen.append(len(inputs["pixel_values"]))
-            return step(model, inputs, *rest)
-
-        made.training_step = counted
-        made.train()
-    return made, flat(made.model), seen
-
-
-def flat(model):
-    return torch.cat([p.detach().flatten().double() for p in model.parameters()])
-
-
-@cache
-def reference():
-    """Stock TRL on the turns by hand: the weights before and after, the rounding, and the images in the tower."""
-    unpacked = UNPACKED | {"family": "llava"}
-    _, wanted, seen = trained(by_turn(), **unpacked)
-    apart = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}
-    start = flat(build_model("llava"))
-    return start, wanted, weight_difference(trained(by_turn(), **(unpacked | apart))[1], wanted, start), seen
-
-
-@trl_trains
-@pytest.mark.parametrize("shares", [False, True])
-def test_turns_train_as_in_unpacked_trl(shares):
-    start, wanted, rounding, unshared = reference()
-    made, found, seen = trained(share_prefixes="pack" if shares else "off")
-    difference = weight_difference(found, wanted, start)
-    print(f"{difference:.1e}, rounding {rounding:.1e}, images {seen} of {unshared}")
-    assert difference <= tolerance(rounding) and made.data.shares_prefixes == shares
-    assert sum(unshared) == 36, "each of the 18 turns was to be trained once, with 1, 2 or 3 images"
-    if not shares:
-        assert seen == unshared
-        return
-    assert sum(seen) < 0.8 * sum(unshared)
-    report = estimated_savings(made.data.planner, made.data.reader)
-    assert report.images == pytest.approx(sum(seen) / sum(unshared), abs=1e-6)
-
-
-@trl_trains
-@pytest.mark.parametrize("fault", ["images of the last turn", "first images again", "thoughts of earlier turns"])
-def test_the_comparison_sees_faults(fault, monkeypatch):
-    start, wanted, _, _ = reference()
-    monkeypatch.setattr(PackedModel, "prove_prefixes", lambda self, wrapped: None)
-    monkeypatch.setattr(FirstStep, "compare", lambda self: StepComparison("not compared"))
-    if fault == "images of the last turn":
-        right = Conversation.row_of_turn
-
-        def wrong(self, turn, processor):
-            made, images = right(self, turn, processor), conversation._images(self.messages)
-            return made | {"images": images[len(images) - len(made["images"]) :]}
-
-        monkeypatch.setattr(Conversation, "row_of_turn", wrong)
-    keeping = {"processor": build_processor("llava")} if fault == "thoughts of earlier turns" else {}
-    with faults.ONE["first_images_again"]() if fault == "first images again" else nullcontext():
-        _, found, _ = trained(share_prefixes="pack", **keeping)
-    difference = weight_difference(found, wanted, start)
-    print(f"{fault}: {difference:.1e}")
-    assert difference > 1e-3
 
 
 def test_in_the_order_of_the_table_a_conversation_computes_each_image_once(tmp_path):
@@ -192,7 +108,7 @@ def test_a_restart_within_an_epoch_is_exact(tmp_path):
     assert middle > whole.state.max_steps // 2
     again = run(tmp_path / "run", **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{middle}"))
-    assert torch.equal(flat(again.model), flat(whole.model))
+    assert torch.equal(weights(again), weights(whole))
     line = "6, one document for each of their 18 assistant turns"
     assert dict(whole.packing_report.lines())["conversations"] == line
     report = json.loads((tmp_path / "run" / "packing_report.json").read_text())

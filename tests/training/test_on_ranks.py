@@ -98,6 +98,9 @@ def check_logs(row: Row, found: dict, expected: dict) -> None:
             assert ours == pytest.approx(theirs, rel=1e-6), name  # floats of TRL's that are gathered
         else:
             assert ours == pytest.approx(theirs, rel=max(tolerance(rounding()[1]), 2e-6)), name
+    if row.evaluates:
+        losses = {name: value for name, value in expected["eval"].items() if "loss" in name}
+        assert losses and {name: found["eval"][name] for name in losses} == pytest.approx(losses, rel=2e-6)
 
 
 @pytest.mark.parametrize("engine, name", PAIRS)
@@ -107,9 +110,6 @@ def test_ranks_train_what_trl_trains_unpacked(launch, engine, name):
     limit = tolerance(rounding()[0]) if row.dtype is torch.float32 else 1e-12
     assert difference(found, expected) <= limit
     check_logs(row, found, expected)
-    if row.evaluates:
-        losses = {name: value for name, value in expected["eval"].items() if "loss" in name}
-        assert losses and {name: found["eval"][name] for name in losses} == pytest.approx(losses, rel=2e-6)
 
 
 @pytest.mark.parametrize("engine, name", PAIRS)

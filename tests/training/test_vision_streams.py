@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, IterableDataset, List
 from support.planners import make_stream
+from support.runs import weights
 from support.vision import MESSAGES, SGD, build_processor, conversations, make, rows
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
@@ -37,10 +38,6 @@ def small_room(monkeypatch):
 def key(row) -> str:
     """The text of a row, by which it is told from the others."""
     return json.dumps({name: row[name] for name in row if name in COLUMNS})
-
-
-def flat(model) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().double() for p in model.parameters()])
 
 
 def documents_of(stream, num_micro_batches):
@@ -249,7 +246,7 @@ def test_a_restart_of_the_trainer_is_exact_where_processes_make_batches_ahead(sm
     assert whole.data.stream.num_ahead == 4
     resumed = make(tmp_path / "resumed", "llava", data, **common)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert torch.equal(flat(whole.model), flat(resumed.model))
+    assert torch.equal(weights(whole), weights(resumed))
     assert resumed.packing_report.ledger == whole.packing_report.ledger
     assert resumed.packing_report.images == whole.packing_report.images
     alone = make(tmp_path / "alone", "llava", data, **common | {"dataloader_num_workers": 0})
