@@ -17,7 +17,6 @@ from trl_packfix import PackingLeakError, check_isolation
 from trl_packfix.isolation import check_isolation as isolation
 from trl_packfix.isolation.isolation_report import MAX_NOISE
 from trl_packfix.isolation.probe import Probe
-from trl_packfix.isolation.randomness import DrawWatcher
 from trl_packfix.isolation.thresholds import thresholds
 from trl_packfix.reporting.lines import _isolation_text
 
@@ -25,28 +24,6 @@ from trl_packfix.reporting.lines import _isolation_text
 def judged(model, **kwargs):
     select_attention(model)
     return check_isolation(model, **kwargs)
-
-
-EXACT = [
-    "llama",
-    "qwen3",
-    "gemma3",
-    "gpt_oss",
-    pytest.param("opt", marks=current_models),
-    "mixtral",
-    "gpt2",
-    "stablelm",
-    "afmoe",
-]
-
-
-@pytest.mark.parametrize("model", EXACT)
-def test_exact_models_pass(model):
-    report = judged(build_tiny_model(model), max_length=64)
-    assert report.isolated and report.equal
-    assert report.max_gradient == 0 and report.max_change <= report.tolerance < 1e-5
-    assert 0 < report.max_difference <= report.tolerance, "packed and alone were the same forward"
-    report.raise_if_leaking()
 
 
 def test_the_summary_says_the_result_before_the_numbers():
@@ -279,33 +256,14 @@ DEEP = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 32}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, size", [("gpt_oss", ROUTED), ("llama", DEEP)])
-def test_other_roundings_of_half_precision_are_no_leak_and_one_layer_that_leaks_is(name, size, monkeypatch):
-    """Routers send a token elsewhere for one rounding, and deep models add them up; engines hide the gradient."""
+def test_other_roundings_of_half_precision_are_no_leak(name, size):
+    """Routers send a token elsewhere for one rounding, and deep models add them up."""
     model = build_tiny_model(name, dtype=torch.bfloat16, vocab_size=200, initializer_range=0.02, **size)
     report = judged(model)
     assert report.isolated and report.equal and report.max_gradient == 0
     by_dtype_alone = 4 * torch.finfo(torch.bfloat16).eps
     assert report.max_difference > by_dtype_alone or name == "llama", "the dtype alone explains it"
     assert by_dtype_alone <= report.tolerance <= 0.5
-
-    def forget(module, args, kwargs):
-        num_tokens = kwargs["hidden_states"].shape[1]
-        if kwargs.get("cu_seq_lens_q") is not None:
-            one = torch.tensor([0, num_tokens], dtype=torch.int32)
-            kwargs |= {
-                "cu_seq_lens_q": one,
-                "cu_seq_lens_k": one,
-                "max_length_q": num_tokens,
-                "max_length_k": num_tokens,
-            }
-        return args, kwargs
-
-    leaky = model.model.layers[size["num_hidden_layers"] // 2].self_attn
-    leaky.register_forward_pre_hook(forget, with_kwargs=True)
-    monkeypatch.setattr(Probe, "gradient", lambda *_: None)
-    report = check_isolation(model)
-    assert not report.isolated
-    assert report.leaks[0].name == f"model.layers.{size['num_hidden_layers'] // 2}.self_attn"
 
 
 @pytest.mark.slow
@@ -324,18 +282,6 @@ def test_half_precision_does_not_hide_a_leak_of_a_few_percent_in_one_layer(layer
     report = check_isolation(model)
     assert not report.isolated and report.max_change < report.tolerance
     assert [leak.name for leak in report.leaks] == [f"model.layers.{layer}.self_attn"]
-
-
-def test_lots_fall_the_same_in_every_run():
-    """Some routers draw experts at random in training, which must not look like a change."""
-    model = build_tiny_model()
-    probe, drawn = Probe(model), []
-    model.model.layers[0].mlp.register_forward_hook(lambda *_: drawn.append(torch.rand(3)))
-    with probe.undisturbed():
-        drawn.clear()
-        for _ in range(2):
-            probe.packed([probe.tokens(5)])
-    assert len(drawn) == 2 and torch.equal(*drawn)
 
 
 def test_a_full_memory_is_no_verdict(monkeypatch):
@@ -366,14 +312,6 @@ def test_noise_of_neftune_does_not_blind_the_probe(tmp_path):
     run = trainer(tmp_path, texts(), max_steps=1, neftune_noise_alpha=5.0, on_leak="raise")
     run.train()
     assert run.packing_report.isolation.isolated and run.packing_report.isolation.tolerance < 1e-5
-
-
-def test_the_trainer_shows_the_proof(tmp_path, capsys):
-    run = trainer(tmp_path, texts(), max_steps=1, packing_report=True)
-    run.train()
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "passed: changing one document changed no other (0.0) and no gradient crosses; each" in shown
-    assert isinstance(run.args, transformers.TrainingArguments)
 
 
 @pytest.mark.parametrize("eos", [[2], [2, 290, 299]])
@@ -452,22 +390,6 @@ def test_a_router_that_samples_its_experts_is_no_leak():
     model = build_tiny_model("phimoe", router_jitter_noise=0.5, input_jitter_noise=0.3, **settings)
     report = judged(model, max_length=64)
     assert report.isolated and report.equal and report.tolerance < 1e-5
-
-
-def test_modules_that_draw_are_seen_also_in_a_hook():
-    model = build_tiny_model("gpt2", attn_pdrop=0.0, resid_pdrop=0.5, embd_pdrop=0.0)
-    watcher = DrawWatcher(model.train(), model.device)
-    watcher.install()
-    model(torch.arange(3, 9)[None])
-    watcher.remove()
-    assert watcher.kinds == {torch.nn.Dropout}
-    handle = model.transformer.wte.register_forward_hook(lambda module, args, output: torch.rand_like(output) + output)
-    watcher = DrawWatcher(model.eval(), model.device)
-    watcher.install()
-    model(torch.arange(3, 9)[None])
-    watcher.remove()
-    handle.remove()
-    assert watcher.kinds == {torch.nn.Embedding}
 
 
 class Choice(torch.nn.Module):

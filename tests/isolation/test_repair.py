@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from support import zoo
 from support.models import build_tiny_model
 from support.runs import texts, trainer
@@ -207,25 +206,6 @@ def test_arguments_that_the_probe_has_not_seen_are_refused():
     )
     with pytest.raises(ValueError, match="repaired module got a tensor of shape \\(1,\\).*the leak probe saw none"):
         model(**pack([9, 4, 7]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lengths", [[1], [32], [16] * 4, [1] * 64, [31, 1], [2, 40, 3]])
-def test_any_documents_through_a_repaired_adapter(lengths):
-    """T equal to the hidden size, documents all alike, one token, 64 documents."""
-    model = get_peft_model(build_tiny_model("bloom"), LoraConfig(r=4, target_modules="all-linear"))
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(p, std=0.1)
-    pristine = copy.deepcopy(model)
-    packed_model(model).prove(model)
-    batch = pack(lengths, 4, 300)
-    with torch.no_grad():
-        together = model(**batch).logits[0]
-        alone = [
-            pristine(input_ids=ids[None], use_cache=False).logits[0] for ids in batch["input_ids"][0].split(lengths)
-        ]
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
 def test_the_report_says_what_was_repaired_and_the_state_keeps_it(tmp_path, capsys):

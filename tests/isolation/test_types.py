@@ -43,6 +43,7 @@ class Wanted(NamedTuple):
 
 
 TYPES = {
+    **dict.fromkeys("afmoe gpt2 stablelm".split(), Wanted()),
     **dict.fromkeys("deepseek_v3 qwen3_moe".split(), Wanted(shares=True)),
     **dict.fromkeys("gemma3_text gpt_oss".split(), Wanted(shares=True, static=True)),
     "llama4_text": Wanted(static=True),

@@ -74,10 +74,8 @@ def whole() -> Scenarios:
     # DeepSpeed asks for a GPU before it allows bf16
     add("fsdp2", s.rounded)
     add("fsdp2", s.alternating, "leaking_bf16", model="leaking", bf16=True)
-    add("zero3", s.prefetches)
     ddp = partial(add, "ddp")
     ddp(s.epochs, "epochs_minibatch", packing_strategy="minibatch")
-    ddp(s.epochs, "epochs_stock", cls=s.Stock)
     ddp(s.kept)
     ddp(s.drop_last)
     for strategy in STRATEGIES:

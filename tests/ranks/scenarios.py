@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import trl
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset, load_from_disk
 from support import engine_state, vision
@@ -55,17 +54,13 @@ def document_ids(batch: dict) -> list[int]:
     return [int(start) for start in starts if start.isdigit()]
 
 
-class Noting:
+class Numbered(trl_packfix.SFTTrainer):
     """Notes the engine that trains and the documents of every micro-batch that reaches it."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.engine = engine_of(model)
         self.seen.append(document_ids(inputs))
         return super().training_step(model, inputs, num_items_in_batch)
-
-
-class Numbered(Noting, trl_packfix.SFTTrainer):
-    pass
 
 
 class Backwards:
@@ -80,17 +75,11 @@ class Reversed(Backwards, Numbered):
     pass
 
 
-class Stock(Noting, trl.SFTTrainer):
-    pass
-
-
 def make(folder: Path, engine: str | None = None, cls: type = Numbered, num: int = NUM_DOCUMENTS, **settings) -> Any:
     """A trainer on so many numbered texts; of a row with `row`."""
     row = settings.pop("row", Row())
     defaults = {"max_length": 64, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    defaults |= {"max_steps": -1, "learning_rate": 1e-2, "optim": "adamw_torch"}
-    if not issubclass(cls, Stock):
-        defaults["packing_strategy"] = "stream"
+    defaults |= {"max_steps": -1, "learning_rate": 1e-2, "optim": "adamw_torch", "packing_strategy": "stream"}
     return make_trainer(folder, row, engine, cls, **{"data": documents(num)} | defaults | settings)
 
 
@@ -282,46 +271,6 @@ def rounded(folder: Path, engine: str) -> dict:
     trainer.train()
     leaks = [leak.module.removeprefix("FSDP") for leak in verdicts[0].leaks]
     return outcome(trainer, verdicts=gather_object([[verdicts[0].isolated, verdicts[0].max_change, leaks]]))
-
-
-HEAD = 1.25e9  # numbers of the LM head of Qwen2.5-72B
-
-
-def prefetches(folder: Path, engine: str) -> dict[str, Any]:
-    """Prefetches in the third step, with DeepSpeed's default of `stage3_max_live_parameters` and with the shipped one.
-
-    Both are scaled by the LM head, as if that of the tiny model were of a model with 72B parameters.
-    """
-    import deepspeed
-    from support.models import build_tiny_model
-
-    from .engines import deepspeed_config
-
-    shipped = deepspeed_config("zero3")["zero_optimization"]["stage3_max_live_parameters"]
-    found: dict[str, Any] = {}
-    for name, live in (("default", 1e9), ("shipped", shipped)):
-        model = build_tiny_model()
-        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 3600}
-        head = model.lm_head.weight
-        numbers = getattr(head, "ds_numel", head.numel())  # a scenario before this one may have left ZeRO-3's `Init` on
-        zero |= {"stage3_max_live_parameters": int(live * numbers / HEAD)}
-        zero |= {"stage3_max_reuse_distance": 0, "reduce_bucket_size": 4096}
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        deepspeed.zero.register_external_parameter(model, model.lm_head.weight)  # as `gather_lm_head_with_model` does
-        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
-        profiler = coordinator._PartitionedParameterCoordinator__profiler
-        events = []
-        stop = profiler.stop_event
-        profiler.stop_event = lambda event, size, stop=stop, events=events: (events.append(event), stop(event, size))
-        for _ in range(3):  # DeepSpeed records the order of modules in the first ones
-            events.clear()
-            engine.backward(engine(input_ids=torch.ones(1, 16, dtype=torch.long)).logits.sum())
-            engine.step()
-        found[name] = sum("prefetch" in event for event in events)
-        found["engine"] = engine_of(engine)
-    return found
 
 
 # What is refused

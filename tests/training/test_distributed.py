@@ -109,15 +109,6 @@ def test_plans_that_are_kept_are_those_of_each_rank_alone(result):
     assert found["kept"] == 3  # the first plan and two schedules, be they made twice
 
 
-@on_ddp
-def test_stock_trl_repeats_documents(result):
-    """The witness of the test above: padded to even out its ranks, TRL trains 100 documents for 97."""
-    for epoch in epochs_of(result("epochs_stock")):
-        seen = count(epoch)
-        assert set(seen) == set(range(NUM_DOCUMENTS))
-        assert seen.total() == 100 and sorted(seen.values())[-4:] == [1, 2, 2, 2]
-
-
 @pytest.mark.parametrize("engine, strategy", [("ddp", "stream"), ("ddp", "minibatch")])
 def test_fewer_documents_than_ranks_times_accumulation(result, strategy):
     found = result(f"few_{strategy}")
@@ -210,13 +201,6 @@ def test_the_probe_leaves_the_engine_as_it_was(result, engine):
     assert all(touched <= set(rank) for rank in changed["step"])
     assert all(counts[name] > 20 for name in ("parameters", "placement", "modes", "hooks"))
     assert counts["shards"] >= counts["parameters"] if engine == "fsdp2" else not counts["shards"]
-
-
-@pytest.mark.parametrize("engine", ["zero3"])
-def test_a_large_lm_head_does_not_stop_prefetching(result):
-    """DeepSpeed counts it as live for the whole step, and prefetches what is left of the limit."""
-    found = result("prefetches")
-    assert found["default"] == 0 < 4 < found["shipped"]
 
 
 # Evaluation

@@ -6,15 +6,12 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from support.planners import make_epochs
 from support.rounding import tolerance, weight_difference
 from support.runs import start_weights, texts, trainer, weights
 
-from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.training import checkpoints, restart
 from trl_packfix.training.checkpoints import FILE, TRAINED, begin, choose_checkpoint, damage
 from trl_packfix.training.restart import continued
@@ -440,28 +437,3 @@ def test_another_weighting_of_documents_is_refused_for_a_stream(tmp_path):
         json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k not in ("document_weighting", "hash")})
     )
     assert resume(tmp_path, "checkpoint-1", data, max_steps=2).state.global_step == 2
-
-
-@pytest.mark.parametrize("saves", [True, False])
-def test_one_rank_hashes_the_documents_of_the_epoch(saves, tmp_path, monkeypatch):
-    hashed, saved = [], []
-    planner = make_epochs(Documents(*[np.array([0, 1])] * 2, np.array([3, 4]), np.array([1, 1]), Ledger()), "bfd")
-    monkeypatch.setattr(restart, "step_hash", lambda planner, epoch: hashed.append(epoch) or "hash")
-    monkeypatch.setattr(restart.checkpoints, "save_state", lambda folder, state, earlier: saved.append(state))
-    rank = SimpleNamespace(
-        args=SimpleNamespace(should_save=saves, world_size=1),
-        settings={},
-        _data=SimpleNamespace(stream=None),
-        _run=SimpleNamespace(
-            state=SimpleNamespace(global_step=2, max_steps=2),
-            _total_train_tokens=1,
-            accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
-        ),
-        _planner=planner,
-        _engine="none",
-        _loss_settings=dict,
-        _earlier_files=(),
-    )
-    restart.Restart.end_checkpoint(rank, str(tmp_path))
-    assert hashed == [1] * saves and [state["step_hash"] for state in saved] == ["hash"] * saves
-    assert (tmp_path / TRAINED).exists() is saves
