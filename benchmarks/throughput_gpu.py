@@ -1,37 +1,21 @@
-"""Training throughput on one GPU: padded, TRL's packing and ours, at most 8 minutes. NOT MEASURED YET: no GPU was here.
+"""Training of one contender on one GPU, for the parts of `evidence.py`. NOT MEASURED YET: no GPU was here.
 
-    python benchmarks/throughput_gpu.py --data DIR --csv throughput_gpu.csv
-    python benchmarks/throughput_gpu.py --smoke   # tiny sizes on the CPU: runs every part, measures nothing
+Models have random weights in the shapes of released ones, bf16 and, unless a contender says otherwise, gradient
+checkpointing and no LoRA dropout, as our recipes. Random tokens; the lengths are those of real data if a folder is
+given, else lognormal.
 
-If the GPU is available for 10 minutes only, and `pytest tests/gpu` runs as well, use `--minutes 5`.
+`tokens_per_s` counts real tokens. A run sees few batches, and how much of them is padding differs between runs by a
+quarter, so for padded runs it is the speed of *computed* tokens over what the whole table has of them per real one
+(`computed_over_real`); `documents_per_s` follows from the mean length. `share` is the speed-up over padded divided by
+`computed_over_real`, the largest speed-up that removing padding can give; the target is 0.95. `real_tflops` counts real
+tokens only, as the trainer's log does (`tflops_per_second_per_rank`): forward and backward of each document alone, by
+the cost model of the config, without recomputation. `mfu` is its share of the card's peak where the package knows that,
+`mfu_of_ceiling` its share of the measured rate of products.
 
-Parts, the most important first. A run that fails (also out of memory) or does not fit the time becomes a row with the
-reason. So does a run of ours that was unpacked, because it measures padding. The CSV is written after every row. The
-exit status is 1 if the ceiling, the exactness or one of the methods has no row with figures.
-  ceiling    8192^3 matrix products in bf16: the rate that this GPU reaches, in TFLOP/s
-  exactness  logits and gradients of packed documents in bf16 against each document alone in fp32, over the error that
-             the document alone has in bf16 itself: about 1 means that packing adds nothing to rounding
-  train      `Trainer.train()` of models with random weights in the shapes of Qwen2.5-1.5B (full, AdamW) and Llama-2-7B
-             (LoRA), bf16, gradient checkpointing, the 7B model and batch size 16 first, then 8 and 4; lengths of
-             t0_p3_sample (FLAN-like,
-             max_length 2048) and gsm8k_train (OrcaMath-like, 1024), random tokens:
-      padded         TRL unpacked, sdpa
-      ours           `minibatch`: the same documents per step as padded, no padding
-      TRL bfd        TRL's packing with its defaults, sdpa
-      TRL bfd flash  the same on our kernels (flash_attention_2 if it is installed)
-      ours stream    packs of the same capacity as TRL's
-Rows of ours also have the probe's result (`isolated`, `equal`, `max_difference` beside its `tolerance`), the number of
-repaired modules, whether documents were unpacked, and the time of the probe (`probe_s`, not in the step times). `share`
-is the speed-up over padded (in real tokens/s) divided by padded/real tokens, the largest speed-up that removing padding
-can give; the target is 0.95. It counts tokens and not documents, because a run ends after some seconds and each method
-has seen other documents by then. `real_tflops` counts
-real tokens only, as the trainer's log does (`tflops_per_second_per_rank`): forward and backward of each document alone,
-by the cost model of the config, without recomputation. `mfu` is its share of the card's peak where that is known (the
-table of the package), `mfu_of_ceiling` its share of the measured ceiling. `host_bound` is the
-share of one more step, under torch's profiler, in which the GPU ran no kernel: near 0 the GPU was measured, near 1 the
-host. The profiler slows the host, so it is an upper bound; without a GPU it is 1. A step is timed from the moment its
-batch is ready (without fetching and collation) to a synchronisation at its end. One or two warm-up steps are not timed.
-A run is ended after 40 s, of which sdpa on 16 x 2048 tokens of the 7B model may need all.
+`host_bound` is the share of one more step, under torch's profiler, in which the GPU ran no kernel: near 0 the GPU was
+measured, near 1 the host. The profiler slows the host, so it is an upper bound; without a GPU it is 1. A step is timed
+from the moment its batch is ready (without fetching and collation) to a synchronisation at its end. One or two warm-up
+steps are not timed. `peak_gib` is what tensors took, `reserved_gib` what the allocator held for them.
 """
 
 import gc
@@ -42,22 +26,24 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # One process trains on one GPU: with several, the Trainer would wrap the model in DataParallel, which TRL refuses
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+# Packs of `minibatch` have another length in every step, which fragments fixed segments
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
 import torch
 import transformers
 import trl
-from common import Row, describe, hide_progress, json_rows, make_parser, tell, write_csv
+from common import Row, file_lengths
 from datasets import Dataset
 from peft import LoraConfig
 from support.models import build_tokenizer, select_attention
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen2Config, TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, TrainerCallback
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 import trl_packfix
@@ -68,7 +54,7 @@ from trl_packfix.isolation.isolation_report import IsolationReport
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.training.flops import own_peak_tflops, trained_share, training_flops
 
-WARM_UP, TIMED = 2, 20  # steps, at most
+WARM_UP, TIMED = 2, 20  # steps, at most; torch.compile compiles in the first ones
 QWEN = Qwen2Config(
     vocab_size=151936,
     hidden_size=1536,
@@ -89,20 +75,75 @@ LLAMA = LlamaConfig(
 )
 TINY = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-CONTENDERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "padded": (trl, {}),
-    "ours": (trl_packfix, {"packing": True, "packing_strategy": "minibatch", "packing_report": False}),
-    "TRL bfd": (trl, {"packing": True}),
-    "TRL bfd flash": (trl, {"packing": True}),
-    "ours stream": (trl_packfix, {"packing": True, "packing_report": False}),
+LLAMA_3 = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+)
+
+
+class Contender(NamedTuple):
+    """A trainer with settings; `published` are the tokens per second that its makers give for an H100."""
+
+    package: Any
+    batch_size: int
+    settings: dict[str, Any]
+    dropout: float = 0.0
+    published: float | None = None
+
+
+PACKED: dict[str, Any] = {"packing": True, "packing_report": False}
+NO_CHECKPOINTING = PACKED | {"gradient_checkpointing": False}
+LIGER = {"use_liger_kernel": True}
+# The same documents per step, then packs of the same capacity. After a comma: how it differs from what it is named for
+AT_16 = {
+    "padded": Contender(trl, 16, {}),
+    "ours": Contender(trl_packfix, 16, PACKED | {"packing_strategy": "minibatch"}),
 }
-OURS = CONTENDERS["ours stream"]
-# Only in `evidence.py`
-WITH_KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "ours stream, static shapes": (OURS[0], OURS[1] | {"pad_documents_to_multiple_of": 128}),
-    "ours stream, liger": (OURS[0], OURS[1] | {"use_liger_kernel": True}),
+AT_4 = {"padded, 4": Contender(trl, 4, {}), "ours stream": Contender(trl_packfix, 4, PACKED)}
+WITH_TRL = {name: Contender(trl, 4, {"packing": True}) for name in ("TRL bfd flash", "TRL bfd")}
+# Packs of 2 x 4,096 tokens. NeMo AutoModel's benchmark of LoRA on Llama-3-8B has these, rank 16 on all layers, dropout
+# 0.1, no recomputation, fused kernels, and full sequences: 12,473 tokens/s, 402 TFLOP/s
+RECIPES = {
+    "ours stream": Contender(trl_packfix, 2, PACKED),
+    "no checkpointing": Contender(trl_packfix, 2, NO_CHECKPOINTING),
+    "liger": Contender(trl_packfix, 2, PACKED | LIGER),
+    "as NeMo AutoModel": Contender(trl_packfix, 2, NO_CHECKPOINTING | LIGER, 0.1, 12473),
+    "dropout 0.05": Contender(trl_packfix, 2, PACKED, 0.05),
 }
-LENGTHS = {"t0_p3_sample": (114, 1.27, 2048), "gsm8k_train": (165, 0.38, 1024)}  # median, sigma, max_length
+COMPILED = {
+    "ours stream": RECIPES["ours stream"],
+    "torch_compile": Contender(trl_packfix, 2, PACKED | {"torch_compile": True}),
+}
+CONSTANT = {"constant shapes": Contender(trl_packfix, 4, PACKED | {"pad_documents_to_multiple_of": 128})}
+
+
+class Training(NamedTuple):
+    """A part of `evidence.py`; `layers` if it is not all of them."""
+
+    config: transformers.PretrainedConfig
+    contenders: dict[str, Contender]
+    lengths: str
+    layers: int | None = None
+
+
+TRAININGS = {
+    "7b-flan": Training(LLAMA, AT_16 | AT_4 | WITH_TRL, "t0_p3_sample"),
+    "8b-lora": Training(LLAMA_3, RECIPES, "oasst1_en_val_threads"),
+    "7b-orcamath": Training(LLAMA, AT_16 | AT_4, "gsm8k_train"),
+    "compile": Training(LLAMA_3, COMPILED, "oasst1_en_val_threads", layers=4),
+    "1.5b-flan": Training(QWEN, AT_16 | AT_4 | CONSTANT, "t0_p3_sample"),
+}
+# Median, sigma, max_length
+LENGTHS = {
+    "t0_p3_sample": (114, 1.27, 2048),
+    "gsm8k_train": (165, 0.38, 1024),
+    "oasst1_en_val_threads": (323, 0.68, 4096),
+}
 
 
 @dataclass(frozen=True)
@@ -112,10 +153,6 @@ class Machine:
     smoke: bool
     seconds: float  # timed steps of one contender, at most about this
     limit: float  # seconds of one contender with its warm-up; the last step may exceed it
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        return (4,) if self.smoke else (16, 8, 4)
 
     def config(self, config: transformers.PretrainedConfig, layers: int | None = None) -> transformers.PretrainedConfig:
         changes = dict(TINY) if self.smoke else {}
@@ -141,7 +178,8 @@ class Machine:
             torch.cuda.reset_peak_memory_stats()
 
 
-def ceiling(machine: Machine) -> Row:
+def ceiling(machine: Machine) -> float:
+    """The rate of matrix products in TFLOP/s."""
     size = 256 if machine.smoke else 8192
     a, b = (torch.randn(size, size, device=machine.device, dtype=machine.dtype) for _ in range(2))
     best = float("inf")
@@ -152,7 +190,7 @@ def ceiling(machine: Machine) -> Row:
             a @ b
         machine.synchronize()
         best = min(best, (time.perf_counter() - start) / 10)
-    return {"part": "ceiling", "tflops": 2 * size**3 / best / 1e12}
+    return 2 * size**3 / best / 1e12
 
 
 def document_lengths(folder: Path | None, name: str, num: int) -> np.ndarray:
@@ -161,16 +199,8 @@ def document_lengths(folder: Path | None, name: str, num: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     if folder is None:
         return np.clip(rng.lognormal(np.log(median), sigma, num), 2, max_length).astype(int)
-    tokenizer = AutoTokenizer.from_pretrained(next(folder.glob("*tokenizer*")))
-    rows = list(json_rows(folder / f"{name}.jsonl"))
-    rows = [rows[i] for i in rng.permutation(len(rows))[:num]]
-    texts = [
-        "\n".join(turn["content"] for turn in row["messages"])
-        if "messages" in row
-        else row["prompt"] + row["completion"]
-        for row in rows
-    ]
-    return np.clip([len(ids) for ids in tokenizer(texts)["input_ids"]], 2, max_length)
+    ((_, lengths),) = file_lengths(folder, f"{name}.jsonl")
+    return np.clip(rng.permutation(lengths)[:num], 2, max_length)
 
 
 def exactness(machine: Machine, lengths: np.ndarray) -> Row:
@@ -207,7 +237,7 @@ def exactness(machine: Machine, lengths: np.ndarray) -> Row:
     (alone_logits, alone_gradient), (logits, gradient) = (
         error(run(torch.bfloat16, packed), truth) for packed in (False, True)
     )
-    row = {"part": "exactness", "documents": len(documents), "tokens": int(lengths[:8].sum())}
+    row = {"documents": len(documents), "tokens": int(lengths[:8].sum())}
     row |= {"alone_logits": alone_logits, "alone_gradient": alone_gradient}
     return row | {"packed_over_alone_logits": logits / alone_logits, "packed_over_alone": gradient / alone_gradient}
 
@@ -216,7 +246,7 @@ class Clock(TrainerCallback):
     """Times steps after the warm-up, each up to a synchronisation, and stops the run after enough of them."""
 
     def __init__(self, machine: Machine):
-        self.machine, self.seconds, self.steps, self.batches = machine, 0.0, 0, []
+        self.machine, self.seconds, self.steps, self.computed = machine, 0.0, 0, 0
         self.begun: float | None = None  # the first step
         self.attention = ""  # of the last step: ours restores the model's own after training
         self.is_warm = self.is_timed = False
@@ -224,13 +254,7 @@ class Clock(TrainerCallback):
         self.host_bound: float | None = None
 
     def count(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Counts of a micro-batch, as tensors on its device: reading them here would synchronise with the GPU."""
-        if self.is_timed:
-            return
-        ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
-        starts = kwargs["position_ids"] == 0 if kwargs.get("position_ids") is not None else None
-        documents = starts.sum() if starts is not None and mask is None else ids.shape[0]
-        self.batches.append((documents, ids.numel() if mask is None else mask.sum(), ids.numel()))
+        self.computed += 0 if self.is_timed else kwargs["input_ids"].numel()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.attention = kwargs["model"].config._attn_implementation
@@ -244,9 +268,10 @@ class Clock(TrainerCallback):
         self.started = time.perf_counter()
         self.begun = self.begun or self.started
         slow = state.global_step > 0 and self.started - self.begun > 2 * self.machine.seconds
-        if not self.is_warm and (state.global_step == WARM_UP or slow):
+        enough = state.global_step == 2 * WARM_UP if args.torch_compile else slow or state.global_step == WARM_UP
+        if not self.is_warm and enough:
             self.is_warm = True
-            self.batches.clear()
+            self.computed = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.machine.synchronize()
@@ -295,46 +320,53 @@ def add_boundaries(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any])
     return args, kwargs
 
 
+def padded_over_real(lengths: np.ndarray, batch_size: int) -> float:
+    """Of batches in random order, each padded to its longest document."""
+    whole = len(lengths) // batch_size * batch_size
+    orders = [np.random.default_rng(i).permutation(lengths)[:whole].reshape(-1, batch_size) for i in range(50)]
+    return float(batch_size * sum(order.max(1).sum() for order in orders) / sum(order.sum() for order in orders))
+
+
 def train(
-    machine: Machine, name: str, config: Any, lora: bool, table: Dataset, batch_size: int, max_length: int
+    machine: Machine, method: str, given: Contender, config: Any, lora: bool, lengths: np.ndarray, max_length: int
 ) -> Row:
-    package, settings = (CONTENDERS | WITH_KERNELS)[name]
-    model = machine.build(machine.config(config))
-    if name == "TRL bfd flash":
+    package, batch_size, settings, dropout, published = given
+    table = Dataset.from_dict({"input_ids": [np.random.default_rng(0).integers(3, 300, n) for n in lengths]})
+    model = machine.build(config)
+    if method == "TRL bfd flash":
         select_attention(model)
     clock = Clock(machine)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        args = package.SFTConfig(
-            folder,
-            max_length=max_length,
-            per_device_train_batch_size=batch_size,
-            max_steps=WARM_UP + TIMED + 1,
-            bf16=machine.device == "cuda",
-            use_cpu=machine.device == "cpu",
-            optim="adamw_torch_fused" if machine.device == "cuda" else "adamw_torch",
-            gradient_checkpointing=True,  # the name that every transformers of pyproject.toml has
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            **settings,
-        )
-        adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
+        usual = {
+            "max_length": max_length,
+            "per_device_train_batch_size": batch_size,
+            "max_steps": 2 * WARM_UP + TIMED + 1,
+            "bf16": machine.device == "cuda",
+            "use_cpu": machine.device == "cpu",
+            "optim": "adamw_torch_fused" if machine.device == "cuda" else "adamw_torch",
+            "gradient_checkpointing": True,
+            "torch_compile_backend": "eager" if machine.smoke and settings.get("torch_compile") else None,
+            "report_to": [],
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "disable_tqdm": True,
+        }
+        adapter = {"r": 16, "lora_alpha": 32, "lora_dropout": dropout, "target_modules": "all-linear"}
         trainer = package.SFTTrainer(
             model,
-            args,
+            package.SFTConfig(folder, **usual | settings),
             train_dataset=table,
             processing_class=build_tokenizer(),
-            peft_config=adapter,
+            peft_config=LoraConfig(**adapter, task_type="CAUSAL_LM") if lora else None,
             callbacks=[clock],
         )
-        if name == "TRL bfd flash":
+        if method == "TRL bfd flash":
             model.register_forward_pre_hook(add_boundaries, with_kwargs=True)
             mark_packed_forwards(trainer.model)
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.model.register_forward_pre_hook(clock.count, with_kwargs=True)
-        verdict = watch(trainer.packed_model) if package is trl_packfix and trainer.args.packing else dict
+        verdict = watch(trainer.packed_model) if package is trl_packfix else dict
         machine.tidy()
         trainer.train()
     proved = verdict()
@@ -342,106 +374,32 @@ def train(
         return proved
     if not clock.steps:
         return proved | {"reason": f"no step was timed within {machine.limit:g} s"}
-    documents, tokens, computed = (sum(int(batch[i]) for batch in clock.batches) for i in range(3))
-    row = proved | {
-        "steps": clock.steps,
-        "documents_per_s": documents / clock.seconds,
-        "tokens_per_s": tokens / clock.seconds,
-    }
-    row |= {"computed_over_real": computed / tokens, "attention": clock.attention, "host_bound": clock.host_bound}
+    ratio = 1.0 if settings.get("packing") else padded_over_real(lengths, batch_size)
+    tokens_per_s = clock.computed / clock.seconds / ratio
+    row = proved | {"tokens_per_s": tokens_per_s, "documents_per_s": tokens_per_s / lengths.mean()}
+    row |= {"steps": clock.steps, "computed_over_real": ratio, "host_bound": clock.host_bound}
+    row["attention"] = clock.attention
+    if published is not None:
+        row |= {"published": published, "over published": tokens_per_s / published}
     if machine.device == "cuda":
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    lengths = np.array([len(ids) for ids in table["input_ids"]], dtype=float)
-    costs = training_flops(make_cost_model(model.config), lengths, trained_share(trainer.model))
-    flops = costs.sum() / lengths.sum() * tokens
-    row["real_tflops"] = flops / clock.seconds / 1e12
+        row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    costs = training_flops(make_cost_model(model.config), lengths.astype(float), trained_share(trainer.model))
+    row["real_tflops"] = costs.sum() / lengths.sum() * tokens_per_s / 1e12
     peak = own_peak_tflops(torch.device(machine.device), machine.dtype)
     return row if peak is None else row | {"mfu": row["real_tflops"] / peak}
 
 
-def shares(rows: list[Row]) -> None:
-    """Speed-ups over padded, and their share of the possible speed-up, if both were measured."""
-    by_case: dict[tuple, dict[str, Row]] = {}
+def compare(rows: list[Row]) -> None:
+    """Speed-ups among rows of the same batch size, and the share of the possible one that removing padding gave."""
+    by_size: dict[int, dict[str, Row]] = {}
     for row in rows:
-        if row["part"] == "train" and "tokens_per_s" in row:
-            by_case.setdefault((row["model"], row["lengths"], row["batch_size"]), {})[row["method"]] = row
-    for case in by_case.values():
-        for row in case.values():
-            for other in ("padded", "TRL bfd", "TRL bfd flash"):
-                if other in case:
-                    row[f"over {other}"] = row["tokens_per_s"] / case[other]["tokens_per_s"]
-            if "padded" in case:
-                row["share"] = row["over padded"] / case["padded"]["computed_over_real"]
-
-
-def without_figures(rows: list[Row], smoke: bool) -> list[str]:
-    """The parts and methods of which no row has figures; with `smoke`, of which a row has none."""
-    names = {True: set(), False: set()}
-    for row in rows:
-        names["reason" in row].add(row.get("method", row["part"]))
-    measured = names[False] - (names[True] if smoke else set())
-    return [name for name in ("ceiling", "exactness", *CONTENDERS) if name not in measured]
-
-
-def main() -> None:
-    parser = make_parser(__doc__, "JSONL files and a tokenizer; else lognormal lengths")
-    parser.add_argument("--minutes", type=float, default=8.0, help="nothing is started after this")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, in seconds; measures nothing")
-    args = parser.parse_args()
-    if not args.smoke and not torch.cuda.is_available():
-        raise SystemExit("torch sees no CUDA device, so nothing can be measured. `--smoke` exercises the parts.")
-
-    hide_progress()
-    if args.smoke:
-        torch.set_num_threads(1)
-        machine = Machine("cpu", torch.float32, True, 0.0, 60.0)
-    else:
-        machine = Machine("cuda", torch.bfloat16, False, 4.0, 40.0)
-    card = {"card": "CPU, smoke: not a measurement" if args.smoke else torch.cuda.get_device_name()}
-    print(describe(), card["card"], sep=", ")
-    deadline, rows, top = time.perf_counter() + 60 * args.minutes, [], float("nan")
-
-    def attempt(row: Row, measure: Callable[[], Row]) -> Row:
-        """A row in every case: with figures, or with the reason for their absence."""
-        if time.perf_counter() > deadline:
-            row["reason"] = "not measured: out of time"
-        else:
-            try:
-                machine.tidy()  # also here: after some errors the GPU is unusable, which is a reason like others
-                row |= measure()
-            except Exception as error:
-                row["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-        if "real_tflops" in row:
-            row["mfu_of_ceiling"] = row["real_tflops"] / top
-        rows.append(row | card)
-        shares(rows)
-        tell({key: value for key, value in rows[-1].items() if key != "card"}, ".3g")
-        write_csv(args.csv, rows)
-        return row
-
-    top = attempt({"part": "ceiling"}, lambda: ceiling(machine)).get("tflops", top)
-    num = 200 if args.smoke else 2000
-    tables = {}
-    for name, (_, _, max_length) in list(LENGTHS.items())[: 1 if args.smoke else 2]:
-        max_length = 256 if args.smoke else max_length
-        lengths = np.minimum(document_lengths(args.data, name, num), max_length)
-        ids = [np.random.default_rng(0).integers(3, 300, n) for n in lengths]
-        tables[name] = Dataset.from_dict({"input_ids": ids}), max_length
-        if name == "t0_p3_sample":
-            attempt({"part": "exactness"}, lambda lengths=lengths: exactness(machine, lengths))
-    models = {"Llama-2-7B": (LLAMA, True), "Qwen2.5-1.5B": (QWEN, False)}  # small models measure the host
-    for batch_size in machine.batch_sizes:
-        for model, (config, lora) in models.items():
-            for name, (table, max_length) in tables.items():
-                for method in CONTENDERS:
-                    case = (machine, method, config, lora, table, batch_size, max_length)
-                    row = {"part": "train", "model": model, "training": "LoRA" if lora else "full", "lengths": name}
-                    row |= {"batch_size": batch_size, "method": method}
-                    attempt(row, lambda case=case: train(*case))
-    print(f"{len(rows)} rows, {sum('reason' in row for row in rows)} without figures")
-    if missing := without_figures(rows, args.smoke):
-        raise SystemExit(f"no figures of: {', '.join(missing)}")
-
-
-if __name__ == "__main__":
-    main()
+        if "tokens_per_s" in row:
+            by_size.setdefault(row["batch_size"], {})[row["method"]] = row
+    for methods in by_size.values():
+        for method, row in methods.items():
+            for other in ("padded", "TRL bfd", "TRL bfd flash", "ours stream"):
+                if other in methods and other != method:
+                    row[f"over {other}"] = row["tokens_per_s"] / methods[other]["tokens_per_s"]
+            if "over padded" in row:
+                row["share"] = row["over padded"] / methods["padded"]["computed_over_real"]

@@ -1,5 +1,5 @@
-"""The tools for a GPU without one: tests/gpu/run.sh, evidence.py and throughput_gpu.py. They test themselves on the CPU
-with tiny sizes, too: `tests/gpu/run.sh --evidence`."""
+"""The tools for a GPU without one: tests/gpu/run.sh and benchmarks/evidence.py. They test themselves on the CPU with
+tiny sizes, too: `tests/gpu/run.sh --evidence`."""
 
 import csv
 import io
@@ -140,9 +140,14 @@ ROWS = {
 
 
 @pytest.fixture
-def played(tmp_path, monkeypatch):
-    """`evidence.main` with parts that behave as their names say: (exit status, table, rows) of a run."""
+def benchmarks(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))  # the imports set it
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture
+def played(tmp_path, monkeypatch, benchmarks):
+    """`evidence.main` with parts that behave as their names say: (exit status, table, rows) of a run."""
     monkeypatch.setattr("signal.signal", lambda *args: None)
     import evidence
 
@@ -185,21 +190,32 @@ def test_what_has_no_time_is_named(played):
     assert status == 1 and {row["state"] for row in rows} == {"no time"}
 
 
-def test_a_method_without_figures_is_missed(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))  # the import sets it
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from throughput_gpu import CONTENDERS, without_figures
+def test_padded_speed_comes_from_the_table_and_not_from_the_batches_of_a_run(benchmarks):
+    """Which documents the few batches of a run had decides how much of them was padding, and not how fast it is."""
+    import numpy as np
+    from throughput_gpu import compare, padded_over_real
 
-    parts = [{"part": "ceiling", "tflops": 1.0}, {"part": "exactness", "tokens": 9}]
-    rows = parts + [{"part": "train", "method": name, "tokens_per_s": 1.0} for name in CONTENDERS]
-    failed = [row | {"reason": "TypeError"} for row in rows]
-    everything = ["ceiling", "exactness", *CONTENDERS]
-    for given, smoke, missing in (
-        (rows, False, []),
-        (failed + rows, False, []),
-        (failed, False, everything),
-        (rows[:3] + failed, False, everything[3:]),
-        (failed[:1] + rows, True, ["ceiling"]),
-        (rows[1:], True, ["ceiling"]),
-    ):
-        assert without_figures(given, smoke) == missing
+    lengths = np.array([1, 1, 1, 5] * 100)
+    assert padded_over_real(lengths, 1) == 1
+    assert padded_over_real(lengths, 4) == pytest.approx(4 * (5 - 4 * 0.75**4) / 8, rel=0.02)
+    rows = [
+        {"method": method, "batch_size": 4, "tokens_per_s": speed, "computed_over_real": ratio}
+        for method, speed, ratio in (("padded", 100.0, 1.5), ("ours", 147.0, 1.0), ("TRL bfd", 140.0, 1.0))
+    ]
+    compare([*rows, {"method": "ours stream", "batch_size": 2, "tokens_per_s": 500.0, "computed_over_real": 1.0}])
+    assert (
+        rows[1]["over padded"] == 1.47 and rows[1]["over TRL bfd"] == 1.05 and rows[1]["share"] == pytest.approx(0.98)
+    )
+    assert "over padded" not in rows[0] and not any("over ours stream" in row for row in rows)
+
+
+def test_all_parts_but_the_last_two_fit_the_limit(benchmarks):
+    """Even if each takes as long as it may."""
+    import evidence
+    import evidence_parts
+
+    assert (
+        list(evidence.PARTS)[-2:] == ["compile", "1.5b-flan"]
+        and evidence.PARTS.keys() == evidence_parts.MEASURES.keys()
+    )
+    assert sum(part.seconds for part in list(evidence.PARTS.values())[:-2]) <= 540

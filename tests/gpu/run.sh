@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # The first minutes on a GPU, in one command: nine steps, of which the first three take at most 7 minutes and end with
 # figures. It stops at the first failure, and ends within 10 minutes (--quick: 3). Into the folder go steps.csv with a
-# row per step, shapes.csv, throughput_gpu.csv and logs.tar.gz; models and checkpoints go to a temporary folder.
+# row per step, shapes.csv, evidence.tar.gz and logs.tar.gz; models and checkpoints go to a temporary folder.
 #
 #   tests/gpu/run.sh [--quick] [--out DIR] [--steps "0 1 2"] [--limit SECONDS]
-#   tests/gpu/run.sh --evidence [--out DIR] [--limit SECONDS]
+#   tests/gpu/run.sh --evidence [--out DIR] [--limit SECONDS] [--data DIR]
 #
 # With --evidence none of the steps runs. The parts of benchmarks/evidence.py do, which go on after a failure and give
-# as many figures as 10 minutes allow, in one archive, evidence.tar.gz, with a table at its top.
+# as many figures as 540 seconds allow, in one archive, evidence.tar.gz, with a table at its top. A machine without a
+# package index needs tests/gpu/wheels.sh first.
 #
 #   0 environment   versions, the card, and why torch's FlashAttention-2 kernels cannot run, if they cannot; the model of 3, 4,
 #                   6 and 8
 #   1 kernels       some cases of tests/gpu/test_varlen_gpu.py: head sizes, windows, no wait of the host, whole models
-#   2 throughput    benchmarks/throughput_gpu.py, in half of the time
+#   2 throughput    parts of benchmarks/evidence.py, in half of the time: 7b-flan (--quick: attention alone)
 #   3 training      tests/gpu/test_training_gpu.py, and examples/train.py, full and LoRA
 #   4 zero3         examples/train.py under DeepSpeed ZeRO-3 on one GPU, full and LoRA
 #   5 probe         tests/gpu/test_repair_gpu.py and test_deep_gpu.py
@@ -30,7 +31,7 @@ set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 out="$PWD/gpu_results"
-quick=0 evidence=0 limit="" steps="0 1 2 3 4 5 6 7 8"
+quick=0 evidence=0 limit="" data=() steps="0 1 2 3 4 5 6 7 8"
 while [ $# -gt 0 ]; do
     case "$1" in
     --quick) quick=1 ;;
@@ -38,11 +39,12 @@ while [ $# -gt 0 ]; do
     --out) out=$2 && shift ;;
     --steps) steps=$2 && shift ;;
     --limit) limit=$2 && shift ;;
+    --data) data=(--data "$(cd "$2" && pwd)") && shift ;;
     *) sed -n '6,7p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
     esac
     shift
 done
-[ -n "$limit" ] || limit=$((quick ? 170 : 570))
+[ -n "$limit" ] || limit=$((quick ? 170 : evidence ? 540 : 570))
 python=${PYTHON:-python3}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
@@ -54,6 +56,7 @@ trap 'exit 1' INT TERM
 cd "$root" || exit 1
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=disabled
 export TORCH_EXTENSIONS_DIR="$work/extensions" PYTHONUNBUFFERED=1
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
     gpu=1
     # One process trains on one GPU: with several, the Trainer would wrap the model in DataParallel, which TRL refuses.
@@ -71,7 +74,7 @@ if [ $evidence = 1 ]; then
     rm -rf "$work"
     size=()
     [ $gpu = 1 ] || size=(--smoke)
-    exec "$python" benchmarks/evidence.py --out "$out" --limit "$limit" "${size[@]}"
+    exec "$python" benchmarks/evidence.py --out "$out" --limit "$limit" "${size[@]}" "${data[@]}"
 fi
 
 csv="$out/steps.csv"
@@ -126,7 +129,7 @@ step() { # number name command... [-- command...]
         exit 1
     fi
     local summary state=passed
-    summary=$(grep -E '[0-9]+ (passed|skipped).* in |^[0-9]+ rows, ' "$log" | tail -n 1 | tr -d '=,' | xargs)
+    summary=$(grep -E '[0-9]+ (passed|skipped).* in |^[0-9]+ parts in ' "$log" | tail -n 1 | tr -d '=,' | xargs)
     # tests that were all skipped show nothing: their reasons are in the log
     [[ $summary != *skipped* || $summary == *passed* ]] || state=skipped
     note "$number" "$name" $state $((SECONDS - started)) "$summary"
@@ -155,10 +158,11 @@ if wanted 1; then
 fi
 
 if wanted 2; then
-    sizes=(--smoke)
-    # Half of the time for everything: each contender may exceed it by a step, and the other steps come after this.
-    [ $gpu = 0 ] || sizes=(--minutes "$(awk "BEGIN { print $limit / 120 }")")
-    step 2 throughput "$python" benchmarks/throughput_gpu.py --csv "$out/throughput_gpu.csv" "${sizes[@]}"
+    # Half of the time for everything: the other steps come after this.
+    sizes=(--limit "$((limit / 2))" --parts machine exactness)
+    [ $quick = 1 ] && sizes+=(launches) || sizes+=(7b-flan)
+    [ $gpu = 1 ] || sizes+=(--smoke)
+    step 2 throughput "$python" benchmarks/evidence.py --out "$out" "${sizes[@]}"
 fi
 
 if wanted 3; then
