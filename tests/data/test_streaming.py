@@ -36,7 +36,7 @@ from trl_packfix.data.spans import make_documents
 from trl_packfix.data.stream import PackedStream
 from trl_packfix.data.stream_loading import resume, stream_file
 from trl_packfix.data.stream_reader import CHUNK
-from trl_packfix.planning.exact_fill import pack_arrivals
+from trl_packfix.planning.exact_fill import Packer
 from trl_packfix.planning.packing import NAMES
 from trl_packfix.planning.packs import plan_stream
 
@@ -196,7 +196,7 @@ def in_quarters(values):
 
 def test_documents_stay_near_their_place_and_come_in_no_order_of_length():
     lengths = np.random.default_rng(0).lognormal(4, 1, 20_000).clip(2, 1000).astype(int)
-    packs = list(pack_arrivals(lengths.tolist(), 4000, 1000, longest=1000))
+    packs = list(Packer(lengths.tolist(), 4000, 1000, longest=1000))
     order = np.fromiter(chain.from_iterable(packs), np.int64)
     assert np.array_equal(np.sort(order), np.arange(20_000))
     assert np.percentile(np.abs(order - np.arange(20_000)), 99) < 2 * 1000
@@ -223,7 +223,7 @@ def test_nothing_is_remembered_of_documents_that_are_gone(monkeypatch):
     lengths = drawn(num, 100).tolist()
     seen = np.zeros(num, dtype=np.int64)
     tracemalloc.start()
-    for pack in pack_arrivals(arriving(), 200, buffer_size, longest=100):
+    for pack in Packer(arriving(), 200, buffer_size, longest=100):
         seen[pack] += 1
         waiting -= len(pack)
     peak = tracemalloc.get_traced_memory()[1]

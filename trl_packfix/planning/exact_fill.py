@@ -5,6 +5,7 @@ A *position* is the place of a document in visiting order.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -13,8 +14,8 @@ from .arrays import Int64Array
 from .best_fit import Packs, best_fit_decreasing, by_earliest, select_packs
 
 MAX_PASSED_OVER = 32  # documents too long for the gap that a search skips: bounds the work per pack
-FILL_FROM = 3  # an exact fill is searched for gaps of at most this many mean documents; see `_Packer`
-ENOUGH = 2  # short documents are scarce below this many times the room beside long ones; see `_Packer`
+FILL_FROM = 3  # an exact fill is searched for gaps of at most this many mean documents; see `Packer`
+ENOUGH = 2  # short documents are scarce below this many times the room beside long ones; see `Packer`
 MAX_REMEMBERED = 1 << 16  # placed positions in memory: bounds the memory of an endless stream
 
 
@@ -54,12 +55,6 @@ class Buffer:
             self.present[length] = self.mirrored[self.longest - length] = 0
         return position
 
-    def renumber(self, forgotten: int) -> None:
-        """Lower every position by `forgotten`."""
-        for waiting in filter(None, self.waiting):
-            for i in range(len(waiting)):
-                waiting[i] -= forgotten
-
     def longest_up_to(self, length: int) -> int:
         """The longest waiting document with at most `length` tokens; -1 if all are longer."""
         return self.present.rfind(1, 0, min(length, self.longest) + 1)
@@ -95,43 +90,10 @@ class Buffer:
 
 
 def fill_exactly(arriving: Int64Array, capacity: int, buffer_size: int) -> Packs:
-    """`pack_arrivals` for lengths that are all known: members and sizes of the packs."""
+    """The packs of a `Packer` for lengths that are all known: members and sizes."""
     if len(arriving) == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    return _as_arrays(pack_arrivals(arriving.tolist(), capacity, buffer_size, longest=int(arriving.max())))
-
-
-def pack_arrivals(
-    arriving: Iterable[int],
-    capacity: int,
-    buffer_size: int,
-    *,
-    longest: int,
-    bytes_of: Callable[[int], int] | None = None,
-    most_bytes: int = 0,
-) -> Iterator[list[int]]:
-    """Packs of positions in arrival order, each as soon as it is closed: oldest documents first, then an exact fill.
-
-    Documents are read from `arriving` whenever one is placed and there is room; at its end, `_pack_rest` packs the last
-    buffer. The next packs depend only on the waiting documents, in their order, and on those that arrive: given both
-    again, a packer continues with the same packs. Memory is bounded by the buffer.
-
-    Args:
-        arriving: tokens of each document, none above `longest`; `longest` is at most `capacity`.
-        buffer_size: most documents that wait.
-        bytes_of: memory of the document at a position; None: not counted.
-        most_bytes: if the waiting documents have so many, no other arrives.
-
-    >>> list(pack_arrivals([4, 5, 3, 2, 6, 1, 7], capacity=7, buffer_size=4, longest=7))
-    [[0, 2], [1, 3], [4, 5], [6]]
-    """
-    packer = _Packer(arriving, capacity, buffer_size, longest=longest, bytes_of=bytes_of, most_bytes=most_bytes)
-    yield from packer.packs()
-    positions, lengths = packer.waiting()
-    if positions:
-        members, sizes = _pack_rest(np.array(lengths), capacity)
-        for pack in np.split(np.array(positions)[members], np.cumsum(sizes)[:-1]):
-            yield pack.tolist()
+    return _as_arrays(Packer(arriving.tolist(), capacity, buffer_size, longest=int(arriving.max())))
 
 
 def _as_arrays(packs: Iterable[list[int]]) -> Packs:
@@ -144,7 +106,7 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
     """The fewest packs of three heuristics, for when nothing more arrives; the pack of the oldest document first."""
 
     def until_empty(arriving: Int64Array) -> Packs:
-        packer = _Packer(arriving.tolist(), capacity, len(arriving), longest=int(arriving.max()))
+        packer = Packer(arriving.tolist(), capacity, len(arriving), longest=int(arriving.max()))
         return _as_arrays(packer.packs(until_empty=True))
 
     decreasing = np.argsort(-lengths, kind="stable")
@@ -153,8 +115,9 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
     return by_earliest(*min(candidates, key=lambda packs: len(packs[1])))
 
 
-class _Packer:
-    """Closes packs of documents that arrive one after the other, each with the oldest document that waits.
+@dataclass(eq=False)
+class Packer:
+    """Packs of positions in arrival order, each as soon as it is closed: oldest documents first, then an exact fill.
 
     An exact fill is searched only once the gap is at most FILL_FROM mean documents. Larger gaps mostly have one, made
     of two long documents, so that long documents would be trained first and short ones last.
@@ -162,89 +125,96 @@ class _Packer:
     A document of more than half a pack needs shorter ones beside it. Where these are scarce, an exact fill would use
     two of them at once, and later packs would stay half empty: each gap then takes the longest document that fits.
 
+    Documents are read from `arriving` whenever one is placed and there is room; at its end, `_pack_rest` packs the last
+    buffer. The next packs depend only on the waiting documents, in their order, and on those that arrive: given both
+    again, a packer continues with the same packs. Memory is bounded by the buffer.
+
+    Args:
+        arriving: tokens of each document, none above `longest`; `longest` is at most `capacity`.
+        buffer_size: most documents that wait.
+        bytes_of: memory of the document at a position; None: not counted.
+        most_bytes: if the waiting documents have so many, no other arrives.
+
     Worked example, capacity 7, a buffer of 4 (documents by length, the oldest first):
 
         waiting      oldest  gap  exact fill  pack     arrives
         4 5 3 2      4       3    3           4 + 3    6, 1
         5 2 6 1      5       2    2           5 + 2    7, end
         6 1 7        (nothing more arrives: `_pack_rest` packs these as 6 + 1 and 7)
+
+    >>> list(Packer([4, 5, 3, 2, 6, 1, 7], capacity=7, buffer_size=4, longest=7))
+    [[0, 2], [1, 3], [4, 5], [6]]
     """
 
-    def __init__(
-        self,
-        arriving: Iterable[int],
-        capacity: int,
-        buffer_size: int,
-        *,
-        longest: int,
-        bytes_of: Callable[[int], int] | None = None,
-        most_bytes: int = 0,
-    ):
-        self.arriving, self.capacity, self.buffer_size = iter(arriving), capacity, buffer_size
-        self.bytes_of, self.most_bytes, self.num_bytes = bytes_of, most_bytes, 0
-        self.buffer = Buffer(longest)
-        self.lengths: list[int] = []
-        self.taken = bytearray()
-        self.forgotten = 0  # positions before the first of `lengths`
-        self.ended = False
+    arriving: Iterable[int]
+    capacity: int
+    buffer_size: int
+    longest: int
+    bytes_of: Callable[[int], int] | None = None
+    most_bytes: float = np.inf
+
+    def __post_init__(self) -> None:
+        self.next_lengths, self.ended = iter(self.arriving), False
+        self.buffer = Buffer(self.longest)
+        self.lengths: list[int] = []  # of the positions from `first` on
+        self.taken = bytearray()  # of the same
+        self.first = self.num_bytes = 0
         self.spare = 0  # tokens of short documents that wait, less `ENOUGH` times the room beside the long ones
         self.members: list[int] = []  # of the pack that is open
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self.packs()
+        waiting = np.flatnonzero(np.frombuffer(self.taken, np.uint8) == 0)
+        if len(waiting):
+            members, sizes = _pack_rest(np.array(self.lengths)[waiting], self.capacity)
+            for pack in np.split(waiting[members] + self.first, np.cumsum(sizes)[:-1]):
+                yield pack.tolist()
 
     def packs(self, until_empty: bool = False) -> Iterator[list[int]]:
         """Packs until nothing more arrives, or until no document waits."""
         self._fill_buffer()
         oldest = 0
-        while until_empty or not self.ended:
+        while self.buffer.num_documents and (until_empty or not self.ended):
             oldest = self.taken.find(0, oldest)
-            if oldest < 0:
-                return
             if oldest >= MAX_REMEMBERED:  # all before it are in packs
                 del self.lengths[:oldest], self.taken[:oldest]
-                self.buffer.renumber(oldest)
-                self.forgotten, oldest = self.forgotten + oldest, 0
+                self.first, oldest = self.first + oldest, 0
             self._close_pack(oldest)
             yield self.members
 
-    def waiting(self) -> tuple[list[int], list[int]]:
-        """Positions and lengths of the documents that are in no pack."""
-        left = np.flatnonzero(np.frombuffer(self.taken, dtype=np.uint8) == 0).tolist()
-        return [position + self.forgotten for position in left], [self.lengths[position] for position in left]
-
     def _fill_buffer(self) -> None:
         """Documents arrive, as many as there is room and memory for."""
-        while not self.ended and self.buffer.num_documents < self.buffer_size:
-            if self.bytes_of is not None and self.num_bytes >= self.most_bytes:
-                return
-            length = next(self.arriving, 0)
+        buffer = self.buffer
+        while buffer.num_documents < self.buffer_size and self.num_bytes < self.most_bytes and not self.ended:
+            length = next(self.next_lengths, 0)
             if not length:
                 self.ended = True
                 return
-            position = len(self.lengths)
-            self.buffer.add(position, length)
-            self.spare += self._spare(length)
-            self.num_bytes += 0 if self.bytes_of is None else self.bytes_of(position + self.forgotten)
+            position = self.first + len(self.taken)
+            buffer.add(position, length)
             self.lengths.append(length)
             self.taken.append(0)
-
-    def _spare(self, length: int) -> int:
-        return length if 2 * length <= self.capacity else -ENOUGH * (self.capacity - length)
+            self.spare += length if 2 * length <= self.capacity else ENOUGH * (length - self.capacity)
+            if self.bytes_of is not None:
+                self.num_bytes += self.bytes_of(position)
 
     def _place(self, length: int) -> int:
         """Move the oldest document of this length into the pack; others arrive."""
         position = self.buffer.take(length)
-        self.spare -= self._spare(length)
-        self.num_bytes -= 0 if self.bytes_of is None else self.bytes_of(position + self.forgotten)
-        self.taken[position] = 1
-        self.members.append(position + self.forgotten)
+        self.taken[position - self.first] = 1
+        self.members.append(position)
+        self.spare -= length if 2 * length <= self.capacity else ENOUGH * (length - self.capacity)
+        if self.bytes_of is not None:
+            self.num_bytes -= self.bytes_of(position)
         self._fill_buffer()
         return length
 
-    def _close_pack(self, position: int) -> None:
-        """Fill a new pack from this position on, the oldest that waits."""
+    def _close_pack(self, place: int) -> None:
+        """Fill a new pack from this place in `lengths` on, that of the oldest document."""
         self.members, buffer = [], self.buffer
         gap = self.capacity
         if self.spare < 0:
-            length = self.lengths[position]
+            length = self.lengths[place]
             while length > 0:
                 gap -= self._place(length)
                 length = buffer.longest_up_to(gap)
@@ -252,25 +222,25 @@ class _Packer:
         fill: tuple[int, ...] = ()
         longest = buffer.longest_up_to(gap)  # the search for fills stops there
         fill_from = min(2 * longest, FILL_FROM * buffer.num_tokens / buffer.num_documents)
-        while position >= 0 and gap and not fill:
+        while place >= 0 and gap and not fill:
             # It is the oldest of its length: an older one would have fitted and been placed.
-            gap -= self._place(self.lengths[position])
+            gap -= self._place(self.lengths[place])
             if gap <= fill_from:
                 fill = buffer.exact_fill(gap, longest) if gap else ()
             if gap and not fill:
-                position = self._next_that_fits(position + 1, gap)
+                place = self._next_that_fits(place + 1, gap)
         while gap and (fill := fill or buffer.best_fill(gap)):
             for length in fill:
                 gap -= self._place(length)
             fill = ()
 
     def _next_that_fits(self, start: int, gap: int) -> int:
-        """Position of the oldest waiting document from `start` on with at most `gap` tokens, or -1; skips a few."""
-        position = self.taken.find(0, start)
+        """Place of the oldest waiting document from `start` on with at most `gap` tokens, or -1; skips a few."""
+        place = self.taken.find(0, start)
         for _ in range(MAX_PASSED_OVER):
-            if position < 0 or self.lengths[position] <= gap:
-                return position
-            position = self.taken.find(0, position + 1)
+            if place < 0 or self.lengths[place] <= gap:
+                return place
+            place = self.taken.find(0, place + 1)
         return -1
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from .arrays import Int64Array
 from .costs import LLAMA_7B, CostModel
-from .exact_fill import pack_arrivals
+from .exact_fill import Packer
 from .families import SharePrefixes
 from .packs import PackPlan, plan_blocks
 from .parallel import FILL, SequenceParallel, Speeds, possible_degrees, smallest_degree
@@ -167,16 +167,14 @@ class Packing:
         return self.traits.plan(rows, self.planned_capacity, order=order, rng=self.rng(epoch))
 
     def pack_stream(
-        self, lengths: Iterable[int], bytes_of: Callable[[int], int] | None = None, most_bytes: int = 0
+        self, lengths: Iterable[int], bytes_of: Callable[[int], int] | None = None, most_bytes: float = np.inf
     ) -> Iterator[list[int]]:
-        """Packs of documents that arrive with these lengths, by their positions, see `pack_arrivals`."""
+        """Packs of documents that arrive with these lengths, by their positions, see `Packer`."""
         is_dealt_anew = self.parallel is not None and len(self.parallel.degrees) > 1
         capacity = self.planned_capacity if is_dealt_anew else self.capacity
         arriving = (min(length, capacity) for length in lengths)  # a longer document is alone in its pack
         longest = min(self.max_length, capacity)
-        return pack_arrivals(
-            arriving, capacity, self.buffer_size, longest=longest, bytes_of=bytes_of, most_bytes=most_bytes
-        )
+        return iter(Packer(arriving, capacity, self.buffer_size, longest, bytes_of, most_bytes))
 
     def num_steps(self, num_packs: int, per_step: int = 0) -> int:
         """Optimizer steps of an epoch of so many packs; or of others, of which a step has `per_step`."""
