@@ -4,6 +4,7 @@ The leak probe reads this module and needs torch and transformers only. So every
 that uses it.
 """
 
+import importlib
 import importlib.metadata
 import re
 import sys
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 TRL_FLOOR = "1.9.0"
 SUMMED_BY_RANKS = "replicated_with_grad_allreduce"  # a style of transformers' plans of tensor parallelism
+VARLEN_KERNEL = "_flash_attention_forward"  # of `torch.ops.aten`
 # What accelerate wraps in DistributedDataParallel: values of its `DistributedType`, which are strings
 DDP = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
 
@@ -171,6 +173,22 @@ def compiles_checkpointed_layers(args: transformers.TrainingArguments) -> Any:
     if not args.torch_compile or not hasattr(torch._dynamo.config, name):
         return nullcontext()
     return torch._dynamo.config.patch({name: True})
+
+
+def save_varlen_attention() -> None:
+    """Let TRL's selective checkpointing save what the varlen kernels of torch compute, so that they run once.
+
+    TRL saves attention by the names of operators: those of `scaled_dot_product_attention` and of flash-attn. That of
+    packs has another one. Can be removed when TRL lists it; see dev/upstream.md.
+    """
+    try:
+        selective = importlib.import_module("trl.models.selective_activation_checkpointing")
+    except ImportError:  # earlier releases
+        return
+    listed = "_ATEN_ATTENTION_PACKET_NAMES"
+    names = getattr(selective, listed, ())
+    if names and VARLEN_KERNEL not in names:
+        setattr(selective, listed, (*names, VARLEN_KERNEL))
 
 
 def gathers_on_cpus(installed: str | None = None) -> bool:

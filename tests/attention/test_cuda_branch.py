@@ -5,13 +5,15 @@ is seen here; shapes and dtypes of every call of the kernels are checked by torc
 and checkpointing run as they are. Not seen: the kernels' numbers, alignment, streams, memory, speed, and inductor.
 """
 
+import importlib
 import traceback
 from pathlib import Path
 
 import pytest
 import torch
 from support.models import build_tiny_model, select_attention
-from support.versions import enable_checkpointing
+from support.runs import texts, trainer
+from support.versions import enable_checkpointing, selects_checkpoints
 from test_attention import MODELS
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,8 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl_packfix.attention import choice, runs, varlen
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.varlen import ATTENTION_NAME
+from trl_packfix.compat import VARLEN_KERNEL
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.training import trainer as sft_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +97,27 @@ def test_no_read_on_the_host(model_type, checkpointing, as_on_cuda):
     assert calls.kernels == {"forward": layers * (1 if checkpointing is None else 2), "backward": layers}
     assert all(head % 8 == 0 for head in calls.heads)
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@selects_checkpoints
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_selective_checkpointing_runs_the_kernels_once(is_listed, as_on_cuda, tmp_path, monkeypatch):
+    """By the name that the trainer adds to TRL's list; without it they run again in the backward."""
+    selective = importlib.import_module("trl.models.selective_activation_checkpointing")
+    names = tuple(name for name in selective._ATEN_ATTENTION_PACKET_NAMES if name != VARLEN_KERNEL)
+    monkeypatch.setattr(selective, "_ATEN_ATTENTION_PACKET_NAMES", names)
+    if not is_listed:
+        monkeypatch.setattr(sft_trainer, "save_varlen_attention", lambda: None)
+    model = build_tiny_model("llama", dtype=torch.bfloat16)
+    settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"selective": True}}
+    trainer(tmp_path, texts(9), model, bf16=True, **settings)
+    model.to("meta").train().activation_checkpointing_enable()
+    assert select_attention(model, device_type="cuda").name == ATTENTION_NAME
+    mark_packed_forwards(model)
+    with Calls() as calls:
+        model(**pack([1, 40, 7, 100])).logits.sum().backward()
+    layers = model.config.num_hidden_layers
+    assert calls.kernels == {"forward": layers * (1 if is_listed else 2), "backward": layers}
 
 
 def test_a_read_is_seen(as_on_cuda):

@@ -32,7 +32,13 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl.trainer.utils import get_config_model_id
 
-from ..compat import compiles_checkpointed_layers, forget_evaluation, name_wrapped_layers, summed_once
+from ..compat import (
+    compiles_checkpointed_layers,
+    forget_evaluation,
+    name_wrapped_layers,
+    save_varlen_attention,
+    summed_once,
+)
 from ..data.dataset_checks import check_tokenised
 from ..data.reader import mask_columns, without_ignored_mask
 from ..isolation.packed_model import PackedModel
@@ -145,6 +151,7 @@ class SFTTrainer(trl.SFTTrainer):
         self._has_own_collator = data_collator is not None
         self._prepares_training_set = True  # the first that TRL prepares; an evaluation set may be named "train", too
         self._assistant_only = args.assistant_only_loss
+        save_varlen_attention()
         # TRL would refuse packs with images, and most templates; what it does with both is done here
         with switched(args, packing=args.packing and not self.data.packs_images, assistant_only_loss=False):
             super().__init__(**given)
