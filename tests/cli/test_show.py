@@ -22,8 +22,8 @@ from trl_packfix.cli.lengths import LengthRows
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting import pictures
 from trl_packfix.reporting.build import make_report, make_stream_report
-from trl_packfix.reporting.sample import length_histogram
-from trl_packfix.reporting.text import pack_text, shown_packs
+from trl_packfix.reporting.packs import first_packs, pack_text
+from trl_packfix.reporting.parts import LengthHistogram
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"max_length": 96, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "seed": 5}
@@ -96,7 +96,7 @@ def test_the_text_marks_trained_tokens_and_leaves_out_the_middle(workplace, caps
 
 
 def test_documents_have_a_colour_each_and_it_is_not_alone(run):
-    (pack,) = shown_packs(run.data.make_planner(), run.data.reader, 1)
+    (pack,) = first_packs(run.data.make_planner(), run.data.reader, 1)
     text = pack_text(pack, run.processing_class)
     colours = [str(span.style) for span in text.spans if "[" in text.plain[span.start : span.start + 1]]
     headings = [style for style in colours if style.startswith("bold")]
@@ -157,8 +157,8 @@ def test_the_picture_says_what_the_report_says(run):
 def test_the_title_says_how_full_the_strips_are(tmp_path):
     """Three packs are divided between eight ranks, because none of these may wait for the others."""
     args, reader = config(tmp_path, max_length=100), LengthRows(np.array([50, 49] * 3))
-    report = make_report(planner_for(reader, args, 8, cost_model=LLAMA_7B), args.effective_overlong, reader)
-    full = np.mean([sum(pack.lengths) for pack in report.sample.packs] + [0, 0]) / report.capacity
+    report = make_report(planner_for(reader, args, 8, cost_model=LLAMA_7B), reader)
+    full = np.mean([pack.cu_seq_lens[-1] for pack in report.sample.packs] + [0, 0]) / report.capacity
     assert len(report.sample.packs) == 6 and f"8 micro-batches, {full:.1%} full" in report.plot().axes[0].get_title(
         "left"
     )
@@ -176,7 +176,7 @@ def lengths_panel(tmp_path, lengths, max_length):
     """The panel of lengths in the picture of a plan."""
     args = config(tmp_path, max_length=max_length)
     reader = LengthRows(np.array(lengths))
-    figure = make_report(planner_for(reader, args, 1, cost_model=LLAMA_7B), args.effective_overlong, reader).plot()
+    figure = make_report(planner_for(reader, args, 1, cost_model=LLAMA_7B), reader).plot()
     figure.canvas.draw()
     return figure.axes[2]
 
@@ -196,7 +196,7 @@ def test_log_axes_have_one_notation(low, high, tmp_path):
 
 def test_the_bin_that_max_length_cuts_is_drawn_in_two(tmp_path):
     lengths = np.geomspace(10, 4000, 500).astype(int)
-    edges = np.array(length_histogram(lengths).edges)
+    edges = np.array(LengthHistogram.of(lengths).edges)
     max_length = int(edges[15]) + 20  # inside a bin
     assert max_length + 1 not in edges
     axes = lengths_panel(tmp_path, lengths, max_length)
@@ -232,8 +232,8 @@ def test_the_picture_in_the_documentation_is_what_is_drawn(data_dir, tmp_path, c
 def test_every_trained_token_is_drawn(run):
     """Tall bars are the trained tokens of the documents shown, and nothing else."""
     for pack in run.packing_report.sample.packs:
-        for document, runs in zip(pack.documents, pack.trained, strict=True):
-            assert sum(end - first for first, end in runs) == run.data.documents.trained[document]
+        for document in pack.documents:
+            assert document.num_trained == run.data.documents.trained[run.data.documents.row == document.row].item()
 
 
 def test_a_stream_has_no_picture(run):

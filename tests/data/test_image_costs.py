@@ -97,7 +97,7 @@ def test_what_cannot_be_counted_is_said_and_not_balanced(caplog):
     assert costs.tower is None and "balanced by the language model alone" in caplog.text
     found = read("llava")
     planner = make_epochs(make_documents(found, 200), "stream", 1, 200, world_size=2, cost_model=costs)
-    report = make_report(planner, "truncate", found)
+    report = make_report(planner, found)
     assert planner.image_costs is None and report.images.tower_share is None
     assert any("vision tower: cost not known, so not balanced" in text for _, text in report.lines())
 
@@ -174,7 +174,7 @@ def test_cached_documents_have_the_costs_of_their_images(tmp_path):
 def test_the_report_has_the_imbalance_of_both_parts():
     found, costs = read("qwen2_5_vl"), costs_of(build_model("qwen2_5_vl"))
     planner = make_epochs(make_documents(found, 200), "stream", 1, 200, world_size=2, cost_model=costs)
-    images = make_report(planner, "truncate", found).images
+    images = make_report(planner, found).images
     counts = np.array([len(row["images"]) for row in ROWS])
     assert (images.num_images, images.num_documents) == (counts.sum(), (counts > 0).sum())
     schedule, row = planner.schedule(0), planner.documents.row
@@ -186,7 +186,7 @@ def test_the_report_has_the_imbalance_of_both_parts():
         ranks = np.array([[cost[batch].sum() for batch in rank] for rank in batches])
         assert found_imbalance == pytest.approx(ranks.max(0).sum() / ranks.mean(0).sum())
     assert images.tower_share == pytest.approx(tower.sum() / (tower.sum() + language.sum()))
-    lines = dict(make_report(planner, "truncate", found).lines())
+    lines = dict(make_report(planner, found).lines())
     assert f"{counts.sum()} in {(counts > 0).sum()} documents" in lines["images"]
     assert f"of the vision tower alone {images.tower_imbalance:.3f}" in lines["imbalance"]
 

@@ -44,6 +44,7 @@ from trl_packfix.planning.families import (
 from trl_packfix.planning.schedule import imbalance
 from trl_packfix.reporting import savings
 from trl_packfix.reporting.build import make_report
+from trl_packfix.reporting.pictures import row_paths
 from trl_packfix.training.restart import continued, settings_of, step_hash
 
 pytestmark = pytest.mark.slow
@@ -307,7 +308,7 @@ def test_families_leave_groups_less_to_compute_and_shorter_steps():
     for share_prefixes in ("off", "family"):
         parts = {"world_size": 4, "tokens_per_rank": 64, "cost_model": COSTS}
         plan = make_epochs(documents, "stream", 1, 256, 2, share_prefixes=share_prefixes, **parts)
-        found = make_report(plan, "truncate", reader).shared
+        found = make_report(plan, reader).shared
         units, schedule = plan.units(), plan.schedule(0)
         order, offsets = units.of(schedule.order, schedule.offsets)
         time = modelled_time(replace(schedule, order=order, offsets=offsets), units, plan.packing.parallel)
@@ -425,7 +426,7 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch,
         documents = cached_documents(reader, 256, sorts_tokens=share_prefixes == "family")
         size = {"batch_size": 2, "max_length": 256, "accumulation": 2, "world_size": 2} | parts
         plan = make_epochs(documents, "stream", **size, share_prefixes=share_prefixes)
-        return plan, plan.schedule(0), make_report(plan, "truncate", reader).prefixes
+        return plan, plan.schedule(0), make_report(plan, reader).prefixes
 
     _, off, _ = start("off")
     first, schedule, saved = start()
@@ -447,7 +448,7 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch,
 def report(share_prefixes, reader=READER, documents=DOCUMENTS, **changes):
     given = {"batch_size": 2, "accumulation": 2, "world_size": 2} | changes
     plan = make_epochs(documents, "stream", max_length=256, share_prefixes=share_prefixes, **given)
-    found = make_report(plan, "truncate", reader)
+    found = make_report(plan, reader)
     if share_prefixes != "family":  # as `trl-packfix plan` does
         found = replace(found, prefixes=savings.estimated_savings(plan, reader))
     return found, plan
@@ -748,10 +749,10 @@ def test_show_and_plan_know_shared_beginnings_on_several_ranks(capsys, tmp_path)
 def test_the_picture_of_a_pack_covers_the_rows_that_each_document_sees():
     found, _ = report("family")
     pack = found.sample.packs[0]
-    assert sum(pack.runs) < 0.8 * sum(pack.lengths)
-    for length, path in zip(pack.lengths, pack.paths(), strict=True):
+    assert pack.cu_seq_lens[-1] < 0.8 * sum(each.num_tokens for each in pack.documents)
+    for document, path in zip(pack.documents, row_paths(pack), strict=True):
         rows = np.concatenate([np.arange(first, end) for first, end in path])
-        assert len(rows) == length and (np.diff(rows) > 0).all()
+        assert len(rows) == document.shared + document.num_rows and (np.diff(rows) > 0).all()
     figure = found.plot()
     mask = figure.axes[1]
     areas = {3: 0.0, 4: 0.0}

@@ -16,8 +16,8 @@ from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli.forecast import forecasts
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import LLAMA_7B
+from trl_packfix.reporting.parts import LengthHistogram
 from trl_packfix.reporting.report import metrics, show_lines
-from trl_packfix.reporting.sample import length_histogram
 from trl_packfix.training.totals import TrainingTotals
 
 ROOT = Path(__file__).parents[2]
@@ -180,7 +180,7 @@ def test_a_card_names_local_models_and_datasets_without_a_link_or_a_path(tmp_pat
 @pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [1, 2, 3], list(range(2, 5000, 7)), [3] * 1000 + [100_000]])
 def test_histogram_counts_every_document(lengths):
     lengths = np.array(lengths)
-    found = length_histogram(lengths)
+    found = LengthHistogram.of(lengths)
     assert sum(found.counts) == len(lengths) and found.edges[0] == lengths.min() and found.edges[-1] > lengths.max()
     (bars,) = re.findall(r"\[(.*)\]", found.line())
     assert len(bars) == len(found.counts) <= 24

@@ -153,7 +153,7 @@ def test_the_report_of_shared_packs_says_degrees_and_time():
     reader = TokenReader(Dataset.from_dict({"input_ids": [[1] * n for n in lengths]}))
     documents = make_documents(reader, 128, "truncate")
     run = make_epochs(documents, "stream", 1, 128, accumulation=2, world_size=4, tokens_per_rank=32)
-    made = make_report(run, "truncate", reader)
+    made = make_report(run, reader)
     shared = made.shared
     assert shared.micro_steps == {d: int((run.schedule(0).degrees == d).sum()) for d in shared.micro_steps}
     assert sum(shared.micro_steps.values()) == run.num_steps * 2 and shared.smallest_degree == 4
@@ -163,7 +163,7 @@ def test_the_report_of_shared_packs_says_degrees_and_time():
     assert f"{shared.exchange_share:.1%} of it in the exchange" in lines["modelled time"]
     assert "imbalance" not in lines and "minibatch" not in lines["against unpacked"]
     assert metrics(made)["packing/exchange_share"] == shared.exchange_share
-    unset = make_report(make_epochs(documents, "stream", 1, 128, 2, 4), "truncate", reader)
+    unset = make_report(make_epochs(documents, "stream", 1, 128, 2, 4), reader)
     assert unset.shared is None and "packing/exchange_share" not in metrics(unset) and "minibatch" in str(unset.lines())
 
 
@@ -181,5 +181,5 @@ def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
     counted = stream.micro_steps(3)
     assert sum(counted.values()) == 2 * 3
     made = make_stream_report(stream, 9, stream.counts(3), micro_steps=counted)
-    assert f"micro-steps by degree (ranks that share a pack): {made.groups.histogram}" in str(made.lines())
-    assert made.to_dict()["groups"]["micro_steps"] == counted
+    assert f"micro-steps by degree (ranks that share a pack): {made.shared.histogram}" in str(made.lines())
+    assert made.to_dict()["shared"]["micro_steps"] == counted

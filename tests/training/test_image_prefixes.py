@@ -22,8 +22,8 @@ from trl_packfix.isolation.check_isolation import check_prefixes
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT, layout_of
 from trl_packfix.reporting.lines import prefixes_text
+from trl_packfix.reporting.packs import first_packs
 from trl_packfix.reporting.savings import estimated_savings
-from trl_packfix.reporting.text import shown_packs
 from trl_packfix.samples import processor
 from trl_packfix.training import proofs as proof
 
@@ -325,7 +325,7 @@ def test_evaluation_shares_images_with_the_same_loss(tmp_path):
 def test_show_draws_the_runs_that_are_trained(tmp_path):
     run = make(tmp_path, "llava", QUESTIONS, per_device_train_batch_size=8, **SHARED)
     loader = run.get_train_dataloader()
-    (pack,) = shown_packs(run.data.planner, run.data.reader, num_packs=1)
+    (pack,) = first_packs(run.data.planner, run.data.reader, num_packs=1)
     batch = next(iter(loader))
     assert pack.cu_seq_lens == batch["cu_seq_lens_q"].tolist() and pack.cu_seq_lens_k == batch["cu_seq_lens_k"].tolist()
     assert [each.num_images for each in pack.documents] == [1] * 8

@@ -19,8 +19,7 @@ from ..planning.packing import Synchronisation
 from ..planning.strategies import STRATEGIES
 from ..reporting.build import make_report
 from ..reporting.lines import prefixes_text
-from ..reporting.report import PackingReport
-from ..reporting.report_numbers import MAX_LOST_SHARE
+from ..reporting.report import MAX_LOST_SHARE, PackingReport
 from ..reporting.savings import estimated_savings
 from ..training.config import SFTConfig
 from ..training.planner import make_planner
@@ -115,7 +114,7 @@ def forecasts(
             synchronisation=synchronisation,
             documents=documents,
         )
-        report = make_report(planner, config.effective_overlong, reader)
+        report = make_report(planner, reader)
         if not planner.packing.shares_families:  # of families the report knows it from the plan
             report = replace(report, prefixes=estimated_savings(planner, reader))
         # only of the documents that the epoch reaches, like the imbalance
@@ -130,7 +129,7 @@ def forecasts(
         assert report.imbalance is not None  # only reports of streams have none
         seconds = flops / (tflops * 1e12 * world_size) * report.imbalance
         if report.shared is not None:
-            seconds /= 1 - report.shared.exchange_share
+            seconds /= 1 - (report.shared.exchange_share or 0)
         yield Forecast(report, flops, (report.num_tokens - report.tokens_not_reached) / seconds, seconds / 3600)
 
 

@@ -124,7 +124,7 @@ def _plan(
     from rich.console import Console
     from rich.progress import Progress
 
-    from ..reporting.report_numbers import MAX_LOST_SHARE
+    from ..reporting.report import MAX_LOST_SHARE
     from .forecast import candidate_lengths, forecasts, recommend
     from .tokens import check_images, make_costs, read_documents
 

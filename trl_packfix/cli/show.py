@@ -9,11 +9,8 @@ from . import flags
 from .flags import Subparsers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from ..data.epochs import EpochPlanner
     from ..data.reader import Rows
-    from ..reporting.text import ShownPack
 
 EXAMPLES = """\
   trl-packfix show chats.jsonl --model Qwen/Qwen3-0.6B --max-length 4096 --batch-size 1
@@ -59,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"`{flag} {getattr(args, name)}` was given. It counts from 1. Set it to 1 or more.")
-    from ..reporting.text import shown_packs
+    from rich.console import Console
+
+    from ..reporting.packs import LEGEND, first_packs, pack_text
     from .configs import read_run
     from .forecast import planner_for
     from .lengths import LengthRows
@@ -70,55 +69,40 @@ def run(args: argparse.Namespace) -> int:
     reader = read_documents(given, args.tokenizer)
     check_images(config, reader)
     planner = planner_for(reader, config, args.world_size, cost_model=make_costs(load_model_config(given), reader))
-    picture = _draw(args.plot, planner, config.effective_overlong, reader=reader) if args.plot else None
+    picture = _draw(args.plot, planner, reader) if args.plot else None
     model = args.tokenizer or given.model.model_name_or_path
     tokenizer = load_tokenizer(model, config.trust_remote_code) if model else None
-    has_tokens = not isinstance(reader, LengthRows)
-    packs = list(shown_packs(planner, reader, args.packs))
+    packs = first_packs(planner, reader, args.packs)
+    if isinstance(reader, LengthRows):
+        packs = [pack.without_tokens() for pack in packs]
     if args.json:
-        shown = [pack.to_dict(tokenizer, has_tokens) for pack in packs]
+        shown = [pack.to_dict(tokenizer) for pack in packs]
         print(json.dumps(shown if picture is None else {"plot": str(picture), "packs": shown}, indent=2))
         return 0
-    _print(packs, tokenizer, has_tokens, args=args)
+    console = Console(highlight=False)
+    print(LEGEND)
+    for pack in packs:
+        text = pack_text(pack, tokenizer, num_documents=args.documents, num_tokens=args.tokens)
+        if console.is_terminal:
+            console.print(text)
+        else:
+            print(text.plain)  # not wrapped: a file has no width
     if picture is not None:
         print(f"Drawn: {picture}")
     return 0
 
 
-def _print(
-    packs: "list[ShownPack]", tokenizer: "PreTrainedTokenizerBase | None", has_tokens: bool, *, args: argparse.Namespace
-) -> None:
-    from rich.console import Console
-
-    from ..reporting.text import LEGEND, pack_text
-
-    console = Console(highlight=False)
-    print(LEGEND)
-    for pack in packs:
-        text = pack_text(pack, tokenizer, has_tokens, num_documents=args.documents, num_tokens=args.tokens)
-        if console.is_terminal:
-            console.print(text)
-        else:
-            print(text.plain)  # not wrapped: a file has no width
-
-
-def _draw(target: str, planner: "EpochPlanner", overlong: str, *, reader: "Rows") -> Path:
+def _draw(target: str, planner: "EpochPlanner", reader: "Rows") -> Path:
     from ..reporting.build import make_report
 
-    picture = _picture(target)
+    path = Path(target)
+    # matplotlib would add a suffix unsaid
+    picture = path / "packs.png" if path.is_dir() else path if path.suffix else path.with_suffix(".png")
     try:
-        make_report(planner, overlong, reader).plot(picture)
+        make_report(planner, reader).plot(picture)
     except ImportError as error:
         raise ValueError(
             f"`--plot {target}` was given and matplotlib is not installed. The picture is drawn with it. Run "
             "`pip install matplotlib`."
         ) from error
     return picture
-
-
-def _picture(target: str) -> Path:
-    """The file to draw: `packs.png` in a folder, and `.png` without a suffix, which matplotlib would add unsaid."""
-    path = Path(target)
-    if path.is_dir():
-        return path / "packs.png"
-    return path if path.suffix else path.with_suffix(".png")

@@ -121,7 +121,7 @@ COLUMNS = (
     ),
     Column(
         "",
-        _of("sharing.smallest_degree"),
+        _of("shared.smallest_degree"),
         metric="smallest_degree",
         unit="ranks",
         meaning="that share a pack, where documents allow",

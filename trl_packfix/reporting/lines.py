@@ -4,78 +4,82 @@ A part of the report that may be absent (images, turns, ...) has a method `line`
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ..isolation.isolation_report import IsolationReport
 from ..planning.strategies import STRATEGIES
-from .report_numbers import Groups, ReportNumbers
 from .savings import PrefixSavings
+
+if TYPE_CHECKING:
+    from .report import PackingReport
 
 WORTH_SHARING = 0.95  # share of the tokens; the report names a setting that would compute less
 Lines = Iterator[tuple[str, str]]  # label and text
 
 
-def lines_of(report: ReportNumbers) -> list[tuple[str, str]]:
+def lines_of(report: "PackingReport") -> list[tuple[str, str]]:
     """Label and text of each line."""
     return [line for part in LINES for line in part(report)]
 
 
-def _of_table(report: ReportNumbers) -> Lines:
-    if report.num_rows is None:
-        return
+def _documents(report: "PackingReport") -> Lines:
     if report.turns is not None:
         yield "conversations", report.turns.line()
-    packs = "" if report.num_packs is None else f" -> {report.num_packs:,} packs ({report.strategy})"
-    yield "documents", f"{report.num_documents:,} of {report.num_rows:,} rows, {report.num_tokens:,} tokens{packs}"
-    yield from _trained_and_images(report)
+    text = "a stream of unknown length; packed in arrival order, read again from its start at its end"
+    if report.num_rows is not None:
+        packs = "" if report.num_packs is None else f" -> {report.num_packs:,} packs ({report.strategy})"
+        text = f"{report.num_documents:,} of {report.num_rows:,} rows, {report.num_tokens:,} tokens{packs}"
+    yield "documents", text
+    if report.trained is not None:
+        yield "trained tokens", report.trained.line(report.num_trained_tokens, report.num_tokens)
+    if report.images is not None:
+        yield "images", report.images.line()
     if report.lengths is not None:
         yield "lengths", report.lengths.line()
+
+
+def _packs_of_table(report: "PackingReport") -> Lines:
+    if report.num_rows is None:
+        return
     filled = "no padding" if report.num_packs is None else f"{report.efficiency:.2%} filled"
     yield "micro-batch", f"{_micro_batch_text(report)}, {filled}; unpacked: {report.padding_efficiency:.2%}"
-    documents = report.batch_size * report.accumulation * report.world_size
-    steps = -(-report.num_documents // documents)
+    documents = report.unpacked_documents
     yield (
         "steps",
         f"{report.num_steps:,} of about {report.documents_per_step:,.1f} documents (accumulation "
-        f"{report.accumulation}, ranks {report.world_size}); unpacked: {steps:,} of {documents:,}",
+        f"{report.accumulation}, ranks {report.world_size}); unpacked: {-(-report.num_documents // documents):,} of "
+        f"{documents:,}",
     )
     if (text := prefixes_text(report)) is not None:
         yield "common prefixes", text
-    yield "against unpacked", _unpacked_text(report, documents)
+    yield "against unpacked", _unpacked_text(report)
     if report.unpacked_loss != 1:
         yield (
             "unpacked loss",
             f"{report.unpacked_loss:.3f} of the packed one, and its gradients: TRL also divides by first labels",
         )
     if report.shared is not None:
-        largest = f"the largest part of a rank has {report.shared.largest_part:,} tokens"
-        yield "sequence parallelism", f"{_degrees_text(report.shared)}; {largest}"
+        yield "sequence parallelism", report.shared.line()
         exchange = f"{report.shared.exchange_share:.1%} of it in the exchange"
         yield "modelled time", f"{exchange}, imbalance {report.imbalance:.3f}"
     elif report.world_size > 1:
-        parts = ""
-        if report.images is not None and report.images.tower_imbalance is not None:
-            parts = (
-                f"; of the language model alone {report.images.language_imbalance:.3f}, of the vision tower alone "
-                f"{report.images.tower_imbalance:.3f}"
-            )
+        parts = "" if report.images is None else report.images.imbalances()
         yield "imbalance", f"{report.imbalance:.3f} modelled (1 is perfect){parts}"
 
 
-def _of_stream(report: ReportNumbers) -> Lines:
+def _packs_of_stream(report: "PackingReport") -> Lines:
     if report.num_rows is not None:
         return
-    yield "documents", "a stream of unknown length; packed in arrival order, read again from its start at its end"
-    yield from _trained_and_images(report)
     yield "micro-batch", _micro_batch_text(report)
-    degree = 1 if report.groups is None else report.groups.smallest_degree
+    degree = 1 if report.shared is None else report.shared.smallest_degree
     yield (
         "steps",
         f"{report.num_steps:,} (max_steps), packs in each: {report.accumulation * report.world_size // degree} "
         f"(accumulation {report.accumulation}, ranks {report.world_size})",
     )
-    if report.groups is not None and report.groups.micro_steps:
-        yield "sequence parallelism", _degrees_text(report.groups)
     if report.num_packs:
+        if report.shared is not None:
+            yield "sequence parallelism", report.shared.line()
         read = report.ledger.given
         yield "read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)"
         tokens = f"{report.num_tokens:,} tokens ({report.num_trained_tokens:,} trained)"
@@ -83,7 +87,7 @@ def _of_stream(report: ReportNumbers) -> Lines:
         yield "efficiency", f"{report.efficiency:.2%} of the packs filled"
 
 
-def _cuts(report: ReportNumbers) -> Lines:
+def _cuts(report: "PackingReport") -> Lines:
     ledger, truncated = report.ledger, report.ledger.truncated
     if truncated.documents:
         tokens = f"{truncated.tokens:,} tokens ({truncated.trained_tokens:,} trained)"
@@ -99,7 +103,7 @@ def _cuts(report: ReportNumbers) -> Lines:
         yield "warning", report.warning
 
 
-def _model(report: ReportNumbers) -> Lines:
+def _model(report: "PackingReport") -> Lines:
     if report.experimental:
         yield "experimental", f"{', '.join(report.experimental)}: no GPU has run this yet"
     yield "attention", report.attention
@@ -112,27 +116,19 @@ def _model(report: ReportNumbers) -> Lines:
         yield "first step", report.first_step
 
 
-LINES = (_of_table, _of_stream, _cuts, _model)
+LINES = (_documents, _packs_of_table, _packs_of_stream, _cuts, _model)
 
 
-def _trained_and_images(report: ReportNumbers) -> Lines:
-    if report.trained is not None:
-        yield "trained tokens", report.trained.line(report.num_trained_tokens, report.num_tokens)
-    if report.images is not None:
-        yield "images", report.images.line()
+def _micro_batch_text(report: "PackingReport") -> str:
+    if (shared := report.shared) is None:
+        return f"{report.capacity:,} tokens (batch size {report.batch_size} x max_length {report.max_length:,})"
+    return (
+        f"{shared.tokens_per_rank:,} tokens at most on each rank (tokens_per_rank); a document of max_length "
+        f"{report.max_length:,} needs {shared.smallest_degree} ranks"
+    )
 
 
-def _micro_batch_text(report: ReportNumbers) -> str:
-    if report.sharing is not None:
-        return report.sharing.micro_batch(report.max_length)
-    return f"{report.capacity:,} tokens (batch size {report.batch_size} x max_length {report.max_length:,})"
-
-
-def _degrees_text(groups: Groups) -> str:
-    return f"micro-steps by degree (ranks that share a pack): {groups.histogram}"
-
-
-def prefixes_text(report: ReportNumbers) -> str | None:
+def prefixes_text(report: "PackingReport") -> str | None:
     """What common prefixes save, and how many independent families a step has; None if nothing is worth a line."""
     prefixes = report.prefixes
     if prefixes is None:
@@ -161,13 +157,13 @@ def prefixes_text(report: ReportNumbers) -> str | None:
     return f"not shared; share_prefixes would compute: {', '.join(would)}" if would else None
 
 
-def _families_text(report: ReportNumbers, prefixes: PrefixSavings, families: str) -> str:
+def _families_text(report: "PackingReport", prefixes: PrefixSavings, families: str) -> str:
     assert prefixes.families_per_step is not None
     text = (
         f"{prefixes.rows:.2f} of the tokens are computed, {families}; an optimizer step has about "
         f"{prefixes.families_per_step:,.1f} of them"
     )
-    wanted = report.batch_size * report.accumulation * report.world_size
+    wanted = report.unpacked_documents
     if prefixes.families_per_step < wanted:
         settings = "gradient_accumulation_steps"
         settings += " or per_device_train_batch_size" if report.shared is None else ""
@@ -178,12 +174,13 @@ def _families_text(report: ReportNumbers, prefixes: PrefixSavings, families: str
     return text
 
 
-def _unpacked_text(report: ReportNumbers, documents: int) -> str:
-    """What to set where `documents` per step are unpacked. The learning rate is scaled by the square root, for Adam."""
+def _unpacked_text(report: "PackingReport") -> str:
+    """What to set instead of the unpacked run's. The learning rate is scaled by the square root, for Adam."""
     if STRATEGIES[report.strategy].keeps_steps:
         same = "the same steps" if report.unpacked_loss == 1 else "the same steps but for the loss"
         return f"{same}: no setting has to change"
     assert report.documents_per_step is not None  # it is known for a table
+    documents = report.unpacked_documents
     ratio = report.documents_per_step / documents
     if ratio < 1.1:  # a learning rate 1.05 times as high
         return f"about {documents:,} documents per step, too: no setting has to change"

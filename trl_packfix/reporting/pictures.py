@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .report_numbers import ReportNumbers
-from .sample import LengthHistogram, PackSample, PlanSample
+from .packs import ShownPack
+from .parts import LengthHistogram
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
+    from .report import PackingReport, PlanSample
 
 BLUE, SKY, RED = "#0072B2", "#56B4E9", "#D55E00"
 HUES = (BLUE, "#E69F00", "#009E73", "#CC79A7", RED)  # of documents
@@ -33,7 +34,7 @@ MIN_BOUNDED = 1 / 250  # share of the capacity: narrower documents get no line a
 BLOCKS_IN_MASK = 6  # preferred number of visible blocks: fewer show little, more cannot be distinguished
 
 
-def plot_report(report: ReportNumbers, path: str | Path | None = None) -> "Figure":
+def plot_report(report: "PackingReport", path: str | Path | None = None) -> "Figure":
     """Four panels about one plan, saved to `path` if one is given, in the format of its suffix.
 
     Raises:
@@ -54,7 +55,7 @@ def plot_report(report: ReportNumbers, path: str | Path | None = None) -> "Figur
     FigureCanvasAgg(figure)
     (strips, mask), (lengths, costs) = figure.subplots(2, 2, width_ratios=(2.1, 1), height_ratios=(1.25, 1))
     _draw_strips(strips, report, report.sample)
-    _draw_mask(mask, report, report.sample)
+    _draw_mask(mask, report.sample)
     _draw_lengths(lengths, report, report.lengths)
     _draw_costs(costs, report, report.sample)
     for axes in (strips, mask, lengths, costs):
@@ -81,47 +82,42 @@ def _write_number(axes: "Axes", x: float, y: float, *, document: int) -> None:
     axes.text(x, y, str(document), ha="center", va="center", fontsize=7.5, color=INK, bbox=box)
 
 
-def _draw_strips(axes: "Axes", report: ReportNumbers, sample: PlanSample) -> None:
+def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
     from matplotlib.patches import Patch
 
-    packs = sample.packs
-    shared = report.shared
-    rooms = [report.capacity if shared is None else pack.degree * shared.tokens_per_rank for pack in packs]
-    widest = max(rooms)
-    for y, (pack, room) in enumerate(zip(packs, rooms, strict=True)):
+    widest = max(pack.capacity for pack in sample.packs)
+    for y, pack in enumerate(sample.packs):
         start = 0
-        for document, (length, whole, trained) in enumerate(zip(pack.runs, pack.lengths, pack.trained, strict=True)):
-            before = whole - length  # tokens that are drawn with the document before
-            runs = [(max(first - before, 0), end - before) for first, end in trained if end > before]
-            axes.broken_barh([(start, length)], (y - 0.2, 0.4), facecolor=_hue(document), alpha=PALE, linewidth=0)
-            spans = [(start + first, end - first) for first, end in runs]
-            axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=_hue(document), linewidth=0)
+        for number, document in enumerate(pack.documents):
+            length, hue = document.num_rows, _hue(number)
+            axes.broken_barh([(start, length)], (y - 0.2, 0.4), facecolor=hue, alpha=PALE, linewidth=0)
+            spans = [(start + first, end - first) for trained, first, end in document.own_runs if trained]
+            axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=hue, linewidth=0)
             if length > MIN_BOUNDED * widest:
                 axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
             if length > MIN_LABELLED * widest:
-                _write_number(axes, start + length / 2, y, document=document)
+                _write_number(axes, start + length / 2, y, document=number)
             start += length
         axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
-        rest = room - start
-        axes.broken_barh([(start, rest)], (y - 0.4, 0.8), facecolor="none", edgecolor=QUIET, hatch="////", linewidth=0)
-        for rank, (first, end) in enumerate(pack.parts() if pack.degree > 1 else (), pack.rank):
+        rest = [(start, pack.capacity - start)]
+        axes.broken_barh(rest, (y - 0.4, 0.8), facecolor="none", edgecolor=QUIET, hatch="////", linewidth=0)
+        for held in pack.ranks() if pack.degree > 1 else ():
+            first, end = held["tokens"]
             axes.vlines(end, y - 0.48, y + 0.48, color=INK, linewidth=1.8)
             if end - first > 2 * MIN_LABELLED * widest:
-                axes.text((first + end) / 2, y + 0.5, f"rank {rank}", ha="center", va="center", fontsize=6, color=INK)
-    axes.set(
-        xlim=(0, widest * 1.002),
-        ylim=(len(packs) - 0.4, -1.15),
-        xlabel=f"tokens (capacity {report.capacity:,})"
-        if shared is None
-        else f"tokens ({shared.tokens_per_rank:,} per rank; thick lines end the part of a rank)",
-    )
-    axes.set_yticks(range(len(packs)), [pack.place(report.accumulation, report.world_size) for pack in packs])
+                rank = f"rank {held['rank']}"
+                axes.text((first + end) / 2, y + 0.5, rank, ha="center", va="center", fontsize=6, color=INK)
+    tokens = f"tokens (capacity {report.capacity:,})"
+    if report.shared is not None:
+        tokens = f"tokens ({report.shared.tokens_per_rank:,} per rank; thick lines end the part of a rank)"
+    if any(pack.cu_seq_lens_k for pack in sample.packs):
+        tokens = f"computed tokens (capacity {report.capacity:,}); what documents share is drawn once"
+    axes.set(xlim=(0, widest * 1.002), ylim=(len(sample.packs) - 0.4, -1.15), xlabel=tokens)
+    axes.set_yticks(range(len(sample.packs)), [pack.place for pack in sample.packs])
     if report.accumulation > 1:
         axes.set_ylabel("step.micro-batch")
     axes.xaxis.set_major_formatter(_thousands)
     axes.set_title(_packs_title(report), loc="left", fontsize=11)
-    if any(pack.shared for pack in packs):
-        axes.set_xlabel(f"computed tokens (capacity {report.capacity:,}); what documents share is drawn once")
     keys = [
         Patch(facecolor=INK, label="trained (tall)"),
         Patch(facecolor=INK, alpha=PALE, label="not trained (low)"),
@@ -130,7 +126,7 @@ def _draw_strips(axes: "Axes", report: ReportNumbers, sample: PlanSample) -> Non
     axes.legend(handles=keys, loc="upper left", ncols=3, fontsize=8, frameon=False, borderaxespad=0, handlelength=1.6)
 
 
-def _packs_title(report: ReportNumbers) -> str:
+def _packs_title(report: "PackingReport") -> str:
     if report.num_packs is None:
         return f"{report.num_documents:,} documents in {report.num_steps:,} steps ({report.strategy})"
     padded = f"; padded batches: {report.padding_efficiency:.1%}" if report.batch_size > 1 else ""
@@ -151,26 +147,24 @@ def _thousands(value: float, _: float) -> str:
     return f"{value:,.0f}"
 
 
-def _draw_mask(axes: "Axes", report: ReportNumbers, sample: PlanSample) -> None:
+def _draw_mask(axes: "Axes", sample: "PlanSample") -> None:
     from matplotlib.patches import Polygon
     from matplotlib.ticker import MaxNLocator
 
-    packs = sample.packs
-    pack = min(packs, key=lambda pack: abs(np.log(_blocks(pack) / BLOCKS_IN_MASK)))
-    ends = np.cumsum(pack.runs).tolist()
-    starts = [0, *ends[:-1]]
-    total = ends[-1]
-    for document, (start, end, path) in enumerate(zip(starts, ends, pack.paths(), strict=True)):
-        for first, stop in path[:-1]:  # rows of documents before it
+    pack = min(sample.packs, key=lambda pack: abs(np.log(_blocks(pack) / BLOCKS_IN_MASK)))
+    paths = row_paths(pack)
+    starts, total = [path[-1][0] for path in paths], paths[-1][-1][1]
+    for number, (*before, (start, end)) in enumerate(paths):
+        for first, stop in before:
             block = [(first, start), (stop, start), (stop, end), (first, end)]
-            axes.add_patch(Polygon(block, facecolor=_hue(document), edgecolor=INK, linewidth=0.3, alpha=0.6))
+            axes.add_patch(Polygon(block, facecolor=_hue(number), edgecolor=INK, linewidth=0.3, alpha=0.6))
         corners = [(start, start), (start, end), (end, end)]
-        axes.add_patch(Polygon(corners, facecolor=_hue(document), edgecolor=INK, linewidth=0.6))
+        axes.add_patch(Polygon(corners, facecolor=_hue(number), edgecolor=INK, linewidth=0.6))
         axes.hlines(start, 0, start, color=QUIET, linewidth=0.6, linestyle=":")
         if end - start > total / 14:
-            _write_number(axes, (end + 2 * start) / 3, (start + 2 * end) / 3, document=document)
-    lengths = np.array(pack.lengths, dtype=float)
-    shared = lengths - np.array(pack.runs)
+            _write_number(axes, (end + 2 * start) / 3, (start + 2 * end) / 3, document=number)
+    lengths = np.array([sum(end - first for first, end in path) for path in paths], dtype=float)
+    shared = lengths - [document.num_rows for document in pack.documents]
     computed = (lengths * (lengths + 1) - shared * (shared + 1)).sum() / (total * (total + 1))
     labelled = [starts[0]]
     labelled += [s for before, s in itertools.pairwise(starts) if s - before > total / 18]
@@ -179,17 +173,31 @@ def _draw_mask(axes: "Axes", report: ReportNumbers, sample: PlanSample) -> None:
     axes.set_aspect("equal", adjustable="box")
     axes.xaxis.set_major_locator(MaxNLocator(3))
     axes.xaxis.set_major_formatter(_thousands)
-    place = pack.place(report.accumulation, report.world_size)
-    axes.set_title(f"attention in {place}:\n{computed:.0%} of the causal triangle", loc="left", fontsize=11)
+    axes.set_title(f"attention in {pack.place}:\n{computed:.0%} of the causal triangle", loc="left", fontsize=11)
 
 
-def _blocks(pack: PackSample) -> float:
+def row_paths(pack: ShownPack) -> list[list[tuple[int, int]]]:
+    """For each document the rows that it sees, as (first, one after the last) of stretches; the last are its own."""
+    paths: list[list[tuple[int, int]]] = []
+    start = 0
+    for document in pack.documents:
+        left, path = document.shared, []
+        for first, end in paths[-1] if left else ():
+            if left > 0:
+                path.append((first, min(end, first + left)))
+                left -= end - first
+        paths.append([*path, (start, start + document.num_rows)])
+        start += document.num_rows
+    return paths
+
+
+def _blocks(pack: ShownPack) -> float:
     """Number of visible blocks: the number of equal documents with the same total and the same sum of squares."""
-    lengths = np.array(pack.lengths, dtype=float)
+    lengths = np.array([document.num_tokens for document in pack.documents], dtype=float)
     return lengths.sum() ** 2 / (lengths**2).sum()
 
 
-def _draw_lengths(axes: "Axes", report: ReportNumbers, histogram: LengthHistogram) -> None:
+def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: LengthHistogram) -> None:
     edges, counts = np.array(histogram.edges), np.array(histogram.counts)
     first_over = report.max_length + 1
     if edges[0] < first_over < edges[-1] and first_over not in edges:  # drawn in two, both as high as the bin
@@ -209,10 +217,8 @@ def _draw_lengths(axes: "Axes", report: ReportNumbers, histogram: LengthHistogra
             hatch=hatch,
         )
     axes.axvline(report.max_length, color=INK, linewidth=1.4, linestyle="--")
-    ledger = report.ledger
-    touched = ledger.truncated.documents + ledger.split.documents
-    dropped = sum(count.documents for count in ledger.dropped.values())
-    note = f"max_length {report.max_length:,}\ncut or split: {touched:,}\ndropped: {dropped:,}"
+    touched = report.num_cut - report.num_dropped
+    note = f"max_length {report.max_length:,}\ncut or split: {touched:,}\ndropped: {report.num_dropped:,}"
     is_left = report.max_length > np.sqrt(edges[0] * edges[-1])
     axes.annotate(
         note,
@@ -229,11 +235,8 @@ def _draw_lengths(axes: "Axes", report: ReportNumbers, histogram: LengthHistogra
     axes.set(xscale="log", yscale="log", ylim=limits, xlabel="length in tokens", ylabel="documents")
     for axis in (axes.xaxis, axes.yaxis):
         _label_log(axis)
-    axes.set_title(
-        f"lengths of {ledger.given.documents:,} documents: median {histogram.median:,}, longest {histogram.longest:,}",
-        loc="left",
-        fontsize=11,
-    )
+    lengths = f"median {histogram.median:,}, longest {histogram.longest:,}"
+    axes.set_title(f"lengths of {report.ledger.given.documents:,} documents: {lengths}", loc="left", fontsize=11)
 
 
 def _label_log(axis: "Axis") -> None:
@@ -250,7 +253,7 @@ def _label_log(axis: "Axis") -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _draw_costs(axes: "Axes", report: ReportNumbers, sample: PlanSample) -> None:
+def _draw_costs(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
     costs = np.array(sample.costs)
     costs = costs / costs.mean()
     steps, ranks = costs.shape

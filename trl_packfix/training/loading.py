@@ -235,12 +235,12 @@ class TrainingData:
             if self.args.process_index == 0:  # of many documents it takes as much memory as the plan
                 reports[0] = make_report(
                     planner,
-                    self.args.effective_overlong,
                     self.reader,
                     unpacked_counts_first=self.unpacked_counts_first,
-                    turns=self.turns,
                 )
-            self._run.packing_report = replace(broadcast_object_list(reports)[0], trained=self.trained)
+            self._run.packing_report = replace(
+                broadcast_object_list(reports)[0], trained=self.trained, turns=self.turns
+            )
         rows = DocumentDataset(self.reader, self.documents, self._run._tokenizer.pad_token_id, values=self.row_values)
         collate = self._by_length(self.with_row_values(self._training_collator, self.row_values))
         return self.make_loader(rows, PackedBatchSampler(planner, self.ranks.rank), collate)
