@@ -16,7 +16,6 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import SFTTrainer
-from trl_packfix.data.cache_files import read_arrays, write_arrays
 from trl_packfix.data.documents import Count, Documents, Ledger
 from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.image_rows import ImageRows
@@ -161,14 +160,6 @@ def test_degrees_are_chosen_by_text_and_images():
         assert time_bound(schedule, units, bins, parallel=parallel) <= time.seconds.sum() * (1 + 1e-9)
         taken[name] = (time.seconds.sum(), schedule.degrees.mean())
     assert taken["both"][0] < 0.85 * taken["tokens"][0] and taken["both"][1] > taken["tokens"][1], taken
-
-
-def test_cached_documents_have_the_costs_of_their_images(tmp_path):
-    documents = documents_with_images(50)
-    write_arrays(tmp_path / "spans", documents.to_arrays())
-    again = Documents.from_arrays(read_arrays(tmp_path / "spans"))
-    assert again.image_values.tolist() == documents.image_values.tolist()
-    assert again.image_squares.tolist() == documents.image_squares.tolist()
 
 
 def test_the_report_has_the_imbalance_of_both_parts():

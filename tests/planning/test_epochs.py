@@ -24,9 +24,10 @@ import trl_packfix
 from trl_packfix.data import cache, cache_files, epochs
 from trl_packfix.data.cache import cached_documents, cached_token_range
 from trl_packfix.data.cache_files import SUFFIX, read_arrays, read_or_make, write_arrays
-from trl_packfix.data.documents import Count, Documents, Ledger
+from trl_packfix.data.documents import COLUMNS, Count, Documents, Ledger
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import CostModel
+from trl_packfix.planning.families import TokenOrder
 from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.parallel import Speeds
 from trl_packfix.samples.row import CODE, Cached
@@ -108,7 +109,7 @@ def test_a_second_start_plans_nothing(tmp_path):
 
 
 def array_in(file, make):
-    return read_or_make(file, make, to_arrays=lambda x: {"x": x}, from_arrays=lambda arrays: arrays["x"])
+    return read_or_make(file, lambda: {"x": make()})["x"]
 
 
 @pytest.mark.parametrize("is_full", [False, True])
@@ -174,18 +175,19 @@ def test_no_file_is_written_through_a_link(tmp_path, monkeypatch):
     assert is_mapped(array_in(tmp_path / f"y{SUFFIX}", lambda: np.arange(5))) and not (tmp_path / "new").exists()
 
 
-def test_spans_of_many_documents_are_mapped_and_checked(tmp_path):
-    documents = made(tmp_path, num=200_000)
-    read = Documents.from_arrays(cache_files.read_arrays(documents.file), documents.file)
-    for name in ("row", "start", "stop", "trained", "lengths"):
-        values = getattr(read, name)
-        assert is_mapped(values) and np.array_equal(values, getattr(documents, name))
-    assert read.ledger == documents.ledger
-    content = bytearray(documents.file.read_bytes())
-    content[len(content) // 2] ^= 1
-    documents.file.write_bytes(content)
-    with pytest.raises(ValueError, match="not as it was written"):
-        cache_files.read_arrays(documents.file)
+def test_all_columns_of_documents_are_mapped(tmp_path):
+    documents, order = made(tmp_path), np.arange(2000)
+    columns = {name: order * i for i, name in enumerate(COLUMNS[4:])}
+    documents = replace(documents, tokens=TokenOrder(order, order + 1), fingerprint="of a test", **columns)
+    rewrite(documents.file, documents.to_arrays())
+    read = Documents.from_arrays(read_arrays(documents.file), documents.file)
+    for one, other in [(read.tokens, documents.tokens), (read, documents)]:
+        for name, values in vars(other).items():
+            if isinstance(values, np.ndarray):
+                assert is_mapped(getattr(one, name)) and np.array_equal(getattr(one, name), values)
+            elif name != "tokens":
+                assert getattr(one, name) == values
+    assert is_mapped(read.lengths)
 
 
 def test_no_damage_is_believed_or_ends_the_start(tmp_path):
@@ -307,27 +309,6 @@ def test_few_documents_and_memory_leave_nothing_and_one_rank_keeps(tmp_path):
     assert unshuffled.schedule(3) is unshuffled.schedule(0)
 
 
-def test_broken_files_are_made_again(tmp_path, caplog):
-    documents = made(tmp_path)
-    first = planner(documents)
-    expected = planner(replace(documents, file=None)).schedule(0)  # not mapped: the files are damaged in place
-    first.schedule(0)
-    file = first.file("schedule", 0)
-    whole = {name: values.copy() for name, values in read_arrays(file).items()}
-    for broken in (
-        lambda: file.write_bytes(file.read_bytes()[:1000]),
-        lambda: rewrite(file, whole | {"order": whole["order"][:-1]}),
-        lambda: rewrite(file, whole | {"num_skipped": np.array([5])}),
-        lambda: rewrite(file, {"order": whole["order"]}),
-        lambda: shutil.copyfile(first.file("plan", 0), file),
-    ):
-        caplog.clear()
-        broken()
-        assert same(planner(documents).schedule(0), expected)
-        assert "is made again" in caplog.text
-        assert all(np.array_equal(values, whole[name]) for name, values in read_arrays(file).items())
-
-
 def test_plans_that_nobody_asked_for_are_removed_and_stay_with_those_who_read_them(tmp_path):
     documents = made(tmp_path)
     planner(documents).schedule(0)
@@ -343,15 +324,6 @@ def test_plans_that_nobody_asked_for_are_removed_and_stay_with_those_who_read_th
     assert [file.exists() for file in files] == [True, False, False]
     assert documents.file.exists() and reading.file("schedule", 1).exists()
     assert np.array_equal(planner(documents).schedule(0).order, expected)
-
-
-def test_documents_know_their_file(tmp_path):
-    Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]]}).save_to_disk(tmp_path)
-    for _ in range(2):
-        documents = cached_documents(TokenReader(load_from_disk(tmp_path)), 30)
-        assert documents.file.is_file() and documents.ledger.kept == Count(2, 5, 3)
-    in_memory = TokenReader(Dataset.from_dict({"input_ids": [[5, 6, 7]]}))
-    assert cached_documents(in_memory, 30).file is None
 
 
 def test_a_disk_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):

@@ -7,10 +7,9 @@ dataset without files, or with caching disabled (`datasets.disable_caching()`).
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from datasets import is_caching_enabled
@@ -24,8 +23,6 @@ from .spans import Overlong, make_documents
 from .token_order import token_order
 
 NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
-
-Made = TypeVar("Made")
 
 
 def cached_documents(
@@ -50,31 +47,22 @@ def cached_documents(
         "keep_untrained": keep_untrained,
     }
 
-    def make() -> Documents:
-        documents = make_documents(reader, **settings)
-        tokens = None
+    def make() -> Arrays:
+        documents, tokens = make_documents(reader, **settings), None
         if sorts_tokens:
             assert isinstance(reader, TokenReader | ImageRows)
             tokens = token_order(reader, documents)
-        return replace(documents, fingerprint=_fingerprint(reader, documents), tokens=tokens)
+        return replace(documents, fingerprint=_fingerprint(reader, documents), tokens=tokens).to_arrays()
 
-    decisive = settings | ({"sorts_tokens": True} if sorts_tokens else {})
-    return _cached(
-        reader, "spans", decisive, make=make, to_arrays=Documents.to_arrays, from_arrays=Documents.from_arrays
-    )
+    file = _file(reader, "spans", settings | ({"sorts_tokens": True} if sorts_tokens else {}))
+    return Documents.from_arrays(read_or_make(file, make), file)
 
 
 def cached_token_range(reader: TokenReader) -> tuple[int, int]:
     """`reader.token_range()`, or its result from an earlier start on the same table."""
-
-    def from_arrays(arrays: Arrays, _: Path) -> tuple[int, int]:
-        lowest, highest = arrays["range"].tolist()  # a ValueError for a damaged file, which is then made again
-        return lowest, highest
-
-    def to_arrays(limits: tuple[int, int]) -> Arrays:
-        return {"range": np.array(limits)}
-
-    return _cached(reader, "range", {}, make=reader.token_range, to_arrays=to_arrays, from_arrays=from_arrays)
+    arrays = read_or_make(_file(reader, "range", {}), lambda: {"range": np.array(reader.token_range())})
+    lowest, highest = arrays["range"].tolist()
+    return lowest, highest
 
 
 def _fingerprint(reader: Rows, documents: Documents) -> str:
@@ -100,21 +88,12 @@ def _fingerprint(reader: Rows, documents: Documents) -> str:
     return digest.hexdigest()
 
 
-def _cached(
-    reader: Rows,
-    name: str,
-    settings: dict[str, Any],
-    *,
-    make: Callable[[], Made],
-    to_arrays: Callable[[Made], Arrays],
-    from_arrays: Callable[[Arrays, Path], Made],
-) -> Made:
-    """What `make` makes, or what an earlier start has made of the same table with these settings."""
+def _file(reader: Rows, name: str, settings: dict[str, Any]) -> Path | None:
+    """The file for what is made of the table with these settings; None if nothing is cached."""
     files = reader.files
     if not files or not is_caching_enabled():
-        return make()
+        return None
     # Sizes and times are part of the key: the fingerprint does not change when a file is overwritten by hand.
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([CODE, reader.fingerprint, stats, settings], sort_keys=True)
-    path = files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{SUFFIX}"
-    return read_or_make(path, make, to_arrays=to_arrays, from_arrays=lambda arrays: from_arrays(arrays, path))
+    return files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{SUFFIX}"

@@ -18,13 +18,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Arrays = dict[str, np.ndarray]
 
 PREFIX = "cache-packfix"
@@ -36,40 +34,40 @@ LONGEST_WAIT = 600  # seconds for another process of the node that makes a file
 NUM_SEALED = hashlib.sha256().digest_size  # bytes
 
 
-def read_or_make(
-    file: Path, make: Callable[[], T], *, to_arrays: Callable[[T], Arrays], from_arrays: Callable[[Arrays], T]
-) -> T:
-    """What the file holds; if it does not exist or is damaged, what `make` makes, which is written there.
+def read_or_make(file: Path | None, make: Callable[[], Arrays]) -> Arrays:
+    """The arrays in the file; if it does not exist or is damaged, what `make` makes, which is written there.
 
     One process of a node makes it, and the others wait. It is read again once it is written, since reading maps it.
-    Where it cannot be written, each process makes its own.
+    Where it cannot be written, or without a file, each process makes its own.
     """
-
-    def read() -> T | None:
-        try:
-            value = from_arrays(read_arrays(file))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s cannot be read (%s: %s) and is made again.", file, type(error).__name__, error)
-            _remove(file)
-            return None
-        if file.name.startswith(PACKS):
-            with contextlib.suppress(OSError):  # another user's file: that user's runs set its time
-                os.utime(file)  # the time of the last use
-        return value
-
-    if (cached := read()) is not None:
+    if file is None:
+        return make()
+    if (cached := _read(file)) is not None:
         return cached
     if not os.access(file.parent, os.W_OK):
         return make()
     with one_first(file):
-        if (cached := read()) is not None:  # another process was first
+        if (cached := _read(file)) is not None:  # another process was first
             return cached
-        value = make()
-        is_cached = write_arrays(file, to_arrays(value))
-    cached = read() if is_cached else None
-    return value if cached is None else cached
+        arrays = make()
+        is_cached = write_arrays(file, arrays)
+    cached = _read(file) if is_cached else None
+    return arrays if cached is None else cached
+
+
+def _read(file: Path) -> Arrays | None:
+    try:
+        arrays = read_arrays(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read (%s: %s) and is made again.", file, type(error).__name__, error)
+        _remove(file)
+        return None
+    if file.name.startswith(PACKS):
+        with contextlib.suppress(OSError):  # another user's file: that user's runs set its time
+            os.utime(file)  # the time of the last use
+    return arrays
 
 
 def read_arrays(file: Path) -> Arrays:

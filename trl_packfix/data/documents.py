@@ -144,19 +144,12 @@ class Documents:
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray], file: Path | None = None) -> "Documents":
-        """The inverse of `to_arrays`; `file` holds the arrays.
-
-        Raises:
-            ValueError: the ledger is of other documents.
-        """
+        """The inverse of `to_arrays`; `file` holds the arrays, if there is one."""
         ledger, fingerprint = (arrays[name].tobytes().decode() for name in ("ledger", "fingerprint"))
         tokens = TokenOrder(arrays["token_order"], arrays["common_tokens"]) if "token_order" in arrays else None
         columns = {name: arrays[name] for name in COLUMNS if name in arrays}
-        ledger_read = Ledger.from_dict(json.loads(ledger))
-        documents = cls(ledger=ledger_read, fingerprint=fingerprint, file=file, tokens=tokens, **columns)
-        kept, num_tokens = ledger_read.kept, int(arrays["lengths"].sum())
-        if (kept.documents, kept.tokens) != (len(documents), num_tokens):
-            raise ValueError(f"it has {len(documents)} documents of {num_tokens} tokens, but its ledger says {kept}")
+        counts = Ledger.from_dict(json.loads(ledger))
+        documents = cls(ledger=counts, fingerprint=fingerprint, file=file, tokens=tokens, **columns)
         # Of the cached property: mapped, they are shared by processes
         documents.__dict__["lengths"] = arrays["lengths"]
         return documents

@@ -5,13 +5,12 @@ file name is a hash of everything its content depends on. One process of a node 
 wait for it, and all map the file.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from math import ceil
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
@@ -26,8 +25,6 @@ from ..planning.units import Units
 from ..samples.row import CODE
 from .cache_files import PACKS, SUFFIX, Arrays, read_or_make
 from .documents import Documents
-
-Packs = TypeVar("Packs", PackPlan, Schedule)
 
 MANY = 50_000  # documents from which on plans are cached: planning takes 0.1 s on one rank and 0.4 s on eight
 
@@ -92,14 +89,9 @@ class EpochPlanner:
             self.num_steps = packing.num_kept_steps(len(self.documents))
             unit = f"{len(self.documents)} documents"
         else:
-            units = self.units()
-
-            def plan_of(arrays: Arrays) -> PackPlan:
-                _check_number(len(arrays["order"]), len(units))
-                return PackPlan(arrays["order"], arrays["offsets"], units.rows, packing.capacity)
-
-            block = self.documents.block
-            self.first_plan = _cached(self.file("plan", 0), lambda: packing.plan(units, 0, block), plan_of)
+            units, block = self.units(), self.documents.block
+            arrays = read_or_make(self.file("plan", 0), lambda: _arrays(packing.plan(units, 0, block)))
+            self.first_plan = PackPlan(arrays["order"], arrays["offsets"], units.rows, packing.capacity)
             self.num_steps = packing.num_steps(self.first_plan.num_packs)
             unit = f"{self.first_plan.num_packs} packs"
         if self.num_steps == 0:
@@ -228,16 +220,10 @@ class EpochPlanner:
         if not self.packing.shuffle:
             epoch = 0  # without shuffling, all epochs are the same
         if self._latest is None or self._latest[0] != epoch:
-            num = len(self.documents)
-
-            def schedule_of(arrays: Arrays) -> Schedule:
-                skipped = int(arrays["num_skipped"][0])
-                _check_number(len(arrays["order"]) + skipped, num)
-                of_run = (self.packing.accumulation, self.packing.world_size, skipped)
-                return Schedule(arrays["order"], arrays["offsets"], *of_run, arrays.get("degrees"))
-
-            cached = _cached(self.file("schedule", epoch), lambda: self._schedule(epoch), schedule_of)
-            self._latest = (epoch, cached)
+            arrays = read_or_make(self.file("schedule", epoch), lambda: _arrays(self._schedule(epoch)))
+            order, packing = arrays["order"], self.packing
+            of_run = (packing.accumulation, packing.world_size, len(self.documents) - len(order))
+            self._latest = epoch, Schedule(order, arrays["offsets"], *of_run, arrays.get("degrees"))
         return self._latest[1]
 
     def file(self, kind: Literal["plan", "schedule"], epoch: int) -> Path | None:
@@ -258,7 +244,7 @@ class EpochPlanner:
             first, block = self.first_plan, self.documents.block
             schedule = schedule_epoch(packing, units, epoch, first=first, num_steps=self.num_steps, block=block)
         order, offsets = units.documents(schedule.order, schedule.offsets, packing.rng(epoch, len(units)))
-        return replace(schedule, order=order, offsets=offsets, num_skipped=len(self.documents) - len(order))
+        return replace(schedule, order=order, offsets=offsets)
 
     def _schedule_rest(self, rest: "EpochPlanner") -> Schedule:
         schedule, trained = rest.schedule(0), self.start.trained
@@ -305,20 +291,7 @@ def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
     return torch.randperm(num_documents, generator=generator).numpy()
 
 
-def _cached(file: Path | None, make: Callable[[], Packs], made_of: Callable[[Arrays], Packs]) -> Packs:
-    return make() if file is None else read_or_make(file, make, to_arrays=_arrays, from_arrays=made_of)
-
-
 def _arrays(packs: PackPlan | Schedule) -> Arrays:
     """What a cache file holds of them: what is not in the documents or the settings."""
-    arrays = {"order": packs.order, "offsets": packs.offsets}
-    if isinstance(packs, Schedule):
-        arrays["num_skipped"] = np.array([packs.num_skipped])
-        if packs.degrees is not None:
-            arrays["degrees"] = packs.degrees
-    return arrays
-
-
-def _check_number(found: int, expected: int) -> None:
-    if found != expected:
-        raise ValueError(f"it has {found} documents, but there are {expected}")
+    degrees = packs.degrees if isinstance(packs, Schedule) else None
+    return {"order": packs.order, "offsets": packs.offsets} | ({} if degrees is None else {"degrees": degrees})
