@@ -154,18 +154,19 @@ for settings in ({}, {"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "
     help = io.StringIO()
     with contextlib.redirect_stdout(help) if settings else contextlib.nullcontext(), contextlib.suppress(SystemExit):
         runpy.run_path("train.py", run_name="__main__")
-    print("visible:", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    print("visible:", os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("PYTORCH_ALLOC_CONF"))
 """
 
 
 def test_one_process_sees_one_gpu(monkeypatch):
     """TRL would spread the model over all 8 of a machine, which packing refuses. torch looks once, at its import."""
-    for name in ("LOCAL_RANK", "RANK"):
+    for name in ("LOCAL_RANK", "RANK", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    text = run("-c", FIRST_LOOK, cwd=EXAMPLES)
+    text = run("-c", FIRST_LOOK, cwd=EXAMPLES, PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64")
     lines = text.splitlines()
     seen = [line for line in lines if line.startswith(("at import:", "visible:"))]
-    assert seen == ["at import: 0", "visible: 0", "visible: 4", "visible: 4,5"]
+    # The user has chosen settings of the allocator, which stay alone
+    assert seen == ["at import: 0", "visible: 0 None", "visible: 4 None", "visible: 4,5 None"]
     assert "deepspeed --num_gpus=8 examples/train.py\n" in text, "the help explains itself"
     for flag in ("--packing_strategy", "--overlong", "--use_peft", "--dataset_name", "--local_rank"):
         assert flag in text

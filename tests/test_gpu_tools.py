@@ -77,22 +77,24 @@ import os, sys
 class Importing:
     def find_spec(self, name, *rest):
         if name == "torch":
-            print("visible:", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+            print(os.environ["CUDA_VISIBLE_DEVICES"], os.environ["PYTORCH_ALLOC_CONF"], flush=True)
             os._exit(0)
 
 sys.meta_path.insert(0, Importing())
-import MODULE
 """
+IMPORTS = ["import conftest", "import throughput_gpu", "import evidence_parts"]
 
 
-@pytest.mark.parametrize("module", ["conftest", "throughput_gpu"])
-def test_tests_and_the_benchmark_see_one_gpu_when_torch_is_imported(module):
+@pytest.mark.parametrize("code", [*IMPORTS, "from trl_packfix.cli import main; main(['train', '--help'])"])
+def test_torch_is_imported_with_one_gpu_and_segments_that_grow(code):
     folders = [str(ROOT / name) for name in ("tests", "benchmarks", ".")]
     env = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "RANK")}
     env |= {"CUDA_VISIBLE_DEVICES": "4,5", "PYTHONPATH": os.pathsep.join(folders)}
-    code = FIRST_LOOK.replace("MODULE", module)
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
-    assert done.stdout == "visible: 4\n", done.stdout + done.stderr
+    env.pop("PYTORCH_ALLOC_CONF", None)  # set by these tests
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_LOOK + code], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == "4 expandable_segments:True\n", done.stdout + done.stderr
 
 
 # Evidence: parts without figures

@@ -14,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 
 from .flags import did_you_mean
-from .one_gpu import show_one_gpu
+from .gpu_environment import set_gpu_environment
 
 COMMANDS = ("plan", "show", "prepare", "check", "train", "recipes")
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     modules = {name: import_module(f".{name}", __package__) for name in COMMANDS}
     args = _parse(modules, argv)
     if args.command == "train":
-        show_one_gpu()
+        set_gpu_environment()
     try:
         code: int = modules[args.command].run(args)
         sys.stdout.flush()
