@@ -24,6 +24,7 @@ from trl_packfix.cli.tokens import tokenised
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.packs import first_packs, pack_text
+from trl_packfix.training.planner import documents_of
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 FONT, POINTS, LINE, DPI = "DejaVu Sans Mono", 9, 1.45, 110
@@ -102,7 +103,7 @@ def main() -> None:
 
     config = SFTConfig("unused", packing=True, max_length=1024, per_device_train_batch_size=1, use_cpu=True, bf16=False)
     reader = TokenReader(tokenised(load_rows(t0), tokenizer, config))
-    (pack,) = first_packs(planner_for(reader, config, 1, cost_model=LLAMA_7B), reader, 1)
+    (pack,) = first_packs(planner_for(documents_of(reader, config), config, 1, cost_model=LLAMA_7B), reader, 1)
     screenshot(IMAGES / "show.png", pack_text(pack, AutoTokenizer.from_pretrained(tokenizer)), columns=112)
 
     with contextlib.redirect_stdout(io.StringIO()) as plan:

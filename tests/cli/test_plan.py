@@ -18,7 +18,7 @@ from trl_packfix.cli.lengths import LengthRows, read_lengths
 from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.build import make_report
-from trl_packfix.training.planner import make_planner
+from trl_packfix.training.planner import documents_of, make_planner
 
 pytestmark = pytest.mark.slow
 
@@ -370,7 +370,9 @@ def test_real_documents_prepared_planned_and_trained(data_dir, tmp_path, capsys)
 def test_a_report_of_lengths_alone_reads_every_method_of_rows():
     rows = LengthRows(np.array([3, 5]))
     config = SFTConfig("unused", packing=True, max_length=8, use_cpu=True, bf16=False, report_to=[])
-    report = make_report(planner_for(rows, config, 1, cost_model=LLAMA_7B), rows, unpacked_counts_first=True)
+    report = make_report(
+        planner_for(documents_of(rows, config), config, 1, cost_model=LLAMA_7B), rows, unpacked_counts_first=True
+    )
     assert report.num_trained_tokens == 6 and report.unpacked_loss == 6 / 8
 
 

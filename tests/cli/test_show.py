@@ -24,6 +24,7 @@ from trl_packfix.reporting import pictures
 from trl_packfix.reporting.build import make_report, make_stream_report
 from trl_packfix.reporting.packs import first_packs, pack_text
 from trl_packfix.reporting.parts import LengthHistogram
+from trl_packfix.training.planner import documents_of
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"max_length": 96, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "seed": 5}
@@ -157,7 +158,7 @@ def test_the_picture_says_what_the_report_says(run):
 def test_the_title_says_how_full_the_strips_are(tmp_path):
     """Three packs are divided between eight ranks, because none of these may wait for the others."""
     args, reader = config(tmp_path, max_length=100), LengthRows(np.array([50, 49] * 3))
-    report = make_report(planner_for(reader, args, 8, cost_model=LLAMA_7B), reader)
+    report = make_report(planner_for(documents_of(reader, args), args, 8, cost_model=LLAMA_7B), reader)
     full = np.mean([pack.cu_seq_lens[-1] for pack in report.sample.packs] + [0, 0]) / report.capacity
     assert len(report.sample.packs) == 6 and f"8 micro-batches, {full:.1%} full" in report.plot().axes[0].get_title(
         "left"
@@ -176,7 +177,7 @@ def lengths_panel(tmp_path, lengths, max_length):
     """The panel of lengths in the picture of a plan."""
     args = config(tmp_path, max_length=max_length)
     reader = LengthRows(np.array(lengths))
-    figure = make_report(planner_for(reader, args, 1, cost_model=LLAMA_7B), reader).plot()
+    figure = make_report(planner_for(documents_of(reader, args), args, 1, cost_model=LLAMA_7B), reader).plot()
     figure.canvas.draw()
     return figure.axes[2]
 

@@ -5,7 +5,7 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ class LengthRows(Rows):
     """
 
     lengths: npt.NDArray[np.int64]
+
+    files: ClassVar[list[Path]] = []  # nothing is cached beside them
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -113,8 +113,9 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"memory": rows}, indent=2))
         else:
-            _console().print(verdict, highlight=False, markup=False)
-            _show_memory(rows, args, config=config)
+            console = _console()
+            console.print(verdict)
+            _show_memory(console, rows, args, config=config)
     return 0
 
 
@@ -122,7 +123,7 @@ def _plan(
     args: argparse.Namespace, given: "Configs", lengths: list[int], *, model_config: "PreTrainedConfig | None"
 ) -> int:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import track
 
     from ..reporting.report import MAX_LOST_SHARE
     from .forecast import candidate_lengths, forecasts, recommend
@@ -146,33 +147,35 @@ def _plan(
     configs = _configs(given, lengths or candidate_lengths(longest, most), strategies)
     for config in configs:
         check_images(config, reader)
-    found = forecasts(
-        reader,
-        configs,
-        args.world_size,
-        cost_model=cost_model,
-        synchronisation=args.synchronisation,
-        tflops=args.tflops,
-    )
-    total = len(configs) * len(args.world_size)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        plans = list(progress.track(found, total=total, description=f"planning {len(reader):,} rows"))
-    advice = recommend(plans)
+    settings: dict[str, Any] = {
+        "cost_model": cost_model,
+        "synchronisation": args.synchronisation,
+        "tflops": args.tflops,
+    }
+    found = forecasts(reader, configs, args.world_size, **settings)
+    progress: dict[str, Any] = {
+        "description": f"planning {len(reader):,} rows",
+        "console": Console(stderr=True),
+        "transient": True,
+    }
+    plans = list(track(found, total=len(configs) * len(args.world_size), **progress))
+    pick, reasons = recommend(plans)
     needed: list[dict[str, Any]] = []
     verdict = "On how many GPUs it fits: give `--model` and `--memory GIB`."
-    best = next(config for config in configs if config.max_length == advice.max_length)
+    best = next(config for config in configs if config.max_length == pick.report.max_length)
     if args.memory is not None:
         documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
         needed, verdict = memory.predictions(args, best, documents, model_config=model_config)
     if args.json:
-        result = {"plans": [plan.to_dict() for plan in plans], "max_length": advice.max_length}
-        result |= {"reasons": advice.reasons} | ({"memory": needed} if needed else {})
-        print(json.dumps(result, indent=2))
+        result = {"plans": [plan.to_dict() for plan in plans], "max_length": best.max_length, "reasons": reasons}
+        print(json.dumps(result | ({"memory": needed} if needed else {}), indent=2))
     else:
-        _show(plans, [*advice.reasons[:2], verdict, *advice.reasons[2:]], best)
+        console = _console()
+        console.print("Recommended: " + "\n  ".join([*reasons[:2], verdict, *reasons[2:]]) + "\n")
+        _show(console, plans, best)
         if needed:
-            _show_memory(needed, args, config=best)
-    return 0 if advice.lost <= MAX_LOST_SHARE else 1
+            _show_memory(console, needed, args, config=best)
+    return 0 if pick.lost <= MAX_LOST_SHARE else 1
 
 
 def _configs(given: "Configs", lengths: "Sequence[int]", strategies: "Sequence[str]") -> "list[SFTConfig]":
@@ -195,24 +198,25 @@ def _most_tokens(
     return min(most, default=None)
 
 
-def _show_memory(rows: list[dict[str, Any]], args: argparse.Namespace, *, config: "SFTConfig") -> None:
-    console = _console()
+def _console() -> "Console":
+    from rich.console import Console
+
+    plain: dict[str, Any] = {"highlight": False, "markup": False}
+    console = Console(**plain)
+    # a file or a pipe has no width, and its lines must not be wrapped
+    return console if console.is_terminal else Console(width=10_000, **plain)
+
+
+def _show_memory(
+    console: "Console", rows: list[dict[str, Any]], args: argparse.Namespace, *, config: "SFTConfig"
+) -> None:
     for gpus in args.world_size:
-        where = f"peak with {rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)"
-        console.print(f"\n{where}", highlight=False, markup=False)
+        console.print(f"\npeak with {rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)")
         of_number = [row for row in rows if row["gpus"] == gpus]
         cells = {column: [column.cell(column.value(row)) for row in of_number] for column in memory.COLUMNS}
         for table in _tables(cells, console, keys=memory.KEYS):
             console.print(table, "")
-    console.print(memory.notes(rows, args, config), highlight=False, markup=False)
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    console = Console()
-    # a file or a pipe has no width, and its lines must not be wrapped
-    return console if console.is_terminal else Console(width=10_000)
+    console.print(memory.notes(rows, args, config))
 
 
 FORECAST = (  # of a `Forecast`, behind the columns of its report
@@ -222,16 +226,28 @@ FORECAST = (  # of a `Forecast`, behind the columns of its report
 )
 
 
-def _shown(forecasts: "list[Forecast]") -> dict[Column, list[str]]:
-    """The cells of the columns that have a value in any forecast."""
-    reports = [forecast.report for forecast in forecasts]
-    values = {column: [column.value(report) for report in reports] for column in (*KEYS, *COLUMNS) if column.heading}
-    values |= {column: [column.value(forecast) for forecast in forecasts] for column in FORECAST}
-    is_known = {column: any(value is not None for value in column_values) for column, column_values in values.items()}
-    return {column: [column.cell(value) for value in values[column]] for column in values if is_known[column]}
+def _show(console: "Console", plans: "list[Forecast]", config: "SFTConfig") -> None:
+    """The figures: of the documents, and of each plan."""
+    first = plans[0].report
+    console.print(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
+    assert first.lengths is not None  # of a table
+    console.print(f"lengths  {first.lengths.line()}")
+    if first.images is not None:
+        console.print(f"images   {first.images.line()} (in the first line of the table)")
+    size = f"{config.per_device_train_batch_size} x max_length tokens"
+    if config.tokens_per_rank is not None:
+        size = f"{config.tokens_per_rank:,} tokens per rank"
+    steps = f"accumulation {config.gradient_accumulation_steps}, balance {config.balance!r}"
+    console.print(f"micro-batches of {size}, {steps}")
+    values = {column: [column.value(plan.report) for plan in plans] for column in (*KEYS, *COLUMNS) if column.heading}
+    values |= {column: [column.value(plan) for plan in plans] for column in FORECAST}
+    known = {column: found for column, found in values.items() if any(value is not None for value in found)}
+    for table in _tables({column: [*map(column.cell, found)] for column, found in known.items()}, console, keys=KEYS):
+        console.print("", table)
+    console.print("\n" + "; ".join(f"{column.heading}: {column.legend}" for column in known if column.legend))
 
 
-def _tables(cells: dict[Column, list[str]], console: "Console", keys: tuple[Column, ...] = KEYS) -> "list[Table]":
+def _tables(cells: dict[Column, list[str]], console: "Console", *, keys: tuple[Column, ...]) -> "list[Table]":
     """The columns as one table, or as several with the same keys below each other if one is wider than the console.
 
     Where a column alone does not fit beside the keys, its heading takes two lines.
@@ -251,36 +267,10 @@ def _tables(cells: dict[Column, list[str]], console: "Console", keys: tuple[Colu
 
     unlimited = console.options.update_width(10_000)
     parts = [[*keys]]
-    for column in cells:
-        if column not in keys:
-            wider = [*parts[-1], column]
-            if len(wider) > len(keys) + 1 and console.measure(table(wider), options=unlimited).maximum > console.width:
-                parts.append([*keys, column])
-            else:
-                parts[-1] = wider
+    for column in [column for column in cells if column not in keys]:
+        wider = [*parts[-1], column]
+        if len(wider) > len(keys) + 1 and console.measure(table(wider), options=unlimited).maximum > console.width:
+            parts.append([*keys, column])
+        else:
+            parts[-1] = wider
     return [table(columns) for columns in parts]
-
-
-def _show(plans: "list[Forecast]", answers: list[str], config: "SFTConfig") -> None:
-    """What to choose, in the first lines, and then the figures."""
-    console = _console()
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
-    first = plans[0].report
-    say("Recommended: " + "\n  ".join(answers) + "\n")
-    say(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
-    assert first.lengths is not None  # of a table
-    say(f"lengths  {first.lengths.line()}")
-    images = first.images
-    if images is not None:
-        say(f"images   {images.line()} (in the first line of the table)")
-    size = f"{config.per_device_train_batch_size} x max_length tokens"
-    if config.tokens_per_rank is not None:
-        size = f"{config.tokens_per_rank:,} tokens per rank"
-    say(f"micro-batches of {size}, accumulation {config.gradient_accumulation_steps}, balance {config.balance!r}")
-    cells = _shown(plans)
-    for table in _tables(cells, console):
-        console.print("", table)
-    say("\n" + "; ".join(f"{column.heading}: {column.legend}" for column in cells if column.legend))

@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ..reporting.packs import LEGEND, first_packs, pack_text
+    from ..training.planner import documents_of
     from .configs import read_run
     from .forecast import planner_for
     from .lengths import LengthRows
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     config = given.training
     reader = read_documents(given, args.tokenizer)
     check_images(config, reader)
-    planner = planner_for(reader, config, args.world_size, cost_model=make_costs(load_model_config(given), reader))
+    costs = make_costs(load_model_config(given), reader)
+    planner = planner_for(documents_of(reader, config), config, args.world_size, cost_model=costs)
     picture = _draw(args.plot, planner, reader) if args.plot else None
     model = args.tokenizer or given.model.model_name_or_path
     tokenizer = load_tokenizer(model, config.trust_remote_code) if model else None

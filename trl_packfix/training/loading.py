@@ -15,7 +15,6 @@ from ..attention.forwards import ModelHooks
 from ..attention.models import base_model
 from ..compat import declare_whole_sizes, require_gathers
 from ..data.by_length import ByLength
-from ..data.cache import cached_documents
 from ..data.collator import PackedDataCollator
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
@@ -40,7 +39,6 @@ from ..data.stream_loading import stream_loader
 from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
-from ..planning.strategies import STRATEGIES
 from ..reporting.build import make_report, make_stream_report
 from ..samples.apply import Made
 from ..samples.checks import has_images, what_is_trained
@@ -53,7 +51,7 @@ from .features import refuse
 from .images import ImageData, measure_rows, packs_images
 from .lora_inputs import LoraInputs
 from .noise import DocumentNoise
-from .planner import make_planner, packing_of
+from .planner import documents_of, make_planner, packing_of
 from .progress import status
 from .run import Run
 
@@ -171,14 +169,7 @@ class TrainingData:
             self.row_values = self.row_values.taken(self.reader.conversations)
             self.turns = self.reader.turns or self.turns
             with status(args, f"Cutting {len(self.reader):,} rows into documents"):
-                self.documents = cached_documents(
-                    self.reader,
-                    args.max_length,
-                    args.effective_overlong,
-                    truncation_mode=args.truncation_mode,
-                    wrapped=STRATEGIES[args.packing_strategy].cuts_blocks,
-                    sorts_tokens=args.share_prefixes == "family",
-                )
+                self.documents = documents_of(self.reader, args)
         self._dataset_read = dataset
 
     def _read_replaced_training_set(self) -> None:

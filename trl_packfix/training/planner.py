@@ -3,11 +3,14 @@
 from dataclasses import fields
 from typing import Any
 
+from ..data.cache import cached_documents
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
+from ..data.reader import Rows
 from ..planning.costs import CostModel
 from ..planning.packing import NAMES, Packing
 from ..planning.parallel import Speeds
+from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
 
 
@@ -30,6 +33,18 @@ def packing_of(config: SFTConfig, cost_model: CostModel, world_size: int, **sett
     } | settings
     of_config = (setting.name for setting in fields(Packing) if setting.name not in settings)
     return Packing(**{n: getattr(config, NAMES[n]) for n in of_config if hasattr(config, NAMES[n])} | settings)
+
+
+def documents_of(reader: Rows, config: SFTConfig) -> Documents:
+    """The documents of a table with this config."""
+    return cached_documents(
+        reader,
+        config.max_length,
+        config.effective_overlong,
+        truncation_mode=config.truncation_mode,
+        wrapped=STRATEGIES[config.packing_strategy].cuts_blocks,
+        sorts_tokens=config.share_prefixes == "family",
+    )
 
 
 def make_planner(
