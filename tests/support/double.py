@@ -1,19 +1,14 @@
 """Compute in fp64 throughout, so that an error of an algorithm can be told from rounding."""
 
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 
 
 @contextmanager
 def in_double():
-    """Within this context a model in fp64 computes in fp64 what it computes in fp32 otherwise, such as norms."""
-    names = [(torch, "float32", torch.float64), (torch.Tensor, "float", torch.Tensor.double)]
-    before = [getattr(owner, name) for owner, name, _ in names]
-    try:
-        for owner, name, value in names:
-            setattr(owner, name, value)
+    """Within this context every request for fp32, such as those of norms and losses, is one for fp64."""
+    names = patch.multiple(torch, float32=torch.float64, float=torch.float64)
+    with names, patch.object(torch.Tensor, "float", torch.Tensor.double):
         yield
-    finally:
-        for (owner, name, _), value in zip(names, before, strict=True):
-            setattr(owner, name, value)

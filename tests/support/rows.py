@@ -19,7 +19,7 @@ from transformers import (
 from trl_packfix import pack_forward
 
 from . import zoo
-from .lifted import in_float64
+from .double import in_double
 from .models import ARCHITECTURES, build_tiny_model, build_tokenizer
 
 WORDS = ["alpha", "be", "gamma ray", "d", "epsilon", "zeta", "eta"]
@@ -139,7 +139,7 @@ def train(
         config: of the model. packing: arguments of `pack_forward`. options: settings of the trainer.
     """
     torch.manual_seed(0)
-    with in_float64() if dtype is torch.float64 else nullcontext(), warnings.catch_warnings():
+    with in_double() if dtype is torch.float64 else nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model = build_model(kind, model_type, dtype, **(config or {}))
         has_reference = kind in HAS_REFERENCE and "peft_config" not in options

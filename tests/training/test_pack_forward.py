@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from ranks import preferences
 from ranks.engines import ENGINES
+from support.double import in_double
 from support.launch import Launch
-from support.lifted import in_float64
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import tolerance
 from support.rows import build_model, build_trainer, train
@@ -179,7 +179,7 @@ def num_hooks(model):
 
 
 def test_states_come_back_to_their_places():
-    with in_float64():
+    with in_double():
         model = build_tiny_model("llama", dtype=torch.float64)
         batch, hooks = rows_that_share(), num_hooks(model)
         mask = batch["attention_mask"].bool()
@@ -194,7 +194,7 @@ def test_states_come_back_to_their_places():
     assert model.config._attn_implementation == "sdpa" and not packed_forwards
     record.remove()
     assert num_hooks(model) == hooks
-    with in_float64():
+    with in_double():
         again = model(**batch, use_cache=False).logits
     assert torch.equal(again, wanted) and record.tokens.padded == 256
 
