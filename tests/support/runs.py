@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import torch
+import trl
 from datasets import Dataset
 
 from trl_packfix import SFTConfig, SFTTrainer
@@ -34,14 +35,23 @@ def config(folder, config_class=SFTConfig, **kwargs):
     return config_class(str(folder), **(defaults | kwargs))
 
 
-def trainer(folder, dataset, model="llama", trainer_kwargs=None, trainer_class=SFTTrainer, **kwargs):
+def trainer(
+    folder, dataset, model="llama", trainer_kwargs=None, trainer_class=SFTTrainer, processing_class=None, **kwargs
+):
     model = build_tiny_model(model) if isinstance(model, str) else model
     return trainer_class(
         model,
         config(folder, **kwargs),
         train_dataset=dataset,
-        processing_class=build_tokenizer(),
+        processing_class=processing_class or build_tokenizer(),
         **(trainer_kwargs or {}),
+    )
+
+
+def stock(folder, dataset, model="llama", **kwargs):
+    """The same by TRL, unpacked."""
+    return trainer(
+        folder, dataset, model, trainer_class=trl.SFTTrainer, config_class=trl.SFTConfig, packing=False, **kwargs
     )
 
 

@@ -7,8 +7,8 @@ from itertools import islice
 import pytest
 import trl
 from datasets import Dataset, IterableDataset, load_from_disk
-from support.models import build_tiny_model, build_tokenizer
-from support.runs import ANSWER, PROMPT, config, documents_of, trainer
+from support.models import build_tokenizer
+from support.runs import ANSWER, PROMPT, documents_of, trainer
 
 from trl_packfix.cli import main
 from trl_packfix.data.stream_reader import CHUNK
@@ -72,8 +72,7 @@ def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, pac
             f"2 of 12 rows of the {each} dataset cannot be tokenised and are dropped; the first are [3, 8]"
             in caplog.text
         )
-    args = config(tmp_path, **(settings | {"packing": False}))
-    stock = trl.SFTTrainer(build_tiny_model(), args, train_dataset=good, processing_class=build_tokenizer())
+    stock = trainer(tmp_path, good, trainer_class=trl.SFTTrainer, **settings | {"packing": False})
     expected = [(row["input_ids"], row["labels"]) for row in stock.train_dataset]
     assert len(expected) == 10 and all(tokens for tokens, _ in expected)
     assert [(row["input_ids"], row["labels"]) for row in run.eval_dataset] == expected

@@ -11,8 +11,8 @@ import transformers
 import trl
 from datasets import Dataset, Features, IterableDataset, Json, List
 from packaging.version import Version
-from support.models import build_tiny_model, build_tokenizer
-from support.runs import config, documents_of, trainer
+from support.models import build_tokenizer
+from support.runs import documents_of, stock, trainer
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.samples.said import say_what_is_left_out
@@ -56,16 +56,10 @@ def test_agent_traces_train_on_what_the_assistant_says(template, tmp_path):
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     assert "generation %}" not in tokenizer.chat_template
     settings = {"max_length": 1500, "assistant_only_loss": True, "num_train_epochs": 1}
-    args = config(tmp_path, packing_strategy="stream", **settings)
-    run = SFTTrainer(build_tiny_model(), args, train_dataset=traces(), processing_class=tokenizer)
-    stock = trl.SFTTrainer(
-        build_tiny_model(),
-        trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], **settings),
-        train_dataset=traces(),
-        processing_class=tokenizer,
-    )
+    run = trainer(tmp_path, traces(), processing_class=tokenizer, **settings)
+    rows = stock(tmp_path, traces(), processing_class=tokenizer, **settings).train_dataset
     packed = sorted(document for batch in run.get_train_dataloader() for document in documents_of(batch))
-    unpacked = [(list(row["input_ids"]), [-100, *row["labels"][1:]]) for row in stock.train_dataset]
+    unpacked = [(list(row["input_ids"]), [-100, *row["labels"][1:]]) for row in rows]
     assert packed == sorted(unpacked) and len(packed) == 9
     for tokens, labels in packed:
         trained = tokenizer.decode([token for token in labels if token != -100])
@@ -97,8 +91,7 @@ def test_warnings_of_trl_about_every_row_are_counted(bad_rows, tmp_path, caplog)
 
     def said(data, trainer_class=SFTTrainer):
         caplog.clear()
-        args = config(tmp_path, **given)
-        run = trainer_class(build_tiny_model(), args, train_dataset=data, processing_class=tokenizer)
+        run = trainer(tmp_path, data, trainer_class=trainer_class, processing_class=tokenizer, **given)
         assert len(list(run.train_dataset)) == 5
         return [message for message in map(str, caplog.messages) if "tokenized prompt is not a pre" in message]
 
@@ -159,8 +152,8 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
     settings = {"packing": False, "max_length": 200, "max_steps": 1}
     plain = Dataset.from_list(sharegpt(roles=("user", "assistant"), keys=("role", "content")))
     expected = rows_of(trainer(tmp_path, plain.rename_column("conversations", "messages"), **settings))
-    stock = trainer(tmp_path, Dataset.from_list(sharegpt()), trainer_class=trl.SFTTrainer, **settings)
-    assert "<|im_start|>human" in build_tokenizer().decode(rows_of(stock)[1][0]) and "renamed" not in caplog.text
+    plain_trl = trainer(tmp_path, Dataset.from_list(sharegpt()), trainer_class=trl.SFTTrainer, **settings)
+    assert "<|im_start|>human" in build_tokenizer().decode(rows_of(plain_trl)[1][0]) and "renamed" not in caplog.text
     for table in tables(sharegpt(), "conversations"):
         caplog.clear()
         assert rows_of(trainer(tmp_path, table, **settings)) == expected
@@ -192,9 +185,7 @@ def test_roles_that_the_template_does_not_know_are_said(tmp_path, caplog):
     )
     caplog.clear()
     table = Dataset.from_list(rows)
-    SFTTrainer(
-        build_tiny_model(), config(tmp_path, max_length=200, packing=False), train_dataset=table, processing_class=known
-    )
+    trainer(tmp_path, table, processing_class=known, max_length=200, packing=False)
     assert "have the roles" not in caplog.text
 
 
@@ -229,8 +220,8 @@ def test_fields_that_the_template_leaves_out_are_said_with_their_rows(template, 
     whole, alone, calls = LEFT_OUT[template]
     for table, per_turn in itertools.product(tables(thinking_traces(), "messages"), (False, True)):
         caplog.clear()
-        args = config(tmp_path, packing=False, max_length=4000, max_steps=1, per_turn=per_turn, bad_rows="drop")
-        run = SFTTrainer(build_tiny_model(), args, train_dataset=table, processing_class=tokenizer)
+        settings = {"packing": False, "max_length": 4000, "max_steps": 1, "per_turn": per_turn, "bad_rows": "drop"}
+        run = trainer(tmp_path, table, processing_class=tokenizer, **settings)
         said = [record.getMessage() for record in caplog.records if "leaves it out" in record.getMessage()]
         thoughts, called = (
             [each for each in said if f"have `{key}`" in each] for key in ("reasoning_content", "tool_calls")

@@ -17,6 +17,9 @@ OURS = {
     "stream": {},
     "checkpointing": {"gradient_checkpointing": True},
     "prefixes": {"share_prefixes": "family"},
+    "router": {"model": "mixtral", "router_aux_loss_coef": 0.1, "pad_to_multiple_of": 8},
+    "documents": {"document_weighting": "document"},
+    "noise": {"neftune_noise_alpha": 5.0},
 }
 
 
@@ -33,9 +36,8 @@ def reads(folder, trainer_class, **settings):
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
     """Those of TRL on padded batches."""
-    return reads(
-        tmp_path_factory.mktemp("stock"), trl.SFTTrainer, config_class=trl.SFTConfig, packing=False, max_length=64
-    )[:2]
+    settings = {"config_class": trl.SFTConfig, "packing": False, "max_length": 64}
+    return reads(tmp_path_factory.mktemp("stock"), trl.SFTTrainer, **settings)[:2]
 
 
 @pytest.mark.parametrize("name", OURS)

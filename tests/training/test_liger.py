@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import trl
-from support.runs import texts, trainer, weights
+from support.runs import stock, texts, trainer, weights
 from transformers import TrainerCallback
 from transformers.integrations import liger
 
@@ -64,11 +63,9 @@ class FirstStep(TrainerCallback):
 
 
 def test_kernels_of_layers_train_packs_as_unpacked_and_are_proved(played, tmp_path):
-    stock = trainer(
-        tmp_path, texts(24), trainer_class=trl.SFTTrainer, config_class=trl.SFTConfig, packing=False, **SETTINGS
-    )
-    start = weights(stock)
-    stock.train()
+    unpacked = stock(tmp_path, texts(24), **SETTINGS)
+    start = weights(unpacked)
+    unpacked.train()
     first = FirstStep(played)
     settings = SETTINGS | {"packing_strategy": "minibatch", "use_liger_kernel": True}
     kernels = {"rope": True, "swiglu": False}
@@ -77,8 +74,8 @@ def test_kernels_of_layers_train_packs_as_unpacked_and_are_proved(played, tmp_pa
     assert played.given == kernels | {"fused_linear_cross_entropy": False}
     assert kernels == {"rope": True, "swiglu": False}, "the user's own settings were changed"
     assert first.calls > 0 and run.packed_model.isolation.isolated and not run.packed_model.repaired
-    change = weights(stock) - start
-    assert (weights(run) - weights(stock)).norm() < 1e-5 * change.norm() and change.norm() > 1e-3
+    change = weights(unpacked) - start
+    assert (weights(run) - weights(unpacked)).norm() < 1e-5 * change.norm() and change.norm() > 1e-3
 
 
 def test_evaluation_is_as_without(played, tmp_path):

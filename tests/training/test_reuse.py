@@ -6,8 +6,8 @@ import pytest
 import torch
 import trl
 from packaging.version import Version
-from support.models import build_tiny_model, build_tokenizer
-from support.runs import config, texts, trainer, weights
+from support.models import build_tiny_model
+from support.runs import texts, trainer, weights
 from support.versions import TRL, enable_checkpointing, is_checkpointing
 from transformers import TrainerCallback
 
@@ -23,10 +23,8 @@ KINDS = ["packed", "unpacked", "stock", "stock packed"]
 
 def build(kind, model, folder, **settings):
     settings = {"max_steps": 2, "learning_rate": 1e-2, "packing": "unpacked" not in kind and kind != "stock"} | settings
-    if not kind.startswith("stock"):
-        return trainer(folder, texts(12), model, **settings)
-    args = config(folder, trl.SFTConfig, **settings)
-    return trl.SFTTrainer(model, args, train_dataset=texts(12), processing_class=build_tokenizer())
+    of_trl = {"trainer_class": trl.SFTTrainer, "config_class": trl.SFTConfig} if kind.startswith("stock") else {}
+    return trainer(folder, texts(12), model, **of_trl, **settings)
 
 
 def checkpointing(reentrant):

@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from support import zoo
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import weight_difference
-from support.runs import ANSWER, PROMPT, TOOL, documents_of, start_weights, texts, trainer, weights
+from support.runs import ANSWER, PROMPT, TOOL, documents_of, start_weights, stock, texts, trainer, weights
 from support.versions import TRL, trl_trains
 from torch._dynamo.utils import counters
 from transformers.integrations import integration_utils
@@ -156,22 +156,11 @@ def test_no_args_means_the_default_config_of_trl(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("truncated", [False, True])
 def test_unpacked_training_ends_with_the_parameters_of_trl(tmp_path, truncated):
+    settings = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    settings |= {"max_length": 24 if truncated else 128, "learning_rate": 1e-2, "packing": False}
     results = []
-    for cls, cfg in ((trl.SFTTrainer, trl.SFTConfig), (SFTTrainer, SFTConfig)):
-        args = cfg(
-            str(tmp_path),
-            max_length=24 if truncated else 128,
-            per_device_train_batch_size=3,
-            gradient_accumulation_steps=2,
-            num_train_epochs=2,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            learning_rate=1e-2,
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        run = cls(build_tiny_model(), args, train_dataset=texts(), processing_class=build_tokenizer())
+    for kind, of in ((trl.SFTTrainer, trl.SFTConfig), (SFTTrainer, SFTConfig)):
+        run = trainer(tmp_path, texts(), trainer_class=kind, config_class=of, **settings)
         run.train()
         results.append(weights(run))
     if Version("1.16") <= TRL:
@@ -217,15 +206,8 @@ FORMS = {
 def test_packed_documents_are_the_rows_of_the_unpacked_run(form, strategy, tmp_path):
     make, settings = FORMS[form]
     packed = trainer(tmp_path, make(), packing_strategy=strategy, **settings)
-    stock = trl.SFTTrainer(
-        build_tiny_model(),
-        trl.SFTConfig(str(tmp_path), max_length=64, use_cpu=True, bf16=False, report_to=[], **settings),
-        train_dataset=make(),
-        processing_class=build_tokenizer(),
-    )
-    expected = []
-    for row in stock.train_dataset:
-        expected.append((list(row["input_ids"]), [-100, *row["labels"][1:]]))
+    rows = stock(tmp_path, make(), **settings).train_dataset
+    expected = [(list(row["input_ids"]), [-100, *row["labels"][1:]]) for row in rows]
     got = [document for batch in packed.get_train_dataloader() for document in documents_of(batch)]
     assert sorted(got) == sorted(expected)
 
