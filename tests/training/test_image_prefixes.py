@@ -80,16 +80,6 @@ def test_every_document_has_its_own_images(found, multiple):
         assert before <= num <= is_image.sum() // 16 and (num == 0 or before in (0, num) or num > 1)
 
 
-def questions(examples: ImageExamples) -> list[dict]:
-    """Three about one image, one about another of the same size, one of text."""
-    head, one, other = torch.arange(20, 40), PICTURES[0], PICTURES[1]
-    asked = [(one, [3, 4]), (one, [3, 5, 6]), (one, [3, 7]), (other, [3, 4])]
-    return [
-        *(examples.joined([head, image, torch.tensor(text)]) for image, text in asked),
-        examples.joined([head, torch.tensor([9, 10])]),
-    ]
-
-
 @pytest.mark.parametrize("family", [*FAMILIES, "internvl", "llava_next"])
 def test_images_of_one_document_are_shared_one_by_one(family):
     """A conversation that grows by a screenshot per turn: three documents need three images, not six."""
@@ -107,20 +97,6 @@ def test_images_of_one_document_are_shared_one_by_one(family):
     number = examples.process.compare([longest, changed])
     same = [a == b for a, b in zip(*(each.tokens[[first for first, _ in each.images]] for each in number), strict=True)]
     assert same[0] and same[-1] and not all(same)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_image_that_documents_share_is_there_once(family):
-    examples = examples_of(family)
-    documents = questions(examples)
-    whole, batch = examples.packed(documents), sharing(examples)(documents)
-    axis = examples.layout.images["pixel_values"]
-    assert batch["pixel_values"].shape[axis] == whole["pixel_values"].shape[axis] // 2, "two of four images"
-    assert batch["input_ids"].shape[1] < 0.6 * whole["input_ids"].shape[1]
-    for name in examples.layout.tokens:
-        assert (
-            batch[name].shape == batch["input_ids"].shape and (batch[name] != 0).sum() == (whole[name] != 0).sum() / 2
-        )
 
 
 def test_an_image_for_the_tower_alone_counts_nothing():
@@ -147,14 +123,6 @@ def proved(family: str) -> tuple[torch.nn.Module, PackedModel]:
     packed = PackedModel(model, torch.float32, "cpu", 512, shares_prefixes=True, images=examples_of(family))
     packed.prove(model)
     return model, packed
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_documents_that_share_images_are_what_they_are_alone(family):
-    model, packed = proved(family)
-    assert packed.prove_prefixes(model) is None
-    found = check_prefixes(model, 512, images=packed.images, user_attention=packed.attention.previous)
-    assert found.max_gradient == 0 and 0 < found.max_difference < found.tolerance < 1e-4
 
 
 IN_IMAGES = ("compared_by_placeholder", "images_of_other_rows", "first_images_again")

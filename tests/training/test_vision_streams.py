@@ -11,13 +11,11 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, IterableDataset, List
 from support.planners import make_stream
-from support.runs import weights
 from support.vision import MESSAGES, SGD, build_processor, conversations, make, rows
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix.data.stream import PackedStream
 from trl_packfix.data.stream_images import ENCODED, ProcessedPacks, StreamImages
-from trl_packfix.data.stream_loading import stream_file
 from trl_packfix.samples.conversation import COLUMNS
 from trl_packfix.samples.processor import RowProcessor
 from trl_packfix.training.groups import SamePackCheck
@@ -233,27 +231,6 @@ def test_a_restart_with_another_processor_is_refused():
     other = stream(streams_of("table"), RowProcessor(DataCollatorForVisionLanguageModeling(processor)))
     with pytest.raises(ValueError, match=r"(?s)other settings: `image processor` was .*Set them back"):
         other.load_state_dict(state)
-
-
-@pytest.mark.processes
-def test_a_restart_of_the_trainer_is_exact_where_processes_make_batches_ahead(small_room, tmp_path):
-    """The checkpoint is of the step that was trained. Without them, on ranks: `test_distributed.py`."""
-    common = SGD | {"max_steps": 7, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
-    common |= {"dataloader_num_workers": 2, "learning_rate": 0.03}
-    data = streams_of("shuffled")
-    whole = make(tmp_path, "llava", data, save_strategy="steps", save_steps=3, **common)
-    whole.train()
-    assert whole.data.stream.num_ahead == 4
-    resumed = make(tmp_path / "resumed", "llava", data, **common)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert torch.equal(weights(whole), weights(resumed))
-    assert resumed.packing_report.ledger == whole.packing_report.ledger
-    assert resumed.packing_report.images == whole.packing_report.images
-    alone = make(tmp_path / "alone", "llava", data, **common | {"dataloader_num_workers": 0})
-    alone.train()
-    assert stream_file(tmp_path / "checkpoint-3", 0).stat().st_size < 4 * ROOM + 60_000
-    counts = [run.packing_report.num_documents for run in (whole, alone)]
-    assert min(counts) > 25, "processes that read shards of their own have another order"
 
 
 def test_packs_stay_in_order_and_are_compared_in_every_step(tmp_path, caplog):
