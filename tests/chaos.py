@@ -1,7 +1,7 @@
 """Kill a run at random points, resume it, and compare every batch and the weights with a run that was left alone.
 
     python tests/chaos.py                        20 rounds on one process and 20 on two ranks
-    python tests/chaos.py --rounds 3 --ranks 2 --engine zero3 --workers 2 --seed 7
+    python tests/chaos.py --rounds 3 --ranks 2 --workers 2 --seed 7
     python tests/chaos.py --elastic              20 rounds, on one rank and on two in turn
 
 A round waits for a random optimizer step, or for the checkpoint after it to be begun, and for some milliseconds; then
@@ -19,7 +19,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from itertools import chain
@@ -28,11 +27,11 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
-from ranks.engines import SHARDED, deepspeed_config
 from ranks.restarts import THREE_EPOCHS
 from ranks.scenarios import Numbered, document_ids, make
 from ranks.training import save_model
-from support.versions import run_deepspeed_on_cpus
+from safetensors.torch import load_file
+from support.launch import free_port
 
 from trl_packfix.training.checkpoints import newest_whole
 
@@ -57,17 +56,7 @@ class Noting(Numbered):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-def rank_main(
-    folder: Path,
-    name: str,
-    engine: str | None,
-    workers: int,
-    attempt: int,
-    accumulation: int,
-    rank: int,
-    ranks: int,
-    port: int,
-) -> None:
+def rank_main(folder: Path, name: str, attempt: int, *, rank: int, ranks: int, port: str, **settings: int) -> None:
     """One rank of one attempt, from the newest whole checkpoint of `folder / name` if there is one."""
     log = log_of(folder, name, attempt, rank).open("w")
     faulthandler.enable(log)
@@ -76,12 +65,9 @@ def rank_main(
     if ranks > 1:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update({key: str(value) for key, value in (where | {"RANK": rank, "LOCAL_RANK": rank}).items()})
-    if engine in SHARDED:
-        run_deepspeed_on_cpus()
     multiprocessing.set_start_method("fork", force=True)  # as under a launcher; else workers inherit "forkserver"
     resume = newest_whole(folder / name)[0] is not None
-    settings = SETTINGS | {"gradient_accumulation_steps": accumulation, "dataloader_num_workers": workers}
-    trainer = make(folder, engine, Noting, output_dir=name, **settings)
+    trainer = make(folder, "ddp" if ranks > 1 else None, Noting, output_dir=name, **SETTINGS | settings)
     trainer.notes = notes_of(folder, name, attempt, rank).open("w")
     trainer.train(resume_from_checkpoint=resume or None)
     trainer.save_model(str(folder / name / "final"))
@@ -105,17 +91,15 @@ def read_notes(file: Path) -> list[tuple[int, list[int]]]:
 
 
 class Chaos:
-    """The runs of one number of ranks under one engine, in `folder`."""
+    """The runs of one number of ranks, in `folder`."""
 
-    def __init__(self, folder: Path, ranks: int, engine: str | None, workers: int, seed: int):
-        self.folder, self.ranks, self.engine, self.workers = folder, ranks, engine, workers
+    def __init__(self, folder: Path, ranks: int, workers: int, seed: int):
+        self.folder, self.ranks, self.workers = folder, ranks, workers
         self.random = random.Random(seed)
-        self.attempt = self.kills = self.unfinished = self.runs = self.mid_second = 0
+        self.attempt = self.kills = self.unfinished = self.runs = 0
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["chaos"])
         save_model(folder, "llama")
-        if engine is not None:
-            (folder / f"{engine}.json").write_text(json.dumps(deepspeed_config(engine)))
         self.start("alone")
         self.join(must_succeed=True)
         self.expected = [read_notes(notes_of(folder, "alone", 0, rank)) for rank in range(ranks)]
@@ -128,24 +112,11 @@ class Chaos:
     def start(self, name: str) -> None:
         self.name = name
         (self.folder / name).mkdir(exist_ok=True)
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        settings = {"gradient_accumulation_steps": self.accumulation, "dataloader_num_workers": self.workers}
+        settings |= {"ranks": self.ranks, "port": free_port()}
+        given = (self.folder, name, self.attempt)
         self.processes = [
-            self.context.Process(
-                target=rank_main,
-                args=(
-                    self.folder,
-                    name,
-                    self.engine,
-                    self.workers,
-                    self.attempt,
-                    self.accumulation,
-                    rank,
-                    self.ranks,
-                    port,
-                ),
-            )
+            self.context.Process(target=rank_main, args=given, kwargs=settings | {"rank": rank})
             for rank in range(self.ranks)
         ]
         for process in self.processes:
@@ -195,7 +166,6 @@ class Chaos:
                 if victim.is_alive():
                     os.kill(victim.pid, signal.SIGKILL)
                     self.kills += 1
-                    self.mid_second += self.num_steps // 3 < step < 2 * self.num_steps // 3
                 return
             time.sleep(0.002)
 
@@ -208,19 +178,15 @@ class Chaos:
             if seen != expected[first : first + len(seen)]:
                 raise SystemExit(f"Attempt {self.attempt}, rank {rank} trained other batches than the run left alone.")
         if finished:
-            weights, expected = (
-                torch.cat([p.flatten() for p in self.load(name)]) for name in ("run/final", "alone/final")
-            )
+            weights, expected = (self.weights(name) for name in ("run/final", "alone/final"))
             if not torch.equal(weights, expected):
                 difference = (weights - expected).abs().max()
                 raise SystemExit(f"Attempt {self.attempt} ended with other weights, by up to {difference:.1e}.")
             shutil.rmtree(self.folder / "run")
             self.runs += 1
 
-    def load(self, name: str) -> list[torch.Tensor]:
-        from safetensors.torch import load_file
-
-        return [value for _, value in sorted(load_file(self.folder / name / "model.safetensors").items())]
+    def weights(self, name: str) -> torch.Tensor:
+        return torch.cat([value.flatten() for value in load_file(self.folder / name / "model.safetensors").values()])
 
 
 class Elastic(Chaos):
@@ -252,8 +218,7 @@ class Elastic(Chaos):
             epochs = [sorted(trained[i : i + num]) for i in range(0, len(trained), num)]
             if epochs != [list(range(num))] * SETTINGS["num_train_epochs"]:
                 raise SystemExit(f"Attempt {self.attempt} ended, and documents were not trained once in each epoch.")
-            weights = torch.cat([p.flatten() for p in self.load("run/final")])
-            if not weights.isfinite().all():
+            if not self.weights("run/final").isfinite().all():
                 raise SystemExit(f"Attempt {self.attempt} ended with weights that are not finite.")
             self.changed += len(set(self.ranks_of.values())) > 1
             self.steps, self.ranks_of = {}, {}
@@ -261,9 +226,7 @@ class Elastic(Chaos):
             self.runs += 1
 
 
-def chaos(
-    folder: Path, rounds: int, ranks: int | None, engine: str | None = None, workers: int = 0, seed: int = 0
-) -> Chaos:
+def chaos(folder: Path, rounds: int, ranks: int | None, workers: int = 0, seed: int = 0) -> Chaos:
     """Kill `rounds` times, then let the last run come to its end; without `ranks`, each round has its own number.
 
     Raises:
@@ -271,9 +234,7 @@ def chaos(
     """
     # The process that all others are forked from finds this module, and this package, there.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    runs = (Elastic if ranks is None else Chaos)(folder, ranks or 1, engine, workers, seed)
+    runs = (Elastic if ranks is None else Chaos)(folder, ranks or 1, workers, seed)
     while runs.kills < rounds:
         runs.round()
     runs.round(kill=False)
@@ -285,21 +246,18 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--elastic", action="store_true", help="one rank and two in turn")
-    parser.add_argument("--engine", choices=["zero3"], help="of two ranks; default DDP")
     parser.add_argument("--workers", type=int, default=0, help="that read for each rank")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     for ranks in [None] if arguments.elastic else arguments.ranks:
         with tempfile.TemporaryDirectory() as scratch:
             start = time.monotonic()
-            engine = arguments.engine if ranks is not None and ranks > 1 else None
-            runs = chaos(Path(scratch), arguments.rounds, ranks, engine, arguments.workers, arguments.seed)
+            runs = chaos(Path(scratch), arguments.rounds, ranks, arguments.workers, arguments.seed)
         result = "batches and weights as uninterrupted"
         if isinstance(runs, Elastic):
             result = f"{runs.changed} of them on one rank and on two, every document once in each epoch"
         print(
-            f"{ranks or '1 or 2'} rank(s): {runs.kills} kills, {runs.mid_second} of them in mid-epoch 2, "
-            f"{runs.unfinished} unfinished checkpoints passed over, {runs.runs} runs to the end: {result} "
-            f"({time.monotonic() - start:.0f} s)",
+            f"{ranks or '1 or 2'} rank(s): {runs.kills} kills, {runs.unfinished} unfinished checkpoints passed over, "
+            f"{runs.runs} runs to the end: {result} ({time.monotonic() - start:.0f} s)",
             flush=True,
         )

@@ -2,19 +2,16 @@
 
 import itertools
 import json
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-import transformers
 import trl
 from datasets import Dataset, Features, IterableDataset, Json, List
-from packaging.version import Version
 from support.models import build_tokenizer
 from support.runs import documents_of, stock, trainer
 
-from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix import SFTTrainer
 from trl_packfix.samples.said import say_what_is_left_out
 
 pytestmark = pytest.mark.slow
@@ -101,24 +98,6 @@ def test_warnings_of_trl_about_every_row_are_counted(bad_rows, tmp_path, caplog)
     assert [each[:39] for each in more] == ["4 more warnings of TRL about the train "]
     num_passes = 2  # of which TRL's own reads one row; a stream counts in each
     assert len(said(thinking_prompts("stream" + bad_rows).to_iterable_dataset())) == num_passes
-
-
-def test_defaults_are_no_cause_for_warnings(tmp_path):
-    """TRL's `SFTConfig` sets `gradient_checkpointing`, which transformers 5.23 deprecates."""
-
-    def said(config_class, **kwargs):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            config_class(str(tmp_path), use_cpu=True, bf16=False, **kwargs)
-        return [str(each.message) for each in found if each.category is FutureWarning]
-
-    assert not said(SFTConfig)
-    assert said(SFTConfig, gradient_checkpointing=False) == said(trl.SFTConfig, gradient_checkpointing=False)
-    assert said(SFTConfig, truncation_mode="keep_end", packing=False) == [
-        each for each in said(trl.SFTConfig, truncation_mode="keep_end") if "gradient_checkpointing" not in each
-    ]
-    if Version(transformers.__version__) >= Version("5.23"):
-        assert said(trl.SFTConfig) and said(SFTConfig, gradient_checkpointing=False)
 
 
 # Roles of ShareGPT, and fields that a template leaves out
