@@ -2,6 +2,7 @@
 
 import support  # noqa: F401 # isort: skip - sets the environment before torch is imported
 import gc
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -87,6 +88,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def tiny_model():
     """The factory `build_tiny_model(model_type="llama", seed=0, dtype=torch.float32, **config)`."""
     return build_tiny_model
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the hub's names of README and examples are a tiny model and 40 conversations."""
+    folder = tmp_path_factory.mktemp("workplace")
+    for each in (build_tiny_model("qwen3"), build_tokenizer()):
+        each.save_pretrained(folder / "Qwen" / "Qwen3-0.6B")
+    (folder / "trl-lib" / "Capybara").mkdir(parents=True)
+    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "yes "}]
+    rows = [{"messages": [*turns[:1], turns[1] | {"content": "yes " * (1 + i % 5)}]} for i in range(40)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rows = [{"messages": turns * (1 + i % 2), "source": "ab"[i % 2]} for i in range(40)]
+    (folder / "trl-lib" / "Capybara" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import csv
 import doctest
 import importlib
 import inspect
-import json
 import re
 import runpy
 import shlex
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.models import build_tiny_model, build_tokenizer
 from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
@@ -94,19 +92,6 @@ def test_the_index_has_every_page():
 
 def test_there_are_snippets():
     assert {page for page, _ in SNIPPETS} >= {"data.md", "packing.md", "isolation.md"}
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the names of the hub that README and docstrings use are a tiny model and conversations."""
-    folder = tmp_path_factory.mktemp("docs")
-    build_tiny_model("qwen3").save_pretrained(folder / "Qwen" / "Qwen3-0.6B")
-    build_tokenizer().save_pretrained(folder / "Qwen" / "Qwen3-0.6B")
-    (folder / "trl-lib" / "Capybara").mkdir(parents=True)
-    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because"}]
-    rows = [json.dumps({"messages": turns * (1 + i % 2), "source": "ab"[i % 2]}) for i in range(8)]
-    (folder / "trl-lib" / "Capybara" / "train.jsonl").write_text("\n".join(rows))
-    return folder
 
 
 def quick(code: str) -> str:

@@ -29,28 +29,10 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 JOBS = sorted((EXAMPLES / "configs").glob("*.yaml"))
-NUM_ROWS = 12
+NUM_ROWS = 40  # of `workplace`
 # As for `make demo`: glibc would return every large buffer to the kernel, a third of the CPU seconds
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 ENVIRONMENT |= {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model and conversations, under names of a hub's kind and as a file."""
-    folder = tmp_path_factory.mktemp("examples")
-    model = folder / "Qwen" / "Qwen3-0.6B"
-    build_tiny_model("qwen3").save_pretrained(model)
-    build_tokenizer().save_pretrained(model)
-    rows = [
-        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes " * (1 + i % 5)}]}
-        for i in range(NUM_ROWS)
-    ]
-    text = "\n".join(json.dumps(row) for row in rows)
-    (folder / "trl-lib" / "Capybara").mkdir(parents=True)
-    (folder / "trl-lib" / "Capybara" / "train.jsonl").write_text(text)
-    (folder / "rows.jsonl").write_text(text)
-    return folder
 
 
 def run(*arguments: str, cwd: Path, **env: str) -> str:

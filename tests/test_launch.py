@@ -14,7 +14,6 @@ import pytest
 import torch
 from ranks.engines import deepspeed_config
 from support.launch import TORCHRUN, environment, free_port, small
-from support.models import build_tiny_model, build_tokenizer
 from support.versions import gathers_on_cpus
 
 from trl_packfix.training.checkpoints import newest_whole
@@ -30,22 +29,6 @@ TRAIN = str(ROOT / "examples" / "train.py")
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory) -> Path:
-    """A tiny model, conversations of several lengths and a DeepSpeed config."""
-    folder = tmp_path_factory.mktemp("launch")
-    for model in ("model", "Qwen/Qwen3-0.6B"):
-        build_tiny_model().save_pretrained(folder / model)
-        build_tokenizer().save_pretrained(folder / model)
-    rows = [
-        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes " * (1 + i % 5)}]}
-        for i in range(40)
-    ]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "zero3.json").write_text(json.dumps(deepspeed_config("zero3")))
-    return folder
 
 
 def launch(command: list[str], folder: Path, **env: str) -> tuple[int, str]:
@@ -71,8 +54,8 @@ def launch(command: list[str], folder: Path, **env: str) -> tuple[int, str]:
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("zero3", marks=(needs_deepspeed, pytest.mark.sweep))])
 def test_a_killed_rank_ends_the_job_with_the_reason_and_a_whole_checkpoint(engine, workplace, tmp_path):
     (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "llama").symlink_to(workplace / "model")
-    (tmp_path / "zero3.json").symlink_to(workplace / "zero3.json")
+    (tmp_path / "models" / "llama").symlink_to(workplace / "Qwen" / "Qwen3-0.6B")
+    (tmp_path / "zero3.json").write_text(json.dumps(deepspeed_config("zero3")))
     launcher, env, reason = [*TORCHRUN, "-m"], {}, "Signal 9 (SIGKILL)"
     if engine == "zero3":
         launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", free_port(), "--module"]
@@ -135,6 +118,7 @@ LAUNCHERS["deepspeed"] = (gathers_on_cpus, pytest.mark.sweep)
 @pytest.mark.parametrize("launcher", [pytest.param(name, marks=m) for name, m in LAUNCHERS.items()])
 def test_the_command_under_each_launcher(launcher, workplace, tmp_path):
     (workplace / "mixture.yaml").write_text(MIXTURE)
+    (workplace / "zero3.json").write_text(json.dumps(deepspeed_config("zero3")))
     (workplace / "others.jsonl").write_text("\n".join((workplace / "rows.jsonl").read_text().splitlines()[:10]))
     # As in on_cpu.py, in each process of the command itself
     (tmp_path / "sitecustomize.py").write_text(

@@ -79,106 +79,87 @@ STREAM = IterableDataset.from_generator(never_read)
 MEDIA = ("video", "videos", "audio", "audios")
 SKIP = {"dataset_kwargs": {"skip_prepare_dataset": True}}
 VISION = Dataset.from_dict({"messages": [PROMPT + ANSWER], "images": [[b"x"]]})
-INPUT = [
-    (
-        "stream of images and tokenizer",
+INPUT = {
+    "stream of images and tokenizer": (
         {"dataset": VISION.to_iterable_dataset(), "max_steps": 1},
         r"`processing_class=\w+` was given with the column.*makes no pixels.*processor",
     ),
-    (
-        "padding_free of a stream",
+    "padding_free of a stream": (
         {"dataset": STREAM, "max_steps": 1, "packing": False, "padding_free": True},
         r"`packing_strategy='minibatch'` was given with an `IterableDataset`",
     ),
-    (
-        "positions",
+    "positions": (
         {"dataset": TEXTS, "max_length": 5000},
         r"`max_length=5000` was given and the model has 4096 positions.*never learned.*4096 or less",
     ),
-    (
-        "nothing left",
+    "nothing left": (
         {"dataset": tokenised(labels=[[-100] * 3, [-100] * 3])},
         r"2 rows and 2 documents, and no document remains.*2 untrained.*two tokens.*Check that `labels`",
     ),
-    (
-        "label lengths",
+    "label lengths": (
         {"dataset": tokenised(labels=[[5, 6, 7], [8, 9]])},
         r"1 rows have labels of another length.*row 1 with 3 `input_ids` and 2 `labels`.*exactly one label.*-100",
     ),
-    (
-        "vocabulary",
+    "vocabulary": (
         {"dataset": Dataset.from_dict({"input_ids": [[5, 6], [7, 300]]})},
         r"Row 1 of the train dataset has token ids from 5 to 300, and the model has 300 embeddings.*resize",
     ),
-    (
-        "negative id",
+    "negative id": (
         {"dataset": Dataset.from_dict({"input_ids": [[-1, 6], [7, 30]]})},
         r"Row 0 of the train dataset has token ids from -1 to 30",
     ),
-    (
-        "zero seq_lengths",
+    "zero seq_lengths": (
         {"dataset": tokenised(seq_lengths=[[3], [3, 0]])},
         r"`seq_lengths` of row 1 is \[3, 0\] and the row has 3 tokens.*must be positive and add up.*Correct",
     ),
-    (
-        "inconsistent seq_lengths",
+    "inconsistent seq_lengths": (
         {"dataset": tokenised(seq_lengths=[[3], [2]])},
         r"`seq_lengths` of row 1 is \[2\] and the row has 3 tokens",
     ),
-    (
-        "packs without packing",
+    "packs without packing": (
         {"dataset": tokenised(seq_lengths=[[3], [1, 2]]), "packing": False},
         r"2 rows has `seq_lengths`.*packing is off.*would see each other.*Set `packing=True`",
     ),
-    (
-        "padded rows",
+    "padded rows": (
         {"dataset": tokenised(attention_mask=[[1, 1, 1], [1, 1, 0]])},
         r"Row 1 of the train dataset is padded.*zeros.*trained and attended to.*`padding=False`",
     ),
-    (
-        "missing mask",
+    "missing mask": (
         {"dataset": tokenised(attention_mask=[[1, 1, 1], None])},
         r"Column `attention_mask` holds 1 missing rows and 0 missing values in 2 rows.*without gaps.*Remove",
     ),
-    (
-        "strings for ids",
+    "strings for ids": (
         {"dataset": Dataset.from_dict({"input_ids": [["a", "b"]]})},
         r"Column `input_ids` has type list<item: string>.*list of them.*as lists of token ids",
     ),
-    (
-        "no rows",
+    "no rows": (
         {"dataset": Dataset.from_dict({"text": []})},
         r"The train dataset has 0 rows and the columns \['text'\].*nothing to train.*Check the file",
     ),
-    (
-        "messages that are none",
+    "messages that are none": (
         {"dataset": Dataset.from_dict({"messages": ["a", "b"]})},
         r"2 rows has the columns `messages` \(string\)\. TRL tokenises .*Rename or reshape.*`dataset_text_field`",
     ),
-    (
-        "missing answer",
+    "missing answer": (
         {"dataset": Dataset.from_dict({"prompt": ["a", "b", "c"], "completion": ["d", None, "e"]}).select([2, 1])},
         r"1 of 2 rows of the train dataset hold None in `completion`; the first are \[1\].*Remove these rows",
     ),
-    (
-        "transform",
+    "transform": (
         {"dataset": TEXTS.with_transform(lambda rows: rows), "dataset_kwargs": {"skip_prepare_dataset": True}},
         r"8 rows has a transform.*length of every document.*`Dataset.map`",
     ),
-    (
-        "untokenised with skip_prepare_dataset",
+    "untokenised with skip_prepare_dataset": (
         {"dataset": TEXTS, "dataset_kwargs": {"skip_prepare_dataset": True}},
         r"columns \['text'\] and no `input_ids`.*tokenised rows.*skip_prepare_dataset",
     ),
-    (
-        "too long",
+    "too long": (
         {"dataset": TEXTS, "max_length": 20, "overlong": "raise"},
         r"of 8 documents are longer than `max_length=20`; the first are in rows .* tokens\).*Raise `max_length`",
     ),
-]
+}
 
 
-@pytest.mark.parametrize("given, message", [case[1:] for case in INPUT], ids=[case[0] for case in INPUT])
+@pytest.mark.parametrize("given, message", INPUT.values(), ids=INPUT)
 def test_input_is_refused(given, message, tmp_path):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         trainer(tmp_path, **given)
