@@ -3,6 +3,7 @@
 import inspect
 import re
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -259,15 +260,22 @@ NO_SUCH_LAYER = {
 NO_DEFAULT = {"gemma4_assistant", "molmo2", "nemotron_h_omni"}
 
 
+@cache
+def tiny_texts():
+    """The config of the text part of each tiny model, by its type."""
+    types = sorted({*zoo.causal_types(), *zoo.image_text_types()} - NO_DEFAULT)
+    classes = {model_type: CONFIG_MAPPING[model_type] for model_type in types}
+    return {name: kind(**zoo.shrink(kind())).get_text_config(decoder=True) for name, kind in classes.items()}
+
+
+@pytest.mark.sweep
 @current_models
 def test_every_tiny_model_has_a_layer_of_each_kind():
     """A type whose tiny model lacks the kind of layer that matters was right in the sweep and wrong in training."""
     kinds = {*ALLOWED_LAYER_TYPES, *ALLOWED_MLP_LAYER_TYPES}
     explained = {name for names in NO_SUCH_LAYER for name in names.split()}
     missing, tested = {}, 0
-    for model_type in sorted({*zoo.causal_types(), *zoo.image_text_types()} - NO_DEFAULT):
-        config_class = CONFIG_MAPPING[model_type]
-        text = config_class(**zoo.shrink(config_class())).get_text_config(decoder=True)
+    for model_type, text in tiny_texts().items():
         code = "".join(file.read_text() for file in Path(inspect.getfile(type(text))).parent.glob("modeling_*.py"))
         named = {kind for kind in kinds if re.search(rf"[\"']{kind}[\"']", code)}
         has = {*(getattr(text, "layer_types", None) or []), *(getattr(text, "mlp_layer_types", None) or [])}
@@ -278,20 +286,16 @@ def test_every_tiny_model_has_a_layer_of_each_kind():
     assert missing.keys() == explained, {**missing}
 
 
+@pytest.mark.sweep
 @current_models
 def test_every_threshold_of_a_tiny_model_lies_below_the_lengths_of_the_judge():
-    judge_reach, tested = max(len(ids) for ids in _cases()["mixed"]), 0
-    for model_type in sorted({*zoo.causal_types(), *zoo.image_text_types()} - NO_DEFAULT):
-        config_class = CONFIG_MAPPING[model_type]
-        text = config_class(**zoo.shrink(config_class())).get_text_config(decoder=True)
+    cases = Judge(build_tiny_model(), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY).cases
+    judge_reach, tested = max(len(ids) for ids in cases["mixed"]), 0
+    for model_type, text in tiny_texts().items():
         reach, _ = thresholds(text, 64, 1)
         assert all(n < judge_reach for n in reach.values()), (model_type, reach)
         tested += bool(reach)
     assert tested > 50
-
-
-def _cases():
-    return Judge(build_tiny_model(), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY).cases
 
 
 # Models that are not causal
