@@ -21,11 +21,8 @@ BEGIN = """\
 # What is logged
 
 To the console, to every logger (`report_to`) and to `log_history` in `trainer_state.json`, beside what transformers
-logs. Values of a training are since its last log; a key without a value, such as one of images on text, is not logged.
-`loss` is the mean over the trained tokens of each optimizer step. The whole report is in `packing_report.json`.
-
-A key or a field of the config that is renamed works under both names for one minor version, and the old one warns.
-What is called *experimental* has run on no GPU yet, and may change in any version.
+logs. Values of a training are since its last log; a key without a value is not logged. `loss` is the mean over the
+trained tokens of each optimizer step. A key that is renamed works under both names for one minor version.
 """
 
 
