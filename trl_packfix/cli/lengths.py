@@ -19,7 +19,7 @@ LONGEST = 2**31 - 1  # tokens of a row: the largest list of an Arrow table
 
 @dataclass(frozen=True)
 class LengthRows(Rows):
-    """Rows of which only the lengths are known. Every token except the first of a document counts as trained.
+    """Rows of which only the lengths are known. Every token has a label.
 
     Attributes:
         lengths: tokens of each row, shape (R,).
@@ -35,13 +35,10 @@ class LengthRows(Rows):
     def bad_rows(self) -> None:
         return None
 
-    def count_trained(
+    def count_labels(
         self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        return np.maximum(stop - start - 1, 0)
-
-    def first_is_labelled(self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        return np.ones(len(row), dtype=bool)
+        return stop - start
 
     def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
         """Zeros in place of the unknown tokens and labels, shape (stop - start,)."""

@@ -154,18 +154,12 @@ class ImageRows(Rows):
         is_inside = (place >= 0) & (of_row[place] == rows) & (last < stop[place]) & (first[place] >= start)
         return np.where(is_inside, first[place] + 1 - start, common)
 
-    def count_trained(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
-        """Trained tokens of each span, shape (N,)."""
-        counts = self._trained[row].copy()
-        for i in np.flatnonzero((start > 0) | (stop < self.lengths[row])):
-            counts[i] = self.tokens(row[i])[1][start[i] + 1 : stop[i]].sum()
+    def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
+        is_whole = stop == self.lengths[row]
+        counts = (start == 0) * self._first_is_labelled[row] + is_whole * self._trained[row]
+        for i in np.flatnonzero((start > 1) | (stop > 1) & ~is_whole):
+            counts[i] = self.tokens(row[i])[1][start[i] : stop[i]].sum()
         return counts
-
-    def first_is_labelled(self, row: Int64Array, start: Int64Array) -> BoolArray:
-        is_labelled = self._first_is_labelled[row].copy()
-        for i in np.flatnonzero(start > 0):
-            is_labelled[i] = self.tokens(row[i])[1][start[i]]
-        return is_labelled
 
     def tokens(self, row: int) -> tuple[Int64Array, BoolArray]:
         """The tokens of a row's document, and which of them are labels, both of shape (tokens,)."""

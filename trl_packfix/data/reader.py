@@ -87,12 +87,12 @@ class Rows(ABC):
         """One span as `input_ids` and `labels`, shape (stop - start,)."""
 
     @abstractmethod
-    def count_trained(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
-        """Trained tokens of each span, shape (N,): labels that are not -100. The first of a span does not count."""
+    def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
+        """Labels of each span that are not -100, shape (N,)."""
 
-    @abstractmethod
-    def first_is_labelled(self, row: Int64Array, start: Int64Array) -> BoolArray:
-        """Whether the first token of each span has a label that is not -100, shape (N,). It is never a target."""
+    def count_trained(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
+        """Trained tokens of each document, shape (N,): its first token is never a target."""
+        return self.count_labels(row, np.minimum(start + 1, stop), stop)
 
 
 def mask_columns(dataset: Dataset) -> list[str]:
@@ -309,7 +309,7 @@ class TokenReader(Rows):
     def labels_are_tokens(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> BoolArray:
         """Whether each label of a span is -100 or its own token, shape (N,).
 
-        This is one pass over tokens and labels, chunk by chunk, with the memory of `count_trained`.
+        This is one pass over tokens and labels, chunk by chunk, with the memory of `count_labels`.
         """
         are_tokens = np.ones(len(row), dtype=bool)
         if not self._has_labels:
@@ -331,29 +331,21 @@ class TokenReader(Rows):
             are_tokens[spans] = _count(wrong, first - low, last - low) == 0
         return are_tokens
 
-    def count_trained(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
-        """Trained tokens of each span.
+    def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
+        """Labels of each span that are not -100.
 
         This is one pass over the labels or the mask, chunk by chunk. It needs 4 bytes of memory per token of the
         largest chunk.
         """
-        untrained = IGNORE_INDEX if self._has_labels else 0
         if self._targets is None:
-            return np.maximum(stop - start - 1, 0)
+            return stop - start
         counts = np.zeros(len(row), dtype=np.int64)
         for values, spans, base in self._targets.by_chunk(row):
-            first, last = base + np.minimum(start[spans] + 1, stop[spans]), base + stop[spans]
+            first, last = base + start[spans], base + stop[spans]
             low = first.min()
-            counts[spans] = _count(values[low : last.max()] != untrained, first - low, last - low)
+            is_label = values[low : last.max()] != (IGNORE_INDEX if self._has_labels else 0)
+            counts[spans] = _count(is_label, first - low, last - low)
         return counts
-
-    def first_is_labelled(self, row: Int64Array, start: Int64Array) -> BoolArray:
-        if self._targets is None:
-            return np.ones(len(row), dtype=bool)
-        is_labelled = np.zeros(len(row), dtype=bool)
-        for values, spans, base in self._targets.by_chunk(row):
-            is_labelled[spans] = values[base + start[spans]] != (IGNORE_INDEX if self._has_labels else 0)
-        return is_labelled
 
     def token_range(self) -> tuple[int, int]:
         """Smallest and largest token id of all rows, to check them against the vocabulary. Reads every token."""

@@ -42,7 +42,7 @@ def make_report(planner: EpochPlanner, reader: Rows, *, unpacked_counts_first: b
     costs = rank_costs(schedule, units.costs_of_documents()).reshape(-1, packing.world_size)[:NUM_MICRO_STEPS].tolist()
     divisor = trained = int(documents.trained.sum())
     if unpacked_counts_first:
-        divisor += int(reader.first_is_labelled(documents.row, documents.start).sum())
+        divisor += int(reader.count_labels(documents.row, documents.start, documents.start + 1).sum())
     return PackingReport(
         **_settings(packing),
         num_rows=len(reader),
