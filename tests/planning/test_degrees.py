@@ -31,8 +31,7 @@ from trl_packfix.layout import LAYOUT
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads, Mixers, TowerCosts, with_scans
 from trl_packfix.planning.degrees import GroupTimes, Step, modelled_time
 from trl_packfix.planning.packing import Bins
-from trl_packfix.planning.parallel import SequenceParallel, Speeds, possible_degrees, smallest_degree
-from trl_packfix.planning.schedule import rank_costs
+from trl_packfix.planning.parallel import SequenceParallel, Speeds, possible_degrees
 from trl_packfix.planning.units import Units
 from trl_packfix.training.checks import check_before_loading
 from trl_packfix.training.choices import Setup
@@ -194,24 +193,7 @@ def test_a_model_without_attention_pays_for_exchanges(model_type):
     assert (chosen[0] == 1).mean() > 0.7 and chosen[0].max() == 2 and (chosen[1] > 2).mean() > 0.7
 
 
-def test_costs_of_ranks_are_even_shares_of_their_pack():
-    lengths = [*np.random.default_rng(0).integers(1, 12, 60).tolist(), 60]
-    run = planner(lengths, 4, 16, accumulation=2)
-    schedule, costs = run.schedule(0), rank_costs(run.schedule(0), run.units().costs())
-    assert costs.sum() == pytest.approx(MODEL(lengths).sum())
-    for row, degree in zip(costs.reshape(-1, 4), schedule.degrees.tolist(), strict=True):
-        assert (row.reshape(-1, degree) == row.reshape(-1, degree)[:, :1]).all()
-    assert (schedule.degrees > 1).any()
-
-
 # What a run may use
-
-
-@pytest.mark.parametrize(
-    "max_length, tokens, degree", [(64, 64, 1), (65, 64, 2), (128, 64, 2), (129, 64, 4), (1, 64, 1), (512, 64, 8)]
-)
-def test_the_smallest_degree_holds_the_longest_document(max_length, tokens, degree):
-    assert smallest_degree(max_length, tokens) == degree
 
 
 def test_degrees_divide_the_ranks_and_leave_each_rank_a_head():

@@ -104,9 +104,7 @@ class EpochPlanner:
                 "`gradient_accumulation_steps` or the batch size."
             )
         if packing.parallel is not None:
-            used = self.schedule(0).degrees
-            assert used is not None
-            degrees = tuple(sorted({packing.parallel.smallest, *used.tolist()}))
+            degrees = tuple(sorted({packing.parallel.smallest, *self.schedule(0).degrees.tolist()}))
             self.packing = replace(packing, degrees=degrees)
 
     @cached_property
@@ -223,7 +221,7 @@ class EpochPlanner:
             arrays = read_or_make(self.file("schedule", epoch), lambda: _arrays(self._schedule(epoch)))
             order, packing = arrays["order"], self.packing
             of_run = (packing.accumulation, packing.world_size, len(self.documents) - len(order))
-            self._latest = epoch, Schedule(order, arrays["offsets"], *of_run, arrays.get("degrees"))
+            self._latest = epoch, Schedule(order, arrays["offsets"], *of_run, arrays["degrees"])
         return self._latest[1]
 
     def file(self, kind: Literal["plan", "schedule"], epoch: int) -> Path | None:
@@ -249,14 +247,12 @@ class EpochPlanner:
     def _schedule_rest(self, rest: "EpochPlanner") -> Schedule:
         schedule, trained = rest.schedule(0), self.start.trained
         assert trained is not None
-        empty, degrees = np.zeros(self.start.num_steps * self.packing.bins.num_slots, np.int64), schedule.degrees
-        if degrees is not None:
-            degrees = np.concatenate([np.ones(self.start.num_steps * self.packing.accumulation, np.int64), degrees])
+        num_steps, packing = self.start.num_steps, self.packing
         return replace(
             schedule,
             order=np.flatnonzero(~trained)[schedule.order],
-            offsets=np.concatenate([empty, schedule.offsets]),
-            degrees=degrees,
+            offsets=np.concatenate([np.zeros(num_steps * packing.bins.num_slots, np.int64), schedule.offsets]),
+            degrees=np.concatenate([np.ones(num_steps * packing.accumulation, np.int64), schedule.degrees]),
         )
 
     def pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
@@ -293,5 +289,5 @@ def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
 
 def _arrays(packs: PackPlan | Schedule) -> Arrays:
     """What a cache file holds of them: what is not in the documents or the settings."""
-    degrees = packs.degrees if isinstance(packs, Schedule) else None
-    return {"order": packs.order, "offsets": packs.offsets} | ({} if degrees is None else {"degrees": degrees})
+    arrays = {"order": packs.order, "offsets": packs.offsets}
+    return arrays | ({"degrees": packs.degrees} if isinstance(packs, Schedule) else {})

@@ -99,9 +99,9 @@ class PackedBatchSampler:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """How many ranks may share a pack; () without sequence parallelism."""
+        """How many ranks may share a pack."""
         degrees = self.planner.degrees if isinstance(self.planner, Schedule) else self.planner.packing.degrees
-        return () if degrees is None else tuple(np.unique(degrees).tolist())
+        return tuple(np.unique(degrees).tolist())
 
     def __iter__(self) -> Iterator[Any]:
         schedule = self.planner if isinstance(self.planner, Schedule) else self.planner.schedule(self.epoch)

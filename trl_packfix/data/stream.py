@@ -271,7 +271,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         plan = PackPlan(np.arange(len(documents)), offsets, lengths, self.packing.capacity)
         units = Units(lengths, self.packing.cost_model, self._image_costs(documents))
         schedule = schedule_plan(plan, units, 1, packing=self._packing_of_pass)
-        if schedule.degrees is not None:
+        if self.packing.parallel is not None:
             self._micro_steps = dict(Counter(self._micro_steps) + Counter(schedule.degrees.tolist()))
         dummy = dummy_document(self.pad_token_id)
         rank, micro_batches = self.rank % self._count, []

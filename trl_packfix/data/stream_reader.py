@@ -46,12 +46,11 @@ class Share:
 
     Attributes:
         dataset: the rank's own shards, or the whole stream.
-        index, count: this rank, and the number of ranks, among those that read the same. With its own shards: (0, 1).
+        count: ranks that read the same; 1 with its own shards.
         path: see `part_of`; () for the whole stream.
     """
 
     dataset: IterableDataset
-    index: int
     count: int
     path: tuple[tuple[int, int], ...] = ()
 
@@ -75,7 +74,7 @@ def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degre
         # Not `split_dataset_by_node`: it assigns the shards anew in every pass, but ranks end their passes at
         # different times.
         path = ((num_groups, rank // degree),)
-        return Share(part_of(dataset, path), rank % degree, degree, path)
+        return Share(part_of(dataset, path), degree, path)
     if world_size > MANY_RANKS and rank == 0:
         logger.warning(
             "The stream has %d shards, which %d %s cannot share evenly: every rank reads and tokenises all "
@@ -85,7 +84,7 @@ def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degre
             "ranks" if degree == 1 else f"groups of {degree} ranks",
             num_groups,
         )
-    return Share(dataset, rank, world_size)
+    return Share(dataset, world_size)
 
 
 def part_of(dataset: IterableDataset, path: Iterable[tuple[int, int]]) -> IterableDataset:

@@ -254,7 +254,6 @@ class ModelledTime(NamedTuple):
 
 def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) -> ModelledTime:
     """What a schedule of units takes."""
-    assert schedule.degrees is not None
     times = GroupTimes(units.cost_model, parallel.speeds)
     seconds, exchange = np.zeros((2, len(schedule.degrees)))
     tokens = schedule.slot_sums(units.rows)

@@ -246,11 +246,6 @@ class Pieces(Units):
         place[order] = np.arange(len(self)) / max(len(self), 1)
         return np.argsort((place[self.original] + self.distance) % 1, kind="stable")
 
-    def costs_of_documents(self) -> Float64Array:
-        costs = np.zeros(len(self.family))
-        costs[self._ascending[self.offsets[:-1]]] = self.costs()
-        return costs
-
     def documents(
         self, units: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
     ) -> tuple[Int64Array, Int64Array]:

@@ -10,8 +10,8 @@ Letters: S steps, G micro-batches per step (gradient accumulation), W ranks, N d
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import pairwise, repeat
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -35,9 +35,9 @@ class Schedule:
         accumulation: G, micro-batches per optimizer step and rank.
         world_size: W, data-parallel ranks.
         num_skipped: documents that the epoch does not reach (`dataloader_drop_last`).
-        degrees: with sequence parallelism, ranks that share a pack in each micro-step, shape (S*G,). They are
-            neighbours, and the slot of the first one holds the documents of its group; the slots of the others are
-            empty. None: every rank has its own pack.
+        degrees: ranks that share a pack in each micro-step, shape (S*G,); given as (): each has its own pack. They
+            are neighbours, and the slot of the first one holds the documents of its group; the slots of the others are
+            empty.
     """
 
     order: Int64Array
@@ -45,7 +45,11 @@ class Schedule:
     accumulation: int
     world_size: int
     num_skipped: int = 0
-    degrees: Int64Array | None = None
+    degrees: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def __post_init__(self) -> None:
+        if not len(self.degrees):
+            object.__setattr__(self, "degrees", np.ones((len(self.offsets) - 1) // self.world_size, np.int64))
 
     @property
     def num_steps(self) -> int:
@@ -63,8 +67,6 @@ class Schedule:
 
     def parts(self, rank: int) -> Iterator[tuple[int, int]]:
         """Degree and index of the part that a rank holds of its pack, for each micro-batch; (1, 0): all of it."""
-        if self.degrees is None:
-            return repeat((1, 0), self.num_steps * self.accumulation)
         return ((degree, rank % degree) for degree in self.degrees.tolist())
 
     def slot_sums(self, values: Int64Array | Float64Array) -> Float64Array:
@@ -84,10 +86,8 @@ def rank_costs(schedule: Schedule, costs: Float64Array) -> Float64Array:
     Args:
         costs: of each unit that the schedule has, by number.
     """
-    packs = schedule.slot_sums(costs)
-    if schedule.degrees is not None:
-        degrees, ranks = schedule.degrees[:, None], np.arange(schedule.world_size)
-        packs = np.take_along_axis(packs, ranks - ranks % degrees, axis=1) / degrees
+    degrees, ranks = schedule.degrees[:, None], np.arange(schedule.world_size)
+    packs = np.take_along_axis(schedule.slot_sums(costs), ranks - ranks % degrees, axis=1) / degrees
     return packs.reshape(-1, schedule.accumulation, schedule.world_size)
 
 

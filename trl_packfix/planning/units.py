@@ -64,10 +64,6 @@ class Units:
         """
         return units, offsets
 
-    def costs_of_documents(self) -> Float64Array:
-        """The cost of each unit at its smallest document and 0 at the others, by number, for sums over packs."""
-        return self.costs()
-
     def of(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The inverse of `documents`: the units that these documents are, and `offsets` into the units."""
         return documents, offsets

@@ -39,7 +39,7 @@ def make_report(planner: EpochPlanner, reader: Rows, *, unpacked_counts_first: b
     packed_rows = reader.seq_lengths()
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
-    costs = rank_costs(schedule, units.costs_of_documents()).reshape(-1, packing.world_size)[:NUM_MICRO_STEPS].tolist()
+    costs = rank_costs(of_units, units.costs()).reshape(-1, packing.world_size)[:NUM_MICRO_STEPS].tolist()
     divisor = trained = int(documents.trained.sum())
     if unpacked_counts_first:
         divisor += int(reader.count_labels(documents.row, documents.start, documents.start + 1).sum())

@@ -169,7 +169,7 @@ def _read_pack(planner: EpochPlanner, reader: Rows, slot: int) -> ShownPack:
         for document, (first, end), common in zip(chosen, itertools.pairwise(whole), shared, strict=True)
     ]
     (step, micro), rank = divmod(slot // packing.world_size, packing.accumulation), slot % packing.world_size
-    degree = 1 if schedule.degrees is None else int(schedule.degrees[slot // packing.world_size])
+    degree = int(schedule.degrees[slot // packing.world_size])
     place = f"step {step}" + (f".{micro}" if packing.accumulation > 1 else "")
     if packing.world_size > 1:
         place += f", rank {rank}" if degree == 1 else f", ranks {rank}-{rank + degree - 1}"

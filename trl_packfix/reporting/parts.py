@@ -37,7 +37,6 @@ class SharedPacks:
     @classmethod
     def of_table(cls, planner: EpochPlanner, parallel: SequenceParallel, schedule: Schedule) -> "SharedPacks":
         """Of the first epoch, whose units have this schedule."""
-        assert schedule.degrees is not None
         units = planner.units()
         time = modelled_time(schedule, units, parallel)
         total = np.concatenate([[0], np.cumsum(units.rows[schedule.order])])
