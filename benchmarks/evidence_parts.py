@@ -15,10 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
 from common import Row, hide_progress
 from evidence_attention import Rows, device_of_kernels, kernels, launches, million_tokens, prefixes, timed
 from throughput_gpu import (

@@ -57,7 +57,6 @@ cd "$root" || exit 1
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=disabled
 export TORCH_EXTENSIONS_DIR="$work/extensions" PYTHONUNBUFFERED=1
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF-expandable_segments:True}"
-export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
     gpu=1
     # One process trains on one GPU: with several, the Trainer would wrap the model in DataParallel, which TRL refuses.
