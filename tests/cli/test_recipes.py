@@ -10,6 +10,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from datasets import Dataset
 from support import vision
 from support.models import build_tiny_model, build_tokenizer
+from sweep.image_families import FAMILIES as IMAGE_FAMILIES
 from trl import get_peft_config
 
 from trl_packfix import SFTTrainer
@@ -25,6 +26,7 @@ MODELS = {
     "qwen3-0.6b": "qwen3",
     "gpt-oss-20b-lora": "gpt_oss",
     "gemma-3-4b-lora": "gemma3",
+    "gemma-4-e4b-lora": "gemma4",
     "qwen3.5-4b-lora": "qwen3_5",
     "qwen2.5-vl-3b-lora": "qwen2_5_vl",
     "agent-per-turn": "qwen3",
@@ -100,7 +102,7 @@ def test_a_recipe_trains(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model_type = MODELS[name]
     _, args, model_args, *_ = parse(["--config", str(recipes.FOLDER / f"{name}.yaml"), *CPU, *SMALL])
-    has_tower = model_type in vision.FAMILIES
+    has_tower = model_type in IMAGE_FAMILIES
     rows = vision.rows(6) if name == "qwen2.5-vl-3b-lora" else CHATS
     trainer = SFTTrainer(
         model=vision.build_model(model_type) if has_tower else build_tiny_model(model_type),
