@@ -257,7 +257,7 @@ def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, caps
     "words, message",
     [
         (["no/such/data"], "`no/such/data` was given as a dataset. There is no such file or folder here"),
-        (["rows.jsonl", "--tokenizer", "no/such/model"], "Its tokenizer cannot be loaded"),
+        (["rows.jsonl", "--tokenizer", "no/such/model"], "`no/such/model` was given. It cannot be loaded"),
         (["a.txt", "--tokens-per-rank", "64", "--exchange-speeds", "{bad"], "`exchange_speeds={bad` was given"),
         (["rows.jsonl"], "Set `--tokenizer` or `--model`"),
         (["rows.jsonl", "a.txt", "--tokenizer", "model"], "1 files of lengths and 1 datasets"),

@@ -8,18 +8,19 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 import yaml
 from accelerate import PartialState
 from accelerate.commands.launch import launch_command_parser
+from transformers import AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from ..training.config import SFTConfig, changed
 from ..training.foreign_keys import hints, other_defaults
-from .flags import SHORT, did_you_mean
-from .mixture import MixtureConfig
+from .flags import SHORT, did_you_mean, named
+from .mixture import MixtureConfig, check_types
 
 # Smallest and largest value that is no error of the run; no field may be "not a number"
 RANGES = {
@@ -149,32 +150,24 @@ def parse(
             launcher are only named: this command is launched.
     """
     kinds: Any = (TrainArguments, SFTConfig, ModelConfig, MixtureConfig)
-    parser = TrlParser(
-        kinds,
-        prog=prog,
-        usage=f"{prog} [--config FILE.yaml] [--FLAG VALUE ...]",
-        description=description,
-        formatter_class=Help,
-        allow_abbrev=False,
-    )
+    usage = f"{prog} [--config FILE.yaml] [--FLAG VALUE ...]"
+    parser = TrlParser(kinds, prog=prog, usage=usage, description=description, formatter_class=Help, allow_abbrev=False)
     file, words = _split_config(sys.argv[1:] if flags is None else flags, prog)
     settings = {} if file is None else read_settings(file)
     known = [action.dest for action in parser._actions]
-    own = [] if others is None else [*vars(others)]
+    suggested = known if others is None else [*known, *vars(others)]
     if others is not None:
         words = _with_values(words, parser)
         parser.add_argument("words", nargs="*")
-    _refuse_unknown([name for name in settings if name not in known], [*known, *own], settings.keys())
-    _check_types(settings, kinds)
+    _refuse_unknown([name for name in settings if name not in known], suggested, settings.keys())
+    check_types(settings, kinds, "in the config file", texts=True)
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words} | settings.keys()
     if "tokens_per_rank" in given:  # it sets the size of micro-batches
         defaults = {"per_device_train_batch_size": 1} | defaults
-    parser.set_defaults(**machine_settings() | {"packing": True} | defaults)
-    parser.set_defaults(padding_free=settings.get("padding_free", False))
-    is_by_default = "packing" not in given
-    if is_by_default and parser.parse_known_args(words)[0].padding_free:
-        is_by_default = False
-        parser.set_defaults(packing=False)
+    of_file = {"packing": True, "padding_free": settings.get("padding_free", False)}
+    parser.set_defaults(**machine_settings() | of_file | defaults)
+    is_by_default = "packing" not in given and not parser.parse_known_args(words)[0].padding_free
+    parser.set_defaults(packing=is_by_default)
     try:
         *configs, unknown = parser.parse_args_and_config(
             words if file is None else ["--config", file, *words], return_remaining_strings=True
@@ -183,11 +176,18 @@ def parse(
         if is_by_default and "packing" in str(error):
             error.add_note(NOTE)
         raise
-    _check_unknown(unknown, [*known, *own], given)
+    names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
+    _refuse_unknown(names or unknown, suggested, given)
+    if names:
+        PartialState().print(
+            f"Not used: {', '.join(names)}. `trl sft` passes this to `accelerate launch`. Here, give it to the "
+            "launcher: `accelerate launch ... -m trl_packfix train ...`."
+        )
     if others is None and is_by_default:
         PartialState().print(NOTE)
     script_args, training_args, model_args, mixture = configs[:4]
     _check_values(training_args)
+    _check_template(training_args.chat_template_path)
     return Configs(script_args, training_args, model_args, mixture, given, [] if others is None else configs[4].words)
 
 
@@ -238,6 +238,14 @@ def _check_values(args: SFTConfig) -> None:
                 f"`{name}={value}` was given. Training cannot compute with it. Set `{name}` to a finite number"
                 f"{f' of {least} or more' if name in RANGES else ''}, or leave it unset."
             )
+
+
+def _check_template(path: str | None) -> None:
+    """Refuse a `chat_template_path` at which TRL finds no template."""
+    if path is not None and not (Path(path).is_file() and path.endswith((".jinja", ".j2"))):
+        what = "a file of a template (.jinja, .j2) that is here, or the name or folder of a tokenizer that has one"
+        with named(f"chat_template_path={path}", what):
+            AutoTokenizer.from_pretrained(path).get_chat_template()
 
 
 def _split_config(words: Sequence[str], prog: str) -> tuple[str | None, list[str]]:
@@ -298,46 +306,13 @@ class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
         return super().construct_mapping(node, deep)
 
 
-def _check_types(settings: dict[str, Any], kinds: Sequence[type]) -> None:
-    """Refuse values that their fields cannot hold; argparse converts and checks those that are text.
-
-    Raises:
-        ValueError: a list or a mapping for a number, a fraction for a whole number, or no value where one is needed.
-    """
-    for name, wanted in {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}.items():
-        plain = set(get_args(wanted) or [wanted])
-        if name not in settings or not plain <= {int, float, bool, str, type(None)}:
-            continue
-        value, allowed = settings[name], (plain | {str}) | ({int} if plain & {float, bool} else set())
-        if type(value) not in allowed:
-            expected = " or ".join(
-                "nothing" if kind is type(None) else kind.__name__ for kind in get_args(wanted) or [wanted]
-            )
-            raise ValueError(
-                f"`{name}: {value}` was given in the config file. It has the type {type(value).__name__}, and the "
-                f"field holds {expected}. Correct it, or remove it for the default."
-            )
-
-
-def _check_unknown(unknown: list[str], known: list[str], given: Set[str]) -> None:
-    names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
-    _refuse_unknown(names or unknown, known, given)
-    if names:
-        PartialState().print(
-            f"Not used: {', '.join(names)}. `trl sft` passes this to `accelerate launch`. Here, give it to the "
-            "launcher: `accelerate launch ... -m trl_packfix train ...`."
-        )
-
-
 def _refuse_unknown(names: list[str], known: list[str], given: Set[str]) -> None:
     """Refuse names that are neither a field nor a flag of TRL's launcher.
 
     Raises:
         ValueError: with what keys of other trainers are called here, and what those do where nothing is `given`.
     """
-    if not names:
-        return
-    launcher = {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"}
+    launcher = {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"} if names else set()
     wrong = [name for name in names if name not in launcher]
     if wrong:
         raise ValueError(

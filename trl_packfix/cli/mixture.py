@@ -1,10 +1,10 @@
 """A mixture of datasets: TRL's `datasets:`, also of files, with a name for each source."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import trl
 from datasets import Dataset, DatasetDict, concatenate_datasets
@@ -12,7 +12,7 @@ from trl.scripts.utils import DatasetConfig, get_dataset
 
 from ..training.foreign_keys import hints
 from .flags import did_you_mean
-from .sources import FORMATS, is_saved, load_named, load_rows
+from .sources import FORMATS, load_named, load_rows
 
 
 @dataclass
@@ -84,13 +84,27 @@ class MixtureConfig(trl.DatasetMixtureConfig):
         return labels
 
 
-TYPES: dict[str, tuple[Any, str]] = {
-    "path": (str, "a text"),
-    "name": (str, "a text"),
-    "split": (str, "a text"),
-    "columns": (list, "a list of names, such as `[text, source]`"),
-    "fraction": (int | float, "a number"),
-}
+def check_types(settings: dict[str, Any], kinds: Iterable[type], where: str, *, texts: bool) -> None:
+    """Refuse values that their fields cannot hold.
+
+    Args:
+        where: the settings were given.
+        texts: allow texts, which argparse converts and checks.
+
+    Raises:
+        ValueError: a list or a mapping for a number, a fraction for a whole number, or no value where one is needed.
+    """
+    for name, hint in {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}.items():
+        types = get_args(hint) or (hint,)
+        if name not in settings or not {*types} <= {int, float, bool, str, type(None)}:
+            continue
+        allowed = {*types} | ({str} if texts else set()) | ({int} if {*types} & {float, bool} else set())
+        if type(value := settings[name]) not in allowed:
+            expected = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in types)
+            raise ValueError(
+                f"`{name}: {value}` was given {where}. It has the type {type(value).__name__}, and the field holds "
+                f"{expected}. Correct it, or remove it for the default."
+            )
 
 
 def _entry(entry: object) -> SourceConfig:
@@ -114,13 +128,7 @@ def _entry(entry: object) -> SourceConfig:
             f"An entry of `datasets` has {problem}: {entry}{did_you_mean(wrong, known)}. Without a path nothing can be "
             f"read, and an unknown key would be ignored.{hints(wrong)} The keys are {', '.join(known)}."
         )
-    for name, (wanted, what) in TYPES.items():
-        value = entry.get(name)
-        if name in entry and not isinstance(value, wanted) and (value is not None or name in ("path", "split")):
-            raise ValueError(
-                f"`{name}: {value}` was given for the dataset `{entry['path']}`. It has the type "
-                f"{type(value).__name__}, which `{name}` cannot be. Write {what}."
-            )
+    check_types(entry, [SourceConfig], f"for the dataset `{entry['path']}`", texts=False)
     return SourceConfig(**entry)
 
 
@@ -159,14 +167,11 @@ def _check_test_size(size: float, num_rows: int) -> None:
 
 
 def _load(source: SourceConfig) -> Dataset:
-    path = Path(source.path)
-    is_local = path.suffix in FORMATS or is_saved(path)
-    if is_local and source.data_files is None and source.data_dir is None:
-        dataset = load_rows(source.path, source.split, setting="split: ")
+    files = {"data_dir": source.data_dir, "data_files": source.data_files}
+    if any(files.values()):
+        dataset = load_named(source.path, name=source.name, split=source.split, **files)
     else:
-        dataset = load_named(
-            source.path, name=source.name, data_dir=source.data_dir, data_files=source.data_files, split=source.split
-        )
+        dataset = load_rows(source.path, source.split, source.name, setting="split: ")
     missing = [name for name in source.columns or () if name not in dataset.column_names]
     if missing:
         raise ValueError(

@@ -27,6 +27,23 @@ if TYPE_CHECKING:
     from .configs import Configs
 
 MANIFEST = "prepared.json"
+# Fields of the config that decide the tokens and labels of a row, and which other columns are kept
+TOKENISATION = (
+    "assistant_only_loss",
+    "completion_only_loss",
+    "eos_token",
+    "chat_template_path",
+    "dataset_text_field",
+    "dataset_num_proc",
+    "bad_rows",
+    "per_turn",
+    "message_train_key",
+    "assistant_turns",
+    "train_empty_thinking",
+    "weight_column",
+    "source_column",
+    "trust_remote_code",
+)
 
 EXAMPLES = """\
   trl-packfix prepare chats.jsonl --model Qwen/Qwen3-0.6B --output chats --num-proc 32
@@ -63,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         )
     from ..samples.checks import has_images
     from .configs import read_run
-    from .tokens import load_part, load_tokenizer, tokenisation
+    from .tokens import load_part, load_tokenizer
 
     given = read_run(args)
     config, tokenizer_name = given.training, args.tokenizer or given.model.model_name_or_path
@@ -91,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             "split": given.script.dataset_train_split,
             "tokenizer": tokenizer_name,
             "vocabulary": len(tokenizer),
-            "settings": tokenisation(config),
+            "settings": {name: getattr(config, name) for name in TOKENISATION},
             "conversations": sum(map(len, parts)) if config.per_turn else None,
             "rows": rows,
             "bad_rows_dropped": num_given - rows,

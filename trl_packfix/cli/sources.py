@@ -31,11 +31,6 @@ def in_utf8(name: str) -> Iterator[None]:
         ) from error
 
 
-def is_saved(path: Path) -> bool:
-    """Whether it is a folder written by `save_to_disk`."""
-    return any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-
-
 def load_rows(name: str, split: str = "train", config: str | None = None, *, setting: str = "--split ") -> Dataset:
     """The rows of a file, of a folder written by `save_to_disk` or `trl-packfix prepare`, or of a dataset on the hub.
 
@@ -44,35 +39,44 @@ def load_rows(name: str, split: str = "train", config: str | None = None, *, set
     Raises:
         ValueError: an unknown kind of file, a file that cannot be read, a missing file or split.
     """
-    path = Path(name)
-    if path.is_file():
-        if path.suffix not in FORMATS:
-            raise ValueError(
-                f"`{name}` was given as a dataset. Files named {path.suffix or 'without a suffix'} are not supported. "
-                f"Give one of {SUFFIXES}, a folder written by `save_to_disk`, or a name on the hub."
-            )
+    found = load_local(name)
+    if found is None:
+        return load_named(name, name=config, split=split)
+    if not isinstance(found, DatasetDict):
         check_split(name, split, setting)
-        try:
-            return load_dataset(FORMATS[path.suffix], data_files=name, split="train")
-        except (DatasetGenerationError, ValueError, StopIteration) as error:
-            # A StopIteration without a message means that `datasets` found no first row.
-            reason = (str(error.__cause__ or error) or "it holds no rows").splitlines()[0].rstrip(".")
-            raise ValueError(
-                f"`{name}` was given as a dataset of {path.stat().st_size} bytes. It cannot be read: {reason}. Correct "
-                "it, or write it again; often writing it was interrupted."
-            ) from error
-    if is_saved(path):
-        loaded = load_from_disk(name)
-        if not isinstance(loaded, DatasetDict):
-            check_split(name, split, setting)
-            return loaded
-        if split not in loaded:
-            raise ValueError(
-                f"`{name}` was given with `{setting}{split}`. It has only the splits {list(loaded)}. Set it to one of "
-                "these."
-            )
-        return loaded[split]
-    return load_named(name, name=config, split=split)
+        return found
+    if split not in found:
+        raise ValueError(
+            f"`{name}` was given with `{setting}{split}`. It has only the splits {list(found)}. Set it to one of these."
+        )
+    return found[split]
+
+
+def load_local(name: str, streaming: bool = False) -> Any:
+    """The table of a file, the table or the splits of a folder written by `save_to_disk`; None for other names.
+
+    Raises:
+        ValueError: an unknown kind of file, or a file that cannot be read.
+    """
+    path = Path(name)
+    if any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
+        return load_from_disk(name)
+    if not path.is_file():
+        return None
+    if path.suffix not in FORMATS:
+        raise ValueError(
+            f"`{name}` was given as a dataset. Files named {path.suffix or 'without a suffix'} are not supported. "
+            f"Give one of {SUFFIXES}, a folder written by `save_to_disk`, or a name on the hub."
+        )
+    try:
+        return load_dataset(FORMATS[path.suffix], data_files=name, split="train", streaming=streaming)
+    except (DatasetGenerationError, ValueError, StopIteration) as error:
+        # A StopIteration without a message means that `datasets` found no first row.
+        reason = (str(error.__cause__ or error) or "it holds no rows").splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"`{name}` was given as a dataset of {path.stat().st_size} bytes. It cannot be read: {reason}. Correct "
+            "it, or write it again; often writing it was interrupted."
+        ) from error
 
 
 def load_named(path: str, **settings: Any) -> Any:

@@ -3,12 +3,8 @@
 Tokens and labels, and all numbers computed from them, are those of a training run with the same settings.
 """
 
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,131 +36,35 @@ from .lengths import LengthRows, read_lengths
 from .mixture import load_mixture
 from .sources import check_split, in_utf8, load_rows
 
-# Fields of the config that decide the tokens and labels of a row, and which other columns are kept
-TOKENISATION = (
-    "assistant_only_loss",
-    "completion_only_loss",
-    "eos_token",
-    "chat_template_path",
-    "dataset_text_field",
-    "dataset_num_proc",
-    "bad_rows",
-    "per_turn",
-    "message_train_key",
-    "assistant_turns",
-    "train_empty_thinking",
-    "weight_column",
-    "source_column",
-    "trust_remote_code",
-)
+TOKENIZER = "a folder with a tokenizer or its name on the hub, and `--trust-remote-code` if it has code that you trust"
 
 
 def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model by its name or folder.
-
-    Raises:
-        ValueError: it cannot be loaded, for example because its own code needs `--trust-remote-code`.
-    """
-    try:
+    """The tokenizer of a model by its name or folder. Raises ValueError if it cannot be loaded."""
+    with named(name, TOKENIZER):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"`{name}` was given as the name of a tokenizer or model. Its tokenizer cannot be loaded: "
-            f"{' '.join(str(error).split()).rstrip('.')}. Give a folder with a tokenizer or a name on the hub, and "
-            "`--trust-remote-code` where it has its own code that you trust."
-        ) from error
 
 
-def check_template(path: str | None) -> None:
-    """Refuse a `chat_template_path` at which TRL finds no template.
-
-    Raises:
-        ValueError: neither a file of a template nor a tokenizer that has one.
-    """
-    if path is None or (Path(path).is_file() and path.endswith((".jinja", ".j2"))):
-        return
-    what = "a file of a template (.jinja, .j2) that is here, or the name or folder of a tokenizer that has one"
-    with named(f"chat_template_path={path}", what):
-        AutoTokenizer.from_pretrained(path).get_chat_template()
-
-
-def tokenised(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | str | None, config: SFTConfig) -> Dataset:
+def tokenised(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, config: SFTConfig) -> Dataset:
     """`input_ids` and `labels` of every row, as `SFTTrainer` makes them; no row is cut, dropped or shuffled.
 
-    With `per_turn` there is one row per assistant turn.
-
-    `datasets` caches the result, so a training run with the same tokenizer and settings does not tokenise again.
-
-    Args:
-        dataset: any dataset that TRL accepts. If it is tokenised already, `labels` are computed from the masks that
-            apply, and omitted if every token is trained. Rows to drop have no tokens, and the reason in a column
-            (`without_bad_rows`).
-        tokenizer: object, local path or name on the hub; may be None for a tokenised dataset.
+    `datasets` caches the result, so a training run with the same tokenizer and settings does not tokenise again. Of a
+    tokenised dataset, `labels` are made of the masks that apply. Rows to drop have no tokens, and the reason in a
+    column (`without_bad_rows`).
 
     Raises:
         ValueError: rows that are not tokenised, and no tokenizer.
     """
     if config.per_turn:
         check_conversations(dataset, "train")
-    if tokenizer is None:
-        if "input_ids" not in dataset.column_names:
-            raise ValueError(
-                f"The dataset of {len(dataset)} rows has the columns {dataset.column_names}, and no tokenizer was "
-                "given. Lengths count tokens, so text must be tokenised. Set `--tokenizer` or `--model` to the name "
-                "or the folder of the tokenizer that you will train with."
-            )
-        return _with_labels(dataset, config)
-
-    if isinstance(tokenizer, str):
-        tokenizer = load_tokenizer(tokenizer, config.trust_remote_code)
-    check_template(config.chat_template_path)
-    return _with_labels(prepare_rows(dataset, tokenizer, config), config)
-
-
-def measured(dataset: Dataset, processor: ProcessorMixin | str | None, config: SFTConfig) -> ImageRows:
-    """The documents of rows with images, as `SFTTrainer` measures them.
-
-    `datasets` caches the lengths, so a training run with the same processor and settings does not measure again.
-
-    Args:
-        dataset: in a form of TRL's vision datasets.
-        processor: object, local path or name on the hub.
-
-    Raises:
-        ValueError: no processor, or a tokenizer in its place.
-    """
-    name = next(name for name in IMAGES if name in dataset.column_names)
-    name_of_model = processor
-    if isinstance(processor, str):
-        with named(processor, MODEL):
-            processor = AutoProcessor.from_pretrained(processor, trust_remote_code=config.trust_remote_code)
-    if not isinstance(processor, ProcessorMixin):
-        what = "no model was given" if name_of_model is None else f"`{name_of_model}` has a tokenizer only"
+    if tokenizer is not None:
+        dataset = prepare_rows(dataset, tokenizer, config)
+    elif "input_ids" not in dataset.column_names:
         raise ValueError(
-            f"The dataset of {len(dataset)} rows has the column `{name}`, and {what}. The number of tokens of an image "
-            "depends on the processor. Set `--model` to the name or the folder of the model with a processor that you "
-            f"will train, or remove the column `{name}` if the text alone is to be trained."
+            f"The dataset of {len(dataset)} rows has the columns {dataset.column_names}, and no tokenizer was "
+            "given. Lengths count tokens, so text must be tokenised. Set `--tokenizer` or `--model` to the name "
+            "or the folder of the tokenizer that you will train with."
         )
-    check_template(config.chat_template_path)
-    return prepare_images(dataset, processor, config)
-
-
-def import_deepspeed() -> None:
-    """Import DeepSpeed, if it is installed, before a trainer does: it logs to the stdout of its first import.
-
-    Stdout must hold nothing but the JSON.
-    """
-    if find_spec("deepspeed"):
-        import torch
-
-        if not torch.accelerator.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns
-        with redirect_stdout(sys.stderr):
-            import_module("deepspeed")
-
-
-def _with_labels(dataset: Dataset, config: SFTConfig) -> Dataset:
-    """The columns of tokenised rows that packing reads, with the masks that apply converted to `labels`."""
     masks = [] if "labels" in dataset.column_names else applied_masks(dataset, config.completion_only_loss)
     for name in masks:
         TokenReader(dataset.select_columns(["input_ids", name]))  # raises if the mask has another length
@@ -184,8 +84,28 @@ def _labels(row: dict[str, Any], masks: list[str]) -> dict[str, Any]:
     return {"labels": [i if all(trained) else IGNORE_INDEX for i, trained in zip(row["input_ids"], bits, strict=True)]}
 
 
-def tokenisation(config: SFTConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in TOKENISATION}
+def measured(dataset: Dataset, name: str | None, config: SFTConfig) -> ImageRows:
+    """The documents of rows with images, as `SFTTrainer` measures them. `datasets` caches the lengths.
+
+    Args:
+        name: folder of the model, or its name on the hub.
+
+    Raises:
+        ValueError: no processor, or a tokenizer in its place.
+    """
+    processor = None
+    if name is not None:
+        with named(name, MODEL):
+            processor = AutoProcessor.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    if not isinstance(processor, ProcessorMixin):
+        column = next(column for column in IMAGES if column in dataset.column_names)
+        what = "no model was given" if name is None else f"`{name}` has a tokenizer only"
+        raise ValueError(
+            f"The dataset of {len(dataset)} rows has the column `{column}`, and {what}. The number of tokens of an "
+            "image depends on the processor. Set `--model` to the name or the folder of the model with a processor "
+            f"that you will train, or remove the column `{column}` if the text alone is to be trained."
+        )
+    return prepare_images(dataset, processor, config)
 
 
 def read_documents(run: Configs, tokenizer: str | None) -> Rows:
@@ -199,7 +119,7 @@ def read_documents(run: Configs, tokenizer: str | None) -> Rows:
             also the functions above.
         OSError: a dataset or file does not exist.
     """
-    config, tokenizer = run.training, tokenizer or run.model.model_name_or_path
+    config, model = run.training, tokenizer or run.model.model_name_or_path
     lengths, tables, pictures = [], [], []
     for name in run.parts:
         print(f"Reading {name}", file=sys.stderr)
@@ -210,18 +130,18 @@ def read_documents(run: Configs, tokenizer: str | None) -> Rows:
             _check_lengths(name, len(lengths_in_file), config)
             lengths.append(lengths_in_file)
             continue
-        rows = load_part(run, name)
+        rows, what = load_part(run, name), "rows of tokens"
         is_tokenised = "input_ids" in rows.column_names
         shows = has_images(rows) and not is_tokenised
-        what = "rows of tokens" if is_tokenised else "rows"
-        if tokenizer is not None and not is_tokenised:
-            what += f", which {tokenizer} {'processes' if shows else 'tokenises'}"
+        if not is_tokenised:
+            what = "rows" if model is None else f"rows, which {model} {'processes' if shows else 'tokenises'}"
         print(f"Read {name}: {len(rows):,} {what}", file=sys.stderr)
         if shows:
             pictures.append(rows)
-        else:
-            with in_utf8(name):
-                tables.append(tokenised(rows, tokenizer, config))
+            continue
+        loaded = None if model is None else load_tokenizer(model, config.trust_remote_code)
+        with in_utf8(name):
+            tables.append(tokenised(rows, loaded, config))
     if lengths and (tables or pictures):
         raise ValueError(
             f"{len(lengths)} files of lengths and {len(tables) + len(pictures)} datasets were given. A file of lengths "
@@ -235,7 +155,7 @@ def read_documents(run: Configs, tokenizer: str | None) -> Rows:
             "processed when they are read, and rows of text are tokenised before, so they cannot be joined to one "
             "table. Plan them one by one, or give the rows of text an empty column `images`."
         )
-    return measured(joined(pictures), tokenizer, config) if pictures else TokenReader(joined(tables))
+    return measured(joined(pictures), model, config) if pictures else TokenReader(joined(tables))
 
 
 def load_part(run: Configs, name: str) -> Dataset:

@@ -1,6 +1,11 @@
 """`trl-packfix train`: fine-tune with the flags of `trl sft` and those of packing, under any launcher."""
 
 import argparse
+import os
+import sys
+from contextlib import redirect_stdout
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from .flags import Subparsers, named
@@ -17,11 +22,16 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if find_spec("deepspeed"):
+        import torch
+
+        if not torch.accelerator.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns
+        with redirect_stdout(sys.stderr):  # it logs to stdout when it is first imported
+            import_module("deepspeed")
     from .configs import parse
-    from .tokens import import_deepspeed
     from .training import make_trainer, train
 
-    import_deepspeed()
     # A launcher of DeepSpeed puts this flag before the command.
     rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
     configs = parse([*rank, *args.more_flags])

@@ -1,19 +1,10 @@
 """Train as `trl sft` does: load the data, train, save. `examples/train.py` runs the same code."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from datasets import (
-    Dataset,
-    DatasetDict,
-    IterableDataset,
-    IterableDatasetDict,
-    concatenate_datasets,
-    load_dataset,
-    load_from_disk,
-)
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets
 from transformers.utils import is_liger_kernel_available
 from trl import ScriptArguments, get_peft_config, get_quantization_config
 
@@ -25,8 +16,7 @@ from ..training.trainer import SFTTrainer
 from .configs import Configs, TrainArguments
 from .flags import MODEL, named
 from .mixture import MixtureConfig, load_mixture
-from .sources import FORMATS, in_utf8, is_saved, load_named, load_rows
-from .tokens import check_template
+from .sources import in_utf8, load_local, load_named
 
 
 def load_documents(script_args: ScriptArguments) -> DatasetDict | IterableDatasetDict:
@@ -34,27 +24,22 @@ def load_documents(script_args: ScriptArguments) -> DatasetDict | IterableDatase
 
     A file or a folder with one table has the split `dataset_train_split`.
     """
-    paths = script_args.dataset_name
-    assert paths is not None, "refused before"
-    datasets = [_splits(path, script_args) for path in ([paths] if isinstance(paths, str) else paths)]
-    if len(datasets) == 1:
-        return datasets[0]
-    names = dict.fromkeys(name for splits in datasets for name in splits)
-    kind = IterableDatasetDict if script_args.dataset_streaming else DatasetDict
-    return kind({name: concatenate_datasets([splits[name] for splits in datasets if name in splits]) for name in names})
-
-
-def _splits(name: str, script_args: ScriptArguments) -> DatasetDict | IterableDatasetDict:
-    path, split = Path(name), script_args.dataset_train_split
-    if path.is_file() and path.suffix in FORMATS and script_args.dataset_streaming:
-        return IterableDatasetDict(
-            {split: load_dataset(FORMATS[path.suffix], data_files=name, split="train", streaming=True)}
-        )
-    if is_saved(path) and isinstance(saved := load_from_disk(name), DatasetDict):
-        return saved
-    if path.is_file() or is_saved(path) or path.suffix in FORMATS:
-        return DatasetDict({split: load_rows(name)})  # refuses a file that it cannot read, or that does not exist
-    return load_named(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+    names, streaming = script_args.dataset_name, script_args.dataset_streaming
+    assert names is not None, "refused before"
+    datasets: list[Any] = []
+    for name in [names] if isinstance(names, str) else names:
+        found = load_local(name, streaming)
+        if found is None:
+            found = load_named(name, name=script_args.dataset_config, streaming=streaming)
+        is_table = isinstance(found, Dataset | IterableDataset)
+        datasets.append({script_args.dataset_train_split: found} if is_table else found)
+    kind = IterableDatasetDict if streaming else DatasetDict
+    if len(datasets) == 1:  # joined to nothing, it would be a table that is not tokenised yet
+        return kind(datasets[0])
+    splits = dict.fromkeys(split for dataset in datasets for split in dataset)
+    return kind(
+        {split: concatenate_datasets([found[split] for found in datasets if split in found]) for split in splits}
+    )
 
 
 def choose_split(dataset: DatasetDict | IterableDatasetDict, flag: str, split: str) -> Dataset | IterableDataset:
@@ -119,7 +104,6 @@ def make_trainer(run: Configs, dataset: DatasetDict | IterableDatasetDict | None
     training_args.model_init_kwargs = chosen
     with named(f"--model_name_or_path {model_args.model_name_or_path}", MODEL):
         text_config(model_args.model_name_or_path, training_args)
-    check_template(training_args.chat_template_path)
     test_split = script_args.dataset_test_split
     with in_utf8(", ".join(names)):
         return SFTTrainer(
