@@ -14,15 +14,18 @@ from support.strict_varlen import StrictVarlen
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from trl_packfix import check_isolation
 from trl_packfix.attention import choice, flash, kernels, varlen
 from trl_packfix.attention.flash import visible_keys
+from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernel_errors import KernelError
 from trl_packfix.attention.kernels import Launch, attend_by_document, attend_on_cpu, attend_on_cuda, chunk_bounds
 from trl_packfix.attention.packed_forward import PackedForward, packed_forwards
 from trl_packfix.attention.varlen import OwnMaskError, _pack_of, varlen_attention, varlen_mask
+from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.packed_model import PackedModel
 
 LENGTHS = [1, 70, 9, 200, 1]  # longer and shorter than a tile of 64 queries, and single tokens
@@ -513,6 +516,20 @@ def test_boundaries_on_a_device():
         pack = _pack_of(source, None, T, is_flash=True)
         assert torch.equal(pack.cu_seq_lens_q, BOUNDS) and pack.cu_seq_lens_k.dtype == torch.int32
         assert (pack.max_length_q, pack.max_length_k) == (200, 200)
+
+
+def test_boundaries_of_packs_do_not_come_from_positions(tiny_model, monkeypatch):
+    """transformers wants to stop reading them from positions (dev/upcoming.md)."""
+    model = tiny_model("mistral")
+    select_attention(model)
+    mark_packed_forwards(model)
+    pack = PackedDataCollator()([{"input_ids": torch.arange(3, n)} for n in (40, 9, 25)])
+    expected = model(**pack).logits
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    monkeypatch.setattr(varlen, "_lengths_from_positions", None)
+    assert torch.equal(model(**pack).logits, expected)
+    with pytest.raises(TypeError):
+        model(input_ids=pack["input_ids"], position_ids=pack["position_ids"])
 
 
 # The mask function
