@@ -52,6 +52,7 @@ def adapter(**settings: Any) -> LoraConfig:
 ADAPTERS = {
     "lora": adapter(),
     "dora": adapter(use_dora=True),
+    "dora_attention": adapter(use_dora=True, lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]),
     "rslora": adapter(use_rslora=True, lora_modules_to_save=["norm"]),
     # PEFT refuses the output projection of some types, whose fused kernel leaves an adapter out
     # Jamba reads the weight of `dt_proj` itself, so an adapter of it never learns

@@ -44,7 +44,16 @@ COMMON = {
     "disable_tqdm": True,
     "ddp_timeout": 90,  # turns a hang into an error
 }
-RATES = {"lora": 2.0, "dora": 2.0, "rslora": 2.0, "inputs": 2.0, "attention": 1.0, "language": 1.0, "towers": 1.0}
+RATES = {
+    "lora": 2.0,
+    "dora": 2.0,
+    "dora_attention": 2.0,
+    "rslora": 2.0,
+    "inputs": 2.0,
+    "attention": 1.0,
+    "language": 1.0,
+    "towers": 1.0,
+}
 
 
 class Packed(trl_packfix.SFTTrainer):

@@ -13,25 +13,24 @@ import tempfile
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import trl
 from datasets import Dataset
-from packaging.version import Version
-from peft import LoraConfig
 from ranks.faults import Begins, boundary_of_mixers
-from transformers import PrinterCallback
+from ranks.table import CHECKPOINTED, FAST, NO_ROUTER_LOSS, Row, build_model
+from ranks.training import Packed, make_trainer
 
-import trl_packfix
-
-from . import zoo
-from .models import build_tiny_model, build_tokenizer
-from .versions import TRL
-
-MODELS = ("llama", "qwen3", "gemma3", "gpt_oss", "opt", "mixtral")
+# By their names in the table of equivalences
+MODELS = {"llama": "llama", "qwen3": "norms", "gemma3": "windows", "gpt_oss": "sinks", "opt": "learned_positions"}
+MODELS |= {"mixtral": "experts"}
 HYBRIDS = ("qwen3_5_text", "nemotron_h", "granitemoehybrid", "lfm2", "kimi_linear", "falcon_h1")
-ZOO = (*HYBRIDS, "mamba2", "minimax_m3_vl_text")  # with sizes of their own
 ADAPTERS = ("full", "lora", "dora")
+# PEFT has no DoRA for experts, which are parameters and not modules, and refuses an output projection that is fused
+OTHER_ADAPTERS = {("gpt_oss", "dora"): "dora_attention", ("mixtral", "dora"): "dora_attention"}
+OTHER_ADAPTERS |= {("falcon_h1", "lora"): "inputs", ("nemotron_h", "lora"): "inputs"}
 MAX_LENGTH = 96
 NUM_STEPS = 5
 
@@ -58,10 +57,6 @@ class Case:
             return 1, 1
         return (4 if self.accumulation == 1 else 2), self.accumulation
 
-    def __str__(self) -> str:
-        name = f"{self.model}-{self.adapter}-accumulation{self.accumulation}{'-checkpointing' * self.checkpointing}"
-        return f"{name}-{str(self.dtype)[6:]}"
-
 
 def conversations(num: int = 48, seed: int = 0) -> Dataset:
     """Prompts and completions of 10 to 80 tokens: within `MAX_LENGTH`, so that no trainer cuts anything."""
@@ -79,73 +74,28 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTT
     with their rows in reverse), "shared" (packed, on two ranks that share packs) or "leaking" (packed, and mixers lose
     a boundary).
     """
-    tokenizer = build_tokenizer()
-    if case.model in ZOO:
-        model = zoo.build_model(case.model, vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    else:
-        model = build_tiny_model(case.model, dtype=case.dtype)
+    model = build_model(MODELS.get(case.model, case.model)).to(case.dtype)
     if case.dtype is torch.float64:
         model.set_experts_implementation("eager")  # the grouped matrix product has no float64
-    peft_config = None
-    if case.adapter != "full":
-        torch.manual_seed(0)
-        dora = case.adapter == "dora"
-        # PEFT has no DoRA for experts, which are parameters and not modules
-        attention_only = dora and case.model in ("gpt_oss", "mixtral")
-        target_modules = r".*\.[qkvo]_proj" if attention_only else "all-linear"
-        # Jamba reads the weight of `dt_proj` itself, so an adapter of it never learns, which the trainer refuses. PEFT
-        # refuses the output projection of some types, whose fused kernel leaves an adapter out
-        excluded = {"jamba": "dt_proj", "falcon_h1": "out_proj", "nemotron_h": "out_proj"}
-        unread = [excluded[case.model]] if case.model in excluded else None
-        peft_config = LoraConfig(
-            r=4, target_modules=target_modules, exclude_modules=unread, use_dora=dora, task_type="CAUSAL_LM"
-        )
+    adapter = OTHER_ADAPTERS.get((case.model, case.adapter), case.adapter.replace("full", ""))
+    row = Row(case.model, adapter, shares=case.num_documents * MAX_LENGTH if trainer == "shared" else None)
     batch_size, accumulation = case.micro_batches(trainer)
-    package = trl_packfix if trainer in ("packed", "shared", "leaking") else trl
-    settings = {"max_length": MAX_LENGTH}
-    if package is trl_packfix:
-        settings |= {"packing": True, "packing_strategy": "minibatch"}
-    elif trainer == "padding_free":
-        settings = {"max_length": None, "padding_free": True}
+    settings: dict[str, Any] = {"max_length": MAX_LENGTH, "max_steps": NUM_STEPS, "seed": 11}
+    settings |= {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    # small enough that no loss rises above its start: where a run diverges, so does its rounding
+    settings |= {"learning_rate": 0.5 if adapter else 0.2} | (CHECKPOINTED if case.checkpointing else {})
+    if trainer == "padding_free":
+        settings |= {"max_length": None, "padding_free": True}
     if trainer == "shared":  # the documents are those of one step, and links are so fast that two ranks share its pack
         assert case.num_documents == math.prod(case.micro_batches("unpacked"))
-        settings |= {"packing_strategy": "stream", "tokens_per_rank": case.num_documents * MAX_LENGTH // 2}
-        settings |= {"exchange_speeds": {"within": 1e18, "latency_within": 1e-18}}
-    if package is trl and Version("1.15") > TRL:
-        # The default loss, in chunks, reads what mpt, mamba, rwkv and jamba do not have
-        settings |= {"loss_type": "nll"}
+        settings |= FAST
     if case.model == "granitemoehybrid":  # TRL's router loss reads `num_experts`, which this config does not have
-        settings |= {"router_aux_loss_coef": 0.0}
+        settings |= NO_ROUTER_LOSS
+    kind = Packed if trainer in ("packed", "shared", "leaking") else trl.SFTTrainer
+    engine, data = "ddp" if trainer == "shared" else None, conversations(case.num_documents)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
-        args = package.SFTConfig(
-            folder,
-            **settings,
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=accumulation,
-            gradient_checkpointing=case.checkpointing,
-            gradient_checkpointing_kwargs={"use_reentrant": False} if case.checkpointing else None,
-            max_steps=NUM_STEPS,
-            optim="sgd",
-            # small enough that no loss rises above its start: where a run diverges, so does its rounding
-            learning_rate=0.2 if case.adapter == "full" else 0.5,
-            lr_scheduler_type="constant",
-            max_grad_norm=0.0,
-            logging_steps=1,
-            bf16=False,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=11,
-        )
-        if package is trl_packfix:
-            args.packing_report = False
-        rows = conversations(case.num_documents)
-        runner = package.SFTTrainer(
-            model, args, train_dataset=rows, processing_class=tokenizer, peft_config=peft_config
-        )
-        runner.remove_callback(PrinterCallback)
+        runner = make_trainer(Path(folder), row, engine, kind, data=data, model=model, **settings)
         if trainer == "reversed":
             collate = runner.data_collator
             runner.data_collator = lambda rows: collate(rows[::-1])
