@@ -284,6 +284,18 @@ def test_half_precision_does_not_hide_a_leak_of_a_few_percent_in_one_layer(layer
     assert [leak.name for leak in report.leaks] == [f"model.layers.{layer}.self_attn"]
 
 
+def test_lots_fall_the_same_in_every_run():
+    """Some routers draw experts at random in training, which must not look like a change."""
+    model = build_tiny_model()
+    probe, drawn = Probe(model), []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: drawn.append(torch.rand(3)))
+    with probe.undisturbed():
+        drawn.clear()
+        for _ in range(2):
+            probe.packed([probe.tokens(5)])
+    assert len(drawn) == 2 and torch.equal(*drawn)
+
+
 def test_a_full_memory_is_no_verdict(monkeypatch):
     model = build_tiny_model()
 

@@ -25,7 +25,7 @@ WHOLE = ("ddp", "zero3", "fsdp2")  # engines that run most scenarios
 ALTERNATING = {"zero3": ("llama", "leaking", "conv"), "fsdp2": ("llama", "leaking", "mamba")}
 STRATEGIES = ("stream", "minibatch", "bfd")
 RESTARTS = {
-    "parts": "ddp",
+    "parts_prefixes": "ddp",
     "parts_stream_shards": "ddp4",
     "parts_llava": "ddp",
     "images": "ddp",

@@ -15,7 +15,7 @@ from support import vision
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import config, documents_of
 
-from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix import SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.recipes import Masked
@@ -309,58 +309,54 @@ def test_prepare_honours_the_masks(tmp_path):
 # Images
 
 
+def without_first_answers(folder, key):
+    """Conversations with images, of which the first answer has the weight 0; and the texts of the others."""
+    data = vision.growing(3)
+    messages = [[m | {key: int(k != 1)} for k, m in enumerate(row)] for row in data["messages"]]
+    data.remove_columns("messages").add_column("messages", messages).save_to_disk(folder / "data")
+    return load_from_disk(folder / "data"), [[m["content"][0]["text"] for m in row[3::2]] for row in messages]
+
+
+def rows_of(run):
+    reader = run.data.reader
+    return [reader.read(i, 0, int(n))["labels"].tolist() for i, n in enumerate(reader.lengths)]
+
+
+def joined(labels):
+    return "".join(trained_texts({"labels": labels}, CHATML))
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_turns_of_rows_with_images(family, tmp_path):
     """Each answer of a conversation is trained, or not, around the placeholders of images; packed and unpacked."""
-    processor, model = vision.build_processor(family), vision.build_model(family)
-    data = vision.growing(3)
-    messages = [[m | {"train": k != 1} for k, m in enumerate(row)] for row in data["messages"]]
-    data.remove_columns("messages").add_column("messages", messages).save_to_disk(tmp_path / "data")
-    data, settings = load_from_disk(tmp_path / "data"), {"assistant_only_loss": True, "message_train_key": "train"}
-    args = config(tmp_path, max_length=4000, max_steps=1, **settings)
-    run = SFTTrainer(model, args, train_dataset=data, processing_class=processor)
-    expected = [[part["text"] for m in row[3::2] for part in m["content"]] for row in messages]
-    rows = [run.data.reader.read(i, 0, int(run.data.reader.lengths[i])) for i in range(len(data))]
-    for row, texts in zip(rows, expected, strict=True):
-        found = "".join(trained_texts({"labels": row["labels"].tolist()}, processor.tokenizer))
+    data, expected = without_first_answers(tmp_path, "train")
+    settings = {"dataset": data, "max_length": 4000, "assistant_only_loss": True, "message_train_key": "train"}
+    run = vision.make(tmp_path, family, **settings)
+    rows = rows_of(run)
+    for labels, texts in zip(rows, expected, strict=True):
+        found = joined(labels)
         assert [text in found for text in texts] == [True] * len(texts) and "turn" not in found
         assert found.count("then") == len(texts)
-    unpacked = SFTTrainer(
-        vision.build_model(family),
-        config(tmp_path, packing=False, max_length=None, max_steps=1, **settings),
-        train_dataset=data,
-        processing_class=processor,
-    )
+    unpacked = vision.make(tmp_path, family, packing=False, **settings | {"max_length": None})
     batch = unpacked.data_collator([data[i] for i in range(len(data))])
-    for i, row in enumerate(rows):
-        kept = batch["attention_mask"][i].bool()
-        assert batch["labels"][i][kept].tolist() == row["labels"].tolist()
+    for i, labels in enumerate(rows):
+        assert batch["labels"][i][batch["attention_mask"][i].bool()].tolist() == labels
     assert run.data.trained.counts == MaskCounts(turns=18, context=9, earlier=0)
     # Reads no `train`, nor the cache
-    other = config(tmp_path, max_length=4000, max_steps=1, assistant_only_loss=True, message_train_key=None)
-    every = SFTTrainer(vision.build_model(family), other, train_dataset=data, processing_class=processor)
+    every = vision.make(tmp_path, family, **settings | {"message_train_key": None})
     assert every.data.documents.trained.sum() > run.data.documents.trained.sum()
 
 
 @pytest.mark.parametrize("last", [False, True])
 def test_samples_of_rows_with_images_are_of_the_trained_turns(last, tmp_path):
     """With `per_turn` a turn of weight 0, or an earlier one, makes no sample and is context of the others."""
-    processor = vision.build_processor("llava")
-    data = vision.growing(3)
-    messages = [[m | {"weight": int(k != 1)} for k, m in enumerate(row)] for row in data["messages"]]
-    data.remove_columns("messages").add_column("messages", messages).save_to_disk(tmp_path / "data")
-    args = config(tmp_path, max_length=4000, per_turn=True, assistant_turns="last" if last else "all")
-    data = load_from_disk(tmp_path / "data")
-    run = SFTTrainer(vision.build_model("llava"), args, train_dataset=data, processing_class=processor)
-    expected = [[m["content"][0]["text"] for m in row[3::2]] for row in messages]
+    data, expected = without_first_answers(tmp_path, "weight")
     expected = [texts[-1:] if last else texts for texts in expected]
-    reader = run.data.reader
-    trained = [
-        "".join(trained_texts({"labels": reader.read(i, 0, int(n))["labels"].tolist()}, processor.tokenizer))
-        for i, n in enumerate(reader.lengths)
-    ]
-    assert [text.count("then") for text in trained if text] == [1] * sum(map(len, expected))
-    assert all(want in got for want, got in zip(sum(expected, []), filter(None, trained), strict=True))
+    settings = {"max_length": 4000, "per_turn": True, "assistant_turns": "last" if last else "all"}
+    run = vision.make(tmp_path, "llava", data, **settings)
+    trained = list(filter(None, map(joined, rows_of(run))))
+    assert [text.count("then") for text in trained] == [1] * sum(map(len, expected))
+    assert all(want in got for want, got in zip(sum(expected, []), trained, strict=True))
     assert run.data.turns.left_out == 18 - sum(map(len, expected)) > 0
     assert run.data.turns.without_turn == sum(not texts for texts in expected) == 3
 
@@ -378,9 +374,9 @@ def test_labels_of_rows_with_images_are_those_of_trl(tmp_path):
     )
     data, batches = vision.growing(3), []
     for trainer_class, processor in ((trl.SFTTrainer, marked), (SFTTrainer, marked), (SFTTrainer, plain)):
-        kind = trl.SFTConfig if trainer_class is trl.SFTTrainer else SFTConfig
-        args = config(tmp_path, kind, packing=False, assistant_only_loss=True, max_length=None)
-        run = trainer_class(vision.build_model("qwen2_5_vl"), args, train_dataset=data, processing_class=processor)
+        settings = {"trainer_class": trainer_class, "processor": processor, "assistant_only_loss": True}
+        settings |= {"config_class": trl.SFTConfig} if trainer_class is trl.SFTTrainer else {}
+        run = vision.make(tmp_path, dataset=data, packing=False, max_length=None, **settings)
         batches.append(run.data_collator([data[i] for i in range(len(data))]))
     stock, *ours = batches
     assert (stock["labels"] != -100).sum() > 100

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-import transformers
 import trl
 from datasets import Dataset, IterableDataset
 from peft import IA3Config, PromptTuningConfig, get_peft_model
@@ -220,16 +219,6 @@ def test_prompt_learning_is_refused_in_a_model_too(tmp_path):
     model = get_peft_model(build_tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(ValueError, match="with 3 virtual tokens was given with packing.*share them.*Use LoRA"):
         trainer(tmp_path, TEXTS, model=model)
-
-
-def test_encoder_decoders_are_refused_and_their_decoders_train(tmp_path):
-    config = transformers.BartConfig(
-        vocab_size=260, max_position_embeddings=64, d_model=32, encoder_layers=1, decoder_layers=1, pad_token_id=0
-    )
-    model = transformers.BartForConditionalGeneration(config)
-    with pytest.raises(ValueError, match="BartForConditionalGeneration was given with packing.*encoder-decoder.*Give"):
-        trainer(tmp_path, TEXTS, model=model)
-    trainer(tmp_path, TEXTS, model=transformers.BartForCausalLM(config), max_steps=1).train()
 
 
 @pytest.mark.slow

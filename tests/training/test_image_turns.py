@@ -12,7 +12,6 @@ import pytest
 import torch
 import trl
 from datasets import Dataset, Features, Image, List, Value, load_from_disk
-from support.runs import weights
 from support.vision import (
     MESSAGES,
     build_model,
@@ -67,9 +66,11 @@ def test_in_the_order_of_the_table_a_conversation_computes_each_image_once(tmp_p
     made = run(tmp_path, per_device_train_batch_size=3, **settings)
     batches = list(made.get_train_dataloader())
     assert [(layout_of(batch).count, len(batch["pixel_values"])) for batch in batches] == [(3, 3)] * len(TURNS)
+    line = "6, one document for each of their 18 assistant turns"
+    assert dict(made.packing_report.lines())["conversations"] == line and made.packing_report.num_documents == 18
 
 
-# Evaluation, restart, report
+# Evaluation
 
 
 def test_evaluation_has_each_turn_once(tmp_path):
@@ -86,22 +87,6 @@ def test_evaluation_has_each_turn_once(tmp_path):
         found = made.evaluate(given)
         assert {name: found[name] for name in losses} == pytest.approx({n: expected[n] for n in losses}, rel=2e-6)
     assert len(made.predict(TURNS.select(range(2))).predictions) == 6
-
-
-def test_a_restart_within_an_epoch_is_exact(tmp_path):
-    settings = {"num_train_epochs": 2, "per_device_train_batch_size": 1, "save_strategy": "steps", "save_steps": 1}
-    settings |= {"learning_rate": 1e-2, "packing_strategy": "stream", "packing_report": True, "max_steps": -1}
-    whole = run(tmp_path / "run", **settings)
-    whole.train()
-    middle = whole.state.max_steps * 3 // 4
-    assert middle > whole.state.max_steps // 2
-    again = run(tmp_path / "run", **settings)
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{middle}"))
-    assert torch.equal(weights(again), weights(whole))
-    line = "6, one document for each of their 18 assistant turns"
-    assert dict(whole.packing_report.lines())["conversations"] == line
-    report = json.loads((tmp_path / "run" / "packing_report.json").read_text())
-    assert report["num_documents"] == 18 and report["images"]["num_images"] == 36
 
 
 # Rows

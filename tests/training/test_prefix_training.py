@@ -12,7 +12,7 @@ from support.prefixes import forest, shared_prefixes
 from support.runs import trainer
 from transformers import PrinterCallback, TrainerCallback
 
-from trl_packfix import PackedDataCollator, SFTTrainer
+from trl_packfix import SFTTrainer
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import LAYOUT, layout_of
 from trl_packfix.planning.strategies import plan_packs
@@ -182,47 +182,3 @@ def test_documents_with_other_labels_do_not_share(tmp_path):
 
 
 # Restarts
-
-
-RESTART = {
-    "num_train_epochs": 2,
-    "max_steps": -1,
-    "per_device_train_batch_size": 2,
-    "packing_strategy": "stream",
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "optim": "adamw_torch",
-    "learning_rate": 1e-2,
-}
-
-
-def test_a_restart_within_an_epoch_is_exact(tmp_path, caplog):
-    def start(**settings):
-        return trainer(tmp_path, DOCUMENTS, **OURS | SGD | RESTART | settings)
-
-    whole = start()
-    whole.train()
-    per_epoch = whole.state.max_steps // 2
-    assert per_epoch % 3 and np.mean(logged(whole, "computed_share")) < 0.85
-    again = start()
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert torch.equal(trained_weights(again), trained_weights(whole))
-    assert logged(again, "num_tokens") == logged(whole, "num_tokens")
-    # Rounding alone differs without sharing, and it is said
-    off = start(share_prefixes="off")
-    off.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert "`share_prefixes` was 'pack' and is 'off'. Every optimizer step has the same documents" in caplog.text
-    assert not torch.equal(trained_weights(off), trained_weights(whole))
-    assert trained_weights(off).numpy() == pytest.approx(trained_weights(whole).numpy(), abs=1e-3)
-
-
-def test_without_sharing_the_collator_is_the_packed_one(tmp_path):
-    assert type(trainer(tmp_path, DOCUMENTS).data_collator.rows) is PackedDataCollator
-
-
-def test_padding_may_be_more_than_sharing_saves():
-    """One row is shared, and more are padded."""
-    documents = [{"input_ids": [*range(5, 25), last]} for last in (30, 31)]
-    batch = PrefixCollator(pad_to_multiple_of=64)(documents)
-    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, 64)
-    assert len(shared_prefixes([batch])[0].num_documents) == 64

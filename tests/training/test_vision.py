@@ -1,6 +1,5 @@
 """Training on packs with images: against unpacked TRL, on one rank and two, with adapters, checkpointing, restarts."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,17 +45,6 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).backward()
     wanted = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None])
     assert (packed - wanted).norm() / wanted.norm() < 1e-5
-
-
-def test_tokens_are_counted_and_each_document_is_trained_once(tmp_path):
-    run = make(tmp_path, num_train_epochs=1, packing_report=True)
-    lengths = run.data.documents.lengths
-    seen = [batch["cu_seq_lens_q"].diff().tolist() for batch in run.get_train_dataloader()]
-    assert sorted(sum(seen, [])) == sorted(lengths.tolist()) and len(seen) < len(ROWS) / 2
-    run.train()
-    assert run.state.log_history[-2]["num_tokens"] == lengths.sum()
-    report = json.loads((tmp_path / "packing_report.json").read_text())
-    assert report["num_documents"] == len(ROWS) and run.packing_report.isolation.isolated
 
 
 def test_a_pack_that_ranks_share_counts_once(tmp_path):
