@@ -45,12 +45,12 @@ def run(args: argparse.Namespace) -> int:
             "`model_name_or_path` in the config file."
         )
     assert given.training.max_length is not None  # `SFTConfig` refuses packing without it
-    dtype = given.model.dtype if "dtype" in given.given else None
+    dtype = given.model.dtype if "dtype" in given.given and given.model.dtype != "auto" else None
     result = check_model(
         names[0],
         args.config_only,
         given.training.max_length,
-        dtype=None if dtype == "auto" else dtype,
+        dtype=dtype,
         attn_implementation=given.model.attn_implementation,
         on_leak=given.training.on_leak,
         trust_remote_code=given.training.trust_remote_code,

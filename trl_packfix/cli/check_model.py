@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -35,7 +34,7 @@ class CheckResult:
     Attributes:
         as_it_is: the result of the probe on the model with the attention chosen for it.
         in_training: the result on what training runs: the same, or after what `on_leak` did.
-        verdict: "PACKED" (as it is), "REPAIRED", "UNPACKED" (correct, but padded), or "LEAK", "WRONG", "REFUSED".
+        is_unpacked: whether training runs padded rows.
         implementations: attention implementation -> why it is not available here; "" if it is.
         missing_packages: what pip would install for the kernels of recurrent mixers; None without such mixers.
     """
@@ -47,9 +46,9 @@ class CheckResult:
     max_length: int
     attention: str
     reason: str
-    verdict: str
     as_it_is: IsolationReport
     in_training: IsolationReport
+    is_unpacked: bool
     repaired: list[str]
     implementations: dict[str, str]
     missing_packages: list[str] | None
@@ -60,8 +59,16 @@ class CheckResult:
         """Whether packed training equals unpacked training on this model."""
         return self.in_training.passed
 
+    @property
+    def verdict(self) -> str:
+        """PACKED (as it is), REPAIRED or UNPACKED (correct, but padded); or LEAK, WRONG or REFUSED."""
+        found = self.in_training
+        if found.passed:
+            return "UNPACKED" if self.is_unpacked else "REPAIRED" if found.repaired else "PACKED"
+        return "REFUSED" if found.error is not None else "WRONG" if found.isolated else "LEAK"
+
     def to_dict(self) -> dict[str, Any]:
-        return finite(asdict(self) | {"right": self.right})
+        return finite(asdict(self) | {"verdict": self.verdict, "right": self.right})
 
     def lines(self) -> list[tuple[str, str]]:
         """Label and text of each line."""
@@ -87,16 +94,11 @@ class CheckResult:
             rows.append(("not tested", f"beyond max_length {self.max_length:,}: {beyond}"))
         rows.append(("attention", f"{self.attention}: {self.reason}"))
         rows += [("implementation", f"{name}: {why or 'available'}") for name, why in self.implementations.items()]
-        if self.missing_packages:
+        if self.missing_packages is not None:
             where = "" if self.device.startswith("cuda") else " on a machine with a GPU"
-            rows.append(
-                (
-                    "kernels",
-                    f"mixers run in torch: right, slower. `pip install {' '.join(self.missing_packages)}`{where}",
-                )
-            )
-        elif self.missing_packages is not None:
-            rows.append(("kernels", "all packages of the mixers are installed"))
+            install = f"mixers run in torch: right, slower. `pip install {' '.join(self.missing_packages)}`{where}"
+            everything = "all packages of the mixers are installed"
+            rows.append(("kernels", install if self.missing_packages else everything))
         rows.append(("took", f"{self.seconds:.1f} seconds"))
         return rows
 
@@ -131,30 +133,39 @@ def check_model(
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found_dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    model = _load(
-        name, config_only, found_dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-    ).to(device)
+    trust = {"trust_remote_code": trust_remote_code}  # if it is not passed, transformers prompts on standard input
+    with named(f"check {name}", MODEL):
+        config = AutoConfig.from_pretrained(name, **trust)
+    model: Any
+    if config_only:
+        model = tiny_model(config, **trust).to(found_dtype)
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
+    else:
+        create: Any = create_model_from_path
+        model = create(name, dtype=found_dtype, attn_implementation=attn_implementation, device_map=None, **trust)
+    model.to(device)
     packed = PackedModel(model, found_dtype, device.type, max_length, on_leak="raise")
     as_it_is = in_training = packed.prove(model)
     if not packed.is_proved and on_leak != "raise":
         packed.rest()
         packed = PackedModel(model, found_dtype, device.type, max_length, on_leak=on_leak)
         in_training = packed.prove(model)
-    repaired = [str(repair) for repair in packed.repaired]
+    base = base_model(model)
     return CheckResult(
         model=name,
-        architecture=type(base_model(model)).__name__ + (", tiny and random" if config_only else ""),
+        architecture=type(base).__name__ + (", tiny and random" if config_only else ""),
         device=str(device),
         dtype=str(found_dtype).removeprefix("torch."),
         max_length=max_length,
         attention=packed.attention.name,
         reason=packed.attention.reason,
-        verdict=_verdict(in_training, packed.is_unpacked),
         as_it_is=as_it_is,
         in_training=in_training,
-        repaired=repaired,
-        implementations=implementations(base_model(model)),
-        missing_packages=missing_packages(base_model(model)),
+        is_unpacked=packed.is_unpacked,
+        repaired=[str(repair) for repair in packed.repaired],
+        implementations=implementations(base),
+        missing_packages=missing_packages(base),
         seconds=time.perf_counter() - start,
     )
 
@@ -162,19 +173,16 @@ def check_model(
 def implementations(model: PreTrainedModel) -> dict[str, str]:
     """Attention implementation -> why it is not available for this model here; "" if it is."""
     unsupported = f"{type(model).__name__} does not take it"
+    unavailable = "" if model._supports_flash_attn else unsupported
     reasons = {"eager": "", "sdpa": "" if model._supports_sdpa else unsupported}
-    for version, is_installed in (
-        (2, is_flash_attn_2_available),
-        (3, is_flash_attn_3_available),
-        (4, is_flash_attn_4_available),
-    ):
-        why = "" if is_installed() else f"flash-attn {version} is not installed, or finds no GPU"
-        reasons[f"flash_attention_{version}"] = why if model._supports_flash_attn else unsupported
+    installed = {2: is_flash_attn_2_available, 3: is_flash_attn_3_available, 4: is_flash_attn_4_available}
+    for version, is_installed in installed.items():
+        missing = "" if is_installed() else f"flash-attn {version} is not installed, or finds no GPU"
+        reasons[f"flash_attention_{version}"] = unavailable or missing
     reasons["flex_attention"] = "" if model._supports_flex_attn else unsupported
     takes_ours = model._supports_attention_backend or model._supports_sdpa
-    reasons[ATTENTION_NAME] = ""
-    if not takes_ours or not model._can_set_attn_implementation():
-        reasons[ATTENTION_NAME] = f"{type(model).__name__} has its own attention code"
+    has_own = not takes_ours or not model._can_set_attn_implementation()
+    reasons[ATTENTION_NAME] = f"{type(model).__name__} has its own attention code" if has_own else ""
     return reasons
 
 
@@ -208,27 +216,3 @@ def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
             "`--trust-remote-code` where the model has its own code, or run `check` without `--config-only`."
         ) from error
     return model
-
-
-def _load(
-    name: str, config_only: bool, dtype: torch.dtype, *, attn_implementation: str | None, trust_remote_code: bool
-) -> nn.Module:
-    trust = {"trust_remote_code": trust_remote_code}  # if it is not passed, transformers prompts on standard input
-    with named(f"check {name}", MODEL):
-        config = AutoConfig.from_pretrained(name, **trust)
-    if not config_only:
-        create: Any = create_model_from_path
-        return create(name, dtype=dtype, attn_implementation=attn_implementation, device_map=None, **trust)
-    model: Any = tiny_model(config, **trust)
-    model.to(dtype)
-    if attn_implementation is not None:
-        model.set_attn_implementation(attn_implementation)
-    return model
-
-
-def _verdict(in_training: IsolationReport, is_unpacked: bool) -> str:
-    if in_training.passed:
-        return "UNPACKED" if is_unpacked else "REPAIRED" if in_training.repaired else "PACKED"
-    if in_training.error is not None:
-        return "REFUSED"
-    return "WRONG" if in_training.isolated else "LEAK"

@@ -221,8 +221,8 @@ def _show_memory(
 
 FORECAST = (  # of a `Forecast`, behind the columns of its report
     Column("PFLOP", lambda forecast: forecast.flops / 1e15, ",.3g", legend="10^15 operations of one epoch"),
-    Column("tokens/s", lambda forecast: forecast.tokens_per_second, ",.0f"),
-    Column("time", lambda forecast: forecast.time, text="", legend="of one epoch"),
+    Column("tokens/s", "tokens_per_second", ",.0f"),
+    Column("time", "time", text="", legend="of one epoch"),
 )
 
 

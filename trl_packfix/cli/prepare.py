@@ -2,15 +2,14 @@
 
 import argparse
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import numpy as np
 
@@ -123,28 +122,20 @@ def run(args: argparse.Namespace) -> int:
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     if args.json:
         print(json.dumps(manifest, indent=2))
-    else:
-        turns = (
-            f"one {'document' if with_images else 'row'} for each of their {ledger.kept.documents:,} assistant turns"
-        )
-        _say(manifest, output, turns)
-    return 0
-
-
-def _say(manifest: dict[str, Any], output: Path, turns: str) -> None:
-    rows, dropped = manifest["rows"], manifest["bad_rows_dropped"]
-    if dropped:
-        print(f"{dropped:,} of {rows + dropped:,} rows cannot be tokenised and are dropped")
-    if manifest["conversations"] is not None:
-        without = manifest["documents_without_a_trained_token"]
+        return 0
+    if num_given > rows:
+        print(f"{num_given - rows:,} of {num_given:,} rows cannot be tokenised and are dropped")
+    if config.per_turn:
+        what, without = "document" if with_images else "row", manifest["documents_without_a_trained_token"]
         print(
-            f"{manifest['conversations']:,} conversations, {turns}; {without:,} without an assistant turn are not "
-            "trained"
+            f"{manifest['conversations']:,} conversations, one {what} for each of their {ledger.kept.documents:,} "
+            f"assistant turns; {without:,} without an assistant turn are not trained"
         )
     print(
         f"{output}: {rows:,} rows, {manifest['tokens']:,} tokens, {manifest['trained_tokens']:,} trained\n"
         f"Train on it with `datasets.load_from_disk({str(output)!r})`, or `trl-packfix train --dataset_name {output}`"
     )
+    return 0
 
 
 @contextmanager
@@ -159,10 +150,10 @@ def _all_or_nothing(output: Path) -> Iterator[Path]:
     output = output.resolve()  # a link stays, and what it points to is written
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+        folder = output.parent / f".{output.name}-{uuid4().hex}"
+        folder.mkdir()
         try:
             yield folder
-            folder.chmod(0o777 & ~_umask())
             folder.rename(output)  # over a folder that is empty; the system refuses it over any other
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -173,12 +164,6 @@ def _all_or_nothing(output: Path) -> Iterator[Path]:
             "this disk and on that of the cache (`HF_DATASETS_CACHE`), or set `--output` to a folder on another that "
             "does not exist."
         ) from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _save_tokens(
