@@ -166,16 +166,19 @@ def _page(rows: Sequence[Row]) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "trl", "torch"))
     causal = {row.model_type: row for row in rows if row.kind == "causal"}
     leaking = sorted(name for name, row in causal.items() if row.stock_trl == "leaks")
-    first = [(name, model, causal[name]) for name, model in FIRST.items() if name in causal]
+    first = defaultdict(list)
+    for name, model in FIRST.items():
+        if name in causal:
+            first[causal[name].stock_trl, causal[name].verdict].append(f"{model} ({name})")
     lines = [
         "# Does my model leak?",
         "",
         f"In packs of stock TRL, documents change each other on {len(leaking)} of {len(causal)} causal types, without "
         "a warning. The types that are trained most:",
         "",
-        "| model | `model_type` | stock TRL | here |",
-        "|---|---|---|---|",
-        *[f"| {model} | {name} | {row.stock_trl} | {row.verdict} |" for name, model, row in first],
+        "| stock TRL | here | models (`model_type`) |",
+        "|---|---|---|",
+        *[f"| {stock} | {verdict} | {', '.join(models)} |" for (stock, verdict), models in first.items()],
         "",
         "*refuses*: the forward raises on a CPU, without the packages of its kernels ([hybrid models](hybrids.md)).",
         "",

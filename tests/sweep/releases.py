@@ -29,12 +29,7 @@ from support import zoo
 from .judge import Judge, packed_by_trl
 
 PAGE, TABLE = "leaks_by_release.md", "leaks_by_release.csv"
-VERDICTS = {
-    "isolated": "logits and every gradient of packed documents are those of unpacked training",
-    "leaks": "they differ, and there is no error",
-    "refuses": "the model raises an error on a pack; mixers of hybrid models do on a CPU, without their kernels",
-    "not judged": "it cannot be built tiny here, or does not accept text alone",
-}
+VERDICTS = ("isolated", "leaks", "refuses", "not judged")
 KEY = ("model_type", "kind")
 MEMORY = 16 * 2**30  # bytes of data
 Table = dict[tuple[str, str], dict[str, str]]  # by type and kind: release -> verdict
@@ -101,12 +96,8 @@ def page(table: Table) -> str:
     lines = [
         "# Since when does it leak?",
         "",
-        "TRL's packs without trl_packfix, by release of transformers, on a tiny random model of each type, by the "
-        "judge of [compatibility](compatibility.md) (`python -m sweep.releases`, whose head has the other versions).",
-        "",
-        "| verdict | meaning |",
-        "|---|---|",
-        *[f"| {verdict} | {meaning} |" for verdict, meaning in VERDICTS.items()],
+        "TRL's packs without trl_packfix, by release of transformers, on a tiny random model of each type, judged as "
+        "for [compatibility](compatibility.md) (`python -m sweep.releases`). *refuses*: an error on a pack.",
     ]
     rows = [row for (_, kind), row in table.items() if kind == "causal"]
     lines += ["", f"| causal types | {' | '.join(VERDICTS)} |", f"|{'---|' * (1 + len(VERDICTS))}"]
