@@ -151,16 +151,10 @@ def test_a_stream_shorter_than_a_step_begins_again_and_leaves_ranks_empty():
 @pytest.mark.processes
 def test_workers_share_the_shards_and_duplicate_nothing():
     for num_shards, used in ((1, 1), (3, 2)):
-        stream = make_stream(
-            numbered(drawn(600)).to_iterable_dataset(num_shards),
-            batch_size=2,
-            max_length=40,
-            accumulation=2,
-            num_workers=2,
-        )
+        dataset = numbered(drawn(600)).to_iterable_dataset(num_shards)
+        stream = make_stream(dataset, batch_size=2, max_length=40, num_workers=2)
         assert stream.num_workers == used
-        documents = list(chain.from_iterable(chain.from_iterable(one_pass(stream))))
-        assert sorted(documents) == list(range(600))
+        assert sorted(chain.from_iterable(chain.from_iterable(one_pass(stream)))) == list(range(600))
 
 
 def test_ranks_of_a_sharded_stream_read_their_own_shards_only():
