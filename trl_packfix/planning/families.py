@@ -203,7 +203,7 @@ class Pieces(Units):
         lengths, shared: tokens of the documents in `order`, and the rows that each shares with the one before it, both
             (N,).
         family: family of each document, by its number, shape (N,); pieces of one family were cut from each other.
-        original: for a piece of copies, the piece that has the first ones, else the piece itself, shape (P,).
+        original: for a piece of copies, the piece that has the first of its first one, else itself, shape (P,).
         distance: where a piece is visited behind its original, as a share of the epoch, shape (P,).
     """
 
@@ -296,18 +296,17 @@ def make_pieces(
     family = np.empty(len(lengths), dtype=np.int64)
     family[tokens.order] = np.cumsum(begins) - 1
     shared[begins] = 0
-    families = np.flatnonzero(begins)
     room_of = np.broadcast_to(room, len(lengths))[tokens.order]
     begins[_cuts(size, shared, trained[tokens.order], begins=begins, room=room_of)] = True
     shared[begins] = 0
     starts = np.flatnonzero(begins)
     # numbered by their smallest document
     by_first = np.argsort(np.minimum.reduceat(tokens.order, starts), kind="stable")
-    number = np.empty(len(starts), dtype=np.int64)
-    number[by_first] = np.arange(len(starts))
-    places = np.argsort(number[np.cumsum(begins) - 1], kind="stable")
+    number = np.argsort(by_first)[np.cumsum(begins) - 1]
+    places = np.argsort(number, kind="stable")
     sizes = np.diff(np.append(starts, len(size)))[by_first]
-    original, distance = _distances(tokens.order[starts], starts, families, copy=copy, first_family=family[first_copy])
+    piece, first = np.zeros(len(lengths), dtype=np.int64), tokens.order[starts][by_first]
+    piece[tokens.order] = number
     of_images = None if image_costs is None else np.add.reduceat(image_costs(tokens.order, shared), starts)[by_first]
     return Pieces(
         np.add.reduceat(size - shared, starts)[by_first],
@@ -318,8 +317,8 @@ def make_pieces(
         lengths=size[places],
         shared=shared[places],
         family=family,
-        original=number[original][by_first],
-        distance=distance[by_first],
+        original=piece[first_copy[first]],
+        distance=copy[first] / np.bincount(first_copy)[first_copy[first]],
     )
 
 
@@ -337,28 +336,6 @@ def _copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, Int64A
     copy[tokens.order] = place - first
     first_copy[tokens.order] = tokens.order[first]
     return copy, first_copy
-
-
-def _distances(
-    documents: Int64Array, starts: Int64Array, families: Int64Array, *, copy: Int64Array, first_family: Int64Array
-) -> tuple[Int64Array, Float64Array]:
-    """The piece with the first copies of each piece, and how far behind it a piece is visited, both (P,).
-
-    Args:
-        documents: the first of each piece.
-        starts, families: where pieces and families begin.
-        copy, first_family: of each document, how many copies come before it, and the family of the first.
-    """
-    # The first pieces of a family and of its copies belong together, the second pieces do, and so on
-    part = np.arange(len(starts)) - np.searchsorted(starts, families)[np.searchsorted(families, starts, "right") - 1]
-    order = np.lexsort((copy[documents], part, first_family[documents]))
-    differs = (np.diff(part[order]) != 0) | (np.diff(first_family[documents][order]) != 0)
-    begins = np.concatenate([[0], np.flatnonzero(differs) + 1])
-    counts = np.diff(np.append(begins, len(order)))
-    original, distance = np.empty(len(order), dtype=np.int64), np.empty(len(order))
-    original[order] = np.repeat(order[begins], counts)
-    distance[order] = (np.arange(len(order)) - np.repeat(begins, counts)) / np.repeat(counts, counts)
-    return original, distance
 
 
 def _cuts(
