@@ -424,6 +424,13 @@ def test_memory_without_data(workplace, monkeypatch, capsys):
     assert one["optimizer"] == pytest.approx(8 * eight["optimizer"])
     again, saved = (by_name[1, "full, DDP", checkpointing] for checkpointing in (True, False))
     assert 1 < saved["largest"] < again["largest"] <= 4096
+    given = ["--use_peft", "--lora_r", 2, "--lora_dropout", 0.1, "--lora_target_modules", "q_proj", "v_proj"]
+    of_run = {
+        (row["gpus"], row["method"], row["checkpointing"]): row
+        for row in plan(capsys, *words, "--memory", 1.1, *given)["memory"]
+    }
+    assert of_run[1, "LoRA, DDP", True]["lora"] == "rank 2, dropout 0.1, target_modules q_proj, v_proj"
+    assert of_run[1, "LoRA, DDP", False]["activations"] < by_name[1, "LoRA, DDP", False]["activations"]
     for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", "80"), ("TERM", "xterm")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -431,7 +438,7 @@ def test_memory_without_data(workplace, monkeypatch, capsys):
     shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
     shown = " ".join(shown.split())
-    assert "fits with 64 tokens in a micro-batch: LoRA on 1 GPU; full on 1 GPU" in shown
+    assert "fits with 64 tokens in a micro-batch: LoRA on 1 GPU without checkpointing; full on 1 GPU without" in shown
     assert "peak with 64 tokens in a micro-batch, on 8 GPU(s)" in shown and shown.count("LoRA, ZeRO-2") == 8
     assert "Modelled: gathered" in shown and "Not measured on a GPU" in shown
 
@@ -463,7 +470,7 @@ def test_memory_says_what_the_model_itself_cannot_run(data_dir, tmp_path, capsys
         printed[name] = capsys.readouterr().out
     assert "ZeRO-2" in printed["step-3.5-flash"] and "left out" not in printed["step-3.5-flash"]
     assert "DDP" in printed["xlstm-7b"] and "ZeRO" not in printed["xlstm-7b"]
-    assert "left out: full training without autocast, in which the model's forward raises" in printed["xlstm-7b"]
+    assert "left out: full training without autocast, in which the model raises" in printed["xlstm-7b"]
 
 
 def test_memory_with_data_is_that_of_the_recommended_length(workplace, capsys):

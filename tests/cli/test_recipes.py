@@ -81,7 +81,7 @@ def test_a_recipe_is_accepted(name, tmp_path, capsys):
     assert ("8 GPUs" in recipes.titles()[name]) == ("deepspeed --num_gpus=8" in file.read_text())
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-8b-1m"])
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-8b-1m", "qwen3-8b-lora"])
 def test_the_memory_in_a_header_is_what_plan_predicts(name, data_dir, tmp_path, capsys):
     text = recipes.read(name)
     peak, command = re.search(r"# (\d+) GiB on each GPU.*\n#   trl-packfix (plan .*)", text).groups()
@@ -90,7 +90,10 @@ def test_the_memory_in_a_header_is_what_plan_predicts(name, data_dir, tmp_path, 
     words = command.replace("Qwen/Qwen3-8B", str(tmp_path)).split()
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    (row,) = [row for row in found["memory"] if (row["method"], row["checkpointing"]) == ("full, ZeRO-3", True)]
+    settings = yaml.safe_load(text)
+    method = "LoRA, DDP" if settings.get("use_peft") else "full, ZeRO-3"
+    of_run = (method, settings["gradient_checkpointing"])
+    (row,) = [row for row in found["memory"] if (row["method"], row["checkpointing"]) == of_run]
     assert round(row["peak"]) == int(peak)
     host = re.search(r"(\d+) GiB of the host", text)
     assert round(row["host"]) == (int(host[1]) if host else 0)

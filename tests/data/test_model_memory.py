@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from peft import LoraConfig
 from support.memory import fused_peaks, packed_peaks
 from transformers import AutoConfig, PreTrainedConfig
 
 from trl_packfix.compat import scores_tokens
 from trl_packfix.data.model_costs import built, model_class_of
-from trl_packfix.data.model_memory import Method, count_model, group_experts, largest_tokens, predict_peak
+from trl_packfix.data.model_memory import LORA, Method, count_model, group_experts, largest_tokens, predict_peak
 
 T = 8192
 COMMON = {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 64_000}
@@ -17,6 +18,8 @@ MODELS = {
     "qwen3_moe": {"hidden_size": 1024, "moe_intermediate_size": 512, "num_attention_heads": 16}
     | {"num_experts": 16, "num_experts_per_tok": 4},
 }
+
+DROPPED = LoraConfig(r=8, lora_dropout=0.05, target_modules=["q_proj", "v_proj", "down_proj"])
 
 
 def make_config(name):
@@ -33,7 +36,13 @@ def test_the_peak_of_a_packed_step_on_the_kernels_of_cuda(name, checkpointing):
 @pytest.mark.skipif(not scores_tokens(), reason="TRL before 1.16 has no fused LM head on a CPU")
 @pytest.mark.parametrize(
     ("name", "lora", "checkpointing"),
-    [("llama", False, False), ("gemma3_text", False, True), ("llama", True, True), ("qwen3_moe", True, False)],
+    [
+        ("llama", None, False),
+        ("gemma3_text", None, True),
+        ("llama", LORA, True),
+        ("llama", DROPPED, False),
+        ("qwen3_moe", LORA, False),
+    ],
 )
 def test_the_peak_with_the_fused_loss(name, lora, checkpointing):
     expected, found = fused_peaks(make_config(name), lora, checkpointing, T)
@@ -54,6 +63,19 @@ def test_what_engines_divide():
     assert [peak.optimizer for peak in peaks.values()] == [8 * every, 1.5 * every, 1.5 * every]
     assert peaks["ZeRO-3"].gathered > 2 * sizes.hidden * sizes.vocab == 2 * 2048 * 64_000
     assert len({peak.activations for peak in peaks.values()}) == 1
+
+
+def test_dropout_of_adapters_saves_a_mask_and_a_copy():
+    """A byte for each input of a layer; and q, k, v, gate and up, which share their inputs, keep a copy each."""
+    config = make_config("llama")
+    plain, dropped = (
+        count_model(config, Method(True, "DDP"), LoraConfig(r=8, lora_dropout=rate, target_modules="all-linear"))
+        for rate in (0.0, 0.05)
+    )
+    masks, copies = 6 * config.hidden_size + config.intermediate_size, 3 * config.hidden_size
+    for before, after in zip(plain.saved.layers, dropped.saved.layers, strict=True):
+        assert after - before == masks + 2 * copies
+    assert plain.trained == dropped.trained
 
 
 def test_the_largest_length_fits_and_one_more_does_not():

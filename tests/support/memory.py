@@ -5,7 +5,6 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +15,16 @@ from trl_packfix.attention import varlen
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.model_costs import built, model_class_of
-from trl_packfix.data.model_memory import LORA_RANK, SAVED_ATTENTION, Method, count_model, make_fake, predict_peak
+from trl_packfix.data.model_memory import (
+    LORA,
+    SAVED_ATTENTION,
+    Method,
+    add_adapters,
+    count_model,
+    drop_as_cuda,
+    make_fake,
+    predict_peak,
+)
 
 from .models import select_attention
 from .versions import enable_checkpointing
@@ -63,14 +71,13 @@ class NothingToRead(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def make_model(config, method, checkpointing):
+def make_model(config, method, checkpointing, lora=LORA):
     """On the meta device, with the dtypes that the method has."""
     autocast = method.engine == "DDP"
     model = built(*model_class_of(config)).to(torch.float32 if autocast and not method.lora else torch.bfloat16)
     if method.lora:
-        settings = LoraConfig(r=LORA_RANK, target_modules="all-linear")
-        get_peft_model(model, settings, autocast_adapter_dtype=autocast)
-        model.enable_input_require_grads()
+        add_adapters(model, lora, autocast=autocast)
+        drop_as_cuda(model)
     if checkpointing:
         enable_checkpointing(model, reentrant=False)
     return model.train()
@@ -94,9 +101,9 @@ def counted(model, batch, autocast=False, fused=False):
     return snapshot["Total"]
 
 
-def predicted(config, method, checkpointing, fused, tokens):
+def predicted(config, method, checkpointing, fused, tokens, lora=LORA):
     """Without what `counted` cannot see: states of the optimizer, and the work space inside of kernels."""
-    sizes = count_model(config, method)
+    sizes = count_model(config, method, lora)
     peak = predict_peak(sizes, method, tokens=tokens, gpus=1, checkpointing=checkpointing, fused_loss=fused)
     return replace(peak, optimizer=0, step=0, attention=0).total
 
@@ -118,14 +125,14 @@ def packed_peaks(config, checkpointing, tokens):
         return expected, counted(model, batch)
 
 
-def fused_peaks(config, lora, checkpointing, tokens):
+def fused_peaks(config, lora, checkpointing, tokens):  # lora: settings of adapters, or None
     """The same with TRL's fused loss under autocast. Its tiles are folded in place, as its kernels of Triton do it."""
     from trl.kernels import chunked_logprob
 
     has_experts = hasattr(config, "num_experts")  # they run on fake tensors in bfloat16 only
-    method = Method(lora, "DDP")
-    expected = predicted(config, method, checkpointing, True, tokens)  # and registers the attention
-    model = make_model(config, Method(lora, "ZeRO-2") if has_experts else method, checkpointing)
+    method = Method(lora is not None, "DDP")
+    expected = predicted(config, method, checkpointing, True, tokens, lora)  # and registers the attention
+    model = make_model(config, replace(method, engine="ZeRO-2") if has_experts else method, checkpointing, lora)
     model.set_attn_implementation(SAVED_ATTENTION)
     tiles = ("_forward_tile", "_backward_tile", "_addmm_fp32")
     with FakeTensorMode(), patch.multiple(chunked_logprob, **dict.fromkeys(tiles, lambda *args, **kwargs: None)):

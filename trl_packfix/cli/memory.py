@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from transformers import PreTrainedConfig
+    from trl import ModelConfig
 
     from ..data.model_memory import Method, Peak
     from ..training.config import SFTConfig
@@ -39,7 +40,7 @@ largest: the {unit} that fits; plain loss: the same with all logits in memory, a
 Not measured on a GPU. Counted: weights, gradients, optimizer (AdamW), activations{but}. Modelled: gathered, head (LM \
 head and TRL's fused loss), layer (temporaries of backward, and with checkpointing what is computed again), attention \
 (its work space{copied}). head is not in memory together with layer and attention.
-LoRA: rank 16 on all linear layers of a bfloat16 model. Each communicator of NCCL takes 0.1 to 0.4 GiB more, an \
+LoRA: {lora}, of a bfloat16 model. Each communicator of NCCL takes 0.1 to 0.4 GiB more, an \
 estimate; tokens_per_rank needs one for each degree."""
 
 
@@ -88,11 +89,18 @@ def check(args: argparse.Namespace, given: "Configs") -> None:
 
 
 def predictions(
-    args: argparse.Namespace, config: "SFTConfig", documents: int, *, model_config: "PreTrainedConfig | None"
+    args: argparse.Namespace,
+    config: "SFTConfig",
+    documents: int,
+    *,
+    model: "ModelConfig",
+    model_config: "PreTrainedConfig | None",
 ) -> tuple[list[dict[str, Any]], str]:
     """A row for each number of GPUs, method, and with and without checkpointing, in GiB; and a line of what fits."""
+    from trl import get_peft_config
+
     from ..attention.runs import COPIED_BYTES
-    from ..data.model_memory import GIB, METHODS, count_model, largest_tokens, predict_peak
+    from ..data.model_memory import GIB, LORA, METHODS, count_model, largest_tokens, predict_peak
 
     assert config.max_length is not None  # `SFTConfig` refuses packing without it
     assert model_config is not None  # `check` refuses memory without a model
@@ -100,11 +108,16 @@ def predictions(
     tokens = config.tokens_per_rank or batch * config.max_length
     copied = 0.0 if config.share_prefixes == "off" else float(COPIED_BYTES)
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    lora: Any = get_peft_config(model) or LORA
+    modules = (
+        lora.target_modules if isinstance(lora.target_modules, str) else ", ".join(sorted(lora.target_modules or ()))
+    )
+    named = f"rank {lora.r}, dropout {lora.lora_dropout:g}, target_modules {modules or 'of PEFT'}"
     counted = {(method.lora, method.engine == "DDP"): method for method in METHODS}
     sizes, errors = {}, []
     for key, method in counted.items():
         try:
-            sizes[key] = count_model(model_config, method)
+            sizes[key] = count_model(model_config, method, lora)
         except ValueError as error:
             errors.append((method, error))
     if not sizes:
@@ -127,6 +140,7 @@ def predictions(
         peak = partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
         prediction = peak(tokens=tokens)
         row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
+        row |= {"lora": named} if method.lora else {}
         row["host"] = sum(of_model.saved.inputs) * tokens / GIB if args.offload and checkpointing else 0.0
         row |= {name: getattr(prediction, "total" if name == "peak" else name) / GIB for name in PARTS}
         row["modelled_activations"] = of_model.saved.is_modelled
@@ -139,8 +153,9 @@ def predictions(
     said = f"fits with {tokens:,} tokens in a micro-batch: LoRA {fits[0]}; full {fits[1]}"
     left_out = [
         f"left out: {'LoRA' if method.lora else 'full'} training {'with' if method.engine == 'DDP' else 'without'} "
-        f"autocast, in which the model's forward raises {type(error.__cause__).__name__}: {error.__cause__}"
+        f"autocast, in which the model raises {type(cause).__name__}: {cause}"
         for method, error in errors
+        for cause in [error.__cause__ or error]
     ]
     return rows, "\n".join([said, *left_out])
 
@@ -149,9 +164,10 @@ def _fewest(peaks: "dict[Method, Callable[..., Peak]]", tokens: int, memory: flo
     """The fewest GPUs on which one of these methods fits, and how: the simplest engine, and checkpointing if needed."""
     for gpus, (method, peak), checkpointing in product(NUMBERS, peaks.items(), (False, True)):
         if peak(tokens=tokens, gpus=gpus, checkpointing=checkpointing).total <= memory:
-            how = [] if gpus == 1 and method.engine == "DDP" else [method.engine]
-            how += ["checkpointing"] if checkpointing else []
-            return f"on {gpus:,} GPU{'s'[: gpus > 1]}{' with '[: 6 * len(how)]}{' and '.join(how)}"
+            how = "with checkpointing" if checkpointing else "without checkpointing"
+            if gpus > 1 or method.engine != "DDP":
+                how = f"with {method.engine} and {how.removeprefix('with ')}"
+            return f"on {gpus:,} GPU{'s'[: gpus > 1]} {how}"
     return f"on no number of GPUs up to {NUMBERS[-1]:,}"
 
 
@@ -160,7 +176,8 @@ def notes(rows: "Sequence[dict[str, Any]]", args: argparse.Namespace, config: "S
     unit = "max_length" if config.tokens_per_rank is None else "tokens_per_rank"
     but = " (those of full training under DDP without autocast)" if any(r["modelled_activations"] for r in rows) else ""
     copied = "" if config.share_prefixes == "off" else ", with copied keys of shared prefixes"
-    text = NOTES.format(memory=args.memory, aside=ASIDE, but=but, copied=copied, unit=f"largest {unit}")
+    lora = next((row["lora"] for row in rows if "lora" in row), "left out")
+    text = NOTES.format(memory=args.memory, aside=ASIDE, but=but, copied=copied, lora=lora, unit=f"largest {unit}")
     if args.offload:
         most = max(row["host"] for row in rows)
         text += f"\n--offload: with checkpointing up to {most:.1f} GiB of each GPU's activations lie on the host."

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     for length in lengths or [given.training.max_length]:
         config = changed(given.training, max_length=length)
         batch = config.per_device_train_batch_size
-        rows, verdict = memory.predictions(args, config, batch, model_config=model_config)
+        rows, verdict = memory.predictions(args, config, batch, model=given.model, model_config=model_config)
         if args.json:
             print(json.dumps({"memory": rows}, indent=2))
         else:
@@ -165,7 +165,7 @@ def _plan(
     best = next(config for config in configs if config.max_length == pick.report.max_length)
     if args.memory is not None:
         documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
-        needed, verdict = memory.predictions(args, best, documents, model_config=model_config)
+        needed, verdict = memory.predictions(args, best, documents, model=given.model, model_config=model_config)
     if args.json:
         result = {"plans": [plan.to_dict() for plan in plans], "max_length": best.max_length, "reasons": reasons}
         print(json.dumps(result | ({"memory": needed} if needed else {}), indent=2))

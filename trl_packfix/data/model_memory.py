@@ -9,6 +9,7 @@
 `tests/data/test_model_memory.py` compares it with what `torch.distributed._tools.mem_tracker` counts.
 """
 
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -27,7 +29,7 @@ from .model_costs import built, experts_of, model_class_of
 
 GIB = 2**30
 TOKENS = 509  # of the counted forward: a prime, so that it tells what grows with the tokens from weights
-LORA_RANK = 16  # on all linear layers, as in examples/configs/lora.yaml
+LORA = LoraConfig(r=16, target_modules="all-linear")  # as in examples/configs/lora.yaml
 TILE = 4096, 32768  # TRL's fused loss: tokens and words of the logits that are in memory at once, in bfloat16
 REUSED = 500_000_000  # numbers that ZeRO-3 keeps at the turn to backward: stage3_max_reuse_distance is 1e9
 SUB_GROUP = 1_000_000_000  # numbers that ZeRO-3 updates at once: sub_group_size
@@ -127,8 +129,8 @@ class Peak:
         return states + max(self.activations + max(self.head, self.layer + self.attention), self.step)
 
 
-def count_model(config: PreTrainedConfig, method: Method) -> ModelSizes:
-    """The sizes of a causal language model with this config, trained by this method.
+def count_model(config: PreTrainedConfig, method: Method, lora: LoraConfig = LORA) -> ModelSizes:
+    """The sizes of a causal language model with this config, trained by this method, with these adapters if by LoRA.
 
     Raises:
         ValueError: transformers has no causal language model for this config.
@@ -155,9 +157,11 @@ def count_model(config: PreTrainedConfig, method: Method) -> ModelSizes:
         parameters = trained = parameters + text.hidden_size * text.vocab_size
     largest = max((sum(p.numel() for p in layer.parameters()) for layer in _layers(model)), default=0)
     if method.lora:
-        get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear"), autocast_adapter_dtype=autocast)
+        if config_part is not config and isinstance(lora.target_modules, str):  # a pattern for names of the whole
+            lora = replace(lora, target_modules=LORA.target_modules)
+        add_adapters(model, lora, autocast=autocast)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        model.enable_input_require_grads()
+    drop_as_cuda(model)
     try:
         saved = saved_in_forward(model, autocast)
     except Exception as error:  # any error of the model's own code, such as a choice by values
@@ -169,6 +173,22 @@ def count_model(config: PreTrainedConfig, method: Method) -> ModelSizes:
         saved = replace(saved, casts=2 * parameters, is_cached=True, is_modelled=True)
     heads = with_pairs_of(text, 0.0).attention
     return ModelSizes(parameters, trained, largest, text.hidden_size, text.vocab_size, heads, saved)
+
+
+def add_adapters(model: Any, lora: LoraConfig, *, autocast: bool) -> None:
+    """Add adapters whose inputs are not cast, as in training."""
+    get_peft_model(model, copy.copy(lora), autocast_adapter_dtype=autocast)
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.cast_input_dtype_enabled = False  # type: ignore[attr-defined]  # an attribute of each kind
+    model.enable_input_require_grads()
+
+
+def drop_as_cuda(model: nn.Module) -> None:
+    """Dropout that saves its mask, a byte per number, as on CUDA; on a CPU it saves factors."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.forward = lambda x, rate=module.p: torch.native_dropout(x, rate, True)[0]  # type: ignore[method-assign, misc]
 
 
 def group_experts(model: nn.Module) -> None:

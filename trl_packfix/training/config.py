@@ -183,8 +183,10 @@ class SFTConfig(trl.SFTConfig):
         say_deepspeed_communicates(self)
         unset = [setting.name for setting in fields(self) if getattr(self, setting.name) is setting.default]
         with warnings.catch_warnings():
-            # TRL's default of `gradient_checkpointing` is deprecated in transformers. What a user sets still warns.
-            warnings.filterwarnings("ignore", f"`({'|'.join(unset)})` is deprecated", FutureWarning)
+            # transformers has another name for TRL's field, `activation_checkpointing`, which it has from 5.20 on only.
+            # Of other fields, what a user sets still warns.
+            names = "|".join([*unset, "gradient_checkpointing(_kwargs)?"])
+            warnings.filterwarnings("ignore", f"`({names})` is deprecated", FutureWarning)
             super().__post_init__()
         check_config(self)
 
