@@ -177,18 +177,14 @@ class EpochPlanner:
 
     def first_step(self, epoch: int) -> int:
         """Optimizer steps of the run before an epoch, which is not before that of `start`."""
-        start = self.start
-        later = epoch - start.epoch
-        return start.first_step + (self.steps_of(start.epoch) + (later - 1) * self.num_steps if later else 0)
+        return self.start.first_step + sum(self.steps_of(each) for each in range(self.start.epoch, epoch))
 
     def position(self, step: int) -> tuple[int, int]:
         """The epoch that the run is in after `step` optimizer steps, and how many of them are of this epoch."""
-        start = self.start
-        inside, length = step - start.first_step, self.steps_of(start.epoch)
-        if inside < length:
-            return start.epoch, inside
-        later, inside = divmod(inside - length, self.num_steps)
-        return start.epoch + 1 + later, inside
+        epoch, inside = self.start.epoch, step - self.start.first_step
+        while inside >= self.steps_of(epoch):
+            epoch, inside = epoch + 1, inside - self.steps_of(epoch)
+        return epoch, inside
 
     def total_steps(self, num_epochs: float) -> int:
         """Optimizer steps of a run of so many epochs, or of the steps that were trained already."""

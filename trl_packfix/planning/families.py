@@ -346,26 +346,23 @@ def _cuts(
     Args:
         room: most rows of a part that begins with each document.
     """
-    max_keys, max_targets = KEYS_PER_CAPACITY * room, TARGETS_PER_CAPACITY * room
     own = lengths - shared
-    # A document of which at most its last row is left has no run, and looks up nothing.
-    rows, keys, targets = (
-        np.concatenate([[0], np.cumsum(values)]) for values in (own, np.where(own > 1, lengths, 0), trained)
+    looks_up = np.where(own > 1, lengths, 0)  # a document of which at most its last row is left has no run
+    limits = (
+        (own, room, shared),  # the first of a part has all its rows, and a run
+        (looks_up, KEYS_PER_CAPACITY * room, lengths - looks_up),
+        (trained, TARGETS_PER_CAPACITY * room, 0),
     )
+    ends = np.full(len(lengths), len(lengths))  # of the longest part that begins with each document
+    for values, most, more in limits:
+        total = np.concatenate([[0], np.cumsum(values)])
+        ends = np.minimum(ends, np.searchsorted(total, most - more + total[:-1], side="right") - 1)
+    ends = np.maximum(ends, np.arange(len(lengths)) + 1)
     starts = np.flatnonzero(begins)
     stops = np.append(starts[1:], len(lengths))
-    too_large = (rows[stops] - rows[starts] > room[starts]) | (keys[stops] - keys[starts] > max_keys[starts])
-    too_large |= targets[stops] - targets[starts] > max_targets[starts]
+    is_cut = ends[starts] < stops
     cuts = []
-    for first, stop in zip(starts[too_large].tolist(), stops[too_large].tolist(), strict=True):
-        at = first
-        while True:
-            fits = np.searchsorted(rows, room[at] - shared[at] + rows[at], side="right") - 1
-            looks_up = lengths[at] if own[at] <= 1 else 0  # the first of a part has a run
-            looked = np.searchsorted(keys, max_keys[at] - looks_up + keys[at], side="right") - 1
-            trains = np.searchsorted(targets, max_targets[at] + targets[at], side="right") - 1
-            at = max(min(int(fits), int(looked), int(trains)), at + 1)
-            if at >= stop:
-                break
+    for at, stop in zip(starts[is_cut].tolist(), stops[is_cut].tolist(), strict=True):
+        while (at := int(ends[at])) < stop:
             cuts.append(at)
     return cuts
