@@ -4,18 +4,20 @@ import json
 from contextlib import nullcontext
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from ranks import faults
 from ranks.faults import changed
-from support import zoo
+from support import vision, zoo
 from support.models import build_tiny_model, build_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from trl_packfix import PackingLeakError, SFTConfig, SFTTrainer
 from trl_packfix.attention import varlen
 from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.data.image_collator import PackedImages
 from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
 from trl_packfix.isolation import check_isolation
 from trl_packfix.training import objective
@@ -24,14 +26,17 @@ from trl_packfix.training.objective import Objective
 from trl_packfix.training.step_comparison import StepComparison
 
 LENGTHS = (60, 13, 200, 33, 7, 90, 41, 120) * 2
+END = build_tokenizer().eos_token_id
 
 
-def rows(lengths=LENGTHS, **columns):
+def rows(lengths=LENGTHS, end=False, **columns):
     generator, found = torch.Generator().manual_seed(0), []
     for i, length in enumerate(lengths):
         ids = torch.randint(3, 60, (length,), generator=generator).tolist()
         if i % 2:  # every second one begins as the one before it
             ids[: length // 2] = (found[-1]["input_ids"] * length)[: length // 2]
+        if end:
+            ids[-1] = END
         prompt = min(5, length // 3)
         row = {"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]}
         found.append(row | {name: values(i) for name, values in columns.items()})
@@ -39,6 +44,9 @@ def rows(lengths=LENGTHS, **columns):
 
 
 def make(folder, model="llama", dataset=None, **settings):
+    processor = vision.build_processor(model) if model in vision.FAMILIES else build_tokenizer()
+    if model in vision.FAMILIES:
+        model, dataset = vision.build_model(model), vision.rows(12)
     model = build_tiny_model(model, vocab_size=64) if isinstance(model, str) else model
     given = {"max_length": 256, "max_steps": 1, "bf16": False, "gradient_accumulation_steps": 2} | settings
     if "weight_column" in given:
@@ -46,9 +54,7 @@ def make(folder, model="llama", dataset=None, **settings):
     args = SFTConfig(
         str(folder), packing=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **given
     )
-    return SFTTrainer(
-        model, args, train_dataset=rows() if dataset is None else dataset, processing_class=build_tokenizer()
-    )
+    return SFTTrainer(model, args, train_dataset=rows() if dataset is None else dataset, processing_class=processor)
 
 
 def compare(trainer, fault=nullcontext):
@@ -156,6 +162,23 @@ def of_values(change):
     return changed(Objective, "_mean", wrong)
 
 
+def found_by_end_tokens(right, self, documents, degree=1):
+    found = []
+    for each in documents:
+        if found and found[-1]["input_ids"][-1] != END:
+            before = found.pop()
+            each = {name: np.append(before[name], each[name]) for name in each}
+        found.append(each)
+    return right(self, found, degree)
+
+
+def images_of_neighbours(right, self, *given):
+    entries = right(self, *given)
+    if "pixel_values" in entries:
+        entries["pixel_values"] = entries["pixel_values"].roll(1, self.layout.images["pixel_values"])
+    return entries
+
+
 def in_one_layer(right, bounds, num_tokens, calls=[]):  # noqa: B006 - counts
     calls.append(1)
     return [num_tokens] if len(calls) % 2 else right(bounds, num_tokens)
@@ -189,6 +212,17 @@ FAULTS = {
     "one label over a boundary": (in_batch(one_kept), {}, "document "),
     "the last label lost": (in_batch(last_lost), {}, "document "),
     "positions go on": (in_batch(positions_go_on), {"model": "opt"}, "the loss is"),
+    # Of rows that end with their token, but for one that is cut
+    "boundaries by an EOS scan": (
+        changed(PackedDataCollator, "collate", found_by_end_tokens),
+        {"dataset": rows((20, 13, 30, 25, 7, 29, 11, 300), end=True)},
+        "the loss is",
+    ),
+    "images of the neighbour": (
+        changed(PackedImages, "__call__", images_of_neighbours),
+        {"model": "llava"},
+        "the loss is",
+    ),
     "boundaries lost": (faults.BEHIND_PROOF["one_document"], {}, "gradients of"),
     "boundaries lost in one layer": (changed(varlen, "_checked", in_one_layer), PLAIN, "gradients of"),
     "a boundary one late": (changed(varlen, "_checked", one_late), {}, "the loss is"),

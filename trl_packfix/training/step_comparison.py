@@ -124,14 +124,17 @@ def is_text(document: Document) -> bool:
 
 
 def _shortened(document: Document) -> Document:
-    """Without its source. Of text the first tokens, and those around the first trained one."""
+    """Without its source. Of text the first tokens, and those around the first trained one.
+
+    If another token is trained, not the last one: documents must be told apart without an end token, too.
+    """
     document = {name: value for name, value in document.items() if name != SOURCES}
-    if not is_text(document) or length(document) <= 2 * HALF:
+    if not is_text(document):
         return document
-    first = int((np.asarray(document["labels"])[1:] != IGNORE_INDEX).argmax())  # the place that predicts it
-    start = max(HALF, first - HALF // 2)
+    trained = np.flatnonzero(np.asarray(document["labels"])[1:] != IGNORE_INDEX)  # the places that predict them
+    start = max(HALF, int(trained[0]) - HALF // 2)
     kept = np.r_[0:HALF, start : start + HALF]
-    kept = kept[kept < length(document)]
+    kept = kept[kept < length(document) - (len(trained) > 1)]
     return document | {name: np.asarray(document[name])[kept] for name in READ}
 
 
