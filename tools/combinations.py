@@ -17,8 +17,7 @@ def page() -> str:
         "A test makes every pair of these. It works unless it is listed below, under one of its two: "
         f"{', '.join(tested)}.\n",
         f"Experimental, because no GPU has run them yet: {', '.join(choice.name for choice in EXPERIMENTAL)}.\n",
-        "What is listed is refused before work starts. Reasons are short here; the error says what to set "
-        "(`tools/combinations.py` makes this page).\n",
+        "What is listed is refused before work starts; the error says what to set.\n",
     ]
     for i, each in enumerate(FEATURES):
         if each.conflicts:

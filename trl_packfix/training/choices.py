@@ -237,7 +237,7 @@ NO_PROCESSOR = Choice(
     "give the processor of the model (`AutoProcessor.from_pretrained`), or leave `processing_class` unset",
 )
 OWN_LOSS = Choice(
-    "a subclass whose `compute_loss` does not call `super().compute_loss`",
+    "a `compute_loss` that does not call `super().compute_loss`",
     lambda setup: setup.own_loss and f"`{setup.own_loss}`, which does not call `super().compute_loss`,",
     "change what `super().compute_loss` returns",
 )
