@@ -44,6 +44,7 @@ class IsolationReport:
         dtype: the coarsest dtype of the outputs of modules: "fp32", "bf16", ... In half precision a change below the
             tolerance is compared module by module.
         runs_unpacked: False if it raises on a row without packing, too; `error` is then that of the row.
+        proved_on: the day on which an earlier start proved the same; None if this one did.
         repaired: the repairs that were in place, and how these modules run.
         degree: ranks that shared each pack.
         reads_ahead: whether a token changes earlier states of its own document in unpacked TRL, too, so that the model
@@ -68,6 +69,7 @@ class IsolationReport:
     reads_ahead: bool = False
     dtype: str = "fp32"
     runs_unpacked: bool = True
+    proved_on: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -96,6 +98,7 @@ class IsolationReport:
         return (
             f"changing one document changed no other ({change if self.max_change else '0.0'}){gradient}; each equals "
             f"itself alone to {difference}{self._ahead}"
+            + ("" if self.proved_on is None else f"; proved on {self.proved_on}, same model and versions")
         )
 
     @property

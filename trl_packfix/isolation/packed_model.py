@@ -1,7 +1,7 @@
 """Set a model up for packs: choose its attention, test isolation, and repair or unpack a model that leaks."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -58,6 +58,7 @@ class PackedModel:
         attention: the chosen implementation, and why.
         attends: whether the model takes packs now.
         isolation: the result of the last probe; None before the first.
+        recall: gives the report of an earlier start, if one is remembered (`training/remembered.py`); None without.
         prefixes_are_proved: whether the last probe of shared prefixes found nothing wrong.
     """
 
@@ -81,6 +82,7 @@ class PackedModel:
         self.own_hooks = own_hooks
         self._needs_varlen = EXCHANGES if shares_packs else LOOKS_UP if shares_prefixes else None
         self.images = images
+        self.recall: Callable[..., IsolationReport] | None = None
         self.attends = False
         run_hooks_inside_adapters(model)
         self._head: RemovableHandle | None = None
@@ -281,8 +283,15 @@ class PackedModel:
         return None
 
     def _report(self, wrapped: nn.Module, degree: int = 1, *, with_prefixes: bool = False) -> IsolationReport:
+        name, previous, images = self.attention.name, self.attention.previous, self.images
         check = check_prefixes if with_prefixes else check_isolation
-        report = check(wrapped, self.max_length, degree, images=self.images, user_attention=self.attention.previous)
+        prove = partial(check, wrapped, self.max_length, degree, images=images, user_attention=previous)
+        if self.recall is None or images is not None or self.repaired or self.is_unpacked:
+            report = prove()
+        else:
+            hooks = [type(each).__name__ for each in self.own_hooks]
+            case = (check.__name__, self.max_length, degree, name, previous, str(self.dtype), hooks)
+            report = self.recall(wrapped, prove, model=base_model(self.model), case=case)
         agreed((report.isolated, report.equal))
         return replace(report, repaired=self.repaired)
 

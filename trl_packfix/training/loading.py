@@ -53,6 +53,7 @@ from .lora_inputs import LoraInputs
 from .noise import DocumentNoise
 from .planner import documents_of, make_planner, packing_of
 from .progress import status
+from .remembered import RememberedProofs
 from .run import Run
 
 
@@ -390,7 +391,7 @@ class TrainingData:
         if args.neftune_noise_alpha is not None:
             model = base_model(self._run.model)
             hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=not self.packs_images))
-        return PackedModel(
+        packed_model = PackedModel(
             self._run.model,
             self.attention_dtype,
             args.device.type,
@@ -402,6 +403,11 @@ class TrainingData:
             shares_prefixes=args.share_prefixes != "off",
             images=None if self.images is None else self.images.examples,
         )
+        if isinstance(self._run.train_dataset, Dataset) and self.documents.file is not None:
+            plugin = self._run.accelerator.state.deepspeed_plugin
+            engine = self._run.accelerator.distributed_type, plugin and plugin.deepspeed_config
+            packed_model.recall = RememberedProofs(self.documents.file.parent, (engine, args.torch_compile)).recall
+        return packed_model
 
     @property
     def attention_dtype(self) -> torch.dtype:

@@ -1,0 +1,135 @@
+"""What was proved of a model is remembered beside the dataset, and proved again where anything has changed."""
+
+import json
+import os
+from unittest import mock
+
+import peft
+import pytest
+import torch
+import transformers
+from datasets import load_from_disk
+from peft import LoraConfig
+from ranks import faults
+from support.launch import fork_ranks
+from support.models import build_tiny_model, build_tokenizer
+from training.test_first_step import rows
+
+from trl_packfix import PackingLeakError, SFTConfig, SFTTrainer
+from trl_packfix.isolation.check_isolation import Runs
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rows().save_to_disk(tmp_path / "data")
+    return tmp_path
+
+
+def start(folder, model="llama", peft_config=None, **settings):
+    """A start on the same table: its trainer, and how many models it has proved."""
+    given = {"max_length": 256, "max_steps": 1, "bf16": False, "seed": 3} | settings
+    args = SFTConfig(
+        str(folder), packing=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **given
+    )
+    model = build_tiny_model(model, vocab_size=64) if isinstance(model, str) else model
+    own = {"processing_class": build_tokenizer(), "peft_config": peft_config}
+    with mock.patch.object(Runs, "__init__", autospec=True, side_effect=Runs.__init__) as proves:
+        trainer = SFTTrainer(model, args, train_dataset=load_from_disk(folder / "data"), **own)
+        trainer.train()
+    return trainer, proves.call_count
+
+
+def weights(trainer):
+    return torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
+
+
+def test_the_second_start_proves_nothing_and_trains_the_same(folder):
+    first, proofs = start(folder, share_prefixes="pack")
+    assert proofs == 2 and first.packing_report.isolation.proved_on is None
+    second, proofs = start(folder, share_prefixes="pack")
+    assert proofs == 0 and "same model and versions" in dict(second.packing_report.lines())["isolation"]
+    assert "packed" in dict(second.packing_report.lines())["first step"]
+    assert torch.equal(weights(first), weights(second))
+
+
+class Other(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def of_class(kind):
+    model = build_tiny_model("llama", vocab_size=64)
+    model.__class__ = kind
+    return model
+
+
+def with_other_forward():
+    model = build_tiny_model("llama", vocab_size=64)
+    norm = model.model.norm
+    norm.forward = lambda states: type(norm).forward(norm, states)
+    return model
+
+
+OTHERS = {
+    "adapters": {"peft_config": LoraConfig(target_modules="all-linear", r=2)},
+    "dtype": {"bf16": True},
+    "length": {"max_length": 128},
+    "attention": {"enforce_flash_attention": False},
+    "checkpointing": {"gradient_checkpointing": False},
+    "noise": {"neftune_noise_alpha": 5.0},
+    "another type": {"model": "mistral"},
+    "another class": {"model": lambda: of_class(Other)},
+    "another forward of a module": {"model": with_other_forward},
+}
+
+
+@pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
+def test_what_differs_is_proved(folder, settings):
+    start(folder)
+    made = settings | {"model": settings["model"]()} if callable(settings.get("model")) else settings
+    assert start(folder, **made)[1] == 1
+    made = settings | {"model": settings["model"]()} if callable(settings.get("model")) else settings
+    assert start(folder, **made)[1] == 0  # and is remembered, too
+
+
+def test_another_version_proves_again(folder):
+    start(folder)
+    with mock.patch.object(peft, "__version__", "9.9.9"):
+        assert start(folder)[1] == 1
+
+
+def test_what_is_repaired_or_damaged_is_proved_again(folder):
+    assert start(folder, build_tiny_model("falcon", alibi=True, vocab_size=64))[0].packing_report.isolation.repaired
+    assert not [*(folder / "data").glob("*proof*")]
+    start(folder)
+    (file,) = (folder / "data").glob("*proof*")
+    right = file.read_text()
+    for text in (right[:-5], json.dumps(json.loads(right) | {"isolated": False}), json.dumps({"unknown": 1})):
+        file.write_text(text)
+        assert start(folder)[1] == 1 and file.read_text() == right
+
+
+def test_a_leak_that_came_since_is_found_by_the_first_step(folder):
+    """Boundaries are lost in a function that no hash sees."""
+    start(folder)
+    with (
+        faults.BEHIND_PROOF["one_document"](),
+        pytest.raises(PackingLeakError, match="were trained packed and unpacked"),
+    ):
+        start(folder)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+def test_ranks_prove_unless_all_of_them_remember(tmp_path):
+    """On nodes with disks of their own; else one rank would wait in a forward that the other leaves out."""
+
+    def run():
+        own = tmp_path / os.environ["RANK"]
+        rows().save_to_disk(own / "data")
+        proofs = [start(own)[1], start(own)[1]]
+        if os.environ["RANK"] == "1":
+            next((own / "data").glob("*proof*")).unlink()
+        assert [*proofs, start(own)[1]] == [1, 0, 1]
+
+    assert fork_ranks(2, run)

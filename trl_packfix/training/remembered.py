@@ -1,0 +1,128 @@
+"""Remember the proofs of a model in files beside the dataset, so that the next start does not prove the same again.
+
+A proof is remembered if it passed on the model as it was given: without a repair, and without images. The name of its
+file is a hash of what it depends on: modules, their code and simple attributes, parameters, configs, attention, engine,
+device, and the versions of all packages that are loaded. A function that was replaced while the program runs cannot be
+seen here; the comparison of the first step, which is made at every start, runs it.
+"""
+
+import hashlib
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..data.cache_files import PREFIX, write_atomically
+from ..isolation.isolation_report import IsolationReport
+from ..samples.row import CODE
+
+SIMPLE = (bool, int, float, str, type(None))
+
+
+class RememberedProofs:
+    """Proofs in a folder.
+
+    Args:
+        settings: of the run, of which a proof may depend although the model does not show them.
+    """
+
+    def __init__(self, folder: Path, settings: object):
+        self.folder, self.settings = folder, settings
+
+    def recall(
+        self, wrapped: nn.Module, prove: Callable[[], IsolationReport], *, model: nn.Module, case: object
+    ) -> IsolationReport:
+        """The report of an earlier start on the same `model`, settings and `case`, or that of `prove`.
+
+        All ranks must call it: where one does not remember, all prove.
+        """
+        key = hashlib.sha256(repr([case, self.settings, *_decisive(wrapped, model)]).encode()).hexdigest()
+        file = self.folder / f"{PREFIX}-proof-{key[:16]}.json"
+        known = None
+        with suppress(OSError, ValueError, TypeError):  # not there, or damaged: proved again
+            known = IsolationReport(**json.loads(file.read_text()))
+        if known is not None and not known.passed:
+            known = None
+        if _on_all_ranks(known is not None) and known is not None:
+            return known
+        report = prove()
+        if report.passed:
+            self._write(file, json.dumps(asdict(replace(report, proved_on=f"{date.today():%d %b %Y}"))))
+        return report
+
+    def _write(self, file: Path, text: str) -> None:
+        def write(temporary: Path) -> None:
+            temporary.write_text(text)
+
+        file.unlink(missing_ok=True)  # damaged, or of another day
+        write_atomically(file, write)
+
+
+def _on_all_ranks(condition: bool) -> bool:
+    if not (dist.is_available() and dist.is_initialized()):
+        return condition
+    conditions = [False] * dist.get_world_size()
+    dist.all_gather_object(conditions, condition)
+    return all(conditions)
+
+
+def _decisive(wrapped: nn.Module, model: Any) -> Iterator[Any]:
+    """What a proof depends on, without an address or a time."""
+    device = next(model.parameters()).device.type
+    yield (
+        CODE,
+        sorted(
+            (name, vars(module).get("__version__"))
+            for name, module in [*sys.modules.items()]
+            if "." not in name and isinstance(vars(module).get("__version__"), str)
+        ),
+    )
+    yield device, torch.get_float32_matmul_precision(), dist.is_initialized() and dist.get_world_size()
+    yield torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
+    yield torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device))
+    yield model.config.to_json_string(use_diff=False)
+    kinds = {type(module) for module in wrapped.modules()}
+    yield sorted((f"{kind.__module__}.{kind.__qualname__}", repr(_compiled(kind.forward))) for kind in kinds)
+    yield sorted(_own_files(kinds))
+    for name, module in model.named_modules():
+        yield (
+            name,
+            type(module).__qualname__,
+            sorted((key, value) for key, value in vars(module).items() if isinstance(value, SIMPLE)),
+        )
+        own = vars(module).get("forward")
+        yield None if own is None else _compiled(own)
+    for name, values in [*model.named_parameters(), *model.named_buffers()]:
+        yield name, tuple(values.shape), str(values.dtype), values.requires_grad
+
+
+def _own_files(kinds: set[type[nn.Module]]) -> set[str]:
+    """The content of the files of these classes, and of their bases, in packages that have no version."""
+    found = set()
+    for each in {each for kind in kinds for each in kind.__mro__}:
+        if _version(each.__module__.partition(".")[0]) is None:
+            with suppress(OSError, TypeError):  # built in, or typed in a notebook
+                found.add(hashlib.sha256(Path(inspect.getfile(each)).read_bytes()).hexdigest())
+    return found
+
+
+def _version(package: str) -> str | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that will take it away
+        version = getattr(sys.modules.get(package), "__version__", None)
+    return version if isinstance(version, str) else None
+
+
+def _compiled(function: Any) -> Any:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else (code.co_code.hex(), code.co_names, code.co_varnames)
