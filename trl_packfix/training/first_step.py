@@ -203,15 +203,16 @@ class FirstStep:
         """The same step from rows, without collator, packed attention, fused LM head and loss of the trainer."""
         run, args = self._run, self._run.args
         owns = not isinstance(packs[0], PartOf) or packs[0].index == 0  # of ranks that share a pack, the first
-        documents = [document for pack in packs for document in _documents(pack)]
-        factors, parts = [], []
-        for document in documents:
-            weight = float(document.get(WEIGHTS, 1.0))
+        documents = _documents(packs[0])  # which has those of the others, too
+        factors, parts = [0.0] * len(documents), 0.0
+        for document in (document for pack in packs for document in _documents(pack)):
+            weight = owns * float(document.get(WEIGHTS, 1.0))
             by_document = args.document_weighting == "document"
-            factors.append(owns * weight / (max(num_trained(document), 1) if by_document else 1))
-            parts.append(owns * weight * (num_trained(document) > 0 if by_document else num_trained(document)))
+            i = next(i for i, each in enumerate(documents) if each is document)
+            factors[i] += weight / (max(num_trained(document), 1) if by_document else 1)
+            parts += weight * (num_trained(document) > 0 if by_document else num_trained(document))
         copies = self._data.ranks.copies
-        divisor = self._summed(sum(parts)) / copies
+        divisor = self._summed(parts) / copies
         run.model.zero_grad(set_to_none=True)
         total = 0.0
         for document, factor in zip(documents, factors, strict=True):
