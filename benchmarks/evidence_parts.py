@@ -139,7 +139,7 @@ def memory_of_a_step(machine: Machine) -> Rows:
                 yield {"case": name, "optional": True, "reason": "TRL before 1.16 has no fused LM head on a CPU"}
                 continue
             peaks = (
-                partial(memory.fused_peaks, config, True, True, 512)
+                partial(memory.fused_peaks, config, memory.LORA, True, 512)
                 if lora
                 else partial(memory.packed_peaks, config, True, 512)
             )

@@ -192,6 +192,18 @@ def test_what_has_no_time_is_named(played):
     assert status == 1 and {row["state"] for row in rows} == {"no time"}
 
 
+def test_parts_run_on_the_cpu(tmp_path):
+    """Those that take seconds; `make bench` runs others. They call much of the package that changes."""
+    parts = ["machine", "kernels", "8b-lora", "memory", "million", "exactness", "launches", "prefixes"]
+    command = [sys.executable, ROOT / "benchmarks" / "evidence.py", "--smoke", "--out", tmp_path, "--parts", *parts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout
+    table, rows = opened(tmp_path)
+    assert {row["part"] for row in rows} == set(parts) and "TINY SIZES" in table and "pyarrow" in done.stdout
+    trained = {row["case"] for row in rows if row["tokens_per_s"]}
+    assert trained >= {"ours stream", "no checkpointing", "dropout 0.05"}
+
+
 def test_padded_speed_comes_from_the_table_and_not_from_the_batches_of_a_run(benchmarks):
     """Which documents the few batches of a run had decides how much of them was padding, and not how fast it is."""
     import numpy as np
