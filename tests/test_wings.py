@@ -104,14 +104,6 @@ def test_arrows_point_downwards():
     assert not [arrow for arrow in EXCEPTIONS if arrow not in ARROWS], "an exception that is no longer needed"
 
 
-@pytest.mark.processes
-def test_planning_needs_numpy_only():
-    heavy = "('torch', 'trl', 'datasets', 'transformers')"
-    code = f"import sys; from trl_packfix import plan_packs; print([m for m in {heavy} if m in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert run.stdout.strip() == "[]"
-
-
 def test_the_table_is_free_of_circles_and_in_the_documentation():
     order = list(BELOW)
     assert all(order.index(other) < order.index(wing) for wing, others in BELOW.items() for other in others)

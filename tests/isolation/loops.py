@@ -24,10 +24,9 @@ class Model(nn.Module):
         self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
         self.head = nn.Linear(width, vocabulary)
 
-    def forward(self, ids: Tensor, position: Tensor, owners: Any = None, causal: bool = True, **ignored: Any) -> Tensor:
+    def forward(self, ids: Tensor, position: Tensor, owner: Any = None, causal: bool = True, **ignored: Any) -> Tensor:
         x = self.embed(ids) + self.position(position)
-        owners = owners if isinstance(owners, list) else [owners] * 2
-        for owner, qkv, out in zip(owners, self.qkv, self.out, strict=True):
+        for qkv, out in zip(self.qkv, self.out, strict=True):
             mask = torch.ones(len(ids), len(ids), dtype=torch.bool)
             mask = torch.tril(mask) if causal else mask
             if owner is not None:
@@ -60,26 +59,16 @@ THREADS = {
 }
 OURS = {
     "positions go on": "isolation",
-    "boundary one late": "isolation",
-    "lost in one layer": "isolation",
-    "lost before the third document": "isolation",
     "one document without a mask": "scale",
     "mask over all documents if one is masked": "isolation",
     "boundaries before first tokens": "content",
-    "zeros are padding": "content",
     "equal documents once": "content",
     "first target of a pack lost": "isolation",
-    "last document cut": "isolation",
     "mean of documents": "labels",
     "labels in another order": "isolation",
-    "first trained token five times": "scale",
-    "later packs weigh less": "grouping",
-    "last micro-batch only": "grouping",
     "count of the first micro-batch": "grouping",
-    "smoothed where masked": "scale",
     "nan without a target": "masked",
     "long packs weigh less": "labels",
-    "by order in the pack": "labels",
     "padding trained": "scale",
 }
 
@@ -87,8 +76,6 @@ OURS = {
 def collate(found: list[dict[str, list[int]]], fault: str = "") -> dict[str, Tensor]:
     if fault == "equal documents once":
         found = [each for i, each in enumerate(found) if each["input_ids"] not in [e["input_ids"] for e in found[:i]]]
-    if fault == "last document cut" and len(found) > 1:
-        found = [*found[:-1], {name: values[: len(values) - 1] for name, values in found[-1].items()}]
     lengths = torch.tensor([len(each["input_ids"]) for each in found])
     position = torch.cat([torch.arange(n) for n in lengths])
     labels = [each["labels"] for each in found]
@@ -102,19 +89,13 @@ def collate(found: list[dict[str, list[int]]], fault: str = "") -> dict[str, Ten
     }
 
 
-def owners_of(batch: dict[str, Tensor], fault: str) -> Any:
-    """Whose each token is, in each of the two layers, as the loop believes."""
+def owners_of(batch: dict[str, Tensor], fault: str) -> Tensor:
+    """Whose each token is, as the loop believes."""
     owner, ids = batch["owner"], batch["ids"]
     if fault in ("torchtitan#3130", "open-instruct#1855"):
         return torch.cat([owner[:1] * 0, (ids[:-1] == EOS).long().cumsum(0)])
     if fault == "boundaries before first tokens":
         return (ids == BOS).long().cumsum(0)
-    if fault == "boundary one late":
-        return torch.cat([owner[:1], owner[:-1]])
-    if fault == "lost in one layer":
-        return [owner, owner * 0]
-    if fault == "lost before the third document":
-        return owner - (owner >= 2).long()
     if fault == "mask over all documents if one is masked":
         is_trained = torch.zeros(int(owner.max()) + 1).index_add(0, owner, (batch["labels"] != IGNORE).float())
         return owner * 0 if (is_trained == 0).any() else owner
@@ -141,15 +122,9 @@ def losses(model: Model, batch: dict[str, Tensor], fault: str) -> tuple[Tensor, 
         targets = targets.masked_fill(ends, IGNORE)
     if fault == "first target of a pack lost" and int(owner.max()) > 0:
         targets[(targets != IGNORE).nonzero()[:1, 0]] = IGNORE
-    if fault == "zeros are padding":
-        targets = targets.masked_fill(torch.roll(ids, -1) == 0, IGNORE)
-        keep = ids != 0
-        logits = logits * keep[:, None]
     found = functional.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE)
     if fault == "nan without a target":
         found = -logits.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets != IGNORE)
-    if fault == "smoothed where masked":
-        found = found + 0.1 * -logits.log_softmax(-1).mean(-1)
     if fault == "padding trained":
         found = found - 0.1 * logits.log_softmax(-1)[:, 0]
     return found, targets != IGNORE
@@ -170,15 +145,9 @@ def weights_of(fault: str, found: list[tuple[Tensor, Tensor]], i: int, owner: Te
     if fault == "mean of documents":
         per_document = torch.zeros(int(owner.max()) + 1).index_add(0, owner, mask.float()).clamp(min=1)
         return count / per_document[owner]
-    if fault == "first trained token five times":
-        return torch.ones_like(loss).index_fill(0, mask.nonzero()[:1, 0], 5.0)
-    if fault == "by order in the pack":
-        return 1 + owner.float()
     factors: dict[str, Any] = {
         "unsloth-zoo#1023": 1 / parts,
         "NeMo-RL#3380": 2,
-        "later packs weigh less": 1 / (1 + i),
-        "last micro-batch only": i == parts - 1,
         "count of the first micro-batch": count / found[0][1].sum().clamp(min=1),
         "nan without a target": mask.sum() / mask.sum(),  # where the loss is computed by hand
         "long packs weigh less": 1 / (1 + (len(loss) > 64)),
