@@ -21,7 +21,7 @@ from support.models import build_tiny_model, build_tokenizer
 from support.rounding import tolerance
 from support.rows import build_model, build_trainer, train
 from support.vision import make
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
 
 from trl_packfix import PackingLeakError, pack_forward
 from trl_packfix.attention.packed_forward import packed_forwards
@@ -78,6 +78,8 @@ CASES = [
     ("sft", "llama", {}),
     ("trainer", "llama", {}),
     ("trainer", "minimax", {}),  # repaired; the trainer gives it `num_items_in_batch`
+    ("dpo", "gemma3", {"max_steps": 2}),
+    *(("dpo", model_type, {}) for model_type in ("mamba", "falcon_h1", "qwen3_moe")),
 ]
 NAMES = [f"{kind}-{model_type}-{'-'.join(options)}" for kind, model_type, options in CASES]
 
@@ -85,15 +87,6 @@ NAMES = [f"{kind}-{model_type}-{'-'.join(options)}" for kind, model_type, option
 @pytest.mark.parametrize("kind, model_type, options", CASES, ids=NAMES)
 def test_weights_are_those_of_the_stock_trainer(kind, model_type, options):
     compare(kind, model_type, **options)
-
-
-def test_two_steps_of_dpo():
-    compare("dpo", "gemma3", max_steps=2)
-
-
-@pytest.mark.parametrize("model_type", ["mamba", "falcon_h1", "qwen3_moe"])
-def test_weights_of_other_types(model_type):
-    compare("dpo", model_type)
 
 
 @pytest.mark.parametrize("loss_type", [*DPO_LOSSES, *(pytest.param(name, marks=pytest.mark.sweep) for name in OTHERS)])
@@ -459,24 +452,16 @@ def test_a_model_that_leaks_is_refused_with_raise():
     assert record.summary().count("padded, because") == 2
 
 
+PACKS = "Packing was given with `pack_forward`.*packs already.*Set"
+NOISE = "`neftune_noise_alpha=5.0` was given with .*length of a row"
+
+
 @pytest.mark.parametrize(
     "kind, options, message",
     [
-        (
-            "sft",
-            {"packing": True, "max_length": 64},
-            "Packing was given with `pack_forward`.*packs already.*Set",
-        ),
-        (
-            "sft",
-            {"padding_free": True, "max_length": None},
-            "Packing was given with `pack_forward`.*packs already.*Set",
-        ),
-        (
-            "dpo",
-            {"neftune_noise_alpha": 5.0},
-            "`neftune_noise_alpha=5.0` was given with .*length of a row",
-        ),
+        ("sft", {"packing": True, "max_length": 64}, PACKS),
+        ("sft", {"padding_free": True, "max_length": None}, PACKS),
+        ("dpo", {"neftune_noise_alpha": 5.0}, NOISE),
     ],
 )
 def test_settings_that_a_pack_does_not_keep_are_refused(kind, options, message):
@@ -554,8 +539,6 @@ def test_it_is_said_if_no_row_is_packed():
 
 
 def test_the_log_counts_tokens_and_trackers_get_it():
-    from transformers import TrainerCallback
-
     class Tracker(TrainerCallback):
         logs: list = []
 
@@ -563,16 +546,16 @@ def test_the_log_counts_tokens_and_trackers_get_it():
             self.logs.append(dict(logs))
 
     trainer = build_trainer("dpo", build_tiny_model("llama"), build_tiny_model("llama"), max_steps=2)
-    tracker = Tracker()
-    trainer.add_callback(tracker)
+    trainer.add_callback(Tracker)
     record = pack_forward(trainer)
     batch = next(iter(trainer.get_train_dataloader()))
     trainer.train()
     names = ("packing/rows", "packing/tokens", "packing/computed")
-    logged = [[entry[name] for name in names] for entry in trainer.state.log_history if names[0] in entry]
-    assert len(logged) == 2 and logged == [
-        [entry[name] for name in names] for entry in tracker.logs if names[0] in entry
-    ]
+    logged, tracked = (
+        [[entry[name] for name in names] for entry in logs if names[0] in entry]
+        for logs in (trainer.state.log_history, Tracker.logs)
+    )
+    assert len(logged) == 2 and logged == tracked
     totals = record.tokens
     assert np.sum(logged, axis=0).tolist() == [totals.padded, totals.real, totals.computed]
     for rows, tokens, computed in logged:  # twice: policy and reference
