@@ -96,102 +96,52 @@ BASE = {
     "packing_strategy": "minibatch",
 }
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+
+
+def on(names: str) -> dict[str, bool]:
+    return dict.fromkeys(names.split(), True)
+
+
+def off(names: str) -> dict[str, bool]:
+    return dict.fromkeys(names.split(), False)
+
+
 KEEP_WEIGHTS = {
-    "logging": {
-        "logging_strategy": "epoch",
-        "logging_steps": 2,
-        "logging_first_step": True,
-        "logging_nan_inf_filter": True,
-        "log_on_each_node": False,
-        "log_level": "error",
-        "log_level_replica": "error",
-        "disable_tqdm": False,
-        "report_to": "none",
-        "run_name": "a run",
-        "project": "a project",
-        "trackio_space_id": "a/b",
-        "trackio_bucket_id": "a/b",
-        "trackio_static_space_id": "a/b",
-        "include_num_input_tokens_seen": "all",
-    },
+    "logging": on("logging_first_step logging_nan_inf_filter")
+    | off("log_on_each_node disable_tqdm")
+    | {"logging_strategy": "epoch", "logging_steps": 2, "log_level": "error", "log_level_replica": "error"}
+    | {"report_to": "none", "run_name": "a run", "project": "a project", "include_num_input_tokens_seen": "all"}
+    | dict.fromkeys("trackio_space_id trackio_bucket_id trackio_static_space_id".split(), "a/b"),
     "evaluation": EVALUATES
-    | {
-        "eval_delay": 1,
-        "per_device_eval_batch_size": 2,
-        "prediction_loss_only": True,
-        "eval_on_start": True,
-        "eval_do_concat_batches": False,
-        "eval_use_gather_object": True,
-        "eval_accumulation_steps": 1,
-        "eval_packing": False,
-        "include_for_metrics": ["loss"],
-        "batch_eval_metrics": True,
-        "bf16_full_eval": True,
-        "label_names": ["labels"],
-        "do_eval": True,
-        "do_predict": True,
-    },
+    | on("prediction_loss_only eval_on_start eval_use_gather_object batch_eval_metrics bf16_full_eval")
+    | on("do_eval do_predict")
+    | off("eval_do_concat_batches eval_packing")
+    | {"eval_delay": 1, "per_device_eval_batch_size": 2, "eval_accumulation_steps": 1}
+    | {"include_for_metrics": ["loss"], "label_names": ["labels"]},
     "fp16 in evaluation": EVALUATES | {"fp16_full_eval": True},
     "saving": EVALUATES
-    | {
-        "save_total_limit": 1,
-        "save_on_each_node": True,
-        "enable_jit_checkpoint": True,
-        "load_best_model_at_end": False,
-        "metric_for_best_model": "loss",
-        "greater_is_better": False,
-        "restore_callback_states_from_checkpoint": True,
-        "ignore_data_skip": True,
-    },
+    | on("save_on_each_node enable_jit_checkpoint restore_callback_states_from_checkpoint ignore_data_skip")
+    | off("load_best_model_at_end greater_is_better")
+    | {"save_total_limit": 1, "metric_for_best_model": "loss"},
     "weights only": EVALUATES | {"save_only_model": True},
-    "loading": {
-        "dataloader_num_workers": 1,
-        "dataloader_pin_memory": False,
-        "dataloader_persistent_workers": True,
-        "dataloader_prefetch_factor": 3,
-        "dataloader_in_order": False,
-        "remove_unused_columns": False,
-        "length_column_name": "size",
-        "dataset_num_proc": 2,
-        "dataset_text_field": "text",
-        "dataset_kwargs": {},
-        "shuffle_dataset": False,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|pad|>",
-        "completion_only_loss": False,
-    },
-    "memory": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-        "torch_empty_cache_steps": 1,
-        "auto_find_batch_size": True,
-        "use_cache": True,
-    },
+    "loading": off("dataloader_pin_memory dataloader_in_order remove_unused_columns shuffle_dataset")
+    | off("completion_only_loss")
+    | {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 3}
+    | {"length_column_name": "size", "dataset_num_proc": 2, "dataset_text_field": "text", "dataset_kwargs": {}}
+    | {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"},
+    "memory": on("gradient_checkpointing auto_find_batch_size use_cache")
+    | {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "torch_empty_cache_steps": 1},
     "selective checkpointing": {
         "activation_checkpointing": True,
         "activation_checkpointing_kwargs": {"use_reentrant": False, "selective": True},
     },
-    "processes": {
-        "ddp_find_unused_parameters": False,
-        "ddp_bucket_cap_mb": 1,
-        "ddp_broadcast_buffers": False,
-        "ddp_static_graph": True,
-        "ddp_timeout": 60,
-        "local_rank": 0,
-        "use_cpu": True,
-        "tf32": False,
-        "trust_remote_code": True,
-    },
-    "debugging": {"debug": "underflow_overflow", "full_determinism": True, "do_train": True},
-    "hub": {
-        "push_to_hub": False,
-        "hub_model_id": "a/b",
-        "hub_strategy": "end",
-        "hub_token": "secret",
-        "hub_private_repo": True,
-        "hub_always_push": True,
-        "hub_revision": "main",
-    },
+    "processes": on("ddp_static_graph use_cpu trust_remote_code")
+    | off("ddp_find_unused_parameters ddp_broadcast_buffers tf32")
+    | {"ddp_bucket_cap_mb": 1, "ddp_timeout": 60, "local_rank": 0},
+    "debugging": on("full_determinism do_train") | {"debug": "underflow_overflow"},
+    "hub": on("hub_private_repo hub_always_push")
+    | {"push_to_hub": False, "hub_model_id": "a/b", "hub_strategy": "end", "hub_token": "secret"}
+    | {"hub_revision": "main"},
 }
 NEEDS = {"selective checkpointing": selects_checkpoints}
 
