@@ -21,8 +21,6 @@ from .scenarios import reversed_on_odd_ranks
 from .table import FAULTS, ONE, PAIRS, ROWS
 
 WHOLE = ("ddp", "zero3", "fsdp2")  # engines that run most scenarios
-# Of each engine that gathers parameters
-ALTERNATING = {"zero3": ("llama", "leaking", "conv"), "fsdp2": ("llama", "leaking", "mamba")}
 STRATEGIES = ("stream", "minibatch", "bfd")
 RESTARTS = {
     "parts_prefixes": "ddp",
@@ -66,14 +64,12 @@ def whole() -> Scenarios:
         add(engine, s.probed)
         add(engine, s.uneven_images)
         add(engine, restarts.restart, f"restart_{engine}", output=f"restart_{engine}")
-        for model in ALTERNATING.get(engine, ()):
-            add(engine, s.alternating, f"alternating_{model}", model=model)
         if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
             add(engine, s.epochs)
             add(engine, s.evaluation, "evaluate_first", trains=False)
     # DeepSpeed asks for a GPU before it allows bf16
     add("fsdp2", s.rounded)
-    add("fsdp2", s.alternating, "leaking_bf16", model="leaking", bf16=True)
+    add("fsdp2", s.repaired_in_bf16)
     ddp = partial(add, "ddp")
     ddp(s.epochs, "epochs_minibatch", packing_strategy="minibatch")
     ddp(s.kept)

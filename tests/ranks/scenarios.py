@@ -19,19 +19,17 @@ from datasets import Dataset, IterableDataset, load_from_disk
 from support import engine_state, vision
 from support.models import build_tokenizer
 from support.versions import load_on_cpu_ranks
-from torch.utils.data import DataLoader
 from transformers import EvalPrediction, TrainerCallback
 
 import trl_packfix.data.epochs
 from trl_packfix import check_isolation
-from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation import check_isolation as isolation
 from trl_packfix.training.checks import synchronisation
 
 from . import faults
-from .engines import engine_of, ranks_of, weights_of
+from .engines import engine_of, weights_of
 from .table import ROWS, Row
-from .training import COMMON, Packed, make_trainer
+from .training import make_trainer
 
 load_on_cpu_ranks()
 TOKENIZER = build_tokenizer()
@@ -63,16 +61,12 @@ class Numbered(trl_packfix.SFTTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-class Backwards:
+class Reversed(Numbered):
     """Adds up the gradients of an optimizer step in the opposite order, which changes nothing but their rounding."""
 
     def get_batch_samples(self, *given):
         batches, num_items = super().get_batch_samples(*given)
         return batches[::-1], num_items
-
-
-class Reversed(Backwards, Numbered):
-    pass
 
 
 def make(folder: Path, engine: str | None = None, cls: type = Numbered, num: int = NUM_DOCUMENTS, **settings) -> Any:
@@ -127,39 +121,6 @@ def drop_last(folder: Path, engine: str | None = None, **settings) -> dict:
         trainer.train()
         results.append(outcome(trainer, report=trainer.packing_report.to_dict()))
     return results[0] | {"whole": results[1]}
-
-
-class Alternating(Packed):
-    """Ranks hold 1, 3 and 20 documents in turn, and never as many as each other."""
-
-    COUNTS = (1, 3, 20)
-
-    def get_train_dataloader(self) -> DataLoader:
-        super().get_train_dataloader()  # makes the report
-        tokens, batches = iter(self.train_dataset["input_ids"]), []
-        for micro_step in range(6):
-            for rank in (0, 1):
-                count = self.COUNTS[(micro_step + rank) % 3]
-                batch = [{"input_ids": next(tokens)} for _ in range(count)]
-                if self.args.world_size == 1 or rank == self.args.process_index:
-                    batches.append(PackedDataCollator()(batch))
-        return DataLoader(batches, batch_size=None)
-
-
-class ReversedAlternating(Backwards, Alternating):
-    pass
-
-
-def alternating(folder: Path, engine: str | None = None, cls: type = Alternating, model: str = "llama", **more) -> dict:
-    """Three steps of SGD."""
-    sizes = {"max_steps": 3, "gradient_accumulation_steps": 4 // ranks_of(engine)}
-    trainer = make(folder, engine, cls, row=Row(model), **COMMON | sizes | {"learning_rate": 0.1} | more)
-    start = weights_of(trainer)
-    trainer.train()
-    report = trainer.packing_report.isolation
-    names = [repair.module.removeprefix("FSDP") for repair in report.repaired]
-    counts = gather_object([[count for *_, count in trainer.seen]])
-    return outcome(trainer, start=start, repaired=names, counts=counts, proof=(report.isolated, report.equal))
 
 
 def uneven_images(folder: Path, engine: str) -> dict:
@@ -251,6 +212,15 @@ def probed(folder: Path, engine: str) -> dict:
     counts = {name: len(values) for name, values in watched.states[0].items()}
     ranks = gather_object([dict(zip(names, changed, strict=True))])
     return outcome(trainer, changed={name: [rank[name] for rank in ranks] for name in names}, counts=counts)
+
+
+def repaired_in_bf16(folder: Path, engine: str) -> dict:
+    """The proof of a model that leaks, on ranks."""
+    trainer = make(folder, engine, row=Row("leaking"), num=37, max_steps=1, bf16=True)
+    trainer.train()
+    found = trainer.packing_report.isolation
+    repaired = [repair.module.removeprefix("FSDP") for repair in found.repaired]
+    return outcome(trainer, repaired=repaired, proof=(found.isolated, found.equal))
 
 
 def rounded(folder: Path, engine: str) -> dict:

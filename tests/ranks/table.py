@@ -222,7 +222,10 @@ ROWS: dict[str, Row] = {
     "tied": Row("tied", ours=CHECKPOINTED, engines=("zero3", "fsdp2"), evaluates=True),
     "idle": Row(num=3, accumulation=2, engines=("ddp", "zero3", "fsdp2")),
     "unpacked": Row("leaking", ours=UNPACKED),
+    # Parameters are gathered per call of a module, and ranks hold other numbers of documents
     "repaired": Row("leaking", engines=("zero3", "fsdp2")),
+    "conv": Row("conv", engines=("zero3",)),
+    "mamba": Row("mamba", engines=("fsdp2",)),
     "weighted": Row(given=WEIGHTED | BY_DOCUMENT, evaluates=True, faults=("totals_of_one_rank",)),
     "prefixes": Row(given=WEIGHTED, ours=PACK, evaluates=True),
     # Ranks share packs
