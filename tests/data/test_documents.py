@@ -71,19 +71,6 @@ def test_documents_without_a_trained_token_are_dropped_and_counted_and_kept_for_
     assert len(contents(data, max_length=8, keep_untrained=True)[0]) == 3
 
 
-def test_a_document_whose_only_target_is_its_first_token_is_dropped():
-    # the first token of a document has nothing before it to be predicted from
-    data = table([4, 4], untrained=lambda row, position: row == 0 and position > 0)
-    assert contents(data, max_length=8)[0] == [[14, 15, 16, 17]]
-
-
-def test_truncation_that_leaves_no_target_drops_the_document_as_lost():
-    data = table([6, 3], untrained=lambda row, position: row == 0 and position < 4)
-    kept, documents = contents(data, max_length=4)
-    assert kept == [[16, 17, 18]]
-    assert documents.ledger.lost_trained_tokens == 2
-
-
 def test_nothing_left_is_an_error_with_the_numbers():
     with pytest.raises(ValueError, match=r"2 rows and 2 documents, and no document remains .*2 untrained"):
         contents(table([3, 3], untrained=lambda row, position: True), max_length=8)

@@ -1,6 +1,5 @@
 """Sequence parallelism, planned: every document once, no part too long, never slower than one degree for the run."""
 
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import time_bound
 from support.planners import make_epochs
-from test_epochs import is_mapped, made
 from test_scheduling import KINDS, rows_of
 from test_scheduling import documents_of as scheduled_documents
 from transformers import AutoConfig
 
 from trl_packfix import PackedDataCollator, SFTConfig
-from trl_packfix.data import epochs
-from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.loaders import DocumentDataset, PackedBatchSampler, document_loader
@@ -206,87 +202,26 @@ def test_degrees_divide_the_ranks_and_leave_each_rank_a_head():
         planner([5, 6], 64, 16, max_length=256)
 
 
-# Cache, loader, restart
+# Loader, restart
 
 
-@pytest.fixture
-def documents(tmp_path, monkeypatch):
-    """Documents whose plans are cached."""
-    monkeypatch.setattr(epochs, "MANY", 1000)
-    return made(tmp_path, 1000)
-
-
-def test_the_cache_holds_the_degrees(documents):
-    alone = planner(replace(documents, file=None), accumulation=2, max_length=40, tokens_per_rank=32)
-    first, second = (planner(documents, accumulation=2, max_length=40, tokens_per_rank=32) for _ in range(2))
-    for epoch in (0, 1):
-        expected = alone.schedule(epoch)
-        for run in (first, second):
-            got = run.schedule(epoch)
-            assert np.array_equal(got.degrees, expected.degrees) and np.array_equal(got.order, expected.order)
-            assert np.array_equal(got.offsets, expected.offsets)
-        assert is_mapped(second.schedule(epoch).degrees)
-    assert first.packing.degrees == second.packing.degrees == alone.packing.degrees
-
-
-@pytest.fixture(scope="module")
-def table():
+def test_a_loader_reads_its_parts_and_goes_on_after_skipped_batches():
     lengths = [*np.random.default_rng(0).integers(2, 12, 120).tolist(), 60, 50, 64, 33]
-    rows = Dataset.from_dict({"input_ids": [[*range(100 * i, 100 * i + n)] for i, n in enumerate(lengths)]})
-    reader = TokenReader(rows)
-    return reader, make_documents(reader, 64, "truncate")
+    reader = TokenReader(Dataset.from_dict({"input_ids": [[i] * n for i, n in enumerate(lengths)]}))
+    documents = make_documents(reader, 64)
 
+    def loader():
+        sampler = PackedBatchSampler(planner(documents, 4, 16, accumulation=2), rank=3)
+        rows = DocumentDataset(reader, documents)
+        return document_loader(rows, sampler, PackCollator(PackedDataCollator()), device=None)
 
-def loaders(table, workers=0, **kwargs):
-    reader, documents = table
-    return [
-        document_loader(
-            DocumentDataset(reader, documents),
-            PackedBatchSampler(planner(documents, 4, 16, accumulation=2, **kwargs), rank),
-            PackCollator(PackedDataCollator()),
-            device=None,
-            num_workers=workers if rank == 1 else 0,
-        )
-        for rank in range(4)
-    ]
-
-
-def test_parts_end_to_end_are_the_packs(table):
-    reader, documents = table
-    ranks = loaders(table, workers=2)
-    schedule = ranks[0].batch_sampler.planner.schedule(0)
-    batches = [list(loader) for loader in ranks]
-    assert len(set(schedule.degrees.tolist())) > 1, "there is one degree only"
-    tokens = []
-    for step, degree in zip(zip(*batches, strict=True), schedule.degrees.tolist(), strict=True):
-        for leader in range(0, 4, degree):
-            parts = step[leader : leader + degree]
-            ids, labels, shifted = (
-                np.concatenate([part[name][0].numpy() for part in parts])
-                for name in ("input_ids", "labels", "shift_labels" if degree > 1 else "labels")
-            )
-            assert all(part["input_ids"].shape[1] * degree == len(ids) <= 16 * degree for part in parts)
-            assert (LAYOUT in parts[0]) == (degree > 1)
-            if degree > 1:
-                assert (shifted[:-1] == labels[1:]).all() and shifted[-1] == IGNORE_INDEX
-                assert [part[LAYOUT].index for part in parts] == list(range(degree))
-            bounds = parts[0]["cu_seq_lens_q"].tolist()
-            assert bounds[-1] == len(ids)
-            for start, stop in itertools.pairwise(bounds):
-                if (labels[start + 1 : stop] != IGNORE_INDEX).any():
-                    tokens.append(ids[start:stop].tolist())
-    expected = [reader.read(i, 0, documents.stop[i])["input_ids"].tolist() for i in range(len(documents))]
-    assert sorted(tokens) == sorted(expected)
-
-
-def test_a_loader_goes_on_after_skipped_batches(table):
-    whole, cut = loaders(table)[3], loaders(table)[3]
-    rest = skip_first_batches(cut, 3)
-    for loader in (whole, rest):
-        loader.set_epoch(1)  # after skipping, as the Trainer does: accelerate 1.13 forgets the epoch then
-    expected = [batch["input_ids"].tolist() for batch in whole]
-    assert [batch["input_ids"].tolist() for batch in rest] == expected[3:]
-    assert any(LAYOUT in batch for batch in expected[3:]) or len({len(ids[0]) for ids in expected}) > 1
+    whole, rest = loader(), skip_first_batches(loader(), 3)
+    for each in (whole, rest):
+        each.set_epoch(1)  # after skipping, as the Trainer does: accelerate 1.13 forgets the epoch then
+    batches = list(whole)
+    assert [batch["input_ids"].tolist() for batch in rest] == [batch["input_ids"].tolist() for batch in batches[3:]]
+    parts = [(b[LAYOUT].degree, b[LAYOUT].index) if LAYOUT in b else (1, 0) for b in batches]
+    assert parts == list(whole.batch_sampler.planner.schedule(1).parts(3)) and len(set(parts)) > 1
 
 
 def state_of(run) -> dict:
