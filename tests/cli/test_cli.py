@@ -10,17 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import trl
 from datasets import Dataset, load_from_disk
-from support.models import build_tiny_model, build_tokenizer
+from support.models import build_tokenizer
+from support.runs import stock, trainer
 
 import trl_packfix
-from trl_packfix import SFTConfig, SFTTrainer, cli
+from trl_packfix import cli
 from trl_packfix.cli import COMMANDS, main
 from trl_packfix.cli import prepare as module
 from trl_packfix.data.collator import MASKS
 
 ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "trl_packfix"]
 
 
 @pytest.fixture(scope="module")
@@ -53,29 +54,19 @@ def test_every_command_is_a_module():
     assert {path.stem for path in folder.glob("*.py") if "def add_parser(" in path.read_text()} == set(COMMANDS)
 
 
+def run_alone(folder, *words, **settings):
+    """The command in a process of its own."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | settings
+    return subprocess.run([*PROGRAM, *words], cwd=folder, env=env, capture_output=True, text=True, check=True)
+
+
 @pytest.mark.processes
 def test_json_is_all_that_stdout_holds(workplace):
-    """In a process of its own: libraries that log to stdout do so when they are first imported."""
-    words = ["plan", "chats.jsonl", "--tokenizer", "tokenizer", "--max-length", "64", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "trl_packfix", *words],
-        cwd=workplace,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    """Libraries that log to stdout do so when they are first imported."""
+    done = run_alone(workplace, "plan", "chats.jsonl", "--tokenizer", "tokenizer", "--max-length", "64", "--json")
     assert json.loads(done.stdout)["max_length"] == 64
     assert "Tokenizing train dataset" in done.stderr  # long work shows its progress
     assert "get_accelerator" not in done.stderr, "the warning of DeepSpeed"
-
-
-@pytest.mark.processes
-def test_deepspeed_is_imported_only_where_rows_are_tokenised(tmp_path):
-    (tmp_path / "lengths.txt").write_text("5\n7\n9\n")
-    words = ["plan", str(tmp_path / "lengths.txt"), "--max-length", "16", "--json"]
-    code = f"import sys, trl_packfix.cli\ntrl_packfix.cli.main({words})\nassert 'deepspeed' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
 
 
 def prepare(workplace, capsys, output, *words):
@@ -84,28 +75,16 @@ def prepare(workplace, capsys, output, *words):
     return code, capsys.readouterr()
 
 
-@pytest.fixture
-def accents(tmp_path):
-    """A tokenised table, and a command that shows its words to a terminal of ASCII."""
+@pytest.mark.processes
+def test_a_terminal_without_the_characters_gets_escapes_and_a_closed_pipe_is_no_error(tmp_path):
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     Dataset.from_dict({"text": ["\u00e9\u4e2d" * 20] * 3000}).to_json(tmp_path / "rows.jsonl")
-    words = ["show", tmp_path / "rows.jsonl", "--tokenizer", tmp_path / "tokenizer", "--max-length", "64"]
-    command = [sys.executable, "-m", "trl_packfix", *map(str, words), "--packs", "3000"]
-    return command, os.environ | {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
-
-
-@pytest.mark.processes
-def test_a_terminal_without_the_characters_gets_escapes(accents):
-    command, env = accents
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "\\u4e2d" in run.stdout or "\\x" in run.stdout or "\\ufffd" in run.stdout
-
-
-@pytest.mark.processes
-def test_a_pipe_that_is_closed_is_no_error(accents):
-    command, env = accents
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    words = "show rows.jsonl --tokenizer tokenizer --max-length 64 --packs 3000".split()
+    ascii_only = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    shown = run_alone(tmp_path, *words, **ascii_only).stdout
+    assert "\\u4e2d" in shown or "\\x" in shown or "\\ufffd" in shown
+    settings = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
+    with subprocess.Popen([*PROGRAM, *words], stdout=-1, stderr=-1, **settings) as process:
         process.stdout.readline()
         process.stdout.close()
         error = process.stderr.read()
@@ -122,13 +101,9 @@ def test_prepare_makes_what_training_would_make(workplace, tmp_path, capsys):
     trained = sum(label != -100 for labels in table["labels"] for label in labels[1:])
     assert manifest["trained_tokens"] == trained
 
-    def trainer(dataset, folder):
-        args = SFTConfig(str(folder), packing=True, max_length=64, use_cpu=True, bf16=False, report_to=[], max_steps=1)
-        return SFTTrainer(build_tiny_model(), args, train_dataset=dataset, processing_class=build_tokenizer())
-
-    run = trainer(table, tmp_path / "a")
+    run = trainer(tmp_path / "a", table, max_steps=1)
     assert run.train_dataset._fingerprint == table._fingerprint  # nothing is mapped, so no rank waits
-    raw = trainer(Dataset.from_json(str(workplace / "chats.jsonl")), tmp_path / "b")
+    raw = trainer(tmp_path / "b", Dataset.from_json(str(workplace / "chats.jsonl")))
     assert raw.train_dataset["input_ids"] == table["input_ids"][:10]
     assert raw.train_dataset["labels"] == table["labels"][:10]
     run.train()
@@ -203,29 +178,20 @@ def test_what_others_wrote_meanwhile_stays(is_link, error, workplace, tmp_path, 
     assert not [*tmp_path.glob(".*")], "something was left behind"
 
 
-OWN_CODE = {
-    "configuration_own.py": "from transformers import LlamaConfig\n"
-    "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n",
-    "tokenization_own.py": "from transformers import PreTrainedTokenizerFast\n"
-    "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n",
-}
-
-
 @pytest.fixture
 def own_model(tmp_path):
     """A folder whose config and tokenizer are classes of its own."""
-    folder = tmp_path / "own_model"
+    folder, name = tmp_path / "own_model", "transformers import PreTrainedTokenizerFast\nclass OwnTokenizer"
     build_tokenizer().save_pretrained(folder)
-    for name, code in OWN_CODE.items():
-        (folder / name).write_text(code)
+    (folder / "tokenization_own.py").write_text(f"from {name}(PreTrainedTokenizerFast):\n    pass\n")
+    code = "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    (folder / "configuration_own.py").write_text(code)
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 8}
-    auto_map = {"AutoConfig": "configuration_own.OwnConfig"}
-    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map} | sizes))
+    given = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(given | sizes))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {
-        "tokenizer_class": "OwnTokenizer",
-        "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]},
-    }
+    settings |= {"tokenizer_class": "OwnTokenizer"}
+    settings |= {"auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -266,37 +232,21 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, cap
     masks = {name: [rng.integers(0, 2, len(row)).tolist() for row in rows] for name in MASKS}
     tokenizer = ["--tokenizer", str(workplace / "tokenizer")]
     counts = set()
-    for number, (names, flag) in enumerate(
-        [
-            (["assistant_masks"], None),
-            (["completion_mask"], True),
-            (["completion_mask"], None),  # TRL reads this mask only with `completion_only_loss`
-            (MASKS, True),
-            (MASKS, False),
-            ([], None),
-        ]
-    ):
+    # TRL reads `completion_mask` only with `completion_only_loss`
+    cases = [(MASKS[1:], None), (MASKS[:1], True), (MASKS[:1], None), (MASKS, True), (MASKS, False), ([], None)]
+    for number, (names, flag) in enumerate(cases):
         data = Dataset.from_dict({"input_ids": rows} | {name: masks[name] for name in names})
         file, folder = str(tmp_path / f"{number}.jsonl"), str(tmp_path / f"table{number}")
         data.to_json(file)
         words = [] if flag is None else ["--completion-only-loss", str(flag).lower()]
-        args = SFTConfig(
-            str(tmp_path),
-            packing=False,
-            max_length=None,
-            completion_only_loss=flag,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-        )
-        stock = trl.SFTTrainer(build_tiny_model(), args, train_dataset=data, processing_class=build_tokenizer())
-        trained = sum(label != -100 for labels in stock.train_dataset["labels"] for label in labels[1:])
+        unpacked = stock(tmp_path, data, max_length=None, completion_only_loss=flag)
+        trained = sum(label != -100 for labels in unpacked.train_dataset["labels"] for label in labels[1:])
         capsys.readouterr()
         assert main(["prepare", file, *tokenizer, "--output", folder, "--json", *words]) == 0
         assert json.loads(capsys.readouterr().out)["trained_tokens"] == trained
         table = load_from_disk(folder)
         if "labels" in table.column_names:
-            assert table["labels"] == stock.train_dataset["labels"]
+            assert table["labels"] == unpacked.train_dataset["labels"]
         for source in (file, folder):
             for given in ([], tokenizer):
                 main(["plan", source, *given, "--max-length", "64", "--json", *words])

@@ -7,18 +7,16 @@ from shutil import copy
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict, load_from_disk
+from datasets import Dataset, DatasetDict
 from support.models import build_tiny_model, build_tokenizer
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from support.runs import config, trainer
 
-from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.cli.forecast import candidate_lengths, planner_for
 from trl_packfix.cli.lengths import LengthRows, read_lengths
-from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.build import make_report
-from trl_packfix.training.planner import documents_of, make_planner
+from trl_packfix.training.planner import documents_of
 
 pytestmark = pytest.mark.slow
 
@@ -57,19 +55,9 @@ def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, ca
     words = [f"--{name}={value}" for name, value in (settings | {"packing_strategy": strategy}).items()]
     words = [workplace / "rows.jsonl", "--model", workplace / "model", *words]
     (found,) = plan(capsys, *words, code=int(strategy != "wrapped"))["plans"]
-    args = SFTConfig(
-        str(tmp_path),
-        packing=True,
-        packing_strategy=strategy,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        max_steps=1,
-        packing_report=True,
-        **settings,
-    )
     rows = Dataset.from_json(str(workplace / "rows.jsonl"))
-    run = SFTTrainer(build_tiny_model("qwen3"), args, train_dataset=rows, processing_class=build_tokenizer())
+    settings |= {"packing_strategy": strategy, "max_steps": 1, "packing_report": True}
+    run = trainer(tmp_path, rows, "qwen3", **settings)
     run.train()
     trained = json.loads((tmp_path / "packing_report.json").read_text())
     assert trained == json.loads(json.dumps(run.packing_report.to_dict()))
@@ -144,24 +132,19 @@ def test_the_file_of_a_run_is_planned(workplace, tmp_path, monkeypatch, capsys):
     assert plan(capsys, "--config", file, code=1)["plans"][0]["strategy"] == "minibatch"
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".npy", ".json", ".csv", "named.csv"])
-def test_files_of_lengths(suffix, tmp_path):
-    path, lengths = tmp_path / f"x{suffix}", [5, 7, 300]
-    if suffix == ".npy":
-        np.save(path, np.array(lengths, np.int32))
-    elif suffix == ".json":
-        path.write_text(json.dumps(lengths))
-    elif suffix == "named.csv":
-        path.write_text("id,length\n" + "\n".join(f"row{i},{n}" for i, n in enumerate(lengths)))
-    else:
-        path.write_text("\n".join(map(str, lengths)))
-    assert read_lengths(path).tolist() == lengths
+LENGTHS = {
+    "x.txt": "5\n7\n300",
+    "x.json": "[5, 7, 300]",
+    "x.csv": "5\n7\n300",
+    "named.csv": "id,length\na,5\nb,7\nc,300",
+}
 
 
-def test_rows_are_no_lengths(tmp_path):
-    (tmp_path / "x.json").write_text('[{"text": "a"}]')
-    (tmp_path / "x.csv").write_text("text\na")
-    assert read_lengths(tmp_path / "x.json") is None and read_lengths(tmp_path / "x.csv") is None
+def test_files_of_lengths(tmp_path, caplog):
+    np.save(tmp_path / "x.npy", np.array([5, 7, 300], np.int32))
+    for name, text in LENGTHS.items():
+        (tmp_path / name).write_text(text)
+    assert all(read_lengths(path).tolist() == [5, 7, 300] for path in tmp_path.iterdir())
 
 
 UNREADABLE = {
@@ -182,21 +165,16 @@ def test_files_that_hold_no_lengths_are_refused_at_once(name, tmp_path, capsys):
     assert name in error and "2,147,483,647" in error and ("40,000,000,000" in error) == (name == "long.txt")
 
 
-def test_other_columns_beside_lengths_are_said(tmp_path, caplog):
-    (tmp_path / "x.csv").write_text("text,length\na,5\n")
-    assert read_lengths(tmp_path / "x.csv").tolist() == [5]
-    assert "column 'length'; the other columns (text) are not read" in caplog.text
-    caplog.clear()
-    (tmp_path / "y.csv").write_text("length\n5\n")
-    assert read_lengths(tmp_path / "y.csv").tolist() == [5] and not caplog.text
-
-
-def test_texts_beside_lengths_may_hold_commas_and_line_ends(tmp_path):
+def test_columns_of_texts_beside_lengths_are_said_and_not_read(tmp_path, caplog):
     """Cut at every comma, the first row would have the length 12, and nobody would know."""
     rows = [["Once, 12, twice", 5], ['the "end"\n7,8', 300], ["a" * 200_000, 7]]
     with (tmp_path / "x.csv").open("w", newline="", encoding="utf-8-sig") as file:
         csv.writer(file).writerows([["text", "length"], *rows])
     assert read_lengths(tmp_path / "x.csv").tolist() == [5, 300, 7]
+    assert "column 'length'; the other columns (text) are not read" in caplog.text
+    for name, text in (("x.json", '[{"text": "a"}]'), ("texts.csv", "text\na")):
+        (tmp_path / name).write_text(text)
+        assert read_lengths(tmp_path / name) is None, "rows, and no lengths"
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "lengths.txt", "saved"])
@@ -208,6 +186,9 @@ def test_a_split_of_what_has_none_is_refused(name, workplace, tmp_path, capsys):
     assert main([*words, "--split", "test"]) == 2
     assert "`--split test` was given" in capsys.readouterr().err
     assert main(words) == 0
+    DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(tmp_path / "splits")
+    assert main(["plan", str(tmp_path / "splits"), *words[2:], "--split", "test"]) == 2
+    assert "with `--split test`. It has only the splits ['train']" in capsys.readouterr().err
 
 
 def test_tables_with_and_without_labels_are_refused(tmp_path, capsys):
@@ -216,14 +197,6 @@ def test_tables_with_and_without_labels_are_refused(tmp_path, capsys):
     Dataset.from_dict(rows | {"labels": [[-100, 2, 3]]}).save_to_disk(tmp_path / "b")
     assert main(["plan", str(tmp_path / "a"), str(tmp_path / "b"), "--max-length", "64"]) == 2
     assert "one with the columns ['input_ids'] and another with ['input_ids', 'labels']" in capsys.readouterr().err
-
-
-def test_the_table_for_people(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("10 20 30 1000")
-    assert main(["plan", str(tmp_path / "a.txt"), "--max-length", "1024", "--world-size", "2", "--tflops", "1"]) == 0
-    out = capsys.readouterr().out
-    assert "4 documents, 1,060 tokens" in out and "Recommended: max_length 1,024 loses no trained token" in out
-    assert "tokens/s" in out and "micro-batches of 8,192 tokens" in out and "on 2 ranks waiting" in out
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -241,6 +214,11 @@ def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, caps
     assert main(["plan", *words]) == 0
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
+    shown = " ".join(" ".join(lines).split())
+    assert (
+        "Recommended: max_length 131,072" in shown and ("on 64 ranks waiting for each other adds" in shown) == several
+    )
+    assert f"micro-batches of {'16,384 tokens per rank' if several else '8 x max_length tokens'}" in shown
     tables = [line.split() for line in lines if line.split()[:1] == ["max_length"]]
     wanted = ["packs", "filled", "padded", "steps", "docs/step", "imbalance", "cut", "lost"]
     wanted += ["exchange", "part", "micro-steps", "by", "degree"] if several else []
@@ -334,45 +312,10 @@ def test_text_that_is_not_utf_8_names_its_file(suffix, text, workplace, tmp_path
         assert f"{name}` was given. It has bytes that are no text in utf-8" in capsys.readouterr().err
 
 
-def test_a_split_that_is_not_there_is_exit_code_2(workplace, tmp_path, capsys):
-    DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(tmp_path / "saved")
-    words = [str(tmp_path / "saved"), "--tokenizer", str(workplace / "model"), "--split", "test"]
-    assert main(["plan", *words]) == 2
-    assert "with `--split test`. It has only the splits ['train']" in capsys.readouterr().err
-
-
-def test_real_documents_prepared_planned_and_trained(data_dir, tmp_path, capsys):
-    """qmsum, t0 and gsm8k: a length is recommended, and the run with it reports the figures planned."""
-    names = [str(data_dir / f"{name}.jsonl") for name in ("qmsum_train", "t0_p3_sample", "gsm8k_train")]
-    words = ["--tokenizer", str(data_dir / "smollm2_tokenizer"), "--output", str(tmp_path / "table")]
-    assert main(["prepare", *names, *words]) == 0
-    capsys.readouterr()
-    found = plan(capsys, tmp_path / "table", "--strategy", "stream", "--batch-size", 1, "--max-length", 16384, 32768)
-    lost = {each["max_length"]: each["lost_trained_share"] for each in found["plans"]}
-    assert lost[16384] > 0.08 > 0.01 > lost[32768] and found["max_length"] == 32768
-    planned = found["plans"][1]
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=49152, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    )
-    model.config.max_position_embeddings = 2**15
-    args = SFTConfig(str(tmp_path / "out"), packing=True, max_length=32768, use_cpu=True, bf16=False, report_to=[])
-    args.per_device_train_batch_size = 1
-    tokenizer = AutoTokenizer.from_pretrained(data_dir / "smollm2_tokenizer")
-    run = SFTTrainer(model, args, train_dataset=load_from_disk(tmp_path / "table"), processing_class=tokenizer)
-    run.get_train_dataloader()  # which makes the report
-    trained = json.loads(json.dumps(run.packing_report.to_dict()))
-    of_the_model = (*NOT_PLANNED, "imbalance")  # the plan was for a Llama of 7B
-    assert {n: v for n, v in trained.items() if n not in of_the_model} == {
-        n: planned[n] for n in trained if n not in of_the_model
-    }
-
-
 def test_a_report_of_lengths_alone_reads_every_method_of_rows():
-    rows = LengthRows(np.array([3, 5]))
-    config = SFTConfig("unused", packing=True, max_length=8, use_cpu=True, bf16=False, report_to=[])
-    report = make_report(
-        planner_for(documents_of(rows, config), config, 1, cost_model=LLAMA_7B), rows, unpacked_counts_first=True
-    )
+    rows, args = LengthRows(np.array([3, 5])), config("unused", max_length=8)
+    planner = planner_for(documents_of(rows, args), args, 1, cost_model=LLAMA_7B)
+    report = make_report(planner, rows, unpacked_counts_first=True)
     assert report.num_trained_tokens == 6 and report.unpacked_loss == 6 / 8
 
 
@@ -390,19 +333,9 @@ def test_plan_with_sequence_parallelism(tmp_path, capsys):
         assert 0 < shared["exchange_share"] < 0.5
         assert 450 < shared["largest_part"] <= 512
     assert "8" not in twelve["shared"]["micro_steps"], "8 does not divide 12"
-    documents = make_documents(LengthRows(np.array(lengths)), 2048, "truncate")
-    config = SFTConfig(
-        "unused",
-        packing=True,
-        max_length=2048,
-        tokens_per_rank=512,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-    )
-    run = make_planner(config, documents, LLAMA_7B, world_size=8, synchronisation="micro", batch_size=1)
+    args = config("unused", max_length=2048, tokens_per_rank=512, per_device_train_batch_size=1)
+    args.gradient_accumulation_steps = 2
+    run = planner_for(documents_of(LengthRows(np.array(lengths)), args), args, 8, cost_model=LLAMA_7B)
     degrees, counts = np.unique(run.schedule(0).degrees, return_counts=True)
     assert eight["shared"]["micro_steps"] == dict(zip(map(str, degrees), counts.tolist(), strict=True))
     # without lengths, only those that the ranks can hold
@@ -450,8 +383,8 @@ def test_offloaded_activations_lie_on_the_host(workplace, capsys):
         {(row["method"], row["checkpointing"]): row for row in plan(capsys, *words, *more)["memory"]}
         for more in ([], ["--offload"])
     )
-    config = build_tiny_model().config
-    layers, size = config.num_hidden_layers, 64 * config.hidden_size * 2 / 2**30
+    sizes = build_tiny_model().config
+    layers, size = sizes.num_hidden_layers, 64 * sizes.hidden_size * 2 / 2**30
     one, other = kept["full, ZeRO-3", True], freed["full, ZeRO-3", True]
     assert layers > 1 and one["activations"] - other["activations"] == pytest.approx((layers - 1) * size)
     assert other["host"] == pytest.approx(layers * size) and one["host"] == 0 and other["largest"] > one["largest"]

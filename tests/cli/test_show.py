@@ -12,10 +12,10 @@ import pytest
 from datasets import Dataset
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
-from support.models import build_tiny_model, build_tokenizer
-from support.runs import config
+from support.models import build_tokenizer
+from support.planners import make_stream
+from support.runs import config, trainer
 
-from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.cli.forecast import planner_for
 from trl_packfix.cli.lengths import LengthRows
@@ -36,13 +36,11 @@ def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("show")
     build_tokenizer().save_pretrained(folder / "tokenizer")
     rng = np.random.default_rng(0)
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"question {i}\n" + "q" * int(rng.integers(1, 40))}],
-            "completion": [{"role": "assistant", "content": f"answer {i} " + "a" * int(rng.integers(0, 60))}],
-        }
-        for i in range(50)
-    ]
+    rows = []
+    for i in range(50):
+        question, answer = ("x" * int(rng.integers(0, longest)) for longest in (40, 60))
+        prompt = [{"role": "user", "content": f"question {i}\n{question}"}]
+        rows.append({"prompt": prompt, "completion": [{"role": "assistant", "content": f"answer {i} {answer}"}]})
     Dataset.from_list(rows).to_json(folder / "rows.jsonl")
     return folder
 
@@ -50,9 +48,7 @@ def workplace(tmp_path_factory):
 @pytest.fixture
 def run(workplace):
     """The training run whose packs are shown; it has made its report, and not trained. A config made later ends it."""
-    args = SFTConfig(str(workplace / "out"), packing=True, use_cpu=True, bf16=False, report_to=[], **SETTINGS)
-    rows = Dataset.from_json(str(workplace / "rows.jsonl"))
-    run = SFTTrainer(build_tiny_model(), args, train_dataset=rows, processing_class=build_tokenizer())
+    run = trainer(workplace / "out", Dataset.from_json(str(workplace / "rows.jsonl")), **SETTINGS)
     run.get_train_dataloader()
     return run
 
@@ -105,15 +101,6 @@ def test_documents_have_a_colour_each_and_it_is_not_alone(run):
     assert all(f"[{i}] row" in text.plain for i in range(len(pack.documents)))
 
 
-def test_lengths_alone_show_boundaries(tmp_path, capsys):
-    (tmp_path / "x.txt").write_text("10 20 30")
-    assert main(["show", str(tmp_path / "x.txt"), "--max-length", "30", "--batch-size", "1"]) == 0
-    assert "30 of 30 tokens" in capsys.readouterr().out
-    assert main(["show", str(tmp_path / "x.txt"), "--json"]) == 0
-    (pack,) = json.loads(capsys.readouterr().out)
-    assert {part["input_ids"] for each in pack["documents"] for part in each["parts"]} == {None}
-
-
 @pytest.mark.parametrize("words", [["--packs", "0"], ["--world-size", "0"]])
 def test_nothing_to_show_is_exit_code_2(words, workplace, capsys):
     assert main(["show", str(workplace / "rows.jsonl"), *words]) == 2
@@ -143,6 +130,8 @@ def test_the_picture_says_what_the_report_says(run):
     assert f"{report.num_packs} packs (stream), {report.efficiency:.1%} full" in strips.get_title(loc="left")
     assert f"max_length {report.max_length}" in lengths.texts[0].get_text()
     assert len(strips.get_yticks()) == len(report.sample.packs) == 8
+    for document in (each for pack in report.sample.packs for each in pack.documents):  # drawn tall
+        assert document.num_trained == run.data.documents.trained[run.data.documents.row == document.row].item()
     # triangles cover the share of the causal mask that the title names: none crosses a boundary
     corners = [patch.get_xy()[:3] for patch in mask.patches]
     areas = [(xy[2, 0] - xy[0, 0]) * (xy[1, 1] - xy[0, 1]) for xy in corners]
@@ -155,14 +144,17 @@ def test_the_picture_says_what_the_report_says(run):
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
+def report_of(tmp_path, lengths, max_length, ranks=1):
+    args, reader = config(tmp_path, max_length=max_length), LengthRows(np.array(lengths))
+    return make_report(planner_for(documents_of(reader, args), args, ranks, cost_model=LLAMA_7B), reader)
+
+
 def test_the_title_says_how_full_the_strips_are(tmp_path):
     """Three packs are divided between eight ranks, because none of these may wait for the others."""
-    args, reader = config(tmp_path, max_length=100), LengthRows(np.array([50, 49] * 3))
-    report = make_report(planner_for(documents_of(reader, args), args, 8, cost_model=LLAMA_7B), reader)
+    report = report_of(tmp_path, [50, 49] * 3, max_length=100, ranks=8)
     full = np.mean([pack.cu_seq_lens[-1] for pack in report.sample.packs] + [0, 0]) / report.capacity
-    assert len(report.sample.packs) == 6 and f"8 micro-batches, {full:.1%} full" in report.plot().axes[0].get_title(
-        "left"
-    )
+    title = report.plot().axes[0].get_title("left")
+    assert len(report.sample.packs) == 6 and f"8 micro-batches, {full:.1%} full" in title
 
 
 def test_a_notebook_shows_the_picture(run, tmp_path):
@@ -175,9 +167,7 @@ def test_a_notebook_shows_the_picture(run, tmp_path):
 
 def lengths_panel(tmp_path, lengths, max_length):
     """The panel of lengths in the picture of a plan."""
-    args = config(tmp_path, max_length=max_length)
-    reader = LengthRows(np.array(lengths))
-    figure = make_report(planner_for(documents_of(reader, args), args, 1, cost_model=LLAMA_7B), reader).plot()
+    figure = report_of(tmp_path, lengths, max_length).plot()
     figure.canvas.draw()
     return figure.axes[2]
 
@@ -230,16 +220,7 @@ def test_the_picture_in_the_documentation_is_what_is_drawn(data_dir, tmp_path, c
     assert stored.shape == drawn.shape and np.abs(stored - drawn).mean() < 1e-3
 
 
-def test_every_trained_token_is_drawn(run):
-    """Tall bars are the trained tokens of the documents shown, and nothing else."""
-    for pack in run.packing_report.sample.packs:
-        for document in pack.documents:
-            assert document.num_trained == run.data.documents.trained[run.data.documents.row == document.row].item()
-
-
-def test_a_stream_has_no_picture(run):
-    from support.planners import make_stream
-
+def test_a_stream_has_no_picture():
     stream = make_stream(Dataset.from_dict({"input_ids": [[1, 2]]}).to_iterable_dataset(), batch_size=1, max_length=8)
     with pytest.raises(ValueError, match="The packs of a stream are not known"):
         make_stream_report(stream, 3).plot()
@@ -250,44 +231,41 @@ def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, capsys):
     words = ["show", str(tmp_path / "lengths.txt"), "--max-length", "128", "--tokens-per-rank", "32", "--packs", "3"]
     words += ["--world-size", "4"]
     assert main([*words, "--json"]) == 0
-    packs = json.loads(capsys.readouterr().out)
-    shared = [pack for pack in packs if "ranks" in pack]
+    shared = [pack for pack in json.loads(capsys.readouterr().out) if "ranks" in pack]
     assert shared, "no pack is shared"
     for pack in shared:
         ranks, bounds = pack["ranks"], pack["cu_seq_lens"]
         assert pack["place"].endswith(f"ranks {ranks[0]['rank']}-{ranks[-1]['rank']}") and len(ranks) in (2, 4)
-        assert pack["capacity"] == 32 * len(ranks)
         edges = [rank["tokens"][0] for rank in ranks] + [ranks[-1]["tokens"][1]]
-        assert edges[0] == 0 and edges[-1] == bounds[-1]
+        assert edges[0] == 0 and edges[-1] == bounds[-1] and pack["capacity"] == 32 * len(ranks)
         assert [rank["tokens"][1] for rank in ranks] == edges[1:] and max(np.diff(edges)) <= 32
         for rank in ranks:
             held = {int(np.searchsorted(bounds, token, side="right")) - 1 for token in range(*rank["tokens"])}
             assert rank["documents"] == sorted(held)
-    assert main(words) == 0
-    text = capsys.readouterr().out
-    first = shared[0]["ranks"][1]
-    assert f"rank {first['rank']}: tokens {first['tokens'][0]}-{first['tokens'][1] - 1}, [" in text
-    pytest.importorskip("matplotlib")
     assert main([*words, "--plot", str(tmp_path / "packs.svg")]) == 0
-    assert (tmp_path / "packs.svg").stat().st_size > 10_000
+    first = shared[0]["ranks"][1]
+    line = f"rank {first['rank']}: tokens {first['tokens'][0]}-{first['tokens'][1] - 1}, ["
+    assert line in capsys.readouterr().out and (tmp_path / "packs.svg").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", ["1", "2"])
 def test_on_one_rank_no_pack_is_shared(accumulation, tmp_path, capsys):
-    """`--world-size` is 1 by default, and `make_report` samples the same plan in training."""
+    """`--world-size` is 1 by default, and `make_report` reads packs of the same plan in training."""
     np.savetxt(tmp_path / "lengths.txt", [*range(5, 64)], fmt="%d")
     words = ["show", str(tmp_path / "lengths.txt"), "--max-length", "64", "--tokens-per-rank", "64", "--json"]
-    assert main([*words, "--packs", "99", "--accumulation", str(accumulation)]) == 0
+    assert main([*words, "--packs", "99", "--accumulation", accumulation]) == 0
     packs = json.loads(capsys.readouterr().out)
     assert len(packs) > 20 and not any("ranks" in pack for pack in packs)
     assert sum(len(pack["documents"]) for pack in packs) == 59 and {pack["capacity"] for pack in packs} == {64}
 
 
-def test_a_picture_beside_json_and_without_a_suffix(tmp_path, capsys):
-    (tmp_path / "lengths.txt").write_text("10 20 30")
-    words = ["show", str(tmp_path / "lengths.txt"), "--max-length", "64", "--json"]
-    assert main(words) == 0
-    packs = json.loads(capsys.readouterr().out)
-    assert main([*words, "--plot", str(tmp_path / "packs")]) == 0
+def test_lengths_alone_show_boundaries_and_a_picture(tmp_path, capsys):
+    (tmp_path / "x.txt").write_text("10 20 30")
+    words = ["show", str(tmp_path / "x.txt"), "--max-length", "64"]
+    assert main([*words, "--batch-size", "1"]) == 0 and "60 of 64 tokens" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    (pack,) = packs = json.loads(capsys.readouterr().out)
+    assert {part["input_ids"] for each in pack["documents"] for part in each["parts"]} == {None}
+    assert main([*words, "--json", "--plot", str(tmp_path / "packs")]) == 0
     assert json.loads(capsys.readouterr().out) == {"plot": str(tmp_path / "packs.png"), "packs": packs}
     assert (tmp_path / "packs.png").is_file() and not (tmp_path / "packs").exists()
