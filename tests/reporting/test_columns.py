@@ -8,12 +8,9 @@ from trl_packfix.cli import main, plan
 from trl_packfix.reporting import columns, lines, report
 from trl_packfix.reporting.columns import Column
 
+MEANING = "mean number of documents in a pack"
 PER_PACK = Column(
-    "docs/pack",
-    lambda found: None if found.num_packs is None else found.num_documents / found.num_packs,
-    ".2f",
-    "documents_per_pack",
-    "mean number of documents in a pack",
+    "docs/pack", lambda found: found.num_packs and found.num_documents / found.num_packs, ".2f", "per", MEANING
 )
 NAMES = [column.heading for column in (*columns.KEYS, *columns.COLUMNS, *plan.FORECAST) if column.heading]
 
@@ -44,7 +41,7 @@ def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, capsys)
     assert main([*words, "--strategy", "minibatch"]) == 0 and "docs/pack" not in capsys.readouterr().out
     trained = run(tmp_path / "run")
     (entry,) = [each for each in trained.state.log_history if "packing/efficiency" in each]
-    assert entry["packing/documents_per_pack"] == 3
+    assert entry["packing/per"] == 3
     assert dict(trained.packing_report.lines())["documents in a pack"] == "3.00"
 
 

@@ -11,8 +11,9 @@ import pytest
 from datasets import Dataset
 from rich.console import Console
 from support.models import build_tiny_model, build_tokenizer
+from support.runs import config, trainer
 
-from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix import SFTTrainer
 from trl_packfix.cli.forecast import forecasts
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import LLAMA_7B
@@ -28,19 +29,8 @@ def run(tmp_path_factory):
     rng = np.random.default_rng(0)
     texts = ["x" * int(n) for n in np.clip(rng.lognormal(3.5, 0.6, 200), 2, 200)]
     rows = Dataset.from_dict({"text": texts, "source": ["a", "b"] * 100})
-    args = SFTConfig(
-        str(tmp_path_factory.mktemp("run")),
-        packing=True,
-        max_length=64,
-        per_device_train_batch_size=4,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        max_steps=2,
-        logging_steps=1,
-        source_column="source",
-    )
-    run = SFTTrainer(build_tiny_model(), args, train_dataset=rows, processing_class=build_tokenizer())
+    settings = {"max_length": 64, "per_device_train_batch_size": 4, "packing_report": True, "source_column": "source"}
+    run = trainer(tmp_path_factory.mktemp("run"), rows, max_steps=2, **settings)
     run.train()
     return run
 
@@ -51,14 +41,14 @@ def test_the_report_is_eleven_lines_of_at_most_100_columns(run, capsys):
     plain = capsys.readouterr().out
     assert max(map(len, plain.splitlines())) <= 100 and plain.isascii()
     assert len(plain.splitlines()) == 14, "eleven where nothing is cut: three say that and warn"
-    for text in (
+    told = (
         f"{report.num_packs:,} packs",
         f"{report.efficiency:.2%}",
         "passed: changing one document",
         "lost",
         "truncated",
-    ):
-        assert text in plain
+    )
+    assert all(text in plain for text in told)
     assert report.lengths.line() in plain
     console = Console(force_terminal=True, width=100, record=True, file=io.StringIO())
     report.show(console)
@@ -93,18 +83,8 @@ def test_loggers_get_the_numbers_of_the_report(run):
 
 
 TRAINERS = {  # keys of transformers and TRL
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "epoch",
-    "step",
-    "total_flos",
-    "train_loss",
-    "train_runtime",
-    "train_steps_per_second",
-    "eval_runtime",
-    "eval_samples_per_second",
-    "eval_steps_per_second",
+    *"loss grad_norm learning_rate epoch step total_flos train_loss train_runtime train_steps_per_second".split(),
+    *"eval_runtime eval_samples_per_second eval_steps_per_second".split(),
 }
 
 
@@ -129,8 +109,8 @@ def test_every_key_of_the_log_is_on_the_page_and_no_other(run):
 def test_the_share_that_is_lost_is_one_number(tmp_path):
     # 32 documents of 16 tokens fill packs of 64; 4 more are left out with the last incomplete step
     rows = Dataset.from_dict({"input_ids": [[5] * 16] * 36 + [[5] * 80]})
-    args = SFTConfig("unused", packing=True, max_length=64, per_device_train_batch_size=1, use_cpu=True, bf16=False)
-    args.dataloader_drop_last, args.gradient_accumulation_steps = True, 8
+    settings = {"dataloader_drop_last": True, "gradient_accumulation_steps": 8, "per_device_train_batch_size": 1}
+    args = config("unused", max_length=64, **settings)
     (forecast,) = forecasts(TokenReader(rows), [args], [1], cost_model=LLAMA_7B, synchronisation="step", tflops=None)
     report = forecast.report
     assert report.trained_tokens_not_reached and report.ledger.lost_trained_tokens  # both are part of it
@@ -150,27 +130,19 @@ def test_the_model_card_says_packed_how_and_proved(run):
     assert "(stream)" in card and "passed: changing one document" in card and "Cite TRL as" in card
 
 
-def test_an_unpacked_run_has_the_card_of_trl(tmp_path):
-    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
-    rows = Dataset.from_dict({"text": ["abc", "defg"]})
-    run = SFTTrainer(build_tiny_model(), args, train_dataset=rows, processing_class=build_tokenizer())
-    run.create_model_card()
-    assert "Packing" not in (tmp_path / "README.md").read_text()
-
-
 def test_a_card_names_local_models_and_datasets_without_a_link_or_a_path(tmp_path):
     folder, file = tmp_path / "secret" / "my-model", tmp_path / "chats.jsonl"
     build_tiny_model().save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     file.write_text("")
-    args = SFTConfig(str(tmp_path / "output"), use_cpu=True, bf16=False, report_to=[])
+    args = config(tmp_path / "output", packing=False)
     run = SFTTrainer(str(folder), args, train_dataset=Dataset.from_dict({"text": ["abc", "defg"]}))
     run.create_model_card(dataset_name=[str(file), "trl-lib/Capybara"])
     card = (tmp_path / "output" / "README.md").read_text()
     assert "# Model Card for output" in card and 'model="output"' in card and "None" not in card
     capybara = "[trl-lib/Capybara](https://huggingface.co/datasets/trl-lib/Capybara)"
     assert f"version of `my-model` (local model) on `chats.jsonl` (local dataset), {capybara}.\n" in card
-    assert "secret" not in card and "datasets:\n- trl-lib/Capybara\n" in card
+    assert "secret" not in card and "## Packing" not in card and "datasets:\n- trl-lib/Capybara\n" in card
     run.model.config._name_or_path = "Qwen/Qwen3-0.6B"
     run.create_model_card()
     card = (tmp_path / "output" / "README.md").read_text()

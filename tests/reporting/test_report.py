@@ -29,25 +29,19 @@ def report(tmp_path, data, **settings):
     return run.packing_report
 
 
+DROPS = {"dataloader_drop_last": True, "gradient_accumulation_steps": 2}
+RAISE, SPLIT, KEEP = "raise max_length (8)", ' or set overlong="split"', "set dataloader_drop_last=False"
+
+
 @pytest.mark.parametrize(
     "lengths, settings, lost, remedy",
     [
-        ([8, 12], {}, 4 / 18, 'raise max_length (8) or set overlong="split"'),
-        ([8, 12], {"overlong": "drop"}, 11 / 18, 'raise max_length (8) or set overlong="split"'),
-        ([8, 12], {"packing_strategy": "bfd_split"}, 1 / 18, "raise max_length (8)"),
-        ([8, 12], {"packing_strategy": "wrapped"}, 1 / 18, "raise max_length (8)"),
-        (
-            [8] * 5,
-            {"dataloader_drop_last": True, "gradient_accumulation_steps": 2},
-            1 / 5,
-            "set dataloader_drop_last=False",
-        ),
-        (
-            [8] * 4 + [9],
-            {"dataloader_drop_last": True, "gradient_accumulation_steps": 2},
-            None,
-            'raise max_length (8) or set overlong="split", and set dataloader_drop_last=False',
-        ),
+        ([8, 12], {}, 4 / 18, RAISE + SPLIT),
+        ([8, 12], {"overlong": "drop"}, 11 / 18, RAISE + SPLIT),
+        ([8, 12], {"packing_strategy": "bfd_split"}, 1 / 18, RAISE),
+        ([8, 12], {"packing_strategy": "wrapped"}, 1 / 18, RAISE),
+        ([8] * 5, DROPS, 1 / 5, KEEP),
+        ([8] * 4 + [9], DROPS, None, f"{RAISE}{SPLIT}, and {KEEP}"),
         ([8] * 300 + [9], {"packing_strategy": "stream"}, 0, None),
     ],
 )
@@ -95,22 +89,13 @@ def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_p
     prompts = {"all": [0] * 16, "answers": [2] * 16, "some answers": [0, 3] * 8}[labels]
     targets = [[-100] * num + row[num:] for num, row in zip(prompts, rows, strict=True)]
     data, ends = Dataset.from_dict({"input_ids": rows, "labels": targets}), {}
+    settings = {"packing_strategy": "minibatch", "max_steps": 1, "gradient_accumulation_steps": 8, "max_grad_norm": 0}
+    settings |= {"optim": "sgd", "learning_rate": 0.1}
     for model in ("gpt2", "llama"):
         model = build_tiny_model(model, n_embd=32, n_head=4, n_layer=2, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0)
         start = torch.cat([p.detach().flatten() for p in model.parameters()])
         for packing in (False, True):
-            run = trainer(
-                tmp_path,
-                data,
-                copy.deepcopy(model),
-                packing=packing,
-                packing_strategy="minibatch",
-                max_steps=1,
-                gradient_accumulation_steps=8,
-                optim="sgd",
-                learning_rate=0.1,
-                max_grad_norm=0,
-            )
+            run = trainer(tmp_path, data, copy.deepcopy(model), packing=packing, **settings)
             run.train()
             ends[packing] = run.state.log_history[-2]["loss"], (weights(run) - start).norm().item()
         share = run.packing_report.unpacked_loss
