@@ -318,17 +318,6 @@ def test_messages(arguments, parts):
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [0, 1, 3], [-1, 0, 1], [0.0, 1.0, 2.0], [[0, 1, 2]]])
-def test_order_must_be_a_permutation(order):
-    with pytest.raises(ValueError, match=r"order of shape .* for 3 lengths.* once.* permutation of range\(3\)"):
-        plan_stream([1, 2, 3], order, 8)
-
-
-def test_buffer_must_hold_a_document():
-    with pytest.raises(ValueError, match="buffer_size=0 .* at least the document .* 1 or more"):
-        plan_stream([1, 2, 3], [0, 1, 2], 8, buffer_size=0)
-
-
 # --- structure --------------------------------------------------------------------------------------------------------
 
 

@@ -95,7 +95,7 @@ def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | N
     return _plan(members, sizes, lengths, capacity=capacity)
 
 
-def plan_stream(lengths: npt.ArrayLike, order: npt.ArrayLike, capacity: int, *, buffer_size: int = 1000) -> PackPlan:
+def plan_stream(lengths: npt.ArrayLike, order: Int64Array, capacity: int, *, buffer_size: int = 1000) -> PackPlan:
     """Packs in the visiting order given: oldest documents first, each pack closed by an exact fill.
 
     A buffer holds the next `buffer_size` documents of `order`, one arriving for each that is placed. A pack starts with
@@ -112,22 +112,10 @@ def plan_stream(lengths: npt.ArrayLike, order: npt.ArrayLike, capacity: int, *, 
         order: the documents in visiting order, a permutation of range(N); `np.arange(N)` for sequential training.
         buffer_size: documents; at least 1.
 
-    >>> plan_stream([4, 5, 3, 2], order=[0, 1, 2, 3], capacity=7).order.tolist()
+    >>> plan_stream([4, 5, 3, 2], order=np.arange(4), capacity=7).order.tolist()
     [0, 2, 1, 3]
     """
     lengths = checked_lengths(lengths, capacity)
-    order = np.asarray(order, dtype=np.int64 if np.size(order) == 0 else None)
-    are_numbers = order.shape == lengths.shape and order.dtype.kind in "iu"
-    if not are_numbers or not np.array_equal(np.sort(order), np.arange(len(lengths))):
-        raise ValueError(
-            f"order of shape {order.shape} was given for {len(lengths)} lengths. It must name every document once. Set "
-            f"it to a permutation of range({len(lengths)})."
-        )
-    if not is_integer(buffer_size) or buffer_size < 1:
-        raise ValueError(
-            f"buffer_size={buffer_size!r} was given. The buffer must hold at least the document that is placed next. "
-            "Set it to 1 or more; 1000 is the default."
-        )
     arriving = lengths[order]
     packs = None
     if capacity * len(arriving) < FEW_PER_PACK * int(arriving.sum()):
