@@ -11,8 +11,8 @@ The parts run one after another in one process (`evidence_parts.py`), those that
     kernels       12 cases of our attention against the CPU in fp64: heads of 64 and 128, windows, sinks
     7b-flan       LoRA on Llama-2-7B on FLAN-like lengths: ours, TRL padded at batch sizes 16 and 4, TRL's packing on
                   sdpa and on our kernels; tokens/s, MFU, memory, and the share of a step in which the GPU waited
-    8b-lora       LoRA on Llama-3-8B in packs of 2 x 4,096 on OASST1-like lengths: as a recipe, without checkpointing,
-                  with Liger's kernels, with dropout, and with the settings of NeMo AutoModel's benchmark
+    8b-lora       LoRA on Llama-3-8B in packs of 2 x 4,096 on OASST1-like lengths: with and without checkpointing, with
+                  Liger's kernels, with dropout, and with the settings of NeMo AutoModel's benchmark
     tests         training and repair (tests/gpu)
     memory        the predicted peak against the peak that torch counts
     million       attention of a rank of 8 in a layer of Qwen3-8B on one document of 1,048,576 tokens
@@ -66,11 +66,11 @@ class Part(NamedTuple):
 
 PARTS = {
     "machine": Part(10, ("rate",)),
-    "kernels": Part(40, ("error", "rounding")),
-    "7b-flan": Part(120, TRAINED),
-    "8b-lora": Part(95, TRAINED),
-    "tests": Part(80, ("passed",)),
-    "memory": Part(45, ("predicted_gib", "counted_gib", "ratio")),
+    "kernels": Part(35, ("error", "rounding")),
+    "7b-flan": Part(115, TRAINED),
+    "8b-lora": Part(90, TRAINED),
+    "tests": Part(75, ("passed",)),
+    "memory": Part(40, ("predicted_gib", "counted_gib", "ratio")),
     "million": Part(25, ("ms", "seconds_of_36_layers")),
     "7b-orcamath": Part(55, TRAINED),
     "exactness": Part(15, ("alone_gradient", "packed_over_alone", "packed_over_alone_logits")),

@@ -1,8 +1,8 @@
 """Training of one contender on one GPU, for the parts of `evidence.py`. NOT MEASURED YET: no GPU was here.
 
 Models have random weights in the shapes of released ones, bf16 and, unless a contender says otherwise, gradient
-checkpointing and no LoRA dropout, as our recipes. Random tokens; the lengths are those of real data if a folder is
-given, else lognormal.
+checkpointing and no LoRA dropout. Random tokens; the lengths are those of real data if a folder is given, else
+lognormal.
 
 `tokens_per_s` counts real tokens. A run sees few batches, and how much of them is padding differs between runs by a
 quarter, so for padded runs it is the speed of *computed* tokens over what the whole table has of them per real one

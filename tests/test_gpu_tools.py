@@ -224,7 +224,7 @@ def test_padded_speed_comes_from_the_table_and_not_from_the_batches_of_a_run(ben
 
 
 def test_all_parts_but_the_last_two_fit_the_limit(benchmarks):
-    """Even if each takes as long as it may."""
+    """Even if each takes as long as it may, after 25 seconds of imports."""
     import evidence
     import evidence_parts
 
@@ -232,4 +232,4 @@ def test_all_parts_but_the_last_two_fit_the_limit(benchmarks):
         list(evidence.PARTS)[-2:] == ["compile", "1.5b-flan"]
         and evidence.PARTS.keys() == evidence_parts.MEASURES.keys()
     )
-    assert sum(part.seconds for part in list(evidence.PARTS.values())[:-2]) <= 540
+    assert sum(part.seconds for part in list(evidence.PARTS.values())[:-2]) <= 540 - 25
