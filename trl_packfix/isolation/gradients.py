@@ -40,12 +40,12 @@ def _vectors(size: int, seed: int) -> Tensor:
     return torch.randn(size, NUM_VECTORS, generator=torch.Generator().manual_seed(seed))
 
 
-def largest_gap(found: Tensor, wanted: Tensor) -> float:
+def largest_gap(found: Tensor, wanted: Tensor, *, small: float = SMALL) -> float:
     """The largest relative difference of the gradient of a parameter; infinite if one is not finite."""
-    return max(gaps(found, wanted).tolist(), default=0.0)
+    return max(gaps(found, wanted, small=small).tolist(), default=0.0)
 
 
-def gaps(found: Tensor, wanted: Tensor) -> Tensor:
+def gaps(found: Tensor, wanted: Tensor, *, small: float = SMALL) -> Tensor:
     """The relative difference of the gradient of each parameter, (parameters,)."""
-    size = wanted.norm(dim=1).clamp(min=SMALL * float(wanted.norm())).clamp(min=torch.finfo(torch.float64).tiny)
+    size = wanted.norm(dim=1).clamp(min=small * float(wanted.norm())).clamp(min=torch.finfo(torch.float64).tiny)
     return ((found - wanted).norm(dim=1) / size).nan_to_num(nan=inf, posinf=inf)

@@ -277,10 +277,12 @@ class ProbedModel:
         return [torch.cat(parts)]
 
     @contextmanager
-    def rounded_otherwise(self, draw: int) -> Iterator[None]:
+    def rounded_otherwise(self, draw: int, *, by_channel: bool = False) -> Iterator[None]:
         """Within this context, every number in a module's output is changed by half an ulp, up or down at random.
 
         Other kernels, or the same kernel on other shapes, round differently; this is about the most they may differ.
+        With `by_channel` numbers of one channel move alike, and so do those of the gradient of the output: tokens that
+        are nearly equal round alike, so the gradient of a bias, their sum, moves by more than by chance.
         """
         generators: dict[torch.device, torch.Generator] = {}  # drawn on the host, an 8B model would need 20 seconds
 
@@ -290,9 +292,13 @@ class ProbedModel:
             if value.device not in generators:
                 generators[value.device] = torch.Generator(value.device).manual_seed(draw)
             generator, device = generators[value.device], value.device
-            signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8, device=device) * 2 - 1
+            shape = value.shape[-1:] if by_channel else value.shape
+            signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=device) * 2 - 1
             wide = torch.float32 if value.element_size() < 4 or device.type == "mps" else torch.float64
-            return (value.to(wide) * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
+            found = (value.to(wide) * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
+            if by_channel and found.requires_grad:
+                found.register_hook(moved)
+            return found
 
         def move(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
             return tuple(map(moved, output)) if type(output) is tuple else moved(output)

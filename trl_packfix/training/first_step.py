@@ -31,7 +31,7 @@ from ..attention.models import base_model
 from ..data.collator import PackedDataCollator
 from ..data.parts import PartOf
 from ..data.row_values import WEIGHTS
-from ..isolation.gradients import gaps, gradient_products, largest_gap
+from ..isolation.gradients import SMALL, gaps, gradient_products, largest_gap
 from ..isolation.image_probe import ImageDocument, make_probe
 from ..isolation.isolation_report import MAX_NOISE, PackingLeakError
 from ..layout import IGNORE_INDEX
@@ -59,6 +59,7 @@ from .totals import TrainingTotals
 NUM_BEFORE = 8  # tokens of the document before a long one
 FINE = 1e-4  # relative; a larger difference is judged by what rounding does
 SET = ("current_gradient_accumulation_steps", "aux_loss_enabled")  # of the trainer, during the comparison
+SMALL_IN_HALF = 3e-2  # of the whole gradient
 DRAWS = 6
 OF_ROUNDING = 3  # times the largest of so few draws
 
@@ -72,11 +73,13 @@ class _Step:
     loss: float
     products: Tensor | None
 
+    small: float  # of the whole gradient; a parameter with less is compared with this much
+
     def gaps(self, other: "_Step") -> tuple[float, float]:
         loss = abs(self.loss - other.loss) / max(abs(other.loss), torch.finfo(torch.float64).tiny)
         if self.products is None or other.products is None:
             return loss, 0.0
-        return loss, largest_gap(self.products, other.products)
+        return loss, largest_gap(self.products, other.products, small=self.small)
 
 
 class FirstStep:
@@ -161,6 +164,11 @@ class FirstStep:
         dtype = self._data.attention_dtype
         return torch.finfo(dtype).eps if self._run.is_fsdp_enabled and dtype.itemsize < 4 else FINE
 
+    @property
+    def _small(self) -> float:
+        """In half precision a small gradient is a sum of roundings, such as that of a bias in front of attention."""
+        return SMALL if self._data.attention_dtype.itemsize == 4 else SMALL_IN_HALF
+
     def _is_beyond(self, gap: tuple[float, float], limit: tuple[float, float]) -> bool:
         return self._probe.on_any_rank(not (gap[0] <= limit[0] and gap[1] <= limit[1]))
 
@@ -195,7 +203,7 @@ class FirstStep:
             with nullcontext() if is_last or self._alone is model else run.accelerator.no_sync(model):
                 losses.append(self._training_step(model, batch, num_items))
         loss = run.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean")
-        return _Step(float(loss), self._products(is_summed=True))
+        return _Step(float(loss), self._products(is_summed=True), self._small)
 
     # Unpacked
 
@@ -225,7 +233,7 @@ class FirstStep:
                     total += self._backward(
                         self._aux_loss(_documents(pack)) * owns * run.router_aux_loss_coef / num_packs
                     )
-        return _Step(self._summed(total) / copies, self._products(is_summed=False))
+        return _Step(self._summed(total) / copies, self._products(is_summed=False), self._small)
 
     def _row_loss(self, document: Document) -> Tensor:
         """The sum of the loss over the trained tokens of a document, by the model's own logits."""
@@ -376,7 +384,7 @@ class FirstStep:
         self, packs: list[Any], packed: _Step, *, draw: int, limit: tuple[float, float]
     ) -> tuple[float, float]:
         """The limits after another rounding of the same packs."""
-        with self._probe.rounded_otherwise(draw):
+        with self._probe.rounded_otherwise(draw, by_channel=True):
             moved = self._packed(packs).gaps(packed)
         loss, gradients = (max(old, min(OF_ROUNDING * new, MAX_NOISE)) for old, new in zip(limit, moved, strict=True))
         return loss, gradients
@@ -386,7 +394,7 @@ class FirstStep:
         if self._is_beyond((packed.gaps(unpacked)[0], 0.0), limit):
             found.append(f"the loss is {packed.loss:.5g} packed and {unpacked.loss:.5g} unpacked")
         if packed.products is not None and unpacked.products is not None:
-            by_name = gaps(packed.products, unpacked.products)
+            by_name = gaps(packed.products, unpacked.products, small=self._small)
             worst, count = int(by_name.argmax()), int((by_name > limit[1]).sum())
             if count:
                 found.append(
