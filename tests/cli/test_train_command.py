@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 from support.models import build_tiny_model, build_tokenizer
-from trl import ModelConfig
+from trl import DatasetMixtureConfig, ModelConfig, get_dataset
 from trl.scripts import sft
 
 from trl_packfix import SFTConfig
@@ -22,6 +22,7 @@ from trl_packfix.cli.configs import ZERO3, TrainArguments, parse
 from trl_packfix.cli.mixture import MixtureConfig, load_mixture
 from trl_packfix.training.foreign_keys import EXPLAINED, NOT_NEEDED, RENAMED, TABLES, other_defaults
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 ROOT = Path(__file__).parents[2]
 QUICK = "--max_length 64 --report_to none --use_cpu --bf16 false --disable_tqdm true --save_strategy no".split()
 
@@ -70,25 +71,14 @@ def test_positions_are_those_that_model_init_kwargs_give(workplace, monkeypatch,
     assert saved["max_position_embeddings"] == 256 and saved["rope_parameters"]["rope_type"] == "yarn"
 
 
-SFT_FILE = {
-    "model_name_or_path": "model",
-    "dataset_name": "one.jsonl",
-    "learning_rate": 1e-3,
-    "packing": True,
-    "max_length": 64,
-    "use_peft": True,
-    "lora_r": 4,
-    "lora_target_modules": ["q_proj", "v_proj"],
-    "eval_strategy": "no",
-    "gradient_checkpointing_kwargs": {"use_reentrant": False},
-    "dtype": "float32",
-    "env": {"PACKFIX_TEST_VARIABLE": "1"},
-    "use_cpu": True,
-    "bf16": False,
-}
+SFT_FILE = yaml.safe_load("""
+{model_name_or_path: model, dataset_name: one.jsonl, learning_rate: 1.0e-3, packing: true, max_length: 64,
+ use_peft: true, lora_r: 4, lora_target_modules: [q_proj, v_proj], eval_strategy: "no",
+ gradient_checkpointing_kwargs: {use_reentrant: false}, dtype: float32, env: {PACKFIX_TEST_VARIABLE: "1"},
+ use_cpu: true, bf16: false}
+""")
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_file_of_trl_sft_means_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("PACKFIX_TEST_VARIABLE", "0")
     file = tmp_path / "sft.yaml"
@@ -107,7 +97,6 @@ def test_a_file_of_trl_sft_means_the_same(tmp_path, monkeypatch):
     assert compared > 140 and ours[1].packing_strategy == "stream" and ours[2].lora_r == 4
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_keys_of_the_launcher_are_named_and_unknown_ones_refused(tmp_path, capsys):
     file = tmp_path / "sft.yaml"
     common = SFT_FILE | {"output_dir": str(tmp_path)}
@@ -121,33 +110,7 @@ def test_keys_of_the_launcher_are_named_and_unknown_ones_refused(tmp_path, capsy
         parse(["--packing_strategi", "bfd", "--output_dir", str(tmp_path)])
 
 
-def files_of_migrating() -> list[str]:
-    """The files of docs/migrating.md, one of another trainer and one of ours in turns."""
-    files = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "migrating.md").read_text(), re.DOTALL)
-    assert len(files) == 4 and all(file.startswith("# here") == bool(i % 2) for i, file in enumerate(files))
-    return files
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_file_of_another_trainer_is_refused_with_the_names_of_ours(tmp_path, monkeypatch):
-    """The message says what each unknown key is here; the file beside it in docs/migrating.md has these and is read."""
-    monkeypatch.chdir(tmp_path)
-    for foreign, ours in zip(files_of_migrating()[::2], files_of_migrating()[1::2], strict=True):
-        Path("foreign.yaml").write_text(foreign)
-        with pytest.raises(ValueError, match="was given, as a flag or in the config file") as raised:
-            parse(["--config", "foreign.yaml"])
-        message, keys = str(raised.value), yaml.safe_load(foreign)
-        Path("ours.yaml").write_text(
-            ours + "use_cpu: true\nbf16: false\n".replace("bf16: false\n" * ("bf16" in ours), "")
-        )
-        configs = parse(["--config", "ours.yaml"])
-        known = {each.name for config in configs[:4] for each in fields(config)}
-        refused = [key for key in keys if key not in known]
-        assert len(refused) > 8 and "did you mean" not in message
-        for key in refused:
-            assert f" `{key}` is `" in message or f" `{key}` can be removed: " in message, key
-        named = {RENAMED[key].split(":")[0] for key in refused if key in RENAMED}
-        assert named - {"attn_implementation", "chat_template_path"} <= yaml.safe_load(ours).keys()
+FILES_OF_MIGRATING = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "migrating.md").read_text(), re.DOTALL)
 
 
 def value_of(configs, name: str):
@@ -155,30 +118,38 @@ def value_of(configs, name: str):
     return getattr(value, "value", value)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_files_of_migrating_train_what_the_foreign_files_trained(tmp_path, monkeypatch):
-    """`train` reads what the foreign file sets, and what its trainer does where the file sets nothing."""
+@pytest.mark.parametrize("trainer, first", [("axolotl", 0), ("LLaMA-Factory", 2)])
+def test_a_file_of_another_trainer_is_refused_with_the_names_of_ours(trainer, first, tmp_path, monkeypatch):
+    """Each unknown key is named as it is here. The file beside it on the page has these, and trains what the foreign
+    file sets, and what its trainer does where it sets nothing."""
     monkeypatch.chdir(tmp_path)
-    trainers = [TABLES["trainers"][name] for name in ("axolotl", "LLaMA-Factory")]
-    for trainer, foreign, ours in zip(trainers, files_of_migrating()[::2], files_of_migrating()[1::2], strict=True):
-        Path("ours.yaml").write_text(re.sub("bf16: true|$", "", ours) + "use_cpu: true\nbf16: false\n")
-        configs = parse(["--config", "ours.yaml"])
-        expected = {}
-        for key, value in yaml.safe_load(foreign).items():
-            field, _, fixed = RENAMED.get(key, key).partition(": ")
-            expected[field] = yaml.safe_load(fixed) if fixed else {"all": "all-linear"}.get(str(value), value)
-        for name, value in trainer["defaults"].items():
-            by_default = (
-                str(value).replace("twice lora_r", str(2 * expected.get("lora_r", 0))).removesuffix(" (with LoRA)")
-            )
-            expected.setdefault(name, by_default)
-        elsewhere = {"datasets", "dataset_name", "attn_implementation", "chat_template_path", "bf16", *NOT_NEEDED}
-        for name in expected.keys() - elsewhere:
-            found = value_of(configs, name)
-            wanted = float(expected[name]) if isinstance(found, float) else expected[name]
-            assert str(found) == str(wanted), name
-        assert value_of(configs, "attn_implementation") is None  # flash-attn may not be installed
-        assert "chats.jsonl" in str(configs[0].dataset_name) + str(configs[3].datasets)
+    foreign, ours = FILES_OF_MIGRATING[first : first + 2]
+    Path("foreign.yaml").write_text(foreign)
+    with pytest.raises(ValueError, match="was given, as a flag or in the config file") as raised:
+        parse(["--config", "foreign.yaml"])
+    message, keys = str(raised.value), yaml.safe_load(foreign)
+    Path("ours.yaml").write_text(re.sub("bf16: true|$", "", ours) + "use_cpu: true\nbf16: false\n")
+    configs = parse(["--config", "ours.yaml"])
+    known = {each.name for config in configs[:4] for each in fields(config)}
+    refused = [key for key in keys if key not in known]
+    assert len(refused) > 8 and "did you mean" not in message
+    for key in refused:
+        assert f" `{key}` is `" in message or f" `{key}` can be removed: " in message, key
+    named = {RENAMED[key].split(":")[0] for key in refused if key in RENAMED}
+    assert named - {"attn_implementation", "chat_template_path"} <= yaml.safe_load(ours).keys()
+    expected = {}
+    for key, value in keys.items():
+        field, _, fixed = RENAMED.get(key, key).partition(": ")
+        expected[field] = yaml.safe_load(fixed) if fixed else {"all": "all-linear"}.get(str(value), value)
+    twice = str(2 * expected.get("lora_r", 0))
+    for name, value in TABLES["trainers"][trainer]["defaults"].items():
+        expected.setdefault(name, str(value).replace("twice lora_r", twice).removesuffix(" (with LoRA)"))
+    elsewhere = {"datasets", "dataset_name", "attn_implementation", "chat_template_path", "bf16", *NOT_NEEDED}
+    for name in expected.keys() - elsewhere:
+        found = value_of(configs, name)
+        assert str(found) == str(float(expected[name]) if isinstance(found, float) else expected[name]), name
+    assert value_of(configs, "attn_implementation") is None  # flash-attn may not be installed
+    assert "chats.jsonl" in str(configs[0].dataset_name) + str(configs[3].datasets)
 
 
 def test_other_defaults_are_fields_and_differ_from_ours(tmp_path):
@@ -272,7 +243,6 @@ def test_an_optimizer_without_its_package_is_refused_before_the_proof(workplace,
     assert "`--optim adamw_8bit` was given. It cannot be loaded: " in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_errors_of_the_run_keep_their_traceback(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     with pytest.raises(ValueError, match="min_lr"):  # of transformers, when training begins
@@ -282,7 +252,6 @@ def test_errors_of_the_run_keep_their_traceback(workplace, monkeypatch):
 NOTE = "Packing is on, which is the default of this command"
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     "flags, settings, packing, is_said",
     [
@@ -297,33 +266,26 @@ NOTE = "Packing is on, which is the default of this command"
     ],
 )
 def test_packing_is_the_default(flags, settings, packing, is_said, tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text(
-        yaml.safe_dump({"learning_rate": 0.5, "use_cpu": True, "bf16": False} | settings)
-    )
+    settings |= {"learning_rate": 0.5, "use_cpu": True, "bf16": False}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     args = parse(["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path), *flags])[1]
     assert args.packing is packing and args.learning_rate == 0.5
     assert (NOTE in capsys.readouterr().out) is is_said
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_default_that_is_refused_is_said(tmp_path, capsys):
     """The user did not set `packing`, so a message about it needs the reason."""
     assert main(["train", "--output_dir", str(tmp_path), "--train_sampling_strategy", "group_by_length"]) == 2
     assert "was given with packing." in (error := capsys.readouterr().err) and NOTE in error
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_without_a_word_about_packing_packs_are_trained_and_reported(workplace, monkeypatch, capsys):
     """On one rank with `tokens_per_rank`, so that no pack is shared."""
     flags = [*DATA, "--tokens-per-rank", "64", "--max_steps", "1", "--output_dir", "by_default"]
     train(workplace, monkeypatch, *flags)
     printed = capsys.readouterr().out
-    assert (
-        NOTE in printed
-        and "Packing report" in printed
-        and "8 of 8 rows, " in printed
-        and "-> 2 packs (stream)" in printed
-    )
+    told = (NOTE, "Packing report", "8 of 8 rows, ", "-> 2 packs (stream)")
+    assert all(text in printed for text in told)
     assert json.loads((workplace / "by_default" / "packing_report.json").read_text())["shared"]["micro_steps"]
 
 
@@ -380,17 +342,13 @@ def test_no_test_row_is_trained_and_fractions_are_those_of_trl(workplace, monkey
     assert len(test) == len(splits["test"]) == 7 and not train & test and len(train | test) == 28
     again = load_mixture(MixtureConfig(entries, test_split_size=0.25), seed=0)
     assert again["test"]["text"] == splits["test"]["text"]
-    from trl import DatasetMixtureConfig, get_dataset
-
-    given = [
-        {"path": "json", "data_files": f"{name}.jsonl", "fraction": share} for name, share in (("one", 3), ("two", 1))
-    ]
-    ours = load_mixture(MixtureConfig([dict(each) for each in given]), seed=0)
-    assert ours["train"]["text"] == get_dataset(DatasetMixtureConfig([*given]))["train"]["text"]
-    plain = [{name: each[name] for name in ("path", "data_files")} for each in given]
-    ours = load_mixture(MixtureConfig([dict(each) for each in plain]), seed=0)
-    assert ours["train"]["text"] == get_dataset(DatasetMixtureConfig([*plain]))["train"]["text"]
-    assert load_from_disk("three").column_names == ["text"]
+    for shares in ((3, 1), (None, None)):
+        given = [
+            {"path": "json", "data_files": f"{name}.jsonl", "fraction": share}
+            for name, share in zip(("one", "two"), shares, strict=True)
+        ]
+        ours = load_mixture(MixtureConfig([dict(each) for each in given]), seed=0)["train"]["text"]
+        assert ours == get_dataset(DatasetMixtureConfig([*given]))["train"]["text"]
 
 
 def test_different_datasets_are_different_sources(tmp_path, monkeypatch):
@@ -414,15 +372,15 @@ def test_different_datasets_are_different_sources(tmp_path, monkeypatch):
     assert MixtureConfig(data_files).labels() == [f"json:data_files={path}:split=train" for path in paths[:2]]
 
 
+ONE, TWO = {"path": "one.jsonl"}, {"path": "two.jsonl"}
+TWICE = r"`one.jsonl` is listed 2 times.*would be trained.*List it once"
+
+
 @pytest.mark.parametrize(
     "entries, settings, message",
     [
-        (
-            [{"path": "one.jsonl"}, {"path": "./one.jsonl"}],
-            {"test_split_size": 0.25},
-            r"`one.jsonl` is listed 2 times.*would be trained.*List it once",
-        ),
-        ([{"path": "one.jsonl", "fraction": 1}, {"path": "two.jsonl"}], {}, "`fraction` was given for 1 of 2 datasets"),
+        ([ONE, {"path": "./one.jsonl"}], {"test_split_size": 0.25}, TWICE),
+        ([ONE | {"fraction": 1}, TWO], {}, "`fraction` was given for 1 of 2 datasets"),
     ],
 )
 def test_a_mixture_that_cannot_be_made_is_refused(entries, settings, message, workplace, monkeypatch):
