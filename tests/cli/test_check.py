@@ -30,10 +30,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 ROWS = compatibility.read(DOCS)
 
 
-def judge_of(model_type):
-    """A judge, and another model with the same weights."""
-    judge = Judge(zoo.build_model(model_type), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
-    return judge, zoo.build_model(model_type)
+def judged(model_type, change=lambda model: None):
+    """What a judge finds in stock TRL's packs on a model with the weights of the judge's."""
+    judge, model = (zoo.build_model(model_type) for _ in range(2))
+    change(model)
+    return Judge(judge, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY).judge(model, packed_by_trl)
 
 
 # The judge
@@ -44,16 +45,14 @@ def judge_of(model_type):
     "model_type, is_right", [("llama", True), ("qwen3_moe", True), ("falcon", False), ("gpt_oss", False)]
 )
 def test_the_judge_knows_what_stock_trl_does(model_type, is_right):
-    judge, model = judge_of(model_type)
-    judgement = judge.judge(model, packed_by_trl)
+    judgement = judged(model_type)
     assert judgement.right == is_right and judgement.refusal is None
     assert 0 < judgement.error < 1e-5 if is_right else judgement.error > 0.1
 
 
 @current_models
 def test_the_judge_hears_a_refusal():
-    judge, model = judge_of("qwen3_next")
-    assert "causal_conv1d" in judge.judge(model, packed_by_trl).refusal
+    assert "causal_conv1d" in judged("qwen3_next").refusal
 
 
 @pytest.mark.slow
@@ -65,10 +64,7 @@ def test_the_judge_sees_what_is_wrong_in_one_case_only(backwards_only):
         before = 1e-2 * nn.functional.pad(states, (0, 0, 1, 0))[:, :-1]
         return states + (before - before.detach() if backwards_only else before)
 
-    judge, model = judge_of("llama")
-    assert judge.judge(model, packed_by_trl).right
-    model.model.layers[1].mlp.register_forward_hook(see_the_token_before)
-    judgement = judge.judge(model, packed_by_trl)
+    judgement = judged("llama", lambda model: model.model.layers[1].mlp.register_forward_hook(see_the_token_before))
     assert not judgement.right and judgement.where.startswith("T = hidden size")
 
 
@@ -101,8 +97,9 @@ def test_of_each_kind_a_layer_is_kept(model_type, kinds):
 
 
 def test_documents_pass_the_windows():
-    judge, model = judge_of("gemma3_text")
-    assert model.config.sliding_window < max(len(ids) for ids in judge.cases["mixed"])
+    model = zoo.build_model("gemma3_text")
+    cases = Judge(model, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY).cases["mixed"]
+    assert model.config.sliding_window < max(map(len, cases))
 
 
 # The sweep
@@ -118,10 +115,8 @@ def test_the_table_keeps_the_promise():
     assert {row.verdict for row in ROWS} <= set(VERDICTS)
     shared = {row.model_type: row.shared for row in causal if row.verdict != "no text"}
     assert set(shared.values()) == {"yes", "no"} and list(shared.values()).count("yes") >= 106
-    with_kernels = [row.with_kernels for row in causal if row.with_kernels]
-    assert (
-        set(with_kernels) == {"native", "repaired"} and len(with_kernels) >= 24 and with_kernels.count("native") >= 20
-    )
+    with_kernels = Counter(row.with_kernels for row in causal if row.with_kernels)
+    assert set(with_kernels) == {"native", "repaired"} and with_kernels.total() >= 24 and with_kernels["native"] >= 20
     own_attention = ("codegen", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gptj")  # right on whole packs only
     assert all(shared[name] == "no" for name in own_attention)
 
@@ -214,14 +209,11 @@ def test_types_that_cannot_be_fed_with_text_are_named():
 
 @pytest.mark.slow
 def test_a_type_that_takes_too_long_does_not_end_the_sweep():
-    rows = list(sweep([("llama", "causal"), ("gpt2", "causal")], time_limit=0))
-    assert [row.model_type for row in rows] == ["llama", "gpt2"]
+    types = [("llama", "causal"), ("gemma3", "image-text")]
+    assert {*types} <= {*all_types()} and len(all_types()) == len({*all_types()})
+    rows = list(sweep(types, time_limit=0))
+    assert [row.model_type for row in rows] == ["llama", "gemma3"]
     assert all(row.verdict == "refused" and row.reason == "longer than 0 s" for row in rows)
-
-
-def test_every_type_of_the_installed_transformers_is_swept():
-    types = all_types()
-    assert ("llama", "causal") in types and ("gemma3", "image-text") in types and len(types) == len(set(types))
 
 
 def test_a_silent_leak_is_shouted():
@@ -246,13 +238,8 @@ def test_check_a_model(saved, capsys):
     out = capsys.readouterr().out
     assert out.startswith("Isolation check\n") and "verdict" in out and "PACKED" in out and "packfix_varlen" in out
     assert "flash_attention_2: flash-attn 2 is not installed" in out or torch.cuda.is_available()
-
-
-def test_check_says_what_to_install_for_mixers(saved, capsys):
     assert main(["check", str(saved / "lfm2")]) == 0
-    assert re.search(
-        r"^ *kernels +mixers run in torch.* `pip install causal-conv1d`", capsys.readouterr().out, re.MULTILINE
-    )
+    assert re.search(r"\n *kernels +mixers run in torch.* `pip install causal-conv1d`", capsys.readouterr().out)
 
 
 def test_a_leak_that_is_not_repaired_is_exit_code_1(saved, capsys):
@@ -294,8 +281,7 @@ def test_a_text_is_not_cut_to_the_number_of_layers(more):
     """ "silu" in four layers is no list of layers; a pattern with a character for each is one."""
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 256}
     tiny = tiny_model(LlamaConfig(num_hidden_layers=4, **sizes, **more)).config
-    assert tiny.num_hidden_layers == 2 and tiny.hidden_act == "silu"
-    assert getattr(tiny, "layer_pattern", "ME") == "ME"
+    assert tiny.num_hidden_layers == 2 and tiny.hidden_act == "silu" and getattr(tiny, "layer_pattern", "ME") == "ME"
 
 
 def test_a_config_whose_activation_is_as_long_as_its_depth_is_checked(data_dir):

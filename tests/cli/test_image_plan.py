@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from datasets import Dataset, Features, Image, List, load_from_disk
 from support.models import build_tokenizer
-from support.runs import config
+from support.runs import trainer
 from support.vision import MESSAGES, build_model, build_processor, message, picture, rows
 from transformers import AutoProcessor
 
-from trl_packfix import SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.samples.processor import RowProcessor
 
@@ -37,23 +36,20 @@ def run(capsys, *words, code=0):
     return json.loads(capsys.readouterr().out)
 
 
-def trainer(folder, workplace, dataset, processor=None, **settings):
+def made(folder, workplace, dataset, processor=None, **settings):
     processor = processor or AutoProcessor.from_pretrained(workplace / "model")
-    return SFTTrainer(
-        build_model("llava"), config(folder, **settings), train_dataset=dataset, processing_class=processor
-    )
+    return trainer(folder, dataset, build_model("llava"), processing_class=processor, **settings)
 
 
 def test_figures_are_those_of_the_training_run(workplace, tmp_path, capsys):
     """Images of 16 tokens: some documents with two of them are too long, others are truncated behind them."""
     words = ["plan", workplace / "rows.parquet", "--model", workplace / "model", "--max-length", 36, "--batch-size", 2]
     alone, ranks = run(capsys, *words, "--world-size", 1, 4, "--strategy", "stream", code=1)["plans"]
-    training = trainer(tmp_path, workplace, ROWS, max_length=36)
+    training = made(tmp_path, workplace, ROWS, max_length=36)
     training.get_train_dataloader()
     wanted = training.packing_report.to_dict()
-    assert {name: alone[name] for name in wanted if name not in NOT_PLANNED} == {
-        name: value for name, value in wanted.items() if name not in NOT_PLANNED
-    }
+    planned = wanted.keys() - {*NOT_PLANNED}
+    assert {name: alone[name] for name in planned} == {name: wanted[name] for name in planned}
     shared = run(capsys, *words, "--strategy", "stream", "--share-prefixes", "pack", code=1)["plans"][0]["prefixes"]
     assert shared["rows"] <= 1 and shared["images"] == 1.0, "no two rows have the same image"
     counts = np.array([len(row["images"]) for row in ROWS])
@@ -65,13 +61,6 @@ def test_figures_are_those_of_the_training_run(workplace, tmp_path, capsys):
     text = 3 * training.data.cost_model(documents).sum()
     assert alone["flops"] == pytest.approx(text / (1 - alone["images"]["tower_share"]))
     assert ranks["images"]["tower_imbalance"] > 1 < ranks["images"]["language_imbalance"]
-
-
-def test_the_table_has_the_images(workplace, capsys):
-    words = [workplace / "rows.parquet", "--model", workplace / "model", "--max-length", 56, "--world-size", 2]
-    assert main(["plan", *map(str, words)]) == 1
-    out = capsys.readouterr().out
-    assert "images   " in out and re.search(r"images/pack +too long +language +tower", out)
 
 
 def test_show_names_the_images_of_a_document(workplace, capsys):
@@ -93,12 +82,12 @@ def test_training_finds_the_lengths_that_prepare_made(workplace, tmp_path, capsy
         raise AssertionError("a row was measured again")
 
     monkeypatch.setattr(RowProcessor, "measured", never)
-    found = trainer(tmp_path / "run", workplace, load_from_disk(str(tmp_path / "out")), max_length=80)
+    found = made(tmp_path / "run", workplace, load_from_disk(str(tmp_path / "out")), max_length=80)
     assert manifest["tokens"] == found.data.reader.lengths.sum() and manifest["rows"] == len(ROWS)
     with pytest.raises(ValueError, match="cannot be processed"):  # guard: another processor does not find them
         other = AutoProcessor.from_pretrained(workplace / "model")
         other.num_additional_image_tokens = 0
-        trainer(tmp_path / "run", workplace, load_from_disk(str(tmp_path / "out")), other)
+        made(tmp_path / "run", workplace, load_from_disk(str(tmp_path / "out")), other)
 
 
 def test_bad_rows_are_dropped_by_prepare_or_nothing_is_written(workplace, tmp_path, capsys):
@@ -142,8 +131,10 @@ def test_what_cannot_be_planned_is_said(words, reason, workplace, capsys, monkey
     assert not (workplace / "both").exists()
 
 
-def test_documents_with_images_are_planned_for_ranks_that_share_packs(workplace, capsys, monkeypatch):
+def test_the_table_has_the_images_also_for_ranks_that_share_packs(workplace, capsys, monkeypatch):
     monkeypatch.chdir(workplace)
     words = ["plan", "rows.parquet", "--model", "model", "--max-length", "256", "--tokens-per-rank", "64"]
     assert main([*words, "--world-size", "4"]) == 0
-    assert re.search(r"degree", capsys.readouterr().out)
+    assert "degree" in capsys.readouterr().out
+    assert main([*words[:4], "--max-length", "56", "--world-size", "2"]) == 1
+    assert re.search(r"images   .* images/pack +too long +language +tower", capsys.readouterr().out, re.DOTALL)
