@@ -49,11 +49,6 @@ def test_parts_end_to_end_are_the_pack_and_labels_are_shifted_over_their_borders
         assert part.num_tokens == num_tokens
 
 
-def test_degree_one_changes_nothing():
-    whole = PackedDataCollator()(list(documents([3, 2], 0)))
-    assert cut_part(whole, 1, 0) is whole
-
-
 def test_the_checksum_is_that_of_the_whole_pack():
     def checksum(lengths, index=0, change=None):
         batch = PackedDataCollator(pad_to_multiple_of=2)(list(documents(lengths, 1)))
@@ -64,12 +59,6 @@ def test_the_checksum_is_that_of_the_whole_pack():
     assert checksum([4, 4]) == checksum([4, 4], index=1)
     others = {checksum([4, 4]), checksum([5, 3]), checksum([4, 4], change="input_ids")}
     assert len(others | {checksum([4, 4], change="labels")}) == 4
-
-
-def test_a_pack_that_does_not_divide_is_refused():
-    whole = PackedDataCollator()(list(documents([3, 2], 0)))
-    with pytest.raises(ValueError, match=r"A pack of 5 tokens .* 2 parts.*not a multiple.*`pad_to_multiple_of=2`"):
-        cut_part(whole, 2, 0)
 
 
 def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):

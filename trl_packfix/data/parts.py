@@ -41,9 +41,6 @@ def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool
     An image may lie in several parts. So with `has_images` only the labels are cut here, and what enters the decoder of
     the model is cut there (`attention/decoder_inputs.py`).
 
-    Raises:
-        ValueError: T is not a multiple of `degree`.
-
     >>> from trl_packfix import PackedDataCollator
     >>> whole = PackedDataCollator(pad_to_multiple_of=2)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> part = cut_part(whole, degree=2, index=0)
@@ -54,11 +51,7 @@ def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool
         return batch
     labels, layout = batch["labels"], layout_of(batch)
     num_tokens = labels.shape[1]
-    if num_tokens % degree:
-        raise ValueError(
-            f"A pack of {num_tokens} tokens was given to cut into {degree} parts. All parts have the same number of "
-            f"tokens, and {num_tokens} is not a multiple of {degree}. Collate with `pad_to_multiple_of={degree}`."
-        )
+    assert num_tokens % degree == 0, "collated with padding to a multiple of the degree"
     rows = slice(index * num_tokens // degree, (index + 1) * num_tokens // degree)
     shifted = torch.full_like(labels, IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]

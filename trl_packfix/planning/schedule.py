@@ -196,19 +196,16 @@ def _few_packs(documents: Int64Array, lengths: Int64Array, bins: Bins) -> list[I
 
 
 def _spread(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int64Array]:
-    """`num` packs, since the Trainer runs them all: an empty one gets a short document of a pack with several."""
+    """`num` packs, since the Trainer runs them all: an empty one gets the shortest document of a pack with several."""
     spread = [*(pack.tolist() for pack in packs), *([] for _ in range(num - len(packs)))]
-    donors = [(-len(pack), i) for i, pack in enumerate(spread) if len(pack) > 1]
-    heapq.heapify(donors)
+    # of documents of one length those of all packs in turn
+    units = [(int(lengths[unit]), place, i, unit) for i, pack in enumerate(spread) for place, unit in enumerate(pack)]
+    shortest_first = iter(sorted(units))
     for pack in spread:
-        if not pack and donors:
-            size, i = donors[0]
-            pack.append(min(spread[i], key=lengths.__getitem__))
-            spread[i].remove(pack[0])
-            if size < -2:
-                heapq.heapreplace(donors, (size + 1, i))
-            else:
-                heapq.heappop(donors)
+        found = None if pack else next((unit for unit in shortest_first if len(spread[unit[2]]) > 1), None)
+        if found is not None:
+            pack.append(found[3])
+            spread[found[2]].remove(found[3])
     return [np.array(pack, dtype=np.int64) for pack in spread]
 
 
