@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from pathlib import Path
 from shutil import copy
 
 import numpy as np
@@ -31,13 +32,11 @@ def workplace(tmp_path_factory):
     build_tiny_model("qwen3").save_pretrained(folder / "model")
     build_tokenizer().save_pretrained(folder / "model")
     rng = np.random.default_rng(0)
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": "q" * int(rng.integers(1, 60))}],
-            "completion": [{"role": "assistant", "content": "a" * int(rng.integers(0, 100))}],
-        }
-        for _ in range(60)
-    ]
+    rows = []
+    for _ in range(60):
+        question, answer = "q" * int(rng.integers(1, 60)), "a" * int(rng.integers(0, 100))
+        prompt = [{"role": "user", "content": question}]
+        rows.append({"prompt": prompt, "completion": [{"role": "assistant", "content": answer}]})
     Dataset.from_list(rows).to_json(folder / "rows.jsonl")
     Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
     return folder
@@ -66,18 +65,6 @@ def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, ca
     assert planned == {name: value for name, value in trained.items() if name not in NOT_PLANNED}
     assert planned["num_packs" if strategy != "minibatch" else "num_steps"] > 3
     assert planned["ledger"]["lost_trained_tokens"] > 0  # something is cut, so that the ledger can be wrong
-
-
-def test_a_run_without_packing_is_planned_and_it_is_said(workplace, tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text("packing: false\nmax_length: 64\n")
-    words = ["plan", str(workplace / "rows.jsonl"), "--tokenizer", str(workplace / "model"), "--max-length", "64"]
-    found = []
-    for more in ([], ["--config", str(tmp_path / "run.yaml")]):
-        assert main([*words, "--json", *more]) in (0, 1)
-        printed = capsys.readouterr()
-        found.append(json.loads(printed.out))
-        assert ("`packing` is off in this run" in printed.err) is bool(more)
-    assert found[0] == found[1]
 
 
 def test_several_lengths_strategies_and_world_sizes(workplace, capsys):
@@ -128,6 +115,10 @@ def test_the_file_of_a_run_is_planned(workplace, tmp_path, monkeypatch, capsys):
         (found,) = plan(capsys, "--config", file, code=1)["plans"]
         assert found["num_rows"] == 60 * len(mixture)
     assert plan(capsys, "--config", file, "rows.jsonl", code=1) == by_flags, "DATA overrides the file"
+    file.write_text(json.dumps(settings | {"packing": False}))
+    assert main(["plan", "--config", str(file), "--json"]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == by_flags and "`packing` is off in this run" in printed.err
     file.write_text(json.dumps(settings | {"packing": False, "padding_free": True, "packing_strategy": "bfd"}))
     assert plan(capsys, "--config", file, code=1)["plans"][0]["strategy"] == "minibatch"
 
@@ -231,70 +222,64 @@ def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, caps
     assert rows == keys * len(tables)
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["no/such/data"], "`no/such/data` was given as a dataset. There is no such file or folder here"),
-        (["rows.jsonl", "--tokenizer", "no/such/model"], "`no/such/model` was given. It cannot be loaded"),
-        (["a.txt", "--tokens-per-rank", "64", "--exchange-speeds", "{bad"], "`exchange_speeds={bad` was given"),
-        (["rows.jsonl"], "Set `--tokenizer` or `--model`"),
-        (["rows.jsonl", "a.txt", "--tokenizer", "model"], "1 files of lengths and 1 datasets"),
-        (["a.txt", "--world-size", "0"], "`--world-size 0`"),
-        (["a.txt", "--world-size", "1000000000"], "at most 1,048,576"),
-        (["a.txt", "--tflops", "nan"], "`--tflops nan` was given"),
-        (["a.txt", "--model", "no/such/model"], "`--model no/such/model` was given"),
-        (["rows.jsonl", "--tokenizer", "model", "--num-proc", "0"], "`dataset_num_proc=0` was given"),
-        (["a.txt", "--batch-size", "0"], "`per_device_train_batch_size=0`"),
-        (["a.txt", "--max-length", "1"], "`max_length=1` was given"),
-        (["a.txt", "--max-length", "8", "--strategy", "wrapped", "--overlong", "drop"], "splits long documents"),
-        (["a.txt", "--max-length", "8", "--overlong", "raise"], "refuses such documents"),
-        (["a.txt", "--model", "model", "--max-length", "9999"], "has 4096 positions"),
-        (["bad.txt"], "as a file of lengths"),
-        (["rows.xml"], "Files named .xml are not supported"),
-        (["nowhere.jsonl"], "There is no such file or folder here"),
-    ],
-)
-def test_what_cannot_be_planned_is_exit_code_2(words, message, workplace, monkeypatch, capsys):
+NOT_POSSIBLE = {  # words -> the message
+    "no/such/data": "`no/such/data` was given as a dataset. There is no such file or folder here",
+    "nowhere.jsonl": "There is no such file or folder here",
+    "rows.jsonl --tokenizer no/such/model": "`no/such/model` was given. It cannot be loaded",
+    "a.txt --tokens-per-rank 64 --exchange-speeds {bad": "`exchange_speeds={bad` was given",
+    "rows.jsonl": "Set `--tokenizer` or `--model`",
+    "rows.jsonl a.txt --tokenizer model": "1 files of lengths and 1 datasets",
+    "a.txt --world-size 0": "`--world-size 0`",
+    "a.txt --world-size 1000000000": "at most 1,048,576",
+    "a.txt --tflops nan": "`--tflops nan` was given",
+    "a.txt --model no/such/model": "`--model no/such/model` was given",
+    "rows.jsonl --tokenizer model --num-proc 0": "`dataset_num_proc=0` was given",
+    "a.txt --batch-size 0": "`per_device_train_batch_size=0`",
+    "a.txt --max-length 1": "`max_length=1` was given",
+    "a.txt --max-length 8 --strategy wrapped --overlong drop": "splits long documents",
+    "a.txt --max-length 8 --overlong raise": "refuses such documents",
+    "a.txt --model model --max-length 9999": "has 4096 positions",
+    "bad.txt": "as a file of lengths",
+    "rows.xml": "Files named .xml are not supported",
+    "": "without DATA and without `--memory`",
+    "--memory 80": "`--memory 80` was given without `--model`",
+    "--memory 1 --model model": "1 GiB is set aside",
+    "--memory nan --model model": "`--memory nan` was given",
+    "--offload": "`--offload` was given without `--memory`",
+}
+
+
+@pytest.mark.parametrize("words", NOT_POSSIBLE)
+def test_what_cannot_be_planned_is_exit_code_2(words, workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
-    (workplace / "a.txt").write_text("10 20 30")
-    (workplace / "bad.txt").write_text("10 -20")
-    (workplace / "rows.xml").write_text("<a/>")
-    assert main(["plan", *words]) == 2
-    assert message in capsys.readouterr().err
+    for name, text in {"a.txt": "10 20 30", "bad.txt": "10 -20", "rows.xml": "<a/>"}.items():
+        (workplace / name).write_text(text)
+    assert main(["plan", *words.split()]) == 2
+    assert NOT_POSSIBLE[words] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "name, text, message",
-    [
-        ("broken.jsonl", '{"text": "a"}\n{"text": ', "dataset of 23 bytes. It cannot be read: "),
-        ("broken.json", '[{"text": "a"', "It cannot be read"),
-        ("empty.jsonl", "", "dataset of 0 bytes. It cannot be read: it holds no rows. Correct it"),
-        ("empty.csv", "", "It cannot be read: No columns"),
-        ("empty.parquet", "", "It cannot be read: Parquet file size is 0 bytes"),
-        ("columns.jsonl", '{"a": 1}\n{"a": 2}', "has the columns `a` (int64). TRL tokenises `messages`"),
-        (
-            "null.jsonl",
-            '{"text": "a"}\n{"text": null}',
-            "1 of 2 rows of the train dataset hold None in `text`; the first",
-        ),
-        ("strings.jsonl", '{"messages": "a"}', "has the columns `messages` (string). TRL tokenises"),
-        (
-            "keys.jsonl",
-            '{"messages": [{"from": "user"}]}',
-            "has the columns `messages` (list<item: struct<from: string",
-        ),
-        ("half.jsonl", '{"prompt": "a", "text": "b"}', "`prompt` with `completion`"),
-    ],
-)
+BAD_DATA = {  # name of a file, and its text -> the message
+    ("broken.jsonl", '{"text": "a"}\n{"text": '): "dataset of 23 bytes. It cannot be read: ",
+    ("broken.json", '[{"text": "a"'): "It cannot be read",
+    ("empty.jsonl", ""): "dataset of 0 bytes. It cannot be read: it holds no rows. Correct it",
+    ("empty.csv", ""): "It cannot be read: No columns",
+    ("empty.parquet", ""): "It cannot be read: Parquet file size is 0 bytes",
+    ("columns.jsonl", '{"a": 1}\n{"a": 2}'): "has the columns `a` (int64). TRL tokenises `messages`",
+    ("null.jsonl", '{"text": "a"}\n{"text": null}'): "1 of 2 rows of the train dataset hold None in `text`; the first",
+    ("strings.jsonl", '{"messages": "a"}'): "has the columns `messages` (string). TRL tokenises",
+    ("keys.jsonl", '{"messages": [{"from": "user"}]}'): "has the columns `messages` (list<item: struct<from: string",
+    ("half.jsonl", '{"prompt": "a", "text": "b"}'): "`prompt` with `completion`",
+}
+
+
+@pytest.mark.parametrize("file", BAD_DATA, ids=lambda file: file[0])
 @pytest.mark.parametrize("command", [["plan"], ["prepare", "--output", "new"]], ids=lambda words: words[0])
-def test_data_that_cannot_be_read_is_one_line_and_exit_code_2(
-    command, name, text, message, workplace, tmp_path, monkeypatch, capsys
-):
+def test_data_that_cannot_be_read_is_one_line_and_exit_code_2(command, file, workplace, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / name).write_text(text)
-    assert main([*command, name, "--tokenizer", str(workplace / "model")]) == 2
+    Path(file[0]).write_text(file[1])
+    assert main([*command, file[0], "--tokenizer", str(workplace / "model")]) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-packfix"))
-    assert message in line and line.endswith(".")
+    assert BAD_DATA[file] in line and line.endswith(".")
 
 
 @pytest.mark.parametrize("suffix, text", [(".jsonl", b'{"text": "caf\xe9"}'), (".json", b'[{"text": "\xe9"}]')])
@@ -410,18 +395,3 @@ def test_memory_with_data_is_that_of_the_recommended_length(workplace, capsys):
     words = [workplace / "rows.jsonl", "--model", workplace / "model", "--strategy", "stream", "--memory", 2]
     found = plan(capsys, *words)
     assert {row["tokens"] for row in found["memory"]} == {8 * found["max_length"]}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "without DATA and without `--memory`"),
-        (["--memory", "80"], "`--memory 80` was given without `--model`"),
-        (["--memory", "1", "--model", "M"], "1 GiB is set aside"),
-        (["--memory", "nan", "--model", "M"], "`--memory nan` was given"),
-        (["--offload"], "`--offload` was given without `--memory`"),
-    ],
-)
-def test_memory_needs_a_model_and_a_card(words, message, capsys):
-    assert main(["plan", *words]) == 2
-    assert message in capsys.readouterr().err

@@ -124,8 +124,7 @@ def check_model(
         config_only: fetch no weights: test a tiny random model with the features of this config.
         max_length: longest document, in tokens.
         dtype: "float32", "bfloat16", "float16"; None is bfloat16 on CUDA and float32 elsewhere.
-        on_leak: what to do about a leak, as in `SFTConfig`.
-        trust_remote_code: whether code that comes with the model may run; without it such a model is refused.
+        on_leak, trust_remote_code: as in `SFTConfig`.
 
     Raises:
         ValueError: settings that cannot work, or a model that cannot be found or read.
