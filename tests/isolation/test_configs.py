@@ -199,11 +199,7 @@ LONGROPE = {
     "pad_token_id": 32000,
     "eos_token_id": [32000, 32001, 32007],
     "sliding_window": None,
-    "rope_scaling": {
-        "type": "longrope",
-        "short_factor": [1.0] * 48,
-        "long_factor": [1.0 + i / 8 for i in range(48)],
-    },
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0 + i / 8 for i in range(48)]},
 }
 
 

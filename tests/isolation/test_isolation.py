@@ -140,11 +140,7 @@ def test_prompt_learning_is_found(config):
 def test_rope_that_depends_on_length_is_found_through_length_only(rope_type):
     parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
     if rope_type == "longrope":
-        parameters |= {
-            "short_factor": [1.0] * 4,
-            "long_factor": [4.0] * 4,
-            "original_max_position_embeddings": 48,
-        }
+        parameters |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 48}
     positions = 48 if rope_type == "dynamic" else 256
     model = build_tiny_model("llama", rope_parameters=parameters, max_position_embeddings=positions)
     report = judged(model, max_length=200)

@@ -27,17 +27,6 @@ def packed_model(model, **settings):
     return PackedModel(model, model.dtype, "cpu", 64, shares_prefixes=True, **settings)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
-def test_documents_that_begin_alike_are_what_they_are_alone(model_type):
-    model = zoo.build_model(model_type)
-    packed = packed_model(model)
-    packed.prove(model)
-    assert packed.prove_prefixes(model) is None
-    found = check_prefixes(model, 64)
-    assert found.isolated and found.equal and found.max_gradient == 0
-    assert 0 < found.max_difference < found.tolerance < 1e-4  # it compared something
-
-
 def foreign_key(batch):
     """One key of a shared stretch is a sibling's."""
     prefixes = batch[LAYOUT]

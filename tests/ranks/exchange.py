@@ -235,7 +235,7 @@ PREFIX_PROOFS = {"llama": ["leak", "prefixes"]}
 IMAGE_PROOFS = {
     "llava": [("cut_late", "images"), ("features_late", "images"), ("cut_late", "text")],
     "qwen3_vl": [
-        *(("positions_of_the_first", "images"), ("features_of_the_first", "images"), ("other_images", "images")),
+        *(("positions_of_the_first", "images"), ("features_of_the_first", "images"), ("other_images", "images"))
     ],
 }
 CHECKS: dict[str, Callable] = {

@@ -309,9 +309,7 @@ ONE: dict[str, Fault] = {
     "each_row_once": changed(Runs, "targets", each_row_once),
     # The last rows of documents, which the router statistic counts
     "last_rows_dropped": changed(
-        PrefixCollator,
-        "_lay_out",
-        lambda right, self, *given: right(replace(self, keeps_last_rows=False), *given),
+        PrefixCollator, "_lay_out", lambda right, self, *given: right(replace(self, keeps_last_rows=False), *given)
     ),
     "compared_by_placeholder": changed(RowProcessor, "compare", by_placeholder),
     # Of a document whose first images are shared, these again in place of the others

@@ -230,20 +230,13 @@ ROWS: dict[str, Row] = {
     "prefixes": Row(given=WEIGHTED, ours=PACK, evaluates=True),
     # Ranks share packs
     "parts": Row(
-        shares=128,
-        engines=("ddp4", "fsdp2"),
-        evaluates=True,
-        faults=("leak", "chunks", "heads", "late_shift"),
+        shares=128, engines=("ddp4", "fsdp2"), evaluates=True, faults=("leak", "chunks", "heads", "late_shift")
     ),
     "parts_dora": Row(adapter="dora", dtype=torch.float64, shares=128),
     "parts_sinks": Row("sinks", shares=128),  # every second layer has a window
     "parts_odd_heads": Row("odd_heads", shares=128, ours={"pad_documents_to_multiple_of": 8}),
     "parts_experts": Row(
-        "experts",
-        engines=("ddp4",),
-        ours={"pad_to_multiple_of": 1} | FAST,
-        **ONE_PACK,
-        faults=("statistic_of_parts",),
+        "experts", engines=("ddp4",), ours={"pad_to_multiple_of": 1} | FAST, **ONE_PACK, faults=("statistic_of_parts",)
     ),
     "parts_smoothed": Row(
         given={"label_smoothing_factor": 0.3} | BY_DOCUMENT, shares=128, proves=False, faults=("counted_by_all",)
@@ -269,10 +262,7 @@ ROWS: dict[str, Row] = {
         faults=("prefixes", "border_lost", "trained_on_own_rows", "counted_by_all"),
     ),
     "parts_prefixes_experts": Row(
-        "experts",
-        ours=PACK | {"pad_to_multiple_of": 1} | FAST,
-        **ONE_PACK,
-        faults=("rows_once", "counted_by_all"),
+        "experts", ours=PACK | {"pad_to_multiple_of": 1} | FAST, **ONE_PACK, faults=("rows_once", "counted_by_all")
     ),
     "parts_family": Row(
         shares=128,
@@ -311,11 +301,7 @@ ROWS: dict[str, Row] = {
         faults=("positions_of_the_first",),
     ),
     "parts_qwen3_vl": Row(
-        "qwen3_vl",
-        shares=160,
-        **IMAGES,
-        proves=False,
-        faults=("features_of_the_first", "features_without_gradients"),
+        "qwen3_vl", shares=160, **IMAGES, proves=False, faults=("features_of_the_first", "features_without_gradients")
     ),
     "parts_prefixes_llava": Row("llava", **QUESTIONS, evaluates=True, faults=("other_images_unseen",)),
     "parts_family_qwen3_vl": Row("qwen3_vl", **QUESTIONS | {"ours": FAMILY | FAST}, proves=False),

@@ -10,11 +10,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from transformers import (
-    AutoModelForSequenceClassification,
-    DataCollatorForLanguageModeling,
-    PrinterCallback,
-)
+from transformers import AutoModelForSequenceClassification, DataCollatorForLanguageModeling, PrinterCallback
 
 from trl_packfix import pack_forward
 

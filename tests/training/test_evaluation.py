@@ -91,11 +91,7 @@ def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
         tmp_path,
         texts(),
         per_device_eval_batch_size=4,
-        trainer_kwargs={
-            "eval_dataset": data,
-            "compute_metrics": metric,
-            "preprocess_logits_for_metrics": preprocess,
-        },
+        trainer_kwargs={"eval_dataset": data, "compute_metrics": metric, "preprocess_logits_for_metrics": preprocess},
     )
     assert run.evaluate()["eval_rows"] == 23
     assert all(logits == labels and logits[0] == 4 for logits, labels in seen["logits"])

@@ -12,16 +12,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset, Features, Image, List, Value, load_from_disk
-from support.vision import (
-    MESSAGES,
-    build_model,
-    build_processor,
-    by_turn,
-    conversations,
-    make,
-    message,
-    stripping,
-)
+from support.vision import MESSAGES, build_model, build_processor, by_turn, conversations, make, message, stripping
 
 from trl_packfix.cli import main
 from trl_packfix.layout import layout_of

@@ -1,4 +1,4 @@
-"""Log-probability, entropy and rank of labels in chunks, against plain logits and against TRL's fused LM head."""
+"""Log-probability, entropy and rank of labels in chunks, against plain logits."""
 
 from types import MethodType
 
@@ -8,7 +8,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from support.runs import texts, trainer
-from support.versions import scores_tokens
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,31 +88,6 @@ def test_labels_that_are_shifted_already_are_not_shifted_again():
         model(ids, fused_lm_head=True, **{name: x}) for name, x in (("labels", labels), ("shift_labels", shifted))
     )
     assert torch.equal(whole.log_probs, given.log_probs[:, :-1]) and not given.log_probs[:, -1].any()
-
-
-@scores_tokens
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 autocast"])
-@pytest.mark.parametrize("model_type", ["llama", "mixtral", *SCALED])
-def test_scores_are_those_of_trl(model_type, dtype):
-    from trl.trainer.utils import add_fused_lm_head
-
-    found = {}
-    for name, add in (("ours", add_token_scores), ("trl", add_fused_lm_head)):
-        settings = {"num_local_experts": 4, "output_router_logits": True} if model_type == "mixtral" else {}
-        model = model_of(model_type, **settings)
-        ids, labels = labels_of(model)
-        if name == "ours":
-            add(model)
-        else:
-            add(model, outputs=("log_probs", "entropy", "is_top1"))
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            scores = model(ids, labels=labels, fused_lm_head=True)
-        scores.loss.backward()
-        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        found[name] = [scores.log_probs, scores.entropy, scores.loss[None], gradient]
-    limit = 1e-5 if dtype == torch.float32 else 2e-2
-    for ours, theirs in zip(found["ours"], found["trl"], strict=True):
-        assert (ours - theirs).norm() <= limit * theirs.norm() and theirs.norm() > 0
 
 
 def test_versions_without_the_head_get_ours():

@@ -8,12 +8,7 @@ import pytest
 from support.runs import texts, trainer
 
 from trl_packfix.cli import main
-from trl_packfix.training.progress import (
-    USUAL_FORWARDS,
-    say_deepspeed_communicates,
-    say_deepspeed_offloads,
-    status,
-)
+from trl_packfix.training.progress import USUAL_FORWARDS, say_deepspeed_communicates, say_deepspeed_offloads, status
 
 
 def said(capsys, folder, model="llama", **settings) -> str:
