@@ -21,10 +21,7 @@ are kept in float64.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for a second thread
 
@@ -35,6 +32,7 @@ from common import Row, describe, hide_progress, make_console, make_parser, writ
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from support.double import in_double
 from support.equivalence import ADAPTERS, MODELS, Case, errors, train
 from support.models import build_tiny_model, select_attention
 from torch import Tensor
@@ -92,21 +90,6 @@ def training_errors(case: Case) -> Row:
     return row
 
 
-@contextmanager
-def float64_throughout() -> Iterator[None]:
-    """Compute softmax and routers in float64: transformers uses float32, which loses digits of a float64 model."""
-    softmax, to_float = functional.softmax, Tensor.float
-
-    def wide_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        return softmax(x, dim=dim, dtype=x.dtype if x.dtype == torch.float64 else dtype)
-
-    def wide_float(x: Tensor) -> Tensor:
-        return x if x.dtype == torch.float64 else to_float(x)
-
-    with mock.patch.object(functional, "softmax", wide_softmax), mock.patch.object(Tensor, "float", wide_float):
-        yield
-
-
 def logits_and_gradients(model: PreTrainedModel, batch: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """Per document of the batch: its logits (tokens, vocabulary) and the gradient of its summed loss, flattened."""
     labels = batch.pop("labels")[0]
@@ -140,7 +123,7 @@ def document_errors(model_type: str) -> Row:
     batches["ours"].pop("use_cache")
 
     row: Row = {"part": "documents", "model": model_type, "dtype": "float64"}
-    with float64_throughout():
+    with in_double():
         alone = [logits_and_gradients(models["alone"], flattening([document]))[0] for document in documents]
         for name, batch in batches.items():
             packed = logits_and_gradients(models[name], batch)

@@ -62,7 +62,6 @@ def whole() -> Scenarios:
 
     for engine in WHOLE:
         add(engine, s.probed)
-        add(engine, s.uneven_images)
         add(engine, restarts.restart, f"restart_{engine}", output=f"restart_{engine}")
         if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
             add(engine, s.epochs)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset, load_from_disk
-from support import engine_state, vision
+from support import engine_state
 from support.models import build_tokenizer
 from support.versions import load_on_cpu_ranks
 from transformers import EvalPrediction, TrainerCallback
@@ -121,23 +121,6 @@ def drop_last(folder: Path, engine: str | None = None, **settings) -> dict:
         trainer.train()
         results.append(outcome(trainer, report=trainer.packing_report.to_dict()))
     return results[0] | {"whole": results[1]}
-
-
-def uneven_images(folder: Path, engine: str) -> dict:
-    """One document per micro-batch: of the first four, three have an image on one rank only."""
-    has_images: list[bool] = []
-    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 4}
-    trainer = make_trainer(folder, ROWS["images"], engine, data=vision.rows(24, seed=10), **settings)
-    collate = trainer.data_collator
-
-    class Noted(type(collate)):
-        def __call__(self, documents):
-            has_images.append(any("pixel_values" in each for each in documents))
-            return super().__call__(documents)
-
-    trainer.data_collator = Noted(**{name: getattr(collate, name) for name in collate.__dataclass_fields__})
-    trainer.train()
-    return {"has_images": gather_object([has_images]), "steps": trainer.state.global_step, "engine": trainer.engine}
 
 
 # Evaluation

@@ -307,7 +307,8 @@ ROWS: dict[str, Row] = {
     "parts_family_qwen3_vl": Row("qwen3_vl", **QUESTIONS | {"ours": FAMILY | FAST}, proves=False),
     "parts_stream_qwen2_5_vl": Row("qwen2_5_vl", **QUESTIONS, shards=1, proves=False),
     # Images on one rank
-    "images": Row("qwen2_5_vl", **OF_TOWERS, engines=("zero3", "fsdp2")),
+    # A document per micro-batch, so that often one of the ranks has no image, and must not wait
+    "images": Row("qwen2_5_vl", data="images", accumulation=6, engines=("ddp", "zero3", "fsdp2")),
     "images_lora": Row("qwen2_5_vl", "language", **OF_TOWERS, engines=("zero3",)),
     "images_prefixes": Row("qwen2_5_vl", data="questions", accumulation=3, ours=PACK),
     "images_stream": Row("qwen2_5_vl", **OF_TOWERS, shards=1),

@@ -63,6 +63,7 @@ class Packed(trl_packfix.SFTTrainer):
         self.engine, layout = engine_of(model), layout_of(inputs)
         self.seen.append((layout.degree, layout.index, layout.count))
         self.shapes.add((layout.degree, inputs["input_ids"].shape[1], inputs.get("max_length_q")))
+        self.with_images.append("pixel_values" in inputs)
         with self.counted_in_tower():
             return super().training_step(model, inputs, num_items_in_batch)
 
@@ -162,7 +163,7 @@ def make_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     set_adapters(trainer.model)
-    trainer.engine, trainer.seen, trainer.shapes, trainer.computed = None, [], set(), []
+    trainer.engine, trainer.seen, trainer.shapes, trainer.computed, trainer.with_images = None, [], set(), [], []
     if not row.proves:
         trainer.packed_model.prove_degree = lambda wrapped, degree: None
     return trainer
@@ -208,6 +209,7 @@ def train(folder: Path, row: Row, engine: str | None = None, data: Any = None, *
         "offloaded": offloaded.call_count if offloads else 0,
         "seen": trainer.seen,
         "shapes": trainer.shapes,
+        "with_images": gather_object([trainer.with_images]),
         "proof": isolation and (isolation.isolated, isolation.equal, isolation.attention),
         "proved": sorted(trainer.packed_model._proved_degrees) if row.shares else [],
         "report": report.to_dict() if report else {},

@@ -144,14 +144,6 @@ def test_drop_last_leaves_out_the_incomplete_step_and_counts_it(strategy, num_ra
     assert report["num_tokens"] == sum(tokens) and report["documents_per_step"] * len(steps) == len(seen)
 
 
-@on_whole_engines
-def test_ranks_without_images_do_not_wait(result, engine):
-    """In some micro-batches one rank has images and the other none."""
-    found = result("uneven_images")
-    assert any(len(set(has)) == 2 for has in zip(*found["has_images"], strict=True)), "images in every micro-batch"
-    assert found["steps"] == 4
-
-
 # bf16
 
 
