@@ -10,15 +10,13 @@ import torch
 from support.bounds import imbalance_bound, time_bound
 from support.planners import make_epochs
 from support.runs import config
-from support.vision import build_model, build_processor, rows
+from support.vision import build_model, build_processor, measured, processor_of, rows
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
-from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import SFTTrainer
 from trl_packfix.data.documents import Count, Documents, Ledger
 from trl_packfix.data.image_examples import ImageExamples
-from trl_packfix.data.image_rows import ImageRows
 from trl_packfix.data.model_costs import make_cost_model, vision_tower, with_tower
 from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import CostModel, Heads, TowerCosts
@@ -26,18 +24,13 @@ from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.parallel import Speeds
 from trl_packfix.planning.schedule import imbalance
 from trl_packfix.reporting.build import make_report
-from trl_packfix.samples.images import measure
-from trl_packfix.samples.processor import RowProcessor, sequence_sizes
+from trl_packfix.samples.processor import sequence_sizes
 from trl_packfix.training import trainer as trainer_module
 from trl_packfix.training.first_step import FirstStep
 from trl_packfix.training.objective import Objective
 from trl_packfix.training.step_comparison import StepComparison
 
 ROWS = rows(12)
-
-
-def processor_of(family):
-    return RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family)))
 
 
 def costs_of(model, **settings):
@@ -94,7 +87,7 @@ def test_what_cannot_be_counted_is_said_and_not_balanced(caplog):
     with caplog.at_level(logging.WARNING):
         costs = costs_of(model)
     assert costs.tower is None and "balanced by the language model alone" in caplog.text
-    found = read("llava")
+    found = measured("llava", ROWS)
     planner = make_epochs(make_documents(found, 200), "stream", 1, 200, world_size=2, cost_model=costs)
     report = make_report(planner, found)
     assert planner.image_costs is None and report.images.tower_share is None
@@ -102,11 +95,6 @@ def test_what_cannot_be_counted_is_said_and_not_balanced(caplog):
 
 
 # Balance
-
-
-def read(family):
-    process = processor_of(family)
-    return ImageRows(ROWS, process, measure(ROWS, process, "train", num_proc=None, drops=False))
 
 
 def documents_with_images(num: int = 2000) -> Documents:
@@ -163,7 +151,7 @@ def test_degrees_are_chosen_by_text_and_images():
 
 
 def test_the_report_has_the_imbalance_of_both_parts():
-    found, costs = read("qwen2_5_vl"), costs_of(build_model("qwen2_5_vl"))
+    found, costs = measured("qwen2_5_vl", ROWS), costs_of(build_model("qwen2_5_vl"))
     planner = make_epochs(make_documents(found, 200), "stream", 1, 200, world_size=2, cost_model=costs)
     images = make_report(planner, found).images
     counts = np.array([len(row["images"]) for row in ROWS])

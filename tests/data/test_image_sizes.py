@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from datasets import Dataset, Features, Image, List
 from support.runs import config
-from support.vision import FAMILIES, MESSAGES, build_model, build_processor, message, picture, rows
+from support.vision import FAMILIES, MESSAGES, build_model, build_processor, message, picture, processor_of, rows
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
-from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import SFTTrainer
 from trl_packfix.samples.images import CHECKED, measure
@@ -30,10 +29,6 @@ class Counting:
     def __call__(self, images, **kwargs):
         self.calls += 1
         return self.image_processor(images=images, **kwargs)
-
-
-def processor_of(family):
-    return RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,14 +8,24 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, List
 from support.versions import gemma3_leaks
-from support.vision import FAMILIES, MESSAGES, build_model, build_processor, message, picture, rows
+from support.vision import (
+    FAMILIES,
+    MESSAGES,
+    build_model,
+    build_processor,
+    measured,
+    message,
+    picture,
+    processor_of,
+    rows,
+)
 from sweep import image_families
 from sweep.judge import EXACT, ImageJudge
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import PackedDataCollator, check_isolation
 from trl_packfix.data.cache import cached_documents
-from trl_packfix.data.image_collator import PackedImages, PaddedImageCollator, RopeIndex
+from trl_packfix.data.image_collator import PackedImages, PaddedImageCollator
 from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.image_rows import ImageRows
 from trl_packfix.data.pack_collator import PackCollator
@@ -30,19 +40,8 @@ pytestmark = pytest.mark.slow
 ROWS = rows(12)
 
 
-def processor_of(family: str, **settings) -> RowProcessor:
-    return RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family), **settings))
-
-
 def read(family: str, dataset: Dataset = ROWS, **settings) -> ImageRows:
-    process = processor_of(family, **settings)
-    return ImageRows(dataset, process, measure(dataset, process, "train", num_proc=None, drops=False))
-
-
-def examples_of(family: str, model: torch.nn.Module) -> ImageExamples:
-    kind = type(model.base_model)
-    rope_index = RopeIndex(kind, model.config) if hasattr(kind, "get_rope_index") else None
-    return ImageExamples(processor_of(family), rope_index=rope_index)
+    return measured(family, dataset, **settings)
 
 
 # Lengths
@@ -250,7 +249,7 @@ def test_positions_are_those_of_each_document_alone():
     model = build_model("qwen2_5_vl")
     found = read("qwen2_5_vl")
     documents = [found.read(row, 0, found.lengths[row]) for row in range(6)]
-    examples = examples_of("qwen2_5_vl", model)
+    examples = image_families.make_examples("qwen2_5_vl", model)
     batch = PackCollator(PackedDataCollator(8), examples.images)(documents)
     assert batch["position_ids"].shape == (4, 1, batch["input_ids"].shape[1]) and batch["input_ids"].shape[1] % 8 == 0
     start, spatial = 0, 0
@@ -293,7 +292,7 @@ def test_a_pack_without_images_gets_one_where_ranks_must_call_the_tower():
 def test_images_in_equal_places_hide_a_leak_that_the_probe_finds():
     """gemma3 takes the places of images from the first document of a pack: right if all are alike."""
     model = build_model("gemma3").train()
-    examples = examples_of("gemma3", model)
+    examples = image_families.make_examples("gemma3", model)
     probe = Probe(model)
     head, tail = probe.tokens(5), probe.tokens(9)
     alike = [examples.joined([head, examples.image(112, 112), tail]) for _ in range(3)]
@@ -313,7 +312,7 @@ def test_images_in_equal_places_hide_a_leak_that_the_probe_finds():
 def test_positions_over_the_whole_row_are_found():
     """One of two faults that a pack of a model with M-RoPE may have: positions made for the row, or of text only."""
     model = build_model("qwen2_5_vl")
-    examples = examples_of("qwen2_5_vl", model)
+    examples = image_families.make_examples("qwen2_5_vl", model)
     assert check_isolation(model, 512, images=examples).equal
     examples.images = replace(examples.images, rope_index=None)
     report = check_isolation(model, 512, images=examples)

@@ -8,9 +8,13 @@ from PIL import Image as Picture
 from sweep.image_families import build_model as build_model
 from sweep.image_families import build_processor as build_processor
 from sweep.image_families import make_examples
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import SFTTrainer
 from trl_packfix.data.image_examples import ImageExamples
+from trl_packfix.data.image_rows import ImageRows
+from trl_packfix.samples.images import measure
+from trl_packfix.samples.processor import RowProcessor
 
 from .runs import config
 
@@ -160,6 +164,16 @@ def make(
         processing_class=processor or build_processor(family),
         **(trainer_kwargs or {}),
     )
+
+
+def processor_of(family: str, **settings: Any) -> RowProcessor:
+    return RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family), **settings))
+
+
+def measured(family: str, dataset: Dataset, **settings: Any) -> ImageRows:
+    """The documents of rows with images, measured by the processor of a family."""
+    process = processor_of(family, **settings)
+    return ImageRows(dataset, process, measure(dataset, process, "train", num_proc=None, drops=False))
 
 
 def examples_of(family: str) -> ImageExamples:
