@@ -260,6 +260,10 @@ def test_weights_that_would_not_be_read_are_refused(tmp_path):
         said = rf"1 of 2 rows .* have messages with `{name}` 0, and `message_train_key='weight'` reads another key.*Set"
         with pytest.raises(ValueError, match=said):
             run_of(tmp_path, chats(CHAT, foreign), **settings)
+        chats(CHAT, foreign).to_json(tmp_path / "chats.jsonl")  # of different forms: JSON when read
+        (tmp_path / "mixed.jsonl").write_text((tmp_path / "chats.jsonl").read_text().replace(f',"{name}":null', ""))
+        with pytest.raises(ValueError, match=said):
+            run_of(tmp_path, Dataset.from_json(str(tmp_path / "mixed.jsonl")), **settings)
         run_of(tmp_path, chats(CHAT, foreign), **settings | {"message_train_key": name})
     prompts = Dataset.from_list([{"prompt": weighted(0, 0, 1)[:5], "completion": CHAT[5:]}])
     assert len(documents(run_of(tmp_path, prompts, assistant_only_loss=False))) == 1

@@ -214,7 +214,7 @@ def holds(rows: Iterable[Mapping[str, Any]], key: str, values: Collection[str] |
     """Whether a message of these rows holds the key, with one of the values if they are given."""
     lists = (row[column] for row in rows for column in MESSAGES if isinstance(row.get(column), list))
     contents = (message.get(key) for messages in lists for message in messages if isinstance(message, dict))
-    return any(value in values if values is not None else value for value in contents)
+    return any(value in values if values is not None else value not in (None, "", []) for value in contents)
 
 
 def rows_with(
