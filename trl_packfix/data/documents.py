@@ -54,17 +54,10 @@ class Ledger:
 
     def __add__(self, other: "Ledger") -> "Ledger":
         """The ledger of two sets together."""
-        return Ledger(
-            self.given + other.given,
-            self.kept + other.kept,
-            self.truncated + other.truncated,
-            self.split + other.split,
-            self.fragments + other.fragments,
-            {
-                reason: self.dropped.get(reason, Count()) + other.dropped.get(reason, Count())
-                for reason in sorted(self.dropped | other.dropped)
-            },
-        )
+        reasons = sorted(self.dropped | other.dropped)
+        dropped = {each: self.dropped.get(each, Count()) + other.dropped.get(each, Count()) for each in reasons}
+        others = {name: mine + getattr(other, name) for name, mine in vars(self).items() if name != "dropped"}
+        return Ledger(**others, dropped=dropped)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Ledger":
