@@ -367,6 +367,22 @@ def test_the_first_batch_of_each_kind_is_compared(kind, model_type, reason):
     assert rows.tokens.computed > 0, "nothing was packed"
 
 
+def test_eval_mode_is_compared_by_itself():
+    plain, model = (build_tiny_model("llama") for _ in range(2))
+    for each in (plain, model):
+        each.model.norm.register_forward_hook(
+            lambda norm, args, states: states if norm.training or states.shape[1] <= 24 else states + states.roll(1, 1)
+        )  # longer than any row: the proof of the model runs documents alone in eval mode, and packs in train mode
+    mask = torch.tensor(MASKS["right"][0])
+    batch = {"input_ids": torch.randint(4, 250, mask.shape) * mask, "attention_mask": mask, "use_cache": False}
+    rows = pack_forward(model).rows["model"]
+    model.train()(**batch)
+    assert rows.refusal is None and rows.tokens.computed > 0
+    with pytest.warns(UserWarning, match="on the first batch in eval mode with rows of up to"):
+        found = model.eval()(**batch).logits
+    assert torch.equal(found, plain.eval()(**batch).logits)
+
+
 def test_outputs_of_rows_are_refused():
     """A classifier of BERT's kind reads the state of each row's first token, pooled below its head."""
     config = BertConfig(**{"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4})

@@ -9,6 +9,7 @@ checkpointed layer looks its attention up again when it is recomputed.
 
 import inspect
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ from .thresholds import thresholds
 from .unpacking import Output
 
 OF_ROWS = ("pooler_output",)  # outputs of a backbone with one value per row, which a pack does not have
+MODES = ("eval", "train")
 REPLACED = ("input_ids", "attention_mask", "use_cache", "past_key_values")
 
 
@@ -107,8 +109,8 @@ class PackedRows(ModelHooks):
         self.is_proved = self._is_paused = False
         self._compares = True
         self._thresholds = [*thresholds(text_config(self.model), None, 1)[0].values()]
-        # What batches were compared: gradients, dtype, left padding; thresholds that rows cross, and their length
-        self._compared: set[tuple[bool, torch.dtype, bool]] = set()
+        # What batches were compared: gradients, dtype, left padding, mode; thresholds that rows cross, and their length
+        self._compared: set[tuple[bool, torch.dtype, bool, bool]] = set()
         self._largest_kind = (-1, -1)
         self._running: list[RowsOfBatch | None] = []
         self._ignored: set[str] = set()
@@ -267,14 +269,14 @@ class PackedRows(ModelHooks):
     def _proved_on(self, module: nn.Module, inputs: dict[str, Any], batch: RowsOfBatch) -> RowsOfBatch | None:
         """The pack of these rows if it gives the states and gradients of the padded rows; None if they stay padded.
 
-        Compared is the first batch of each kind: without and with gradients, in each dtype, with left padding, with
-        rows that are twice as long as any before or cross a length above which the model is another one. Where a pack
+        Compared is the first batch of each kind: without and with gradients, in each dtype and mode, with left padding,
+        with rows that are twice as long as any before or cross a length above which the model is another one. Where one
         differs, nothing is shared, or rows stay padded from now on. Each rank decides alone: its first batch may come
         later than that of another, and padded rows give the same gradients.
         """
         device = self.model.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.model.dtype
-        kind = (torch.is_grad_enabled(), dtype, batch.is_left_padded)
+        kind = (torch.is_grad_enabled(), dtype, batch.is_left_padded, module.training)
         size = sum(batch.longest > n for n in self._thresholds), batch.longest.bit_length()
         is_longer = any(now > before for now, before in zip(size, self._largest_kind, strict=True))
         if kind in self._compared and not is_longer:
@@ -283,7 +285,8 @@ class PackedRows(ModelHooks):
         where = "on its first batch"
         if self._compared:
             left = "left padding and " if batch.is_left_padded else ""
-            where = f"on the first batch with {left}rows of up to {batch.longest} tokens"
+            mode = "" if any(kind[3] == each[3] for each in self._compared) else f"in {MODES[kind[3]]} mode "
+            where = f"on the first batch {mode}with {left}rows of up to {batch.longest} tokens"
         reason = self._difference(module, inputs, batch, wants_gradients=wants_gradients)
         if reason is not None and self.collate.shares:
             self._share_nothing(f"{where}, {reason}")
@@ -301,14 +304,14 @@ class PackedRows(ModelHooks):
         self, module: nn.Module, inputs: dict[str, Any], batch: RowsOfBatch, *, wants_gradients: bool
     ) -> str | None:
         """What differs between the padded rows and their pack beyond rounding; None if nothing."""
-        packed = self.packed_model
+        packed, is_training = self.packed_model, module.training
         assert packed.isolation is not None
         probe = Probe(self.model, user_attention=packed.attention.previous)
         tolerance = max(packed.isolation.tolerance, torch.finfo(torch.float64).eps)
         limits = [tolerance, max(FINEST, tolerance**0.5)]
         self._is_paused = True
         try:
-            with probe.undisturbed(), refusals():
+            with probe.undisturbed(), nullcontext() if is_training else probe.evaluating(), refusals():
                 self._attend(True)
                 # The wrapper by which accelerate runs a forward under autocast remembers in one place what was on
                 # before: a forward within a forward would leave autocast on after both.
