@@ -90,6 +90,7 @@ def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path,
     trained = sum(lengths) - len(lengths)
     assert lost == pytest.approx([10 * (3000 - 1024) / trained, 10 * (3000 - 2048) / trained, 0])
     assert found["max_length"] == 4096 and "no trained token" in found["reasons"][0]
+    assert "The next shorter, 2,048, loses" in str(found["reasons"]) and "The next longer" not in str(found["reasons"])
     # a length given that is too short: the best of them, and exit code 1
     found = plan(capsys, tmp_path / "lengths.txt", "--max-length", 1024, 2048, code=1)
     assert found["max_length"] == 2048 and "try a longer one" in found["reasons"][0]

@@ -130,8 +130,13 @@ def test_the_picture_says_what_the_report_says(run):
     assert f"{report.num_packs} packs (stream), {report.efficiency:.1%} full" in strips.get_title(loc="left")
     assert f"max_length {report.max_length}" in lengths.texts[0].get_text()
     assert len(strips.get_yticks()) == len(report.sample.packs) == 8
-    for document in (each for pack in report.sample.packs for each in pack.documents):  # drawn tall
-        assert document.num_trained == run.data.documents.trained[run.data.documents.row == document.row].item()
+    shown, documents = [each for pack in report.sample.packs for each in pack.documents], run.data.documents
+    trained = [documents.trained[documents.row == each.row].item() for each in shown]
+    boxes = [
+        path.get_extents() for drawn in strips.collections for path in drawn.get_paths() if len(drawn.get_facecolor())
+    ]
+    assert trained == [each.num_trained for each in shown]
+    assert sum(trained) == pytest.approx(sum(box.width for box in boxes if box.height > 0.5))  # drawn tall
     # triangles cover the share of the causal mask that the title names: none crosses a boundary
     corners = [patch.get_xy()[:3] for patch in mask.patches]
     areas = [(xy[2, 0] - xy[0, 0]) * (xy[1, 1] - xy[0, 1]) for xy in corners]
@@ -239,6 +244,7 @@ def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, capsys):
         edges = [rank["tokens"][0] for rank in ranks] + [ranks[-1]["tokens"][1]]
         assert edges[0] == 0 and edges[-1] == bounds[-1] and pack["capacity"] == 32 * len(ranks)
         assert [rank["tokens"][1] for rank in ranks] == edges[1:] and max(np.diff(edges)) <= 32
+        assert {*np.diff(edges)[:-1].tolist()} == {-(-bounds[-1] // len(ranks))}
         for rank in ranks:
             held = {int(np.searchsorted(bounds, token, side="right")) - 1 for token in range(*rank["tokens"])}
             assert rank["documents"] == sorted(held)

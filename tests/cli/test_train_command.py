@@ -20,6 +20,8 @@ from trl_packfix.cli import configs as reading
 from trl_packfix.cli import main
 from trl_packfix.cli.configs import ZERO3, TrainArguments, parse
 from trl_packfix.cli.mixture import MixtureConfig, load_mixture
+from trl_packfix.cli.sources import load_rows
+from trl_packfix.cli.training import load_documents
 from trl_packfix.training.foreign_keys import EXPLAINED, NOT_NEEDED, RENAMED, TABLES, other_defaults
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -298,6 +300,14 @@ def test_other_commands_do_not_import_the_trainer():
 
 
 # Data
+
+
+def test_one_dataset_is_the_table_that_plan_reads(workplace, monkeypatch):
+    """With the same fingerprint, its tokens are cached once."""
+    monkeypatch.chdir(workplace)
+    for name in ("one.jsonl", "three"):
+        (table,) = load_documents(TrainArguments(dataset_name=name)).values()
+        assert table._fingerprint == load_rows(name)._fingerprint
 
 
 def test_several_files_are_joined_and_a_run_continues_from_the_newest_checkpoint(workplace, monkeypatch, capsys):

@@ -730,6 +730,8 @@ def test_show_and_plan_know_shared_beginnings_on_several_ranks(capsys, tmp_path)
 def test_the_picture_of_a_pack_covers_the_rows_that_each_document_sees():
     found, _ = report("family")
     pack = found.sample.packs[0]
+    for each in found.sample.packs:
+        assert each.cu_seq_lens[-1] == sum(document.num_rows for document in each.documents)
     assert pack.cu_seq_lens[-1] < 0.8 * sum(each.num_tokens for each in pack.documents)
     for document, path in zip(pack.documents, row_paths(pack), strict=True):
         rows = np.concatenate([np.arange(first, end) for first, end in path])
