@@ -335,6 +335,27 @@ def name_wrapped_layers(plugin: "FullyShardedDataParallelPlugin | None", model: 
         plugin.transformer_cls_names_to_wrap = sorted(own)
 
 
+@contextmanager
+def whole_model_saved(plugin: "FullyShardedDataParallelPlugin | None") -> Iterator[None]:
+    """Within this context `Trainer.save_model` writes the weights also if FSDP's checkpoints are sharded.
+
+    transformers then writes none. Can be removed when `save_model` gathers them.
+    https://huggingface.co/docs/transformers/fsdp
+
+    Args:
+        plugin: accelerate's plugin for FSDP; None without.
+    """
+    if plugin is None:
+        yield
+        return
+    before = plugin.state_dict_type
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    try:
+        yield
+    finally:
+        plugin.state_dict_type = before
+
+
 def forget_evaluation(accelerator: "Accelerator", model: nn.Module) -> bool:
     """Make accelerate prepare a `model` for DDP again after it prepared it for evaluation; whether it had.
 

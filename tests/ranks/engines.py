@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from support.launch import fork_ranks
@@ -18,6 +19,8 @@ from support.versions import SHARDS_GRADIENTS_ON_CPUS, run_deepspeed_on_cpus
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from trl_packfix.cli import recipes
 
 ROOT = Path(__file__).parents[2]
 SHARDED = ("zero1", "zero2", "zero3", "zero3_offload")
@@ -86,7 +89,9 @@ def engine_settings(engine: str | None, folder: Path) -> dict:
     PartialState(cpu=True, backend="gloo")
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     settings: dict[str, Any] = {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}
-    return settings | ({"fsdp": True, "fsdp_config": {"version": 2}} if engine == "fsdp2" else {})
+    shipped = yaml.safe_load((recipes.FOLDER / "accelerate-fsdp2.yaml").read_text())["fsdp_config"]
+    sharding = {"version": 2, "state_dict_type": shipped["fsdp_state_dict_type"]}
+    return settings | ({"fsdp": True, "fsdp_config": sharding} if engine == "fsdp2" else {})
 
 
 def engine_of(model: nn.Module) -> str:

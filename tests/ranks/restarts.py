@@ -26,7 +26,15 @@ def restart(folder: Path, engine: str, output: str, **settings) -> dict:
     resumed = make(folder, engine, output_dir=f"{output}/resumed", **settings)
     checkpoint = folder / output / "whole" / f"checkpoint-{stop}"
     resumed.train(resume_from_checkpoint=str(checkpoint))
-    return outcome(resumed, whole=outcome(whole), per_epoch=per_epoch, stop=stop, checkpoint=str(checkpoint))
+    resumed.save_model()
+    return outcome(
+        resumed,
+        saved=resumed.args.output_dir,
+        whole=outcome(whole),
+        per_epoch=per_epoch,
+        stop=stop,
+        checkpoint=str(checkpoint),
+    )
 
 
 def restart_steps(folder: Path, engine: str, output: str, row: Row, **settings) -> dict:

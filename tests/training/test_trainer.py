@@ -97,6 +97,7 @@ OVERRIDDEN = {
     "train": "self resume_from_checkpoint trial ignore_keys_for_eval",
     "_save_checkpoint": "self model trial",
     "_save_rng_state": "self output_dir",
+    "save_model": "self output_dir _internal_call",  # whole, where checkpoints of FSDP are sharded
     # after a restart on other ranks an epoch has other steps than the next
     "set_initial_training_values": None,
     "_init_training_state": None,

@@ -38,6 +38,7 @@ from ..compat import (
     name_wrapped_layers,
     save_varlen_attention,
     summed_once,
+    whole_model_saved,
 )
 from ..data.dataset_checks import check_tokenised
 from ..data.reader import mask_columns, without_ignored_mask
@@ -381,6 +382,12 @@ class SFTTrainer(trl.SFTTrainer):
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     # Checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As [`~transformers.Trainer.save_model`], whole under FSDP, too. All ranks must call it."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        with nullcontext() if _internal_call else whole_model_saved(plugin):
+            super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         self.restart.begin_checkpoint(trial)
