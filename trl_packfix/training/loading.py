@@ -403,7 +403,7 @@ class TrainingData:
             shares_prefixes=args.share_prefixes != "off",
             images=None if self.images is None else self.images.examples,
         )
-        if isinstance(self._run.train_dataset, Dataset) and self.documents.file is not None:
+        if args.packing and isinstance(self._run.train_dataset, Dataset) and self.documents.file is not None:
             plugin = self._run.accelerator.state.deepspeed_plugin
             engine = self._run.accelerator.distributed_type, plugin and plugin.deepspeed_config
             packed_model.recall = RememberedProofs(self.documents.file.parent, (engine, args.torch_compile)).recall
