@@ -223,6 +223,17 @@ def test_padding_stays_bounded_in_a_repaired_module():
     assert len(seen) == 2 and max(seen) <= 500 and sum(seen) < 2 * 500  # as rows of one batch: 61 x 200
 
 
+def test_router_logits_of_repaired_layers_are_those_of_the_tokens():
+    """In two padded batches, with whose padding a router loss would count 30 tokens of 27."""
+    model, batch = zoo.build_model("deepseek_v4"), pack([12, 3, 1, 11])
+    rows = batch["input_ids"].split([12, 3, 1, 11], dim=1)
+    alone = [model(ids, output_router_logits=True, use_cache=False).router_logits for ids in rows]
+    assert packed_model(model).prove(model).repaired[0].module == "DeepseekV4DecoderLayer"
+    found = model(**batch, output_router_logits=True).router_logits
+    for logits, of_documents in zip(found, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(logits, torch.cat(of_documents), rtol=1e-4, atol=1e-5)
+
+
 def test_on_leak_raise_repairs_nothing():
     model = build_tiny_model("falcon")
     packed = packed_model(model, on_leak="raise")

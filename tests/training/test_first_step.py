@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -12,6 +13,7 @@ from ranks import faults
 from ranks.faults import changed
 from support import vision, zoo
 from support.models import build_tiny_model, build_tokenizer
+from sweep import page
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from trl_packfix import PackingLeakError, SFTConfig, SFTTrainer
@@ -32,7 +34,7 @@ END = build_tokenizer().eos_token_id
 def rows(lengths=LENGTHS, end=False, **columns):
     generator, found = torch.Generator().manual_seed(0), []
     for i, length in enumerate(lengths):
-        ids = torch.randint(3, 60, (length,), generator=generator).tolist()
+        ids = torch.randint(16, 60, (length,), generator=generator).tolist()
         if i % 2:  # every second one begins as the one before it
             ids[: length // 2] = (found[-1]["input_ids"] * length)[: length // 2]
         if end:
@@ -102,6 +104,27 @@ def test_half_precision_is_judged_by_its_rounding(tmp_path):
     found = compare(make(tmp_path, bf16=True))
     assert found.problem is None and 1e-4 < found.gradient_gap < 0.1 and "rounding alone makes" in found.text
     assert compare(make(tmp_path, bf16=True), FAULTS["labels rolled"][0]).problem
+    # Recomputed layers must be rounded as in their forward, or an expert gets other tokens
+    model, dataset = zoo.build_model("dbrx").bfloat16(), rows((60, 13, 100, 33, 7, 90))
+    assert compare(make(tmp_path, model, dataset, bf16=True)).problem is None
+
+
+# cpmant, doge, xlm, xlnet are not what they are unpacked (in bf16 the proof cannot tell); TRL or torch fails on others
+OTHERS = set("cpmant doge xlm xlnet dbrx llama4 llama4_text mllama reformer xmod".split())
+TYPES = [
+    row.model_type for row in page.read(Path(__file__).parents[2] / "docs") if row.kind == "causal" and row.is_right
+]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", sorted(set(TYPES) - OTHERS))
+def test_no_type_is_refused_for_its_rounding(tmp_path, model_type):
+    model = zoo.build_model(model_type)
+    checkpointing = bool(model.supports_gradient_checkpointing)
+    trainer = make(tmp_path, model, rows((60, 13, 100, 33, 7, 90)), bf16=True, gradient_checkpointing=checkpointing)
+    found = compare(trainer)
+    assert found.problem is None and found.gradient_gap < 0.5, found.text
+    assert trainer.first_step.longest_compared == 100
 
 
 def test_training_is_as_without_it(tmp_path):

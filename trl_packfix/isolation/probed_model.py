@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -286,12 +287,13 @@ class ProbedModel:
         """
         generators: dict[torch.device, torch.Generator] = {}  # drawn on the host, an 8B model would need 20 seconds
 
-        def moved(value: object) -> object:
+        def moved(value: object, seed: int | None = None) -> object:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            if value.device not in generators:
-                generators[value.device] = torch.Generator(value.device).manual_seed(draw)
-            generator, device = generators[value.device], value.device
+            device = value.device
+            generator = generators.setdefault(device, torch.Generator(device))
+            if seed is not None:
+                generator.manual_seed(seed)
             shape = value.shape[-1:] if by_channel else value.shape
             signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=device) * 2 - 1
             wide = torch.float32 if value.element_size() < 4 or device.type == "mps" else torch.float64
@@ -300,14 +302,15 @@ class ProbedModel:
                 found.register_hook(moved)
             return found
 
-        def move(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
-            return tuple(map(moved, output)) if type(output) is tuple else moved(output)
+        def move(seed: int, module: nn.Module, *call: Any) -> object:
+            output = call[-1]
+            return tuple(moved(each, seed) for each in output) if type(output) is tuple else moved(output, seed)
 
         head = self.inner.get_output_embeddings()
         leaves = [m for m in self.inner.modules() if m is not head and next(m.children(), None) is None]
         with ExitStack() as hooks:
-            for module in leaves:
-                hooks.enter_context(module.register_forward_hook(move))
+            for i, module in enumerate(leaves):  # with a seed each: checkpointing computes a layer again, as it was
+                hooks.enter_context(module.register_forward_hook(partial(move, draw * len(leaves) + i)))
             yield
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
+from transformers.utils.output_capturing import _active_collector
 
 from ..attention.forwards import ModelHooks
 from ..attention.packed_forward import (
@@ -86,7 +87,7 @@ class RepairedModule(ModelHooks):
         super().__init__()
         self.module, self.axes, self.mode = module, axes, mode
         self._is_sharded = is_sharded(module)
-        self._running: list[tuple[DocumentBatches, tuple[Any, ...], dict[str, Any]] | None] = []
+        self._running: list[tuple[DocumentBatches, tuple[Any, ...], dict[str, Any], int] | None] = []
 
     def _register(self) -> list[RemovableHandle]:
         return [
@@ -106,7 +107,7 @@ class RepairedModule(ModelHooks):
         self._is_sharded = self._is_sharded or is_sharded(module)
         budget = (inf if self._is_sharded else running.num_tokens) if self.mode.rows else 0
         documents = running.documents(budget)
-        self._running.append((documents, args, kwargs))
+        self._running.append((documents, args, kwargs, len(_recorded_router_logits())))
         first = documents.batches[0]
         enter(first.forward)  # until `_leave`: the module's forward runs between the two hooks
         return self._inputs(module, args, kwargs, batch=first)
@@ -118,12 +119,17 @@ class RepairedModule(ModelHooks):
         leave()
         if output is None:
             return None
-        documents, args, kwargs = state
-        outputs = [output]
+        documents, args, kwargs, num_before = state
+        outputs, recorded = [output], _recorded_router_logits()
+        num_routers = len(recorded) - num_before
         for batch in documents.batches[1:]:
             with entered(batch.forward):
                 args_here, kwargs_here = self._inputs(module, args, kwargs, batch=batch)
                 outputs.append(module.forward(*args_here, **kwargs_here))
+        if num_routers:  # of each router the logits of all batches, with their padding, become those of the pack
+            of_rows = recorded[num_before:]
+            of_routers = [of_rows[i::num_routers] for i in range(num_routers)]
+            recorded[num_before:] = [documents.rows.join(logits, Axes((0,), 0)) for logits in of_routers]
         leaves = [output_leaves(output)[0] for output in outputs]
         joined = [
             self._join(places[0][0], [value for _, value in places], documents) for places in zip(*leaves, strict=True)
@@ -204,6 +210,11 @@ def _running(module: nn.Module) -> PackedForward | None:
             "`gradient_checkpointing=True`."
         )
     return None if running is None or running.rows is not None else running
+
+
+def _recorded_router_logits() -> list[Tensor]:
+    """What transformers has recorded in the running forward, which its output gets at the end; [] if it does not."""
+    return (_active_collector.get() or {}).get("router_logits", [])
 
 
 def is_sharded(module: nn.Module) -> bool:
