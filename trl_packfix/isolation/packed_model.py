@@ -329,10 +329,7 @@ class PackedModel:
             hooks.remove()
         self._search = None
         set_attention(self.model, self.attention.previous)
-        if self.images is None:
-            self._unpacked = UnpackedForward(self.model)
-        else:
-            self._unpacked = UnpackedImages(self.model)
+        self._unpacked = UnpackedForward(self.model) if self.images is None else UnpackedImages(self.model)
         for hooks in self._hooks:
             hooks.install()
 

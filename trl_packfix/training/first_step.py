@@ -73,7 +73,6 @@ class _Step:
 
     loss: float
     products: Tensor | None
-
     small: float  # of the whole gradient; a parameter with less is compared with this much
 
     def gaps(self, other: "_Step") -> tuple[float, float]:
