@@ -162,6 +162,9 @@ def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
     )
     assert "packs in each: 4 (accumulation 2, ranks 4)" in lines["steps"] and "sequence parallelism" not in lines
     assert metrics(made)["packing/smallest_degree"] == 2
+    assert (
+        not {"packing/documents", "packing/packs", "packing/lost_trained_share"} & metrics(made).keys()
+    )  # not read yet
     list(islice(stream, 2 * 3))
     counted = stream.micro_steps(3)
     assert sum(counted.values()) == 2 * 3

@@ -213,9 +213,10 @@ def show_lines(title: str, lines: list[tuple[str, str]], console: Console | None
 
 
 def metrics(report: PackingReport) -> dict[str, float]:
-    """The numbers for a logger, by their names there. Unknown numbers are omitted."""
+    """The numbers for a logger, by their names there, without unknown ones, such as what a stream has yet to read."""
     values = {column.metric: column.value(report) for column in COLUMNS if column.metric}
-    return {f"packing/{name}": value for name, value in values.items() if value is not None}
+    unknown = (None,) if report.num_documents else (None, 0)
+    return {f"packing/{name}": value for name, value in values.items() if value not in unknown}
 
 
 def names_of(datasets: str | Sequence[str] | None) -> list[str]:
