@@ -42,20 +42,21 @@ def read_or_make(file: Path | None, make: Callable[[], Arrays]) -> Arrays:
     """
     if file is None:
         return make()
-    if (cached := _read(file)) is not None:
+    if (cached := read_arrays_if_whole(file)) is not None:
         return cached
     if not os.access(file.parent, os.W_OK):
         return make()
     with one_first(file):
-        if (cached := _read(file)) is not None:  # another process was first
+        if (cached := read_arrays_if_whole(file)) is not None:  # another process was first
             return cached
         arrays = make()
         is_cached = write_arrays(file, arrays)
-    cached = _read(file) if is_cached else None
+    cached = read_arrays_if_whole(file) if is_cached else None
     return arrays if cached is None else cached
 
 
-def _read(file: Path) -> Arrays | None:
+def read_arrays_if_whole(file: Path) -> Arrays | None:
+    """The arrays in the file; None if it does not exist, or is damaged and now deleted."""
     try:
         arrays = read_arrays(file)
     except FileNotFoundError:

@@ -33,7 +33,6 @@ from .thresholds import thresholds
 from .unpacking import Output
 
 OF_ROWS = ("pooler_output",)  # outputs of a backbone with one value per row, which a pack does not have
-MODES = ("eval", "train")
 REPLACED = ("input_ids", "attention_mask", "use_cache", "past_key_values")
 
 
@@ -285,7 +284,8 @@ class PackedRows(ModelHooks):
         where = "on its first batch"
         if self._compared:
             left = "left padding and " if batch.is_left_padded else ""
-            mode = "" if any(kind[3] == each[3] for each in self._compared) else f"in {MODES[kind[3]]} mode "
+            is_new = all(each[3] is not module.training for each in self._compared)
+            mode = f"in {'train' if module.training else 'eval'} mode " if is_new else ""
             where = f"on the first batch {mode}with {left}rows of up to {batch.longest} tokens"
         reason = self._difference(module, inputs, batch, wants_gradients=wants_gradients)
         if reason is not None and self.collate.shares:

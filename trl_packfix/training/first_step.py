@@ -167,7 +167,7 @@ class FirstStep:
     @property
     def _small(self) -> float:
         """In half precision a small gradient is a sum of roundings, such as that of a bias in front of attention."""
-        return SMALL if self._data.attention_dtype.itemsize == 4 else SMALL_IN_HALF
+        return SMALL_IN_HALF if self._data.attention_dtype.itemsize < 4 else SMALL
 
     def _is_beyond(self, gap: tuple[float, float], limit: tuple[float, float]) -> bool:
         return self._probe.on_any_rank(not (gap[0] <= limit[0] and gap[1] <= limit[1]))

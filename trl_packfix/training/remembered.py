@@ -12,17 +12,18 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..data.cache_files import PREFIX, write_atomically
+from ..data.cache_files import PREFIX, SUFFIX, read_arrays_if_whole, write_arrays
 from ..isolation.isolation_report import IsolationReport
 from ..samples.row import CODE
 
@@ -47,25 +48,15 @@ class RememberedProofs:
         All ranks must call it: where one does not remember, all prove.
         """
         key = hashlib.sha256(repr([case, self.settings, *_decisive(wrapped, model)]).encode()).hexdigest()
-        file = self.folder / f"{PREFIX}-proof-{key[:16]}.json"
-        known = None
-        with suppress(OSError, ValueError, TypeError):  # not there, or damaged: proved again
-            known = IsolationReport(**json.loads(file.read_text()))
-        if known is not None and not known.passed:
-            known = None
-        if _on_all_ranks(known is not None) and known is not None:
-            return known
+        file = self.folder / f"{PREFIX}-proof-{key[:16]}{SUFFIX}"
+        arrays = read_arrays_if_whole(file)
+        if _on_all_ranks(arrays is not None) and arrays is not None:
+            return IsolationReport(**json.loads(arrays["report"].tobytes()))
         report = prove()
         if report.passed:
-            self._write(file, json.dumps(asdict(replace(report, proved_on=f"{date.today():%d %b %Y}"))))
+            text = json.dumps(asdict(replace(report, proved_on=f"{date.today():%d %b %Y}")))
+            write_arrays(file, {"report": np.frombuffer(text.encode(), np.uint8)})
         return report
-
-    def _write(self, file: Path, text: str) -> None:
-        def write(temporary: Path) -> None:
-            temporary.write_text(text)
-
-        file.unlink(missing_ok=True)  # damaged, or of another day
-        write_atomically(file, write)
 
 
 def _on_all_ranks(condition: bool) -> bool:
@@ -79,14 +70,8 @@ def _on_all_ranks(condition: bool) -> bool:
 def _decisive(wrapped: nn.Module, model: Any) -> Iterator[Any]:
     """What a proof depends on, without an address or a time."""
     device = next(model.parameters()).device.type
-    yield (
-        CODE,
-        sorted(
-            (name, vars(module).get("__version__"))
-            for name, module in [*sys.modules.items()]
-            if "." not in name and isinstance(vars(module).get("__version__"), str)
-        ),
-    )
+    versions = {name: _version(name) for name in [*sys.modules] if "." not in name}
+    yield CODE, sorted((name, version) for name, version in versions.items() if version is not None)
     yield device, torch.get_float32_matmul_precision(), dist.is_initialized() and dist.get_world_size()
     yield torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
     yield torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device))
@@ -95,13 +80,8 @@ def _decisive(wrapped: nn.Module, model: Any) -> Iterator[Any]:
     yield sorted((f"{kind.__module__}.{kind.__qualname__}", repr(_compiled(kind.forward))) for kind in kinds)
     yield sorted(_own_files(kinds))
     for name, module in model.named_modules():
-        yield (
-            name,
-            type(module).__qualname__,
-            sorted((key, value) for key, value in vars(module).items() if isinstance(value, SIMPLE)),
-        )
-        own = vars(module).get("forward")
-        yield None if own is None else _compiled(own)
+        yield name, sorted((key, value) for key, value in vars(module).items() if isinstance(value, SIMPLE))
+        yield type(module).__qualname__, _compiled(vars(module).get("forward"))
     for name, values in [*model.named_parameters(), *model.named_buffers()]:
         yield name, tuple(values.shape), str(values.dtype), values.requires_grad
 
@@ -111,8 +91,10 @@ def _own_files(kinds: set[type[nn.Module]]) -> set[str]:
     found = set()
     for each in {each for kind in kinds for each in kind.__mro__}:
         if _version(each.__module__.partition(".")[0]) is None:
-            with suppress(OSError, TypeError):  # built in, or typed in a notebook
+            try:
                 found.add(hashlib.sha256(Path(inspect.getfile(each)).read_bytes()).hexdigest())
+            except (OSError, TypeError):  # built in, or typed in a notebook
+                found.add(repr([_compiled(value) for value in vars(each).values()]))
     return found
 
 
@@ -124,5 +106,9 @@ def _version(package: str) -> str | None:
 
 
 def _compiled(function: Any) -> Any:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return None if code is None else (code.co_code.hex(), code.co_names, code.co_varnames)
+    """What a function does, without the places of its lines; None of anything else."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else function
+    if not isinstance(code, CodeType):
+        return None
+    constants = [_compiled(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return code.co_code.hex(), code.co_names, code.co_varnames, constants
