@@ -224,7 +224,7 @@ def last_of_family_left_out(right, pieces, *given):
 
 def shards_of_each_rank(right, dataset, rank, world_size, degree=1):
     """Each rank reads shards of its own, as without sequence parallelism, and not those of its group."""
-    return replace(right(dataset, rank, world_size), count=degree)
+    return right(dataset, rank, world_size)[0], degree
 
 
 # One process

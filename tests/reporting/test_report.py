@@ -166,8 +166,8 @@ def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
         not {"packing/documents", "packing/packs", "packing/lost_trained_share"} & metrics(made).keys()
     )  # not read yet
     list(islice(stream, 2 * 3))
-    counted = stream.micro_steps(3)
+    counted = stream.after(3)["micro_steps"]
     assert sum(counted.values()) == 2 * 3
-    made = make_stream_report(stream, 9, stream.counts(3), micro_steps=counted)
+    made = make_stream_report(stream, 9, stream.after(3)["counts"], micro_steps=counted)
     assert f"micro-steps by degree (ranks that share a pack): {made.shared.histogram}" in str(made.lines())
     assert made.to_dict()["shared"]["micro_steps"] == counted

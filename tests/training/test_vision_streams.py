@@ -120,7 +120,7 @@ def test_documents_are_cut_as_those_of_the_table(overlong, tmp_path):
     packed = stream(streams_of("table"), max_length=45, overlong=overlong)
     found = chain(*processed(one_pass(packed)))
     assert Counter(found) == Counter(map(content, expected))
-    ledger = packed.counts(packed.num_steps - 1).ledger  # the last step of the pass
+    ledger = packed.after(packed.num_steps - 1)["counts"].ledger  # the last step of the pass
     assert ledger.to_dict() == spans.ledger.to_dict() and (ledger.dropped or ledger.split)
 
 
@@ -230,7 +230,7 @@ def test_a_restart_with_another_processor_is_refused():
     processor.image_processor.image_mean = [0.1, 0.2, 0.3]
     other = stream(streams_of("table"), RowProcessor(DataCollatorForVisionLanguageModeling(processor)))
     with pytest.raises(ValueError, match=r"(?s)other settings: `image processor` was .*Set them back"):
-        other.load_state_dict(state)
+        other.merged([state])
 
 
 def test_packs_stay_in_order_and_are_compared_in_every_step(tmp_path, caplog):

@@ -8,7 +8,7 @@ them and runs the processor, and must get the same tokens.
 import json
 import logging
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +25,7 @@ from ..samples.processor import RowProcessor, images_of
 from ..samples.row import BAD_ROW, ROW
 from ..samples.turns import TurnRule
 from .collator import IGNORE_INDEX
-from .documents import Ledger
+from .documents import Documents
 from .image_rows import ImageRows
 from .parts import PartOf
 from .spans import Overlong, make_documents
@@ -38,24 +38,16 @@ CHUNK = CHECKED  # rows that are read together: the first is processed, and comp
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """What a waiting document is made of.
+    """What a waiting document is made of."""
 
-    Attributes:
-        text: of the row, all but the images: JSON.
-        images: of the row.
-        start, stop: the part of the row's tokens that the document has.
-        counts: images in it; numbers and squares of them, that the vision tower reads.
-    """
-
-    text: str
-    images: tuple[EncodedImage, ...]
-    start: int
+    text: str  # of the row, all but the images: JSON
+    images: tuple[EncodedImage, ...]  # of the row
+    start: int  # the part of the row's tokens that the document has
     stop: int
-    counts: tuple[int, int, int]
+    counts: tuple[int, int, int]  # images in it; numbers and squares of them, that the vision tower reads
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory."""
         return len(self.text) + sum(image.num_bytes for image in self.images)
 
     def process(self, process: RowProcessor) -> dict[str, Any]:
@@ -64,39 +56,24 @@ class EncodedRow:
         return process.cut(document, self.start, self.stop)
 
 
-class ImageDocuments(NamedTuple):
-    """Documents of some rows that are read together; and the row of each."""
-
-    documents: list[dict[str, Any]]
-    rows: list[int]
-    ledger: Ledger
-    conversations: np.ndarray | None
-
-
 @dataclass
 class StreamImages:
-    """How the rows of a stream with images become documents.
-
-    Args:
-        process: one row -> its document.
-        text_field: the column of plain text.
-        rule: makes a document of each assistant turn; None: a row is one.
-        drops: drop rows that cannot be processed.
-        mode: to which images are converted.
-    """
+    """How the rows of a stream with images become documents."""
 
     process: RowProcessor
-    text_field: str = "text"
-    rule: TurnRule | None = None
-    drops: bool = False
-    mode: str | None = None
+    text_field: str = "text"  # the column of plain text
+    rule: TurnRule | None = None  # makes a document of each assistant turn; None: a row is one
+    drops: bool = False  # rows that cannot be processed
+    mode: str | None = None  # to which images are converted
     _every: int = field(init=False, default=CHECKED)
 
     def __post_init__(self) -> None:
         self._every = CHECKED if depends_on_sizes(self.process.processor) else 1
 
-    def read(self, batch: dict[str, list[Any]], max_length: int, overlong: Overlong) -> ImageDocuments:
-        """The documents of some rows, given as columns.
+    def read(
+        self, batch: dict[str, list[Any]], max_length: int, overlong: Overlong
+    ) -> tuple[list[dict[str, Any]], Documents, np.ndarray | None]:
+        """The documents of some rows, given as columns; their spans; and the row of each if documents are turns.
 
         Raises:
             ValueError: rows cannot be processed, and `drops` is False; what `make_documents` refuses.
@@ -121,11 +98,11 @@ class StreamImages:
         measures = Dataset(pa.table(columns, schema=features_of(self.rule).arrow_schema), fingerprint="chunk")
         table = ImageRows(rows, self.process, measures, rule=self.rule)
         spans = make_documents(table, max_length, overlong, may_be_empty=True)
-        assert spans.image_count is not None and spans.image_values is not None and spans.image_squares is not None
-        counts = zip(spans.image_count.tolist(), spans.image_values.tolist(), spans.image_squares.tolist(), strict=True)
+        columns_of_spans = ("row", "start", "stop", "image_count", "image_values", "image_squares")
         documents = []
-        places = zip(spans.row.tolist(), spans.start.tolist(), spans.stop.tolist(), strict=True)
-        for (row, start, stop), counts_of_document in zip(places, counts, strict=True):
+        for row, start, stop, *counts in zip(
+            *(getattr(spans, name).tolist() for name in columns_of_spans), strict=True
+        ):
             tokens, is_target = table.tokens(row)
             columns = table.row(row)
             images = tuple(images_of(columns))
@@ -134,10 +111,10 @@ class StreamImages:
                 {
                     "input_ids": tokens[start:stop].astype(np.int32),
                     "labels": np.where(is_target, tokens, IGNORE_INDEX)[start:stop].astype(np.int32),
-                    ENCODED: EncodedRow(text, images, start, stop, counts_of_document),
+                    ENCODED: EncodedRow(text, images, start, stop, tuple(counts)),
                 }
             )
-        return ImageDocuments(documents, spans.row.tolist(), spans.ledger, table.conversations)
+        return documents, spans, table.conversations
 
     def encoded(self, row: dict[str, Any]) -> dict[str, Any]:
         """The columns of a row that are read, its images encoded."""
@@ -158,16 +135,19 @@ class ProcessedPacks(torch.utils.data.Dataset[Any]):
     def __getitems__(self, micro_batch: list[dict[str, Any]] | PartOf) -> Any:
         if isinstance(micro_batch, PartOf):
             return replace(micro_batch, documents=self.__getitems__(micro_batch.documents))
-        return [self._processed(document) if ENCODED in document else document for document in micro_batch]
-
-    def _processed(self, document: dict[str, Any]) -> dict[str, Any]:
-        encoded = document[ENCODED]
-        processed = encoded.process(self.process)
-        if not np.array_equal(processed["input_ids"], document["input_ids"]):
-            raise ValueError(
-                f"A document of the stream with {len(encoded.images)} images has {len(processed['input_ids'])} tokens, "
-                f"and it had {len(document['input_ids'])}, or others, when it was read. Packs are made of these "
-                "lengths, so they must not change. Leave the image files as they are during training, use a processor "
-                "without random augmentation, or load the dataset without streaming."
-            )
-        return {name: value for name, value in document.items() if name not in (ENCODED, *processed)} | processed
+        documents = []
+        for document in micro_batch:
+            if encoded := document.get(ENCODED):
+                processed = encoded.process(self.process)
+                if not np.array_equal(processed["input_ids"], document["input_ids"]):
+                    raise ValueError(
+                        f"A document of the stream with {len(encoded.images)} images has "
+                        f"{len(processed['input_ids'])} tokens, and it had {len(document['input_ids'])}, or others, "
+                        "when it was read. Packs are made of these lengths, so they must not change. Leave the image "
+                        "files as they are during training, use a processor without random augmentation, or load the "
+                        "dataset without streaming."
+                    )
+                values = {name: value for name, value in document.items() if name not in (ENCODED, *processed)}
+                document = values | processed
+            documents.append(document)
+        return documents

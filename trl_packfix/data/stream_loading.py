@@ -58,7 +58,7 @@ def resume(stream: PackedStream, checkpoint: str, num_steps: int, *, num_skipped
     """Set the stream to its state after `num_steps` steps. The Trainer then discards `num_skipped` batches.
 
     Raises:
-        ValueError: the checkpoint has no state of this rank; what `PackedStream.load_state_dict` refuses.
+        ValueError: the checkpoint has no state of this rank; what `PackedStream.merged` refuses.
     """
     if ignore_data_skip:
         stream.begin(num_steps)
@@ -70,7 +70,7 @@ def resume(stream: PackedStream, checkpoint: str, num_steps: int, *, num_skipped
         state = stream.merged(states)
         if stream.rank == 0:
             waiting = sum(len(one["documents"]["lengths"]) for one in states[:: first["count"]])
-            how = "every rank reads all of it" if state["rest"]["is_shared"] else "divided between the ranks"
+            how = "every rank reads all of it" if state["count"] > stream.num_alike else "divided between the ranks"
             logger.warning(
                 f"Resuming a stream of {len(states)} ranks on {stream.packing.world_size}: {waiting:,} documents that "
                 f"wait for a pack, and the rest of pass {state['num_passes'] + 1}, are packed anew ({how}). Random "

@@ -6,7 +6,7 @@ reader after it. Chunks that workers have read ahead are in no saved state; a re
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn
@@ -24,7 +24,7 @@ from ..samples.row import BAD_ROW
 from .dataset_checks import check_tokens
 from .documents import Ledger
 from .reader import TokenReader
-from .row_values import SOURCES, RowValues, read_row_values
+from .row_values import SOURCES, read_row_values
 from .spans import make_documents
 from .stream_images import CHUNK as IMAGE_CHUNK
 from .stream_images import StreamImages
@@ -39,26 +39,21 @@ DocumentTokens = dict[str, Any]
 """`input_ids` and `labels` of one document, int32, shape (tokens,); its weight, a scalar, if rows have weights; the
 name of its source, if they have sources; with images, what it is made of (`ENCODED`)."""
 
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank reads.
-
-    Attributes:
-        dataset: the rank's own shards, or the whole stream.
-        count: ranks that read the same; 1 with its own shards.
-        path: see `part_of`; () for the whole stream.
-    """
-
-    dataset: IterableDataset
-    count: int
-    path: tuple[tuple[int, int], ...] = ()
+Path = Sequence[tuple[int, int]]
+"""Shards of shards: the number of parts, and the index of the part, for each division. () is the whole stream."""
 
 
-def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degree: int = 1) -> Share:
-    """Whole shards for each group of `degree` ranks if their number is a multiple of the number of groups.
+def part_of(dataset: IterableDataset, path: Path) -> IterableDataset:
+    for num, index in path:
+        dataset = dataset.shard(num, index, contiguous=False)
+    return dataset
 
-    Else every rank reads everything. Without sequence parallelism each rank is a group.
+
+def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degree: int = 1) -> tuple[Path, int]:
+    """The path of what a rank reads, and the number of ranks that read the same.
+
+    Each group of `degree` ranks reads whole shards if their number is a multiple of the number of groups. Else every
+    rank reads everything. Without sequence parallelism each rank is a group.
 
     Raises:
         ValueError: the dataset has been split between ranks already.
@@ -73,8 +68,7 @@ def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degre
     if dataset.num_shards % num_groups == 0:
         # Not `split_dataset_by_node`: it assigns the shards anew in every pass, but ranks end their passes at
         # different times.
-        path = ((num_groups, rank // degree),)
-        return Share(part_of(dataset, path), degree, path)
+        return ((num_groups, rank // degree),), degree
     if world_size > MANY_RANKS and rank == 0:
         logger.warning(
             "The stream has %d shards, which %d %s cannot share evenly: every rank reads and tokenises all "
@@ -84,30 +78,17 @@ def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degre
             "ranks" if degree == 1 else f"groups of {degree} ranks",
             num_groups,
         )
-    return Share(dataset, world_size)
-
-
-def part_of(dataset: IterableDataset, path: Iterable[tuple[int, int]]) -> IterableDataset:
-    """Shards of shards: `path` has (number of parts, index of the part) for each division."""
-    for num, index in path:
-        dataset = dataset.shard(num, index, contiguous=False)
-    return dataset
+    return (), world_size
 
 
 @dataclass(frozen=True)
 class ReaderState:
-    """The position of one reader in a pass over its part of the stream.
+    """The position of one reader in a pass over its part of the stream."""
 
-    Attributes:
-        position: `IterableDataset.state_dict()` after the last chunk; None at the start or if that state is not exact.
-        examples: examples read so far.
-        chunks: chunks yielded so far by this run, or by those before it with the same readers.
-        done: whether the pass has ended.
-    """
-
+    # `IterableDataset.state_dict()` after the last chunk; None at the start or if that state is not exact
     position: dict[str, Any] | None = None
-    examples: int = 0
-    chunks: int = 0
+    examples: int = 0  # read so far
+    chunks: int = 0  # yielded so far by this run, or by those before it with the same readers
     done: bool = False
 
 
@@ -130,10 +111,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
             one for each worker, or one without workers. For the rest of a pass of other ranks there may be more or
             fewer; each worker reads several in turn.
         states: the state from which each part continues.
-        packing: with the policy for long documents, see `make_documents`.
-        vocab_size: token ids must be below it; None: not checked.
-        weight_column, source_column: columns with the weight and the source of each row, which its documents get;
-            None: no such column.
+        weight_column, source_column: columns with the weight and the source of each row, which its documents get.
         images: how rows with images become documents; None: they have tokens.
     """
 
@@ -171,8 +149,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         size = CHUNK if self.images is None else IMAGE_CHUNK
         batches = dataset.iter(batch_size=size)
         if position is None and state.examples:
-            # The dataset's state is not exact, or was not where the run was saved: read the earlier examples of this
-            # pass again.
+            # The dataset's state is not exact, or was not where the run was saved: read this pass from its beginning.
             next(islice(batches, -(-state.examples // size) - 1, None), None)
         examples, chunks = state.examples, state.chunks
         for batch in batches:
@@ -183,44 +160,34 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         yield Chunk([], Ledger(), number, ReaderState(None, examples, chunks + 1, done=True))
 
     def _documents(self, batch: dict[str, Any], first: int) -> tuple[list[DocumentTokens], Ledger]:
+        columns, packing = (self.weight_column, self.source_column), self.packing
         try:
-            documents, rows, ledger, values = self._of_tokens(batch) if self.images is None else self._of_images(batch)
+            table = as_table({name: batch[name] for name in batch if self.images is None or name in columns}, *columns)
+            values = read_row_values(table, *columns, name="train")
+            if self.images is not None:
+                documents, spans, conversations = self.images.read(batch, packing.max_length, packing.overlong)
+                values = values.taken(conversations)
+            else:
+                if "input_ids" in table.column_names:
+                    check_tokens(table, "train", self.vocab_size)
+                reader, mode = TokenReader(table), packing.truncation_mode
+                spans = make_documents(
+                    reader, packing.max_length, packing.overlong, truncation_mode=mode, may_be_empty=True
+                )
+                documents = [
+                    # Copies, because a view would hold the tokens of the whole chunk in memory.
+                    {name: tokens.astype(np.int32) for name, tokens in reader.read(row, start, stop).items()}
+                    for row, start, stop in zip(spans.row, spans.start, spans.stop, strict=True)
+                ]
         except ValueError as error:
             raise ValueError(
                 f"{error} (A stream: rows are counted from number {first:,} of those that this reader read.)"
             ) from error
-        for document, row in zip(documents, rows, strict=True):
+        for document, row in zip(documents, spans.row, strict=True):
             document |= values.of(row)
             if values.sources is not None:
                 document[SOURCES] = values.names[values.sources[row]]
-        return documents, ledger
-
-    def _of_tokens(self, batch: dict[str, Any]) -> tuple[list[DocumentTokens], list[int], Ledger, RowValues]:
-        table = as_table(batch, self.weight_column, self.source_column)
-        if "input_ids" in table.column_names:
-            check_tokens(table, "train", self.vocab_size)
-        reader = TokenReader(table)
-        mode = self.packing.truncation_mode
-        spans = make_documents(
-            reader, self.packing.max_length, self.packing.overlong, truncation_mode=mode, may_be_empty=True
-        )
-        documents = [
-            # Copies, because a view would hold the tokens of the whole chunk in memory.
-            {name: values.astype(np.int32) for name, values in reader.read(row, start, stop).items()}
-            for row, start, stop in zip(spans.row, spans.start, spans.stop, strict=True)
-        ]
-        values = read_row_values(table, self.weight_column, self.source_column, name="train")
-        return documents, spans.row.tolist(), spans.ledger, values
-
-    def _of_images(self, batch: dict[str, Any]) -> tuple[list[DocumentTokens], list[int], Ledger, RowValues]:
-        assert self.images is not None
-        columns = [name for name in (self.weight_column, self.source_column) if name is not None]
-        values = RowValues()
-        if columns:
-            table = as_table({name: batch[name] for name in columns if name in batch}, *columns)
-            values = read_row_values(table, self.weight_column, self.source_column, name="train")
-        read = self.images.read(batch, self.packing.max_length, self.packing.overlong)
-        return read.documents, read.rows, read.ledger, values.taken(read.conversations)
+        return documents, spans.ledger
 
 
 def as_table(batch: dict[str, Any], *others: str | None) -> Dataset:

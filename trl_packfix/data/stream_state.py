@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..planning.packing import Changes, listed
 from ..samples.encoded_images import packed_images, unpacked_images
 from .documents import Ledger
 from .row_values import SOURCES, WEIGHTS
@@ -76,11 +75,3 @@ def unpacked(state: dict[str, Any]) -> list[DocumentTokens]:
             EncodedRow(text, images, start, stop, tuple(counts)) for (text, start, stop, counts), images in of_rows
         ]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def refuse_other_settings(changed: Changes) -> None:
-    raise ValueError(
-        f"The checkpoint's stream was packed with other settings: {listed(changed)}. The new settings give other "
-        "packs, so the documents not trained yet are unknown. Set them back, or set `ignore_data_skip=True` to start "
-        "the stream from its beginning."
-    )

@@ -246,11 +246,11 @@ class StreamCallback(TrainerCallback):
         """Update the report with what was read and trained up to now. All ranks must call."""
         run, stream, num_steps = self._run, self._data.stream, self._run.state.global_step
         assert stream is not None and run.packing_report is not None  # made with the training loader
-        counts, before = stream.counts(num_steps), run.packing_report
-        alike = stream.readers_alike(num_steps)
+        state, before = stream.after(num_steps), run.packing_report
+        counts, alike = state["counts"], state["count"]
         if alike < stream.packing.world_size:  # each group has counted its own shards only
             counts = sum(gather_object([counts])[:: alike * self._data.ranks.copies], StreamCounts())
-        report = make_stream_report(stream, run.args.max_steps, counts, micro_steps=stream.micro_steps(num_steps))
+        report = make_stream_report(stream, run.args.max_steps, counts, micro_steps=state["micro_steps"])
         report = run.packing_report = replace(
             report,
             attention=before.attention,
