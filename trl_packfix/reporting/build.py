@@ -22,12 +22,7 @@ SETTINGS = ("strategy", "overlong", "max_length", "batch_size", "accumulation", 
 
 
 def make_report(planner: EpochPlanner, reader: Rows, *, unpacked_counts_first: bool = False) -> PackingReport:
-    """The report of a run that trains with this planner on documents of this table.
-
-    Args:
-        unpacked_counts_first: whether TRL's unpacked training counts the first label of each row in the divisor of the
-            loss of this model.
-    """
+    """`unpacked_counts_first`: TRL's unpacked loss of this model also divides by the first label of each row."""
     packing, documents, lengths = planner.packing, planner.documents, planner.documents.lengths
     schedule, units, plan = planner.schedule(0), planner.units(), planner.first_plan
     order, offsets = units.of(schedule.order, schedule.offsets)
@@ -77,7 +72,7 @@ def make_stream_report(
     *,
     micro_steps: dict[int, int] | None = None,
 ) -> PackingReport:
-    """The report of a run on a stream; `counts` are the totals of all ranks, `micro_steps` numbers by degree."""
+    """`counts` are the totals of all ranks, `micro_steps` numbers by degree."""
     counts, packing = counts or StreamCounts(), stream.packing
     parallel = packing.parallel
     return PackingReport(
@@ -88,7 +83,9 @@ def make_stream_report(
         num_packs=counts.packs,
         efficiency=counts.tokens / (counts.packs * packing.capacity) if counts.packs else None,
         num_steps=max_steps,
-        shared=None if parallel is None else SharedPacks.of_stream(parallel, micro_steps or {}),
+        shared=None
+        if parallel is None
+        else SharedPacks(parallel.tokens_per_rank, parallel.smallest, micro_steps or {}),
         images=ImageNumbers.of_stream(stream, counts),
         ledger=counts.ledger,
     )

@@ -11,18 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Column:
-    """A number, and how it is shown.
+    """A number: `of` is the path of its attribute, or a function.
 
-    Attributes:
-        heading: in the tables of `plan`; a column without a heading is only logged.
-        of: the path of the attribute, or a function. None if it has no meaning there; a column without any value is
-            not shown.
-        text: the format of a value in a table.
-        metric: its name for loggers, behind `packing/`; empty if it is not logged.
-        legend: what the heading means, below the tables.
-        unit: of the logged value.
-        meaning: of the logged value, in docs/logging.md; the legend if it is empty.
-        wraps: whether a cell may take several lines.
+    In the tables of `plan` it has a heading, with a legend below them, and is not shown where no row has a value. For
+    loggers it has a metric (a name behind `packing/`), whose unit and meaning (else the legend) are in docs/logging.md.
     """
 
     heading: str
@@ -32,7 +24,7 @@ class Column:
     legend: str = ""
     unit: str = "share"
     meaning: str = ""
-    wraps: bool = False
+    wraps: bool = False  # whether a cell may take several lines
 
     def value(self, report: object) -> Any:
         """The number; None where a part of its path is None."""
@@ -41,7 +33,6 @@ class Column:
         return reduce(lambda part, name: getattr(part, name, None), self.of.split("."), report)
 
     def cell(self, value: object) -> str:
-        """A value as text."""
         return "-" if value is None else format(value, self.text)
 
 

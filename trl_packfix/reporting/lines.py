@@ -18,7 +18,6 @@ Lines = Iterator[tuple[str, str]]  # label and text
 
 
 def lines_of(report: "PackingReport") -> list[tuple[str, str]]:
-    """Label and text of each line."""
     return [line for part in LINES for line in part(report)]
 
 
@@ -38,11 +37,32 @@ def _documents(report: "PackingReport") -> Lines:
         yield "lengths", report.lengths.line()
 
 
-def _packs_of_table(report: "PackingReport") -> Lines:
+def _packs(report: "PackingReport") -> Lines:
+    size = f"{report.capacity:,} tokens (batch size {report.batch_size} x max_length {report.max_length:,})"
+    if report.shared is not None:
+        size = (
+            f"{report.shared.tokens_per_rank:,} tokens at most on each rank (tokens_per_rank); a document of "
+            f"max_length {report.max_length:,} needs {report.shared.smallest_degree} ranks"
+        )
     if report.num_rows is None:
+        yield "micro-batch", size
+        degree = 1 if report.shared is None else report.shared.smallest_degree
+        yield (
+            "steps",
+            f"{report.num_steps:,} (max_steps), packs in each: {report.accumulation * report.world_size // degree} "
+            f"(accumulation {report.accumulation}, ranks {report.world_size})",
+        )
+        if report.num_packs:
+            if report.shared is not None:
+                yield "sequence parallelism", report.shared.line()
+            read = report.ledger.given
+            yield "read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)"
+            tokens = f"{report.num_tokens:,} tokens ({report.num_trained_tokens:,} trained)"
+            yield "trained", f"{report.num_documents:,} documents, {tokens} in {report.num_packs:,} packs"
+            yield "efficiency", f"{report.efficiency:.2%} of the packs filled"
         return
     filled = "no padding" if report.num_packs is None else f"{report.efficiency:.2%} filled"
-    yield "micro-batch", f"{_micro_batch_text(report)}, {filled}; unpacked: {report.padding_efficiency:.2%}"
+    yield "micro-batch", f"{size}, {filled}; unpacked: {report.padding_efficiency:.2%}"
     documents = report.unpacked_documents
     yield (
         "steps",
@@ -63,28 +83,11 @@ def _packs_of_table(report: "PackingReport") -> Lines:
         exchange = f"{report.shared.exchange_share:.1%} of it in the exchange"
         yield "modelled time", f"{exchange}, imbalance {report.imbalance:.3f}"
     elif report.world_size > 1:
-        parts = "" if report.images is None else report.images.imbalances()
-        yield "imbalance", f"{report.imbalance:.3f} modelled (1 is perfect){parts}"
-
-
-def _packs_of_stream(report: "PackingReport") -> Lines:
-    if report.num_rows is not None:
-        return
-    yield "micro-batch", _micro_batch_text(report)
-    degree = 1 if report.shared is None else report.shared.smallest_degree
-    yield (
-        "steps",
-        f"{report.num_steps:,} (max_steps), packs in each: {report.accumulation * report.world_size // degree} "
-        f"(accumulation {report.accumulation}, ranks {report.world_size})",
-    )
-    if report.num_packs:
-        if report.shared is not None:
-            yield "sequence parallelism", report.shared.line()
-        read = report.ledger.given
-        yield "read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)"
-        tokens = f"{report.num_tokens:,} tokens ({report.num_trained_tokens:,} trained)"
-        yield "trained", f"{report.num_documents:,} documents, {tokens} in {report.num_packs:,} packs"
-        yield "efficiency", f"{report.efficiency:.2%} of the packs filled"
+        text, images = f"{report.imbalance:.3f} modelled (1 is perfect)", report.images
+        if images is not None and images.tower_imbalance is not None:
+            text += f"; of the language model alone {images.language_imbalance:.3f}"
+            text += f", of the vision tower alone {images.tower_imbalance:.3f}"
+        yield "imbalance", text
 
 
 def _cuts(report: "PackingReport") -> Lines:
@@ -116,16 +119,7 @@ def _model(report: "PackingReport") -> Lines:
         yield "first step", report.first_step
 
 
-LINES = (_documents, _packs_of_table, _packs_of_stream, _cuts, _model)
-
-
-def _micro_batch_text(report: "PackingReport") -> str:
-    if (shared := report.shared) is None:
-        return f"{report.capacity:,} tokens (batch size {report.batch_size} x max_length {report.max_length:,})"
-    return (
-        f"{shared.tokens_per_rank:,} tokens at most on each rank (tokens_per_rank); a document of max_length "
-        f"{report.max_length:,} needs {shared.smallest_degree} ranks"
-    )
+LINES = (_documents, _packs, _cuts, _model)
 
 
 def prefixes_text(report: "PackingReport") -> str | None:

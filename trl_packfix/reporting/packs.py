@@ -23,28 +23,21 @@ LEGEND = (
     "[n] document n of the pack, each in one colour; [[trained tokens]] are also bold; [... n ...] n tokens omitted"
 )
 
+Run = tuple[bool, int, int]  # of tokens of a document: whether they are trained, the first, one after the last
+
 
 @dataclass(frozen=True)
 class ShownDocument:
-    """One document of a batch.
-
-    Attributes:
-        row, start, stop: its span of the table.
-        positions: its first and last position id.
-        runs: (whether trained, first, one after the last) for each run of its tokens, from its start.
-        tokens: its token ids, shape (n,); None if they are not known or not cached.
-        shared: tokens whose rows are those of the document before it.
-        num_images: its images; None if the table has none.
-    """
+    """One document of a batch: a span of a row of the table."""
 
     row: int
     start: int
     stop: int
-    positions: tuple[int, int]
-    runs: list[tuple[bool, int, int]]
-    tokens: np.ndarray | None
-    shared: int = 0
-    num_images: int | None = None
+    positions: tuple[int, int]  # first and last position id
+    runs: list[Run]
+    tokens: np.ndarray | None  # ids, shape (stop - start,)
+    shared: int = 0  # tokens whose rows are those of the document before it
+    num_images: int | None = None  # None if the table has none
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +50,7 @@ class ShownDocument:
         return 0 if self.shared and own == 1 else own
 
     @property
-    def own_runs(self) -> list[tuple[bool, int, int]]:
+    def own_runs(self) -> list[Run]:
         """The runs of the tokens that are not shared, from the first of these."""
         runs = [(trained, max(first - self.shared, 0), end - self.shared) for trained, first, end in self.runs]
         return [run for run in runs if run[2] > 0]
@@ -67,42 +60,30 @@ class ShownDocument:
         return sum(end - first for trained, first, end in self.runs if trained)
 
     def to_dict(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-        spans = [(trained, None if self.tokens is None else self.tokens[a:b]) for trained, a, b in self.runs]
-        return {
-            "row": self.row,
-            "start": self.start,
-            "stop": self.stop,
-            "position_ids": list(self.positions),
-            "trained_tokens": self.num_trained,
-            "parts": [
-                {
-                    "trained": trained,
-                    "input_ids": None if ids is None else ids.tolist(),
-                    "text": None if ids is None or tokenizer is None else _decode(tokenizer, ids),
-                }
-                for trained, ids in spans
-            ],
-        } | ({} if self.num_images is None else {"images": self.num_images})
+        parts = []
+        for trained, first, end in self.runs:
+            ids = None if self.tokens is None else self.tokens[first:end]
+            text = None if ids is None or tokenizer is None else _decode(tokenizer, ids)
+            parts.append({"trained": trained, "input_ids": None if ids is None else ids.tolist(), "text": text})
+        values = {"row": self.row, "start": self.start, "stop": self.stop, "position_ids": list(self.positions)}
+        values |= {"trained_tokens": self.num_trained, "parts": parts}
+        return values if self.num_images is None else values | {"images": self.num_images}
 
 
 @dataclass(frozen=True)
 class ShownPack:
-    """One pack of T rows: its step, micro-batch and rank as text, and its documents in order.
+    """One pack. With shared prefixes its documents are sorted by their tokens, and have more tokens than rows:
+    `cu_seq_lens` count rows, and `cu_seq_lens_k` the tokens of documents with a row of their own."""
 
-    With shared prefixes they are sorted by their tokens, and have more tokens than rows: `cu_seq_lens` count rows, and
-    `cu_seq_lens_k` the tokens of documents with a row of their own. `degree` ranks share the pack, from `rank` on.
-    """
-
-    place: str
+    place: str  # step, micro-batch and rank as text
     capacity: int
     cu_seq_lens: list[int]
     documents: list[ShownDocument]
-    rank: int
+    rank: int  # the first of `degree` ranks that share the pack
     degree: int
     cu_seq_lens_k: list[int] | None
 
     def to_dict(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-        """All attributes as JSON values. `text` is None without a tokenizer, `input_ids` if only lengths are known."""
         documents = [document.to_dict(tokenizer) for document in self.documents]
         values = {"place": self.place, "capacity": self.capacity, "cu_seq_lens": self.cu_seq_lens}
         values |= {"documents": documents}
@@ -130,8 +111,7 @@ class ShownPack:
 def first_packs(planner: EpochPlanner, reader: Rows, num_packs: int = NUM_PACKS) -> list[ShownPack]:
     """The first packs of a run that trains with this planner, each read back from a batch of the collator.
 
-    If a step has more micro-batches than that, they are evenly spaced over the first step, because within a step the
-    most expensive packs come first.
+    Of a step with more packs they are evenly spaced, because the most expensive ones come first.
     """
     filled = np.flatnonzero(np.diff(planner.schedule(0).offsets))
     of_step = int(np.searchsorted(filled, planner.packing.accumulation * planner.packing.world_size))
@@ -177,7 +157,7 @@ def _read_pack(planner: EpochPlanner, reader: Rows, slot: int) -> ShownPack:
     return ShownPack(place, capacity, bounds or whole, shown, rank, degree, keys)
 
 
-def _runs(trained: np.ndarray) -> list[tuple[bool, int, int]]:
+def _runs(trained: np.ndarray) -> list[Run]:
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
     return [(bool(trained[first]), first, end) for first, end in itertools.pairwise(edges)]
 
@@ -185,13 +165,8 @@ def _runs(trained: np.ndarray) -> list[tuple[bool, int, int]]:
 def pack_text(
     pack: ShownPack, tokenizer: PreTrainedTokenizerBase | None, *, num_documents: int = 8, num_tokens: int = 60
 ) -> Text:
-    """A pack as text, in colour if the terminal has it.
-
-    Args:
-        tokenizer: decodes the token ids; None shows the ids.
-        num_documents: largest number of documents to show.
-        num_tokens: largest number of tokens to show per document, half from its start and half from its end.
-    """
+    """So many documents of a pack, and tokens of each, half from its start and half from its end; ids without
+    a tokenizer."""
     text = Text()
     given = sum(document.num_tokens for document in pack.documents)
     size = f"{pack.cu_seq_lens[-1]:,} of {pack.capacity:,} tokens"
@@ -207,7 +182,11 @@ def pack_text(
         text.append(f"rank {held['rank']}: tokens {first:,}-{end - 1:,}, {which}\n")
     for number, document in enumerate(pack.documents[:num_documents]):
         style = STYLES[number % len(STYLES)]
-        text.append(_document_line(number, document) + "\n", f"bold {style}")
+        images = f"images: {document.num_images:,}, " if document.num_images else ""
+        shared = f", the first {document.shared:,} tokens shared with [{number - 1}]" if document.shared else ""
+        span, (low, high) = f"row {document.row:,}, tokens {document.start:,}-{document.stop - 1:,}", document.positions
+        line = f"{span}, {document.num_trained:,} trained, {images}position_ids {low}..{high}{shared}"
+        text.append(f"[{number}] {line}\n", f"bold {style}")
         if document.tokens is None:
             continue
         text.append("    ")
@@ -221,18 +200,8 @@ def pack_text(
     return text
 
 
-def _document_line(number: int, document: ShownDocument) -> str:
-    images = f"images: {document.num_images:,}, " if document.num_images else ""
-    shared = f", the first {document.shared:,} tokens shared with [{number - 1}]" if document.shared else ""
-    first, last = document.positions
-    return (
-        f"[{number}] row {document.row:,}, tokens {document.start:,}-{document.stop - 1:,}, "
-        f"{document.num_trained:,} trained, {images}position_ids {first}..{last}{shared}"
-    )
-
-
 def _parts(
-    tokens: np.ndarray, runs: list[tuple[bool, int, int]], tokenizer: PreTrainedTokenizerBase | None, *, num: int
+    tokens: np.ndarray, runs: list[Run], tokenizer: PreTrainedTokenizerBase | None, *, num: int
 ) -> Iterator[tuple[str, bool]]:
     """Text of each run and whether it is trained, without the middle of a long document."""
     length, half = len(tokens), num // 2
@@ -244,11 +213,9 @@ def _parts(
             if low < high:
                 text = " ".join(map(str, tokens[low:high]))
                 if tokenizer is not None:
-                    text = REPEATED.sub(
-                        lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ",
-                        _decode(tokenizer, tokens[low:high]),
-                    ).replace("\n", "\\n")
-                yield text, trained
+                    text = _decode(tokenizer, tokens[low:high])
+                    text = REPEATED.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text)
+                yield text.replace("\n", "\\n"), trained
             if low == first and first <= hidden[0] < min(end, hidden[1]):
                 yield f" [... {omitted} ...] ", False
 

@@ -18,21 +18,13 @@ SHADES = " .:-=+*#%@"  # ASCII, for any terminal and log file
 
 @dataclass(frozen=True)
 class SharedPacks:
-    """The ranks that share packs: in the first epoch of a table, modelled, or in the steps of a stream so far.
-
-    Attributes:
-        tokens_per_rank: most tokens of a pack on one rank.
-        smallest_degree: ranks that a document of `max_length` needs.
-        micro_steps: number of micro-steps by degree.
-        exchange_share: share of the time in the exchange between the ranks of a group; None for a stream.
-        largest_part: tokens of the largest part of a pack on one rank; None for a stream.
-    """
+    """The ranks that share packs: in the first epoch of a table, modelled, or in the steps of a stream so far."""
 
     tokens_per_rank: int
-    smallest_degree: int
-    micro_steps: dict[int, int]
-    exchange_share: float | None = None
-    largest_part: int | None = None
+    smallest_degree: int  # ranks that a document of `max_length` needs
+    micro_steps: dict[int, int]  # number by degree
+    exchange_share: float | None = None  # of the time; this and the next are not known for a stream
+    largest_part: int | None = None  # tokens of a pack on one rank
 
     @classmethod
     def of_table(cls, planner: EpochPlanner, parallel: SequenceParallel, schedule: Schedule) -> "SharedPacks":
@@ -50,14 +42,9 @@ class SharedPacks:
             largest_part=int((-(-packs // schedule.degrees[:, None])).max()),
         )
 
-    @classmethod
-    def of_stream(cls, parallel: SequenceParallel, micro_steps: dict[int, int]) -> "SharedPacks":
-        return cls(parallel.tokens_per_rank, parallel.smallest, micro_steps)
-
     @property
     def histogram(self) -> str:
-        """Micro-steps by degree.
-
+        """
         >>> SharedPacks(16384, 8, {1: 30, 8: 10}).histogram
         '1: 30, 8: 10'
         """
@@ -70,25 +57,16 @@ class SharedPacks:
 
 @dataclass(frozen=True)
 class ImageNumbers:
-    """The images of the documents, and what they cost in the first epoch, modelled.
-
-    Attributes:
-        num_images, num_documents: images, and documents with any.
-        per_pack, most: images in a pack, mean and largest number.
-        tower_share: share of the vision tower in the FLOPs; None if its cost is not known.
-        tower_imbalance, language_imbalance: imbalance of the vision tower and of the language model, each by itself.
-            Ranks are balanced by the sum of both.
-        most_waiting: of a stream, documents and bytes after which no other document is read; None for a table.
-    """
+    """The images of the documents, and what they cost in the first epoch, modelled."""
 
     num_images: int
-    num_documents: int
-    per_pack: float
-    most: int
-    tower_share: float | None = None
-    tower_imbalance: float | None = None
+    num_documents: int  # with any
+    per_pack: float  # mean
+    most: int  # in a pack
+    tower_share: float | None = None  # of the vision tower in the FLOPs; None if its cost is not known
+    tower_imbalance: float | None = None  # of the tower by itself; ranks are balanced by its sum with the model
     language_imbalance: float | None = None
-    most_waiting: tuple[int, int] | None = None
+    most_waiting: tuple[int, int] | None = None  # of a stream: documents and bytes after which no other is read
 
     @classmethod
     def of_table(cls, planner: EpochPlanner) -> "ImageNumbers | None":
@@ -102,15 +80,12 @@ class ImageNumbers:
         images = cls(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))
         if costs is None or not costs.any():
             return images
-        language, synchronisation = (
-            planner.packing.cost_model(planner.documents.lengths),
-            planner.packing.synchronisation,
-        )
+        packing, language = planner.packing, planner.packing.cost_model(planner.documents.lengths)
         return replace(
             images,
             tower_share=float(costs.sum() / (costs.sum() + language.sum())),
-            tower_imbalance=imbalance(schedule, costs, synchronisation),
-            language_imbalance=imbalance(schedule, language, synchronisation),
+            tower_imbalance=imbalance(schedule, costs, packing.synchronisation),
+            language_imbalance=imbalance(schedule, language, packing.synchronisation),
         )
 
     @classmethod
@@ -142,26 +117,10 @@ class ImageNumbers:
         waiting = f"at most {documents:,} documents, or {size / 2**20:,.0f} MiB of encoded images, wait on a rank"
         return f"{text}; {waiting}" if self.num_images else waiting
 
-    def imbalances(self) -> str:
-        """What the line of imbalance adds."""
-        if self.tower_imbalance is None:
-            return ""
-        return (
-            f"; of the language model alone {self.language_imbalance:.3f}, of the vision tower alone "
-            f"{self.tower_imbalance:.3f}"
-        )
-
 
 @dataclass(frozen=True)
 class LengthHistogram:
-    """Documents by length in tokens, before documents are cut.
-
-    Attributes:
-        edges: bin i holds lengths from `edges[i]` up to, but not including, `edges[i + 1]`; evenly spaced on a
-            logarithmic scale.
-        counts: documents in each bin, one fewer than edges.
-        median, p99: tokens that half and 99 % of the documents do not exceed.
-    """
+    """Documents by length in tokens, before they are cut: `counts[i]` from `edges[i]` to below `edges[i + 1]`."""
 
     edges: list[int]
     counts: list[int]
@@ -172,10 +131,7 @@ class LengthHistogram:
 
     @classmethod
     def of(cls, lengths: Int64Array) -> "LengthHistogram":
-        """Of lengths in tokens, shape (N,), at least one above 0. Empty documents are not counted.
-
-        It needs 8 bytes of memory per token of the longest document.
-        """
+        """At least one length is above 0; empty documents are not counted. Takes 8 bytes per token of the longest."""
         per_length = np.bincount(lengths)
         per_length[0] = 0
         up_to = np.cumsum(per_length)
@@ -186,8 +142,7 @@ class LengthHistogram:
         return cls(edges.tolist(), counts.tolist(), shortest, median, p99, longest)
 
     def line(self) -> str:
-        """One line of text, the height of each bin as a shade.
-
+        """
         >>> LengthHistogram.of(np.array([1, 2, 2, 4])).line()
         '1 [+@ +] 4; half have at most 2, 99 % at most 4'
         """

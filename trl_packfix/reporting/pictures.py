@@ -10,7 +10,7 @@ import io
 import itertools
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from .parts import LengthHistogram
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
     from .report import PackingReport, PlanSample
@@ -28,9 +27,10 @@ BLUE, SKY, RED = "#0072B2", "#56B4E9", "#D55E00"
 HUES = (BLUE, "#E69F00", "#009E73", "#CC79A7", RED)  # of documents
 INK, QUIET = "#222222", "#8c8c8c"
 DPI = 110
+EMPTY: dict[str, Any] = {"facecolor": "none", "edgecolor": QUIET, "linewidth": 0}
+BOX: dict[str, Any] = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
 PALE = 0.30  # opacity of untrained tokens
-MIN_LABELLED = 1 / 45  # share of the capacity: narrower documents get no number
-MIN_BOUNDED = 1 / 250  # share of the capacity: narrower documents get no line at their start
+MIN_LABELLED, MIN_BOUNDED = 1 / 45, 1 / 250  # of the capacity: narrower documents get no number, no line before them
 BLOCKS_IN_MASK = 6  # preferred number of visible blocks: fewer show little, more cannot be distinguished
 
 
@@ -73,13 +73,8 @@ def _png(figure: "Figure") -> bytes:
     return file.getvalue()
 
 
-def _hue(document: int) -> str:
-    return HUES[document % len(HUES)]
-
-
 def _write_number(axes: "Axes", x: float, y: float, *, document: int) -> None:
-    box = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-    axes.text(x, y, str(document), ha="center", va="center", fontsize=7.5, color=INK, bbox=box)
+    axes.text(x, y, str(document), ha="center", va="center", fontsize=7.5, color=INK, bbox=BOX)
 
 
 def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
@@ -89,7 +84,7 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
     for y, pack in enumerate(sample.packs):
         start = 0
         for number, document in enumerate(pack.documents):
-            length, hue = document.num_rows, _hue(number)
+            length, hue = document.num_rows, HUES[number % len(HUES)]
             axes.broken_barh([(start, length)], (y - 0.2, 0.4), facecolor=hue, alpha=PALE, linewidth=0)
             spans = [(start + first, end - first) for trained, first, end in document.own_runs if trained]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=hue, linewidth=0)
@@ -100,7 +95,7 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
             start += length
         axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
         rest = [(start, pack.capacity - start)]
-        axes.broken_barh(rest, (y - 0.4, 0.8), facecolor="none", edgecolor=QUIET, hatch="////", linewidth=0)
+        axes.broken_barh(rest, (y - 0.4, 0.8), hatch="////", **EMPTY)
         for held in pack.ranks() if pack.degree > 1 else ():
             first, end = held["tokens"]
             axes.vlines(end, y - 0.48, y + 0.48, color=INK, linewidth=1.8)
@@ -121,7 +116,7 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
     keys = [
         Patch(facecolor=INK, label="trained (tall)"),
         Patch(facecolor=INK, alpha=PALE, label="not trained (low)"),
-        Patch(facecolor="none", edgecolor=QUIET, hatch="////", label="empty"),
+        Patch(hatch="////", label="empty", **EMPTY),
     ]
     axes.legend(handles=keys, loc="upper left", ncols=3, fontsize=8, frameon=False, borderaxespad=0, handlelength=1.6)
 
@@ -151,15 +146,19 @@ def _draw_mask(axes: "Axes", sample: "PlanSample") -> None:
     from matplotlib.patches import Polygon
     from matplotlib.ticker import MaxNLocator
 
-    pack = min(sample.packs, key=lambda pack: abs(np.log(_blocks(pack) / BLOCKS_IN_MASK)))
+    def blocks(pack: ShownPack) -> float:  # the number of equal documents with this total and this sum of squares
+        lengths = np.array([document.num_tokens for document in pack.documents], dtype=float)
+        return lengths.sum() ** 2 / (lengths**2).sum()
+
+    pack = min(sample.packs, key=lambda pack: abs(np.log(blocks(pack) / BLOCKS_IN_MASK)))
     paths = row_paths(pack)
     starts, total = [path[-1][0] for path in paths], paths[-1][-1][1]
     for number, (*before, (start, end)) in enumerate(paths):
+        hue = HUES[number % len(HUES)]
         for first, stop in before:
             block = [(first, start), (stop, start), (stop, end), (first, end)]
-            axes.add_patch(Polygon(block, facecolor=_hue(number), edgecolor=INK, linewidth=0.3, alpha=0.6))
-        corners = [(start, start), (start, end), (end, end)]
-        axes.add_patch(Polygon(corners, facecolor=_hue(number), edgecolor=INK, linewidth=0.6))
+            axes.add_patch(Polygon(block, facecolor=hue, edgecolor=INK, linewidth=0.3, alpha=0.6))
+        axes.add_patch(Polygon([(start, start), (start, end), (end, end)], facecolor=hue, edgecolor=INK, linewidth=0.6))
         axes.hlines(start, 0, start, color=QUIET, linewidth=0.6, linestyle=":")
         if end - start > total / 14:
             _write_number(axes, (end + 2 * start) / 3, (start + 2 * end) / 3, document=number)
@@ -191,66 +190,36 @@ def row_paths(pack: ShownPack) -> list[list[tuple[int, int]]]:
     return paths
 
 
-def _blocks(pack: ShownPack) -> float:
-    """Number of visible blocks: the number of equal documents with the same total and the same sum of squares."""
-    lengths = np.array([document.num_tokens for document in pack.documents], dtype=float)
-    return lengths.sum() ** 2 / (lengths**2).sum()
-
-
 def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: LengthHistogram) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
     edges, counts = np.array(histogram.edges), np.array(histogram.counts)
     first_over = report.max_length + 1
     if edges[0] < first_over < edges[-1] and first_over not in edges:  # drawn in two, both as high as the bin
         cut = int(np.searchsorted(edges, first_over))
         edges, counts = np.insert(edges, cut, first_over), np.insert(counts, cut, counts[cut - 1])
     over = edges[:-1] >= first_over
+    style: dict[str, Any] = {"align": "edge", "alpha": 0.75, "edgecolor": "white", "linewidth": 0.5}
     for mask, hatch, color in ((~over, None, BLUE), (over, "xxx", RED)):
-        axes.bar(
-            edges[:-1][mask],
-            counts[mask],
-            np.diff(edges)[mask],
-            align="edge",
-            color=color,
-            alpha=0.75,
-            edgecolor="white",
-            linewidth=0.5,
-            hatch=hatch,
-        )
+        axes.bar(edges[:-1][mask], counts[mask], np.diff(edges)[mask], color=color, hatch=hatch, **style)
     axes.axvline(report.max_length, color=INK, linewidth=1.4, linestyle="--")
     touched = report.num_cut - report.num_dropped
     note = f"max_length {report.max_length:,}\ncut or split: {touched:,}\ndropped: {report.num_dropped:,}"
     is_left = report.max_length > np.sqrt(edges[0] * edges[-1])
-    axes.annotate(
-        note,
-        (report.max_length, 0.97),
-        xycoords=("data", "axes fraction"),
-        xytext=(-6 if is_left else 6, 0),
-        textcoords="offset points",
-        ha="right" if is_left else "left",
-        va="top",
-        fontsize=8.5,
-        bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
-    )
+    place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
+    place |= {"xytext": (-6, 0), "ha": "right"} if is_left else {"xytext": (6, 0), "ha": "left"}
+    axes.annotate(note, (report.max_length, 0.97), fontsize=8.5, bbox=BOX, **place)
     limits = (0.7, 6 * counts.max())  # with space for the note
     axes.set(xscale="log", yscale="log", ylim=limits, xlabel="length in tokens", ylabel="documents")
-    for axis in (axes.xaxis, axes.yaxis):
-        _label_log(axis)
+    for axis in (axes.xaxis, axes.yaxis):  # all ticks in one notation, and as many on a narrow axis as on a wide one
+        low, high = axis.get_view_interval()
+        decades = np.log10(high / low)
+        wide = LogLocator(subs=(1.0,) if decades > 2 else (1.0, 2.0, 5.0))
+        axis.set_major_locator(MaxNLocator(6, integer=True) if decades < 1 else wide)
+        axis.set_major_formatter(_thousands)
+        axis.set_minor_formatter(NullFormatter())
     lengths = f"median {histogram.median:,}, longest {histogram.longest:,}"
     axes.set_title(f"lengths of {report.ledger.given.documents:,} documents: {lengths}", loc="left", fontsize=11)
-
-
-def _label_log(axis: "Axis") -> None:
-    """Ticks of a logarithmic axis, all in one notation, and as many on a narrow axis as on a wide one."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
-
-    low, high = axis.get_view_interval()
-    decades = np.log10(high / low)
-    if decades < 1:
-        axis.set_major_locator(MaxNLocator(6, integer=True))
-    else:
-        axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else (1.0, 2.0, 5.0)))
-    axis.set_major_formatter(_thousands)
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _draw_costs(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
@@ -259,20 +228,11 @@ def _draw_costs(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> 
     steps, ranks = costs.shape
     width = 0.84 / ranks
     left = np.arange(steps)[:, None] - 0.42 + width * np.arange(ranks)
-    line = 0.4 if ranks <= 32 else 0
+    line, hatch = (0.4, "////") if ranks <= 32 else (0, None)
     axes.bar(left.ravel(), costs.ravel(), width, align="edge", color=SKY, edgecolor="white", linewidth=line)
     longest = costs.max(axis=1, keepdims=True)
-    axes.bar(
-        left.ravel(),
-        (longest - costs).ravel(),
-        width,
-        bottom=costs.ravel(),
-        align="edge",
-        facecolor="none",
-        edgecolor=QUIET,
-        hatch="////" if ranks <= 32 else None,
-        linewidth=0,
-    )
+    waiting, bottom = (longest - costs).ravel(), costs.ravel()
+    axes.bar(left.ravel(), waiting, width, bottom=bottom, align="edge", hatch=hatch, **EMPTY)
     axes.hlines(longest.ravel(), left[:, 0], left[:, -1] + width, color=INK, linewidth=1.2)
     names = [f"{i // report.accumulation}.{i % report.accumulation}" for i in range(steps)]
     axes.set_xticks(range(steps), names if report.accumulation > 1 else [str(i) for i in range(steps)])

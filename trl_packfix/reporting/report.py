@@ -32,11 +32,10 @@ MAX_LOST_SHARE = 0.01  # share of the trained tokens; above it the report warns 
 
 @dataclass(frozen=True)
 class PlanSample:
-    """The beginning of the first epoch: some packs of the first steps, without their tokens, and the modelled FLOPs of
-    each of the first micro-steps and each rank."""
+    """The beginning of the first epoch."""
 
-    packs: list[ShownPack]
-    costs: list[list[float]]
+    packs: list[ShownPack]  # some of the first steps, without their tokens
+    costs: list[list[float]]  # modelled FLOPs of each of the first micro-steps and each rank
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,6 @@ class PackingReport:
 
 
 def show_lines(title: str, lines: list[tuple[str, str]], console: Console | None = None) -> None:
-    """Print labels and texts, as a table on a terminal and as plain lines elsewhere."""
     console = console or Console()
     if console.is_terminal:
         table = Table(title=title, show_header=False, title_justify="left")
@@ -219,11 +217,6 @@ def metrics(report: PackingReport) -> dict[str, float]:
     return {f"packing/{name}": value for name, value in values.items() if value not in unknown}
 
 
-def names_of(datasets: str | Sequence[str] | None) -> list[str]:
-    """Names of datasets as a list."""
-    return [datasets] if isinstance(datasets, str) else list(datasets or ())
-
-
 def is_on_hub(name: str) -> bool:
     """Whether a name of a model or dataset is one of the hub, and no file or folder here."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
@@ -242,23 +235,17 @@ def complete_card(card: Path, model: Any, datasets: Sequence[str], *, report: Pa
     text = text.replace('model="None"', f'model="{card.parent.name}"')
     if report is not None:
         before, mark, after = text.partition("### Framework versions")
-        text = f"{before}{_packing_section(report)}{mark}{after}"
+        rows = "\n".join(f"| {label} | {line.replace('|', '/')} |" for label, line in report.lines())
+        proof = ", which was tested on this model before its first step: see `isolation`"
+        text = (
+            f"{before}## Packing\n\nTrained with trl_packfix on packs, several documents in one row, in which no "
+            f"document sees another{'' if report.isolation is None else proof}.\n\n| | |\n|---|---|\n{rows}\n\n"
+            f"{mark}{after}"
+        )
     card.write_text(text, encoding="utf-8")
 
 
 def _source(name: str, kind: str) -> str:
-    folder = "datasets/" if kind == "dataset" else ""
-    return (
-        f"[{name}](https://huggingface.co/{folder}{name})" if is_on_hub(name) else f"`{Path(name).name}` (local {kind})"
-    )
-
-
-def _packing_section(report: PackingReport) -> str:
-    rows = "\n".join(f"| {label} | {text.replace('|', '/')} |" for label, text in report.lines())
-    proof = (
-        "" if report.isolation is None else ", which was tested on this model before its first step: see `isolation`"
-    )
-    return (
-        "## Packing\n\nTrained with trl_packfix on packs, several documents in one row, in which no document sees "
-        f"another{proof}.\n\n| | |\n|---|---|\n{rows}\n\n"
-    )
+    if not is_on_hub(name):
+        return f"`{Path(name).name}` (local {kind})"
+    return f"[{name}](https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name})"

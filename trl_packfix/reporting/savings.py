@@ -26,39 +26,37 @@ NUM_STRETCHES, STRETCH = 32, 256  # of neighbours in the table, in documents, to
 
 @dataclass(frozen=True)
 class PrefixSavings:
-    """Shares of the tokens of the documents that are computed, in the first epoch.
-
-    Attributes:
-        setting: `share_prefixes`.
-        rows: share with this setting, 1.0 for "off"; None if not known, as for "pack" in training.
-        flops: the same in modelled FLOPs.
-        in_packs, in_families: shares that "pack" and "family" would compute; None if not known.
-        images: share of the images that go through the vision tower; None without images, or if not known.
-        num_packs: packs from which `in_packs` (with "pack" also `rows`) is estimated; None: all.
-        num_documents: documents from which `in_families` is estimated, neighbours in the table; None: all.
-        num_families: families of these documents.
-        families_per_step: mean number of families of an optimizer step, with "family".
-        refused: why the documents are packed whole although the setting is "pack"; None if they are not.
-    """
+    """Shares of the tokens of the documents that are computed, in the first epoch; None where not known."""
 
     setting: SharePrefixes
-    rows: float | None = None
-    flops: float | None = None
-    in_packs: float | None = None
+    rows: float | None = None  # with this setting, 1.0 for "off"; of "pack" known in an estimate only
+    flops: float | None = None  # the same in modelled FLOPs
+    in_packs: float | None = None  # what "pack" would compute, and "family"
     in_families: float | None = None
-    images: float | None = None
-    num_packs: int | None = None
-    num_documents: int | None = None
-    num_families: int | None = None
-    families_per_step: float | None = None
-    refused: str | None = None
+    images: float | None = None  # of the images, those that go through the vision tower
+    num_packs: int | None = None  # from which `in_packs` (with "pack" also `rows`) is estimated; None: all
+    num_documents: int | None = None  # neighbours in the table, from which `in_families` is estimated; None: all
+    num_families: int | None = None  # of these documents
+    families_per_step: float | None = None  # mean, with "family"
+    refused: str | None = None  # why documents are packed whole although the setting is "pack"
 
 
 def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
     """What is known of a run with this planner without reading a token; None if it shares nothing."""
     if planner.packing.share_prefixes == "off":
         return None
-    return _of_families(planner) if planner.packing.shares_families else PrefixSavings("pack")
+    if not planner.packing.shares_families:
+        return PrefixSavings("pack")
+    schedule, tokens, pieces = planner.schedule(0), planner.documents.tokens, planner.units()
+    assert tokens is not None and isinstance(pieces, Pieces)
+    slot = np.full(len(planner.documents), -1)
+    slot[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
+    rows, flops = _shares(planner, tokens.within(slot))
+    # a family is counted in each step that has documents of it
+    step = slot[schedule.order] // planner.packing.bins.num_slots
+    families = len(np.unique(step * len(planner.documents) + pieces.family[schedule.order]))
+    num_families, per_step = pieces.num_families, families / planner.num_steps
+    return PrefixSavings("family", rows, flops, num_families=num_families, families_per_step=per_step)
 
 
 def estimated_savings(planner: EpochPlanner, reader: Rows) -> PrefixSavings | None:
@@ -72,14 +70,17 @@ def estimated_savings(planner: EpochPlanner, reader: Rows) -> PrefixSavings | No
         return None
     schedule, documents = planner.schedule(0), planner.documents
     filled = _some_packs(schedule.offsets, NUM_PACKS)
-    num_packs = len(filled)
+    is_sampled = len(documents) > NUM_STRETCHES * STRETCH
     slot = np.full(len(documents), -1)
     for i in filled.tolist():
         slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i
     rows, flops = _shares(planner, token_order(reader, documents, np.flatnonzero(slot >= 0)).within(slot))
     in_families, num_families = None, 0
     if documents.block is None:
-        chosen = _stretches(len(documents))
+        chosen = np.arange(len(documents))
+        if is_sampled:
+            first = np.linspace(0, len(documents) - STRETCH, NUM_STRETCHES).astype(np.int64)
+            chosen = (first[:, None] + np.arange(STRETCH)).ravel()
         tokens = token_order(reader, documents, chosen)
         pieces = planner.pieces(tokens)
         in_families = float(pieces.rows.sum() / documents.lengths[chosen].sum())
@@ -91,8 +92,8 @@ def estimated_savings(planner: EpochPlanner, reader: Rows) -> PrefixSavings | No
         flops=flops if shares else 1.0,
         in_packs=rows,
         in_families=in_families,
-        num_packs=num_packs if num_packs == NUM_PACKS else None,
-        num_documents=NUM_STRETCHES * STRETCH if len(documents) > NUM_STRETCHES * STRETCH else None,
+        num_packs=NUM_PACKS if len(filled) == NUM_PACKS else None,
+        num_documents=NUM_STRETCHES * STRETCH if is_sampled else None,
         num_families=num_families,
     )
 
@@ -118,34 +119,14 @@ def _estimated_with_images(planner: EpochPlanner, reader: ImageRows) -> PrefixSa
         totals += [lengths.sum(), (costs + image_costs[pack]).sum(), counts.sum()]
         computed += [(lengths - shared).sum(), (costs - saved + own * image_costs[pack]).sum(), (own * counts).sum()]
     rows, flops, images = (computed / np.maximum(totals, 1)).tolist()
-    num_packs = len(filled) if len(filled) == NUM_IMAGE_PACKS else None
-    return PrefixSavings("pack", rows=rows, flops=flops, in_packs=rows, images=images, num_packs=num_packs)
+    num_packs = NUM_IMAGE_PACKS if len(filled) == NUM_IMAGE_PACKS else None
+    return PrefixSavings("pack", rows, flops, in_packs=rows, images=images, num_packs=num_packs)
 
 
 def _some_packs(offsets: Int64Array, num_packs: int) -> Int64Array:
     """Evenly spaced slots that hold a document, at most so many."""
     filled = np.flatnonzero(np.diff(offsets))
     return filled[np.linspace(0, len(filled) - 1, min(num_packs, len(filled))).astype(int)]
-
-
-def _of_families(planner: EpochPlanner) -> PrefixSavings:
-    schedule, tokens = planner.schedule(0), planner.documents.tokens
-    assert tokens is not None
-    slot = np.full(len(planner.documents), -1)
-    slot[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
-    rows, flops = _shares(planner, tokens.within(slot))
-    pieces = planner.units()
-    assert isinstance(pieces, Pieces)
-    # a family is counted in each step that has documents of it
-    step = slot[schedule.order] // planner.packing.bins.num_slots
-    families = len(np.unique(step * len(planner.documents) + pieces.family[schedule.order]))
-    return PrefixSavings(
-        setting="family",
-        rows=rows,
-        flops=flops,
-        num_families=pieces.num_families,
-        families_per_step=families / planner.num_steps,
-    )
 
 
 def _shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, float]:
@@ -158,11 +139,3 @@ def _shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, float]:
     whole = cost(lengths).sum()
     own = whole - cost(shared).sum() + own_images
     return 1 - float(shared.sum() / lengths.sum()), float(own / (whole + images))
-
-
-def _stretches(num_documents: int) -> Int64Array:
-    """Documents of some evenly spaced stretches of the table; all of a small table."""
-    if num_documents <= NUM_STRETCHES * STRETCH:
-        return np.arange(num_documents)
-    first = np.linspace(0, num_documents - STRETCH, NUM_STRETCHES).astype(np.int64)
-    return (first[:, None] + np.arange(STRETCH)).ravel()

@@ -43,7 +43,7 @@ from ..compat import (
 from ..data.dataset_checks import check_tokenised
 from ..data.reader import mask_columns, without_ignored_mask
 from ..isolation.packed_model import PackedModel
-from ..reporting.report import PackingReport, complete_card, is_on_hub, names_of
+from ..reporting.report import PackingReport, complete_card, is_on_hub
 from ..samples.apply import make_samples
 from ..samples.checks import check_rows, has_transform
 from ..samples.images import count_turns_of_images, masking_collator
@@ -409,7 +409,8 @@ class SFTTrainer(trl.SFTTrainer):
     def create_model_card(  # type: ignore[override]  # TRL's signature, which is not transformers'
         self, model_name: str | None = None, dataset_name: Any = None, tags: str | list[str] | None = None
     ) -> None:
-        datasets, folder = names_of(dataset_name), Path(str(self.args.output_dir))
+        datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or ())
+        folder = Path(str(self.args.output_dir))
         published: Any = [name for name in datasets if is_on_hub(name)] or None
         super().create_model_card(model_name or folder.name, published, tags)
         if self.is_world_process_zero():
