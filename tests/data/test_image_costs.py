@@ -181,12 +181,8 @@ def test_the_log_counts_the_tower(tmp_path, monkeypatch, is_frozen):
     noted = []
 
     class Noting(Objective):
-        def training_flops(self, lengths):
-            noted.append(super().training_flops(lengths))
-            return noted[-1]
-
-        def tower_flops(self, inputs):
-            noted.append(super().tower_flops(inputs))
+        def flops(self, inputs, sizes):
+            noted.append(super().flops(inputs, sizes))
             return noted[-1]
 
     monkeypatch.setattr(trainer_module, "Objective", Noting)

@@ -19,7 +19,7 @@ from trl_packfix.attention.packed_forward import PackedForward, entered
 from trl_packfix.attention.varlen import launches_of, varlen_attention
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.tracing import Leak
-from trl_packfix.training.totals import EvaluationTotals
+from trl_packfix.training.totals import scores_of
 
 BOUNDS = torch.tensor([0, 5, 8], dtype=torch.int32)
 WHOLE = PackedForward(BOUNDS, BOUNDS, 5, 5)
@@ -172,9 +172,9 @@ def test_documents_longer_than_a_rank_are_refused_where_logits_are_needed(tmp_pa
 
 def test_labels_that_were_shifted_before_the_cut_are_all_scored():
     logits, labels = torch.randn(1, 6, 9), torch.tensor([[-100, 3, 4, -100, 5, 6]])
-    whole, parts = EvaluationTotals(logits.device), EvaluationTotals(logits.device)
-    whole.add_logits(logits, labels)
     following = torch.cat([labels[:, 1:], torch.tensor([[-100]])], 1)
-    for part in (slice(0, 3), slice(3, 6)):
-        parts.add_logits(logits[:, part], labels[:, part], following[:, part])
-    assert torch.allclose(whole.sums, parts.sums) and parts.sums[3] == 4
+    halves = (slice(0, 3), slice(3, 6))
+    parts = [scores_of(logits[:, half], labels[:, half], following[:, half]) for half in halves]
+    joined = torch.cat([part.log_probs for part in parts], 1)
+    assert torch.allclose(joined[:, :-1], scores_of(logits, labels).log_probs)
+    assert sum(part.label_mask.sum() for part in parts) == 4

@@ -16,6 +16,7 @@ from trl_packfix import SFTTrainer
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import LAYOUT, layout_of
 from trl_packfix.planning.strategies import plan_packs
+from trl_packfix.training.flops import training_flops
 
 pytestmark = pytest.mark.slow
 
@@ -67,8 +68,8 @@ def test_flops_are_those_of_the_computed_tokens(tmp_path):
     (sums,) = found.training_objective.totals._pending.values()
     sums = dict(zip(found.training_objective.totals.OF_BATCHES, sums.tolist(), strict=True))
     positions = batch["position_ids"][0][shared.num_documents > 0].double()
-    steps = found.training_objective.training_flops(positions + 1) - found.training_objective.training_flops(positions)
-    assert sums["flops"] == pytest.approx(steps.item(), rel=1e-12)
+    costs = [training_flops(found.data.cost_model, lengths, 1.0).sum() for lengths in (positions, positions + 1)]
+    assert sums["flops"] == pytest.approx((costs[1] - costs[0]).item(), rel=1e-12)
     assert sums["computed"] == len(positions) < sums["row_tokens"] == batch["labels"].numel()
     assert sums["tokens"] == shared.lengths.sum().item() > 1.2 * sums["computed"]
     assert sums["documents"] == 9 and sums["micro_batches"] == 1

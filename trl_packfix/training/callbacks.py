@@ -27,7 +27,7 @@ from ..reporting.report import PackingReport, metrics
 from ..samples.checks import IMAGES
 from .choices import Setup
 from .evaluation import Evaluation
-from .features import experimental
+from .features import experimental, refuse
 from .first_step import FirstStep
 from .lm_head import check_fused_head
 from .loading import TrainingData
@@ -50,7 +50,7 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
 
 
 class BeforeTraining(TrainerCallback):
-    """Says what is trained, and refuses evaluation sets without a trained token before the first step."""
+    """Says what is trained, and refuses what shows only now: evaluation sets without a trained token, another loss."""
 
     def __init__(self, run: Run, data: TrainingData, objective: Objective, *, evaluation: Evaluation):
         self._run, self._data, self._objective, self._evaluation = run, data, objective, evaluation
@@ -66,6 +66,10 @@ class BeforeTraining(TrainerCallback):
             run.accelerator.print(f"Trained tokens: {self._data.trained_line()}")
         if args.eval_strategy != "no" or args.eval_on_start:
             self._evaluation.check_evaluation_sets()
+
+    def on_pre_optimizer_step(self, args: Any, *call: object, **kwargs: object) -> None:
+        if not self._objective.totals.is_scored:
+            refuse(Setup(args=args, own_loss=f"{type(self._run).__name__}.compute_loss"))
 
 
 def backward_note(model: nn.Module, most_documents: int | None) -> str:

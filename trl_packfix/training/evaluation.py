@@ -40,7 +40,7 @@ from .objective import Objective
 from .planner import make_planner
 from .proofs import prove_degrees, prove_prefixes
 from .run import Run
-from .totals import EvaluationTotals
+from .totals import EvaluationTotals, scores_of
 
 logger = logging.getLogger(__name__)
 
@@ -348,7 +348,8 @@ class Evaluation:
         """Loss, logits and labels of a batch, which is added to the totals; with `loss_only` the loss alone."""
         inputs = self._run._prepare_inputs(inputs)
         objective = self._objective
-        objective.check_pack(inputs)
+        if self.args.packing:
+            self._run.packed_model.check_attends(inputs)
         inputs["use_cache"] = False
         layout = layout_of(inputs)
         targets = layout.targets(inputs["labels"][:, 1:] != IGNORE_INDEX) if "labels" in inputs else None
@@ -369,11 +370,11 @@ class Evaluation:
                         )
                     aux_loss = self._run.accelerator.gather(aux_loss).mean().item()
                     self._run._metrics["eval"]["aux_loss"].append(aux_loss)
-                return self._totals.add_fused(outputs, targets, sources).float(), None, None
+                return self._totals.add(outputs, targets, sources).float(), None, None
             labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
             logits = model(**inputs).logits
             loss = None
             if targets is not None:
-                loss = self._totals.add_logits(logits, labels, shift_labels, targets=targets, sources=sources).float()
+                loss = self._totals.add(scores_of(logits, labels, shift_labels), targets, sources).float()
         logits, labels = self._own_rows(logits, labels)
         return loss, logits, labels

@@ -62,20 +62,12 @@ def own_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def training_flops(costs: CostModel, lengths: Any, trained_share: float) -> Any:
-    """FLOPs of forward and backward by document; `lengths` is a float64 array or tensor, in tokens.
-
-    Args:
-        trained_share: share of the weights that are trained. The others need no gradient of their own: a third less.
-    """
+    """FLOPs of forward and backward by document, of float64 lengths; weights without gradients cost a third less."""
     return 3 * costs.flops(lengths) - (1 - trained_share) * costs.per_token * lengths
 
 
 def trained_share(model: nn.Module, without: nn.Module | None = None) -> float:
-    """Share of the weights that are trained, also where ZeRO-3 has divided them.
-
-    Args:
-        without: a part that does not count, such as a vision tower, which has costs of its own.
-    """
+    """Share of the weights that are trained, also where ZeRO-3 has divided them; `without` the vision tower."""
     skipped = set() if without is None else set(without.parameters())
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters() if p not in skipped]
     return sum(size for size, is_trained in sizes if is_trained) / max(sum(size for size, _ in sizes), 1)

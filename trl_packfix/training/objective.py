@@ -1,27 +1,15 @@
 """The training loss and its log.
 
 With `document_weighting="token"` loss and gradients are TRL's, to the bit. With "document" every document counts the
-same, whatever its length (LongAlign, arXiv 2401.18058): the loss is the mean over the documents of the whole optimizer
-step (all micro-batches and ranks) of each document's mean over its trained tokens. With `weight_column` the loss of
-each document d, and its share of the divisor, are multiplied by the weight w_d of its row: sum(w_d * loss_t) / sum(w_d)
-over the trained tokens t of the step, or sum(w_d * mean_d) / sum(w_d) over its documents. So a step's loss and gradient
-do not change if all weights are multiplied by one number, and do not depend on packing, accumulation or ranks.
+same, whatever its length (LongAlign, arXiv 2401.18058). With `weight_column` the loss of each document d, and its share
+of the divisor, are multiplied by the weight w_d of its row: sum(w_d * loss_t) / sum(w_d) over the trained tokens t of
+the whole optimizer step, or sum(w_d * mean_d) / sum(w_d) over its documents. So loss and gradient depend only on ratios
+of weights, and not on packing, accumulation or ranks.
 
-NEFTune's noise has the same amplitude on a document in a pack as on the document alone. The load-balancing statistic of
-mixtures of experts contains neither padding nor the dummy of an empty rank. Numbers for the log are summed on the
-device (`totals.py`). They are gathered over ranks once per logging step and per checkpoint; no micro-batch waits for
-them.
-
-A subclass may compute the loss itself. It gets the token count that transformers documents. Noise is added by hooks of
-the model, and tokens and documents are counted when batches are fetched, so both work for such a loss, too.
-
-The layout of a batch (`layout.py`) says which documents a row belongs to. All sums are over the targets of documents,
-not over rows, because with shared prefixes a row may be a target of several documents, with a weight for each. Of a
-part of a pack, each rank adds the terms of its own targets, with the counts of the whole pack. Documents, tokens,
-micro-batches and the value of the load-balancing statistic are counted by the first rank of a group only.
-
-In all sums over documents, a document is one with a trained token. Training drops the others, so a document without one
-in a batch is padding or a dummy.
+All sums are over the targets of documents, not over rows: with shared prefixes a row may be a target of several
+documents. Of a part of a pack, each rank adds the terms of its own targets, with the counts of the whole pack, and the
+first rank of a group counts documents, tokens, micro-batches and the value of the load-balancing statistic. A document
+without a trained token is padding or a dummy, because training drops the others.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ..attention.models import base_model
@@ -39,69 +26,41 @@ from ..compat import parameters_summed_by_ranks, router_loss_coefficient, scores
 from ..data.collator import IGNORE_INDEX
 from ..data.model_costs import vision_tower
 from ..data.row_values import SOURCES, WEIGHTS
-from ..layout import Layout, Targets, layout_of
+from ..layout import Layout, Sizes, Targets, layout_of
 from ..planning.costs import LLAMA_7B
 from ..planning.strategies import STRATEGIES
 from ..samples.processor import sequence_sizes
-from .choices import Setup
-from .config import SFTConfig
-from .features import refuse
 from .flops import own_peak_tflops, trained_share, training_flops
 from .groups import SamePackCheck
 from .lm_head import add_token_scores, cap_fused_head
 from .loading import TrainingData
 from .routers import check_router_loss, group_load_balancing
-from .run import Run
-from .totals import TrainingTotals, sums_by_source
+from .run import Part, Run
+from .totals import TrainingTotals, sum_dtype
 
 NUM_DUMMY_TOKENS = 2
 
-
-class LossIsOurs(TrainerCallback):
-    """Refuses, before the first optimizer step, a subclass whose loss does not use settings that need ours."""
-
-    def __init__(self, totals: TrainingTotals, name: str):
-        self._totals, self._name = totals, name
-
-    def on_pre_optimizer_step(self, args: Any, *call: object, **kwargs: object) -> None:
-        if not self._totals.is_scored:
-            refuse(Setup(args=args, own_loss=f"{self._name}.compute_loss"))
+score_tokens = cap_fused_head if scores_tokens() else add_token_scores
 
 
-class Objective:
-    """The training loss of a trainer, and its log.
+class Objective(Part):
+    """The training loss of a trainer, and its log. `attach` does what needs the model."""
 
-    It is made before the model is loaded. `attach` does what needs the model.
-
-    Args:
-        run: sets its `router_aux_loss_coef`, `aux_loss_enabled`, `model_accepts_loss_kwargs` and `neftune_noise_alpha`,
-            and counts its `_total_train_tokens` and `state.num_input_tokens_seen`.
-        data: of the training.
-        compute_loss_func: of the user.
-
-    Attributes:
-        totals: sums over the trained batches. Tokens are real ones, without padding and dummies; exact at each log and
-            checkpoint.
-        summed_by_ranks: parameters whose gradients transformers sums over ranks after each backward.
-        values_of_batch: weights and sources of the documents of the current batch.
-        has_own_logits: whether the loss is computed of the logits of the model's own forward.
-    """
-
-    totals: TrainingTotals
+    totals: TrainingTotals  # tokens are real ones, without padding and dummies; exact at each log and checkpoint
 
     def __init__(self, run: Run, data: TrainingData, compute_loss_func: Callable[..., Any] | None):
-        self._run, self._data = run, data
-        self.summed_by_ranks: list[nn.Parameter] = []
-        self.values_of_batch: dict[str, Tensor] = {}
-        self.has_own_logits = True
+        super().__init__(run)
+        self._data, self._loss_of_user = data, compute_loss_func
+        self.summed_by_ranks: list[nn.Parameter] = []  # transformers sums their gradients after each backward
+        self.values_of_batch: dict[str, Tensor] = {}  # weights and sources of the documents of the current batch
+        self.has_own_logits = True  # the loss is computed of the logits of the model's own forward
         self.same_pack = SamePackCheck(data)
-        self._loss_of_user = compute_loss_func
 
     def attach(self) -> None:
-        """Prepare the model, and count from now on. The trainer has its model and its data."""
+        """Prepare the model, and count from now on."""
         run, args = self._run, self.args
         run.compute_loss_func = self._loss_of_user  # TRL below 1.15 replaces it for `loss_type="dft"`
-        self._add_token_scores()
+        score_tokens(base_model(run.model))
         run.router_aux_loss_coef = router_loss_coefficient(run, args) or 0.0
         check_router_loss(run)
         self.totals = TrainingTotals(self._data.row_values.names, args.share_prefixes != "off")
@@ -110,14 +69,9 @@ class Objective:
         if args.packing:
             # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
             run.neftune_noise_alpha = None
-        run.add_callback(LossIsOurs(self.totals, type(run).__name__))
         if args.packing or args.document_weighting == "document" or args.weight_column is not None:
             # The mean is over the whole optimizer step, also for models to which transformers passes no token count
             run.model_accepts_loss_kwargs = True
-
-    @property
-    def args(self) -> SFTConfig:
-        return self._run.args
 
     @property
     def is_ours(self) -> bool:
@@ -126,31 +80,21 @@ class Objective:
 
     # The loss
 
-    def _add_token_scores(self) -> None:
-        model = base_model(self._run.model)
-        if scores_tokens():
-            cap_fused_head(model)
-        else:
-            add_token_scores(model)
-
     def start(self) -> None:
         """Prepare for a training, of a model or a training set that was used elsewhere or set since."""
-        self._add_token_scores()  # a trainer of TRL may have been built on this model
+        score_tokens(base_model(self._run.model))  # a trainer of TRL may have been built on this model
         self.totals.set_sources(self._data.row_values.names, self._data.stream_sources)
         self.summed_by_ranks = parameters_summed_by_ranks(base_model(self._run.model))
 
     def take_values(self, inputs: dict[str, Any]) -> None:
-        """Take the weights and sources of documents out of a batch.
-
-        Before any `compute_loss`, because a model does not take them, and DeepSpeed would round weights to bf16.
-        """
+        """Take the weights and sources of documents out of a batch: no model takes them, and DeepSpeed would round."""
         self.values_of_batch = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
         names, numbered = self.values_of_batch.get(SOURCES), self._data.stream_sources
         if isinstance(names, list) and numbered is not None:
             self.values_of_batch[SOURCES] = numbered.numbers(names)
 
     def sources_of(self, targets: Targets) -> Tensor | None:
-        """The source of each value of `targets.of`; None without sources."""
+        """The source of each value of `targets.of`."""
         if SOURCES not in self.values_of_batch:
             return None
         return self.values_of_batch[SOURCES].to(targets.documents.device)[targets.documents]
@@ -163,7 +107,8 @@ class Objective:
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | tuple[Tensor, Any]:
         """The loss of a micro-batch in training, its share of the optimizer step; added to the log."""
-        self.check_pack(inputs)
+        if self.args.packing:
+            self._run.packed_model.check_attends(inputs)
         inputs["use_cache"] = False
         if self._run.aux_loss_enabled:
             inputs["output_router_logits"] = True
@@ -182,18 +127,15 @@ class Objective:
                 loss = loss + self._run.router_aux_loss_coef * aux_loss / steps
         aux_sum = targets.trained.new_zeros(()) if aux_loss is None else aux_loss
         sums = [targets.of(outputs.entropy).sum(), targets.of(outputs.is_top1).sum(), aux_sum]
-        self.totals.add_outputs([*sums, outputs.label_mask.new_ones(())])
+        self.totals.add(self.totals.OF_OUTPUTS, [*sums, outputs.label_mask.new_ones(())])
+        self.totals.is_scored = True
         if (sources := self.sources_of(targets)) is not None:
             losses, is_trained = targets.of(-outputs.log_probs), targets.of(outputs.label_mask)
-            self.totals.add_sources(sums_by_source(losses, is_trained, sources, num_sources=self.totals.num_sources))
+            self.totals.add_sources(losses, is_trained, sources)
         if return_outputs:  # as in TRL: a second forward makes the logits, which the fused LM head does not
             with torch.no_grad():
                 return loss, model(**{key: value for key, value in inputs.items() if key != "labels"})
         return loss
-
-    def check_pack(self, inputs: dict[str, Any]) -> None:
-        if self.args.packing:
-            self._run.packed_model.check_attends(inputs)
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
@@ -226,11 +168,8 @@ class Objective:
     ) -> Tensor:
         """The share of this batch in the mean of an optimizer step over its targets, with the weights of documents.
 
-        Args:
-            values: of all positions, 0 where nothing is trained, (B, T - 1), or (1, T / s) of a part.
-            mask: whether a position is trained, of the same shape.
-            num_items: trained tokens of the step over all ranks; None for the mean over this batch.
-            num_classes: divides the mean, too.
+        `values` are 0 where `mask` says that nothing is trained, both (B, T - 1), or (1, T / s) of a part. `num_items`
+        are the trained tokens of the step over all ranks; None: the mean over this batch.
         """
         values, count = targets.of(values), targets.of(mask).sum()
         if self.args.document_weighting == "document":
@@ -254,13 +193,9 @@ class Objective:
     def count_step(
         self, batch_samples: list[dict[str, Any]], device: torch.device, count: Callable[[list[Any]], Any]
     ) -> Any:
-        """Trained tokens of an optimizer step over all ranks, as transformers counts them for any `compute_loss`.
+        """Trained tokens of an optimizer step over all ranks, as `count` of transformers has them.
 
-        The other divisors of our loss are stored for this step: the number of documents, and the number of
-        micro-batches that have documents.
-
-        Args:
-            count: transformers' count of batches with labels.
+        The other divisors of our loss are stored: the number of documents, and of micro-batches that have documents.
         """
         self.totals.start_step()
         batches = [batch for batch in batch_samples if "labels" in batch] if self.is_ours else []
@@ -314,8 +249,7 @@ class Objective:
     def aux_loss(self, outputs: Any, layout: Layout, trained: Tensor, *, router_logits: list[Tensor]) -> Tensor:
         """TRL's load-balancing statistic of this micro-batch, over its documents only; zero if it has none.
 
-        Of a part of a pack: the statistic of the whole pack, with the gradient of this part. Ranks after the first of
-        the group get the value zero, so that it is counted once.
+        Of a part of a pack: that of the whole pack, with the gradient of this part, and zero on all ranks but one.
         """
         if not router_logits:
             return outputs.aux_loss
@@ -340,42 +274,30 @@ class Objective:
 
     def count(self, inputs: dict[str, Any], layout: Layout, trained: Tensor) -> None:
         sizes = layout.sizes(trained)
-        flops = self.training_flops(sizes.lengths)
-        if sizes.saved is not None:
-            flops = flops - self.training_flops(sizes.saved)
-        once = [trained.sum(), sizes.tokens, (trained > 0).sum(), (trained > 0).any(), flops]
+        once = [trained.sum(), sizes.tokens, (trained > 0).sum(), (trained > 0).any(), self.flops(inputs, sizes)]
         own, tokens, documents, micro_batches, flops = (value * layout.is_first for value in once)
         # `torch.tensor` would synchronise with the device
         rows = trained.new_full((), inputs["labels"].numel())
-        sums = [own, tokens, sizes.computed, rows, documents, micro_batches, (trained > 0).any()]
-        # Each rank of a group gets all images of the pack, and they divide them
-        self.totals.add_batch([*sums, flops + self.tower_flops(inputs) * layout.is_first])
+        counts = [own, tokens, sizes.computed, rows, documents, micro_batches, (trained > 0).any(), flops]
+        self.totals.add(self.totals.OF_BATCHES, counts)
 
-    def training_flops(self, lengths: Tensor) -> Tensor:
-        """FLOPs of forward and backward of the text of these documents, (N,); 0 if the cost is not known."""
-        if self._data.cost_model is LLAMA_7B:
-            return lengths.new_zeros(())
-        exact = lengths.to(torch.float32 if lengths.device.type == "mps" else torch.float64)
-        return training_flops(self._data.cost_model, exact, self.trained_share).sum()
-
-    def tower_flops(self, inputs: dict[str, Any]) -> Tensor | float:
-        """FLOPs of forward and backward of the images of a batch in the vision tower; 0 if their cost is not known."""
-        if self._data.cost_model is LLAMA_7B or self._data.cost_model.tower is None:
-            return 0.0
-        sizes = sequence_sizes(inputs)
-        exact = sizes.to(torch.float32 if sizes.device.type == "mps" else torch.float64)
-        return 3 * self._data.cost_model.tower.flops(exact, exact**2).sum()
+    def flops(self, inputs: dict[str, Any], sizes: Sizes) -> Tensor:
+        """FLOPs of forward and backward of a batch, with all images of the pack; 0 if their cost is not known."""
+        costs, dtype = self._data.cost_model, sum_dtype(sizes.lengths.device)
+        if costs is LLAMA_7B:
+            return sizes.lengths.new_zeros(())
+        flops = training_flops(costs, sizes.lengths.to(dtype), self.trained_share).sum()
+        if sizes.saved is not None:
+            flops = flops - training_flops(costs, sizes.saved.to(dtype), self.trained_share).sum()
+        if costs.tower is not None:
+            images = sequence_sizes(inputs).to(dtype)
+            flops = flops + 3 * costs.tower.flops(images, images**2).sum()
+        return flops
 
     @cached_property
     def trained_share(self) -> float:
         tower = None if self._data.cost_model.tower is None else vision_tower(base_model(self._run.model))
         return trained_share(self._run.model, without=tower)
-
-    @cached_property
-    def _peak_tflops(self) -> float | None:
-        if self.args.peak_tflops is not None:
-            return self.args.peak_tflops
-        return own_peak_tflops(self._run.accelerator.device, self._data.attention_dtype)
 
     def gather_totals(self) -> None:
         """Update `_total_train_tokens` and `num_input_tokens_seen`. All ranks must call."""
@@ -391,7 +313,12 @@ class Objective:
             return
         self.gather_totals()
         if self.totals.num_steps:
-            logs |= self.totals.metrics(self._pack_capacity, self.args.world_size, self._peak_tflops)
+            capacity = None  # of strategies that do not fill micro-batches
+            if self.args.packing and not STRATEGIES[self.args.packing_strategy].keeps_steps:
+                assert self._run.packing_report is not None  # made with the training loader
+                capacity = self.args.tokens_per_rank or self._run.packing_report.capacity
+            peak = self.args.peak_tflops or own_peak_tflops(self._run.accelerator.device, self._data.attention_dtype)
+            logs |= self.totals.metrics(capacity, self.args.world_size, peak)
             if not self._run.aux_loss_enabled:
                 logs.pop("aux_loss", None)
             logs["num_tokens"] = self._run._total_train_tokens
@@ -399,22 +326,11 @@ class Objective:
         if is_end and logs["train_runtime"]:
             logs["train_samples_per_second"] = round(self.totals.num_documents / logs["train_runtime"], 3)
 
-    @property
-    def _pack_capacity(self) -> int | None:
-        """Most tokens of a pack on one rank; None for strategies that do not fill micro-batches."""
-        if not self.args.packing or STRATEGIES[self.args.packing_strategy].keeps_steps:
-            return None
-        if self.args.tokens_per_rank is not None:
-            return self.args.tokens_per_rank
-        assert self._run.packing_report is not None  # made with the training loader
-        return self._run.packing_report.capacity
-
 
 def _smoothed(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The two terms of label smoothing at each position: minus the log-probability of its label, and of all tokens.
+    """The terms of label smoothing at each position, 0 where nothing is trained: of its label, and of all tokens.
 
-    Both are 0 where nothing is trained, and have the shape (B, T - 1), or (1, T / s) of a part. In the order of
-    transformers' `LabelSmoother`, whose loss this is to the bit.
+    In the order of transformers' `LabelSmoother`, whose loss this is to the bit.
     """
     labels = inputs.get("shift_labels")
     if labels is None:

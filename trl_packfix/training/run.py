@@ -62,3 +62,14 @@ class Run(Protocol):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *, num_items_in_batch: Any) -> Any: ...
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any: ...
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]: ...
+
+
+class Part:
+    """What a trainer holds, and reads the trainer."""
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    @property
+    def args(self) -> SFTConfig:
+        return self._run.args

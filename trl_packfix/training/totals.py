@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from ..data.collator import IGNORE_INDEX
 from ..data.row_values import MAX_SOURCES, StreamSources
 from ..layout import Targets
+from .lm_head import TokenScores
 
 
 class TrainingTotals(TrainerCallback):
@@ -21,17 +22,6 @@ class TrainingTotals(TrainerCallback):
 
     Sums of batches (`OF_BATCHES`) are counted when batches are fetched, so they are right for any loss. Sums of outputs
     (`OF_OUTPUTS`) and by source exist only if our loss was computed.
-
-    Args:
-        sources: names of the sources by which losses are summed.
-        shares_prefixes: whether to log the share of the tokens that is computed.
-
-    Attributes:
-        window: sums over all ranks since the last log.
-        num_steps: optimizer steps since the last log.
-        is_scored: whether outputs were added in this optimizer step.
-        waited: seconds that this rank waited for batches since the last log; `data_wait` is their share of the time.
-        num_documents: over all ranks since training began.
     """
 
     # `tokens` are those of documents, `computed` those of them that the model computes: fewer if prefixes are shared.
@@ -51,15 +41,9 @@ class TrainingTotals(TrainerCallback):
 
     def _name_sources(self, sources: Sequence[str]) -> None:
         self.sources = sources
-        # Losses, then trained tokens
         self._of_sources = tuple(f"{name}/{source}" for name in ("loss", "trained_tokens") for source in sources)
         self._groups = [group for group in (self.OF_BATCHES, self.OF_OUTPUTS, self._of_sources) if group]
         self._names = [name for group in self._groups for name in group]
-
-    @property
-    def num_sources(self) -> int:
-        """Places for sums by source on this rank. How many sources a stream has is not known before it is read."""
-        return len(self.sources) if self._of_stream is None else MAX_SOURCES
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:
         self.reset()
@@ -68,15 +52,16 @@ class TrainingTotals(TrainerCallback):
         # Sums of this rank that are not gathered yet, on the device, by the group of their names
         self._pending: dict[tuple[str, ...], Tensor] = {}
         self._pending_of_stream: Tensor | None = None  # by source of a stream, as this rank numbers them
-        self.num_documents = 0
-        self.is_scored = False
+        self.num_documents = 0  # over all ranks
+        self.is_scored = False  # outputs were added in this optimizer step
         self.start_window()
 
     def start_window(self) -> None:
-        self.window = dict.fromkeys(self._names, 0.0)
+        """Begin a window, of what is summed up to the next log."""
+        self.window = dict.fromkeys(self._names, 0.0)  # over all ranks
         self.num_steps = 0
         self.started: float | None = None  # set by the next fetch: evaluation and checkpoints do not count
-        self.waited = 0.0
+        self.waited = 0.0  # seconds for batches, on this rank
         self._fetching = time.perf_counter()
 
     def start_fetch(self) -> None:
@@ -91,31 +76,25 @@ class TrainingTotals(TrainerCallback):
         self.is_scored = False
         self.waited += time.perf_counter() - self._fetching
 
-    def add_batch(self, values: list[Tensor]) -> None:
-        """Sums of one micro-batch on this rank, scalars in the order of `OF_BATCHES`."""
-        self._add(self.OF_BATCHES, values)
+    def add(self, names: tuple[str, ...], values: list[Tensor]) -> None:
+        """Sums of one micro-batch on this rank, scalars in the order of `names`."""
+        sums = torch.stack([value.detach().to(sum_dtype(value.device)) for value in values])
+        self._pending[names] = sums + self._pending[names] if names in self._pending else sums
 
-    def add_outputs(self, values: list[Tensor]) -> None:
-        """Sums over the outputs of one micro-batch on this rank, scalars in the order of `OF_OUTPUTS`."""
-        self._add(self.OF_OUTPUTS, values)
-        self.is_scored = True
-
-    def add_sources(self, sums: Tensor) -> None:
-        """Sums by source over one micro-batch on this rank: see `sums_by_source`."""
+    def add_sources(self, loss: Tensor, label_mask: Tensor, sources: Tensor) -> None:
+        """The sums by source of one micro-batch on this rank: see `sums_by_source`."""
+        num_sources = len(self.sources) if self._of_stream is None else MAX_SOURCES  # a stream is not known before
+        sums = sums_by_source(loss, label_mask, sources, num_sources=num_sources)
         if self._of_stream is None:
-            self._add(self._of_sources, list(sums.flatten()))
+            self.add(self._of_sources, list(sums.flatten()))
         else:
             before = self._pending_of_stream
             self._pending_of_stream = sums if before is None else before + sums
 
-    def _add(self, names: tuple[str, ...], values: list[Tensor]) -> None:
-        sums = torch.stack([value.detach().to(sum_dtype(value.device)) for value in values])
-        self._pending[names] = sums + self._pending[names] if names in self._pending else sums
-
     def gather(self, accelerator: Accelerator, copies: int = 1) -> dict[str, float]:
-        """Sum over all ranks what was added since the last call, and add it to the window. All ranks must call.
+        """Sum over all ranks what was added since the last call, of which `copies` ranks have counted the same.
 
-        `copies` ranks have counted the same batches.
+        The sums are added to the window. All ranks must call.
         """
         if not self._pending:
             return dict.fromkeys(self._names, 0.0)
@@ -147,11 +126,7 @@ class TrainingTotals(TrainerCallback):
     def metrics(self, capacity: int | None, num_ranks: int = 1, peak_tflops: float | None = None) -> dict[str, float]:
         """The values logged for the window.
 
-        Args:
-            capacity: most tokens of a pack on one rank. None if micro-batches are not filled: then `efficiency` is the
-                share of real tokens in the rows.
-            num_ranks: ranks that share the FLOPs.
-            peak_tflops: of the device of a rank; None: no `mfu`.
+        `capacity` is in tokens on one rank; without one, `efficiency` is the share of real tokens in the rows.
         """
         sums, elapsed = self.window, time.perf_counter() - (self.started or time.perf_counter())
         trained, micro_batches = max(sums["trained_tokens"], 1.0), sums["micro_batches"]
@@ -207,22 +182,14 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def sums_by_source(loss: Tensor, label_mask: Tensor, sources: Tensor, *, num_sources: int) -> Tensor:
-    """Loss and trained tokens of each source, shape (2, S).
-
-    Args:
-        loss: of each position, (B, T - 1).
-        label_mask: True where the next token is trained, (B, T - 1).
-        sources: source of each position, (B, T - 1).
-
-    With shared prefixes all three are of shape (M,), one value per target.
-    """
+    """Loss and trained tokens of each source, (2, S), of values of each position or of each target of documents."""
     sums = torch.zeros(2, num_sources, dtype=sum_dtype(loss.device), device=loss.device)
     values = torch.stack([(loss.detach() * label_mask).flatten(), label_mask.flatten()]).to(sums.dtype)
     return sums.scatter_add_(1, sources.flatten().expand(2, -1), values)
 
 
 def source_metrics(sources: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
-    """`loss/NAME` and `trained_tokens/NAME` of each source with a trained token; `sums` are losses, then tokens."""
+    """Of each source with a trained token; `sums` are losses, then tokens."""
     pairs = zip(sources, sums[: len(sources)], sums[len(sources) :], strict=True)
     seen = [(source, loss, tokens) for source, loss, tokens in pairs if tokens]
     losses = {f"loss/{source}": loss / tokens for source, loss, tokens in seen}
@@ -235,69 +202,44 @@ def _rounded(value: float) -> float:
 
 
 class EvaluationTotals:
-    """Sums over the trained tokens of an evaluation set, on one rank, in fp64 where the device has it.
-
-    Args:
-        names: of the sources by which losses are summed, too.
-    """
+    """Sums over the trained tokens of an evaluation set, on one rank; losses also by source."""
 
     def __init__(self, device: torch.device, names: Sequence[str] = ()):
         self.names = names
         # loss, entropy, correct, trained tokens; losses by source; trained tokens by source
         self.sums = torch.zeros(4 + 2 * len(names), dtype=sum_dtype(device), device=device)
 
-    def add_fused(self, outputs: Any, targets: Targets, sources: Tensor | None = None) -> Tensor:
-        """Add the outputs of TRL's fused LM head; returns the mean loss of this batch.
-
-        `sources` are those of each value of `targets.of`, or None without sources.
-        """
-        values = (-outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask)
-        return self._add([targets.of(tensor) for tensor in values], sources)
-
-    def add_logits(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        shift_labels: Tensor | None = None,
-        *,
-        targets: Targets | None = None,
-        sources: Tensor | None = None,
-    ) -> Tensor:
-        """Add a batch of full logits, (B, T, V), with labels (B, T); returns the mean loss of this batch.
-
-        `shift_labels` (B, T) are the labels of the next token, of a part of a pack: the last one is not in `labels`.
-        `targets` are needed for sources and for shared prefixes.
-        """
-        if shift_labels is None:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        else:
-            labels = shift_labels
-        logits = logits.float()
-        log_probs = F.log_softmax(logits, dim=-1)
-        mask = labels != IGNORE_INDEX
-        loss = F.nll_loss(log_probs.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
-        entropy = -(log_probs.exp() * log_probs).sum(-1) * mask
-        values = [loss, entropy, (logits.argmax(-1) == labels) & mask, mask]
-        return self._add(values if targets is None else [targets.of(tensor) for tensor in values], sources)
-
-    def _add(self, values: list[Tensor], sources: Tensor | None) -> Tensor:
-        """`values` are loss, entropy, whether the label is the likeliest token, and whether it is trained."""
+    def add(self, scores: Any, targets: Targets, sources: Tensor | None = None) -> Tensor:
+        """Add a batch, with the source of each target; returns its mean loss."""
+        of_tokens = (-scores.log_probs, scores.entropy, scores.is_top1, scores.label_mask)
+        values = [targets.of(tensor) for tensor in of_tokens]
         batch = torch.stack([x.sum(dtype=self.sums.dtype) for x in values])
-        loss, *_, mask = values
         self.sums[:4] += batch
         if sources is not None:
-            self.sums[4:] += sums_by_source(loss, mask, sources, num_sources=len(self.names)).flatten()
+            by_source = sums_by_source(values[0], values[3], sources, num_sources=len(self.names))
+            self.sums[4:] += by_source.flatten()
         return batch[0] / batch[3].clamp(min=1)
 
     def metrics(self, accelerator: Accelerator, copies: int = 1) -> dict[str, float]:
-        """`loss`, `entropy` and `mean_token_accuracy` over all ranks; empty if no trained token was counted.
-
-        `copies` ranks have counted the same batches.
-
-        With sources also `loss/NAME` and `trained_tokens/NAME` of each that has a trained token.
-        """
+        """Means over all ranks, of which `copies` have counted the same; empty if no trained token was counted."""
         loss, entropy, correct, tokens, *by_source = (accelerator.reduce(self.sums, reduction="sum") / copies).tolist()
         if not tokens:
             return {}
         metrics = {"loss": loss / tokens, "entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
         return metrics | source_metrics(self.names, by_source)
+
+
+def scores_of(logits: Tensor, labels: Tensor, shift_labels: Tensor | None = None) -> TokenScores:
+    """The scores of full logits, (B, T, V), with labels (B, T).
+
+    `shift_labels` (B, T) are the labels of the next token, of a part of a pack: the last one is not in `labels`.
+    """
+    if shift_labels is None:
+        logits, shift_labels = logits[:, :-1], labels[:, 1:]
+    logits = logits.float()
+    log_probs = F.log_softmax(logits, dim=-1)
+    mask = shift_labels != IGNORE_INDEX
+    loss = F.nll_loss(log_probs.transpose(1, 2), shift_labels, ignore_index=IGNORE_INDEX, reduction="none")
+    entropy = -(log_probs.exp() * log_probs).sum(-1) * mask
+    is_top1 = (logits.argmax(-1) == shift_labels) & mask
+    return TokenScores(log_probs=-loss, entropy=entropy, is_top1=is_top1, label_mask=mask)
