@@ -24,7 +24,7 @@ from support.rounding import tolerance, weight_difference
 from transformers import AutoModelForCausalLM
 
 from trl_packfix.training.checkpoints import FILE, damage
-from trl_packfix.training.data_ranks import DataRanks
+from trl_packfix.training.run import DataRanks
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo"),

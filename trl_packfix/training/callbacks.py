@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -146,12 +147,7 @@ class BeforeFirstStep(TrainerCallback):
                 }
             )
 
-    def end(self) -> None:
-        """Give the model back its own attention, after training has ended or failed."""
-        self._run.packed_model.rest()
-
     def on_save(self, *call: object, **kwargs: object) -> None:
-        """Save the report in every checkpoint: it counts what was cut, split and dropped."""
         run, report = self._run, self._run.packing_report
         if run.args.packing_report and run.is_world_process_zero():
             assert report is not None
@@ -228,7 +224,12 @@ class StreamCallback(TrainerCallback):
         args = self._run.args
         if args.world_size == 1:
             return
-        firsts = gather_object([self._data.first_of_stream()])
+        stream, images = self._run.train_dataset, self._data.images
+        if images is not None:
+            first = images.first_of_stream(stream, args)
+        else:
+            first = np.asarray(next(iter(stream))["input_ids"]).tolist()
+        firsts = gather_object([first])
         other = [rank for rank in range(args.world_size) if firsts[rank] != firsts[0]]
         if other:
             raise ValueError(

@@ -27,7 +27,7 @@ from ..data.documents import Documents
 from ..data.image_rows import ImageRows
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
-from ..data.row_values import RowValues, read_row_values
+from ..data.row_values import SOURCES, RowValues, RowValuesCollator, read_row_values
 from ..data.spans import Overlong
 from ..data.stream_reader import read_whole
 from ..layout import layout_of
@@ -261,7 +261,9 @@ class Evaluation:
                 collate = self._data.images.padded_collator(self._run._tokenizer.pad_token_id)
             else:
                 collate = PaddedCollator(self._data.padded_collator)
-        return self._data.make_loader(rows, sampler, self._data.with_row_values(collate, values))
+        if values.sources is not None:
+            collate = RowValuesCollator(collate, {SOURCES: SOURCES})
+        return self._data.make_loader(rows, sampler, collate)
 
     def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
         column = self.args.source_column

@@ -185,8 +185,8 @@ class FirstStep:
     # Packed
 
     def _packed(self, packs: list[Any]) -> _Step:
-        run, model = self._run, self._probe.model
-        batches = [self._probe.moved(self._data.collate_without_sources(pack)) for pack in packs]
+        run, model, keys = self._run, self._probe.model, [WEIGHTS] if self._run.args.weight_column else []
+        batches = [self._probe.moved(self._data.training_collator(keys)(pack)) for pack in packs]
         if run.accelerator.num_processes > 1 and (run.args.tokens_per_rank or self._data.ranks.copies > 1):
             check_same_packs(batches, self._data.ranks.copies)
         num_items = run._get_num_items_in_batch(batches, run.accelerator.device)

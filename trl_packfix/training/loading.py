@@ -1,11 +1,10 @@
 """The data of a training run: documents, planner, loaders, and the model that takes their packs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
@@ -40,13 +39,11 @@ from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
 from ..reporting.build import make_report, make_stream_report
-from ..samples.apply import Made
 from ..samples.checks import has_images, what_is_trained
 from ..samples.row import Trained, TurnCounts
 from . import checks
 from .choices import Setup, text_config
 from .config import SFTConfig
-from .data_ranks import DataRanks
 from .features import refuse
 from .images import ImageData, measure_rows, packs_images
 from .lora_inputs import LoraInputs
@@ -54,103 +51,67 @@ from .noise import DocumentNoise
 from .planner import documents_of, make_planner, packing_of
 from .progress import status
 from .remembered import RememberedProofs
-from .run import Run
+from .run import DataRanks, Part, Run
 
 
-class TrainingData:
+class TrainingData(Part):
     """The data of a trainer, from its training set to batches.
 
     With packing, a table becomes documents when the trainer is constructed, and packs when training starts. If
     `train_dataset` was replaced by then, the new one is read first. What datasets were given is checked before the
     model is loaded. `attach` does what needs the model.
-
-    Args:
-        run: sets its `data_collator`, `packed_model` and `packing_report`.
-
-    Attributes:
-        reader: the rows of the training set; with packing of a table.
-        documents: the documents of the training set; with packing of a table.
-        row_values: weights and sources of the rows of the training set.
-        turns: what was counted when conversations were split, with `per_turn`.
-        trained: what the loss is computed on.
-        planner: the planner of the epochs, from when training starts; None for a stream.
-        stream: the packs of a stream, from when training starts.
-        stream_sources: the sources of a stream that this rank has met; None without.
-        images: what packs need of images; None without.
-        packs_images: whether packs have images.
-        padded_collator: the collator of an unpacked run.
-        ranks: which ranks read data of their own.
-        unpacked_counts_first: whether TRL would divide an unpacked loss by the first label of each row, too, which is
-            not a target.
     """
 
-    reader: TokenReader | ImageRows
+    reader: TokenReader | ImageRows  # with packing of a table, as are `documents`
     documents: Documents
     row_values: RowValues
-    padded_collator: Callable[..., Any]
-    unpacked_counts_first: bool
+    padded_collator: Callable[..., Any]  # of an unpacked run
+    unpacked_counts_first: bool  # TRL would divide an unpacked loss by the first label of each row, too: no target
     ranks: DataRanks
 
     def __init__(self, run: Run, args: SFTConfig, model: Any, *, train_dataset: Any, eval_dataset: Any):
         require_gathers(args.world_size, args.device.type)  # before weights are loaded, and without packing, too
-        self._run = run
+        super().__init__(run)
         self.vocab_size: int | None = getattr(text_config(model, args), "vocab_size", None)
         checks.check_prepared_sets(args, train_dataset, eval_dataset, vocab_size=self.vocab_size)
         self.images: ImageData | None = None
         self.turns: TurnCounts | None = None
         self.trained = Trained(what_is_trained(args, train_dataset), args.message_train_key)
-        self.planner: EpochPlanner | None = None
-        self.stream: PackedStream | None = None
-        self.stream_sources: StreamSources | None = None
+        self.planner: EpochPlanner | None = None  # of a table, from when training starts
+        self.stream: PackedStream | None = None  # the same of a stream
+        self.stream_sources: StreamSources | None = None  # that this rank has met
         self.packs_images = packs_images(args, train_dataset)
         self._shares_prefixes = False
 
     def attach(self) -> None:
-        """Read the training set, and prepare the model for packs. The trainer has its model."""
-        run = self._run
-        refuse(Setup(args=self.args, model=run.model, accelerator=run.accelerator))
-        self.ranks = DataRanks.of(self.args, run.get_tp_size())
+        """Read the training set, and prepare the model for packs."""
+        run, args = self._run, self.args
+        refuse(Setup(args=args, model=run.model, accelerator=run.accelerator))
+        self.ranks = DataRanks.of(args, run.get_tp_size())
         declare_whole_sizes(run.model)
-        if self.args.world_size > 1:
+        if args.world_size > 1:
             wait_for_threads_at_exit()
         self.unpacked_counts_first = run.model_accepts_loss_kwargs and not run._loss_shifts_labels
         self.padded_collator = run.data_collator
-        if self.args.packing:
-            self._prepare_packing()
-        else:
-            self._read_training_set()
-        self.constructed_with = checks.Constructed(self.args, run.model)
+        if args.packing:
+            self._shares_prefixes = args.share_prefixes != "off"
+            checks.check_quantisation(run.model, args.device.type)
+            run.padding_free = True
+            if self.packs_images:
+                self.images = ImageData(run.data_collator, run.model, args.per_turn)
+            run.data_collator = self.packed_collator(args.per_device_train_batch_size, self.shares_prefixes)
+        self._read_training_set()
+        if args.packing:
+            run.packed_model = self.make_packed_model()
+        self.constructed_with = checks.Constructed(args, run.model)
 
-    @property
-    def args(self) -> SFTConfig:
-        return self._run.args
-
-    # Weights and sources of rows
+    # Tables
 
     @property
     def _value_columns(self) -> dict[str, str]:
         """The columns of weights and sources, by their keys in a batch."""
         columns = {WEIGHTS: self.args.weight_column, SOURCES: self.args.source_column}
         return {key: column for key, column in columns.items() if column is not None}
-
-    def with_row_values(self, collate: Callable[..., Any], values: RowValues) -> Callable[..., Any]:
-        """`collate`, with the weights and sources that its documents have."""
-        has = {WEIGHTS: values.weights is not None, SOURCES: values.sources is not None}
-        keys = {key: key for key, is_given in has.items() if is_given}
-        return RowValuesCollator(collate, keys) if keys else collate
-
-    def _prepare_packing(self) -> None:
-        args = self.args
-        self._shares_prefixes = args.share_prefixes != "off"
-        checks.check_quantisation(self._run.model, args.device.type)
-        self._run.padding_free = True
-        if self.packs_images:
-            self.images = ImageData(self._run.data_collator, self._run.model, args.per_turn)
-        self._run.data_collator = self.packed_collator(args.per_device_train_batch_size, self.shares_prefixes)
-        self._read_training_set()
-        self._run.packed_model = self.make_packed_model()
-
-    # Tables
 
     def _read_training_set(self) -> None:
         """Weights and sources of the rows of `train_dataset` and, with packing, its documents."""
@@ -173,28 +134,6 @@ class TrainingData:
                 self.documents = documents_of(self.reader, args)
         self._dataset_read = dataset
 
-    def _read_replaced_training_set(self) -> None:
-        """Read `train_dataset` if it is not the one that was read before: a user may set it between two trainings."""
-        before, dataset, args = self._dataset_read, self._run.train_dataset, self.args
-        if dataset is before:
-            return
-        if args.packing:
-            checks.check_replacement(dataset, before, self.vocab_size)
-            if isinstance(dataset, Dataset):
-                self._run.train_dataset = without_ignored_mask(dataset, self._run.completion_only_loss)
-        given = {"args": args, "model": self._run.model, "train_dataset": dataset}
-        refuse(checks.setup_of(type(self._run), given))
-        checks.check_weights(args, self._run.train_dataset)
-        self.turns, self.trained = None, replace(self.trained, counts=None)
-        self._read_training_set()
-
-    def counted(self, made: Made, is_training_set: bool) -> Dataset | IterableDataset:
-        """The rows of samples; of the training set the counts are taken."""
-        if is_training_set:
-            self.turns = made.turns
-            self.trained = replace(self.trained, counts=made.masked)
-        return made.rows
-
     def trained_line(self) -> str:
         """What is trained without packing, with the share of the tokens of a table."""
         dataset = self._run.train_dataset
@@ -210,11 +149,21 @@ class TrainingData:
         return measure_rows(dataset, self.images.process, name, args=self.args, marks=name == "train")
 
     def start(self) -> None:
-        """Refuse what was changed since construction, and read the training set if it was replaced."""
-        run = self._run
+        """Refuse what was changed since construction, and read a training set that was set since."""
+        run, args = self._run, self.args
         model = run.accelerator.unwrap_model(run.model, keep_torch_compile=False)
-        self.constructed_with.check(self.args, model, trains=True)
-        self._read_replaced_training_set()
+        self.constructed_with.check(args, model, trains=True)
+        before, dataset = self._dataset_read, run.train_dataset
+        if dataset is before:
+            return
+        if args.packing:
+            checks.check_replacement(dataset, before, self.vocab_size)
+            if isinstance(dataset, Dataset):
+                run.train_dataset = without_ignored_mask(dataset, run.completion_only_loss)
+        refuse(checks.setup_of(type(run), {"args": args, "model": run.model, "train_dataset": dataset}))
+        checks.check_weights(args, run.train_dataset)
+        self.turns, self.trained = None, replace(self.trained, counts=None)
+        self._read_training_set()
 
     def packed_loader(self) -> DataLoader[Any]:
         """The loader of packs of the training set. Plans the first epoch, and makes the report."""
@@ -225,24 +174,13 @@ class TrainingData:
             show(f"Planned packs of {len(self.documents):,} documents; making the report")
             reports: list[Any] = [None]
             if self.args.process_index == 0:  # of many documents it takes as much memory as the plan
-                reports[0] = make_report(
-                    planner,
-                    self.reader,
-                    unpacked_counts_first=self.unpacked_counts_first,
-                )
+                reports[0] = make_report(planner, self.reader, unpacked_counts_first=self.unpacked_counts_first)
             self._run.packing_report = replace(
                 broadcast_object_list(reports)[0], trained=self.trained, turns=self.turns
             )
         rows = DocumentDataset(self.reader, self.documents, self._run._tokenizer.pad_token_id, values=self.row_values)
-        collate = self._by_length(self.with_row_values(self._training_collator, self.row_values))
-        return self.make_loader(rows, PackedBatchSampler(planner, self.ranks.rank), collate)
-
-    def collate_without_sources(self, documents: Any) -> dict[str, Any]:
-        """A batch of training, with the weights of its documents: what its loss and gradients depend on."""
-        collate = self._training_collator
-        if self.args.weight_column is not None:
-            collate = RowValuesCollator(collate, {WEIGHTS: WEIGHTS})
-        return self._by_length(collate)(documents)
+        sampler = PackedBatchSampler(planner, self.ranks.rank)
+        return self.make_loader(rows, sampler, self.training_collator(self._value_columns))
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -250,17 +188,18 @@ class TrainingData:
         packs = self.planner or self.stream
         return () if packs is None else packs.packing.degrees
 
-    def make_planner(self) -> EpochPlanner:
-        settings = {"world_size": self.ranks.count} | self._settings_of_run
-        return make_planner(self.args, self.documents, self.cost_model, **settings)
-
     @property
-    def _settings_of_run(self) -> dict[str, Any]:
-        """What the engine and the run decide of the packing."""
+    def _of_run(self) -> dict[str, Any]:
+        """What the model, the engine and the run decide of the packing."""
         return {
+            "cost_model": self.cost_model,
+            "world_size": self.ranks.count,
             "synchronisation": checks.synchronisation(self._run.accelerator, base_model(self._run.model)),
             "batch_size": self._run._train_batch_size,  # lowered by `auto_find_batch_size`
         }
+
+    def make_planner(self) -> EpochPlanner:
+        return make_planner(self.args, self.documents, **self._of_run)
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -274,51 +213,40 @@ class TrainingData:
     def make_loader(
         self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable[..., Any]
     ) -> DataLoader[Any]:
-        args = self.args
-        return document_loader(
-            dataset,
-            sampler,
-            collate,
-            device=self._run.accelerator.device,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=self._pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            **self._worker_kwargs,
-        )
+        keeps = self.args.dataloader_persistent_workers
+        settings = {"persistent_workers": keeps, **self._loader_settings, **self._worker_kwargs}
+        return document_loader(dataset, sampler, collate, **settings)
 
-    def _by_length(self, collate: Callable[..., Any]) -> Callable[..., Any]:
-        """On CUDA documents of a pack come by length, in launches of their own; a compiler would trace each anew."""
-        on_kernels = self.args.device.type == "cuda" and not self.args.torch_compile
-        return ByLength(collate) if on_kernels else collate
-
-    @property
-    def _training_collator(self) -> Callable[..., Any]:
-        if self.args.pad_documents_to_multiple_of is None:
-            return self._run.data_collator
-        # lowered by `auto_find_batch_size`
-        return self.packed_collator(self._run._train_batch_size, self.shares_prefixes)
+    def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]:
+        """What makes a batch of the documents of a pack, with the values that `keys` name: see `RowValuesCollator`."""
+        run, collate = self._run, self._run.data_collator
+        if self.args.pad_documents_to_multiple_of is not None:  # `auto_find_batch_size` may have lowered the capacity
+            collate = self.packed_collator(run._train_batch_size, self.shares_prefixes)
+        if keys:
+            collate = RowValuesCollator(collate, {key: key for key in keys}, names_sources=names_sources)
+        # On CUDA documents of a pack come by length, in launches of their own; a compiler would trace each anew
+        return ByLength(collate) if self.args.device.type == "cuda" and not self.args.torch_compile else collate
 
     def packed_collator(self, batch_size: int, shares: bool) -> PackCollator:
-        images = None if self.images is None else self.images.of_packs(self.args, self._run.accelerator)
-        return PackCollator(self._make_row_collator(batch_size, shares), images)
-
-    def _make_row_collator(self, batch_size: int, shares: bool) -> PackedDataCollator:
         args, pad_token_id = self.args, self._run._tokenizer.pad_token_id
+        images = None if self.images is None else self.images.of_packs(args, self._run.accelerator)
         if shares:
-            return PrefixCollator(
+            rows: PackedDataCollator = PrefixCollator(
                 args.pad_to_multiple_of,
                 pad_token_id,
                 # A router sees every token, also one on whose output no document is trained
                 keeps_last_rows=self._run.aux_loss_enabled,
                 compare=None if self.images is None else self.images.process.compare,
             )
-        if args.pad_documents_to_multiple_of is None:
-            return PackedDataCollator(args.pad_to_multiple_of, pad_token_id)
-        assert args.max_length is not None  # `SFTConfig` refuses it without
-        multiple = args.pad_to_multiple_of or 1
-        most = args.tokens_per_rank or batch_size * args.max_length  # of a rank
-        num_tokens = -(-most // multiple) * multiple
-        return PackedDataCollator(num_tokens, pad_token_id, args.pad_documents_to_multiple_of, args.max_length)
+        elif args.pad_documents_to_multiple_of is None:
+            rows = PackedDataCollator(args.pad_to_multiple_of, pad_token_id)
+        else:
+            assert args.max_length is not None  # `SFTConfig` refuses it without
+            multiple = args.pad_to_multiple_of or 1
+            most = args.tokens_per_rank or batch_size * args.max_length  # of a rank
+            num_tokens = -(-most // multiple) * multiple
+            rows = PackedDataCollator(num_tokens, pad_token_id, args.pad_documents_to_multiple_of, args.max_length)
+        return PackCollator(rows, images)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -337,15 +265,18 @@ class TrainingData:
             collate.rows.shares = shares
 
     @property
-    def _pin_memory(self) -> bool:
-        return self.args.dataloader_pin_memory and self._run.accelerator.device.type != "cpu"
+    def _loader_settings(self) -> dict[str, Any]:
+        args, device = self.args, self._run.accelerator.device
+        pins = args.dataloader_pin_memory and device.type != "cpu"
+        return {"device": device, "pin_memory": pins, "num_workers": args.dataloader_num_workers}
 
     @property
     def _worker_kwargs(self) -> dict[str, Any]:
+        args = self.args
         return {
-            "multiprocessing_context": self.args.dataloader_multiprocessing_context,
-            "prefetch_factor": self.args.dataloader_prefetch_factor,
-            "in_order": self.args.dataloader_in_order,
+            "multiprocessing_context": args.dataloader_multiprocessing_context,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "in_order": args.dataloader_in_order,
         }
 
     # Streams
@@ -354,7 +285,7 @@ class TrainingData:
         args = self.args
         stream = self.stream = PackedStream(
             self._run.train_dataset,
-            packing_of(args, self.cost_model, self.ranks.count, **self._settings_of_run),
+            packing_of(args, **self._of_run),
             rank=self.ranks.rank,
             vocab_size=self.vocab_size,
             pad_token_id=self._run._tokenizer.pad_token_id,
@@ -365,23 +296,8 @@ class TrainingData:
             images=None if self.images is None else self.images.of_stream(args),
         )
         self._run.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)
-        collate = self._training_collator
-        if keys := {key: key for key in self._value_columns}:
-            collate = RowValuesCollator(collate, keys, names_sources=True)
-        return stream_loader(
-            stream,
-            self._by_length(collate),
-            self._run.accelerator.device,
-            pin_memory=self._pin_memory,
-            num_workers=args.dataloader_num_workers,
-            worker_kwargs=self._worker_kwargs,
-        )
-
-    def first_of_stream(self) -> Any:
-        """What tells the first row of the stream from others: its tokens, or a hash of it with its images."""
-        if self.images is not None:
-            return self.images.first_of_stream(self._run.train_dataset, self.args)
-        return np.asarray(next(iter(self._run.train_dataset))["input_ids"]).tolist()
+        collate = self.training_collator(self._value_columns, names_sources=True)
+        return stream_loader(stream, collate, worker_kwargs=self._worker_kwargs, **self._loader_settings)
 
     # The model
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +63,26 @@ class Run(Protocol):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *, num_items_in_batch: Any) -> Any: ...
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any: ...
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """The place of this process among the data-parallel ranks.
+
+    With `DistributedConfig(tp_size=...)` of transformers, `copies` neighbouring processes hold one model between them,
+    by heads, features or experts. They run the same batches, so together they are one rank, and what each of them
+    counts is counted so many times.
+    """
+
+    rank: int
+    count: int
+    copies: int
+    index: int  # of this process among the copies
+
+    @classmethod
+    def of(cls, args: SFTConfig, copies: int) -> "DataRanks":
+        rank, index = divmod(args.process_index, copies)
+        return cls(rank, args.world_size // copies, copies, index)
 
 
 class Part:

@@ -209,7 +209,9 @@ class SFTTrainer(trl.SFTTrainer):
                 is_training_set=is_training_set,
             )
             self.chat_template = made.recipe.chat_template or self.chat_template  # TRL's attribute
-            dataset, formatting_func = self.data.counted(made, is_training_set), None
+            dataset, formatting_func = made.rows, None
+            if is_training_set:
+                self.data.turns, self.data.trained = made.turns, replace(self.data.trained, counts=made.masked)
         if packing or (not is_training_set and not self._has_own_collator):
             # TRL would truncate here, and drop rows without a trained token. Documents are cut later, as spans.
             args.max_length = None
@@ -247,9 +249,8 @@ class SFTTrainer(trl.SFTTrainer):
             with compiles_checkpointed_layers(self.args):
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:  # transformers calls no callback for a run that fails
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, BeforeFirstStep):
-                    callback.end()
+            if self.args.packing:
+                self.packed_model.rest()  # gives the model back its own attention
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The training loader.
