@@ -15,8 +15,8 @@ from support.versions import current_models
 
 from trl_packfix import PackingLeakError, check_isolation
 from trl_packfix.isolation import check_isolation as isolation
-from trl_packfix.isolation.isolation_report import MAX_NOISE
 from trl_packfix.isolation.probe import Probe
+from trl_packfix.isolation.probed_model import MAX_NOISE
 from trl_packfix.isolation.thresholds import thresholds
 from trl_packfix.reporting.lines import _isolation_text
 
@@ -207,9 +207,11 @@ def test_the_probe_leaves_no_trace(wrap):
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"gradient_checkpointing": True}], ids=str)
 def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path):
-    results = []
+    """And without the comparison of the first step, with dropout; and so is what is logged."""
+    results, logs = [], []
     for probed in (True, False):
-        run = trainer(tmp_path, texts(), max_steps=3, learning_rate=1e-2, **settings)
+        model = build_tiny_model("opt", dropout=0.1)
+        run = trainer(tmp_path, texts(), model=model, max_steps=3, logging_steps=1, learning_rate=1e-2, **settings)
         if not probed:
             run.callback_handler.callbacks = [
                 c for c in run.callback_handler.callbacks if type(c).__name__ != "BeforeFirstStep"
@@ -218,7 +220,9 @@ def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path
         run.train()
         assert (run.packing_report.isolation is not None) is probed
         results.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
-    assert torch.equal(*results)
+        entries = [entry for entry in run.state.log_history if "loss" in entry]
+        logs.append([(entry["loss"], entry["num_tokens"]) for entry in entries])
+    assert torch.equal(*results) and logs[0] == logs[1] and len(logs[0]) == 3
 
 
 def test_the_trainer_refuses_a_leaking_model_and_the_report_says_so(tmp_path, capsys):

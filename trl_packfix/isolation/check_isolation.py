@@ -16,7 +16,6 @@ states are put together before they are compared. A model that passes alone may 
 from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +24,17 @@ from ..attention.exchange import make_groups
 from ..attention.forwards import mark_packed_forwards
 from ..attention.models import has_attention
 from ..attention.varlen import ATTENTION_NAME
-from .image_probe import ImageProbe, ImageSource, make_probe
-from .isolation_report import MAX_NOISE, IsolationReport
+from .image_probe import ImageExamples, ImageProbe, make_probe
+from .isolation_report import IsolationReport
 from .prefix_probe import ImagePrefixProbe, PrefixProbe
 from .probe import LENGTHS, SPARE, Case, Documents, Probe
-from .probed_model import CannotRun, distance, exact
+from .probed_model import DRAWS, CannotRun, distance, exact
 from .thresholds import thresholds
 from .ties import FirstOfTies
 from .tracing import Leak, find_leaks, find_origins, find_wrong_parts
 
 FAR = (100,) * 6  # documents before the one far from the start: bf16 represents integers exactly up to 256 only
 COARSE = 1e-4  # a tolerance above it means half precision
-DRAWS = 6  # random roundings to try: with a router the largest change is rare
 LARGEST = ("max_change", "max_difference", "tolerance")  # numbers of a report, the larger of text and images
 
 
@@ -45,7 +43,7 @@ def check_isolation(
     max_length: int | None = None,
     degree: int = 1,
     *,
-    images: ImageSource | None = None,
+    images: ImageExamples | None = None,
     user_attention: str | None = None,
 ) -> IsolationReport:
     """Test whether documents in a pack are isolated on this model, with its attention, adapters, dtype and wrapping.
@@ -109,7 +107,7 @@ def check_prefixes(
     max_length: int | None = None,
     degree: int = 1,
     *,
-    images: ImageSource | None = None,
+    images: ImageExamples | None = None,
     user_attention: str | None = None,
 ) -> IsolationReport:
     """`check_isolation` for packs whose documents share prefixes. All ranks must call it.
@@ -163,57 +161,45 @@ class Runs:
         self.scale = max(states.abs().max().item() for states in self._base)
         self.rounding = self.tolerance = probe.rounding(documents)
         self._large: tuple[Documents, list[Tensor]] = ([], [])
-        self._alone: list[tuple[Any, bool, Tensor]] = []
-        self._measured = 0
+        self._alone: dict[tuple[int, bool], Tensor] = {}
+        self._is_repeated = False
+        self._draws = iter(range(1, 1 + DRAWS if self.rounding > COARSE else 1))
 
     def gap(self, case: Case) -> Gap:
         """How far the documents that both runs have are apart."""
-        first = self._packed(case)
+        first = self._base
+        if case.documents is not self.documents:
+            if self._large[0] is not case.documents:
+                self._large = case.documents, self.probe.packed(case.documents, case.large)
+            first = self._large[1]
         if case.variant is not None:
             second = self.probe.packed(case.variant, case.large)
             return distance(first, second, case.same) / self.scale, case
         (i,) = case.same
-        return distance([first[i]], [self._states_alone(case.documents[i], case.large)], [0]) / self.scale, case
-
-    def _packed(self, case: Case) -> list[Tensor]:
-        if case.documents is self.documents:
-            return self._base
-        if self._large[0] is not case.documents:
-            self._large = case.documents, self.probe.packed(case.documents, case.large)
-        return self._large[1]
-
-    def _states_alone(self, ids: Any, large: bool) -> Tensor:
-        for known, is_large, states in self._alone:
-            if known is ids and is_large is large:
-                return states
-        self._alone.append((ids, large, self.probe.alone(ids, large)))
-        return self._alone[-1][2]
+        key = id(case.documents[i]), case.large
+        if key not in self._alone:
+            self._alone[key] = self.probe.alone(case.documents[i], case.large)
+        return distance([first[i]], [self._alone[key]], [0]) / self.scale, case
 
     def explains(self, gap: float) -> bool:
         """Whether rounding explains a gap, on all ranks."""
-        while self.probe.on_any_rank(gap > self.tolerance):
-            if not self._measure():
-                return False
-        return True
+        if self.probe.is_beyond([gap], [self.tolerance]):
+            self.repeat()
+            # Roundings add up in a deep model, and one of them can make a router choose other experts
+            (self.tolerance,) = self.probe.limits_of_rounding(
+                [gap], [self.tolerance], lambda: [self._moved()], draws=self._draws
+            )
+        return not self.probe.is_beyond([gap], [self.tolerance])
 
     def repeat(self) -> None:
         """Add to the rounding of one sum what a repeated run changes."""
-        if not self._measured:
-            self._measure()
+        if not self._is_repeated:
+            self._is_repeated = True
+            self.rounding += 8 * self._moved()
+            self.tolerance = max(self.tolerance, self.rounding)
 
-    def _measure(self) -> bool:
-        """Run the documents once more, as they are or rounded otherwise; False if that was done often enough."""
-        if self._measured > (DRAWS if self.rounding > COARSE else 0):
-            return False
-        with self.probe.rounded_otherwise(self._measured) if self._measured else nullcontext():
-            moved = distance(self._base, self.probe.packed(self.documents), range(len(self.documents))) / self.scale
-        if self._measured:  # roundings add up in a deep model, and one of them can make a router choose other experts
-            self.tolerance = max(self.tolerance, min(3 * moved, MAX_NOISE))
-        else:
-            self.rounding += 8 * moved
-            self.tolerance = self.rounding
-        self._measured += 1
-        return True
+    def _moved(self) -> float:
+        return distance(self._base, self.probe.packed(self.documents), range(len(self.documents))) / self.scale
 
 
 def judge(probe: Probe, max_length: int | None, with_images: bool = False) -> tuple[IsolationReport, Case | None]:

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+from .probed_model import MAX_NOISE
 from .repair import Repair
 from .tracing import Leak
 
-MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
 HALF = ("bf16", "fp16")
 NUM_SHOWN = 5  # modules that a message names
 
@@ -118,8 +118,19 @@ class IsolationReport:
         if self.passed:
             return
         remedy = "Set `packing=False` and `padding_free=False`."
+        where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
         if self.degree > 1:
-            self._raise_of_parts()
+            finding = f"the model raised: {self.error}"
+            if self.error is None:
+                gap = max(self.max_change, self.max_difference)
+                finding = f"documents differ from themselves alone by {gap:.1e} (rounding: {self.rounding})"
+                if gap <= self.tolerance and self.max_gradient:
+                    finding = f"gradients of documents are not what they are alone, by {self.max_gradient:.1e}"
+            raise PackingLeakError(
+                f"A pack was shared by {self.degree} ranks, and {finding}. It worked on one rank, so a module other "
+                f"than attention needs tokens that other ranks hold{': ' + where if where else ''}. Set "
+                "`tokens_per_rank=None` (documents are then at most as long as one rank can train)."
+            )
         if on_leak == "raise":
             remedy = (
                 'Set `on_leak="repair"` (the modules where information crosses then run on each document separately), '
@@ -136,7 +147,6 @@ class IsolationReport:
                 f"A pack of documents was given to this model with attention {self.attention!r}, and it raised: "
                 f"{self.error} It cannot be trained on packs. {remedy}"
             )
-        where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
         if not self.isolated:
             gradient = "" if not self.max_gradient else f", a gradient of {self.max_gradient:.1e} crosses"
             finding = f"changed others by {self.max_change:.1e} (rounding: {self.rounding}{gradient})"
@@ -151,21 +161,6 @@ class IsolationReport:
                 )
         raise PackingLeakError(
             f"Documents in a pack {finding} on this model with attention {self.attention!r}. {why} {remedy}"
-        )
-
-    def _raise_of_parts(self) -> None:
-        if self.error is not None:
-            finding = f"the model raised: {self.error}"
-        else:
-            gap = max(self.max_change, self.max_difference)
-            finding = f"documents differ from themselves alone by {gap:.1e} (rounding: {self.rounding})"
-            if gap <= self.tolerance and self.max_gradient:
-                finding = f"gradients of documents are not what they are alone, by {self.max_gradient:.1e}"
-        where = ", ".join(f"{leak.name} ({leak.module})" for leak in self.leaks[:NUM_SHOWN])
-        raise PackingLeakError(
-            f"A pack was shared by {self.degree} ranks, and {finding}. It worked on one rank, so a module other than "
-            f"attention needs tokens that other ranks hold{': ' + where if where else ''}. Set `tokens_per_rank=None` "
-            "(documents are then at most as long as one rank can train)."
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from transformers import PreTrainedModel
 
 from ..attention.choice import own_attention, set_attention
 from ..attention.forwards import ModelHooks
@@ -23,17 +24,16 @@ from ..attention.kernel_errors import KernelError
 from ..attention.models import base_model, below_head, text_config
 from ..data.padded_rows import RowsOfBatch, pack_rows
 from ..data.prefix_collator import PrefixCollator
-from .check_isolation import DRAWS
-from .isolation_report import MAX_NOISE, PackingLeakError
+from .isolation_report import PackingLeakError
 from .packed_model import OnLeak, PackedModel
 from .probe import FINEST, Probe
-from .probed_model import CannotRun, exact, gradient_of, refusals
+from .probed_model import CannotRun, distance, exact, gradient_of, refusals
 from .repair import is_sharded
 from .thresholds import thresholds
 from .unpacking import Output
 
-OF_ROWS = ("pooler_output",)  # outputs of a backbone with one value per row, which a pack does not have
-REPLACED = ("input_ids", "attention_mask", "use_cache", "past_key_values")
+POOLED = "pooler_output"  # of a backbone: one value per row, which a pack does not have
+OF_ROWS = ("input_ids", "attention_mask", "use_cache", "past_key_values")  # inputs in whose place a pack comes
 
 
 @dataclass
@@ -55,19 +55,15 @@ class PackedRows(ModelHooks):
     """Packs the rows of padded batches below the head of `model`, once `prove` has passed.
 
     A forward with a cache, without an `attention_mask` (B, S), or with other inputs per token (images, positions,
-    embeddings) is unchanged.
+    embeddings) is unchanged. A model that cannot be packed keeps its padded rows, or with `on_leak="raise"` is refused.
 
     Args:
-        model, dtype, device_type, max_length, on_leak, enforce_flash_attention: as for `PackedModel`. A model that
-            cannot be packed keeps its padded rows, or with `on_leak="raise"` is refused.
         shares: whether a common beginning of rows is computed once.
 
     Attributes:
-        packed_model: attention, proof and repairs.
         is_proved: whether `prove` has run.
         refusal: why rows stay padded; None if they are packed.
         whole: why rows are packed without sharing although sharing was wanted; None if they share.
-        tokens: what has been computed.
     """
 
     def __init__(
@@ -108,9 +104,9 @@ class PackedRows(ModelHooks):
         self.is_proved = self._is_paused = False
         self._compares = True
         self._thresholds = [*thresholds(text_config(self.model), None, 1)[0].values()]
-        # What batches were compared: gradients, dtype, left padding, mode; thresholds that rows cross, and their length
+        # What batches were compared: gradients, dtype, left padding, mode; and the longest row of them
         self._compared: set[tuple[bool, torch.dtype, bool, bool]] = set()
-        self._largest_kind = (-1, -1)
+        self._longest_compared = 0
         self._running: list[RowsOfBatch | None] = []
         self._ignored: set[str] = set()
 
@@ -245,7 +241,7 @@ class PackedRows(ModelHooks):
         others = [
             name
             for name, value in inputs.items()
-            if name not in REPLACED and isinstance(value, Tensor) and value.dim() > 0
+            if name not in OF_ROWS and isinstance(value, Tensor) and value.dim() > 0
         ]
         if others:
             self._ignore(others)
@@ -273,11 +269,10 @@ class PackedRows(ModelHooks):
         differs, nothing is shared, or rows stay padded from now on. Each rank decides alone: its first batch may come
         later than that of another, and padded rows give the same gradients.
         """
-        device = self.model.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.model.dtype
-        kind = (torch.is_grad_enabled(), dtype, batch.is_left_padded, module.training)
-        size = sum(batch.longest > n for n in self._thresholds), batch.longest.bit_length()
-        is_longer = any(now > before for now, before in zip(size, self._largest_kind, strict=True))
+        kind = (torch.is_grad_enabled(), computing_dtype(self.model), batch.is_left_padded, module.training)
+        is_longer = batch.longest >= 2 * self._longest_compared or any(
+            self._longest_compared <= n < batch.longest for n in self._thresholds
+        )
         if kind in self._compared and not is_longer:
             return batch
         wants_gradients = kind[0] and kind not in self._compared
@@ -297,7 +292,7 @@ class PackedRows(ModelHooks):
             self._refuse(f"{where}, {reason}")
             return None
         self._compared |= {kind, (False, *kind[1:])}
-        self._largest_kind = max(size[0], self._largest_kind[0]), max(size[1], self._largest_kind[1])
+        self._longest_compared = max(batch.longest, self._longest_compared)
         return batch
 
     def _difference(
@@ -308,7 +303,27 @@ class PackedRows(ModelHooks):
         assert packed.isolation is not None
         probe = Probe(self.model, user_attention=packed.attention.previous)
         tolerance = max(packed.isolation.tolerance, torch.finfo(torch.float64).eps)
-        limits = [tolerance, max(FINEST, tolerance**0.5)]
+
+        def run(in_pack: bool) -> list[Tensor]:
+            """States of the tokens, (N, hidden), and the gradient of the embeddings of the pack, (T, hidden)."""
+            self._attend(in_pack)
+            with probe.embeddings() if wants_gradients else torch.no_grad() as embedded:
+                output = module(**(_packed(inputs, batch) if in_pack else inputs))
+                if in_pack and isinstance(output, dict) and output.get(POOLED) is not None:
+                    raise CannotRun(f"it also returns {POOLED}, computed of each row")
+                states = output[0].flatten(0, 1)[batch.rows if in_pack else batch.cells]
+                if embedded is None:
+                    return [exact(states)]
+                weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
+                gradient = gradient_of((states * weights).sum(), embedded[0])
+            if gradient is None:
+                return [exact(states.detach())]
+            gradient = exact(gradient.flatten(0, 1))
+            if not in_pack:  # tokens that share a row of the pack give it the sum of their gradients
+                summed = gradient.new_zeros(batch.num_computed, gradient.shape[-1])
+                gradient = summed.index_add(0, batch.rows, gradient[batch.cells])
+            return [exact(states.detach()), gradient]
+
         self._is_paused = True
         try:
             with probe.undisturbed(), nullcontext() if is_training else probe.evaluating(), refusals():
@@ -317,86 +332,39 @@ class PackedRows(ModelHooks):
                 # before: a forward within a forward would leave autocast on after both.
                 with torch.autocast(self.model.device.type, enabled=False):
                     probe.silenced([probe.tokens(n) for n in (3, 5)])
-                runs = _Runs(self, probe, module, inputs=inputs, batch=batch)
-                padded = runs.padded(wants_gradients)
-                first = runs.packed(wants_gradients)
+                padded, first = run(in_pack=False), run(in_pack=True)
                 gaps = _gaps(padded, first)
-                for draw in range(DRAWS):
-                    if all(gap <= limit for gap, limit in zip(gaps, limits, strict=True)):
-                        return None
-                    # Larger than one rounding: compare with what other roundings of the same pack do
-                    with probe.rounded_otherwise(draw):
-                        other = runs.packed(wants_gradients)
-                    moved = [min(3 * gap, MAX_NOISE) for gap in _gaps(first, other)]
-                    limits = [max(pair) for pair in zip(limits, moved, strict=True)]
-                    gaps = [min(pair) for pair in zip(gaps, _gaps(padded, other), strict=True)]
+                limits = probe.limits_of_rounding(
+                    gaps, [tolerance, max(FINEST, tolerance**0.5)][: len(gaps)], lambda: _gaps(first, run(in_pack=True))
+                )
         except (CannotRun, KernelError) as error:
             return f"the model raised: {error}"
         finally:
             self._is_paused = False
             self._attend(False)
-        what, gap, limit = max(
-            zip(("states", "gradients"), gaps, limits, strict=True), key=lambda worst: worst[1] / worst[2]
-        )
+        worst = max(zip(("states", "gradients"), gaps, limits, strict=False), key=lambda each: each[1] / each[2])
+        what, gap, limit = worst
         if gap <= limit:
             return None
         return f"{what} of the pack differ from those of the padded rows by {gap:.1e}; rounding explains {limit:.1e}"
 
 
-class _Runs:
-    """The two ways to compute a padded batch: states and gradients of its tokens, (N, hidden)."""
-
-    def __init__(
-        self, rows: PackedRows, probe: Probe, module: nn.Module, *, inputs: dict[str, Any], batch: RowsOfBatch
-    ) -> None:
-        self.rows, self.probe, self.module, self.inputs, self.batch = rows, probe, module, inputs, batch
-        self.weights: Tensor | None = None
-        self.per_row: list[str] = []  # outputs with one value per row
-
-    def padded(self, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
-        """The gradients of tokens that share a row of the pack are summed, (T, hidden)."""
-        self.rows._attend(False)
-        states, gradient = self._run(self.inputs, self.batch.cells, wants_gradients)
-        if gradient is not None:
-            summed = gradient.new_zeros(self.batch.num_computed, gradient.shape[-1])
-            gradient = summed.index_add(0, self.batch.rows, gradient[self.batch.cells])
-        return states, gradient
-
-    def packed(self, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
-        self.rows._attend(True)
-        result = self._run(_packed(self.inputs, self.batch), self.batch.rows, wants_gradients)
-        if self.per_row:
-            raise CannotRun(f"it also returns {', '.join(self.per_row)}, computed of each row")
-        return result
-
-    def _run(self, inputs: dict[str, Any], places: Tensor, wants_gradients: bool) -> tuple[Tensor, Tensor | None]:
-        """States at `places`, (N, hidden), and the gradient of all embeddings, (tokens, hidden)."""
-        with self.probe.embeddings() if wants_gradients else torch.no_grad() as embedded:
-            output = self.module(**inputs)
-            self.per_row = [name for name in OF_ROWS if isinstance(output, dict) and output.get(name) is not None]
-            states = output[0].flatten(0, 1)[places]
-            if embedded is None:
-                return exact(states), None
-            if self.weights is None:
-                self.weights = torch.randn_like(states)
-            gradient = gradient_of((states * self.weights).sum(), embedded[0])
-        return exact(states.detach()), None if gradient is None else exact(gradient.flatten(0, 1))
+def computing_dtype(model: PreTrainedModel) -> torch.dtype:
+    """That of autocast, where it is on."""
+    device = model.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
 
-def _gaps(one: tuple[Tensor, Tensor | None], two: tuple[Tensor, Tensor | None]) -> list[float]:
-    """The largest difference of states and of gradients, relative to the largest; infinity if any is nan."""
-    gaps = []
-    for first, second in zip(one, two, strict=True):
-        if first is None or second is None:
-            gaps.append(0.0)
-            continue
-        gap = ((first - second).abs().max() / first.abs().max().clamp(min=1e-30)).item()
-        gaps.append(gap if gap == gap else float("inf"))
-    return gaps
+def _gaps(one: list[Tensor], two: list[Tensor]) -> list[float]:
+    """The largest difference of states and of gradients, if both have these, relative to the largest."""
+    return [
+        distance([first], [second], [0]) / max(first.abs().max().item(), 1e-30)
+        for first, second in zip(one, two, strict=False)
+    ]
 
 
 def _packed(inputs: dict[str, Any], batch: RowsOfBatch) -> dict[str, Any]:
-    return {name: value for name, value in inputs.items() if name not in REPLACED} | batch.pack
+    return {name: value for name, value in inputs.items() if name not in OF_ROWS} | batch.pack
 
 
 def _laid_back(values: Tensor, batch: RowsOfBatch) -> Tensor:

@@ -1,10 +1,11 @@
 """A model while it is probed: its states and gradients, as it trains and as it was given, without randomness."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from math import inf
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,13 @@ from ..attention.varlen import ATTENTION_NAME
 from ..layout import Layout
 from .randomness import device_state, set_device_state
 
+T = TypeVar("T")
 # Texts of errors where `autograd.grad` is not supported: reentrant checkpointing, models that recompute or detach
 NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
 LARGEST_SCORES = 8 * 2**30  # bytes of the scores that `eager` may hold for a document alone
+DRAWS = 6  # random roundings to try: with a router the largest change is rare
+OF_ROUNDING = 3  # times the largest change of so few draws
+MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
 
 
 class CannotRun(Exception):
@@ -53,20 +58,16 @@ class ProbedModel:
     A compiled model runs uncompiled here: it would not call hooks that are added after the compilation.
 
     Args:
-        model: as it trains, with the attention of packs.
-        degree: see below.
-        user_attention: the attention that the model had as the user gave it. A document alone runs on it, so that a
-            mistake of the attention of packs cannot hide in both runs. None: its attention now, or transformers'
-            default if that is `packfix_varlen`.
+        degree: ranks that share each pack. With more than one all ranks run the same packs, each its part of them.
+        user_attention: the attention that the model was given with. A document alone runs on it, so that a mistake of
+            the attention of packs cannot hide in both runs. None: its attention now, or transformers' default if that
+            is `packfix_varlen`.
 
     Attributes:
-        inner: the transformers model.
-        user_attention: the attention of a document alone.
         has_engine: whether DDP or an engine has hooks in its backward pass. FSDP2 counts too: it shards the model in
             place, and torch 2.13 crashes in the second backward of a forward.
         takes_gradient: whether gradients are tested: without an engine, or on several ranks per pack, where each
             forward has one backward, as in training.
-        degree: ranks that share each pack. With more than one all ranks run the same packs, each its part of them.
     """
 
     def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
@@ -88,12 +89,7 @@ class ProbedModel:
         self.degree = degree
 
     def states(
-        self,
-        batch: dict[str, Any],
-        large: bool = False,
-        *,
-        from_backbone: bool = False,
-        model: nn.Module | None = None,
+        self, batch: dict[str, Any], large: bool = False, *, from_backbone: bool = False, model: Any = None
     ) -> Tensor:
         """The input of the LM head, (B, T, hidden), from a forward of the whole wrapped model, or of `model`.
 
@@ -220,11 +216,7 @@ class ProbedModel:
         There all ranks must run the same forwards. Without this, kernels that sum in a different order in each
         run may give ranks different roundings, and so different forwards to run.
         """
-        if not ((self.has_engine or self.degree > 1) and dist.is_initialized()):
-            return bool(condition)
-        on_ranks: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(on_ranks, bool(condition))
-        return any(on_ranks)
+        return any(gathered(condition)) if self.has_engine or self.degree > 1 else bool(condition)
 
     @contextmanager
     def embeddings(self) -> Iterator[list[Tensor]]:
@@ -313,6 +305,29 @@ class ProbedModel:
                 hooks.enter_context(module.register_forward_hook(partial(move, draw * len(leaves) + i)))
             yield
 
+    def limits_of_rounding(
+        self,
+        gaps: Sequence[float],
+        limits: Sequence[float],
+        moved: Callable[[], Sequence[float]],
+        *,
+        draws: Iterable[int] = range(DRAWS),
+        by_channel: bool = False,
+    ) -> list[float]:
+        """The limits of these gaps, raised by what other roundings move, until they explain all or no draw is left.
+
+        `moved` runs the same again, under another rounding, and returns how far each is from where it was.
+        """
+        draws, found = iter(draws), [*limits]
+        while self.is_beyond(gaps, found) and (draw := next(draws, None)) is not None:
+            with self.rounded_otherwise(draw, by_channel=by_channel):
+                found = [max(old, min(OF_ROUNDING * new, MAX_NOISE)) for old, new in zip(found, moved(), strict=True)]
+        return found
+
+    def is_beyond(self, gaps: Sequence[float], limits: Sequence[float]) -> bool:
+        """Whether a gap is above its limit, or nan, on any rank (`on_any_rank`)."""
+        return self.on_any_rank(not all(gap <= limit for gap, limit in zip(gaps, limits, strict=True)))
+
 
 def gradient_of(loss: Tensor, leaf: Tensor, *, retain_graph: bool = False) -> Tensor | None:
     """The gradient of a loss; None if the model does not support it."""
@@ -335,7 +350,16 @@ def exact(value: Tensor) -> Tensor:
 def distance(first: list[Tensor], second: list[Tensor], which: Iterable[int]) -> float:
     """Largest difference of these documents' states; infinity if any is nan."""
     gaps = [(exact(first[i]) - exact(second[i])).abs().max().item() for i in which]
-    return max((float("inf") if gap != gap else gap for gap in gaps), default=0.0)
+    return max((inf if gap != gap else gap for gap in gaps), default=0.0)
+
+
+def gathered(value: T) -> list[T]:
+    """The values of all ranks; of this one alone without others."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -14,10 +14,9 @@ compute long documents in another way.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import DistributedType
@@ -33,7 +32,8 @@ from ..data.parts import PartOf
 from ..data.row_values import WEIGHTS
 from ..isolation.gradients import SMALL, gaps, gradient_products, largest_gap
 from ..isolation.image_probe import ImageDocument, make_probe
-from ..isolation.isolation_report import MAX_NOISE, PackingLeakError
+from ..isolation.isolation_report import PackingLeakError
+from ..isolation.probed_model import OF_ROUNDING
 from ..layout import IGNORE_INDEX
 from .groups import check_same_packs
 from .loading import TrainingData
@@ -60,33 +60,22 @@ NUM_BEFORE = 8  # tokens of the document before a long one
 FINE = 1e-4  # relative; a larger difference is judged by what rounding does
 FINE_GRADIENTS = 1e-3  # TRL's fused head alone makes 1.5e-4 to 2.4e-4 of SmolLM2-135M in fp32, which no draw shows
 SET = ("current_gradient_accumulation_steps", "aux_loss_enabled")  # of the trainer, during the comparison
-SMALL_IN_HALF = 3e-2  # of the whole gradient
-DRAWS = 6
-OF_ROUNDING = 3  # times the largest of so few draws
+SMALL_IN_HALF = 3e-2  # as SMALL: a small gradient, such as that of a bias in front of attention, is a sum of roundings
 
 logger = logging.get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """Loss and products of the gradients of a step over all ranks; None where gradients are not compared."""
 
     loss: float
     products: Tensor | None
-    small: float  # of the whole gradient; a parameter with less is compared with this much
-
-    def gaps(self, other: "_Step") -> tuple[float, float]:
-        loss = abs(self.loss - other.loss) / max(abs(other.loss), torch.finfo(torch.float64).tiny)
-        if self.products is None or other.products is None:
-            return loss, 0.0
-        return loss, largest_gap(self.products, other.products, small=self.small)
 
 
 class FirstStep:
     """The comparison of a training. The packed model must be proved; all ranks must call `compare`.
 
     Args:
-        run: its `_get_num_items_in_batch` is called, and its model is left as it was.
         training_step: of the trainer, without what a subclass adds to it, such as counters.
     """
 
@@ -96,13 +85,6 @@ class FirstStep:
         self._run, self._data, self._objective, self._training_step = run, data, objective, training_step
         self.longest_compared: float = inf  # tokens; longer documents are compared later
 
-    def _begin(self) -> None:
-        self._probe = self._probe_of(self._run.model_wrapped)
-        model = self._probe.model
-        self._alone: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        named = {name: each for name, each in base_model(self._run.model).named_parameters() if each.requires_grad}
-        self._names, self._parameters = [*named], [*named.values()]
-
     def _probe_of(self, model: nn.Module) -> Any:
         images = None if self._data.images is None else self._data.images.examples
         return make_probe(model, images, user_attention=self._run.packed_model.attention.previous)
@@ -111,7 +93,11 @@ class FirstStep:
 
     def compare(self) -> StepComparison:
         """Train a few documents packed and unpacked, without an optimizer step."""
-        self._begin()
+        self._probe = self._probe_of(self._run.model_wrapped)
+        model = self._probe.model
+        self._alone: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        named = {name: each for name, each in base_model(self._run.model).named_parameters() if each.requires_grad}
+        self._names, self._parameters = [*named], [*named.values()]
         if (why := self._why_not()) is not None:
             return StepComparison(f"not compared with unpacked training: {why}")
         packs = self._packs()
@@ -119,12 +105,18 @@ class FirstStep:
             return StepComparison("not compared with unpacked training: no trained token in the first documents")
         with self._undisturbed():
             packed, unpacked = self._packed(packs), self._unpacked(packs)
-            gap, limit = packed.gaps(unpacked), (self._loss_limit, FINE_GRADIENTS)
-            for draw in range(DRAWS):
-                if not self._is_beyond(gap, limit):
-                    break
-                limit = self._more_rounding(packs, packed, draw=draw, limit=limit)
-            problem = self._what_differs(packs, packed, unpacked, limit=limit) if self._is_beyond(gap, limit) else None
+            gap, dtype = self._gaps(packed, unpacked), self._data.attention_dtype
+            # Under FSDP2 in half precision the model's own logits are rounded, those of the loss are not
+            fine = torch.finfo(dtype).eps if self._run.is_fsdp_enabled and dtype.itemsize < 4 else FINE
+            limit = self._probe.limits_of_rounding(
+                gap,
+                [fine, FINE_GRADIENTS],
+                lambda: self._gaps(self._packed(packs), packed),
+                by_channel=True,
+            )
+            problem = None
+            if self._probe.is_beyond(gap, limit):
+                problem = self._what_differs(packs, packed, unpacked, limit=limit)
         self._run.model.zero_grad(set_to_none=True)
         self.longest_compared = self._most(max(length(each) for pack in packs for each in _documents(pack)))
         if not self._has_collectives:  # then each rank compares longer documents when it meets them
@@ -159,18 +151,15 @@ class FirstStep:
         return run.get_tp_size() == 1 and (not run.is_fsdp_enabled or is_sharded)
 
     @property
-    def _loss_limit(self) -> float:
-        """Under FSDP2 in half precision the model's own logits are rounded, those of the loss are not."""
-        dtype = self._data.attention_dtype
-        return torch.finfo(dtype).eps if self._run.is_fsdp_enabled and dtype.itemsize < 4 else FINE
-
-    @property
     def _small(self) -> float:
-        """In half precision a small gradient is a sum of roundings, such as that of a bias in front of attention."""
         return SMALL_IN_HALF if self._data.attention_dtype.itemsize < 4 else SMALL
 
-    def _is_beyond(self, gap: tuple[float, float], limit: tuple[float, float]) -> bool:
-        return self._probe.on_any_rank(not (gap[0] <= limit[0] and gap[1] <= limit[1]))
+    def _gaps(self, one: _Step, other: _Step) -> tuple[float, float]:
+        """Of the loss, and of the gradient of a parameter."""
+        loss = abs(one.loss - other.loss) / max(abs(other.loss), torch.finfo(torch.float64).tiny)
+        if one.products is None or other.products is None:
+            return loss, 0.0
+        return loss, largest_gap(one.products, other.products, small=self._small)
 
     # Documents
 
@@ -203,7 +192,7 @@ class FirstStep:
             with nullcontext() if is_last or self._alone is model else run.accelerator.no_sync(model):
                 losses.append(self._training_step(model, batch, num_items))
         loss = run.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean")
-        return _Step(float(loss), self._products(is_summed=True), self._small)
+        return _Step(float(loss), self._products(is_summed=True))
 
     # Unpacked
 
@@ -233,13 +222,15 @@ class FirstStep:
                     total += self._backward(
                         self._aux_loss(_documents(pack)) * owns * run.router_aux_loss_coef / num_packs
                     )
-        return _Step(self._summed(total) / copies, self._products(is_summed=False), self._small)
+        return _Step(self._summed(total) / copies, self._products(is_summed=False))
 
     def _row_loss(self, document: Document) -> Tensor:
         """The sum of the loss over the trained tokens of a document, by the model's own logits."""
         run, args = self._run, self._run.args
         labels = int64(document["labels"])[1:].to(self._probe.device)
-        is_trained, row = labels != IGNORE_INDEX, self._row(document)
+        without_weight = {name: value for name, value in document.items() if name != WEIGHTS}
+        row = self._probe.row(int64(document["input_ids"]) if is_text(document) else ImageDocument(without_weight))
+        is_trained = labels != IGNORE_INDEX
         with run.compute_loss_context_manager():
             if not self._objective.has_own_logits:  # of which the user was told
                 padded = F.pad(labels, (1, row["input_ids"].shape[1] - len(labels) - 1), value=IGNORE_INDEX)
@@ -265,11 +256,6 @@ class FirstStep:
         with self._run.compute_loss_context_manager():
             return self._alone(**self._probe.moved(rows)).aux_loss
 
-    def _row(self, document: Document) -> dict[str, Any]:
-        if is_text(document):
-            return self._probe.row(int64(document["input_ids"]))
-        return self._probe.row(ImageDocument({name: each for name, each in document.items() if name != WEIGHTS}))
-
     @contextmanager
     def _as_given(self, documents: list[Document]) -> Iterator[None]:
         with self._probe.evaluating(), self._probe.as_given(max(map(length, documents))):
@@ -287,27 +273,22 @@ class FirstStep:
         if self.longest_compared == inf or 2 * self.longest_compared > (self._run.args.max_length or inf):
             return
         plain = plain_packs(batches)
-        longest = max((int(batch["max_length_q"]) for batch in plain), default=0)
-        if self._has_collectives:
-            longest = self._most(longest)
-        if longest < 2 * self.longest_compared:
+        most = self._most if self._has_collectives else int
+        if most(max((int(batch["max_length_q"]) for batch in plain), default=0)) < 2 * self.longest_compared:
             return
         document = max((longest_of(batch) for batch in plain), key=len, default=self._probe.tokens(2))
-        longest = self._most(len(document)) if self._has_collectives else len(document)
+        longest = most(len(document))
         if longest < 2 * self.longest_compared:  # constant shapes name `max_length` as the longest
             return
         try:
             with self._undisturbed(), torch.no_grad():
                 before = self._probe.tokens(NUM_BEFORE)
                 alone, packed = (self._log_probs(document, before=each) for each in (before[:0], before))
-                gap, limit = relative_distance(packed, alone), FINE
-                for draw in range(DRAWS):
-                    if not self._is_beyond((gap, 0.0), (limit, 0.0)):
-                        break
-                    with self._probe.rounded_otherwise(draw):
-                        other = self._log_probs(document, before=before)
-                    limit = max(limit, min(OF_ROUNDING * relative_distance(other, packed), MAX_NOISE))
-                is_beyond = self._is_beyond((gap, 0.0), (limit, 0.0))
+                gap = relative_distance(packed, alone)
+                (limit,) = self._probe.limits_of_rounding(
+                    [gap], [FINE], lambda: [relative_distance(self._log_probs(document, before=before), packed)]
+                )
+                is_beyond = self._probe.is_beyond([gap], [limit])
         except torch.OutOfMemoryError:
             logger.warning(
                 f"A document of {len(document):,} tokens does not fit unpacked, so it is not compared with unpacked "
@@ -361,15 +342,14 @@ class FirstStep:
         """Of the gradients of the step; `is_summed` if they are the mean over ranks already."""
         if not self._has_gradients:
             return None
-        found = gradient_products(self._parameters) / self._scale
-        count = self._run.accelerator.num_processes
-        if is_summed or count == 1:
+        found, accelerator = gradient_products(self._parameters) / self._scale, self._run.accelerator
+        if is_summed or accelerator.num_processes == 1:
             return found
         if self._run.is_fsdp_enabled:  # the engine has made the mean
-            return found * count / self._data.ranks.copies
-        return (
-            self._run.accelerator.reduce(found.to(self._probe.device), reduction="sum").cpu() / self._data.ranks.copies
-        )
+            summed = found * accelerator.num_processes
+        else:
+            summed = accelerator.reduce(found.to(self._probe.device), reduction="sum").cpu()
+        return summed / self._data.ranks.copies
 
     def _summed(self, value: float) -> float:
         number = torch.tensor(float(value), device=self._probe.device)
@@ -378,20 +358,11 @@ class FirstStep:
     def _most(self, value: int) -> int:
         return int(self._run.accelerator.gather(torch.tensor([value], device=self._probe.device)).max())
 
-    # Rounding, and what differs
+    # What differs
 
-    def _more_rounding(
-        self, packs: list[Any], packed: _Step, *, draw: int, limit: tuple[float, float]
-    ) -> tuple[float, float]:
-        """The limits after another rounding of the same packs."""
-        with self._probe.rounded_otherwise(draw, by_channel=True):
-            moved = self._packed(packs).gaps(packed)
-        loss, gradients = (max(old, min(OF_ROUNDING * new, MAX_NOISE)) for old, new in zip(limit, moved, strict=True))
-        return loss, gradients
-
-    def _what_differs(self, packs: list[Any], packed: _Step, unpacked: _Step, *, limit: tuple[float, float]) -> str:
+    def _what_differs(self, packs: list[Any], packed: _Step, unpacked: _Step, *, limit: list[float]) -> str:
         found = []
-        if self._is_beyond((packed.gaps(unpacked)[0], 0.0), limit):
+        if self._probe.is_beyond(self._gaps(packed, unpacked)[:1], limit[:1]):
             found.append(f"the loss is {packed.loss:.5g} packed and {unpacked.loss:.5g} unpacked")
         if packed.products is not None and unpacked.products is not None:
             by_name = gaps(packed.products, unpacked.products, small=self._small)
@@ -403,8 +374,8 @@ class FirstStep:
         for i, document in enumerate(_documents(packs[0])):  # alone trained, among others that are not
             pack = [each if j == i else masked(each) for j, each in enumerate(_documents(packs[0]))]
             ours, theirs = self._packed([_with(packs[0], pack)]), self._unpacked([_with(packs[0], [document])])
-            if self._is_beyond(ours.gaps(theirs), limit):
-                gap = ours.gaps(theirs)
+            gap = self._gaps(ours, theirs)
+            if self._probe.is_beyond(gap, limit):
                 found.append(
                     f"document {i} of {len(pack)} ({num_trained(document)} trained tokens) has the loss "
                     f"{ours.loss:.5g} in the pack, {theirs.loss:.5g} alone, and gradients that differ by {gap[1]:.1e}"
@@ -426,7 +397,12 @@ class FirstStep:
                     probe.silenced([probe.tokens(n) for n in (3, 5)])
                 run.aux_loss_enabled = run.aux_loss_enabled and self._data.images is None
                 silent = [module for module in probe.inner.modules() if not module.training]
-                with probe.inner.register_forward_pre_hook(partial(_silence, silent)):
+
+                def silence(*call: Any) -> None:  # the trainer sets all modules to train mode, also those that draw
+                    for module in silent:
+                        module.training = False
+
+                with probe.inner.register_forward_pre_hook(silence):
                     yield
         finally:
             objective.totals = totals
@@ -434,12 +410,6 @@ class FirstStep:
                 hooks.alpha = alpha
             for name, value in before.items():
                 setattr(run, name, value)
-
-
-def _silence(modules: list[nn.Module], *call: Any) -> None:
-    # The trainer sets all modules to train mode, also those that draw
-    for module in modules:
-        module.training = False
 
 
 def _documents(pack: Any) -> list[Document]:

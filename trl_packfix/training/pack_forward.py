@@ -2,16 +2,18 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..attention.models import base_model
 from ..isolation.packed_model import OnLeak
-from ..isolation.packed_rows import PackedRows, Tokens
+from ..isolation.packed_rows import PackedRows, Tokens, computing_dtype
 from . import checks
 from .choices import (
     CONTEXT_PARALLELISM,
@@ -73,8 +75,7 @@ class RowPacking:
     @property
     def tokens(self) -> Tokens:
         """Tokens of all forwards that ran as packs on this rank."""
-        of_models = [rows.tokens for rows in self.rows.values()]
-        return Tokens(*(sum(getattr(one, name) for one in of_models) for name in ("padded", "real", "computed")))
+        return Tokens(*np.sum([astuple(rows.tokens) for rows in self.rows.values()], axis=0).tolist())
 
     def summary(self) -> str:
         """What was computed, in one line for all models and one for each."""
@@ -161,7 +162,7 @@ def pack_forward(
         is_sharded = trainer_or_model.is_deepspeed_enabled or trainer_or_model.is_fsdp_enabled
     else:
         model, is_sharded = base_model(trainer_or_model), False
-        rows = {"model": make(trainer_or_model, _dtype(model), model.device.type, max_length)}
+        rows = {"model": make(trainer_or_model, computing_dtype(model), model.device.type, max_length)}
     packing = RowPacking(rows, trainer_or_model)
     if not is_sharded:  # else when training begins
         try:
@@ -218,9 +219,7 @@ class _LogAndProve(TrainerCallback):
         self.logged = Tokens()
         self.is_unused = False
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, *call: object, **kwargs: object) -> None:
         self.packing.prove()
 
     def on_log(
@@ -233,36 +232,24 @@ class _LogAndProve(TrainerCallback):
         **kwargs: object,
     ) -> None:
         tokens, before = self.packing.tokens, self.logged
+        is_packed = any(rows.is_active for rows in self.packing.rows.values())
+        if not (tokens.padded or self.is_unused) and state.global_step and is_packed:  # all proofs have passed
+            self.is_unused = True
+            warnings.warn(
+                f"`pack_forward` packed no rows in the first {state.global_step} steps of "
+                f"{type(self.trainer).__name__}: its models got no padded rows with an `attention_mask`, or "
+                "`torch.compile` had compiled a model of this class before the hooks were there. Give the mask, or "
+                "call `torch.compiler.reset()` before `pack_forward`.",
+                stacklevel=2,
+            )
         if tokens.padded == before.padded:
-            self._say_unused(tokens, state.global_step)
             return
-        numbers = {
-            "packing/rows": tokens.padded - before.padded,
-            "packing/tokens": tokens.real - before.real,
-            "packing/computed": tokens.computed - before.computed,
-        }
+        numbers = dict(zip(LOGGED, np.subtract(astuple(tokens), astuple(before)).tolist(), strict=True))
         self.logged = tokens
         if logs is not None:
             logs |= numbers
         if state.log_history:
             state.log_history[-1] |= numbers
-
-    def _say_unused(self, tokens: Tokens, num_steps: int) -> None:
-        """Warn once if no forward of any step was packed although all proofs have passed."""
-        if self.is_unused or tokens.padded or not num_steps or not any(r.is_active for r in self.packing.rows.values()):
-            return
-        self.is_unused = True
-        warnings.warn(
-            f"`pack_forward` packed no rows in the first {num_steps} steps of {type(self.trainer).__name__}: its "
-            "models got no padded rows with an `attention_mask`, or `torch.compile` had compiled a model of this class "
-            "before the hooks were there. Give the mask, or call `torch.compiler.reset()` before `pack_forward`.",
-            stacklevel=2,
-        )
-
-
-def _dtype(model: PreTrainedModel) -> torch.dtype:
-    device = model.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
 
 def _state(rows: PackedRows) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import IterableDataset
 from torch import Tensor
 
 from ..data.collator import PackedDataCollator
@@ -33,18 +32,12 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class StepComparison:
-    """The first step, packed and unpacked.
+    """The first step, packed and unpacked."""
 
-    Attributes:
-        text: the line of the report.
-        loss_gap, gradient_gap: relative; None if not compared.
-        problem: what differs; None if nothing.
-    """
-
-    text: str
-    loss_gap: float | None = None
+    text: str  # the line of the report
+    loss_gap: float | None = None  # relative; None if not compared
     gradient_gap: float | None = None
-    problem: str | None = None
+    problem: str | None = None  # what differs; None if nothing
 
     def metrics(self) -> dict[str, float]:
         """The numbers for a logger."""
@@ -52,7 +45,6 @@ class StepComparison:
         return {name: value for name, value in values.items() if value is not None}
 
     def raise_if_different(self) -> None:
-        """Raise `PackingLeakError` if the two differ by more than rounding."""
         if self.problem is not None:
             raise PackingLeakError(
                 f"A few documents of the run were trained packed and unpacked before the first step: {self.problem}. "
@@ -79,25 +71,23 @@ def first_documents(data: TrainingData, dataset: Any) -> tuple[list[Document], i
     """
     if data.planner is None:
         degree = max(data.degrees, default=1)
+        args, stream, found = data.args, dataset.take(NUM_CANDIDATES), list[Document]()
         try:
-            rows = _first_rows(data, dataset.take(NUM_CANDIDATES))
+            table = read_whole(stream, args.weight_column) if data.images is None else data.images.table(stream, args)
+            reader = data.read(table, "train")
+            values = read_row_values(table, args.weight_column, None, name="train")
+            documents = make_documents(reader, args.max_length, args.effective_overlong)
+            rows = DocumentDataset(reader, documents, values=values)
+            found = rows.__getitems__([*range(min(NUM_CANDIDATES, len(rows)))])
         except ValueError:  # a bad row, which the stream refuses by its number, or drops
-            return [], degree, data.ranks.rank % degree
-        return rows.__getitems__([*range(min(NUM_CANDIDATES, len(rows)))]), degree, data.ranks.rank % degree
+            pass
+        return found, degree, data.ranks.rank % degree
     rows = DocumentDataset(data.reader, data.documents, values=data.row_values)
     packs = list(islice(PackedBatchSampler(data.planner, data.ranks.rank), data.args.gradient_accumulation_steps))
     shared = max((pack for pack in packs if isinstance(pack, PartOf)), key=attrgetter("degree"), default=None)
     if shared is not None:
         return rows.__getitems__(shared.documents[:NUM_CANDIDATES]), shared.degree, shared.index
     return rows.__getitems__([index for pack in packs for index in pack if index != EMPTY][:NUM_CANDIDATES]), 1, 0
-
-
-def _first_rows(data: TrainingData, stream: IterableDataset) -> DocumentDataset:
-    args = data.args
-    table = read_whole(stream, args.weight_column) if data.images is None else data.images.table(stream, args)
-    reader = data.read(table, "train")
-    values = read_row_values(table, args.weight_column, None, name="train")
-    return DocumentDataset(reader, make_documents(reader, args.max_length, args.effective_overlong), values=values)
 
 
 def chosen(documents: list[Document]) -> list[Document]:
@@ -107,16 +97,16 @@ def chosen(documents: list[Document]) -> list[Document]:
     ]
     fitting = [each for each in shortened if length(each) <= MOST_TOKENS] or [min(shortened, key=length)]
     in_order = sorted(fitting, key=lambda each: np.asarray(each["input_ids"]).tolist())
-    alike = max(range(len(in_order)), key=lambda i: _num_common(*in_order[i : i + 2]))
+    alike = max(range(len(in_order)), key=lambda i: _num_common(in_order[i : i + 2]))
     others = in_order[:alike] + in_order[alike + 2 :]
     chosen = in_order[alike : alike + 2] + sorted(others, key=lambda each: (is_text(each), length(each)))
     return (chosen * NUM_DOCUMENTS)[:NUM_DOCUMENTS]
 
 
-def _num_common(one: Document, other: Document | None = None) -> int:
-    """Tokens with which both begin; 0 without another."""
-    pairs = () if other is None else zip(one["input_ids"], other["input_ids"], strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+def _num_common(pair: list[Document]) -> int:
+    """Tokens with which both begin; 0 of one alone."""
+    tokens = zip(*(each["input_ids"] for each in pair), strict=False)
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[-1], tokens)) * (len(pair) > 1)
 
 
 def is_text(document: Document) -> bool:
