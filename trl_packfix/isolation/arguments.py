@@ -49,8 +49,8 @@ def watching(
 ) -> Iterator[None]:
     """Within this context, note each call of these modules: its number, and what `read` takes of inputs and outputs.
 
-    Of a repaired module these are the inputs before its own hooks, and the outputs after them. A call that raises is
-    noted at the end, without outputs.
+    Of a repaired module these are the inputs before its own hooks, and the outputs after them. Calls that raise are
+    noted at the end, the outermost first, without outputs.
     """
     inputs: dict[str, list[T]] = {name: [] for name in modules}
     calls: Counter[str] = Counter()

@@ -28,16 +28,11 @@ class NotLearned(Exception):
 
 @dataclass(frozen=True)
 class ModuleAxes:
-    """Axes of a module's arguments and outputs, by their places (see `arguments.py`).
+    """Axes of a module's arguments and outputs, by their places (see `arguments.py`)."""
 
-    Attributes:
-        inputs, outputs: the axes of each tensor; None if no axis indexes tokens.
-        numbers: places of integer arguments that hold the number of tokens.
-    """
-
-    inputs: dict[str, Axes | None]
+    inputs: dict[str, Axes | None]  # None if no axis indexes tokens
     outputs: dict[str, Axes | None]
-    numbers: set[str] = field(default_factory=set)
+    numbers: set[str] = field(default_factory=set)  # places of integer arguments that hold the number of tokens
 
 
 def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
@@ -100,13 +95,8 @@ def _axes(tokens: tuple[int, ...], size: tuple[int, ...], rows: list[tuple[int, 
 
 
 def _sizes(leaves: Leaves) -> Sizes:
-    sizes: Sizes = {}
-    for place, value in leaves:
-        if isinstance(value, Tensor):
-            sizes[place] = tuple(value.shape)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            sizes[place] = value
-    return sizes
+    tensors: Sizes = {place: tuple(value.shape) for place, value in leaves if isinstance(value, Tensor)}
+    return tensors | {place: value for place, value in leaves if type(value) is int}
 
 
 def _watch(modules: dict[str, nn.Module], run: Callable[[], object]) -> dict[str, tuple[Sizes, Sizes]]:

@@ -38,17 +38,11 @@ Document = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Law:
-    """A law, and how far the step is from it.
+    """A law, and how far the step is from it."""
 
-    Attributes:
-        name: "scale", "isolation", "content", "labels", "order", "grouping" or "masked".
-        error: relative difference of gradients; infinite if they are not finite or the step raised.
-        sentence: what it says, or what the step raised.
-    """
-
-    name: str
-    error: float
-    sentence: str
+    name: str  # "scale", "isolation", "content", "labels", "order", "grouping" or "masked"
+    error: float  # relative difference of gradients; infinite if they are not finite or the step raised
+    sentence: str  # what it says, or what the step raised
 
 
 @dataclass(frozen=True)
@@ -134,7 +128,9 @@ def check_step(
     """
     documents = [{name: list(each[name]) for name in ("input_ids", "labels")} for each in documents]
     _check_documents(documents)
-    probe = _Probe(step, collate, model, reference=reference)
+    is_distributed = dist.is_available() and dist.is_initialized()
+    ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed else ()
+    probe = _Probe(step, collate, model, reference, *ranks)
     alone = [probe.summed([[each]]) for each in documents]
     if not any(each.any() for each in alone):
         raise ValueError(
@@ -155,7 +151,7 @@ def check_step(
     varied = {kind: probe.moved(each, (0, 2)) for kind, each in _variations(documents).items()}
     kind = max(varied, key=varied.__getitem__)
     laws.append(_law("content", varied[kind], f"nor where documents {kind}"))
-    packs = documents, [_with_first_label(each) for each in documents]
+    packs = documents, [each | {"labels": [each["input_ids"][0], *each["labels"][1:]]} for each in documents]
     gaps = [largest_gap(probe.summed([pack]), total) for pack in packs]
     laws.append(_law("labels", max(gaps), "a pack is the sum of its documents"))
     orders = [documents[::-1], documents[1:] + documents[:1], documents[::2] + documents[1::2]]
@@ -172,27 +168,22 @@ def check_step(
     return StepReport(tuple(laws), max(FINEST, FACTOR * probe.rounding(documents)))
 
 
+@dataclass(frozen=True)
 class _Probe:
     """The step, and the products of its gradients (`gradients.py`)."""
 
-    def __init__(
-        self,
-        step: Callable[[list[Any]], Any],
-        collate: Callable[[list[Document]], Any],
-        model: nn.Module,
-        *,
-        reference: Callable[[Document], Tensor] | None,
-    ):
-        self.step, self.collate, self.model, self.reference = step, collate, model, reference
-        self.parameters = [each for each in model.parameters() if each.requires_grad]
-        is_distributed = dist.is_available() and dist.is_initialized()
-        self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
+    step: Callable[[list[Any]], Any]
+    collate: Callable[[list[Document]], Any]
+    model: nn.Module
+    reference: Callable[[Document], Tensor] | None
+    rank: int = 0
+    num_ranks: int = 1
 
     def products(self, run: Callable[[], Any]) -> Tensor:
         """Of the gradients that `run` leaves."""
         self.model.zero_grad(set_to_none=True)
         run()
-        return gradient_products(self.parameters)
+        return gradient_products([each for each in self.model.parameters() if each.requires_grad])
 
     def summed(self, groups: Sequence[Sequence[Document]]) -> Tensor:
         """The gradient of the summed loss of all groups, each of which is a micro-batch of one step."""
@@ -223,7 +214,7 @@ class _Probe:
         First labels are masked, too, so that no label in the wrong place can look like a leak. A factor is no leak: it
         breaks the law of labels.
         """
-        documents = [_without_first_label(each) for each in documents]
+        documents = [each | {"labels": [IGNORE_INDEX, *each["labels"][1:]]} for each in documents]
         gaps = [0.0]
         for i in which:
             if _num_trained(documents[i]):
@@ -247,11 +238,11 @@ class _Probe:
     def rounding(self, documents: list[Document]) -> float:
         """What half a unit in the last place of every module's output changes in a step, the largest of some draws."""
         wanted = self.summed([documents])
-        return max(largest_gap(self._disturbed(documents, seed), wanted) for seed in range(NUM_DRAWS))
-
-    def _disturbed(self, documents: list[Document], seed: int) -> Tensor:
-        with _noise(self.model, seed):
-            return self.summed([documents])
+        found = [0.0]
+        for seed in range(NUM_DRAWS):
+            with _noise(self.model, seed):
+                found.append(largest_gap(self.summed([documents]), wanted))
+        return max(found)
 
 
 @contextmanager
@@ -287,14 +278,6 @@ def _masked(document: Document) -> Document:
     return document | {"labels": [IGNORE_INDEX] * len(document["labels"])}
 
 
-def _without_first_label(document: Document) -> Document:
-    return document | {"labels": [IGNORE_INDEX, *document["labels"][1:]]}
-
-
-def _with_first_label(document: Document) -> Document:
-    return document | {"labels": [document["input_ids"][0], *document["labels"][1:]]}
-
-
 def _variations(documents: list[Document]) -> dict[str, list[Document]]:
     """Packs of three documents that mislead a loop which guesses boundaries, by what is odd in their content."""
     longest = sorted(documents, key=lambda each: len(each["input_ids"]))[-3:]
@@ -302,16 +285,14 @@ def _variations(documents: list[Document]) -> dict[str, list[Document]]:
     def each(change: Callable[[list[int]], list[int]]) -> list[Document]:
         return [{name: change(values) for name, values in document.items()} for document in longest]
 
-    head = longest[0]["input_ids"]
-    zeros = [{name: list(values) for name, values in document.items()} for document in longest]
+    head, zeros = longest[0]["input_ids"], each(list)
     for document in zeros:
         middle = len(document["input_ids"]) // 2
         document["input_ids"][middle] = 0
         if document["labels"][middle] != IGNORE_INDEX:
             document["labels"][middle] = 0
-    alike = [
-        {"input_ids": head + one["input_ids"], "labels": [IGNORE_INDEX] * len(head) + one["labels"]} for one in longest
-    ]
+    masks = [IGNORE_INDEX] * len(head)
+    alike = [{"input_ids": head + one["input_ids"], "labels": masks + one["labels"]} for one in longest]
     return {
         "are cut in the middle": each(lambda values: values[: max(2, len(values) // 2)]),
         "lack their first token": each(lambda values: values[min(1, len(values) - 2) :]),

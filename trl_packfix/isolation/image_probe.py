@@ -5,7 +5,7 @@ document gives the same result.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,33 +13,16 @@ from torch import Tensor, nn
 from ..attention.exchange import group_of
 from .probe import Documents, Examples, Probe, replaced
 
+if TYPE_CHECKING:
+    from ..data.image_examples import ImageExamples as ImageExamples
+else:  # without the libraries of datasets and images
+    ImageExamples = Any
 # Width and height in pixels. Processors that keep the aspect ratio give each size another number of tokens.
 SQUARE, WIDE, HIGH = (112, 112), (196, 112), (112, 168)
 
 
-class ImageSource(Protocol):
-    """Makes documents with random images through the processor of the run."""
-
-    def image(self, width: int, height: int) -> Any:
-        """An image of random pixels."""
-
-    def joined(self, parts: Sequence[Any]) -> dict[str, Any]:
-        """A document of tokens, (n,), and images in this order."""
-
-    def packed(
-        self, documents: Sequence[dict[str, Any]], shares: bool = False, degree: int = 1, *, index: int | None = None
-    ) -> dict[str, Any]:
-        """The batch of documents in one pack, as in training, without labels; `shares` common beginnings.
-
-        The pack is one for `degree` ranks: the part of the rank `index`, or the whole pack without one.
-        """
-
-    def alone(self, document: dict[str, Any]) -> dict[str, Any]:
-        """The batch of one document in unpacked training, without labels."""
-
-
 class ImageDocument:
-    """A document with images; its length is its number of tokens."""
+    """A document with images, by the names of its entries; its length is its number of tokens."""
 
     def __init__(self, values: dict[str, Any]):
         self.values = values
@@ -48,7 +31,7 @@ class ImageDocument:
         return len(self.values["input_ids"])
 
 
-def image_documents(images: ImageSource, tokens: Callable[[int], Tensor], splits: bool = False) -> Examples:
+def image_documents(images: ImageExamples, tokens: Callable[[int], Tensor], splits: bool = False) -> Examples:
     """Four documents of unequal layout, and the same pack with another in the place of one.
 
     The second ends with an image and the third begins with one, so a model that joins neighbouring images joins them.
@@ -58,7 +41,7 @@ def image_documents(images: ImageSource, tokens: Callable[[int], Tensor], splits
     square, high, first, last = (images.image(*size) for size in (SQUARE, HIGH, WIDE, SQUARE))
     head, tail, end = tokens(5), tokens(9), tokens(6)
 
-    def document(*parts: object) -> ImageDocument:
+    def document(*parts: Any) -> ImageDocument:
         return ImageDocument(images.joined(parts))
 
     documents: Documents = [
@@ -88,7 +71,7 @@ class ImageProbe(Probe):
 
     shares = False  # whether documents of a pack share common beginnings
 
-    def __init__(self, model: nn.Module, images: ImageSource, degree: int = 1, *, user_attention: str | None = None):
+    def __init__(self, model: nn.Module, images: ImageExamples, degree: int = 1, *, user_attention: str | None = None):
         super().__init__(model, degree, user_attention)
         self.images = images
 
@@ -117,7 +100,7 @@ class ImageProbe(Probe):
 
 
 def make_probe(
-    model: nn.Module, images: ImageSource | None, degree: int = 1, *, user_attention: str | None = None
+    model: nn.Module, images: ImageExamples | None, degree: int = 1, *, user_attention: str | None = None
 ) -> Probe:
     """A probe of documents of text and, with `images`, of documents with images."""
     if images is None:

@@ -27,7 +27,7 @@ from ..attention.tower_attention import (
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
 from .check_isolation import check_isolation, check_prefixes
-from .image_probe import ImageSource, make_probe
+from .image_probe import ImageExamples, make_probe
 from .isolation_report import IsolationReport, PackingLeakError
 from .repair import Repair
 from .search import RepairSearch, agreed
@@ -51,15 +51,11 @@ class PackedModel:
         max_length: longest document of the run, in tokens; None tests every threshold of the model.
         own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
         shares_packs: whether ranks share packs (sequence parallelism).
-        shares_prefixes: whether documents share prefixes.
         images: makes documents with images for the probe, if packs have any.
 
     Attributes:
-        attention: the chosen implementation, and why.
-        attends: whether the model takes packs now.
         isolation: the result of the last probe; None before the first.
         recall: gives the report of an earlier start, if one is remembered (`training/remembered.py`); None without.
-        prefixes_are_proved: whether the last probe of shared prefixes found nothing wrong.
     """
 
     def __init__(
@@ -74,7 +70,7 @@ class PackedModel:
         own_hooks: Sequence[ModelHooks] = (),
         shares_packs: bool = False,
         shares_prefixes: bool = False,
-        images: ImageSource | None = None,
+        images: ImageExamples | None = None,
     ):
         self.model, self.dtype, self.device_type = model, dtype, device_type
         self.max_length, self.on_leak = max_length, on_leak
@@ -91,14 +87,9 @@ class PackedModel:
         self._choose()
 
     def _choose(self) -> None:
-        choice = partial(
-            choose_attention,
-            self.model,
-            self.enforce_flash_attention,
-            self.dtype,
-            device_type=self.device_type,
-            refusals={name: why for name, why in self._refusals.items() if name != TOWER_ATTENTION},
-        )
+        refusals = {name: why for name, why in self._refusals.items() if name != TOWER_ATTENTION}
+        settings = self.enforce_flash_attention, self.dtype
+        choice = partial(choose_attention, self.model, *settings, device_type=self.device_type, refusals=refusals)
         needs_varlen = self._needs_varlen
         if needs_varlen == LOOKS_UP:
             with warnings.catch_warnings():
@@ -118,7 +109,7 @@ class PackedModel:
         self._unpacked: UnpackedForward | UnpackedImages | None = None
 
     def _forget(self) -> None:
-        """The proofs of what documents and ranks share are of other attention."""
+        """Forget the proofs of what documents and ranks share: they are of other attention."""
         self.prefixes_are_proved = False
         self._proved_degrees: dict[int, IsolationReport] = {}
 
@@ -160,20 +151,31 @@ class PackedModel:
         if not self.is_proved and self.on_leak == "repair" and self._search is None and self._unpacked is None:
             self._repair(wrapped)
         if not self.is_proved and self.on_leak != "raise" and self._unpacked is None:
-            self._unpack()
-            self.isolation = self._report(wrapped)
-            reason = f"UNPACKED, documents as rows of padded batches, because {report.summary()}"
-            self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=reason)
+            return self.unpack(wrapped, why=report.summary())
+        return self.isolation
+
+    def unpack(self, wrapped: nn.Module, why: str) -> IsolationReport:
+        """Run documents as rows of padded batches from now on, and probe the model so."""
+        for hooks in self._hooks:
+            hooks.remove()
+        self._search = None
+        set_attention(self.model, self.attention.previous)
+        self._unpacked = UnpackedForward(self.model) if self.images is None else UnpackedImages(self.model)
+        for hooks in self._hooks:
+            hooks.install()
+        self.isolation = self._report(wrapped)
+        reason = f"UNPACKED, documents as rows of padded batches, because {why}"
+        self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=reason)
         return self.isolation
 
     def _judged(self, wrapped: nn.Module) -> IsolationReport:
         """Probe packs. Where a kernel refuses the model or computes it wrongly, do without that kernel."""
-        report = self._on_kernels(wrapped)
-        name = self.attention.name
-        flash_attn = name if "flash" in name and name != self.attention.previous else None
-        for kernel in (flash_attn, TOWER_ATTENTION if has_tower_attention(base_model(self.model)) else None):
-            if kernel is None or report.passed:
-                continue
+        report, name = self._on_kernels(wrapped), self.attention.name
+        flash_attn = [name] if "flash" in name and name != self.attention.previous else []
+        towers = [TOWER_ATTENTION] if has_tower_attention(base_model(self.model)) else []
+        for kernel in [*flash_attn, *towers]:
+            if report.passed:
+                break
             self._use(kernel, refusal=report.summary())
             without = self._on_kernels(wrapped)
             if without.passed:
@@ -222,15 +224,10 @@ class PackedModel:
         warnings.warn(text, stacklevel=2)
 
     def prove_degree(self, wrapped: nn.Module, degree: int) -> IsolationReport:
-        """Probe the model with `degree` ranks that share each pack. `prove` must have passed; nothing is repaired.
+        """Probe the model with `degree` ranks that share each pack, once. `prove` must have passed.
 
-        If documents share prefixes (`prove_prefixes` has passed), such packs are probed, too. With images both have
-        images that lie in several parts. A model that is proved at this degree already is not probed again. All ranks
-        must call it.
-
-        Raises:
-            PackingLeakError: the model is repaired or unpacked, its attention is not `packfix_varlen`, documents are
-                not isolated, or they are not what they are alone.
+        If documents share prefixes (`prove_prefixes` has passed), such packs are probed, too. Nothing is repaired: what
+        fails raises `PackingLeakError`. All ranks must call it.
         """
         if degree in self._proved_degrees:
             return self._proved_degrees[degree]
@@ -260,8 +257,8 @@ class PackedModel:
         Returns why documents must be packed whole, or None if they may share.
         """
         reason = self._cannot_share()
-        # The probe runs without dropout
-        if reason is None and (rates := dropped_weights(text_config(base_model(self.model)))):
+        rates = dropped_weights(text_config(base_model(self.model)))  # the probe runs without dropout
+        if reason is None and rates:
             reason = "attention drops weights: " + ", ".join(f"`{name}={rate}`" for name, rate in rates.items())
         if reason is None:
             try:
@@ -323,15 +320,6 @@ class PackedModel:
                 return
             search.give_up()
         self._search = None
-
-    def _unpack(self) -> None:
-        for hooks in self._hooks:
-            hooks.remove()
-        self._search = None
-        set_attention(self.model, self.attention.previous)
-        self._unpacked = UnpackedForward(self.model) if self.images is None else UnpackedImages(self.model)
-        for hooks in self._hooks:
-            hooks.install()
 
     @property
     def _hooks(self) -> list[ModelHooks]:

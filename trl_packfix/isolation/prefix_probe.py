@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..data.prefix_collator import PrefixCollator
 from ..layout import layout_of
-from .image_probe import HIGH, SQUARE, WIDE, ImageDocument, ImageProbe, ImageSource
+from .image_probe import HIGH, SQUARE, WIDE, ImageDocument, ImageExamples, ImageProbe
 from .probe import FINEST, Examples, Probe, replaced
 from .probed_model import CannotRun
 
@@ -115,7 +115,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
 
     shares = True
 
-    def __init__(self, model: nn.Module, images: ImageSource, degree: int = 1, *, user_attention: str | None = None):
+    def __init__(self, model: nn.Module, images: ImageExamples, degree: int = 1, *, user_attention: str | None = None):
         ImageProbe.__init__(self, model, images, degree, user_attention=user_attention)
 
     def image_examples(self) -> Examples:
@@ -130,7 +130,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         square, wide, high = image(*SQUARE), image(*WIDE), image(*HIGH)
         question, between = self.tokens(6), self.tokens(3)
 
-        def document(*parts: object) -> ImageDocument:
+        def document(*parts: Any) -> ImageDocument:
             return ImageDocument(self.images.joined(parts))
 
         documents = [

@@ -19,7 +19,7 @@ from ..attention.kernel_errors import KernelError
 from ..attention.mixers import tokens_summed_in_common
 from ..data.collator import PackedDataCollator
 from ..data.parts import cut_part
-from .probed_model import CannotRun, ProbedModel, distance, gradient_of
+from .probed_model import CannotRun, ProbedModel, distance, gathered
 from .randomness import DrawWatcher
 
 LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
@@ -40,10 +40,9 @@ class Case:
     """Two runs that should give the same states of the documents that both have.
 
     Attributes:
-        documents: the pack of the first run.
         variant: the pack of the second run, in which some documents are different; None if it is one document alone.
         alone: index of that document in `documents`.
-        large: whether the packs are long; see `Probe.packed`.
+        large: whether the packs are long; see `ProbedModel.states`.
     """
 
     documents: Documents
@@ -70,16 +69,14 @@ def replaced(documents: Documents, others: dict[int, Any]) -> Documents:
 
 
 class Probe(ProbedModel):
-    """Runs small packs through a model.
+    """Runs small packs through a model. Each run raises `CannotRun` if the model raises, of parts on any rank.
 
     Attributes:
         reads_ahead: whether a token changes earlier states of its document, in the rows of unpacked TRL.
         dtype: the coarsest of the outputs of modules, from the first run of `silenced`.
-        traces_leaks: whether modules in which information crosses can be found. Their tokens must be the documents,
-            one after the other.
     """
 
-    traces_leaks = True
+    traces_leaks = True  # whether the tokens of a pack are the documents, one after the other
 
     def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
         super().__init__(model, degree, user_attention)
@@ -111,10 +108,7 @@ class Probe(ProbedModel):
         return documents, [replaced(documents, {1: self.tokens(8)})]
 
     def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
-        """Last hidden states of each document in one pack, (length, hidden) each.
-
-        Raises `CannotRun` if the model raises, with a degree above 1 on any rank.
-        """
+        """Last hidden states of each document in one pack, (length, hidden) each."""
         with torch.set_grad_enabled(gradient):
             states = self._joined(documents, large) if self.degree > 1 else self.states(self._batch(documents), large)
         lengths = [len(ids) for ids in documents]
@@ -125,15 +119,12 @@ class Probe(ProbedModel):
         return list(states[0].split(lengths))
 
     def alone(self, ids: Tensor, large: bool = False) -> Tensor:
-        """Last hidden states of a document in unpacked training of the model as it was given: (n,) -> (n, hidden).
-
-        Raises `CannotRun` if the model raises.
-        """
+        """Last hidden states of a document in unpacked training of the model as it was given: (n,) -> (n, hidden)."""
         with self.evaluating(), self.as_given(len(ids)), torch.no_grad():
             return self.states(self.row(ids), large)[0][: len(ids)]
 
     def rows(self, ids: Tensor) -> None:
-        """Run rows without boundaries, (B, n), with the attention of packs. Raises `CannotRun` if the model raises."""
+        """Run rows without boundaries, (B, n), with the attention of packs."""
         with self.evaluating(), torch.no_grad():
             self.states({"input_ids": ids.to(self.device), "use_cache": False})
 
@@ -196,16 +187,14 @@ class Probe(ProbedModel):
             self.states(self._batch(documents, degree=1))
 
     def _joined(self, documents: list[Tensor], large: bool) -> Tensor:
-        states, problem = None, None
+        states: Any = None
+        problem = ""
         try:
             states = self.states(self._batch(documents, self.degree), large)
         except CannotRun as error:
             problem = str(error)
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        problem = next((text for text in problems if text is not None), None)
-        if problem is not None or states is None:
-            raise CannotRun(problem)
+        if any(problems := gathered(problem)):
+            raise CannotRun(next(filter(None, problems)))
         parts = [torch.empty_like(states) for _ in range(self.degree)]
         dist.all_gather(parts, states.contiguous(), group=group_of(self.degree))
         return torch.cat(parts, dim=1)
@@ -221,8 +210,7 @@ class Probe(ProbedModel):
     def silenced(self, documents: Documents) -> list[Tensor]:
         """`packed`, after modules that still draw random numbers were set to eval mode; `dtype` is noted.
 
-        They are routers with jitter or sampling, and NEFTune's noise. All modules of their classes are set;
-        `undisturbed` restores their modes. Raises `CannotRun` if the model raises.
+        They are routers with jitter or sampling, and NEFTune's noise. `undisturbed` restores the modes.
         """
         watcher = DrawWatcher(self.inner, self.device)
         watcher.install()
@@ -241,74 +229,55 @@ class Probe(ProbedModel):
 
         With several ranks also the relative difference from the gradient of a document alone, if it is no rounding: a
         gradient that is not sent back to its rank moves no other document. None if the model does not support it.
-        Raises `CannotRun` if the model raises.
         """
+        limit = None
+        if self.degree > 1:  # in half precision a rounding may choose other experts, so only what is lost is found
+            limit = FINER * self.rounding(documents)
+            limit = limit if limit < COARSE_GRADIENT else inf
+        rows = torch.arange(sum(map(len, documents)), device=self.device).split([len(ids) for ids in documents])
         try:
-            return self._gradient_on_ranks(documents) if self.degree > 1 else self._gradient_between(documents)
+            return self._wrong_gradient(
+                self._batch(documents, self.degree),
+                [(ids, rows_of, 0) for ids, rows_of in zip(documents, rows, strict=True)],
+                limit=limit,
+                rounding=tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps,
+            )
         except KernelError:
             raise
         except ValueError as error:  # from a repaired module that is recomputed
             raise CannotRun(str(error)) from error
 
-    def _gradient_between(self, documents: list[Tensor]) -> float | None:
-        lengths, largest = [len(ids) for ids in documents], 0.0
-        with self.embeddings() as embedded:
-            states = self.states(self._batch(documents))[0].split(lengths)
-            for i, outputs in enumerate(states):
-                weights = torch.randn(outputs.shape, generator=self._generator).to(outputs)
-                gradient = gradient_of((outputs * weights).sum(), embedded[0], retain_graph=True)
-                if gradient is None or gradient[..., 0].numel() != sum(lengths):
-                    return None  # in the second case the backbone gets documents as padded rows, not the pack
-                sizes = [part.abs().max().item() for part in gradient.reshape(-1, gradient.shape[-1]).split(lengths)]
-                others = max(sizes[:i] + sizes[i + 1 :])
-                if others > self._rounding_in_common * sizes[i]:
-                    largest = max(largest, others)
-        return largest
-
-    @property
-    def _rounding_in_common(self) -> float:
-        """Gradient between documents, relative to the largest within one, that rounding in a kernel may cause."""
-        return tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps
-
-    def _gradient_on_ranks(self, documents: list[Tensor]) -> float | None:
-        # In half precision a rounding may choose other experts: only gradients that are lost or others' are found
-        limit = FINER * self.rounding(documents)
-        rows = torch.arange(sum(map(len, documents)), device=self.device).split([len(ids) for ids in documents])
-        return self._wrong_gradient(
-            self._batch(documents, self.degree),
-            [(ids, rows_of, 0) for ids, rows_of in zip(documents, rows, strict=True)],
-            limit=limit if limit < COARSE_GRADIENT else inf,
-            rounding=self._rounding_in_common,
-        )
-
     def _wrong_gradient(
-        self, batch: dict[str, Any], places: list[tuple[Any, Tensor, int]], *, limit: float, rounding: float = 0.0
+        self, batch: dict[str, Any], places: list[tuple[Any, Tensor, int]], *, limit: float | None, rounding: float = 0
     ) -> float | None:
         """What is wrong with the gradients of documents with respect to the rows of their pack; 0 if nothing.
 
         It is the largest one of rows of other documents (above `rounding` times the largest), or the difference from
-        the gradient of a document alone, relative to its largest and above `limit`.
+        the gradient of a document alone, relative to its largest and above `limit`, unless that is None.
 
         Args:
             places: documents, their rows, and the first of these whose states are differentiated.
         """
         largest = 0.0
         gradients = self.embedding_gradients(batch, [rows[first:] for _, rows, first in places], self.degree)
-        if gradients is None:
-            return None
+        if gradients is None or (limit is None and len(gradients[0]) != sum(len(rows) for _, rows, _ in places)):
+            return None  # in the second case the backbone gets documents as padded rows, not the pack
         for gradient, (ids, rows, first) in zip(gradients, places, strict=True):
-            own = torch.arange(first, len(rows), device=self.device)
-            with self.evaluating(), self.as_given(len(ids)):
-                found = self.embedding_gradients(self.row(ids), [own])
-            if found is None:
-                return None
-            alone, mine = found[0][: len(rows)], gradient[rows]
-            scale = alone.abs().max().item()
+            mine = gradient[rows]
             gradient[rows] = 0
-            others = gradient.abs().max().item()
-            is_lost = ((mine == 0).all(-1) & (alone != 0).any(-1)).any().item()
-            gap = inf if is_lost else (mine - alone).abs().max().item() / scale
-            largest = max(largest, others if others > rounding * scale else 0.0, gap if gap > limit or is_lost else 0.0)
+            others, scale = gradient.abs().max().item(), mine.abs().max().item()
+            if limit is not None:
+                own = torch.arange(first, len(rows), device=self.device)
+                with self.evaluating(), self.as_given(len(ids)):
+                    found = self.embedding_gradients(self.row(ids), [own])
+                if found is None:
+                    return None
+                alone = found[0][: len(rows)]
+                scale = alone.abs().max().item()
+                is_lost = ((mine == 0).all(-1) & (alone != 0).any(-1)).any().item()
+                gap = inf if is_lost else (mine - alone).abs().max().item() / scale
+                largest = max(largest, gap if gap > limit or is_lost else 0.0)
+            largest = max(largest, others if others > rounding * scale else 0.0)
         return largest
 
     def rounding(self, documents: Documents) -> float:

@@ -19,24 +19,18 @@ def device_state(device: torch.device) -> torch.Tensor | None:
 
 def set_device_state(device: torch.device, state: torch.Tensor | None) -> None:
     """Put back what `device_state` returned."""
-    if state is None:
-        return
-    module = torch.get_device_module(device)
-    if device.type == "mps":
-        module.set_rng_state(state)
-    else:
-        module.set_rng_state(state, device)
+    if state is not None:
+        torch.get_device_module(device).set_rng_state(state, *([] if device.type == "mps" else [device]))
 
 
 class DrawWatcher(ModelHooks):
-    """Records which modules of `model` draw random numbers, and the dtypes of all outputs, while it is installed.
+    """Records which modules draw random numbers, and the dtypes of outputs, while it is installed.
 
-    A draw is attributed to the innermost module that is running, its forward hooks included.
+    A draw is attributed to the innermost module that is running, its forward hooks included. The dtypes of the weights
+    are not enough: accelerate runs fp32 weights under autocast inside the model's forward.
 
     Attributes:
         kinds: classes of the modules that drew.
-        dtypes: of floating-point outputs. Those of the weights are not enough: accelerate runs fp32 weights under
-            autocast inside the model's forward.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):

@@ -7,9 +7,7 @@ helps, its parent is repaired instead, up to the backbone.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
 from ..attention.forwards import ModelHooks, PackedForwardGuard
@@ -18,11 +16,10 @@ from .axes import NotLearned, learn_axes
 from .check_isolation import judge, refused
 from .isolation_report import IsolationReport
 from .probe import LENGTHS, Case, Probe
-from .probed_model import CannotRun
+from .probed_model import CannotRun, T, gathered
 from .repair import MODES, Mode, Repair, RepairedModule, RestartedPositions
 from .tracing import find_leaks, find_raising, find_shifted
 
-T = TypeVar("T")
 MAX_ROUNDS = 40  # far more than any model needed; each costs a probe
 
 
@@ -42,13 +39,7 @@ class _Site:
 
 
 class RepairSearch:
-    """Repairs the model of a probe. `hooks` are the hooks of the repairs; `give_up()` removes them.
-
-    Args:
-        probe: of the model as it trains; call `run` inside `probe.undisturbed()`.
-        guard: of the model; its `ignores_masks` may be set.
-        max_length: the longest document of the run, in tokens.
-    """
+    """Repairs the model of a probe, inside `probe.undisturbed()`; `ignores_masks` of its guard may be set."""
 
     def __init__(self, probe: Probe, guard: PackedForwardGuard, max_length: int | None):
         self.probe, self.guard, self.max_length = probe, guard, max_length
@@ -59,7 +50,11 @@ class RepairSearch:
     def run(self) -> IsolationReport:
         """Repair until documents are isolated and equal to themselves alone, or all options have been tried."""
         for _ in range(MAX_ROUNDS):
-            report, case = self._judge()
+            case: Case | None = None
+            try:
+                report, case = judge(self.probe, self.max_length)
+            except CannotRun as error:
+                report = refused(self.probe, error)
             # Before any other forward: with different results, ranks would wait for each other in it.
             verdict = agreed("raised" if report.error is not None else "isolated" if case is None else "leaked")
             if verdict == "isolated":
@@ -79,12 +74,6 @@ class RepairSearch:
                 break
         return report
 
-    def _judge(self) -> tuple[IsolationReport, Case | None]:
-        try:
-            return judge(self.probe, self.max_length)
-        except CannotRun as error:
-            return refused(self.probe, error), None
-
     def give_up(self) -> None:
         for site in self._sites.values():
             site.remove()
@@ -96,13 +85,12 @@ class RepairSearch:
 
     @property
     def hooks(self) -> list[ModelHooks]:
-        """The hooks of all current repairs, in the order of installation."""
+        """Of all current repairs, in the order of installation."""
         restarted: list[ModelHooks] = [module for module, _ in self._restarted]
         return restarted + [module for site in self._sites.values() for module in site.repaired]
 
     @property
     def repairs(self) -> list[Repair]:
-        """The current repairs."""
         first: dict[tuple[str, str], Repair] = {}
         for _, repair in self._restarted:
             known = first.setdefault((repair.module, repair.way), replace(repair, count=0))
@@ -126,12 +114,10 @@ class RepairSearch:
             return False
         for positions in shifted:
             module = self._modules[positions.name]
-            repair = Repair(
-                type(module).__name__, positions.name, 1, f"with positions from {positions.first} in each document"
-            )
+            way = f"with positions from {positions.first} in each document"
             restarted = RestartedPositions(module, positions.place, positions.axis, first=positions.first)
             restarted.install()
-            self._restarted.append((restarted, repair))
+            self._restarted.append((restarted, Repair(type(module).__name__, positions.name, 1, way)))
         return bool(self._restarted)
 
     def _locate(self, report: IsolationReport, case: Case) -> str | None:
@@ -148,7 +134,10 @@ class RepairSearch:
         outer = [other for other in repaired if name == other or name.startswith(other + ".")]
         if outer:
             return min(outer, key=len)
-        while _is_from_torch(self._modules[name]) and "." in name:
+        # FSDP2 replaces the class of a module by a subclass defined in torch, so all base classes count.
+        while "." in name and all(
+            kind.__module__.partition(".")[0] in ("torch", "builtins") for kind in type(self._modules[name]).__mro__
+        ):
             name = name.rpartition(".")[0]
         return name
 
@@ -192,14 +181,8 @@ class RepairSearch:
 
 
 def agreed(value: T) -> T:
-    """Return `value` after a check that it is the same on all ranks, so that all repair the same modules.
-
-    Raises RuntimeError on all ranks if values differ.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return value
-    values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    """`value`, which must be the same on all ranks, so that all repair the same modules."""
+    values = gathered(value)
     if any(other != value for other in values):
         raise RuntimeError(
             f"the leak probe found {values} on the {len(values)} ranks: with different results, ranks would run "
@@ -207,8 +190,3 @@ def agreed(value: T) -> T:
             'if they are the same already, set on_leak="unpack".'
         )
     return value
-
-
-def _is_from_torch(module: nn.Module) -> bool:
-    # FSDP2 replaces the class of a module by a subclass defined in torch, so all base classes count.
-    return all(kind.__module__.partition(".")[0] in ("torch", "builtins") for kind in type(module).__mro__)

@@ -91,7 +91,7 @@ SIZES_OF_TYPE: dict[str, dict[str, int]] = {
 def tiny_like(config: PreTrainedConfig, build: Callable[[PreTrainedConfig], PreTrainedModel]) -> PreTrainedConfig:
     """A config of the same class with small sizes; `build` makes a model of such a config.
 
-    Raises the error of transformers if it cannot make such a config, or a model of it.
+    Raises the error of transformers if it cannot.
     """
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):  # all layers, without memory

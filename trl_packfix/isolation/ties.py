@@ -4,10 +4,10 @@ An indexer gives many keys a score of exactly 0. Which of them `torch.topk` choo
 a document in a pack may choose other keys than alone. Unpacked training has the same ambiguity: padding changes it.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -19,20 +19,12 @@ class FirstOfTies(TorchDispatchMode):
     [1, 0, 2]
     """
 
-    def __torch_dispatch__(
-        self,
-        function: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if function is not torch.ops.aten.topk.default:
             return function(*args, **(kwargs or {}))
         return _first(*args, **(kwargs or {}))
 
 
-def _first(
-    values: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _first(values: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
     ordered, indices = values.sort(dim=dim, descending=largest, stable=True)
     return ordered.narrow(dim, 0, k), indices.narrow(dim, 0, k)

@@ -1,7 +1,7 @@
 """Find where information crosses: the smallest modules in which one document of a pack changes another."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -13,24 +13,19 @@ from torch import Tensor, nn
 from ..attention.exchange import group_of
 from .arguments import Leaves, watching
 from .probe import Case, Probe
-from .probed_model import CannotRun, exact
+from .probed_model import CannotRun, exact, gathered
 
 PART_TOKENS = 23  # of each rank in the packs of `find_wrong_parts`: a prime that no hidden size equals
+DOCUMENT_TOKENS = 11  # of each document there but the last
 
 
 @dataclass(frozen=True)
 class Leak:
-    """A module in which information crosses: its inputs for a document are unchanged, its outputs are not.
+    """A module in which information crosses: its inputs for a document are unchanged, its outputs are not."""
 
-    Attributes:
-        name: of the module in the model.
-        module: name of its class.
-        change: largest change of its outputs, relative to the largest value of each tensor.
-    """
-
-    name: str
-    module: str
-    change: float
+    name: str  # in the model
+    module: str  # name of its class
+    change: float  # largest of its outputs, relative to the largest value of each tensor
 
 
 # By place: the token axis of a tensor, and its values as (T, rest). A record: inputs and outputs of a module's call
@@ -138,12 +133,7 @@ def find_wrong_parts(probe: Probe, tolerance: float) -> list[Leak]:
     They read tokens of other ranks without an exchange, or would have to. The model is run on whole packs, too, where
     it has been tested. All ranks must call; they find the same modules.
     """
-    rest = PART_TOKENS * probe.degree
-    lengths: list[int] = []
-    while rest:
-        lengths.append(min((13, 1, 11, 22)[len(lengths) % 4], rest))
-        rest -= lengths[-1]
-    documents = [probe.tokens(n) for n in lengths]
+    documents = [*probe.tokens(PART_TOKENS * probe.degree).split(DOCUMENT_TOKENS)]
     modules = dict(probe.inner.named_modules())
     with _recorded(modules, PART_TOKENS * probe.degree) as whole:
         probe.whole(documents)
@@ -152,12 +142,8 @@ def find_wrong_parts(probe: Probe, tolerance: float) -> list[Leak]:
     first = dist.get_rank(group_of(probe.degree)) * PART_TOKENS
     pairs = [(slice(first, first + PART_TOKENS), slice(None))]
     leaks = [*_leaks(modules, whole, part, pairs=pairs, tolerance=tolerance)]
-    on_ranks: list[list[Leak]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(on_ranks, leaks)
-    largest: dict[str, Leak] = {}
-    for leak in (leak for leaks in on_ranks for leak in leaks):
-        if leak.name not in largest or leak.change > largest[leak.name].change:
-            largest[leak.name] = leak
+    found = sorted((leak for leaks in gathered(leaks) for leak in leaks), key=lambda leak: leak.change)
+    largest = {leak.name: leak for leak in found}
     return _smallest([largest[name] for name in modules if name in largest])
 
 
@@ -210,21 +196,15 @@ def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions
 
 def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
     """The innermost module that was running when the model raised on this pack; None if it does not raise."""
-    running: list[str] = []
+    raised: list[str] = []
 
-    def leave(*given: object) -> None:  # must return None: another result of a forward hook replaces the output
-        running.pop()
+    def note(name: str, call: int, inputs: int, outputs: int | None) -> None:
+        if outputs is None:
+            raised.append(name)
 
-    with ExitStack() as hooks:
-        for name, module in probe.inner.named_modules():
-            enter = partial(lambda name, *given: running.append(name), name)
-            hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
-            hooks.enter_context(module.register_forward_hook(leave))
-        try:
-            probe.packed(documents)
-        except CannotRun:
-            return running[-1] if running else None
-    return None
+    with suppress(CannotRun), watching(dict(probe.inner.named_modules()), len, note):
+        probe.packed(documents)
+    return raised[-1] if raised else None
 
 
 @contextmanager

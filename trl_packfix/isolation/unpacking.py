@@ -4,6 +4,7 @@ The batches, their documents and the loss stay those of packed training; only th
 padding at the end cannot change earlier tokens, so each document is computed as it is alone. The cost is the padding.
 """
 
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -30,18 +31,15 @@ class UnpackedForward(ModelHooks):
     A forward without boundaries is unchanged. Documents of similar length share a call, with at most as many padded
     tokens as the pack has tokens. Where parameters are sharded (ZeRO-3, FSDP) all documents share one call, so that
     all ranks gather the same parameters in the same order.
-
-    Attributes:
-        num_tokens: tokens of all packs so far.
-        num_padded: tokens that the backbone computed for them, padding included.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = base_model(model)
-        self.num_tokens = self.num_padded = 0
+        self.num_tokens = self.num_padded = 0  # of all packs so far; that the backbone computed for them
         self._boundaries: list[Tensor | None] = []  # per running forward of the whole model
-        self._running: list[tuple[DocumentRows, str, Tensor, dict[str, Any]] | None] = []  # per call of the backbone
+        # Per call of the backbone its documents, and the inputs of a group of them
+        self._running: list[tuple[DocumentRows, Callable[[Group], dict[str, Any]]] | None] = []
 
     def _register(self) -> list[RemovableHandle]:
         rows = backbone(self.model)
@@ -77,18 +75,24 @@ class UnpackedForward(ModelHooks):
         budget = inf if is_sharded(module) else tokens.shape[1]
         lengths = [length for length in boundaries.diff().tolist() if length]  # empty documents pad their number
         documents = DocumentRows(lengths, tokens.device, undivided(budget), padding=PADDING)
-        self._running.append((documents, name, tokens, rest))
         self.num_tokens += tokens.shape[1]
         self.num_padded += documents.num_padded
-        return (), _inputs(documents.groups[0], name, tokens, rest=rest)
+
+        def inputs(group: Group) -> dict[str, Any]:
+            sizes = torch.tensor(group.lengths, device=tokens.device)
+            mask = torch.arange(group.longest, device=tokens.device) < sizes[:, None]
+            return {**rest, name: group.split(tokens, TOKENS), "attention_mask": mask.long()}
+
+        self._running.append((documents, inputs))
+        return (), inputs(documents.groups[0])
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Output | None) -> Output | None:
         state = self._running.pop() if self._running else None
         if state is None or output is None:
             return output
-        documents, name, tokens, rest = state
+        documents, inputs = state
         outputs: list[Any] = [output]
-        outputs += [module.forward(**_inputs(group, name, tokens, rest=rest)) for group in documents.groups[1:]]
+        outputs += [module.forward(**inputs(group)) for group in documents.groups[1:]]
         if isinstance(output, tuple):
             return (documents.join([one[0] for one in outputs], TOKENS), *output[1:])
         output["last_hidden_state"] = documents.join([one["last_hidden_state"] for one in outputs], TOKENS)
@@ -96,12 +100,6 @@ class UnpackedForward(ModelHooks):
             layers = zip(*(one["router_logits"] for one in outputs), strict=True)
             output["router_logits"] = tuple(documents.join(list(layer), Axes((0,), 0)) for layer in layers)
         return output
-
-
-def _inputs(group: Group, name: str, tokens: Tensor, *, rest: dict[str, Any]) -> dict[str, Any]:
-    lengths = torch.tensor(group.lengths, device=tokens.device)
-    mask = torch.arange(group.longest, device=tokens.device) < lengths[:, None]
-    return {**rest, name: group.split(tokens, TOKENS), "attention_mask": mask.long()}
 
 
 class UnpackedImages(ModelHooks):

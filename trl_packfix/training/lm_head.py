@@ -9,6 +9,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -35,22 +36,14 @@ LARGEST_LOGIT = 100.0  # at which heads are compared: a cap does not change the 
 
 @dataclass
 class TokenScores(ModelOutput):
-    """What a model returns when it is called with `fused_lm_head=True`, as in TRL 1.16.
-
-    Attributes:
-        log_probs: log-probability of each label, zero where nothing is trained, (B, T - 1); (B, T) for `shift_labels`.
-        entropy: entropy of the distribution over the next token, without gradient, zero where nothing is trained.
-        is_top1: whether the label is the most likely token.
-        label_mask: whether the label is trained.
-        aux_loss: the load-balancing statistic of a mixture of experts.
-    """
+    """What a model returns when it is called with `fused_lm_head=True`, as in TRL 1.16."""
 
     loss: Tensor | None = None
-    log_probs: Tensor | None = None
-    entropy: Tensor | None = None
-    is_top1: Tensor | None = None
-    label_mask: Tensor | None = None
-    aux_loss: Tensor | None = None
+    log_probs: Tensor | None = None  # of each label, zero where nothing is trained, (B, T - 1); (B, T) `shift_labels`
+    entropy: Tensor | None = None  # of the distribution over the next token, without gradient, zero as above
+    is_top1: Tensor | None = None  # whether the label is the most likely token
+    label_mask: Tensor | None = None  # whether the label is trained
+    aux_loss: Tensor | None = None  # the load-balancing statistic of a mixture of experts
 
 
 def add_token_scores(model: PreTrainedModel) -> None:
@@ -60,7 +53,8 @@ def add_token_scores(model: PreTrainedModel) -> None:
     that is built later replaces ours with one that ignores `fused_lm_head`, so this is called again before training. It
     does nothing where ours is the outermost.
     """
-    if _scores_tokens(inspect.unwrap(model.forward, stop=_scores_tokens)):
+    scores_tokens = partial(_is_marked, name="scores_tokens")
+    if scores_tokens(inspect.unwrap(model.forward, stop=scores_tokens)):
         return
     forward, text = model.forward, model.config.get_text_config()
 
@@ -73,10 +67,8 @@ def add_token_scores(model: PreTrainedModel) -> None:
         **kwargs: Any,
     ) -> Any:
         if not fused_lm_head:
-            label_arguments = {"labels": labels, "shift_labels": shift_labels}
-            return forward(
-                *args, **kwargs, **{name: value for name, value in label_arguments.items() if value is not None}
-            )
+            given = {"labels": labels, "shift_labels": shift_labels}
+            return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
         num_items = kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
         if getattr(text, "output_router_logits", False):
@@ -102,9 +94,9 @@ def add_token_scores(model: PreTrainedModel) -> None:
     model.forward = MethodType(forward_with_scores, model)
 
 
-def _scores_tokens(forward: object) -> bool:
+def _is_marked(forward: object, name: str) -> bool:
     """Whether this is our forward; under autocast, accelerate wraps it."""
-    return getattr(forward, "scores_tokens", False)
+    return getattr(forward, name, False)
 
 
 def _transforms(text: PretrainedConfig) -> tuple[float, float | None]:
@@ -114,11 +106,7 @@ def _transforms(text: PretrainedConfig) -> tuple[float, float | None]:
         scaling = 1 / scaling
     factors = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
     scale = next((factor for factor in [*factors, scaling] if factor is not None), 1.0)
-    return scale, _cap(text)
-
-
-def _cap(text: object) -> float | None:
-    return next((cap for name in CAPS if (cap := getattr(text, name, None)) is not None), None)
+    return scale, next((cap for name in CAPS if (cap := getattr(text, name, None)) is not None), None)
 
 
 def cap_fused_head(model: PreTrainedModel) -> None:
@@ -128,22 +116,20 @@ def cap_fused_head(model: PreTrainedModel) -> None:
     (`dev/upstream/softcap_names.py`).
     """
     text: Any = model.config.get_text_config()
-    if getattr(text, CAPS[0], None) is not None or _cap(text) is None:
+    cap = _transforms(text)[1]
+    if getattr(text, CAPS[0], None) is not None or cap is None:
         return
-    if _is_capped(inspect.unwrap(model.forward, stop=_is_capped)):
+    is_capped = partial(_is_marked, name="is_capped")
+    if is_capped(inspect.unwrap(model.forward, stop=is_capped)):
         return
     from trl.trainer.utils import add_fused_lm_head  # TRL below 1.16 has none
 
-    setattr(text, CAPS[0], _cap(text))
+    setattr(text, CAPS[0], cap)
     try:
         add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     finally:
         delattr(text, CAPS[0])
     model.forward.__func__.is_capped = True  # type: ignore[attr-defined]
-
-
-def _is_capped(forward: object) -> bool:
-    return getattr(forward, "is_capped", False)
 
 
 def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dtype) -> bool:

@@ -25,17 +25,14 @@ from torch import nn
 
 from ..data.cache_files import PREFIX, SUFFIX, read_arrays_if_whole, write_arrays
 from ..isolation.isolation_report import IsolationReport
+from ..isolation.probed_model import gathered
 from ..samples.row import CODE
 
 SIMPLE = (bool, int, float, str, type(None))
 
 
 class RememberedProofs:
-    """Proofs in a folder.
-
-    Args:
-        settings: of the run, of which a proof may depend although the model does not show them.
-    """
+    """Proofs in a folder. They may depend on `settings` of the run that the model does not show."""
 
     def __init__(self, folder: Path, settings: object):
         self.folder, self.settings = folder, settings
@@ -50,21 +47,13 @@ class RememberedProofs:
         key = hashlib.sha256(repr([case, self.settings, *_decisive(wrapped, model)]).encode()).hexdigest()
         file = self.folder / f"{PREFIX}-proof-{key[:16]}{SUFFIX}"
         arrays = read_arrays_if_whole(file)
-        if _on_all_ranks(arrays is not None) and arrays is not None:
+        if all(gathered(arrays is not None)) and arrays is not None:
             return IsolationReport(**json.loads(arrays["report"].tobytes()))
         report = prove()
         if report.passed:
             text = json.dumps(asdict(replace(report, proved_on=f"{date.today():%d %b %Y}")))
             write_arrays(file, {"report": np.frombuffer(text.encode(), np.uint8)})
         return report
-
-
-def _on_all_ranks(condition: bool) -> bool:
-    if not (dist.is_available() and dist.is_initialized()):
-        return condition
-    conditions = [False] * dist.get_world_size()
-    dist.all_gather_object(conditions, condition)
-    return all(conditions)
 
 
 def _decisive(wrapped: nn.Module, model: Any) -> Iterator[Any]:
