@@ -145,6 +145,16 @@ def nested_rope_keys(config: PreTrainedConfig, rope: dict[str, Any]) -> list[str
     return [name for name, value in rope.items() if isinstance(value, dict)]
 
 
+def recorded_router_logits() -> list[torch.Tensor]:
+    """What transformers has recorded in the running forward, which its output gets at the end; [] if it does not.
+
+    Can be removed when transformers has a public way to replace what it has recorded.
+    """
+    from transformers.utils.output_capturing import _active_collector
+
+    return (_active_collector.get() or {}).get("router_logits", [])
+
+
 def gather_lm_head_with_model(model: PreTrainedModel) -> None:
     """Register the LM head with DeepSpeed ZeRO-3 as a parameter that the model reads directly, in TRL's fused loss.
 

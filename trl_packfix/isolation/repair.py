@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
-from transformers.utils.output_capturing import _active_collector
 
 from ..attention.forwards import ModelHooks
 from ..attention.packed_forward import (
@@ -28,6 +27,7 @@ from ..attention.packed_forward import (
     running_forward,
 )
 from ..attention.rows import Axes
+from ..compat import recorded_router_logits
 from .arguments import argument_leaves, output_leaves
 from .axes import ModuleAxes
 
@@ -39,15 +39,10 @@ POSITIONS = Axes((1,), 0)  # of `position_ids` as the collator makes them, (1, T
 
 @dataclass(frozen=True)
 class Mode:
-    """How a repaired module runs on documents.
+    """How a repaired module runs on documents."""
 
-    Attributes:
-        rows: as rows of padded batches, else one after the other.
-        positions: with the `position_ids` of the pack, else without any, so that the module makes its own.
-    """
-
-    rows: bool
-    positions: bool
+    rows: bool  # as rows of padded batches, else one after the other
+    positions: bool  # with the `position_ids` of the pack, else without any, so that the module makes its own
 
     def __str__(self) -> str:
         text = "as rows of a padded batch" if self.rows else "one after the other"
@@ -71,11 +66,7 @@ class Repair:
 
 
 class RepairedModule(ModelHooks):
-    """Runs `module` on each document separately in packed forwards, while it is installed.
-
-    Raises ValueError if the way is a loop over documents and the module's parameters are sharded: ranks with different
-    numbers of documents would gather parameters at different times.
-    """
+    """Runs `module` on each document separately in packed forwards, while it is installed."""
 
     def __init__(self, module: nn.Module, axes: ModuleAxes, mode: Mode):
         if not mode.rows and is_sharded(module):
@@ -107,7 +98,7 @@ class RepairedModule(ModelHooks):
         self._is_sharded = self._is_sharded or is_sharded(module)
         budget = (inf if self._is_sharded else running.num_tokens) if self.mode.rows else 0
         documents = running.documents(budget)
-        self._running.append((documents, args, kwargs, len(_recorded_router_logits())))
+        self._running.append((documents, args, kwargs, len(recorded_router_logits())))
         first = documents.batches[0]
         enter(first.forward)  # until `_leave`: the module's forward runs between the two hooks
         return self._inputs(module, args, kwargs, batch=first)
@@ -120,7 +111,7 @@ class RepairedModule(ModelHooks):
         if output is None:
             return None
         documents, args, kwargs, num_before = state
-        outputs, recorded = [output], _recorded_router_logits()
+        outputs, recorded = [output], recorded_router_logits()
         num_routers = len(recorded) - num_before
         for batch in documents.batches[1:]:
             with entered(batch.forward):
@@ -130,11 +121,10 @@ class RepairedModule(ModelHooks):
             of_rows = recorded[num_before:]
             of_routers = [of_rows[i::num_routers] for i in range(num_routers)]
             recorded[num_before:] = [documents.rows.join(logits, Axes((0,), 0)) for logits in of_routers]
-        leaves = [output_leaves(output)[0] for output in outputs]
-        joined = [
-            self._join(places[0][0], [value for _, value in places], documents) for places in zip(*leaves, strict=True)
-        ]
-        return tree_unflatten(joined, output_leaves(output)[1])
+        first, tree = output_leaves(output)
+        values = zip(*([value for _, value in output_leaves(each)[0]] for each in outputs), strict=True)
+        joined = [self._join(place, [*each], documents) for (place, _), each in zip(first, values, strict=True)]
+        return tree_unflatten(joined, tree)
 
     def _inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, batch: DocumentBatch
@@ -190,14 +180,14 @@ class RestartedPositions(ModelHooks):
         if running is None:
             return None
         leaves, tree = argument_leaves(module, args, kwargs)
-        values = [self._restarted(value, running) if place == self.place else value for place, value in leaves]
+        values = [value for _, value in leaves]
+        for i, (place, positions) in enumerate(leaves):
+            if place == self.place:
+                bounds = running.cu_seq_lens_q
+                # where the document of each token starts; without `output_size` the host would wait for their sum
+                starts = torch.repeat_interleave(bounds[:-1], bounds.diff(), output_size=positions.shape[self.axis])
+                values[i] = positions - positions.index_select(self.axis, starts) + self.first
         return tree_unflatten(values, tree)
-
-    def _restarted(self, positions: Tensor, running: PackedForward) -> Tensor:
-        bounds = running.cu_seq_lens_q
-        # where the document of each token starts; without `output_size` the host would wait for their sum
-        starts = torch.repeat_interleave(bounds[:-1], bounds.diff(), output_size=positions.shape[self.axis])
-        return positions - positions.index_select(self.axis, starts) + self.first
 
 
 def _running(module: nn.Module) -> PackedForward | None:
@@ -210,11 +200,6 @@ def _running(module: nn.Module) -> PackedForward | None:
             "`gradient_checkpointing=True`."
         )
     return None if running is None or running.rows is not None else running
-
-
-def _recorded_router_logits() -> list[Tensor]:
-    """What transformers has recorded in the running forward, which its output gets at the end; [] if it does not."""
-    return (_active_collector.get() or {}).get("router_logits", [])
 
 
 def is_sharded(module: nn.Module) -> bool:
