@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def precision_of_its_own() -> None:
+def forget_precision() -> None:
     """accelerate remembers the precision of the first trainer of a process, in its state and in the environment.
 
     And a training that fails in its forward may leave autocast on (Llama 4 in stock TRL does).
@@ -65,6 +65,19 @@ def precision_of_its_own() -> None:
     AcceleratorState._reset_state()
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     torch.set_autocast_enabled("cpu", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def precision_of_a_file() -> None:
+    forget_precision()
+
+
+@pytest.fixture
+def precision_of_its_own() -> Iterator[None]:
+    """For a test whose trainers have another precision than those of its file."""
+    forget_precision()
+    yield
+    forget_precision()
 
 
 @pytest.fixture(scope="session")

@@ -260,7 +260,6 @@ def test_a_leak_that_is_repaired_is_exit_code_0_and_needs_no_weights(saved, tmp_
     "words, message",
     [
         (["--only", "lama"], "no causal or image-text model type 'lama'"),
-        (["--sample", "3"], "`--sample 3` was given. It reads the verdicts in `docs/compatibility.csv`"),
         (["--only", "llama", "--output", "new"], "reads the verdicts in `new/compatibility.csv`"),
     ],
 )

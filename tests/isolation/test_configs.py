@@ -5,7 +5,6 @@ showed a defect are in every run, all are in `make sweep`. Rules that need no su
 """
 
 import json
-import os
 import re
 import warnings
 from math import isfinite
@@ -15,7 +14,6 @@ import pytest
 import torch
 import transformers
 import trl
-from accelerate.state import AcceleratorState
 from datasets import Dataset
 from support import zoo
 from support.models import build_tokenizer
@@ -26,7 +24,7 @@ from trl_packfix.cli import main
 from trl_packfix.cli.check_model import check_model, tiny_model
 from trl_packfix.isolation.packed_model import PackedModel
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("precision_of_its_own")]
 
 MAX_LENGTH = 48
 LENGTHS = (40, 7, 19, 30, 3, 45, 11, 24)  # two steps of four documents
@@ -43,17 +41,6 @@ NOT_BUILT = {
 }
 # Where the tiny config does not hold all that the full one does
 JUDGED_APART = {"deepseek-v4-flash": "its two layers are of the first kind; compressed ones come later"}
-
-
-@pytest.fixture(autouse=True)
-def precision_of_its_own(monkeypatch):
-    """accelerate remembers the precision of the first trainer of a process, in its state and in the environment."""
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    AcceleratorState._reset_state()
-    yield
-    AcceleratorState._reset_state()
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-    torch.set_autocast_enabled("cpu", False)  # on after Llama 4, on which stock TRL fails in the forward
 
 
 def pytest_generate_tests(metafunc):

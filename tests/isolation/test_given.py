@@ -1,10 +1,6 @@
 """The reference of every proof is the model as the user gave it: its own attention, in unpacked TRL's padded batch."""
 
-import inspect
-import re
 from contextlib import nullcontext
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +9,6 @@ from support.models import build_tiny_model
 from support.versions import current_models
 from sweep.judge import Judge, padded_by_trl
 from transformers import AttentionInterface, AutoModelForImageTextToText, Gemma4ForCausalLM, Gemma4TextConfig
-from transformers.configuration_utils import ALLOWED_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trl_packfix import PackingLeakError, check_isolation
@@ -233,61 +228,6 @@ def test_thresholds_are_in_tokens(model_type, fields, expected):
     reach, _ = thresholds(config, 8192, 1)
     assert {name: reach.get(name) for name in expected} == expected
     assert not any(name.endswith(("_freq", "_heads", "_dim")) and "conv" not in name for name in reach)
-
-
-# Tiny models have a layer of each kind
-
-# The kinds that a modeling file names and that no layer of the tiny model has, and why
-NO_SUCH_LAYER = {
-    "big_bird blt cohere2_moe": "'dense' is a name in it, not a kind of layer",
-    "falcon_h1 inkling2 inkling2_text inkling_mm_model inkling_text zamba zamba2 zaya": "names of masks of hybrids",
-    "dots3_note dots3_note_text": "the old name of indexed_attention",
-    "muse_glimmer muse_spark": "of its vision tower",
-    "paddleocr_vl qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_omni_moe_thinker deepseek_ocr2 step3p7": (
-        "of real configs of this type none has it, or only its talker and tower"
-    ),
-    "unlimited_ocr": "a null window, which no real config has",
-}
-# Types whose default config transformers itself refuses
-NO_DEFAULT = {"gemma4_assistant", "molmo2", "nemotron_h_omni"}
-
-
-@cache
-def tiny_texts():
-    """The config of the text part of each tiny model, by its type."""
-    types = sorted({*zoo.causal_types(), *zoo.image_text_types()} - NO_DEFAULT)
-    classes = {model_type: CONFIG_MAPPING[model_type] for model_type in types}
-    return {name: kind(**zoo.shrink(kind())).get_text_config(decoder=True) for name, kind in classes.items()}
-
-
-@pytest.mark.sweep
-@current_models
-def test_every_tiny_model_has_a_layer_of_each_kind():
-    """A type whose tiny model lacks the kind of layer that matters was right in the sweep and wrong in training."""
-    kinds = {*ALLOWED_LAYER_TYPES, *ALLOWED_MLP_LAYER_TYPES}
-    explained = {name for names in NO_SUCH_LAYER for name in names.split()}
-    missing, tested = {}, 0
-    for model_type, text in tiny_texts().items():
-        code = "".join(file.read_text() for file in Path(inspect.getfile(type(text))).parent.glob("modeling_*.py"))
-        named = {kind for kind in kinds if re.search(rf"[\"']{kind}[\"']", code)}
-        has = {*(getattr(text, "layer_types", None) or []), *(getattr(text, "mlp_layer_types", None) or [])}
-        tested += bool(named)
-        if named - has:
-            missing[model_type] = named - has
-    assert tested > 50
-    assert missing.keys() == explained, {**missing}
-
-
-@pytest.mark.sweep
-@current_models
-def test_every_threshold_of_a_tiny_model_lies_below_the_lengths_of_the_judge():
-    cases = Judge(build_tiny_model(), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY).cases
-    judge_reach, tested = max(len(ids) for ids in cases["mixed"]), 0
-    for model_type, text in tiny_texts().items():
-        reach, _ = thresholds(text, 64, 1)
-        assert all(n < judge_reach for n in reach.values()), (model_type, reach)
-        tested += bool(reach)
-    assert tested > 50
 
 
 # Models that are not causal

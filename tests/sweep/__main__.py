@@ -18,9 +18,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--all", action="store_true", help="every type: packed training against each document alone")
     which.add_argument("--only", metavar="TYPES", help="these model types only, separated by commas")
-    which.add_argument(
-        "--sample", type=int, metavar="N", help="N types, some of each verdict in docs/compatibility.csv"
-    )
     parser.add_argument(
         "--on-leak", choices=("repair", "raise", "unpack"), default="repair", help="as in SFTConfig (default: repair)"
     )
@@ -40,15 +37,15 @@ def main(words: list[str]) -> int:
     args = parse(words)
 
     if args.output and not args.all:
-        remedy = f"Run `python -m sweep --all --output {args.output}` first, or omit `--output`."
-        _check_table(Path(args.output) / compatibility.TABLE, f"--output {args.output}", remedy)
+        table = Path(args.output) / compatibility.TABLE
+        if not table.is_file():
+            raise ValueError(
+                f"`--output {args.output}` was given. It reads the verdicts in `{table}`, and there is no such file. "
+                f"Run `python -m sweep --all --output {args.output}` first, or omit `--output`."
+            )
     chosen = all_types()
     if args.only:
         chosen = compatibility.only(chosen, args.only.split(","))
-    elif args.sample:
-        remedy = "Run the command in a clone of the repository, or set `--only` or `--all` instead."
-        _check_table(Path("docs", compatibility.TABLE), f"--sample {args.sample}", remedy)
-        chosen = [(row.model_type, row.kind) for row in compatibility.sample(compatibility.read("docs"), args.sample)]
     rows = []
     for row in sweep(chosen, args.on_leak, args.workers, args.time_limit):
         rows.append(row)
@@ -62,16 +59,6 @@ def main(words: list[str]) -> int:
         rows = compatibility.kept(args.output, rows)
         compatibility.write(rows if args.all else compatibility.replaced(args.output, rows), args.output)
     return 1 if any(row.false_negatives for row in rows) else 0
-
-
-def _check_table(table: Path, flag: str, remedy: str) -> None:
-    """Refuse a flag that reads a table of verdicts, before the sweep, if the table does not exist.
-
-    Raises:
-        ValueError: there is no such file.
-    """
-    if not table.is_file():
-        raise ValueError(f"`{flag}` was given. It reads the verdicts in `{table}`, and there is no such file. {remedy}")
 
 
 if __name__ == "__main__":

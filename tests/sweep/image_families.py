@@ -4,8 +4,10 @@ A family is a type of transformers. Its processor has a tokenizer of one token p
 image. Only processors that run without torchvision are here.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +40,6 @@ from transformers import (
     PaliGemmaProcessor,
     PixtralImageProcessorPil,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     ProcessorMixin,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessorPil,
@@ -101,29 +102,33 @@ FIRST_WORD, LAST_WORD = 10, 260  # tokens of bytes; those of the tokenizer aroun
 SMALL = {"height": 24, "width": 24}
 PINPOINTS = [[24, 48], [48, 24], [48, 48]]
 
-Processor = Callable[[PreTrainedTokenizerFast, str], ProcessorMixin]
-Ids = dict[str, int]
-
 
 @dataclass(frozen=True)
 class Family:
     """How a tiny model of a type and its processor are made.
 
     Attributes:
-        processor: tokenizer, chat template -> processor.
-        config: ids of the tokens, by token -> fields of the config besides those of `TEXT` and `TOWER`.
+        processor, images: class of the processor, and what makes its part for images.
+        ids: field of the config -> the token whose id it holds.
+        config: fields of the config besides those of `TEXT` and `TOWER`.
         tokens: special tokens of the processor.
         placeholder: of an image in a chat.
-        text: fields of the text config.
-        vision: fields of the vision config.
+        text, vision: fields of these configs.
+        more, settings: further arguments of the processor.
+        named: attribute of the tokenizer -> its token.
     """
 
-    processor: Processor
-    config: Callable[[Ids], dict[str, Any]]
+    processor: type[ProcessorMixin]
+    images: Callable[[], Any]
+    ids: dict[str, str]
+    config: dict[str, Any] = field(default_factory=dict)
     tokens: tuple[str, ...] = ("<image>",)
     placeholder: str = "<image>"
     text: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] = field(default_factory=lambda: dict(TOWER))
+    more: tuple[Any, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)
 
 
 # Processors without their part for video or audio, which needs torchvision and more tokens
@@ -217,99 +222,6 @@ class PixtralImages(ProcessorMixin):
         return [*super().model_input_names, "image_sizes"]
 
 
-def _qwen(kind: type[ProcessorMixin]) -> Processor:
-    def make(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-        images = Qwen2VLImageProcessorPil(
-            patch_size=4, merge_size=2, size={"shortest_edge": 256, "longest_edge": 48 * 48}
-        )
-        return kind(images, tokenizer, chat_template=template)
-
-    return make
-
-
-def _glm(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    settings: dict[str, Any] = {"patch_size": 4, "merge_size": 2}
-    images = Glm4vImageProcessorPil(size={"shortest_edge": 512, "longest_edge": 2 * 48 * 48}, **settings)
-    return GlmProcessor(images, tokenizer, chat_template=template)
-
-
-def _llava(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    images = LlavaImageProcessorPil(size={"shortest_edge": 24}, crop_size=SMALL, do_pad=False)
-    return LlavaProcessor(images, tokenizer, 6, "default", chat_template=template, num_additional_image_tokens=1)
-
-
-def _llava_next(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    images = LlavaNextImageProcessorPil(size={"shortest_edge": 24}, crop_size=SMALL, image_grid_pinpoints=PINPOINTS)
-    return LlavaNextProcessor(images, tokenizer, 6, "default", chat_template=template, num_additional_image_tokens=1)
-
-
-def _llava_onevision(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    images = LlavaOnevisionImageProcessorPil(size=SMALL, image_grid_pinpoints=PINPOINTS)
-    return OnevisionProcessor(images, tokenizer, chat_template=template)
-
-
-def _idefics2(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    images = Idefics2ImageProcessorPil(size={"shortest_edge": 12, "longest_edge": 24})
-    return Idefics2Processor(images, tokenizer, image_seq_len=4, chat_template=template)
-
-
-def _idefics3(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    images = Idefics3ImageProcessorPil(size={"longest_edge": 48}, max_image_size={"longest_edge": 24})
-    return Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
-
-
-def _smolvlm(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    images = SmolVLMImageProcessorPil(size={"longest_edge": 48}, max_image_size={"longest_edge": 24})
-    return SmolProcessor(images, tokenizer, chat_template=template)
-
-
-def _internvl(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    for name, token in zip(("start_image", "end_image", "context_image", "video"), INTERNVL, strict=True):
-        setattr(tokenizer, f"{name}_token", token)
-        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
-    return InternProcessor(GotOcr2ImageProcessorPil(size=SMALL, max_patches=3), tokenizer, chat_template=template)
-
-
-def _aya_vision(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    images = GotOcr2ImageProcessorPil(size=SMALL, max_patches=3)
-    return AyaVisionProcessor(images, tokenizer, 6, 24, downsample_factor=2, chat_template=template)
-
-
-def _pixtral(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    images = PixtralImageProcessorPil(size={"longest_edge": 48}, patch_size=6)
-    return PixtralImages(images, tokenizer, chat_template=template)
-
-
-def _gemma3(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    _name_tokens(tokenizer, GEMMA3)
-    images = Gemma3ImageProcessorPil(size=SMALL, do_pan_and_scan=False)
-    return Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
-
-
-def _gemma4(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    _name_tokens(tokenizer, GEMMA4)
-    # The smallest number of tokens that it supports
-    images = Gemma4ImageProcessorPil(patch_size=2, max_soft_tokens=70, pooling_kernel_size=3)
-    return GemmaProcessor(images, tokenizer, chat_template=template)
-
-
-def _paligemma(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    settings: dict[str, Any] = {"image_seq_length": 16}
-    images = SiglipImageProcessorPil(size=SMALL, **settings)
-    return PaliGemmaProcessor(images, tokenizer, chat_template=template)
-
-
-def _mllama(tokenizer: PreTrainedTokenizerFast, template: str) -> ProcessorMixin:
-    return MllamaProcessor(MllamaImageProcessorPil(size=SMALL), tokenizer, chat_template=template)
-
-
-def _name_tokens(tokenizer: PreTrainedTokenizerFast, tokens: tuple[str, ...]) -> None:
-    """Attributes of the tokenizer: the beginning, placeholder and end of an image."""
-    for name, token in zip(("boi", "image", "eoi"), tokens, strict=False):
-        setattr(tokenizer, f"{name}_token", token)
-        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
-
-
 QWEN = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 GLM = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>")
 IDEFICS = (
@@ -328,39 +240,31 @@ CLIP = TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}
 SIGLIP = TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False}
 
 
-def _qwen_ids(ids: Ids) -> dict[str, Any]:
-    return {
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
-    }
-
-
-def _glm_ids(ids: Ids) -> dict[str, Any]:
-    return {
-        "image_token_id": ids["<|image|>"],
-        "video_token_id": ids["<|video|>"],
-        "image_start_token_id": ids["<|begin_of_image|>"],
-        "image_end_token_id": ids["<|end_of_image|>"],
-        "video_start_token_id": ids["<|begin_of_video|>"],
-        "video_end_token_id": ids["<|end_of_video|>"],
-    }
-
-
-def _image_id(ids: Ids) -> dict[str, Any]:
-    return {"image_token_id": ids["<image>"]}
+QWEN_IMAGES = partial(
+    Qwen2VLImageProcessorPil, patch_size=4, merge_size=2, size={"shortest_edge": 256, "longest_edge": 48 * 48}
+)
+QWEN_IDS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+IMAGE_ID, IMAGE_INDEX = {"image_token_id": "<image>"}, {"image_token_index": "<image>"}
+GEMMA_IDS = {"image_token_id": "<soft>", "boi_token_id": "<boi>", "eoi_token_id": "<eoi>"}
+GEMMA_NAMES = {"boi": "<boi>", "image": "<soft>", "eoi": "<eoi>"}
+MROPE_TEXT, LLAMA = {"rope_parameters": dict(MROPE)}, {"model_type": "llama"}
+LAST_LAYER = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
+OF_PATCHES = {"more": (6, "default"), "settings": {"num_additional_image_tokens": 1}}
+LLAVA_IMAGES = partial(LlavaImageProcessorPil, size={"shortest_edge": 24}, crop_size=SMALL, do_pad=False)
+TILES = partial(GotOcr2ImageProcessorPil, size=SMALL, max_patches=3)
+SQUARES = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 24}}
+PERCEIVER = {"hidden_size": 32, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 4}
+PERCEIVER |= {"resampler_head_dim": 8, "num_key_value_heads": 2}
 
 
 def _qwen_family(kind: type[ProcessorMixin], vision: dict[str, Any], **text: Any) -> Family:
-    return Family(
-        _qwen(kind),
-        _qwen_ids,
-        QWEN,
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        {"rope_parameters": dict(MROPE)} | text,
-        QWEN_TOWER | vision,
-    )
+    placeholder = "<|vision_start|><|image_pad|><|vision_end|>"
+    return Family(kind, QWEN_IMAGES, QWEN_IDS, {}, QWEN, placeholder, MROPE_TEXT | text, QWEN_TOWER | vision)
 
 
 DEEPSTACK = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
@@ -379,162 +283,165 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl": _qwen_family(Qwen3Processor, DEEPSTACK),
     "qwen3_vl_moe": _qwen_family(Qwen3Processor, DEEPSTACK, **EXPERTS),
     "qwen3_5": _qwen_family(Qwen3Processor, DEEPSTACK, **DELTA),
-    "llava": Family(
-        _llava,
-        lambda ids: _image_id(ids) | {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"},
-        text={"model_type": "llama"},
-        vision=CLIP,
-    ),
+    "llava": Family(LlavaProcessor, LLAVA_IMAGES, IMAGE_ID, LAST_LAYER, text=LLAMA, vision=CLIP, **OF_PATCHES),
     "llava_next": Family(
-        _llava_next,
-        lambda ids: (
-            _image_id(ids)
-            | {"vision_feature_layer": -1, "vision_feature_select_strategy": "default", "image_seq_length": 16}
-            | {"image_grid_pinpoints": PINPOINTS}
+        LlavaNextProcessor,
+        partial(
+            LlavaNextImageProcessorPil, size={"shortest_edge": 24}, crop_size=SMALL, image_grid_pinpoints=PINPOINTS
         ),
-        text={"model_type": "llama"},
+        IMAGE_ID,
+        LAST_LAYER | {"image_seq_length": 16, "image_grid_pinpoints": PINPOINTS},
+        text=LLAMA,
         vision=CLIP,
+        **OF_PATCHES,
     ),
     "llava_onevision": Family(
-        _llava_onevision,
-        lambda ids: {
-            "image_token_index": ids["<image>"],
-            "video_token_index": ids["<video>"],
-            "image_grid_pinpoints": PINPOINTS,
-        },
+        OnevisionProcessor,
+        partial(LlavaOnevisionImageProcessorPil, size=SMALL, image_grid_pinpoints=PINPOINTS),
+        IMAGE_INDEX | {"video_token_index": "<video>"},
+        {"image_grid_pinpoints": PINPOINTS},
         ("<image>", "<video>"),
         text={"model_type": "qwen2"},
         vision=SIGLIP,
     ),
     "idefics2": Family(
-        _idefics2,
-        lambda ids: (
-            _image_id(ids)
-            | {
-                "perceiver_config": {
-                    "hidden_size": 32,
-                    "resampler_n_latents": 4,
-                    "resampler_depth": 1,
-                    "resampler_n_heads": 4,
-                    "resampler_head_dim": 8,
-                    "num_key_value_heads": 2,
-                }
-            }
-        ),
+        Idefics2Processor,
+        partial(Idefics2ImageProcessorPil, size={"shortest_edge": 12, "longest_edge": 24}),
+        IMAGE_ID,
+        {"perceiver_config": PERCEIVER},
         IDEFICS[:4],
         text={"model_type": "mistral"},
+        settings={"image_seq_len": 4},
     ),
     "idefics3": Family(
-        _idefics3, lambda ids: _image_id(ids) | {"scale_factor": 2}, IDEFICS, text={"model_type": "llama"}
+        Idefics3Processor,
+        partial(Idefics3ImageProcessorPil, **SQUARES),
+        IMAGE_ID,
+        {"scale_factor": 2},
+        IDEFICS,
+        text=LLAMA,
+        settings={"image_seq_len": 4},
     ),
     "smolvlm": Family(
-        _smolvlm, lambda ids: _image_id(ids) | {"scale_factor": 2}, IDEFICS, text={"model_type": "llama"}
+        SmolProcessor, partial(SmolVLMImageProcessorPil, **SQUARES), IMAGE_ID, {"scale_factor": 2}, IDEFICS, text=LLAMA
     ),
     "internvl": Family(
-        _internvl,
-        lambda ids: {"image_token_id": ids["<IMG_CONTEXT>"], "image_seq_length": 4},
+        InternProcessor,
+        TILES,
+        {"image_token_id": "<IMG_CONTEXT>"},
+        {"image_seq_length": 4},
         INTERNVL,
         "<IMG_CONTEXT>",
         {"model_type": "qwen2"},
         TOWER | {"image_size": [24, 24], "patch_size": [6, 6]},
+        named=dict(zip(("start_image", "end_image", "context_image", "video"), INTERNVL, strict=True)),
     ),
     "mistral3": Family(
-        _pixtral,
-        lambda ids: {"image_token_index": ids["[IMG]"]},
+        PixtralImages,
+        partial(PixtralImageProcessorPil, size={"longest_edge": 48}, patch_size=6),
+        {"image_token_index": "[IMG]"},
+        {},
         PIXTRAL,
         "[IMG]",
         {"model_type": "mistral"},
         TOWER | {"model_type": "pixtral", "image_size": 48, "head_dim": 8},
     ),
     "aya_vision": Family(
-        _aya_vision,
-        lambda ids: {"image_token_index": ids["<|IMG_PATCH|>"]},
+        AyaVisionProcessor,
+        TILES,
+        {"image_token_index": "<|IMG_PATCH|>"},
+        {},
         AYA,
         text={"model_type": "cohere2"} | WINDOWED,
         vision=SIGLIP,
+        more=(6, 24),
+        settings={"downsample_factor": 2},
     ),
     "glm4v": Family(
-        _glm,
-        _glm_ids,
+        GlmProcessor,
+        partial(
+            Glm4vImageProcessorPil,
+            patch_size=4,
+            merge_size=2,
+            size={"shortest_edge": 512, "longest_edge": 2 * 48 * 48},
+        ),
+        {
+            "image_token_id": "<|image|>",
+            "video_token_id": "<|video|>",
+            **{
+                f"{kind}_{end}_token_id": f"<|{word}_of_{kind}|>"
+                for kind in ("image", "video")
+                for end, word in (("start", "begin"), ("end", "end"))
+            },
+        },
+        {},
         GLM,
         "<|begin_of_image|><|image|><|end_of_image|>",
         {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}},
         QWEN_TOWER | {"image_size": 48},
     ),
     "gemma3": Family(
-        _gemma3,
-        lambda ids: {
-            "image_token_id": ids["<soft>"],
-            "boi_token_id": ids["<boi>"],
-            "eoi_token_id": ids["<eoi>"],
-            "mm_tokens_per_image": 4,
-        },
+        Gemma3Processor,
+        partial(Gemma3ImageProcessorPil, size=SMALL, do_pan_and_scan=False),
+        GEMMA_IDS,
+        {"mm_tokens_per_image": 4},
         GEMMA3,
         "<boi>",
         WINDOWED,
         TOWER | {"model_type": "siglip_vision_model"},
+        settings={"image_seq_length": 4},
+        named=GEMMA_NAMES,
     ),
     "gemma4": Family(
-        _gemma4,
-        lambda ids: {
-            "image_token_id": ids["<soft>"],
-            "boi_token_id": ids["<boi>"],
-            "eoi_token_id": ids["<eoi>"],
-            "audio_token_id": ids["<audio>"],
-            "boa_token_id": ids["<boa>"],
-            "eoa_token_index": ids["<eoa>"],
-            "video_token_id": ids["<|video|>"],
-        },
+        GemmaProcessor,
+        # The smallest number of tokens that it supports
+        partial(Gemma4ImageProcessorPil, patch_size=2, max_soft_tokens=70, pooling_kernel_size=3),
+        GEMMA_IDS
+        | {"audio_token_id": "<audio>", "boa_token_id": "<boa>"}
+        | {"eoa_token_index": "<eoa>", "video_token_id": "<|video|>"},
+        {},
         GEMMA4,
         "<soft>",
         WINDOWED
-        | {
-            "global_head_dim": 8,
-            "vocab_size_per_layer_input": 320,
-            "hidden_size_per_layer_input": 8,
-            "use_bidirectional_attention": "vision",
-        },
+        | {"global_head_dim": 8, "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8}
+        | {"use_bidirectional_attention": "vision"},
         {name: TOWER[name] for name in TOWER if name != "image_size"}
         | {"num_key_value_heads": 4, "head_dim": 8, "patch_size": 2, "position_embedding_size": 320},
+        named=GEMMA_NAMES,
     ),
     "paligemma": Family(
-        _paligemma,
-        lambda ids: {"image_token_index": ids["<image>"], "projection_dim": 32, "hidden_size": 32},
+        PaliGemmaProcessor,
+        partial(SiglipImageProcessorPil, size=SMALL, image_seq_length=16),
+        IMAGE_INDEX,
+        {"projection_dim": 32, "hidden_size": 32},
         text={"model_type": "gemma", "vocab_size": 1536},  # with 1152 tokens for places in an image
         vision=SIGLIP | {"projection_dim": 32},
     ),
     "mllama": Family(
-        _mllama,
-        lambda ids: {"image_token_index": ids["<|image|>"]},
+        MllamaProcessor,
+        partial(MllamaImageProcessorPil, size=SMALL),
+        {"image_token_index": "<|image|>"},
+        {},
         ("<|image|>", "<|python_tag|>"),
         "<|image|>",
         {"model_type": "mllama_text_model", "num_hidden_layers": 3, "cross_attention_layers": [1]},
-        {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_global_layers": 1,
-            "attention_heads": 4,
-            "image_size": 24,
-            "patch_size": 6,
-            "intermediate_layers_indices": [0],
-            "vision_output_dim": 64,
-        },
-    ),
-}
-FAMILIES |= {
-    "qwen3_5_moe": _qwen_family(Qwen3Processor, DEEPSTACK, **DELTA, **EXPERTS, shared_expert_intermediate_size=32),
-    "glm4v_moe": replace(
-        FAMILIES["glm4v"],
-        text=FAMILIES["glm4v"].text
-        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+        {name: TOWER[name] for name in TOWER if name != "num_attention_heads"}
+        | {"num_global_layers": 1, "attention_heads": 4, "intermediate_layers_indices": [0], "vision_output_dim": 64},
     ),
     "vipllava": Family(
-        _llava,
-        lambda ids: {"image_token_index": ids["<image>"], "vision_feature_layer": [-2, -1], "image_seq_length": 16},
-        text={"model_type": "llama"},
+        LlavaProcessor,
+        LLAVA_IMAGES,
+        IMAGE_INDEX,
+        {"vision_feature_layer": [-2, -1], "image_seq_length": 16},
+        text=LLAMA,
         vision=CLIP,
+        **OF_PATCHES,
     ),
+}
+MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+FAMILIES |= {
+    "qwen3_5_moe": _qwen_family(Qwen3Processor, DEEPSTACK, **DELTA, **EXPERTS, shared_expert_intermediate_size=32),
+    "glm4v_moe": replace(FAMILIES["glm4v"], text=FAMILIES["glm4v"].text | MOE),
 }
 
 
@@ -543,7 +450,11 @@ def build_processor(family: str) -> ProcessorMixin:
     recipe = FAMILIES[family]
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(recipe.tokens)})
-    return recipe.processor(tokenizer, TEMPLATE.replace("PLACEHOLDER", recipe.placeholder))
+    for name, token in recipe.named.items():
+        setattr(tokenizer, f"{name}_token", token)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+    template = TEMPLATE.replace("PLACEHOLDER", recipe.placeholder)
+    return recipe.processor(recipe.images(), tokenizer, *recipe.more, chat_template=template, **recipe.settings)
 
 
 def build_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **text: Any) -> PreTrainedModel:
@@ -553,8 +464,9 @@ def build_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
     """
     recipe = FAMILIES[family]
     ids = build_processor(family).tokenizer.get_vocab()
-    config = {"text_config": TEXT | recipe.text | text, "vision_config": dict(recipe.vision)}
-    settings = AutoConfig.for_model(family, **config, **recipe.config(ids))
+    given = {name: ids[token] for name, token in recipe.ids.items()} | copy.deepcopy(recipe.config)
+    given |= {"text_config": copy.deepcopy(TEXT | recipe.text | text), "vision_config": dict(recipe.vision)}
+    settings = AutoConfig.for_model(family, **given)
     model = random_model(lambda: AutoModelForImageTextToText.from_config(settings), seed)
     nn.Module.to(model, dtype)
     return model

@@ -34,38 +34,27 @@ VERDICTS = ("native", "varlen", "repaired", "unpack only", "refused", "no text")
 class Row:
     """The result for one model type: the columns of docs/compatibility.csv.
 
+    Errors are the largest relative difference, by the judge. A verdict is one of `VERDICTS`: "native": isolated with
+    `packfix_varlen` and with its own attention. "varlen": with `packfix_varlen` only (with images: the judge found its
+    own wrong). "unpack only": documents as rows of padded batches. "refused": by the probe, or by the model on a pack
+    of the judge. "no text": it cannot be built, or does not accept text alone.
+
     Attributes:
         kind: "causal" or "image-text": the auto class that loads it.
-        verdict: how it trains packed. "native": isolated with `packfix_varlen` and with its own attention. "varlen":
-            isolated with `packfix_varlen` only. "repaired". "unpack only": documents as rows of padded batches.
-            "refused": by the probe, or by the model on a pack of the judge. "no text": it cannot be built, or does not
-            accept text alone.
         attention: the implementation that packed training uses.
-        error: largest relative difference between this training and each document alone without padding, by the judge.
-        given: the same against the model as it was given, with its own attention, on the padded rows of unpacked TRL;
-            None if the model raises on those. This one decides whether training is right.
+        error: between this training and each document alone without padding.
+        given: the same against the model as it was given, on the padded rows of unpacked TRL; None if the model raises
+            on those. This one decides whether training is right.
         where: the case and the tensor with the difference that decides.
-        stock_trl: the unchanged model on TRL's own batches: "isolated", "leaks" or "refuses".
-        stock_error: the error of `stock_trl`, relative in the same way.
-        probes: how many probes ran on text, up to three: with the model's own attention, with ours, after the repair.
-            With images up to two more: with our attention, after the repair.
-        false_negatives: probes that found no leak where the judge found one: silent leaks.
-        false_positives: probes that found a leak where the judge found none.
+        stock_trl, images_stock: the unchanged model on TRL's packs: "isolated", "leaks" or "refuses".
+        probes: how many ran on text: with the model's own attention, with ours, after the repair; and with images.
+        false_negatives: probes that found no leak where the judge found one: silent leaks. `false_positives`: reverse.
         repairs: the modules that run on each document separately, and how.
-        shared: whether two ranks can share a pack (`tokens_per_rank`), "yes" or "no"; "" if it was not tested.
-        prefixes: whether documents may share prefixes (`share_prefixes`), "yes" or "no"; "wrong" if the probe allows it
-            and the judge does not; "" if it was not tested.
-        prefix_error: largest relative difference between packs that share prefixes and each document alone, by the
-            judge; 0 if it was not tested.
-        with_kernels: the verdict of a type with mixers on transformers' path with the packages of their kernels, by
-            `tests/on_kernels.py`; "" for others.
+        shared, prefixes: whether two ranks can share a pack, and documents prefixes: "yes", "no", or "" if it was not
+            tested; "wrong" if the probe allows it and the judge does not.
+        with_kernels: the verdict of a type with mixers with the packages of their kernels (`tests/on_kernels.py`).
         reason: why its own attention is not enough ("varlen"), why ours alone is not, or why it is refused.
-        images: the verdict on packs with images, or "not tested"; "" for causal types. "varlen" says that the judge
-            found its own attention wrong.
-        images_error: largest relative difference with images, as `error`.
-        images_stock: the unchanged model on the same packs with images: "isolated", "leaks" or "refuses".
-        images_stock_error: the error of `images_stock`.
-        images_reason: as `reason`, and why packs with images were not tested.
+        images: the verdict on packs with images, or "not tested"; "" for causal types.
     """
 
     model_type: str

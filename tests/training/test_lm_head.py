@@ -5,7 +5,6 @@ from types import MethodType
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from datasets import Dataset
 from support.runs import texts, trainer
 from torch.nn import functional as F
@@ -94,20 +93,13 @@ def test_versions_without_the_head_get_ours():
     assert not compat.scores_tokens("1.9.0") and not compat.scores_tokens("1.15.0") and compat.scores_tokens("1.16.0")
 
 
-@pytest.fixture
-def bf16():
-    AcceleratorState._reset_state()
-    yield Accelerator(cpu=True, mixed_precision="bf16")
-    AcceleratorState._reset_state()
-
-
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["", "under autocast"])
-def test_the_head_is_added_again_only_if_another_covers_it(is_wrapped, bf16):
+def test_the_head_is_added_again_only_if_another_covers_it(is_wrapped, precision_of_its_own):
     model = model_of("llama")
     ids, labels = labels_of(model)
     add_token_scores(model)
     if is_wrapped:
-        bf16.prepare_model(model)
+        Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
     ours = model.forward
     add_token_scores(model)
     assert model.forward == ours

@@ -1,6 +1,5 @@
 """Trainers of TRL on padded rows that are computed as packs: the weights of the stock trainer, to the last digits."""
 
-import os
 import re
 import sys
 import warnings
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import trl
-from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
@@ -35,12 +33,8 @@ pytestmark = pytest.mark.slow
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 MOVED = 1e-3  # the largest change of a weight, at least
 EQUAL = 1e-12
-# Losses of DPO, which get log-probabilities of rows; the others are those of `make sweep`
+# Losses of DPO, which get log-probabilities of rows
 DPO_LOSSES = {"ipo": {"learning_rate": 0.01}, "aot": {}, "sigmoid_norm": {"ld_alpha": 0.5}}
-OTHERS = {
-    name: {} for name in ("hinge", "nca_pair", "bco_pair", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft")
-}
-OTHERS |= {name: {"label_smoothing": 0.1} for name in ("exo_pair", "robust")} | {"sppo_hard": {"learning_rate": 1e-3}}
 
 
 def compare(kind, model_type="llama", **options):
@@ -89,9 +83,9 @@ def test_weights_are_those_of_the_stock_trainer(kind, model_type, options):
     compare(kind, model_type, **options)
 
 
-@pytest.mark.parametrize("loss_type", [*DPO_LOSSES, *(pytest.param(name, marks=pytest.mark.sweep) for name in OTHERS)])
-def test_every_loss_of_dpo(loss_type):
-    compare("dpo", loss_type=loss_type, max_steps=2, **(DPO_LOSSES | OTHERS)[loss_type])
+@pytest.mark.parametrize("loss_type", DPO_LOSSES)
+def test_losses_of_dpo(loss_type):
+    compare("dpo", loss_type=loss_type, max_steps=2, **DPO_LOSSES[loss_type])
 
 
 def test_rows_count_in_the_router_loss_as_often_as_documents_have_them():
@@ -499,16 +493,7 @@ def test_a_model_is_packed_once():
     assert "packed with" in record.summary()
 
 
-@pytest.fixture
-def half_precision():
-    """accelerate keeps the precision of the first trainer: neither that of a test before nor this one for others."""
-    AcceleratorState._reset_state()
-    yield
-    AcceleratorState._reset_state()
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-
-
-def test_half_precision_is_packed(half_precision):
+def test_half_precision_is_packed(precision_of_its_own):
     """Under autocast the proof measures the rounding; losses are those of the stock trainer up to it."""
     losses = []
     for packed in (False, True):
