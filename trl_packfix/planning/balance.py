@@ -50,29 +50,29 @@ def balanced(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Arr
     if world_size == 1:
         return packs
     by_rank = bins.synchronisation == "step" and accumulation > 1
+
+    def modelled_time(costs: Float64Array) -> float:
+        costs = costs.reshape(accumulation, world_size)
+        return float(costs.sum(axis=0).max() if by_rank else costs.max(axis=1).sum())
+
     of_units = units.costs(bins.degree)
     pack_costs = np.array([of_units[pack].sum() for pack in packs])
-    placed, waiting = np.arange(slots), _waiting(pack_costs.reshape(accumulation, world_size), by_rank)
+    placed, waiting = np.arange(slots), modelled_time(pack_costs)
     order = _placed(pack_costs, accumulation, world_size, by_rank=by_rank)
-    if (better := _waiting(pack_costs[order].reshape(accumulation, world_size), by_rank)) < waiting:
+    if (better := modelled_time(pack_costs[order])) < waiting:
         placed, waiting = order, better
     members = np.concatenate(packs)
     cost = of_units[members]
     if waiting <= GOOD_ENOUGH * cost.sum() / world_size or len(members) < FEW * slots:
         return [packs[i] for i in placed]
-    of_step = {"capacity": bins.capacity, "world_size": world_size, "num_slots": slots}
-    dealt = deal(units.rows[members], cost, by_rank=by_rank, **of_step)
+    sizes = {"capacity": bins.capacity, "world_size": world_size, "num_slots": slots}
+    dealt = deal(units.rows[members], cost, by_rank=by_rank, **sizes)
     if dealt is not None and all(len(pack) for pack in dealt):
         costs = np.array([cost[pack].sum() for pack in dealt])
         order = np.arange(slots) if by_rank else np.argsort(-costs, kind="stable")
-        if _waiting(costs[order].reshape(-1, world_size), by_rank) < waiting:
+        if modelled_time(costs[order]) < waiting:
             return [members[dealt[i]] for i in order]
     return [packs[i] for i in placed]
-
-
-def _waiting(costs: Float64Array, by_rank: bool) -> float:
-    """Modelled time of a step, costs of shape (G, W)."""
-    return float(costs.sum(axis=0).max() if by_rank else costs.max(axis=1).sum())
 
 
 def _placed(costs: Float64Array, accumulation: int, world_size: int, *, by_rank: bool) -> Int64Array:

@@ -11,7 +11,7 @@ import numpy as np
 from .arrays import Int64Array
 
 Packs = tuple[Int64Array, Int64Array]
-Run = tuple[int, int, int]  # see `pour`
+Run = tuple[int, int, int]  # of packs in `pour`: the first, how many, and the documents that each of them has
 
 
 def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Generator | None = None) -> Packs:
@@ -63,17 +63,29 @@ def pour(counts: Int64Array, capacity: int) -> Int64Array:
     >>> pour(np.bincount([5, 5, 3, 2, 2]), 7).tolist()
     [[0, 2, 1, 0], [2, 1, 1, 0], [0, 2, 1, 1]]
     """
-    spaces = _Spaces()
     rows: list[tuple[int, int, int, int]] = []
+    runs: dict[int, deque[Run]] = {}  # by the free tokens of each of their packs, the oldest run first
+    spaces: list[int] = []  # keys of `runs`, ascending
     opened = 0
+
+    def runs_with(space: int) -> deque[Run]:
+        if space not in runs:
+            runs[space] = deque()
+            insort(spaces, space)
+        return runs[space]
+
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         while left:
-            space, run = spaces.pop_tightest(length)
-            if run is None:  # open as many packs as the rest needs
-                space, num = capacity, -(-left // (capacity // length))
-                run, opened = (opened, num, 0), opened + num
-            first, num, filled = run
+            tightest = bisect_left(spaces, length)
+            if tightest < len(spaces):
+                space = spaces[tightest]
+                first, num, filled = runs[space].popleft()
+                if not runs[space]:
+                    del runs[space], spaces[tightest]
+            else:  # open as many packs as the rest needs
+                space, first, num, filled = capacity, opened, -(-left // (capacity // length)), 0
+                opened += num
             most = space // length  # documents of this length that one of these packs takes
             full = min(num, left // most)
             rest = left - full * most if full < num else 0  # documents of one more pack
@@ -81,39 +93,11 @@ def pour(counts: Int64Array, capacity: int) -> Int64Array:
                 if num_packs and per_pack:
                     rows.append((first_pack, num_packs, per_pack, filled))
                     if space > per_pack * length:
-                        spaces.add(space - per_pack * length, (first_pack, num_packs, filled + per_pack))
+                        runs_with(space - per_pack * length).append((first_pack, num_packs, filled + per_pack))
             used, left = full + (rest > 0), left - full * most - rest
             if used < num:  # untouched packs stay ahead of later ones with the same space
-                spaces.add(space, (first + used, num - used, filled), is_oldest=True)
+                runs_with(space).appendleft((first + used, num - used, filled))
     return np.array(rows, dtype=np.int64)
-
-
-class _Spaces:
-    """Runs of packs, (first_pack, num_packs, filled), by the free tokens of each of its packs, the oldest run first."""
-
-    def __init__(self) -> None:
-        self._runs: dict[int, deque[Run]] = {}
-        self._spaces: list[int] = []  # keys of `_runs`, ascending
-
-    def add(self, space: int, run: Run, *, is_oldest: bool = False) -> None:
-        if space not in self._runs:
-            self._runs[space] = deque()
-            insort(self._spaces, space)
-        self._runs[space].appendleft(run) if is_oldest else self._runs[space].append(run)
-
-    def pop_tightest(self, length: int) -> tuple[int, Run | None]:
-        """Take the oldest run of the fullest packs with room for `length` tokens, with their space.
-
-        (0, None) if no pack has room.
-        """
-        tightest = bisect_left(self._spaces, length)
-        if tightest == len(self._spaces):
-            return 0, None
-        space = self._spaces[tightest]
-        run = self._runs[space].popleft()
-        if not self._runs[space]:
-            del self._runs[space], self._spaces[tightest]
-        return space, run
 
 
 def select_packs(members: Int64Array, sizes: Int64Array, packs: Int64Array) -> Packs:

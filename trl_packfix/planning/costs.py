@@ -26,39 +26,25 @@ Numbers = TypeVar("Numbers", Float64Array, "Tensor")
 
 
 class Heads(NamedTuple):
-    """Attention layers with the same heads: what an exchange between ranks sends.
-
-    Attributes:
-        layers: how many there are.
-        heads, kv_heads: query heads, and heads of keys and values, of one layer.
-        key_dim, value_dim: size of a head of queries and keys, and of values.
-    """
+    """Attention layers with the same heads: what an exchange between ranks sends."""
 
     layers: int
     heads: int
     kv_heads: int
-    key_dim: int
+    key_dim: int  # of queries, too
     value_dim: int
 
 
 class Mixers(NamedTuple):
-    """Recurrent layers with the same scan: what it computes, and what an exchange between ranks sends.
-
-    Attributes:
-        layers: how many there are.
-        heads, kv_heads: heads of values, and of keys, of one layer; of Mamba-1, channels and 1.
-        per_token: FLOPs of one token with the states of one layer.
-        chunk, per_pair: tokens that are computed with each other, and FLOPs of a pair of them, in one layer.
-        per_head, per_kv_head: numbers that a token sends and gets back for each head; a number in fp32 counts as two.
-    """
+    """Recurrent layers with the same scan: what it computes, and what an exchange between ranks sends."""
 
     layers: int
-    heads: int
-    kv_heads: int
-    per_token: float
-    chunk: int
-    per_pair: float
-    per_head: int
+    heads: int  # of values; of Mamba-1, channels
+    kv_heads: int  # of keys; of Mamba-1, 1
+    per_token: float  # FLOPs of one token with the states of one layer
+    chunk: int  # tokens that are computed with each other
+    per_pair: float  # FLOPs of a pair of them in one layer
+    per_head: int  # numbers that a token sends and gets back for each head; one in fp32 counts as two
     per_kv_head: int
 
 
@@ -66,16 +52,12 @@ class Mixers(NamedTuple):
 class TowerCosts:
     """FLOPs of a forward pass of a vision tower, by the numbers in its input: a patch is some hundreds of them.
 
-    Attributes:
-        per_value: FLOPs of one number in all matrices, and in attention within windows.
-        per_pair: FLOPs of one pair of numbers of the same image, in all layers with full attention.
-
     >>> TowerCosts(per_value=10, per_pair=2)([3], [9]).tolist()  # one image of three numbers
     [48.0]
     """
 
-    per_value: float
-    per_pair: float
+    per_value: float  # of one number in all matrices, and in attention within windows
+    per_pair: float  # of two numbers of the same image, in all layers with full attention
 
     def __call__(self, values: npt.ArrayLike, squares: npt.ArrayLike) -> Float64Array:
         """FLOPs of the images of each document, from their numbers and the sum of each image's squared, all (N,)."""
@@ -90,27 +72,19 @@ class TowerCosts:
 class CostModel:
     """FLOPs of a forward pass by document length.
 
-    Attributes:
-        per_token: FLOPs of one token in all matrices, LM head included.
-        per_pair: FLOPs of one pair of tokens in all layers with full causal attention.
-        windows: (tokens, FLOPs of one pair) of the layers in which a token sees that many, itself included. A scan has
-            a window of 1: what a token costs beside matrices with weights.
-        chunks: the same for layers in which a token sees its own chunk of so many tokens only, and for scans in chunks.
-        attention: the heads of the layers with attention, for the cost of sequence parallelism; empty: not known.
-        mixers: the scans of recurrent layers, likewise.
-        tower: the costs of images; None without a vision tower, or if they cannot be counted.
-
     >>> CostModel(per_token=10, per_pair=2)([1, 3]).tolist()
     [12.0, 42.0]
     """
 
-    per_token: float
-    per_pair: float
+    per_token: float  # in all matrices, LM head included
+    per_pair: float  # of tokens, in all layers with full causal attention
+    # (tokens, FLOPs of one pair) of the layers in which a token sees that many, itself included. A scan has a window of
+    # 1: what a token costs beside matrices with weights.
     windows: tuple[tuple[int, float], ...] = ()
-    chunks: tuple[tuple[int, float], ...] = ()
-    attention: tuple[Heads, ...] = field(default=(), compare=False)
+    chunks: tuple[tuple[int, float], ...] = ()  # the same where a token sees its own chunk only
+    attention: tuple[Heads, ...] = field(default=(), compare=False)  # for sequence parallelism; (): not known
     mixers: tuple[Mixers, ...] = field(default=(), compare=False)
-    tower: TowerCosts | None = None
+    tower: TowerCosts | None = None  # None without a vision tower, or if its costs cannot be counted
 
     @property
     def heads(self) -> int | None:
@@ -169,15 +143,10 @@ _SUMS_OF_SCORES = {"indexed_attention": 1, "compressed_sparse_attention": 1, "mi
 
 
 def with_pairs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
-    """The cost model of a decoder with this config, read by the names that transformers' configs share.
+    """The cost model of a decoder with this (text) config, read by the names that transformers' configs share.
 
     Counted are attention (grouped, latent, sliding, chunked, compressed) and the scores of its indexer, if it has one.
-    Sparse attention counts all pairs: transformers computes them and masks those that are not selected. `with_scans`
-    adds recurrent layers.
-
-    Args:
-        config: of transformers, the text config where a model has several.
-        per_token: FLOPs of one token in all matrices.
+    Sparse attention counts all pairs: transformers computes them and masks those that are not selected.
     """
     full = 0.0
     windows: dict[int, float] = {}
@@ -225,16 +194,10 @@ def with_scans(costs: CostModel, mixers: tuple[Mixers, ...]) -> CostModel:
 
 
 def tower_costs_of(config: "PreTrainedConfig", per_patch: float) -> TowerCosts:
-    """The costs of a vision tower with this config, read by the names that transformers' configs share.
-
-    Windows are counted as if every patch saw a whole one.
-
-    Args:
-        config: of the vision tower.
-        per_patch: FLOPs of one patch in all matrices.
+    """The costs of a vision tower whose patch takes `per_patch` FLOPs in all matrices, as if each saw a whole window.
 
     Raises:
-        AttributeError, TypeError: the config has other fields.
+        AttributeError, TypeError: the config has other fields than those that transformers' configs share.
     """
     layers = getattr(config, "num_hidden_layers", None) or config.depth
     width = getattr(config, "embed_dim", None) or config.hidden_size
@@ -261,7 +224,7 @@ def _layer_kinds(config: "PreTrainedConfig") -> list[str]:
 
 
 def _heads(layer: "PreTrainedConfig", num_heads: int | None) -> tuple[int, int, int, int]:
-    """Query heads (`num_heads`, if set), key heads, and the sizes of a key and of a value, of one layer."""
+    """`Heads` of one layer, but for their number."""
     heads = num_heads or layer.num_attention_heads
     if getattr(layer, "kv_lora_rank", None):  # multi-head latent attention: every head has its own keys
         key, kv_heads = layer.qk_nope_head_dim + layer.qk_rope_head_dim, heads

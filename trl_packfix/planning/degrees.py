@@ -88,17 +88,11 @@ def room_of_families(lengths: Int64Array, tokens_per_rank: int, smallest: int) -
 
 @dataclass(frozen=True)
 class DividedStep:
-    """The units of one optimizer step in groups of ranks.
+    """The units of one optimizer step in groups of ranks."""
 
-    Attributes:
-        seconds: modelled time, the sum over micro-steps of their longest group.
-        degrees: of each micro-step, shape (G,).
-        packs: of each group, micro-step after micro-step; a micro-step of degree s has W // s.
-    """
-
-    seconds: float
-    degrees: list[int]
-    packs: list[Int64Array]
+    seconds: float  # modelled time, the sum over micro-steps of their longest group
+    degrees: list[int]  # of each micro-step, shape (G,)
+    packs: list[Int64Array]  # of each group, micro-step after micro-step; a micro-step of degree s has W // s
 
     def __add__(self, other: "DividedStep") -> "DividedStep":
         return DividedStep(self.seconds + other.seconds, self.degrees + other.degrees, self.packs + other.packs)
@@ -241,19 +235,13 @@ class Step:
 
 
 class ModelledTime(NamedTuple):
-    """Modelled seconds of a schedule with sequence parallelism.
+    """Modelled seconds of each micro-step of a schedule with sequence parallelism, both shape (S*G,)."""
 
-    Attributes:
-        seconds: of each micro-step, that is of its longest group, shape (S*G,).
-        exchange: of each micro-step, in the exchanges, the mean over ranks, (S*G,).
-    """
-
-    seconds: Float64Array
-    exchange: Float64Array
+    seconds: Float64Array  # of its longest group
+    exchange: Float64Array  # of them in the exchanges, the mean over ranks
 
 
 def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) -> ModelledTime:
-    """What a schedule of units takes."""
     times = GroupTimes(units.cost_model, parallel.speeds)
     seconds, exchange = np.zeros((2, len(schedule.degrees)))
     tokens = schedule.slot_sums(units.rows)

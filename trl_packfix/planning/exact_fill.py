@@ -90,10 +90,8 @@ class Buffer:
 
 
 def fill_exactly(arriving: Int64Array, capacity: int, buffer_size: int) -> Packs:
-    """The packs of a `Packer` for lengths that are all known: members and sizes."""
-    if len(arriving) == 0:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    return _as_arrays(Packer(arriving.tolist(), capacity, buffer_size, longest=int(arriving.max())))
+    """The packs of a `Packer` for lengths that are all known."""
+    return _as_arrays(Packer(arriving.tolist(), capacity, buffer_size, longest=int(arriving.max(initial=1))))
 
 
 def _as_arrays(packs: Iterable[list[int]]) -> Packs:
@@ -106,8 +104,8 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
     """The fewest packs of three heuristics, for when nothing more arrives; the pack of the oldest document first."""
 
     def until_empty(arriving: Int64Array) -> Packs:
-        packer = Packer(arriving.tolist(), capacity, len(arriving), longest=int(arriving.max()))
-        return _as_arrays(packer.packs(until_empty=True))
+        longest = int(arriving.max())
+        return _as_arrays(Packer(arriving.tolist(), capacity, len(arriving), longest).packs(until_empty=True))
 
     decreasing = np.argsort(-lengths, kind="stable")
     members, sizes = until_empty(lengths[decreasing])
@@ -129,12 +127,6 @@ class Packer:
     buffer. The next packs depend only on the waiting documents, in their order, and on those that arrive: given both
     again, a packer continues with the same packs. Memory is bounded by the buffer.
 
-    Args:
-        arriving: tokens of each document, none above `longest`; `longest` is at most `capacity`.
-        buffer_size: most documents that wait.
-        bytes_of: memory of the document at a position; None: not counted.
-        most_bytes: if the waiting documents have so many, no other arrives.
-
     Worked example, capacity 7, a buffer of 4 (documents by length, the oldest first):
 
         waiting      oldest  gap  exact fill  pack     arrives
@@ -146,12 +138,12 @@ class Packer:
     [[0, 2], [1, 3], [4, 5], [6]]
     """
 
-    arriving: Iterable[int]
+    arriving: Iterable[int]  # tokens of each document
     capacity: int
-    buffer_size: int
-    longest: int
-    bytes_of: Callable[[int], int] | None = None
-    most_bytes: float = np.inf
+    buffer_size: int  # most documents that wait
+    longest: int  # most tokens of a document, at most `capacity`
+    bytes_of: Callable[[int], int] | None = None  # memory of the document at a position
+    most_bytes: float = np.inf  # if the waiting documents have so many, no other arrives
 
     def __post_init__(self) -> None:
         self.next_lengths, self.ended = iter(self.arriving), False

@@ -81,11 +81,7 @@ def share_order(
 
 
 def shared_by_neighbours(common: Int64Array, lengths: Int64Array, min_shared: int = MIN_SHARED) -> Int64Array:
-    """Rows that documents sorted by their tokens share with the one before, shape (N,): all if they are the same.
-
-    Args:
-        common: tokens with which each begins as the one before it does, shape (N,).
-    """
+    """Rows that documents share with the one before, shape (N,), see `TokenOrder`: all if they are the same."""
     before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
     shared = np.where((common == lengths) & (common == before), common, np.maximum(common - 1, 0))
     return np.where(shared >= min_shared, shared, 0)
@@ -93,24 +89,17 @@ def shared_by_neighbours(common: Int64Array, lengths: Int64Array, min_shared: in
 
 @dataclass(frozen=True, eq=False)
 class TokenOrder:
-    """Documents sorted by their tokens, as `sort_key` sorts them; documents of the same tokens by their number.
+    """Documents sorted by their tokens, as `sort_key` sorts them; documents of the same tokens by their number."""
 
-    Attributes:
-        order: the documents, shape (M,).
-        common: tokens with which each begins as the one before it does, shape (M,); 0 for the first.
-    """
-
-    order: Int64Array
-    common: Int64Array
+    order: Int64Array  # shape (M,)
+    common: Int64Array  # tokens with which each begins as the one before it does, shape (M,); 0 for the first
 
     def within(self, groups: Int64Array) -> "TokenOrder":
         """The documents of each group sorted by their tokens, group after group.
 
         The first of a group has nothing in common with the last of the group before. No token is read: the common
-        tokens of two documents are the fewest of the neighbours between them.
-
-        Args:
-            groups: of each document, by its number; a document of group -1 is left out.
+        tokens of two documents are the fewest of the neighbours between them. `groups` are by the number of a document;
+        one of group -1 is left out.
 
         >>> sorted_ = TokenOrder(np.array([1, 0, 2, 3]), np.array([0, 9, 4, 7]))
         >>> two = sorted_.within(np.array([5, 2, 5, 2]))
@@ -122,19 +111,14 @@ class TokenOrder:
         places = places[np.searchsorted(group[places], 0) :]
         group, common = group[places], np.zeros(len(places), dtype=np.int64)
         inside = np.flatnonzero(group[1:] == group[:-1]) + 1
-        common[inside] = _range_minima(self.common, places[inside - 1] + 1, places[inside] + 1)
+        first, stop = places[inside - 1] + 1, places[inside] + 1
+        # The minimum of a range is that of two which cover it, of 1, 2, 4, ... values
+        minima, level = self.common, np.frexp(stop - first)[1] - 1
+        for i in range(int(level.max(initial=-1)) + 1):
+            here, size = level == i, 1 << i
+            common[inside[here]] = np.minimum(minima[first[here]], minima[stop[here] - size])
+            minima = np.minimum(minima[:-size], minima[size:])
         return TokenOrder(self.order[places], common)
-
-
-def _range_minima(values: Int64Array, first: Int64Array, stop: Int64Array) -> Int64Array:
-    """The smallest of `values[first[i]:stop[i]]`, from the minima of 1, 2, 4, ... values, of which two cover it."""
-    minima = np.empty(len(first), dtype=np.int64)
-    level = np.frexp(stop - first)[1] - 1
-    for i in range(int(level.max(initial=-1)) + 1):
-        here, size = level == i, 1 << i
-        minima[here] = np.minimum(values[first[here]], values[stop[here] - size])
-        values = np.minimum(values[:-size], values[size:])
-    return minima
 
 
 def sort_by_tokens(
@@ -194,26 +178,15 @@ def _differ(keys: npt.NDArray[np.uint32]) -> BoolArray:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pieces(Units):
-    """N documents in P pieces, the units. A pack may have fewer rows than its pieces: two of them may begin alike.
+    """N documents in P pieces, the units. A pack may have fewer rows than its pieces: two of them may begin alike."""
 
-    Attributes:
-        order: documents, piece after piece, sorted by their tokens within each; pieces by their smallest document;
-            shape (N,).
-        offsets: piece i is `order[offsets[i]:offsets[i + 1]]`, shape (P + 1,).
-        lengths, shared: tokens of the documents in `order`, and the rows that each shares with the one before it, both
-            (N,).
-        family: family of each document, by its number, shape (N,); pieces of one family were cut from each other.
-        original: for a piece of copies, the piece that has the first of its first one, else itself, shape (P,).
-        distance: where a piece is visited behind its original, as a share of the epoch, shape (P,).
-    """
-
-    order: Int64Array
-    offsets: Int64Array
-    lengths: Int64Array
-    shared: Int64Array
-    family: Int64Array
-    original: Int64Array
-    distance: Float64Array
+    order: Int64Array  # documents, pieces by their smallest one, within each sorted by their tokens, shape (N,)
+    offsets: Int64Array  # piece i is `order[offsets[i]:offsets[i + 1]]`, shape (P + 1,)
+    lengths: Int64Array  # tokens of the documents in `order`, shape (N,)
+    shared: Int64Array  # rows that each shares with the one before it, shape (N,)
+    family: Int64Array  # of each document, by its number, shape (N,); pieces of one family were cut from each other
+    original: Int64Array  # for a piece of copies, the one with the first of its first one, else itself, shape (P,)
+    distance: Float64Array  # where it is visited behind its original, as a share of the epoch, shape (P,)
 
     @property
     def num_families(self) -> int:
@@ -268,13 +241,12 @@ def make_pieces(
     splits_copies: bool = True,
     image_costs: Callable[[Int64Array, Int64Array], Float64Array] | None = None,
 ) -> Pieces:
-    """Families of documents, cut where one would have too many rows, keys or targets.
+    """Families of documents, all or some of them, cut where one would have too many rows, keys or targets.
 
     Half of the longer one, not of the shorter: all conversations with one system prompt share half of the shortest, and
     would be one family.
 
     Args:
-        tokens: the documents, all or some of them.
         lengths, trained: tokens and trained tokens of each document by its number.
         room: most rows of a piece, one number or by the number of its first document, shape (N,); at least its tokens.
         splits_copies: False brings documents of the same tokens together, where the steps are fixed anyway.

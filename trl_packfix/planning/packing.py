@@ -36,25 +36,15 @@ FREE = {"restart": "free"} | PLACES  # nor which documents an optimizer step has
 
 @dataclass(frozen=True, kw_only=True)
 class Bins:
-    """The slots of every optimizer step, S = G * W, and how they are filled.
+    """The slots of every optimizer step, S = G * W, and how they are filled."""
 
-    Attributes:
-        capacity: most rows of a bin.
-        accumulation: G, micro-batches per optimizer step and rank.
-        world_size: W, data-parallel ranks, or groups of ranks that share a bin.
-        degree: ranks of a group.
-        balance: "step" deals the units of a step by cost, so that ranks finish together; "none" keeps the packs.
-        synchronisation: when ranks wait for each other, after every micro-batch or after the step.
-        drop_last: leave out the last incomplete step.
-    """
-
-    capacity: int
-    accumulation: int = 1
-    world_size: int = 1
-    degree: int = 1
-    balance: Balance = "step"
-    synchronisation: Synchronisation = "micro"
-    drop_last: bool = False
+    capacity: int  # most rows of a bin
+    accumulation: int = 1  # G, micro-batches per optimizer step and rank
+    world_size: int = 1  # W, data-parallel ranks, or groups of ranks that share a bin
+    degree: int = 1  # ranks of a group
+    balance: Balance = "step"  # deals the units of a step by cost, so that ranks finish together; "none": as they come
+    synchronisation: Synchronisation = "micro"  # ranks wait for each other after every micro-batch, or after the step
+    drop_last: bool = False  # leave out the last incomplete step
 
     @property
     def num_slots(self) -> int:
@@ -64,43 +54,26 @@ class Bins:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """All settings of planning.
+    """All settings of planning. ValueError: what `possible_degrees` refuses."""
 
-    Attributes:
-        strategy: a key of `STRATEGIES`.
-        max_length: most tokens of a document.
-        batch_size: documents per micro-batch of the unpacked run.
-        overlong, truncation_mode: what happens to documents longer than `max_length`, see `make_documents`.
-        seed: draws the order of an epoch.
-        shuffle: False keeps the order of the units (curricula, upsampled mixes).
-        drop_last, accumulation, world_size, balance, synchronisation: see `Bins`.
-        tokens_per_rank: with sequence parallelism, most tokens of a pack on one rank; None: one rank holds a pack.
-        share_prefixes: "family" plans documents that begin alike as one; plans are the same for "off" and "pack".
-        buffer_size: of a stream, most documents that wait for a pack.
-        degrees: with sequence parallelism, ranks that may share a pack; given as (): all that are possible.
-        speeds: with sequence parallelism, of devices and links; None: the defaults.
-        cost_model: FLOPs of a document on the model.
-
-    Raises:
-        ValueError: what `possible_degrees` refuses.
-    """
-
-    max_length: int
+    max_length: int  # most tokens of a document
     strategy: Strategy = field(default="stream", metadata={"name": "packing_strategy"})
     overlong: Literal["truncate", "split", "drop", "raise"] = "truncate"
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     seed: int = field(default=0, metadata=OF_TABLES)
-    shuffle: bool = field(default=True, metadata=OF_TABLES)
+    shuffle: bool = field(default=True, metadata=OF_TABLES)  # False keeps the order of the units
     drop_last: bool = field(default=False, metadata=OF_TABLES | PLACES | {"name": "dataloader_drop_last"})
+    # Documents per micro-batch of the unpacked run
     batch_size: int = field(default=1, metadata=ADAPTED | {"name": "per_device_train_batch_size"})
     accumulation: int = field(default=1, metadata=ADAPTED | PLACES | {"name": "gradient_accumulation_steps"})
     world_size: int = field(default=1, metadata=ADAPTED | PLACES)
-    tokens_per_rank: int | None = None
+    tokens_per_rank: int | None = None  # with sequence parallelism, most tokens of a pack on one rank
+    # "family" plans documents that begin alike as one; plans are the same for "off" and "pack"
     share_prefixes: SharePrefixes = field(default="off", metadata=OF_TABLES)
-    buffer_size: int = 1000
+    buffer_size: int = 1000  # of a stream, most documents that wait for a pack
     balance: Balance = field(default="step", metadata=FREE)
     synchronisation: Synchronisation = field(default="micro", metadata=FREE)
-    degrees: tuple[int, ...] = field(default=(), metadata=FREE)
+    degrees: tuple[int, ...] = field(default=(), metadata=FREE)  # that may be chosen; given as (): all possible ones
     speeds: Speeds | None = field(default=None, metadata=FREE | {"name": "exchange_speeds"})
     cost_model: CostModel = field(default=LLAMA_7B, metadata=FREE)
 
@@ -153,11 +126,7 @@ class Packing:
         return np.random.default_rng((self.seed, *seed)) if self.shuffle else None
 
     def plan(self, units: Units, epoch: int, block: Int64Array | None = None) -> PackPlan:
-        """The packs of an epoch; not for a strategy that keeps steps.
-
-        Args:
-            block: of each unit, shape (U,), for a strategy that cuts blocks.
-        """
+        """The packs of an epoch, for a strategy that cuts blocks with the `block` of each unit, shape (U,)."""
         rows = np.minimum(units.rows, self.planned_capacity)  # a longer unit is alone in its pack, which may be full
         if self.traits.plan is None:
             assert block is not None, "documents are not cut into blocks"
@@ -191,10 +160,9 @@ class Packing:
         return self.num_steps(num_documents, self.documents_per_step)
 
     def kept_steps(self, order: Int64Array) -> Int64Array:
-        """The optimizer step of each document in the unpacked run, shape (N,); -1 if the epoch does not reach it.
+        """The optimizer step of each document in the unpacked run, which visits them in this order, both shape (N,).
 
-        Args:
-            order: in which the unpacked run visits the documents, shape (N,).
+        It is -1 if the epoch does not reach the document.
         """
         reached = order[: self.num_kept_steps(len(order)) * self.documents_per_step]
         step = np.full(len(order), -1)

@@ -7,27 +7,17 @@ FILL = 0.95  # of the tokens that the ranks hold: steps that are full to the tok
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """What a device and its links reach; defaults are those of GPUs of the H100 class. Only ratios decide.
+    """What a device and its links reach; defaults are those of GPUs of the H100 class. Only ratios decide."""
 
-    Attributes:
-        flops: operations per second of one device in training.
-        within, between: bytes per second that a device sends in an all-to-all to devices of its own node, to others.
-        latency_within, latency_between: seconds that an all-to-all takes whatever it sends.
-        ranks_per_node: devices of a node; ranks are numbered node after node.
-        passes: FLOPs of a training step over those of a forward pass: forward, recomputed forward, and two backward.
-        exchanging_passes: passes through attention in which tokens are exchanged: forward, recomputed, backward.
-        bytes_per_value: 2 for bf16 and fp16.
-    """
-
-    flops: float = 400e12
-    within: float = 300e9
-    between: float = 50e9
-    latency_within: float = 20e-6
+    flops: float = 400e12  # operations per second of one device in training
+    within: float = 300e9  # bytes per second that a device sends in an all-to-all to devices of its own node
+    between: float = 50e9  # and to others
+    latency_within: float = 20e-6  # seconds that an all-to-all takes whatever it sends
     latency_between: float = 60e-6
-    ranks_per_node: int = 8
-    passes: float = 4.0
-    exchanging_passes: int = 3
-    bytes_per_value: int = 2
+    ranks_per_node: int = 8  # ranks are numbered node after node
+    passes: float = 4.0  # FLOPs of a training step over those of a forward pass: it, recomputed, and two backward
+    exchanging_passes: int = 3  # in which attention exchanges tokens: forward, recomputed, backward
+    bytes_per_value: int = 2  # of bf16 and fp16
 
     def all_to_all(self, degree: int) -> tuple[float, float]:
         """Seconds of an all-to-all: (for each byte of a rank, which keeps its share of them, whatever the bytes)."""
@@ -74,18 +64,11 @@ def possible_degrees(
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallel:
-    """The settings of sequence parallelism of a run.
+    """The settings of sequence parallelism of a run."""
 
-    Attributes:
-        tokens_per_rank: C, most tokens of a pack on one rank.
-        smallest: S, the smallest degree that holds a document of `max_length`. Packs are planned for groups of it.
-        degrees: those that may be chosen, ascending; S is one of them.
-        speeds: of devices and links.
-    """
-
-    tokens_per_rank: int
-    smallest: int
-    degrees: tuple[int, ...]
+    tokens_per_rank: int  # C, most tokens of a pack on one rank
+    smallest: int  # S, the smallest degree that holds a document of `max_length`; packs are planned for groups of it
+    degrees: tuple[int, ...]  # those that may be chosen, ascending; S is one of them
     speeds: Speeds = field(default_factory=Speeds)
 
     @property

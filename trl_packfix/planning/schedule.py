@@ -29,22 +29,17 @@ EMPTY = -1
 class Schedule:
     """Documents of every slot of one epoch.
 
-    Attributes:
-        order: document indices, slot after slot, shape (N,).
-        offsets: slot (step * G + micro) * W + rank holds `order[offsets[slot]:offsets[slot + 1]]`, shape (S*G*W + 1,).
-        accumulation: G, micro-batches per optimizer step and rank.
-        world_size: W, data-parallel ranks.
-        num_skipped: documents that the epoch does not reach (`dataloader_drop_last`).
-        degrees: ranks that share a pack in each micro-step, shape (S*G,); given as (): each has its own pack. They
-            are neighbours, and the slot of the first one holds the documents of its group; the slots of the others are
-            empty.
+    Ranks that share a pack are neighbours. The slot of the first one holds the documents of its group, and the slots of
+    the others are empty.
     """
 
-    order: Int64Array
+    order: Int64Array  # document indices, slot after slot, shape (N,)
+    # Slot (step * G + micro) * W + rank holds `order[offsets[slot]:offsets[slot + 1]]`, shape (S*G*W + 1,)
     offsets: Int64Array
     accumulation: int
     world_size: int
-    num_skipped: int = 0
+    num_skipped: int = 0  # documents that the epoch does not reach (`dataloader_drop_last`)
+    # Ranks that share a pack in each micro-step, shape (S*G,); given as (): each has its own pack
     degrees: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:

@@ -15,25 +15,17 @@ Strategy = str  # a key of `STRATEGIES`
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyTraits:
-    """What a strategy does, and what follows from it.
+    """What a strategy does, and what follows from it."""
 
-    Attributes:
-        plan: (lengths, capacity, order, rng) -> packs of at most `capacity` tokens with every document once. `order`
-            is the order in which documents are visited, a permutation, shape (N,). `rng` draws everything else; None
-            without shuffling. Only what cuts blocks or keeps steps is planned elsewhere, and has none.
-        overlong: what happens to documents longer than `max_length` where `overlong` is unset.
-        packs_streams: it needs no document beyond a bounded buffer, so it packs an `IterableDataset`.
-        cuts_blocks: all documents are concatenated and cut every `max_length` tokens.
-        keeps_steps: every optimizer step has the documents of the unpacked run.
-        instead: what to do instead of `plan_packs`, where lengths alone are not enough to plan it.
-    """
-
+    # (lengths, capacity, order, rng) -> packs of at most `capacity` tokens with every document once. `order` is the one
+    # in which documents are visited, a permutation, shape (N,). `rng` draws everything else; None without shuffling.
+    # Only what cuts blocks or keeps steps is planned elsewhere, and has none.
     plan: Callable[..., PackPlan] | None = None
-    overlong: Literal["truncate", "split"] = "truncate"
-    packs_streams: bool = False
-    cuts_blocks: bool = False
-    keeps_steps: bool = False
-    instead: str | None = None
+    overlong: Literal["truncate", "split"] = "truncate"  # where `overlong` is unset
+    packs_streams: bool = False  # it needs no document beyond a bounded buffer, so it packs an `IterableDataset`
+    cuts_blocks: bool = False  # all documents are concatenated and cut every `max_length` tokens
+    keeps_steps: bool = False  # every optimizer step has the documents of the unpacked run
+    instead: str | None = None  # what to do instead of `plan_packs`, where lengths alone are not enough to plan it
 
     def __post_init__(self) -> None:
         assert (self.plan is None) == (self.cuts_blocks or self.keeps_steps), "a strategy is planned in one way"

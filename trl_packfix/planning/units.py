@@ -17,31 +17,20 @@ from .costs import CostModel
 class Units:
     """Documents, each planned on its own.
 
-    Attributes:
-        rows: of each unit, shape (U,); those of a document are its tokens.
-        cost_model: FLOPs in the language model.
-        image_costs: FLOPs of the images of each unit in the vision tower, shape (U,); None without images.
-
     >>> Units(np.array([1, 3]), CostModel(per_token=10, per_pair=2), np.array([0.0, 5.0])).costs().tolist()
     [12.0, 47.0]
     """
 
-    rows: Int64Array
+    rows: Int64Array  # of each unit, shape (U,); those of a document are its tokens
     cost_model: CostModel
-    image_costs: Float64Array | None = None
+    image_costs: Float64Array | None = None  # FLOPs of the images of each unit in the vision tower, shape (U,)
     _costs: dict[int, Float64Array] = field(init=False, repr=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def costs(self, degree: int = 1) -> Float64Array:
-        """FLOPs of each unit on all ranks of a group together, shape (U,).
-
-        They grow where heads do not divide. The ranks divide the images.
-
-        Args:
-            degree: ranks that share a bin.
-        """
+        """FLOPs of each unit on the `degree` ranks that share a bin together, shape (U,); they divide the images."""
         if degree not in self._costs:
             costs = self._language_costs(self.cost_model.shared_by(degree))
             self._costs[degree] = costs if self.image_costs is None else costs + self.image_costs
@@ -57,11 +46,7 @@ class Units:
     def documents(
         self, units: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
     ) -> tuple[Int64Array, Int64Array]:
-        """The documents of `units`, and `offsets` into `units` as offsets into these documents.
-
-        Args:
-            rng: draws the order within each unit; None: ascending.
-        """
+        """The documents of `units`, in each as `rng` draws them, and `offsets` into `units` as offsets into these."""
         return units, offsets
 
     def of(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
