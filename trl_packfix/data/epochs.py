@@ -18,8 +18,8 @@ from ..planning.arrays import BoolArray, Float64Array, Int64Array
 from ..planning.degrees import room_of_families
 from ..planning.families import Pieces, TokenOrder, make_pieces
 from ..planning.packing import Packing
-from ..planning.packs import PackPlan
-from ..planning.plans import schedule_epoch, schedule_kept_steps
+from ..planning.packs import PackPlan, reordered
+from ..planning.plans import schedule_kept_steps, schedule_plan
 from ..planning.schedule import Schedule
 from ..planning.units import Units
 from ..samples.row import CODE
@@ -235,8 +235,11 @@ class EpochPlanner:
             schedule = schedule_kept_steps(packing, units, self._unpacked_order(epoch))
         else:
             assert self.first_plan is not None
-            first, block = self.first_plan, self.documents.block
-            schedule = schedule_epoch(packing, units, epoch, first=first, num_steps=self.num_steps, block=block)
+            plan = self.first_plan if epoch == 0 else packing.plan(units, epoch, self.documents.block)
+            if plan.num_packs > self.num_steps * packing.num_bins and not packing.drop_last:
+                # The Trainer has computed the number of steps from the first plan
+                plan = reordered(self.first_plan, np.random.default_rng((packing.seed, epoch)))
+            schedule = schedule_plan(plan, units, self.num_steps, packing=packing)
         order, offsets = units.documents(schedule.order, schedule.offsets, packing.rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets)
 

@@ -36,7 +36,7 @@ BESIDE = 8  # times a document: room of a group that shares it; half as many or 
 
 @dataclass(frozen=True)
 class GroupTimes:
-    """Modelled seconds of a group of ranks that share a pack.
+    """Modelled seconds of groups of ranks that share a pack.
 
     >>> times = GroupTimes(CostModel(per_token=1e9, per_pair=0.0), Speeds())
     >>> float(times.seconds(times.cost_model([1000]), np.array([1000]), 1)[0])  # 4 passes of 1e12 at 4e14 per second
@@ -103,9 +103,7 @@ def schedule_groups(
 ) -> Schedule:
     """`schedule_packs` with sequence parallelism: the slots of `num_steps` steps, and the degree of each micro-step.
 
-    Args:
-        plan: packs of units for groups of S ranks, at most `num_steps * G * W / S` of them unless `drop_last`.
-        bins: the world size is W.
+    The plan is for groups of S ranks; the world size of the bins is W.
 
     >>> from .costs import LLAMA_7B
     >>> plan = PackPlan(np.array([0, 1, 2]), np.array([0, 1, 3]), np.array([8, 4, 3]), capacity=8)
@@ -128,11 +126,7 @@ def schedule_groups(
 
 
 def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: SequenceParallel) -> DividedStep:
-    """The units of one optimizer step in groups with the least modelled time that is found.
-
-    Args:
-        packs: the step's units in packs for groups of S ranks, at most G * W / S of them.
-    """
+    """The units of these packs for groups of S ranks in groups with the least modelled time that is found."""
     step = Step(np.concatenate(packs), units, bins, parallel=parallel)
     degree, accumulation = parallel.smallest, bins.accumulation
     packs = packs + [np.zeros(0, np.int64)] * (bins.num_slots // degree - len(packs))

@@ -76,10 +76,9 @@ class Schedule:
 
 
 def rank_costs(schedule: Schedule, costs: Float64Array) -> Float64Array:
-    """Modelled cost of every micro-batch, shape (S, G, W); ranks that share a pack have even shares of its cost.
+    """Modelled cost of every micro-batch, shape (S, G, W), of the `costs` of units by number.
 
-    Args:
-        costs: of each unit that the schedule has, by number.
+    Ranks that share a pack have even shares of its cost.
     """
     degrees, ranks = schedule.degrees[:, None], np.arange(schedule.world_size)
     packs = np.take_along_axis(schedule.slot_sums(costs), ranks - ranks % degrees, axis=1) / degrees
@@ -109,9 +108,6 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
     Where a step has fewer packs than slots, its largest packs are split between slots; where it has fewer documents
     than slots, the remaining slots stay empty. Nothing is duplicated and, unless `drop_last` is set, nothing left out.
 
-    Args:
-        plan: packs of these units; at most `num_steps * num_slots` of them unless `drop_last`.
-
     >>> from .costs import LLAMA_7B
     >>> plan = PackPlan(np.array([0, 1, 2]), np.array([0, 2, 3]), np.array([3, 2, 4]), capacity=5)
     >>> schedule = schedule_packs(plan, Units(plan.lengths, LLAMA_7B), 1, bins=Bins(capacity=5, world_size=2))
@@ -129,11 +125,9 @@ def packs_of_steps(
     plan: PackPlan, rows: Int64Array, num_steps: int, *, bins: Bins
 ) -> tuple[Iterator[list[Int64Array]], int]:
     """The packs of each optimizer step, at most `num_slots`, and the number of documents that no step reaches."""
-    slots = bins.num_slots
-    packs = [plan.order[a:b] for a, b in pairwise(plan.offsets)]
-    skipped = packs[num_steps * slots :]
+    slots, packs = bins.num_slots, [plan.order[a:b] for a, b in pairwise(plan.offsets)]
+    packs, skipped = packs[: num_steps * slots], packs[num_steps * slots :]
     assert bins.drop_last or not skipped, "more packs than slots"
-    packs = packs[: num_steps * slots]
     if len(packs) <= (num_steps - 1) * slots:
         # Fewer packs than in the plan that fixed the number of steps: spread them, or the last steps would be empty.
         packs = split_up_to(packs, rows, num_steps)
