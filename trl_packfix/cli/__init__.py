@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import ModuleType
 
 from .flags import did_you_mean
 from .gpu_environment import set_gpu_environment
@@ -22,16 +21,26 @@ COMMANDS = ("plan", "show", "prepare", "check", "train", "recipes")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    For a ValueError, an OSError or a missing package the message is printed, and the exit code is 2. Once `train` has
-    read its input, errors are those of the run and are raised.
-    Characters that the terminal cannot show are printed as escapes. If the reader of a pipe closes it, the exit code is
-    141 (128 + SIGPIPE), as in other programs.
+    It is 2 for a ValueError, an OSError or a missing package, whose message is printed (once `train` has read its
+    input, errors are raised), and 141 (128 + SIGPIPE), as in other programs, if the reader of a pipe closes it.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace")  # characters that the terminal cannot show
+    parser = argparse.ArgumentParser(prog="trl-packfix", description="Packing that is right, proved and balanced.")
+    # The launcher of DeepSpeed adds it before the command.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {name: import_module(f".{name}", __package__) for name in COMMANDS}
-    args = _parse(modules, argv)
+    for module in modules.values():
+        module.add_parser(subparsers)
+    args, more_flags = parser.parse_known_args(argv)
+    args.more_flags = more_flags  # of a run, whose names are known only when its config is imported
+    if more_flags and not hasattr(args, "takes_more_flags"):
+        names = [word.partition("=")[0] for word in more_flags if word.startswith("-")]
+        command = subparsers.choices[args.command]
+        known = [name for action in command._actions for name in action.option_strings]
+        command.error(f"unrecognized arguments: {' '.join(more_flags)}{did_you_mean(names, known)}")
     if args.command == "train":
         set_gpu_environment()
     try:
@@ -45,12 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_broken = isinstance(error, ImportError) and error.name is not None  # an import failed, no check of packages
         if is_broken or hasattr(args, "shows_traceback"):
             raise
-        print(
-            f"trl-packfix {args.command}: {_message(error)}",
-            *getattr(error, "__notes__", ()),
-            sep="\n",
-            file=sys.stderr,
-        )
+        lines = [f"trl-packfix {args.command}: {_message(error)}", *getattr(error, "__notes__", ())]
+        print(*lines, sep="\n", file=sys.stderr)
         return 2
 
 
@@ -78,20 +83,3 @@ def run_program() -> None:
         print("trl-packfix: interrupted", file=sys.stderr, flush=True)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-
-
-def _parse(modules: dict[str, ModuleType], argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="trl-packfix", description="Packing that is right, proved and balanced.")
-    # The launcher of DeepSpeed adds it before the command.
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in modules.values():
-        module.add_parser(subparsers)
-    args, more_flags = parser.parse_known_args(argv)
-    if more_flags and not hasattr(args, "takes_more_flags"):
-        names = [word.partition("=")[0] for word in more_flags if word.startswith("-")]
-        command = subparsers.choices[args.command]
-        known = [name for action in command._actions for name in action.option_strings]
-        command.error(f"unrecognized arguments: {' '.join(more_flags)}{did_you_mean(names, known)}")
-    args.more_flags = more_flags  # of a run, whose names are known only when its config is imported
-    return args

@@ -34,6 +34,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..reporting.report import show_lines
     from .check_model import check_model
     from .configs import read_run
 
@@ -58,5 +59,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
-        result.show()
+        show_lines("Isolation check", result.lines())
     return 0 if result.right else 1

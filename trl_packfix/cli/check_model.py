@@ -23,21 +23,12 @@ from ..attention.varlen import ATTENTION_NAME
 from ..isolation.isolation_report import IsolationReport, finite
 from ..isolation.packed_model import OnLeak, PackedModel
 from ..isolation.shrinking import FIRST_WORD, VOCABULARY, random_model, tiny_like
-from ..reporting.report import show_lines
 from .flags import MODEL, named
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What `trl-packfix check` found.
-
-    Attributes:
-        as_it_is: the result of the probe on the model with the attention chosen for it.
-        in_training: the result on what training runs: the same, or after what `on_leak` did.
-        is_unpacked: whether training runs padded rows.
-        implementations: attention implementation -> why it is not available here; "" if it is.
-        missing_packages: what pip would install for the kernels of recurrent mixers; None without such mixers.
-    """
+    """What `trl-packfix check` found, and what it prints as JSON."""
 
     model: str
     architecture: str
@@ -46,12 +37,12 @@ class CheckResult:
     max_length: int
     attention: str
     reason: str
-    as_it_is: IsolationReport
-    in_training: IsolationReport
-    is_unpacked: bool
+    as_it_is: IsolationReport  # with the attention chosen for the model
+    in_training: IsolationReport  # of what training runs: the same, or after what `on_leak` did
+    is_unpacked: bool  # whether training runs padded rows
     repaired: list[str]
     implementations: dict[str, str]
-    missing_packages: list[str] | None
+    missing_packages: list[str] | None  # for the kernels of recurrent mixers; None without such mixers
     seconds: float
 
     @property
@@ -71,7 +62,6 @@ class CheckResult:
         return finite(asdict(self) | {"verdict": self.verdict, "right": self.right})
 
     def lines(self) -> list[tuple[str, str]]:
-        """Label and text of each line."""
         before, after = self.as_it_is, self.in_training
         rows = [
             ("model", f"{self.model} ({self.architecture}), {self.dtype} on {self.device}"),
@@ -97,14 +87,9 @@ class CheckResult:
         if self.missing_packages is not None:
             where = "" if self.device.startswith("cuda") else " on a machine with a GPU"
             install = f"mixers run in torch: right, slower. `pip install {' '.join(self.missing_packages)}`{where}"
-            everything = "all packages of the mixers are installed"
-            rows.append(("kernels", install if self.missing_packages else everything))
+            rows.append(("kernels", install if self.missing_packages else "all packages of the mixers are installed"))
         rows.append(("took", f"{self.seconds:.1f} seconds"))
         return rows
-
-    def show(self) -> None:
-        """Print it, as a table on a terminal and as plain lines elsewhere."""
-        show_lines("Isolation check", self.lines())
 
 
 def check_model(
@@ -117,17 +102,9 @@ def check_model(
     on_leak: OnLeak = "repair",
     trust_remote_code: bool = False,
 ) -> CheckResult:
-    """Load a model as TRL does and test it as the trainer does.
+    """Load a model as TRL does and test it as the trainer does; of its config only, a tiny random one.
 
-    Args:
-        name: of the model on the hub, or a local path.
-        config_only: fetch no weights: test a tiny random model with the features of this config.
-        max_length: longest document, in tokens.
-        dtype: "float32", "bfloat16", "float16"; None is bfloat16 on CUDA and float32 elsewhere.
-        on_leak, trust_remote_code: as in `SFTConfig`.
-
-    Raises:
-        ValueError: settings that cannot work, or a model that cannot be found or read.
+    A `dtype` of None is bfloat16 on CUDA and float32 elsewhere.
     """
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -186,11 +163,7 @@ def implementations(model: PreTrainedModel) -> dict[str, str]:
 
 
 def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A tiny random model in fp32 with all features of a config except its sizes.
-
-    Raises:
-        ValueError: transformers cannot build it, or it cannot run on one document.
-    """
+    """A tiny random model in fp32 with all features of a config except its sizes."""
 
     def build(config: PreTrainedConfig) -> PreTrainedModel:
         known = getattr(transformers, (config.architectures or [""])[0], None)

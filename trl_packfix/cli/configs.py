@@ -104,19 +104,14 @@ def multiplies_bf16() -> bool:
 
 
 class Configs(NamedTuple):
-    """What a user has set of a run.
-
-    Attributes:
-        given: names of the fields that a flag or the file sets.
-        words: those that belong to no flag.
-    """
+    """What a user has set of a run."""
 
     script: TrainArguments
     training: SFTConfig
     model: ModelConfig
     mixture: MixtureConfig
-    given: Set[str]
-    words: list[str]
+    given: Set[str]  # names of the fields that a flag or the file sets
+    words: list[str]  # that belong to no flag
 
     @property
     def names(self) -> list[str]:
@@ -139,15 +134,9 @@ def parse(
 ) -> Configs:
     """The configs of a run, from flags (default: those of this process) and the YAML file of `--config`.
 
-    Packing is on unless it is switched off, or `padding_free` chooses to train the unpacked steps without padding.
-
-    Args:
-        others: flags of a command that trains nothing. It takes words without a flag, too.
-        defaults: of fields, for this command.
-
-    Raises:
-        ValueError: the file cannot be read, has a value of another type, or a key that is no flag. Keys for TRL's
-            launcher are only named: this command is launched.
+    Packing is on unless it is switched off, or `padding_free` chooses to train the unpacked steps without padding. A
+    command that trains nothing has `others` flags, and takes words without a flag, too. Keys for TRL's launcher are
+    only named: this command is launched.
     """
     kinds: Any = (TrainArguments, SFTConfig, ModelConfig, MixtureConfig)
     usage = f"{prog} [--config FILE.yaml] [--FLAG VALUE ...]"
@@ -187,7 +176,6 @@ def parse(
         PartialState().print(NOTE)
     script_args, training_args, model_args, mixture = configs[:4]
     _check_values(training_args)
-    _check_template(training_args.chat_template_path)
     return Configs(script_args, training_args, model_args, mixture, given, [] if others is None else configs[4].words)
 
 
@@ -199,9 +187,8 @@ def read_run(args: argparse.Namespace, *words: str) -> Configs:
         run = parse(words, f"trl-packfix {args.command}", others=args)
     if not run.training.packing:
         if "packing" in run.given and args.command in ("plan", "show"):
-            print(
-                f"`packing` is off in this run; `{args.command}` shows the packs that it would have.", file=sys.stderr
-            )
+            said = f"`packing` is off in this run; `{args.command}` shows the packs that it would have."
+            print(said, file=sys.stderr)
         strategy = {"packing_strategy": "minibatch"} if run.training.padding_free else {}
         run = run._replace(training=changed(run.training, packing=True, padding_free=False, **strategy))
     if run.words and args.command != "check":
@@ -238,10 +225,7 @@ def _check_values(args: SFTConfig) -> None:
                 f"`{name}={value}` was given. Training cannot compute with it. Set `{name}` to a finite number"
                 f"{f' of {least} or more' if name in RANGES else ''}, or leave it unset."
             )
-
-
-def _check_template(path: str | None) -> None:
-    """Refuse a `chat_template_path` at which TRL finds no template."""
+    path = args.chat_template_path
     if path is not None and not (Path(path).is_file() and path.endswith((".jinja", ".j2"))):
         what = "a file of a template (.jinja, .j2) that is here, or the name or folder of a tokenizer that has one"
         with named(f"chat_template_path={path}", what):
@@ -262,11 +246,6 @@ def _split_config(words: Sequence[str], prog: str) -> tuple[str | None, list[str
 
 
 def read_settings(file: str) -> dict[str, Any]:
-    """The settings of a YAML file by their names.
-
-    Raises:
-        ValueError: it cannot be read, is not YAML, or is no mapping of names to values.
-    """
     try:
         with Path(file).open(encoding="utf-8") as stream:
             settings = yaml.load(stream, _UniqueKeys)
@@ -297,21 +276,13 @@ class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
         keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
         twice = next((key for i, key in enumerate(keys) if isinstance(key, str) and key in keys[:i]), None)
         if twice is not None:
-            raise yaml.constructor.ConstructorError(
-                None,
-                None,
-                f"the key `{twice}` stands there twice, and one of its values would be lost",
-                node.start_mark,
-            )
+            problem = f"the key `{twice}` stands there twice, and one of its values would be lost"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 def _refuse_unknown(names: list[str], known: list[str], given: Set[str]) -> None:
-    """Refuse names that are neither a field nor a flag of TRL's launcher.
-
-    Raises:
-        ValueError: with what keys of other trainers are called here, and what those do where nothing is `given`.
-    """
+    """Refuse names that are neither a field nor a flag of TRL's launcher, with what keys of other trainers are here."""
     launcher = {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"} if names else set()
     wrong = [name for name in names if name not in launcher]
     if wrong:

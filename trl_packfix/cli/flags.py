@@ -57,8 +57,7 @@ def add_command(subparsers: Subparsers, name: str, usage: str, *, epilog: str, *
 
 
 def did_you_mean(names: Iterable[str], known: Iterable[str]) -> str:
-    """A question about the known names most like the wrong ones, to be put behind a message; "" if none is alike.
-
+    """
     >>> did_you_mean(["--learning_rat", "--x"], ["--learning_rate", "--seed"])
     ' (did you mean `--learning_rate`?)'
     """
@@ -69,15 +68,7 @@ def did_you_mean(names: Iterable[str], known: Iterable[str]) -> str:
 
 @contextmanager
 def named(setting: str, what: str) -> Iterator[None]:
-    """Name the setting whose value cannot be loaded: most messages of transformers name the hub only.
-
-    Args:
-        setting: with its value, as it was given.
-        what: to give instead.
-
-    Raises:
-        ValueError: instead of an OSError, a ValueError, or the ImportError of a missing package.
-    """
+    """Name the setting whose value cannot be loaded, and what to give: most messages of transformers name the hub."""
     try:
         yield
     except (OSError, ValueError, ImportError) as error:

@@ -1,8 +1,4 @@
-"""Forecast training: packing reports for several lengths, strategies and world sizes.
-
-A forecast is the `PackingReport` of a run with the same documents and settings, with the same numbers, and a modelled
-time. `recommend` picks a `max_length`.
-"""
+"""Forecast training for several lengths, strategies and world sizes, and recommend a `max_length`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,28 +22,20 @@ MOST_MICRO_BATCHES = 2**20  # of a step; larger than any cluster, and a plan of 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A report, and the modelled compute of its epoch.
-
-    Attributes:
-        flops: of one epoch, forward and backward, over all ranks.
-        tokens_per_second: over all ranks; None if no speed was given.
-        hours: of one epoch; None if no speed was given.
-    """
+    """The report of a run with these documents and settings, and the modelled compute of an epoch on all ranks."""
 
     report: PackingReport
-    flops: float
-    tokens_per_second: float | None = None
+    flops: float  # forward and backward
+    tokens_per_second: float | None = None  # this and the hours are not known without a speed
     hours: float | None = None
 
     @property
     def lost(self) -> float:
-        """Share of the trained tokens that are not trained."""
         return self.report.lost_trained_share or 0.0
 
     @property
     def time(self) -> str | None:
-        """Of one epoch, in seconds, minutes or hours.
-
+        """
         >>> [Forecast(None, 0, 0, hours).time for hours in (0.00053, 0.25, 130)]
         ['1.9 s', '15 min', '130.0 h']
         """
@@ -57,12 +45,8 @@ class Forecast:
         return f"{minutes:.2g} min" if minutes >= 1 else f"{minutes * 60:.2g} s"
 
     def to_dict(self) -> dict[str, Any]:
-        return self.report.to_dict() | {
-            "flops": self.flops,
-            "tokens_per_second": self.tokens_per_second,
-            "hours": self.hours,
-            "lost_trained_share": self.lost,
-        }
+        found = {name: getattr(self, name) for name in ("flops", "tokens_per_second", "hours")}
+        return self.report.to_dict() | found | {"lost_trained_share": self.lost}
 
 
 def candidate_lengths(longest: int, positions: int | None = None) -> list[int]:
@@ -86,16 +70,7 @@ def forecasts(
     synchronisation: Synchronisation = "micro",
     tflops: float | None = None,
 ) -> Iterator[Forecast]:
-    """One forecast per config and world size, in their order.
-
-    Args:
-        reader: the documents.
-        configs: configs with packing on, for length, batch size, strategy and seed.
-        world_sizes: numbers of data-parallel ranks.
-        synchronisation: when ranks wait for each other: after every micro-batch ("micro": with TRL's loss, ZeRO-2,
-            ZeRO-3 and FSDP) or after the step.
-        tflops: operations per second that one device reaches in training, in 10^12: measured, not its peak.
-    """
+    """One forecast per config and world size, in their order; `tflops` are what one device reaches in training."""
     for config in configs:
         documents = documents_of(reader, config)
         for world_size in world_sizes:
@@ -126,11 +101,6 @@ def planner_for(
     cost_model: CostModel,
     synchronisation: Synchronisation = "micro",
 ) -> EpochPlanner:
-    """The planner of a training run with this config on `world_size` ranks.
-
-    Raises:
-        ValueError: a step of more micro-batches than can be planned in memory.
-    """
     num = world_size * config.gradient_accumulation_steps
     if num > MOST_MICRO_BATCHES:
         raise ValueError(
@@ -155,21 +125,23 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast, list[str]]:
     rows.sort(key=lambda forecast: forecast.report.max_length)
     pick = next((row for row in rows if row.lost <= MAX_LOST_SHARE), min(rows, key=lambda row: row.lost))
     report = pick.report
-    alike = [
-        run for run in whole if run.report.max_length == report.max_length and run.report.strategy == first.strategy
-    ]
-    reasons = [_what_is_lost(pick), _how_long(sorted(alike, key=lambda run: run.report.world_size))]
-    if report.shared is None:
-        reasons.append(
-            f"It needs memory for micro-batches of {report.capacity:,} tokens (batch size {report.batch_size} x "
-            f"{report.max_length:,}): if that is too much, lower the batch size before max_length."
-        )
-    else:
-        reasons.append(
-            f"It needs memory for parts of {report.shared.tokens_per_rank:,} tokens on each rank, and groups of up to "
-            f"{report.shared.smallest_degree} ranks for the longest documents: if that is too much, lower "
-            "tokens_per_rank."
-        )
+    same = (first.strategy, report.max_length)
+    alike = [run for run in whole if (run.report.strategy, run.report.max_length) == same]
+    loss = "loses no trained token"
+    if split := report.ledger.split.documents:
+        loss = f"splits {split:,} documents, whose later parts do not see the earlier ones"
+    elif pick.lost:
+        loss = f"loses {pick.lost:.2%} of the trained tokens, documents cut or dropped: {report.num_cut:,}"
+    if pick.lost > MAX_LOST_SHARE:
+        loss += f". None of these lengths loses at most {MAX_LOST_SHARE:.0%}: try a longer one"
+    how_long = _how_long(sorted(alike, key=lambda run: run.report.world_size))
+    reasons = [f"max_length {report.max_length:,} {loss}.", how_long]
+    size = f"micro-batches of {report.capacity:,} tokens (batch size {report.batch_size} x {report.max_length:,})"
+    lower = "the batch size before max_length"
+    if (shared := report.shared) is not None:
+        size = f"parts of {shared.tokens_per_rank:,} tokens on each rank, and groups of up to {shared.smallest_degree}"
+        size, lower = f"{size} ranks for the longest documents", "tokens_per_rank"
+    reasons.append(f"It needs memory for {size}: if that is too much, lower {lower}.")
     place = rows.index(pick)
     for word, others in (("shorter", rows[:place][-1:]), ("longer", rows[place + 1 :][:1])):
         reasons += [
@@ -194,18 +166,3 @@ def _how_long(runs: list[Forecast]) -> str:
         waiting = f"waiting for each other adds {(widest.imbalance or 1) - 1:.1%}"
         text += f"; on {widest.world_size:,} ranks {waiting}{exchange}"
     return f"{text}."
-
-
-def _what_is_lost(pick: Forecast) -> str:
-    report = pick.report
-    text = "loses no trained token"
-    if split := report.ledger.split.documents:
-        text = f"splits {split:,} documents, whose later parts do not see the earlier ones"
-    elif pick.lost:
-        text = f"loses {pick.lost:.2%} of the trained tokens, documents cut or dropped: {report.num_cut:,}"
-    text = f"max_length {report.max_length:,} {text}."
-    return (
-        text
-        if pick.lost <= MAX_LOST_SHARE
-        else f"{text} None of these lengths loses at most {MAX_LOST_SHARE:.0%}: try a longer one."
-    )

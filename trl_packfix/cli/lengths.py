@@ -19,13 +19,9 @@ LONGEST = 2**31 - 1  # tokens of a row: the largest list of an Arrow table
 
 @dataclass(frozen=True)
 class LengthRows(Rows):
-    """Rows of which only the lengths are known. Every token has a label.
+    """Rows of which only the lengths are known. Every token has a label."""
 
-    Attributes:
-        lengths: tokens of each row, shape (R,).
-    """
-
-    lengths: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]  # of each row, shape (R,)
 
     files: ClassVar[list[Path]] = []  # nothing is cached beside them
 
@@ -41,7 +37,6 @@ class LengthRows(Rows):
         return stop - start
 
     def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Zeros in place of the unknown tokens and labels, shape (stop - start,)."""
         return dict.fromkeys(("input_ids", "labels"), np.zeros(stop - start, np.int64))
 
 
@@ -50,11 +45,8 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
 
     A file of lengths is `.npy` with one array, `.txt` with one number per line, `.json` with a list of numbers, or
     `.csv` with a column named `length` or `lengths` or with one column of numbers without a name.
-
-    Raises:
-        ValueError: the file has numbers that cannot be lengths.
     """
-    values = LENGTHS[path.suffix](path) if path.is_file() and path.suffix in LENGTHS else None
+    values = _values(path) if path.is_file() else None
     if values is None:
         return None
     try:
@@ -77,23 +69,23 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
     return lengths.astype(np.int64)
 
 
-def _values_of_npy(path: Path) -> Any:
-    try:
-        return np.load(path)
-    except (EOFError, ValueError):  # not an array of numbers, or an empty file
-        return []
-
-
-def _values_of_json(path: Path) -> Any:
-    text = path.read_text()
-    try:
-        values = json.loads(text) if text.lstrip()[:1] == "[" else None
-    except ValueError:
-        return None  # broken JSON: `datasets` reports the error
-    return values if values and not isinstance(values[0], dict) else None
-
-
-def _values_of_csv(path: Path) -> Any:
+def _values(path: Path) -> Any:
+    if path.suffix == ".txt":
+        return path.read_text().split()
+    if path.suffix == ".npy":
+        try:
+            return np.load(path)
+        except (EOFError, ValueError):  # not an array of numbers, or an empty file
+            return []
+    if path.suffix == ".json":
+        text = path.read_text()
+        try:
+            values = json.loads(text) if text.lstrip()[:1] == "[" else None
+        except ValueError:
+            return None  # broken JSON: `datasets` reports the error
+        return values if values and not isinstance(values[0], dict) else None
+    if path.suffix != ".csv":
+        return None
     csv.field_size_limit(LONGEST)  # of the texts beside the lengths
     with path.open(newline="", encoding="utf-8-sig") as file:
         rows = filter(None, csv.reader(file))
@@ -110,11 +102,3 @@ def _values_of_csv(path: Path) -> Any:
                 f"({', '.join(others)}) are not read. To tokenise its rows instead, rename that column."
             )
         return [row[column] if column < len(row) else "" for row in rows]
-
-
-LENGTHS = {
-    ".txt": lambda path: path.read_text().split(),
-    ".npy": _values_of_npy,
-    ".csv": _values_of_csv,
-    ".json": _values_of_json,
-}

@@ -21,7 +21,7 @@ class SourceConfig(DatasetConfig):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Which rows these are: two entries with the same value are the same dataset, listed twice."""
+        """Two entries with the same value are the same dataset, listed twice."""
         path = str(Path(self.path).resolve()) if Path(self.path).exists() else self.path
         return path, str(self.name), str(self.data_dir), str(self.data_files), self.split
 
@@ -66,10 +66,7 @@ class MixtureConfig(trl.DatasetMixtureConfig):
             )
 
     def labels(self) -> list[str]:
-        """A name for each dataset, for `source_column`: the file's without suffix, or the path, and the config.
-
-        As many folders are added as are needed so that different datasets have different names.
-        """
+        """For `source_column` a name for each dataset, with as many folders as make different datasets differ."""
         names = [list(source.names()) for source in self.datasets]
         labels = [source.pop(0) for source in names]
         while any(names):
@@ -85,15 +82,7 @@ class MixtureConfig(trl.DatasetMixtureConfig):
 
 
 def check_types(settings: dict[str, Any], kinds: Iterable[type], where: str, *, texts: bool) -> None:
-    """Refuse values that their fields cannot hold.
-
-    Args:
-        where: the settings were given.
-        texts: allow texts, which argparse converts and checks.
-
-    Raises:
-        ValueError: a list or a mapping for a number, a fraction for a whole number, or no value where one is needed.
-    """
+    """Refuse values that their fields cannot hold; `texts` are allowed where argparse converts and checks them."""
     for name, hint in {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}.items():
         types = get_args(hint) or (hint,)
         if name not in settings or not {*types} <= {int, float, bool, str, type(None)}:
@@ -108,11 +97,6 @@ def check_types(settings: dict[str, Any], kinds: Iterable[type], where: str, *, 
 
 
 def _entry(entry: object) -> SourceConfig:
-    """One entry of `datasets`.
-
-    Raises:
-        ValueError: no mapping, an unknown key, no path, or a value of another type.
-    """
     if isinstance(entry, DatasetConfig):
         return entry if isinstance(entry, SourceConfig) else SourceConfig(**vars(entry))
     if not isinstance(entry, dict):
@@ -133,12 +117,7 @@ def _entry(entry: object) -> SourceConfig:
 
 
 def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = None) -> Any:
-    """The splits of a mixture: "train", and "test" with `test_split_size`.
-
-    Args:
-        seed: of the test split; the same on all ranks.
-        source_column: if a dataset has no such column, it is added with the name of the dataset.
-    """
+    """The splits "train" and, with `test_split_size`, "test". A `source_column` that a dataset lacks is added."""
     if mixture.streaming:
         return get_dataset(mixture)
     parts = [_load(source) for source in mixture.datasets]
@@ -147,23 +126,26 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
             part if source_column in part.column_names else part.add_column(source_column, [label] * len(part))
             for part, label in zip(parts, mixture.labels(), strict=True)
         ]
-    fractions = [source.fraction for source in mixture.datasets]
-    if any(fraction is not None for fraction in fractions):
-        parts = _in_fractions(parts, fractions)
-    together = concatenate_datasets(parts)
-    if mixture.test_split_size is None:
-        return DatasetDict({"train": together})
-    _check_test_size(mixture.test_split_size, len(together))
-    return together.train_test_split(mixture.test_split_size, seed=seed)
-
-
-def _check_test_size(size: float, num_rows: int) -> None:
-    if not (0 < size < 1 or (isinstance(size, int) and 1 <= size < num_rows)):
+    fractions = [source.fraction for source in mixture.datasets if source.fraction is not None]
+    if fractions and len(fractions) < len(parts):
         raise ValueError(
-            f"`test_split_size: {size}` was given with {num_rows:,} rows. It is a share of the rows, and both the "
+            f"`fraction` was given for {len(fractions)} of {len(parts)} datasets. It is a share of the mixture, so all "
+            "datasets need one. Set it for each, or for none."
+        )
+    if fractions:  # the first rows of each part, as many as TRL takes: no dataset is oversampled
+        shares = [fraction / sum(fractions) for fraction in fractions]
+        total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
+        parts = [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]
+    together, size = concatenate_datasets(parts), mixture.test_split_size
+    if size is None:
+        return DatasetDict({"train": together})
+    if not (0 < size < 1 or (isinstance(size, int) and 1 <= size < len(together))):
+        raise ValueError(
+            f"`test_split_size: {size}` was given with {len(together):,} rows. It is a share of the rows, and both the "
             "training and the test split need some. Set it to a number between 0 and 1, or in the config file to a "
             "whole number of rows."
         )
+    return together.train_test_split(size, seed=seed)
 
 
 def _load(source: SourceConfig) -> Dataset:
@@ -180,16 +162,3 @@ def _load(source: SourceConfig) -> Dataset:
             "selected. List those to keep, or remove `columns`."
         )
     return dataset if source.columns is None else dataset.select_columns(source.columns)
-
-
-def _in_fractions(parts: list[Dataset], fractions: list[float | None]) -> list[Dataset]:
-    """The first rows of each part, as many as TRL takes for these fractions: no dataset is oversampled."""
-    known = [fraction for fraction in fractions if fraction is not None]
-    if len(known) < len(parts):
-        raise ValueError(
-            f"`fraction` was given for {len(known)} of {len(parts)} datasets. It is a share of the mixture, so all "
-            "datasets need one. Set it for each, or for none."
-        )
-    shares = [fraction / sum(known) for fraction in known]
-    total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
-    return [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]

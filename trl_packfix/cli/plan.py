@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedConfig
 
-    from ..planning.costs import CostModel
     from ..training.config import SFTConfig
     from .configs import Configs
     from .forecast import Forecast
@@ -125,13 +124,13 @@ def _plan(
     from rich.console import Console
     from rich.progress import track
 
+    from ..planning.parallel import possible_degrees
     from ..reporting.report import MAX_LOST_SHARE
     from .forecast import candidate_lengths, forecasts, recommend
     from .tokens import check_images, make_costs, read_documents
 
-    positions = (
-        None if model_config is None else getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    )
+    text_config = None if model_config is None else model_config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None)
     for length in lengths:
         if positions is not None and length > positions:
             raise ValueError(
@@ -142,26 +141,25 @@ def _plan(
     _configs(given, lengths or candidate_lengths(1, positions), strategies)  # checks them before it tokenises
     reader = read_documents(given, args.tokenizer)
     cost_model = make_costs(model_config, reader)
-    longest = int(reader.lengths.max(initial=1))
-    most = _most_tokens(args.world_size, given.training.tokens_per_rank, positions, cost_model=cost_model)
-    configs = _configs(given, lengths or candidate_lengths(longest, most), strategies)
+    longest, most = int(reader.lengths.max(initial=1)), [] if positions is None else [positions]
+    if (size := given.training.tokens_per_rank) is not None:  # what every number of ranks can train
+        ranks = args.world_size
+        most += [size * possible_degrees(1, size, num, num_heads=cost_model.heads)[-1] for num in ranks]
+    configs = _configs(given, lengths or candidate_lengths(longest, min(most, default=None)), strategies)
     for config in configs:
         check_images(config, reader)
-    settings: dict[str, Any] = {
-        "cost_model": cost_model,
-        "synchronisation": args.synchronisation,
-        "tflops": args.tflops,
-    }
-    found = forecasts(reader, configs, args.world_size, **settings)
-    progress: dict[str, Any] = {
-        "description": f"planning {len(reader):,} rows",
-        "console": Console(stderr=True),
-        "transient": True,
-    }
-    plans = list(track(found, total=len(configs) * len(args.world_size), **progress))
+    found = forecasts(
+        reader,
+        configs,
+        args.world_size,
+        cost_model=cost_model,
+        synchronisation=args.synchronisation,
+        tflops=args.tflops,
+    )
+    what, total = f"planning {len(reader):,} rows", len(configs) * len(args.world_size)
+    plans = list(track(found, what, total, console=Console(stderr=True), transient=True))
     pick, reasons = recommend(plans)
-    needed: list[dict[str, Any]] = []
-    verdict = "On how many GPUs it fits: give `--model` and `--memory GIB`."
+    needed, verdict = list[dict[str, Any]](), "On how many GPUs it fits: give `--model` and `--memory GIB`."
     best = next(config for config in configs if config.max_length == pick.report.max_length)
     if args.memory is not None:
         documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
@@ -183,19 +181,6 @@ def _configs(given: "Configs", lengths: "Sequence[int]", strategies: "Sequence[s
 
     pairs = product(lengths, strategies)
     return [changed(given.training, max_length=length, packing_strategy=strategy) for length, strategy in pairs]
-
-
-def _most_tokens(
-    world_sizes: "Sequence[int]", tokens_per_rank: int | None, positions: int | None, *, cost_model: "CostModel"
-) -> int | None:
-    """The longest document that the model and, with `tokens_per_rank`, every number of ranks can train."""
-    from ..planning.parallel import possible_degrees
-
-    most = [] if positions is None else [positions]
-    if tokens_per_rank is not None:
-        degrees = (possible_degrees(1, tokens_per_rank, ranks, num_heads=cost_model.heads)[-1] for ranks in world_sizes)
-        most += [degree * tokens_per_rank for degree in degrees]
-    return min(most, default=None)
 
 
 def _console() -> "Console":
@@ -227,7 +212,6 @@ FORECAST = (  # of a `Forecast`, behind the columns of its report
 
 
 def _show(console: "Console", plans: "list[Forecast]", config: "SFTConfig") -> None:
-    """The figures: of the documents, and of each plan."""
     first = plans[0].report
     console.print(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
     assert first.lengths is not None  # of a table
@@ -248,10 +232,7 @@ def _show(console: "Console", plans: "list[Forecast]", config: "SFTConfig") -> N
 
 
 def _tables(cells: dict[Column, list[str]], console: "Console", *, keys: tuple[Column, ...]) -> "list[Table]":
-    """The columns as one table, or as several with the same keys below each other if one is wider than the console.
-
-    Where a column alone does not fit beside the keys, its heading takes two lines.
-    """
+    """The columns as one table, or as several with the same keys below each other if one is wider than the console."""
     from rich.box import SIMPLE
     from rich.table import Table
 

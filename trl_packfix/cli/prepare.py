@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import numpy as np
@@ -122,23 +122,20 @@ def run(args: argparse.Namespace) -> int:
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     if args.json:
         print(json.dumps(manifest, indent=2))
-    else:
-        what = "document" if with_images else "row"
-        _say(manifest, output, turns=f"one {what} for each of their {ledger.kept.documents:,} assistant turns")
-    return 0
-
-
-def _say(manifest: dict[str, Any], output: Path, *, turns: str) -> None:
-    rows, dropped, conversations = (manifest[name] for name in ("rows", "bad_rows_dropped", "conversations"))
-    if dropped:
-        print(f"{dropped:,} of {rows + dropped:,} rows cannot be tokenised and are dropped")
-    if conversations is not None:
+        return 0
+    if num_given > rows:
+        print(f"{num_given - rows:,} of {num_given:,} rows cannot be tokenised and are dropped")
+    if config.per_turn:
+        turns = (
+            f"one {'document' if with_images else 'row'} for each of their {ledger.kept.documents:,} assistant turns"
+        )
         without = f"{manifest['documents_without_a_trained_token']:,} without an assistant turn are not trained"
-        print(f"{conversations:,} conversations, {turns}; {without}")
+        print(f"{manifest['conversations']:,} conversations, {turns}; {without}")
     print(
-        f"{output}: {rows:,} rows, {manifest['tokens']:,} tokens, {manifest['trained_tokens']:,} trained\n"
+        f"{output}: {rows:,} rows, {ledger.given.tokens:,} tokens, {ledger.given.trained_tokens:,} trained\n"
         f"Train on it with `datasets.load_from_disk({str(output)!r})`, or `trl-packfix train --dataset_name {output}`"
     )
+    return 0
 
 
 @contextmanager
@@ -146,9 +143,6 @@ def _all_or_nothing(output: Path) -> Iterator[Path]:
     """A new folder beside `output`, which becomes `output` if all is written, and is removed otherwise.
 
     Nothing else is removed: what another run or the user has put into `output` meanwhile stays.
-
-    Raises:
-        ValueError: instead of an OSError, such as that of a full disk.
     """
     output = output.resolve()  # a link stays, and what it points to is written
     try:

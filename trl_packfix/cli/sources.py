@@ -8,19 +8,13 @@ from typing import Any
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
-from .lengths import LENGTHS
-
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 SUFFIXES = ".jsonl, .json, .parquet, .csv (rows); .txt, .npy, .csv, .json (lengths)"
 
 
 @contextmanager
 def in_utf8(name: str) -> Iterator[None]:
-    """Name the file, or the files, whose text is not UTF-8. Text of a table is decoded when its rows are read.
-
-    Raises:
-        ValueError: instead of a UnicodeDecodeError, which has no name.
-    """
+    """Name the file, or the files, whose text is not UTF-8. Text of a table is decoded when its rows are read."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -32,13 +26,7 @@ def in_utf8(name: str) -> Iterator[None]:
 
 
 def load_rows(name: str, split: str = "train", config: str | None = None, *, setting: str = "--split ") -> Dataset:
-    """The rows of a file, of a folder written by `save_to_disk` or `trl-packfix prepare`, or of a dataset on the hub.
-
-    `setting` is how messages name the split.
-
-    Raises:
-        ValueError: an unknown kind of file, a file that cannot be read, a missing file or split.
-    """
+    """The rows of a file, a folder or a dataset on the hub; messages name the split by `setting`."""
     found = load_local(name)
     if found is None:
         return load_named(name, name=config, split=split)
@@ -53,11 +41,7 @@ def load_rows(name: str, split: str = "train", config: str | None = None, *, set
 
 
 def load_local(name: str, streaming: bool = False) -> Any:
-    """The table of a file, the table or the splits of a folder written by `save_to_disk`; None for other names.
-
-    Raises:
-        ValueError: an unknown kind of file, or a file that cannot be read.
-    """
+    """The table of a file, the table or the splits of a folder written by `save_to_disk`; None for other names."""
     path = Path(name)
     if any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
         return load_from_disk(name)
@@ -80,13 +64,9 @@ def load_local(name: str, streaming: bool = False) -> Any:
 
 
 def load_named(path: str, **settings: Any) -> Any:
-    """What `load_dataset` finds by this name, on the hub or as a folder of files, with these arguments.
-
-    Raises:
-        ValueError: a path at which there is nothing, or a dataset, config or split that cannot be read.
-    """
+    """What `load_dataset` finds by this name, on the hub or as a folder of files, with these arguments."""
     here = Path(path)
-    is_path = here.suffix in (*FORMATS, *LENGTHS) or here.is_absolute() or path[:1] in ".~" or path.count("/") > 1
+    is_path = here.suffix in (*FORMATS, ".txt", ".npy") or here.is_absolute() or path[:1] in ".~" or path.count("/") > 1
     if is_path and not here.exists():
         raise ValueError(
             f"`{path}` was given as a dataset. There is no such file or folder here, and it cannot be a name on the "
@@ -95,9 +75,8 @@ def load_named(path: str, **settings: Any) -> Any:
     try:
         return load_dataset(path, **settings)
     except (DatasetGenerationError, ValueError, OSError) as error:
-        where = (
-            "It is a folder here" if here.is_dir() else "Nothing here has this name, so it was looked for on the hub"
-        )
+        where = "Nothing here has this name, so it was looked for on the hub"
+        where = "It is a folder here" if here.is_dir() else where
         reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         raise ValueError(
             f"`{path}` was given as a dataset. {where}, and it cannot be read: {reason}. Give a file, a folder written "
@@ -106,11 +85,7 @@ def load_named(path: str, **settings: Any) -> Any:
 
 
 def check_split(name: str, split: str, setting: str = "--split ") -> None:
-    """Refuse a split of a dataset that has no splits.
-
-    Raises:
-        ValueError: a split other than "train", which is the default.
-    """
+    """Refuse a split of a dataset that has none; "train" is the default."""
     if split != "train":
         raise ValueError(
             f"`{setting}{split}` was given with `{name}`. It is one table and has no splits. Omit the split, and "

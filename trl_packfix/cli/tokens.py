@@ -1,7 +1,4 @@
-"""Documents of the command line: rows of datasets, tokenised as a trainer tokenises them, or lengths alone.
-
-Tokens and labels, and all numbers computed from them, are those of a training run with the same settings.
-"""
+"""Documents of the command line: rows of datasets, tokenised as a trainer tokenises them, or lengths alone."""
 
 import sys
 from collections.abc import Sequence
@@ -40,7 +37,6 @@ TOKENIZER = "a folder with a tokenizer or its name on the hub, and `--trust-remo
 
 
 def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model by its name or folder. Raises ValueError if it cannot be loaded."""
     with named(name, TOKENIZER):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
@@ -48,12 +44,8 @@ def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
 def tokenised(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, config: SFTConfig) -> Dataset:
     """`input_ids` and `labels` of every row, as `SFTTrainer` makes them; no row is cut, dropped or shuffled.
 
-    `datasets` caches the result, so a training run with the same tokenizer and settings does not tokenise again. Of a
-    tokenised dataset, `labels` are made of the masks that apply. Rows to drop have no tokens, and the reason in a
-    column (`without_bad_rows`).
-
-    Raises:
-        ValueError: rows that are not tokenised, and no tokenizer.
+    `datasets` caches the result, also for a training run with the same tokenizer and settings. Of a tokenised dataset,
+    `labels` are made of the masks that apply. Rows to drop have no tokens, and the reason in a column.
     """
     if config.per_turn:
         check_conversations(dataset, "train")
@@ -85,14 +77,7 @@ def _labels(row: dict[str, Any], masks: list[str]) -> dict[str, Any]:
 
 
 def measured(dataset: Dataset, name: str | None, config: SFTConfig) -> ImageRows:
-    """The documents of rows with images, as `SFTTrainer` measures them. `datasets` caches the lengths.
-
-    Args:
-        name: folder of the model, or its name on the hub.
-
-    Raises:
-        ValueError: no processor, or a tokenizer in its place.
-    """
+    """The documents of rows with images, as `SFTTrainer` measures them with the processor of this model."""
     processor = None
     if name is not None:
         with named(name, MODEL):
@@ -109,16 +94,7 @@ def measured(dataset: Dataset, name: str | None, config: SFTConfig) -> ImageRows
 
 
 def read_documents(run: Configs, tokenizer: str | None) -> Rows:
-    """One table of the documents of a run, whose sources are all datasets or all files of lengths.
-
-    Args:
-        tokenizer: name or folder, if it is not that of the model.
-
-    Raises:
-        ValueError: datasets and files of lengths together, or settings that need tokens or do not go with images; see
-            also the functions above.
-        OSError: a dataset or file does not exist.
-    """
+    """One table of the documents of a run; `tokenizer` is its name or folder, if it is not that of the model."""
     config, model = run.training, tokenizer or run.model.model_name_or_path
     lengths, tables, pictures = [], [], []
     for name in run.parts:
@@ -179,11 +155,6 @@ def _check_lengths(name: str, num: int, config: SFTConfig) -> None:
 
 
 def joined(tables: Sequence[Dataset]) -> Dataset:
-    """One table of all rows.
-
-    Raises:
-        ValueError: the tables have different columns.
-    """
     columns = [sorted(table.column_names) for table in tables]
     if columns != columns[:1] * len(tables):
         one, other = columns[0], next(names for names in columns if names != columns[0])
@@ -202,7 +173,6 @@ def check_images(config: SFTConfig, reader: Rows) -> None:
 
 
 def load_model_config(run: Configs) -> PreTrainedConfig | None:
-    """The config of the model; None without one."""
     name = run.model.model_name_or_path
     if name is None:
         return None

@@ -70,14 +70,7 @@ def _load(script_args: TrainArguments, training_args: SFTConfig, mixture: Mixtur
 
 
 def make_trainer(run: Configs, dataset: DatasetDict | IterableDatasetDict | None = None) -> SFTTrainer:
-    """The trainer of a run, with its model and its documents.
-
-    Args:
-        dataset: splits by name; None: those that the arguments name.
-
-    Raises:
-        ValueError, OSError, ImportError: what was given cannot be read or used.
-    """
+    """The trainer of a run, on the documents that its arguments name, or on the splits of a dataset."""
     script_args, training_args, model_args, mixture, *_ = run
     if not model_args.model_name_or_path:
         raise ValueError(
@@ -106,13 +99,12 @@ def make_trainer(run: Configs, dataset: DatasetDict | IterableDatasetDict | None
         text_config(model_args.model_name_or_path, training_args)
     test_split = script_args.dataset_test_split
     with in_utf8(", ".join(names)):
+        evaluates = training_args.eval_strategy != "no"
         return SFTTrainer(
             model=model_args.model_name_or_path,
             args=training_args,
             train_dataset=choose_split(dataset, "dataset_train_split", script_args.dataset_train_split),
-            eval_dataset=None
-            if training_args.eval_strategy == "no"
-            else choose_split(dataset, "dataset_test_split", test_split),
+            eval_dataset=choose_split(dataset, "dataset_test_split", test_split) if evaluates else None,
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
         )
