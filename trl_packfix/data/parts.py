@@ -21,13 +21,10 @@ SAMPLED = 16  # of so many numbers of an image one enters the checksum
 
 @dataclass(frozen=True)
 class PartOf:
-    """A pack of which a rank holds a part: its documents, the ranks that share it, and which of the parts it is.
+    """A pack of which a rank holds a part. Each rank of a group reads the whole pack."""
 
-    The sampler yields document indices, and the dataset reads them: each rank of a group reads the whole pack.
-    """
-
-    documents: list[Any]
-    degree: int
+    documents: list[Any]  # or their indices
+    degree: int  # ranks that share it
     index: int
 
 
