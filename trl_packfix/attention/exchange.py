@@ -88,12 +88,7 @@ class HeadExchange:
         self._queries_per_key = num_heads // num_key_heads
         self.heads, self._key_heads = self._ranges[index]
 
-    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`exchange` for the three tensors of attention."""
-        query, key, value = self.exchange([query], [key, value])
-        return query, key, value
-
-    def exchange(self, queries: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
+    def to_heads(self, queries: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
         """Exchange tokens for heads: (1, H, T / s, D) and (1, G, T / s, D) -> (1, own heads, T, D), in this order.
 
         Keys and values (`keys`) come with the heads that the own queries read. If a group of queries that share a key

@@ -31,7 +31,6 @@ from .packed_forward import (
     entered,
     leave,
     running_forward,
-    running_pack,
 )
 from .tower_division import TowerDivision, divide, outermost
 
@@ -126,7 +125,7 @@ class PackedForwardGuard(ModelHooks):
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
         self._layers: list[nn.Module] = []
         self._has_wrappers = False
-        self.mixers = MixerNames(model, running_pack)
+        self.mixers = MixerNames(model)
         self._recorded: PackedForward | None = None  # the running forward, if no other guard recorded it
         self._divisions: list[TowerDivision | None] = []  # per running call of a tower
 

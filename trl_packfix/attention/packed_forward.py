@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .rows import DocumentRows, Group
+
+if TYPE_CHECKING:
+    from .mixers import MixerNames
 
 # The attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash", "sdpa" or
 # "flex_attention": transformers runs other code for such names.
@@ -36,14 +39,6 @@ def bounds_on_host(cu_seq_lens: Tensor) -> list[int]:
     while len(bounds) > 2 and bounds[-2] == bounds[-1]:
         bounds.pop()
     return bounds
-
-
-class Replaced(Protocol):
-    """Functions of other modules that are replaced while a packed forward runs; calls may be nested."""
-
-    def enter(self) -> None: ...
-
-    def leave(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,7 @@ class PackedForward:
     kv_index: Tensor | None = None
     run_lengths: Tensor | None = None
     launches: tuple[tuple[int, int, int, int, int], ...] = ()
-    mixers: Replaced | None = field(default=None, repr=False, compare=False)
+    mixers: "MixerNames | None" = field(default=None, repr=False, compare=False)
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property

@@ -109,7 +109,7 @@ def varlen_attention(
     exchange = None
     if running is not None and running.degree > 1:
         exchange = HeadExchange(query.shape[1], key.shape[1], running.degree)
-        query, key, value = exchange.exchange([query], [key, value])
+        query, key, value = exchange.to_heads([query], [key, value])
         options["sinks"] = None if s_aux is None else s_aux[exchange.heads]
     out = _attend(module, query, key, value=value, kwargs=kwargs, running=running, **options)
     if exchange is not None:
@@ -368,7 +368,7 @@ def cast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
-    # Norms in fp32 in a model in half precision, as peft prepares quantised models: as for transformers' flash attention
+    # Norms in fp32 in a model in half precision, as peft prepares quantised models
     has_linear = any(isinstance(layer, nn.Linear) for layer in module.modules())
     if tensors[0].dtype == torch.float32 and hasattr(module, "config") and has_linear:
         dtype = get_target_dtype(tensors[0], module)
