@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -126,15 +125,15 @@ def compare_prefixes(model_type: str, leaks: bool) -> dict[str, float]:
         if leaks:
             levels = mixer_prefixes.levels_of
             stack.enter_context(
-                mock.patch.object(mixer_prefixes, "levels_of", lambda pack: without_states(levels(pack)))
+                mock.patch.object(mixer_prefixes, "levels_of", lambda pack: without_states(*levels(pack)))
             )
         stack.enter_context(PackedModel(model, torch.float32, "cpu", 64, shares_prefixes=True).attending())
         found = judge.compare(model, torch.float32)
     return {"gradient": found.error, "bound": PREFIXES}
 
 
-def without_states(found: mixer_prefixes.Levels) -> mixer_prefixes.Levels:
-    return replace(found, levels=[replace(level, parents=None) for level in found.levels])
+def without_states(levels: list[mixer_prefixes.TreeLevel], place: torch.Tensor) -> tuple:
+    return [level._replace(parents=None) for level in levels], place
 
 
 def tiny(model_type: str) -> torch.nn.Module:

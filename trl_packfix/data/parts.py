@@ -36,7 +36,7 @@ def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool
     those of the whole pack. "layout" holds the rest. With degree 1 the batch is returned as it is.
 
     An image may lie in several parts. So with `has_images` only the labels are cut here, and what enters the decoder of
-    the model is cut there (`attention/decoder_inputs.py`).
+    the model is cut there (`attention/image_parts.py`).
 
     >>> from trl_packfix import PackedDataCollator
     >>> whole = PackedDataCollator(pad_to_multiple_of=2)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
