@@ -107,20 +107,19 @@ def test_no_read_on_the_host(small_classes, as_on_cuda):  # noqa: F811
 @pytest.mark.parametrize(
     ("device", "compiles", "orders"), [("cpu", False, False), ("cuda", False, True), ("cuda", True, False)]
 )
-def test_the_trainer_orders_packs_for_the_kernels(device, compiles, orders, monkeypatch):
-    data = object.__new__(TrainingData)
-    args = SimpleNamespace(device=torch.device(device), torch_compile=compiles)
-    monkeypatch.setattr(TrainingData, "args", args)
-    collate = object()
-    assert (data._by_length(collate) is collate) is not orders
+def test_the_trainer_orders_packs_for_the_kernels(device, compiles, orders):
+    args = SimpleNamespace(device=torch.device(device), torch_compile=compiles, pad_documents_to_multiple_of=None)
+    data, collate = object.__new__(TrainingData), object()
+    data._run = SimpleNamespace(args=args, data_collator=collate)
+    assert (data.training_collator([]) is collate) is not orders
 
 
 def test_the_order_changes_rounding_only(tmp_path, monkeypatch):
-    changes, seen = {}, []
+    changes, seen, as_they_come = {}, [], TrainingData.training_collator
 
-    def by_length(self, collate):
+    def by_length(self, *given, **kwargs):
         def ordered(pack):
-            batch = ByLength(collate)(pack)
+            batch = ByLength(as_they_come(self, *given, **kwargs))(pack)
             seen.append(batch["cu_seq_lens_q"].diff().tolist())
             return batch
 
@@ -128,7 +127,7 @@ def test_the_order_changes_rounding_only(tmp_path, monkeypatch):
 
     for name in ("as they come", "by length"):
         if name == "by length":
-            monkeypatch.setattr(TrainingData, "_by_length", by_length)
+            monkeypatch.setattr(TrainingData, "training_collator", by_length)
         torch.manual_seed(0)
         run = trainer(tmp_path / name, texts(), build_tiny_model("llama"), max_steps=3, optim="sgd", learning_rate=0.5)
         before = weights(run)
