@@ -27,36 +27,23 @@ _MODULE_OF = {
     "pack_forward": "training.pack_forward",
 }
 
-__all__ = [
-    "IsolationReport",
-    "PackPlan",
-    "PackedDataCollator",
-    "PackingLeakError",
-    "PackingReport",
-    "SFTConfig",
-    "SFTTrainer",
-    "StepReport",
-    "check_isolation",
-    "check_step",
-    "pack_forward",
-    "packed_dataloader",
-    "plan_packs",
-    "prepare_for_packing",
-]
+__all__ = sorted(_MODULE_OF)
 
 if TYPE_CHECKING:
-    from .data.collator import PackedDataCollator
-    from .data.loaders import packed_dataloader
-    from .isolation.check_isolation import check_isolation
-    from .isolation.check_step import StepReport, check_step
-    from .isolation.isolation_report import IsolationReport, PackingLeakError
-    from .isolation.packed_model import prepare_for_packing
-    from .planning.packs import PackPlan
-    from .planning.strategies import plan_packs
-    from .reporting.report import PackingReport
-    from .training.config import SFTConfig
-    from .training.pack_forward import pack_forward
-    from .training.trainer import SFTTrainer
+    from .data.collator import PackedDataCollator as PackedDataCollator
+    from .data.loaders import packed_dataloader as packed_dataloader
+    from .isolation.check_isolation import check_isolation as check_isolation
+    from .isolation.check_step import StepReport as StepReport
+    from .isolation.check_step import check_step as check_step
+    from .isolation.isolation_report import IsolationReport as IsolationReport
+    from .isolation.isolation_report import PackingLeakError as PackingLeakError
+    from .isolation.packed_model import prepare_for_packing as prepare_for_packing
+    from .planning.packs import PackPlan as PackPlan
+    from .planning.strategies import plan_packs as plan_packs
+    from .reporting.report import PackingReport as PackingReport
+    from .training.config import SFTConfig as SFTConfig
+    from .training.pack_forward import pack_forward as pack_forward
+    from .training.trainer import SFTTrainer as SFTTrainer
 
 
 def __getattr__(name: str) -> Any:

@@ -89,18 +89,13 @@ def machine_settings() -> dict[str, Any]:
     """Defaults for this launcher and machine. A YAML file and flags override them."""
     gpu = torch.cuda.is_available()
     if "CROSS_SIZE" not in os.environ:  # only the deepspeed launcher sets it
-        return {} if gpu else {"use_cpu": True, "bf16": multiplies_bf16()}
+        cpu = {} if gpu else torch.cpu.get_capabilities()  # bf16 is twice as fast where it is not emulated
+        return {} if gpu else {"use_cpu": True, "bf16": any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16"))}
     # As `accelerate launch --use_deepspeed` does. Unlike a default for `--deepspeed`, this also sets the number of
     # ranks on machines without a GPU, where transformers passes no backend. An explicit `--deepspeed` overrides it.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ZERO3)
     return {} if gpu else {"ddp_backend": "gloo", "bf16": False}  # DeepSpeed allows bf16 on a GPU only
-
-
-def multiplies_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16, which makes training twice as fast. Others emulate it."""
-    cpu = torch.cpu.get_capabilities()
-    return cpu.get("avx512_bf16", False) or cpu.get("amx_bf16", False)
 
 
 class Configs(NamedTuple):

@@ -8,22 +8,11 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 from uuid import uuid4
-
-import numpy as np
 
 from ..version import __version__
 from . import flags
 from .flags import Subparsers
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
-
-    from ..data.documents import Ledger
-    from ..training.config import SFTConfig
-    from .configs import Configs
 
 MANIFEST = "prepared.json"
 # Fields of the config that decide the tokens and labels of a row, and which other columns are kept
@@ -79,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         )
     from ..samples.checks import has_images
     from .configs import read_run
-    from .tokens import load_part, load_tokenizer
+    from .tokens import load_part, load_tokenizer, save_measured, save_tokens
 
     given = read_run(args)
     config, tokenizer_name = given.training, args.tokenizer or given.model.model_name_or_path
@@ -99,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
         )
     with _all_or_nothing(output) as folder:
         if with_images:
-            rows, num_given, ledger = _save_measured(parts, tokenizer_name, config, output=folder)
+            rows, num_given, ledger = save_measured(parts, tokenizer_name, config, output=folder)
         else:
-            rows, num_given, ledger = _save_tokens(given, parts, tokenizer, output=folder)
+            rows, num_given, ledger = save_tokens(given, parts, tokenizer, output=folder)
         manifest = {
             "data": given.names,
             "split": given.script.dataset_train_split,
@@ -161,47 +150,3 @@ def _all_or_nothing(output: Path) -> Iterator[Path]:
             "this disk and on that of the cache (`HF_DATASETS_CACHE`), or set `--output` to a folder on another that "
             "does not exist."
         ) from error
-
-
-def _save_tokens(
-    given: "Configs", parts: "list[Dataset]", tokenizer: "PreTrainedTokenizerBase", *, output: Path
-) -> "tuple[int, int, Ledger]":
-    """Write one table of tokens and labels. Returns its rows, the rows given, and what they hold."""
-    from datasets import concatenate_datasets
-
-    from ..data.reader import TokenReader
-    from ..data.spans import make_documents
-    from ..samples.apply import without_bad_rows
-    from .sources import in_utf8
-    from .tokens import tokenised
-
-    tables = []
-    for name, part in zip(given.parts, parts, strict=True):
-        with in_utf8(name):
-            tables.append(tokenised(part, tokenizer, given.training))
-    table = concatenate_datasets([without_bad_rows(part) for part in tables])
-    ledger = make_documents(TokenReader(table), max_length=None).ledger
-    table.save_to_disk(output, num_proc=given.training.dataset_num_proc)
-    return len(table), sum(map(len, tables)), ledger
-
-
-def _save_measured(
-    parts: "list[Dataset]", processor: str, config: "SFTConfig", *, output: Path
-) -> "tuple[int, int, Ledger]":
-    """Write the rows as they are, and the lengths of their documents beside them, where training looks for them."""
-    from datasets import load_from_disk
-
-    from ..data.spans import make_documents
-    from .tokens import joined, measured
-
-    table = joined(parts)
-    num_given = len(table)
-    if config.bad_rows == "drop":
-        reader = measured(table, processor, config)
-        bad, rows = reader.bad_rows(), reader.conversations
-        if bad is not None:  # of a conversation, the turns that can be rendered are kept
-            table = table.select(np.flatnonzero(~bad) if rows is None else np.unique(rows[~bad]))
-    table.save_to_disk(output, num_proc=config.dataset_num_proc)
-    reader = measured(load_from_disk(str(output)), processor, config)
-    ledger = make_documents(reader, max_length=None).ledger
-    return len(table), num_given, ledger

@@ -3,14 +3,9 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from . import flags
 from .flags import Subparsers
-
-if TYPE_CHECKING:
-    from ..data.epochs import EpochPlanner
-    from ..data.reader import Rows
 
 EXAMPLES = """\
   trl-packfix show chats.jsonl --model Qwen/Qwen3-0.6B --max-length 4096 --batch-size 1
@@ -58,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"`{flag} {getattr(args, name)}` was given. It counts from 1. Set it to 1 or more.")
     from rich.console import Console
 
+    from ..reporting.build import make_report
     from ..reporting.packs import LEGEND, first_packs, pack_text
     from ..training.planner import documents_of
     from .configs import read_run
@@ -71,7 +67,17 @@ def run(args: argparse.Namespace) -> int:
     check_images(config, reader)
     costs = make_costs(load_model_config(given), reader)
     planner = planner_for(documents_of(reader, config), config, args.world_size, cost_model=costs)
-    picture = _draw(args.plot, planner, reader) if args.plot else None
+    picture = None
+    if args.plot:
+        path = Path(args.plot)  # to which matplotlib would add a suffix unsaid
+        picture = path / "packs.png" if path.is_dir() else path if path.suffix else path.with_suffix(".png")
+        try:
+            make_report(planner, reader).plot(picture)
+        except ImportError as error:
+            raise ValueError(
+                f"`--plot {args.plot}` was given and matplotlib is not installed. The picture is drawn with it. Run "
+                "`pip install matplotlib`."
+            ) from error
     model = args.tokenizer or given.model.model_name_or_path
     tokenizer = load_tokenizer(model, config.trust_remote_code) if model else None
     packs = first_packs(planner, reader, args.packs)
@@ -92,19 +98,3 @@ def run(args: argparse.Namespace) -> int:
     if picture is not None:
         print(f"Drawn: {picture}")
     return 0
-
-
-def _draw(target: str, planner: "EpochPlanner", reader: "Rows") -> Path:
-    from ..reporting.build import make_report
-
-    path = Path(target)
-    # matplotlib would add a suffix unsaid
-    picture = path / "packs.png" if path.is_dir() else path if path.suffix else path.with_suffix(".png")
-    try:
-        make_report(planner, reader).plot(picture)
-    except ImportError as error:
-        raise ValueError(
-            f"`--plot {target}` was given and matplotlib is not installed. The picture is drawn with it. Run "
-            "`pip install matplotlib`."
-        ) from error
-    return picture

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, concatenate_datasets, load_from_disk
 from transformers import (
     AutoConfig,
     AutoProcessor,
@@ -17,10 +17,13 @@ from transformers import (
 )
 
 from ..data.collator import IGNORE_INDEX
+from ..data.documents import Ledger
 from ..data.image_rows import ImageRows
 from ..data.model_costs import make_cost_model, with_tower
 from ..data.reader import Rows, TokenReader, applied_masks
+from ..data.spans import make_documents
 from ..planning.costs import CostModel
+from ..samples.apply import without_bad_rows
 from ..samples.checks import IMAGES, check_conversations, has_images
 from ..samples.row import BAD_ROW, Cached
 from ..training.choices import Setup
@@ -184,3 +187,32 @@ def make_costs(model_config: PreTrainedConfig | None, reader: Rows) -> CostModel
     """The cost model of a config, of a Llama with 7B parameters without one; with the costs of images if there are."""
     costs = make_cost_model(model_config)
     return costs if reader.image_counts is None else with_tower(costs, model_config)
+
+
+def save_tokens(
+    given: Configs, parts: list[Dataset], tokenizer: PreTrainedTokenizerBase, *, output: Path
+) -> tuple[int, int, Ledger]:
+    """Write one table of tokens and labels. Returns its rows, the rows given, and what they hold."""
+    tables = []
+    for name, part in zip(given.parts, parts, strict=True):
+        with in_utf8(name):
+            tables.append(tokenised(part, tokenizer, given.training))
+    table = concatenate_datasets([without_bad_rows(part) for part in tables])
+    ledger = make_documents(TokenReader(table), max_length=None).ledger
+    table.save_to_disk(output, num_proc=given.training.dataset_num_proc)
+    return len(table), sum(map(len, tables)), ledger
+
+
+def save_measured(parts: list[Dataset], processor: str, config: SFTConfig, *, output: Path) -> tuple[int, int, Ledger]:
+    """Write the rows as they are, and the lengths of their documents beside them, where training looks for them."""
+    table = joined(parts)
+    num_given = len(table)
+    if config.bad_rows == "drop":
+        reader = measured(table, processor, config)
+        bad, rows = reader.bad_rows(), reader.conversations
+        if bad is not None:  # of a conversation, the turns that can be rendered are kept
+            table = table.select(np.flatnonzero(~bad) if rows is None else np.unique(rows[~bad]))
+    table.save_to_disk(output, num_proc=config.dataset_num_proc)
+    reader = measured(load_from_disk(str(output)), processor, config)
+    ledger = make_documents(reader, max_length=None).ledger
+    return len(table), num_given, ledger
