@@ -16,7 +16,6 @@ from trl_packfix.cli import main
 from trl_packfix.cli.forecast import candidate_lengths, planner_for
 from trl_packfix.cli.lengths import LengthRows, read_lengths
 from trl_packfix.planning.costs import LLAMA_7B
-from trl_packfix.reporting.build import make_report
 from trl_packfix.training.planner import documents_of
 
 pytestmark = pytest.mark.slow
@@ -296,13 +295,6 @@ def test_text_that_is_not_utf_8_names_its_file(suffix, text, workplace, tmp_path
         (tmp_path / name).write_bytes(b"length\n5\xe9\n")
         assert main(["plan", str(tmp_path / name)]) == 2
         assert f"{name}` was given. It has bytes that are no text in utf-8" in capsys.readouterr().err
-
-
-def test_a_report_of_lengths_alone_reads_every_method_of_rows():
-    rows, args = LengthRows(np.array([3, 5])), config("unused", max_length=8)
-    planner = planner_for(documents_of(rows, args), args, 1, cost_model=LLAMA_7B)
-    report = make_report(planner, rows, unpacked_counts_first=True)
-    assert report.num_trained_tokens == 6 and report.unpacked_loss == 6 / 8
 
 
 def test_plan_with_sequence_parallelism(tmp_path, capsys):

@@ -101,12 +101,6 @@ def test_documents_have_a_colour_each_and_it_is_not_alone(run):
     assert all(f"[{i}] row" in text.plain for i in range(len(pack.documents)))
 
 
-@pytest.mark.parametrize("words", [["--packs", "0"], ["--world-size", "0"]])
-def test_nothing_to_show_is_exit_code_2(words, workplace, capsys):
-    assert main(["show", str(workplace / "rows.jsonl"), *words]) == 2
-    assert "Set it to 1 or more" in capsys.readouterr().err
-
-
 # Pictures
 
 

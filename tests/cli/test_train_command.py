@@ -108,8 +108,6 @@ def test_keys_of_the_launcher_are_named_and_unknown_ones_refused(tmp_path, capsy
     file.write_text(yaml.safe_dump(common | {"learning_rat": 1.0, "num_processes": 4}))
     with pytest.raises(ValueError, match=r"^`learning_rat` was given, as a flag or in the config file.*ignored"):
         parse(["--config", str(file)])
-    with pytest.raises(ValueError, match="`packing_strategi` was given"):
-        parse(["--packing_strategi", "bfd", "--output_dir", str(tmp_path)])
 
 
 FILES_OF_MIGRATING = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "migrating.md").read_text(), re.DOTALL)
