@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from operator import not_
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,9 @@ from .row import (
     NUMBERS,
     ROW,
     TURN,
-    Bad,
     Cached,
     MaskCounts,
+    Sample,
     TurnCounts,
     bad_rows,
     column_of,
@@ -62,12 +63,11 @@ def make_samples(
     """Tokens and labels of all rows of a dataset that is not tokenised.
 
     Args:
-        name: of the dataset, for messages.
         marks: with `bad_rows="drop"`, keep rows or turns of which no sample can be made as rows without tokens, with
             the reason in the column `BAD_ROW`, so that they are counted.
         is_training_set: whether to say what the chat template does to it.
     """
-    is_table, drops = isinstance(dataset, Dataset), args.bad_rows == "drop"
+    drops = args.bad_rows == "drop"
     if isinstance(dataset, Dataset):
         plain = plain_tokenizer(tokenizer)
         check_raw_dataset(dataset, name, plain, args=args, is_formatted=formatting_func is not None)
@@ -77,14 +77,12 @@ def make_samples(
         if formatting_func is None:
             said.say_what_is_renamed(dataset, name)
             if is_training_set and args.process_index == 0:
-                said.say_what_is_left_out(
-                    dataset, name, tokenizer, chat_template=recipe.chat_template, per_turn=recipe.splits
-                )
+                template, per_turn = recipe.chat_template, recipe.splits
+                said.say_what_is_left_out(dataset, name, tokenizer, chat_template=template, per_turn=per_turn)
         made = _applied(recipe, dataset, name, args=args, is_training_set=is_training_set)
     repeats.say(name)
-    if (marks and drops) or not (is_table or drops):
-        return made
-    return replace(made, rows=without_bad_rows(made.rows))
+    has_no_marks = isinstance(dataset, IterableDataset) and not drops
+    return made if (marks and drops) or has_no_marks else replace(made, rows=without_bad_rows(made.rows))
 
 
 def _applied(
@@ -116,12 +114,12 @@ def _applied(
     turns = count_turns(dataset, samples, name, args=args, is_split=recipe.splits, drops=drops)
     if says_end:
         said.say_if_turns_do_not_end(samples, name, recipe.tokenizer, setting=recipe.setting)
-    if is_training_set and recipe.splits:
+    made = Made(samples.remove_columns([*numbers]), recipe)
+    if not recipe.splits:
+        return replace(made, masked=mask_counts(samples) if numbers else None)
+    if is_training_set:
         said.say_if_nothing_is_stripped(samples, name)
-    rows = samples.remove_columns([*numbers])
-    if recipe.splits:
-        return Made(rows, recipe, turns=turns)
-    return Made(rows, recipe, masked=mask_counts(samples) if numbers else None)
+    return replace(made, turns=turns)
 
 
 class _Row(Mapping[str, Any]):
@@ -143,11 +141,7 @@ class _Row(Mapping[str, Any]):
 def columns_of_batch(
     batch: Mapping[str, Sequence[Any]], indices: list[int], recipe: Recipe, *, repeated: Sequence[str] = ()
 ) -> dict[str, list[Any]]:
-    """The samples of some rows, given as columns, as columns.
-
-    Args:
-        repeated: other columns of the rows, which each sample gets.
-    """
+    """The samples of some rows, both as columns; `repeated` are other columns of the rows, which each sample gets."""
     numbers = NUMBERS if recipe.setting else ()
     columns: dict[str, list[Any]] = {name: [] for name in (*recipe.bad, BAD_ROW, *numbers, *repeated)}
     for place, i in enumerate(indices):
@@ -155,10 +149,9 @@ def columns_of_batch(
         try:
             samples = recipe.samples(row, i)
         except Exception as error:  # of a template, a tokenizer, a processor, the image library or the file system
-            samples = [Bad(reason(row, error, recipe.text_field))]
+            samples = [Sample({}, reason=reason(row, error, recipe.text_field))]
         for sample in samples:
-            made: dict[str, object] = {BAD_ROW: "", **recipe.bad}
-            made |= {BAD_ROW: sample.reason} if isinstance(sample, Bad) else sample.columns
+            made = {BAD_ROW: sample.reason, **recipe.bad, **sample.columns}
             made |= zip(numbers, (i, sample.turn, *astuple(sample.counts)), strict=False)
             made |= {name: row[name] for name in repeated}
             for name, column in columns.items():
@@ -195,9 +188,7 @@ def count_turns(
 ) -> TurnCounts:
     """Count the samples of the rows of a dataset, and refuse or name the rows of which none can be made.
 
-    Args:
-        is_split: a sample is a turn, and the columns say of which row; else it is a row.
-        drops: name bad rows, as long as there are others.
+    A sample is a row or, if it is split, a turn, and the columns say of which row.
     """
     bad = bad_rows(samples)
     assert bad is not None  # every map that makes samples makes the column
@@ -240,12 +231,8 @@ def count_turns(
 def without_bad_rows(dataset: Any) -> Any:
     """The rows that have tokens, of a table or a stream, without the column `BAD_ROW`."""
     if isinstance(dataset, IterableDataset):
-        return dataset.filter(_is_good).remove_columns(BAD_ROW)
+        return dataset.filter(not_, input_columns=BAD_ROW).remove_columns(BAD_ROW)
     bad = bad_rows(dataset)
     if bad is not None and bad.any():
         dataset = dataset.select(np.flatnonzero(~bad))
     return dataset if bad is None else dataset.remove_columns(BAD_ROW)
-
-
-def _is_good(row: Mapping[str, Any]) -> bool:
-    return not row[BAD_ROW]

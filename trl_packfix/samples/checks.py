@@ -58,8 +58,7 @@ def check_raw_dataset(
 ) -> None:
     """Refuse a dataset of which nothing can be tokenised or trained and, but for `bad_rows="drop"`, such rows.
 
-    Args:
-        is_formatted: a formatting function will make the text, so the text columns are not checked.
+    If a formatting function will make the text, text columns are not checked.
     """
     check_rows(dataset, name)
     columns, names_rows = dataset.column_names, args.bad_rows == "raise"
@@ -142,11 +141,7 @@ def check_conversations(dataset: Dataset | IterableDataset, name: str, setting: 
 
 
 def check_turns(args: Settings, train_dataset: object, eval_dataset: object, *, is_formatted: bool) -> None:
-    """Refuse datasets without conversations, and messages whose weight would not be read, before the model is loaded.
-
-    Args:
-        is_formatted: a formatting function makes texts of the rows.
-    """
+    """Refuse datasets without conversations, and messages whose weight would not be read, before a model is loaded."""
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     for name, dataset in [("train", train_dataset), *eval_sets.items()]:
         if not isinstance(dataset, Dataset | IterableDataset):
@@ -183,9 +178,8 @@ def _check_unread(dataset: Dataset | IterableDataset, name: str, *, key: str, ow
         messages = [m for column in trained for m in row[column] or () if isinstance(m, dict)]
         count += any(m.get(key) == 0 and (key == own or own not in m) for m in messages)
     if count:
-        if key != own:
-            cause, remedy = f"`message_train_key={own!r}` reads another key", f"`message_train_key={key!r}`"
-        else:
+        cause, remedy = f"`message_train_key={own!r}` reads another key", f"`message_train_key={key!r}`"
+        if key == own:
             cause = "`assistant_only_loss=False` trains every message"
             remedy = "`assistant_only_loss=True`, which trains the assistant's messages without them"
         raise ValueError(

@@ -44,9 +44,7 @@ class Conversation:
     def from_row(cls, row: Mapping[str, Any], images: Sequence[object] = ()) -> "Conversation":
         """Read a row with `messages`, `conversations`, or `prompt` and `completion`, as TRL reads it.
 
-        Args:
-            images: of the row. Each is put into its message: the one with its placeholder or, if messages are plain
-                text, the first of the user.
+        Each image is put into its message: that with its placeholder or, if messages are plain text, the user's first.
         """
         # TRL renames keys in place, and the rows of a stream may be objects of the user
         known = copy.deepcopy({name: row[name] for name in COLUMNS if name in row})
@@ -81,11 +79,8 @@ class Conversation:
     def sample(self, turn: int, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """Tokens of one assistant turn and its history, and labels that are -100 before the turn.
 
-        Args:
-            turn: index of its message; -1 for the whole conversation, and nothing to train.
-
-        Raises:
-            ValueError: the rendered turn does not begin where the prompt that generation sees ends.
+        Turn -1 is the whole conversation, and nothing to train. ValueError: the rendered turn does not begin where the
+        prompt that generation sees ends.
         """
         if turn < 0:
             tokens = self.tokens(self.messages, tokenizer)
@@ -94,11 +89,7 @@ class Conversation:
         return tokens, [IGNORE_INDEX] * len(prompt) + tokens[len(prompt) :]
 
     def row_of_turn(self, turn: int, processor: ProcessorMixin) -> dict[str, Any]:
-        """The same with images, as a row in TRL's form: `prompt` and `completion` as text, and the `images` of both.
-
-        Raises:
-            ValueError: as in `sample`; the turn is empty, or has an image.
-        """
+        """The same with images, as a row in TRL's form: `prompt` and `completion` as text, and the `images` of both."""
         if turn < 0:
             prompt = self.text(self.messages, processor)
             return {"prompt": prompt, "completion": "", "images": _images(self.messages)}

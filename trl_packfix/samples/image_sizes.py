@@ -22,15 +22,8 @@ def depends_on_sizes(processor: ProcessorMixin) -> bool:
     return type(image_processor).__module__.partition(".")[0] == "transformers"
 
 
-def processing_sizes(processor: ProcessorMixin) -> ProcessorMixin:
-    """A copy of a processor that gives the same tokens, and arrays of images that have the right shapes only."""
-    by_size = copy.copy(processor)
-    by_size.image_processor = SizeProcessor(processor.image_processor)
-    return by_size
-
-
 class SizeProcessor:
-    """An image processor that remembers the shapes of what it returned for images of some sizes.
+    """An image processor that remembers the shapes of what it returned for images of some sizes, without the content.
 
     Images of other sizes are processed, but as plain images of one colour: if the result depends on more than the size,
     it differs from that of the user's images.

@@ -24,7 +24,7 @@ from .conversation import Conversation
 from .image_sizes import depends_on_sizes
 from .processor import RowProcessor, images_of, with_images
 from .recipes import Recipe, Row, samples_of_turns, training_template
-from .row import BAD_ROW, NUM_SHOWN, NUMBERS, Bad, Cached, MaskCounts, Sample, bad_rows
+from .row import BAD_ROW, NUM_SHOWN, NUMBERS, Cached, MaskCounts, Sample, bad_rows
 from .turns import PARTS, TurnRule, parts
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ KINDS: dict[str, tuple[object, object]] = {
 
 
 def features_of(rule: TurnRule | None) -> Features:
-    """The columns of measured rows; with a rule, of their turns."""
     numbers = {} if rule is None else dict.fromkeys(NUMBERS, Value("int64"))
     return Features({name: kind for name, (kind, _) in KINDS.items()} | {BAD_ROW: Value("string")} | numbers)
 
@@ -67,7 +66,7 @@ class Processed(Recipe):
     def setting(self) -> str:  # type: ignore[override]  # it is never set
         return "" if self.rule is None else "per_turn"
 
-    def samples(self, row: Row, number: int) -> list[Sample | Bad]:
+    def samples(self, row: Row, number: int) -> list[Sample]:
         rule = self.rule
         if rule is None:
             return [self._measured(row, number)]
@@ -102,10 +101,8 @@ def measure(
 ) -> Dataset:
     """Run the processor on every row and keep the numbers of `KINDS`; `datasets` caches them beside the data.
 
-    Args:
-        name: of the dataset, for messages.
-        drops: rows that cannot be processed get length 0 and their reason in `BAD_ROW`.
-        rule: measure a document for each assistant turn of a row that is trained, and note which (`NUMBERS`).
+    With a rule, each assistant turn that is trained is a document, and `NUMBERS` note which. With `drops`, rows that
+    cannot be processed get length 0 and their reason in `BAD_ROW`.
     """
     if dataset.format["type"] == "custom":
         raise ValueError(
@@ -161,16 +158,15 @@ class AssistantCollator(DataCollatorForVisionLanguageModeling):
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.assistant_only_loss or "messages" not in examples[0]:
             return super().torch_call(examples)
-        in_parts = replace(self, chat_template=PARTS)
-        return DataCollatorForVisionLanguageModeling.torch_call(in_parts, [self._in_parts(row) for row in examples])
-
-    def _in_parts(self, example: dict[str, Any]) -> dict[str, Any]:
-        images = [example["image"]] if "image" in example else example["images"]
-        messages = prepare_multimodal_messages(example["messages"], images=images)
-        chosen = self.rule.choose(Conversation(messages, 0, {"chat_template": self.chat_template}))
-        text, spans = self.rule.spans(chosen, self.processor)
-        first, *others = example["messages"]
-        return example | {"messages": [first | {"parts": parts(text, spans)}, *others]}
+        in_parts = []
+        for example in examples:
+            images = [example["image"]] if "image" in example else example["images"]
+            messages = prepare_multimodal_messages(example["messages"], images=images)
+            chosen = self.rule.choose(Conversation(messages, 0, {"chat_template": self.chat_template}))
+            text, spans = self.rule.spans(chosen, self.processor)
+            first, *others = example["messages"]
+            in_parts.append(example | {"messages": [first | {"parts": parts(text, spans)}, *others]})
+        return DataCollatorForVisionLanguageModeling.torch_call(replace(self, chat_template=PARTS), in_parts)
 
 
 def masking_collator(collate: DataCollatorForVisionLanguageModeling, rule: TurnRule) -> AssistantCollator:

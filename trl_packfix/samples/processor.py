@@ -1,5 +1,6 @@
 """One row with images -> one document: its tokens, labels, and what the model needs of its images."""
 
+import copy
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from ..compat import training_every_token
 from ..layout import IGNORE_INDEX, READ, Compared
 from .conversation import plain_tokenizer
 from .encoded_images import decoded
-from .image_sizes import processing_sizes
+from .image_sizes import SizeProcessor
 
 IMAGES_FROM = 2**31  # numbers that stand for images where documents are compared: above all tokens
 # Marks tokens of images where a processor returns it: 1 is an image, 0 is text
@@ -25,13 +26,7 @@ Span: TypeAlias = tuple[int, int]  # of tokens
 
 
 class RowProcessor:
-    """One row of the dataset -> one document: its tokens, labels, and what the model needs of its images.
-
-    The row goes through TRL's collator alone, which gives what it gives in a batch of TRL, without padding.
-
-    Args:
-        collate: TRL's collator; its `max_length` and padding are ignored, because documents are cut later.
-    """
+    """A row alone through TRL's collator, which gives what it gives in a batch, without padding or cutting."""
 
     def __init__(self, collate: DataCollatorForVisionLanguageModeling):
         self.processor: ProcessorMixin = collate.processor
@@ -43,7 +38,9 @@ class RowProcessor:
     @cached_property
     def by_size(self) -> "RowProcessor":
         """The same without processing images, if others of the same size were processed: pixels are left out."""
-        return RowProcessor(replace(self._collate, processor=processing_sizes(self.processor)))
+        processor = copy.copy(self.processor)
+        processor.image_processor = SizeProcessor(processor.image_processor)
+        return RowProcessor(replace(self._collate, processor=processor))
 
     @cached_property
     def settings(self) -> bytes:
@@ -103,10 +100,7 @@ class RowProcessor:
         return compared
 
     def image_spans(self, document: Mapping[str, Any]) -> list[Span]:
-        """The span of each image whose outputs can be told apart from the others, else the one of all.
-
-        It is the whole document if it cannot be known.
-        """
+        """The span of each image whose outputs can be told apart from the others, else of all, or of all tokens."""
         if "pixel_values" not in document:
             return []
         is_image = np.asarray(document["input_ids"]) == getattr(self.processor, "image_token_id", -1)

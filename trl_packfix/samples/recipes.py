@@ -4,7 +4,7 @@
     Masked      one sample of the conversation, in which assistant turns are trained (`assistant_only_loss`)
     EachTurn    one sample per assistant turn, as the chat template renders it at this turn (`per_turn`)
 
-Where no sample can be made, a recipe raises an error, or gives the reason for a turn. `apply.py` applies recipes to
+Where no sample can be made, a recipe raises an error, or returns the reason for a turn. `apply.py` applies recipes to
 tables and streams.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import trl
@@ -25,7 +25,7 @@ from ..layout import IGNORE_INDEX
 from .checks import check_conversations, has_conversations, has_images
 from .conversation import COLUMNS, Conversation, Tokenizer, num_same, plain_tokenizer, with_chat_roles
 from .reasons import reason, refuse
-from .row import NUM_SHOWN, Bad, MaskCounts, Sample, UnknownTurnError
+from .row import NUM_SHOWN, MaskCounts, Sample, UnknownTurnError
 from .turns import Chosen, Settings, TurnRule, has_markers
 
 NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row
@@ -44,16 +44,13 @@ class Recipe:
     setting: ClassVar[str] = ""  # by which assistant turns are trained, which are then counted
     splits: ClassVar[bool] = False  # whether a row may have several samples
 
-    def samples(self, row: Row, number: int) -> list[Sample | Bad]:
+    def samples(self, row: Row, number: int) -> list[Sample]:
         """The samples of a row, which has this number in its dataset. If it raises an error, the row is bad."""
         raise NotImplementedError
 
 
-class Step(NamedTuple):
-    """A `map` of TRL's preparation: a function of one row, and the columns that it removes."""
-
-    function: Callable[[dict[str, Any]], dict[str, Any]]
-    removed: tuple[str, ...]
+Step: TypeAlias = tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[str, ...]]
+"""A `map` of TRL's preparation: a function of one row, and the columns that it removes."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class Recorded:
     ) -> "Recorded":
         assert not batched, "TRL maps rows one by one"
         removed = (remove_columns,) if isinstance(remove_columns, str) else tuple(remove_columns or ())
-        return replace(self, steps=(*self.steps, Step(partial(function, **fn_kwargs or {}), removed)))
+        return replace(self, steps=(*self.steps, (partial(function, **fn_kwargs or {}), removed)))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         problems: list[tuple[int, str]] = []
@@ -97,8 +94,8 @@ class Recorded:
 
 def _applied(steps: tuple[Step, ...], row: Row) -> dict[str, Any]:
     row = dict(row)
-    for step in steps:
-        row = {name: value for name, value in row.items() if name not in step.removed} | step.function(dict(row))
+    for function, removed in steps:
+        row = {name: value for name, value in row.items() if name not in removed} | function(dict(row))
     return row
 
 
@@ -111,7 +108,7 @@ class Whole(Recipe):
     text_field: str
     consumes: Collection[str]
 
-    def samples(self, row: Row, number: int) -> list[Sample | Bad]:
+    def samples(self, row: Row, number: int) -> list[Sample]:
         sample = _applied(self.steps, row)
         return [Sample.of(sample["input_ids"], sample["labels"])]
 
@@ -126,7 +123,7 @@ class Masked(Recipe):
     completion_only: bool = True  # turns of a prompt are not trained, in rows with a prompt and a completion
     setting: ClassVar[str] = "assistant_only_loss"
 
-    def samples(self, row: Row, number: int) -> list[Sample | Bad]:
+    def samples(self, row: Row, number: int) -> list[Sample]:
         conversation = Conversation.from_row(row)
         conversation.arguments.setdefault("chat_template", self.chat_template)
         num_prompt = conversation.first if self.completion_only else 0
@@ -155,25 +152,25 @@ class EachTurn(Recipe):
     setting: ClassVar[str] = "per_turn"
     splits: ClassVar[bool] = True
 
-    def samples(self, row: Row, number: int) -> list[Sample | Bad]:
-        return samples_of_turns(self.rule.choose(Conversation.from_row(row)), self._sample, row)
+    def samples(self, row: Row, number: int) -> list[Sample]:
+        def make(conversation: Conversation, turn: int) -> Sample:
+            tokens, labels = conversation.sample(turn, self.tokenizer)
+            if turn >= 0:
+                self.rule.mask_thinking(labels, conversation.messages[turn], self.tokenizer)
+            return Sample.of(tokens, labels)
 
-    def _sample(self, conversation: Conversation, turn: int) -> Sample:
-        tokens, labels = conversation.sample(turn, self.tokenizer)
-        if turn >= 0:
-            self.rule.mask_thinking(labels, conversation.messages[turn], self.tokenizer)
-        return Sample.of(tokens, labels)
+        return samples_of_turns(self.rule.choose(Conversation.from_row(row)), make, row)
 
 
-def samples_of_turns(chosen: Chosen, make: Callable[[Conversation, int], Sample], row: Row) -> list[Sample | Bad]:
+def samples_of_turns(chosen: Chosen, make: Callable[[Conversation, int], Sample], row: Row) -> list[Sample]:
     """A sample for each trained turn of a conversation, or one for turn -1 without any."""
-    samples: list[Sample | Bad] = []
+    samples: list[Sample] = []
     for turn in chosen.trained or [-1]:
-        counts = MaskCounts() if samples else chosen.counts
         try:
-            samples.append(replace(make(chosen.conversation, turn), turn=turn, counts=counts))
+            made = make(chosen.conversation, turn)
         except Exception as error:
-            samples.append(Bad(reason(row, error), turn, counts))
+            made = Sample({}, reason=reason(row, error))
+        samples.append(replace(made, turn=turn, counts=MaskCounts() if samples else chosen.counts))
     return samples
 
 
@@ -210,7 +207,7 @@ def recipe_of(
     )
     prepare: Callable[..., Recorded] = trl.SFTTrainer._prepare_dataset
     steps = prepare(trainer, recorded, tokenizer, settings, False, formatting_func, name).steps
-    return Whole(steps, tokenizer, args.dataset_text_field, {column for step in steps for column in step.removed})
+    return Whole(steps, tokenizer, args.dataset_text_field, {column for _, removed in steps for column in removed})
 
 
 def training_template(processing_class: Tokenizer) -> str | None:

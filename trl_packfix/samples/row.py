@@ -1,4 +1,4 @@
-"""What a recipe makes of a row, `Sample` or `Bad`, and the counts of the rows of a table."""
+"""What a recipe makes of a row, and the counts of the rows of a table."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -77,26 +77,18 @@ class Trained:
 
 @dataclass(frozen=True)
 class Sample:
-    """What is made of a row, or of one of its turns."""
+    """What is made of a row, or of one of its turns; or the reason why nothing could be made."""
 
     columns: Mapping[str, object]  # tokens and labels; of a row with images what was measured
     turn: int = -1  # index of the message that is trained, of a sample of one turn
     counts: MaskCounts = MaskCounts()  # the assistant turns of the row, in the first of its samples
+    reason: str = ""  # then there are no columns
 
     @classmethod
     def of(cls, tokens: list[int], labels: list[int], counts: MaskCounts = MaskCounts()) -> "Sample":
         # Arrays, because lists of Python's integers would need many times the memory
         columns = {"input_ids": np.array(tokens, np.int32), "labels": np.array(labels, np.int64)}
         return cls(columns, counts=counts)
-
-
-@dataclass(frozen=True)
-class Bad:
-    """Why no sample could be made of a row, or of one of its turns. The others are as in `Sample`."""
-
-    reason: str
-    turn: int = -1
-    counts: MaskCounts = MaskCounts()
 
 
 class UnknownTurnError(ValueError):
@@ -122,15 +114,10 @@ def bad_rows(dataset: Dataset) -> npt.NDArray[np.bool_] | None:
     return pc.fill_null(pc.not_equal(reasons, ""), False).to_numpy()
 
 
-def _hash_of_code() -> str:
-    digest = hashlib.sha256(np.__version__.encode())
-    package = Path(__file__).parents[1]
-    for file in sorted(file for wing in ("planning", "samples", "data") for file in (package / wing).glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-CODE = _hash_of_code()  # computed at import: the source files may change during the run
+_PACKAGE = Path(__file__).parents[1]
+_FILES = sorted(file for wing in ("planning", "samples", "data") for file in (_PACKAGE / wing).glob("*.py"))
+# Computed at import: the source files may change during the run
+CODE = hashlib.sha256(b"".join([np.__version__.encode(), *(file.read_bytes() for file in _FILES)])).hexdigest()
 
 
 @dataclass(frozen=True)

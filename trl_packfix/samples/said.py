@@ -52,9 +52,7 @@ def say_what_is_left_out(
 ) -> None:
     """Warn of fields that the chat template leaves out, and of roles that it does not know, with the number of rows.
 
-    Args:
-        chat_template: the template that TRL uses instead of the tokenizer's own.
-        per_turn: whether a message is rendered at its own turn, or in the whole conversation.
+    `chat_template` is what TRL uses instead of the tokenizer's own. With `per_turn` a message is rendered at its turn.
     """
     for fields in FIELDS:
         rows, count = _holding(dataset, fields)
@@ -138,12 +136,7 @@ def _holding(
 def say_if_turns_do_not_end(
     rows: Iterable[Mapping[str, Any]], name: str, tokenizer: Tokenizer, *, setting: str
 ) -> None:
-    """Warn if a trained turn has no end-of-turn token: the template puts it in front of the next message.
-
-    Args:
-        rows: tokenised.
-        setting: the one by which assistant turns are trained.
-    """
+    """Warn if a turn trained by this setting has no end-of-turn token: the template puts it before the next message."""
     trained = (row["labels"] for row in islice(rows, NUM_LABELLED) if max(row["labels"], default=-1) >= 0)
     end = next((end for labels in trained if (end := unended(labels, tokenizer)) is not None), None)
     if end is not None:
@@ -170,11 +163,7 @@ def unended(labels: Sequence[int], tokenizer: Tokenizer) -> str | None:
 
 
 def say_if_nothing_is_stripped(samples: Dataset, name: str) -> None:
-    """Warn if, in the first conversations, every sample is the beginning of the next: then `per_turn` gives nothing.
-
-    Args:
-        samples: a table with the number of the conversation and the tokens of each.
-    """
+    """Warn if, in the first conversations, every sample is the beginning of the next: then `per_turn` gives nothing."""
     rows = column_of(samples, ROW)
     rows = rows[: np.searchsorted(rows, NUM_COMPARED)]
     column = "input_ids" if "input_ids" in samples.column_names else "tokens"
