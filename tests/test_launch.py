@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks.engines import deepspeed_config
-from support.launch import TORCHRUN, environment, free_port, small
+from support.launch import TORCHRUN, free_port, run, small
 from support.versions import gathers_on_cpus
 
 from trl_packfix.training.checkpoints import newest_whole
@@ -24,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "examples" / "launch"
 SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]
 BIN = Path(sys.executable).parent
-ON_CPU = str(ROOT / "tests" / "on_cpu.py")
+ON_CPU = f"{ROOT / 'tests' / 'support' / 'cpu_site'}:{ROOT}"
 TRAIN = str(ROOT / "examples" / "train.py")
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
@@ -32,19 +31,9 @@ needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), 
 
 
 def launch(command: list[str], folder: Path, **env: str) -> tuple[int, str]:
-    """Exit code and output; the command and all that it started end after four minutes."""
+    """Exit code and output, within four minutes."""
     log = folder / "launch.log"
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment(folder, **env), stdout=stream, stderr=stream, start_new_session=True
-        )
-        try:
-            process.wait(240)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return process.returncode, log.read_text()
+    return run(command, log, 240, **env), log.read_text()
 
 
 # A rank dies
@@ -116,23 +105,17 @@ LAUNCHERS["deepspeed"] = (gathers_on_cpus, pytest.mark.sweep)
 @needs_gloo
 @needs_deepspeed
 @pytest.mark.parametrize("launcher", [pytest.param(name, marks=m) for name, m in LAUNCHERS.items()])
-def test_the_command_under_each_launcher(launcher, workplace, tmp_path):
+def test_the_command_under_each_launcher(launcher, workplace):
     (workplace / "mixture.yaml").write_text(MIXTURE)
     (workplace / "zero3.json").write_text(json.dumps(deepspeed_config("zero3")))
     (workplace / "others.jsonl").write_text("\n".join((workplace / "rows.jsonl").read_text().splitlines()[:10]))
-    # As in on_cpu.py, in each process of the command itself
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif 'LOCAL_RANK' in os.environ:\n    import deepspeed\n"
-        "    deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
-    )
     words = COMMANDS[launcher].replace("PORT", free_port()).split()
     model = str(workplace / "Qwen" / "Qwen3-0.6B")
     words += ["trl_packfix", "train", "--config", "mixture.yaml", "--model_name_or_path", model]
     words += ["--output_dir", launcher, "--logging_steps", "1", "--bf16", "false"]
     if launcher == "accelerate":
         words += ["--use_cpu", "false", "--ddp_backend", "gloo"]
-    path = f"{tmp_path}:{ROOT}"
-    code, log = launch([sys.executable, "-m", *words], workplace, PYTHONPATH=path)
+    code, log = launch([sys.executable, "-m", *words], workplace, PYTHONPATH=ON_CPU)
     assert code == 0, log[-4000:]
     check_trained(workplace, launcher, None if launcher == "torchrun" else ZERO3_FILE)
     state = json.loads((workplace / launcher / "checkpoint-2" / "trainer_state.json").read_text())
@@ -153,15 +136,16 @@ def test_recipe_is_valid_shell(script):
 
 @needs_gloo
 @needs_deepspeed
+@gathers_on_cpus
 def test_deepspeed_recipe(workplace, tmp_path):
     """The launcher adds `--local_rank`; train.py takes ZeRO-3 where nothing else is said."""
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("# one node\nlocalhost slots=2\n")
     (tmp_path / "ssh").write_text("#!/usr/bin/env bash\nhostname\n")  # the launcher asks whether the node answers
     (tmp_path / "ssh").chmod(0o755)
-    env = {"HOSTFILE": str(hostfile), "PORT": free_port(), "TRAIN": ON_CPU}
+    env = {"HOSTFILE": str(hostfile), "PORT": free_port(), "TRAIN": TRAIN, "PYTHONPATH": ON_CPU}
     env["PATH"] = f"{tmp_path}:{BIN}:{os.environ['PATH']}"
-    code, log = launch([str(LAUNCH / "deepspeed.sh"), TRAIN, *small(workplace, "deepspeed")], workplace, **env)
+    code, log = launch([str(LAUNCH / "deepspeed.sh"), *small(workplace, "deepspeed")], workplace, **env)
     assert code == 0 and "--local_rank=1" in log, log[-4000:]
     check_trained(workplace, "deepspeed", ZERO3_FILE)
 

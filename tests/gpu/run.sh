@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The first minutes on a GPU, in one command: nine steps, of which the first three take at most 7 minutes and end with
 # figures. It stops at the first failure, and ends within 10 minutes (--quick: 3). Into the folder go steps.csv with a
-# row per step, shapes.csv, evidence.tar.gz and logs.tar.gz; models and checkpoints go to a temporary folder.
+# row per step, evidence.tar.gz and logs.tar.gz; models and checkpoints go to a temporary folder.
 #
 #   tests/gpu/run.sh [--quick] [--out DIR] [--steps "0 1 2"] [--limit SECONDS]
 #   tests/gpu/run.sh --evidence [--out DIR] [--limit SECONDS] [--data DIR]
@@ -16,10 +16,9 @@
 #   2 throughput    parts of benchmarks/evidence.py, in half of the time: 7b-flan (--quick: attention alone)
 #   3 training      tests/gpu/test_training_gpu.py, and examples/train.py, full and LoRA
 #   4 zero3         examples/train.py under DeepSpeed ZeRO-3 on one GPU, full and LoRA
-#   5 probe         tests/gpu/test_repair_gpu.py and test_deep_gpu.py
+#   5 probe         tests/gpu/test_repair_gpu.py
 #   6 compile       examples/train.py with --torch_compile
-#   7 shapes        tests/gpu/shapes.py: 1, 64 and 2,048 documents, heads of 256, documents of one token; peak memory.
-#                   Then all of tests/gpu/test_varlen_gpu.py
+#   7 shapes        1 and 2,048 documents, documents of one token; then all of tests/gpu/test_varlen_gpu.py
 #   8 flash-attn    1 and 3 again on the name flash_attention_2, where flash-attn is installed
 #
 # A step that cannot run here (no DeepSpeed, no C compiler, no flash-attn) is "skipped", with the reason. When the limit
@@ -183,9 +182,7 @@ if wanted 4; then
         # it the launcher reads numbers there.
         script=()
         [ $gpu = 1 ] && [[ $CUDA_VISIBLE_DEVICES =~ ^[0-9]+$ ]] || script=(--num_gpus=1)
-        [ $gpu = 1 ] || script+=(tests/on_cpu.py)
-        export DS_ACCELERATOR
-        [ $gpu = 1 ] && unset DS_ACCELERATOR || DS_ACCELERATOR=cpu
+        [ $gpu = 1 ] || export DS_ACCELERATOR=cpu PYTHONPATH="$root/tests/support/cpu_site:$PYTHONPATH"
         zero3=("$python" -m deepspeed.launcher.runner --master_port "$((20000 + RANDOM % 20000))" "${script[@]}")
         parts=("${zero3[@]}" "${train[@]}" --output_dir "$work/zero3" --max_steps "$max_steps")
         if [ $gpu = 1 ] && [ $quick = 0 ]; then
@@ -199,9 +196,9 @@ if wanted 4; then
 fi
 
 if wanted 5; then
-    files=(tests/gpu/test_repair_gpu.py)
-    [ $quick = 1 ] || files+=(tests/gpu/test_deep_gpu.py)
-    step 5 probe "${pytest[@]}" "${files[@]}"
+    select=()
+    [ $quick = 0 ] || select=(-k "not deep")
+    step 5 probe "${pytest[@]}" tests/gpu/test_repair_gpu.py "${select[@]}"
 fi
 
 if wanted 6; then
@@ -221,8 +218,8 @@ if wanted 6; then
 fi
 
 if wanted 7; then
-    parts=("$python" tests/gpu/shapes.py "$out/shapes.csv")
-    [ $quick = 1 ] || parts+=(-- "${pytest[@]}" tests/gpu/test_varlen_gpu.py)
+    parts=("${pytest[@]}" tests/gpu/test_varlen_gpu.py -k extreme)
+    [ $quick = 1 ] || parts+=(-- "${pytest[@]}" tests/gpu/test_varlen_gpu.py -k "not extreme")
     step 7 shapes "${parts[@]}"
 fi
 

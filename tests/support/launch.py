@@ -1,6 +1,7 @@
 """How processes are launched from tests: environment, ports, flags, and ranks as forks of one process."""
 
 import gc
+import json
 import os
 import signal
 import socket
@@ -8,11 +9,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 ROOT = Path(__file__).parents[2]
 LAUNCH_SECONDS = 1200  # a pair takes 40 to 130 alone on 2 cores, several times that beside another test worker
@@ -27,26 +30,48 @@ def environment(folder: Path, **env: str) -> dict[str, str]:
     return os.environ | settings | env
 
 
-class Launch:
-    """The results that the scenarios of a command saved in `folder`: `launch[engine, scenario]`.
+def run(command: list[str], log: Path, seconds: int, **env: str) -> int:
+    """The exit code of a command in the folder of its log; it and all that it started are killed after so long."""
+    with log.open("w") as file:
+        settings = environment(log.parent, **env)
+        process = subprocess.Popen(
+            command, cwd=log.parent, env=settings, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            file.write(f"\nkilled after {seconds} s\n")
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return process.returncode
 
-    The command is killed with its ranks after `LAUNCH_SECONDS`.
-    """
+
+def rows_of(script: str, folder: Path, *arguments: str) -> list[dict]:
+    """The lines of JSON that a script of this folder's parent prints."""
+    command = [sys.executable, str(ROOT / "tests" / script), *arguments]
+    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"type"')]
+
+
+def print_rows(**commands: Callable[..., Iterable[dict]]) -> None:
+    """What `rows_of` reads: of a script that is called with the name of a command and its arguments."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    name, *arguments = sys.argv[1:]
+    for row in commands[name](*arguments):
+        print(json.dumps(row), flush=True)
+
+
+class Launch:
+    """The results that the scenarios of a command saved in `folder`: `launch[engine, scenario]`."""
 
     def __init__(self, folder: Path, log: str, command: list[str], **env: str):
         self.folder, self.log = folder, folder / log
-        with self.log.open("w") as file:
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment(folder, **env), stdout=file, stderr=file, start_new_session=True
-            )
-            try:
-                process.wait(LAUNCH_SECONDS)
-            except subprocess.TimeoutExpired:
-                file.write(f"\nkilled after {LAUNCH_SECONDS} s\n")
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)  # the launcher and its ranks
-                    process.wait()
+        run(command, self.log, LAUNCH_SECONDS, **env)
 
     def __getitem__(self, key: tuple[str, str]) -> dict:
         engine, name = key
