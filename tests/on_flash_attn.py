@@ -17,15 +17,14 @@ import support  # isort: skip - sets the environment before torch is imported
 
 sys.path.insert(0, str(Path(support.__file__).parent / "flash_attn_site"))
 
-import json
 import time
-import warnings
 
 import torch
 import transformers
 from flash_attn import strict
 from peft import LoraConfig
 from support import zoo
+from support.launch import print_rows
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
 from sweep.judge import Judge
@@ -146,21 +145,12 @@ def trainings(folder: Path):
                 yield found
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    believe_in_flash_attn()
-    command, *arguments = sys.argv[1:]
-    if command != "train":
-        strict.dtypes |= {torch.float32, torch.float64}
-        function = judge_images if command == "images" else judge
-        found = map(function, zoo.causal_types() if arguments == ["--all"] else arguments)
-    else:
-        found = trainings(Path(arguments[0]))
-    for row in found:
-        print(json.dumps(row), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    believe_in_flash_attn()
+    if sys.argv[1] != "train":
+        strict.dtypes |= {torch.float32, torch.float64}
+    print_rows(
+        judge=lambda *types: map(judge, zoo.causal_types() if types == ("--all",) else types),
+        images=lambda *families: map(judge_images, families),
+        train=lambda folder: trainings(Path(folder)),
+    )

@@ -17,19 +17,17 @@ import support  # isort: skip - sets the environment before torch is imported
 
 sys.path.insert(0, str(Path(support.__file__).parent / "kernel_site"))
 
-import json
 import tempfile
 import time
-import warnings
 from unittest import mock
 
 import strict
 import torch
-import transformers
 from peft import LoraConfig
 from support import zoo
 from support.double import in_double
 from support.host_reads import ReadsOfSteps
+from support.launch import print_rows
 from support.runs import texts, trainer
 from support.strict_varlen import StrictVarlen
 from sweep import page
@@ -153,22 +151,13 @@ def column(folder: Path, model_types: list[str]) -> dict:
     return found
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
+if __name__ == "__main__":
     strict.options["aligned"] = False
     strict.dtypes.add(torch.float64)
-    command, *arguments = sys.argv[1:]
-    if command == "column":
-        found = iter([column(Path(arguments[0]), arguments[1:])])
-    elif command != "train":
-        found = map({"judge": judge, "rounding": rounding, "reads": reads}[command], arguments)
-    else:
-        found = (row for kind in arguments[1:] for row in trainings(Path(arguments[0]), kind))
-    for row in found:
-        print(json.dumps(row), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    print_rows(
+        judge=lambda *types: map(judge, types),
+        rounding=lambda *types: map(rounding, types),
+        reads=lambda *types: map(reads, types),
+        column=lambda folder, *types: [column(Path(folder), types)],
+        train=lambda folder, *types: (row for each in types for row in trainings(Path(folder), each)),
+    )

@@ -1,19 +1,14 @@
 """transformers' flash path and `flash_attention_2` in the trainer, without a GPU: `on_flash_attn.py` in a process."""
 
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support.flash_attn_site.flash_attn import flash_attn_func, flash_attn_varlen_func, strict
-from support.launch import environment
+from support.launch import rows_of
 
 from trl_packfix.attention.kernels import attend_on_cpu
 
-SCRIPT = Path(__file__).parents[1] / "on_flash_attn.py"
 # With every feature that reaches the kernel: windows, softcap, latent attention, experts, heads that share keys, layers
 # without attention, several rotary embeddings, layer norms on heads; and types that are repaired around it. All types:
 # `on_flash_attn.py judge --all`.
@@ -24,16 +19,9 @@ REPAIRED = "bart minimax recurrent_gemma".split()
 OTHERS = {"gpt_oss": "packfix_varlen", "hrm_text": "packfix_varlen", "qwen2_moe": "packfix_varlen"}
 
 
-def run(folder, *arguments):
-    command = [sys.executable, str(SCRIPT), *arguments]
-    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"type"')]
-
-
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory):
-    rows = run(tmp_path_factory.mktemp("judged"), "judge", *NATIVE, *REPAIRED, *OTHERS)
+    rows = rows_of("on_flash_attn.py", tmp_path_factory.mktemp("judged"), "judge", *NATIVE, *REPAIRED, *OTHERS)
     return {row["type"]: row for row in rows}
 
 
@@ -56,7 +44,9 @@ FAMILIES = "qwen2_5_vl qwen3_vl llava idefics3".split()
 @pytest.fixture(scope="module")
 def judged_images(tmp_path_factory):
     pytest.importorskip("PIL")
-    return {row["type"]: row for row in run(tmp_path_factory.mktemp("images"), "images", *FAMILIES)}
+    return {
+        row["type"]: row for row in rows_of("on_flash_attn.py", tmp_path_factory.mktemp("images"), "images", *FAMILIES)
+    }
 
 
 @pytest.mark.slow
@@ -73,7 +63,7 @@ def test_a_pack_with_images_on_the_flash_path(family, judged_images):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    return run(folder, "train", str(folder / "output"))
+    return rows_of("on_flash_attn.py", folder, "train", str(folder / "output"))
 
 
 @pytest.mark.slow
