@@ -21,7 +21,6 @@ from .scenarios import reversed_on_odd_ranks
 from .table import FAULTS, ONE, PAIRS, ROWS
 
 WHOLE = ("ddp", "zero3", "fsdp2")  # engines that run most scenarios
-STRATEGIES = ("stream", "minibatch", "bfd")
 RESTARTS = {
     "parts_prefixes": "ddp",
     "parts_stream_shards": "ddp4",
@@ -71,14 +70,9 @@ def whole() -> Scenarios:
     add("fsdp2", s.repaired_in_bf16)
     ddp = partial(add, "ddp")
     ddp(s.epochs, "epochs_minibatch", packing_strategy="minibatch")
-    ddp(s.kept)
     ddp(s.drop_last)
-    for strategy in STRATEGIES:
-        if strategy != "bfd":
-            ddp(s.epochs, f"few_{strategy}", num=3, gradient_accumulation_steps=4, packing_strategy=strategy)
     ddp(restarts.restart, "restart_workers", output="restart_workers", dataloader_num_workers=2)
     ddp(restarts.restart, "restart_minibatch", output="restart_minibatch", packing_strategy="minibatch")
-    ddp(restarts.elastic, leg="two", before="one")
     for name, packing in (("packed", {}), ("padded", {"packing": False})):
         for first in (False, True):
             ddp(s.evaluation, f"{name}_{'evaluated' if first else 'trained'}", first=first, **packing)

@@ -94,17 +94,15 @@ def attention(folder: Path) -> dict:
     return found | {"groups": {n: dist.get_process_group_ranks(exchange.group_of(n)) for n in degrees}}
 
 
-def pack_of_runs() -> PackedForward:
-    batch = PrefixCollator(pad_to_multiple_of=4)([{"input_ids": tokens} for tokens in CHAT])
-    return PackedForward(*(batch[name] for name in CU_SEQ_LENS), kv_index=layout_of(batch).kv_index)
-
-
 def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False, compiled=False, **features) -> float:
     """Of the outputs and of the gradients of queries, keys, values and sinks, on any rank."""
     attend = torch.compile(varlen_attention, backend="aot_eager") if compiled else varlen_attention
     generator = torch.Generator().manual_seed(heads)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
-    whole = pack_of_runs() if prefixes else PackedForward(bounds, bounds, max(LENGTHS), max(LENGTHS))
+    whole = PackedForward(bounds, bounds, max(LENGTHS), max(LENGTHS))
+    if prefixes:
+        batch = PrefixCollator(pad_to_multiple_of=4)([{"input_ids": tokens} for tokens in CHAT])
+        whole = PackedForward(*(batch[name] for name in CU_SEQ_LENS), kv_index=layout_of(batch).kv_index)
     num_tokens = whole.num_tokens
     shapes = [(heads, num_tokens, 4), (kv_heads, num_tokens, 4), (kv_heads, num_tokens, value_dim)]
     states = [torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -166,27 +164,10 @@ def faults_of_mixers(folder: Path) -> dict:
     return verdicts
 
 
-def double_model(kind: str) -> nn.Module:
-    model = zoo.build_model(kind).double().train()
-    model.set_experts_implementation("eager")  # the grouped matrix product has no float64
-    return model
-
-
-def gradients(model: nn.Module, degree: int = 1) -> list[torch.Tensor]:
-    """Of all parameters, summed over the parts."""
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-    for grad in grads if degree > 1 else ():
-        dist.all_reduce(grad, group=exchange.group_of(degree))
-    return grads
-
-
-def logits_of(model: nn.Module, batch: dict) -> torch.Tensor:
-    return model(**{name: x for name, x in batch.items() if "labels" not in name}).logits
-
-
 def mixed_difference(kind: str, degree: int) -> float:
     """Of the logits, relative to the largest, and of the gradients of all parameters, summed over the parts."""
-    model = double_model(kind)
+    model = zoo.build_model(kind).double().train()
+    model.set_experts_implementation("eager")  # the grouped matrix product has no float64
     select_attention(model)
     guard = mark_packed_forwards(model)
     generator = torch.Generator().manual_seed(1)
@@ -200,9 +181,12 @@ def mixed_difference(kind: str, degree: int) -> float:
         given = parts.cut_part(dict(batch), degree, first // tokens) if is_part else dict(batch)
         own = slice(first, first + tokens) if is_part else slice(None)
         model.zero_grad()
-        logits = logits_of(model, given)
+        logits = model(**{name: x for name, x in given.items() if "labels" not in name}).logits
         (logits * weights[:, own]).sum().backward()
-        found.append([logits.detach(), *gradients(model, degree if is_part else 1)])
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        for grad in grads if is_part else ():
+            dist.all_reduce(grad, group=exchange.group_of(degree))
+        found.append([logits.detach(), *grads])
     guard.remove()
     whole = [found[0][0][:, first : first + tokens], *found[0][1:]]
     scales = [found[0][0].abs().max(), *[max(x.abs().max() for x in whole[1:])] * len(whole[1:])]
@@ -228,15 +212,10 @@ class TokenShift(nn.Module):
         return self.inner(states + before)
 
 
-# The faults that a proof must find, by model: of documents that share nothing, and of shared prefixes
-PROOFS = {"llama": ["leak", "chunks", "heads"]}
-PREFIX_PROOFS = {"llama": ["leak", "prefixes"]}
 # By model with images: the fault, and what is proved
 IMAGE_PROOFS = {
     "llava": [("cut_late", "images"), ("features_late", "images"), ("cut_late", "text")],
-    "qwen3_vl": [
-        *(("positions_of_the_first", "images"), ("features_of_the_first", "images"), ("other_images", "images"))
-    ],
+    "qwen3_vl": [(name, "images") for name in ("positions_of_the_first", "features_of_the_first", "other_images")],
 }
 CHECKS: dict[str, Callable] = {
     "images": trl_packfix.check_isolation,
@@ -284,17 +263,15 @@ def verdict(report: Any) -> tuple[bool, float, list[str]]:
 def faults_of_proofs(folder: Path) -> list:
     start(2)
     found = {}
-    for model_type, planted in PROOFS.items():
-        model = build_tiny_model(model_type)
-        trl_packfix.prepare_for_packing(model)
-        for name in planted:
-            with faults.ATTENTION[name]():
-                found["whole", name] = verdict(trl_packfix.check_isolation(model, degree=2))
-        for name in PREFIX_PROOFS[model_type]:
-            with faults.ATTENTION[name]():
+    model = build_tiny_model("llama")
+    trl_packfix.prepare_for_packing(model)
+    for name in faults.ATTENTION:
+        with faults.ATTENTION[name]():
+            found["unseen" if name == "prefixes" else "whole", name] = verdict(
+                trl_packfix.check_isolation(model, degree=2)
+            )
+            if name in ("leak", "prefixes"):
                 found["shared", name] = verdict(check_prefixes(model, degree=2))
-                if name == "prefixes":
-                    found["unseen", name] = verdict(trl_packfix.check_isolation(model, degree=2))
     for family, planted in IMAGE_PROOFS.items():
         model = vision.build_model(family)
         select_attention(model)

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_map_only
 from transformers import TrainerCallback
 
 from trl_packfix import compat
-from trl_packfix.attention import exchange, forwards, image_parts, mixer_prefixes, mixers, varlen
+from trl_packfix.attention import exchange, forwards, mixer_prefixes, mixers, tower_division, varlen
 from trl_packfix.attention.exchange import HeadExchange
-from trl_packfix.attention.image_parts import TowerDivision
 from trl_packfix.attention.packed_forward import PackedForward, running_forward
+from trl_packfix.attention.tower_division import TowerDivision
 from trl_packfix.data import image_collator, pack_collator, stream
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.image_collator import PackedImages
@@ -39,18 +39,12 @@ from trl_packfix.training.totals import TrainingTotals
 Fault = Callable[[], AbstractContextManager]
 
 
-def changed(owner: Any, name: str, wrong: Callable, *also: Any) -> Fault:
-    """`wrong(right, *arguments)` in place of a function `name` of `owner`, and of modules that have imported it."""
+def changed(owner: Any, name: str, wrong: Callable) -> Fault:
+    """`wrong(right, *arguments)` in place of a function `name` of `owner`."""
 
-    @contextmanager
     def fault():
         right = getattr(owner, name)
-        with mock.patch.object(owner, name, lambda *given, **more: wrong(right, *given, **more)):
-            for module in also:
-                setattr(module, name, getattr(owner, name))
-            yield
-        for module in also:
-            setattr(module, name, right)
+        return mock.patch.object(owner, name, lambda *given, **more: wrong(right, *given, **more))
 
     return fault
 
@@ -81,16 +75,11 @@ def heads_in_wrong_order(right, self, out):
     return torch.cat(heads.split([r.stop - r.start for r, _ in self._ranges], dim=2)[::-1], dim=2)
 
 
-def without_prefixes():
+def without_prefixes(right, *args, running, **options):
     """Attention on parts takes the runs of a pack for whole documents."""
-    right = varlen._attend
-
-    def attend(*args, running, **options):
-        if running is not None and running.degree > 1:
-            running = replace(running, kv_index=None)
-        return right(*args, running=running, **options)
-
-    return mock.patch.object(varlen, "_attend", attend)
+    if running is not None and running.degree > 1:
+        running = replace(running, kv_index=None)
+    return right(*args, running=running, **options)
 
 
 def own_states_only(right, scan, running):
@@ -101,30 +90,25 @@ def own_states_only(right, scan, running):
     return right(scan, running)
 
 
-def gradients_of_one_rank_lost():
-    """What the second rank of a group sends back is lost. It moves no state."""
-    right = exchange._Exchange.backward
-
-    def wrong(ctx, grad):
-        found, *others = right(ctx, grad)
-        found.split(ctx.send)[1].zero_()
-        return found, *others
-
-    return mock.patch.object(exchange._Exchange, "backward", staticmethod(wrong))
+def gradients_of_one_rank_lost(right, ctx, grad):
+    """What the second rank of a group sends back is lost."""
+    found, *others = right(ctx, grad)
+    found.split(ctx.send)[1].zero_()
+    return found, *others
 
 
 ATTENTION: dict[str, Fault] = {
     "leak": changed(varlen, "_checked", forgets_boundaries),
     "chunks": changed(HeadExchange, "to_heads", parts_in_wrong_order),
     "heads": changed(HeadExchange, "to_tokens", heads_in_wrong_order),
-    "prefixes": without_prefixes,
+    "prefixes": changed(varlen, "_attend", without_prefixes),
 }
 MIXERS: dict[str, Fault] = {
     "no_halo": changed(mixers, "exchange_halo", lambda right, rows, width, degree: torch.zeros_like(rows[:, :width])),
     "no_states": changed(mixers, "run_scan", own_states_only),
     # These two move no state
     "no_gradient": changed(mixers, "exchange_halo", lambda right, *given: right(*given).detach()),
-    "gradients_lost": gradients_of_one_rank_lost,
+    "gradients_lost": changed(exchange._Exchange, "backward", gradients_of_one_rank_lost),
 }
 
 
@@ -280,8 +264,8 @@ def images_of_last_turns(right, self, turn, processor):
 
 def without_parents(right, pack):
     """Behind a shared image the recurrent layers of a hybrid begin anew."""
-    levels, place = right(pack)
-    return [level._replace(parents=None) for level in levels], place
+    found = right(pack)
+    return replace(found, levels=[replace(level, parents=None) for level in found.levels])
 
 
 class Begins(TrainerCallback):
@@ -351,7 +335,9 @@ TRAINING: dict[str, Fault] = {
     # Ranks add the sums of sources as each has numbered them, and not by their names
     "sources_as_met": changed(TrainingTotals, "_agree_on_sources", lambda right, self, own: right(self, sorted(own))),
     # The images of a pack get no gradients. The proof of a degree compares states only
-    "features_without_gradients": changed(image_parts, "exchange_pieces", lambda right, *given: right(*given).detach()),
+    "features_without_gradients": changed(
+        tower_division, "exchange_pieces", lambda right, *given: right(*given).detach()
+    ),
     # Models that ranks divide
     "counted_twice": changed(
         TrainingTotals, "gather", lambda right, self, accelerator, copies: right(self, accelerator)

@@ -7,39 +7,16 @@ import torch
 from accelerate.utils import gather_object
 from peft import LoraConfig
 from support.rows import build_trainer
-from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
 
 from trl_packfix import pack_forward
 
-from .engines import engine_of, engine_settings, gathered
+from .engines import engine_of, engine_settings, weights_of
 from .table import Row
 from .training import load_model
 
 # "regrouped" is the stock run with more padding, which measures rounding
 REFERENCES = ("stock", "regrouped", "stock_lora")
 RUNS = {"ddp": (*REFERENCES, "packed"), "zero3": ("packed", "packed_lora"), "fsdp2": ("packed", "packed_lora")}
-
-
-class Engine(TrainerCallback):
-    name = ""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.name = engine_of(self.trainer.model_wrapped)
-
-
-def whole(trainer: Any) -> dict[str, torch.Tensor]:
-    """The trained weights by name, gathered from all ranks."""
-    found = {}
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.requires_grad:
-            with gathered(parameter):
-                value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                found[name] = value.detach().double().clone()
-    return found
 
 
 def train(folder: Path, engine: str, name: str) -> dict[str, Any]:
@@ -54,13 +31,12 @@ def train(folder: Path, engine: str, name: str) -> dict[str, Any]:
         settings["pad_to_multiple_of"] = 24
     model = load_model(folder, Row(), engine)
     trainer = build_trainer("dpo", model, reference, gradient_checkpointing=True, **settings)
-    trainer.add_callback(wrapped := Engine(trainer))
     packing = pack_forward(trainer) if name.startswith("packed") else None
     trainer.train()
     tokens = None if packing is None else packing.tokens
     return {
-        "engine": wrapped.name,
-        "weights": whole(trainer),
+        "engine": engine_of(trainer.model_wrapped),
+        "weights": weights_of(trainer),
         "summary": None if packing is None else packing.summary(),
         "tokens": gather_object([None if tokens is None else (tokens.padded, tokens.real, tokens.computed)]),
         "logged": [entry["packing/computed"] for entry in trainer.state.log_history if "packing/computed" in entry],

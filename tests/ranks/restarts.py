@@ -57,30 +57,6 @@ def restart_steps(folder: Path, engine: str, output: str, row: Row, **settings) 
     }
 
 
-class StopsAt(TrainerCallback):
-    """Saves and ends the run after a step, as if it had been killed behind its checkpoint."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_save = control.should_training_stop = state.global_step == self.step
-
-
-# A run on one rank, on two and on one again; each stops in the second epoch.
-LEGS = {"one": {"gradient_accumulation_steps": 3}, "two": {}, "one_again": {"per_device_train_batch_size": 1}}
-STOPS = {"one": 7, "two": 9}
-
-
-def elastic(folder: Path, engine: str | None, leg: str, before: str | None = None) -> dict:
-    """Leg `leg` of a run of three epochs, from the checkpoint in which leg `before` ended."""
-    trainer = make(folder, engine, num=60, output_dir=f"elastic/{leg}", **THREE_EPOCHS | LEGS[leg])
-    if leg in STOPS:
-        trainer.add_callback(StopsAt(STOPS[leg]))
-    trainer.train(before and str(folder / "elastic" / before / f"checkpoint-{STOPS[before]}"))
-    return outcome(trainer, accumulation=trainer.args.gradient_accumulation_steps, total=trainer.state.max_steps)
-
-
 class Dies(TrainerCallback):
     """Rank 1 gets SIGKILL in the middle of an optimizer step; `folder / "killed"` says when."""
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
-from datasets import Dataset, IterableDataset, load_from_disk
+from datasets import Dataset, IterableDataset
 from support import engine_state
 from support.models import build_tokenizer
 from support.versions import load_on_cpu_ranks
@@ -100,17 +100,6 @@ def epochs(folder: Path, engine: str | None = None, cls: type = Numbered, **sett
     trainer = make(folder, engine, cls, **{"num_train_epochs": 2} | settings)
     trainer.train()
     return outcome(trainer)
-
-
-def kept(folder: Path, engine: str) -> dict:
-    """The same of documents on a disk, beside which their plans are kept."""
-    if dist.get_rank() == 0:
-        documents(NUM_DOCUMENTS).save_to_disk(folder / "documents")
-    dist.barrier()
-    many, trl_packfix.data.epochs.MANY = trl_packfix.data.epochs.MANY, 10
-    found = epochs(folder, engine, data=load_from_disk(folder / "documents"))
-    trl_packfix.data.epochs.MANY = many
-    return found | {"kept": len(list((folder / "documents").glob("cache-packfix-packs-*")))}
 
 
 def drop_last(folder: Path, engine: str | None = None, **settings) -> dict:

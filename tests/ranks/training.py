@@ -44,16 +44,8 @@ COMMON = {
     "disable_tqdm": True,
     "ddp_timeout": 90,  # turns a hang into an error
 }
-RATES = {
-    "lora": 2.0,
-    "dora": 2.0,
-    "dora_attention": 2.0,
-    "rslora": 2.0,
-    "inputs": 2.0,
-    "attention": 1.0,
-    "language": 1.0,
-    "towers": 1.0,
-}
+RATES = dict.fromkeys(("lora", "dora", "dora_attention", "rslora", "inputs"), 2.0)
+RATES |= dict.fromkeys(("attention", "language", "towers"), 1.0)
 
 
 class Packed(trl_packfix.SFTTrainer):
@@ -214,7 +206,7 @@ def train(folder: Path, row: Row, engine: str | None = None, data: Any = None, *
         "proved": sorted(trainer.packed_model._proved_degrees) if row.shares else [],
         "report": report.to_dict() if report else {},
         "eval": trainer.evaluate() if row.evaluates else {},
-        "tiles": sum_of_ranks(sum(trainer.computed)),
+        "tiles": sum(gather_object([sum(trainer.computed)])),
         "unpacked": trainer.args.packing and trainer.packed_model.is_unpacked,
         "divided": sum(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
     }
@@ -235,13 +227,6 @@ def verdicts_of_engine(trainer: Any, fault: str) -> dict[str | None, Any]:
             found[planted] = report.max_gradient, report.max_change <= report.tolerance and report.equal
     changed = gather_object([engine_state.changed(before, engine_state.snapshot(trainer))])
     return found | {"changed": sum(changed, [])}
-
-
-def sum_of_ranks(value: int) -> int:
-    total = torch.tensor(value)
-    if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(total)
-    return int(total)
 
 
 def train_unpacked(folder: Path, row: Row, halves: bool = False) -> dict[str, Any]:
