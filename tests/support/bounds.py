@@ -19,12 +19,7 @@ GROUPS = 64  # most documents considered to share a rank; where more do, they ar
 
 
 def imbalance_bound(schedule: Schedule, units: Units, capacity: int, *, synchronisation: Synchronisation) -> float:
-    """A lower bound of the imbalance of any schedule with these steps; the best schedule may be above it.
-
-    Args:
-        schedule: of these units.
-        capacity: most rows of a micro-batch.
-    """
+    """A lower bound of the imbalance of any schedule with these steps; the best schedule may be above it."""
     micro, ranks = schedule.accumulation, schedule.world_size
     if ranks == 1:
         return 1.0  # no rank waits, and a look at every step takes a second per 50,000 of them

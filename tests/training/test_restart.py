@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from support.rounding import tolerance, weight_difference
 from support.runs import start_weights, texts, trainer, weights
 
@@ -137,7 +136,11 @@ def test_other_batch_sizes_continue_where_steps_have_the_same_documents(before, 
 # What is refused
 
 CHANGES = {
-    "dataset": ({"dataset": texts(60, seed=1)}, "`fingerprint of the documents` was .* and is"),
+    # of the same lengths
+    "tokens": (
+        {"dataset": texts(60).map(lambda row: {"text": row["text"][::-1]})},
+        "`fingerprint of the documents` was",
+    ),
     "one row less": ({"dataset": texts(60).select(range(59))}, "`rows of the dataset` was 60 and is 59"),
     "max_length": ({"max_length": 32}, "`max_length` was 64 and is 32"),
     "strategy": ({"packing_strategy": "bfd"}, "`packing_strategy` was 'stream' and is 'bfd'"),
@@ -169,14 +172,6 @@ def test_a_checkpoint_of_an_earlier_version_does_not_say_what_was_trained(folder
     with pytest.raises(ValueError, match=message):
         resume(folder, "checkpoint-10", gradient_accumulation_steps=1)
     assert resume(folder, "checkpoint-10", max_steps=11).state.global_step == 11
-
-
-def test_the_same_lengths_with_other_tokens_are_another_dataset(tmp_path):
-    rows = [list(range(5, 5 + n)) for n in range(3, 40)]
-    saved(tmp_path, Dataset.from_dict({"input_ids": rows}), save_steps=2)
-    rows[0][1] += 1
-    with pytest.raises(ValueError, match="fingerprint"):
-        resume(tmp_path, "checkpoint-2", Dataset.from_dict({"input_ids": rows}))
 
 
 def test_a_checkpoint_planned_by_another_version_is_refused(folder):

@@ -38,11 +38,6 @@ def key(row) -> str:
     return json.dumps({name: row[name] for name in row if name in COLUMNS})
 
 
-def documents_of(stream, num_micro_batches):
-    """The waiting documents of each micro-batch."""
-    return list(islice(stream, num_micro_batches))
-
-
 # Training
 
 
@@ -52,7 +47,7 @@ def test_the_report_counts_the_images_of_the_packs_that_were_trained(small_room,
     run.train()
     report = run.packing_report
     run.get_train_dataloader()  # a stream from its beginning
-    packs = documents_of(run.data.stream, SGD["max_steps"] * 2)
+    packs = list(islice(run.data.stream, SGD["max_steps"] * 2))
     number = {key(row): i for i, row in enumerate(TABLE.select_columns(["messages"]))}
     assert len(number) == len(TABLE)
     documents = [[number[document[ENCODED].text] for document in pack if ENCODED in document] for pack in packs]
@@ -104,35 +99,27 @@ def one_pass(packed: PackedStream) -> list:
     return packs
 
 
-@pytest.mark.parametrize("source", ["table", "decoded"])
-def test_documents_are_those_of_the_table(source):
-    expected = Counter(content(PROCESS(dict(row))) for row in TABLE)
-    found = Counter(chain(*processed(one_pass(stream(streams_of(source))))))
-    assert found == expected
-    assert {name for document in found for name, _ in document} == {"input_ids", "labels", "pixel_values"}
-
-
-@pytest.mark.parametrize("overlong", ["truncate", "split", "drop"])
-def test_documents_are_cut_as_those_of_the_table(overlong, tmp_path):
-    run = make(tmp_path, "llava", TABLE, max_length=45, overlong=overlong)
-    spans = run.data.documents
+@pytest.mark.parametrize(
+    "source, settings",
+    [
+        ("decoded", {}),
+        ("one size", {"per_turn": True}),
+        *(("table", {"max_length": 45, "overlong": overlong}) for overlong in ("truncate", "split", "drop")),
+    ],
+    ids=str,
+)
+def test_documents_are_those_of_the_table(source, settings, tmp_path):
+    run = make(tmp_path, "llava", conversations(40) if source == "one size" else TABLE, **settings)
+    spans, process = run.data.documents, run.data.images.process
     expected = [run.data.reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
-    packed = stream(streams_of("table"), max_length=45, overlong=overlong)
-    found = chain(*processed(one_pass(packed)))
-    assert Counter(found) == Counter(map(content, expected))
+    cuts = {name: value for name, value in settings.items() if name != "per_turn"}
+    packed = stream(streams_of(source), process, images=run.data.images.of_stream(run.args), **cuts)
+    found = Counter(chain(*processed(one_pass(packed), process)))
+    assert found == Counter(map(content, expected)) and ("per_turn" not in settings or found.total() == 120)
+    assert {name for document in found for name, _ in document} == {"input_ids", "labels", "pixel_values"}
     ledger = packed.after(packed.num_steps - 1)["counts"].ledger  # the last step of the pass
-    assert ledger.to_dict() == spans.ledger.to_dict() and (ledger.dropped or ledger.split)
-
-
-def test_a_document_per_turn_is_that_of_the_table(tmp_path):
-    table = conversations()
-    run = make(tmp_path, "llava", table, per_turn=True)
-    spans, reader = run.data.documents, run.data.reader
-    expected = [reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
-    process = run.data.images.process
-    packed = stream(table.to_iterable_dataset(), process, images=run.data.images.of_stream(run.args))
-    found = list(chain(*processed(one_pass(packed), process)))
-    assert Counter(found) == Counter(map(content, expected)) and len(found) == 18
+    assert ledger.to_dict() == spans.ledger.to_dict()
+    assert bool(cuts) <= bool(ledger.dropped or ledger.split)
 
 
 # Memory
@@ -257,7 +244,7 @@ def test_sources_of_a_stream_are_those_of_its_documents(tmp_path):
     run = make(tmp_path, "llava", table.to_iterable_dataset(), dataloader_num_workers=2, **settings)
     run.train()
     run.get_train_dataloader()
-    documents = list(chain(*documents_of(run.data.stream, 1)))
+    documents = list(chain(*islice(run.data.stream, 1)))
     number = {key(row): i for i, row in enumerate(table.select_columns(["messages"]))}
     trained = Counter()
     for document in documents:

@@ -18,16 +18,19 @@ TOKENS = ("input_ids", "labels")
 
 @dataclass(frozen=True)
 class StreamCounts:
-    """Totals of all passes."""
+    """Totals of all passes: the ledger of the documents read; trained packs, with their documents and tokens.
 
-    ledger: Ledger = field(default_factory=Ledger)  # of the documents read; all else is of trained packs
+    With images also how many there are, in how many documents, the most in a pack, and the FLOPs of both models.
+    """
+
+    ledger: Ledger = field(default_factory=Ledger)
     packs: int = 0
     documents: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     images: int = 0
-    with_images: int = 0  # documents
-    most_images: int = 0  # in a pack
+    with_images: int = 0
+    most_images: int = 0
     tower_flops: float = 0.0
     language_flops: float = 0.0
 
@@ -37,6 +40,7 @@ class StreamCounts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "StreamCounts":
+        """The inverse of `asdict`."""
         return cls(**values | {"ledger": Ledger.from_dict(values["ledger"])})
 
 
