@@ -1,8 +1,6 @@
 """Callbacks of the trainer: before the first step, in it, and with each checkpoint."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PrinterCallback, TrainerCallback
-from transformers.trainer_callback import CallbackHandler, ProgressCallback
+from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..attention.choice import head_dim
@@ -87,17 +85,6 @@ def backward_note(model: nn.Module, most_documents: int | None) -> str:
     )
 
 
-@contextmanager
-def _unprinted(handler: CallbackHandler) -> Iterator[None]:
-    """Within this context, logs are not printed: the report has just shown these numbers."""
-    callbacks = handler.callbacks
-    handler.callbacks = [each for each in callbacks if not isinstance(each, PrinterCallback | ProgressCallback)]
-    try:
-        yield
-    finally:
-        handler.callbacks = callbacks
-
-
 class BeforeFirstStep(TrainerCallback):
     """Proves isolation on the wrapped model, and compares the first step, on all ranks; then shows the report."""
 
@@ -133,19 +120,22 @@ class BeforeFirstStep(TrainerCallback):
             report.save(str(args.output_dir))
         isolation.raise_if_leaking(args.on_leak)
         step.raise_if_different()
-        # Loggers get these, and the log history writes them to trainer_state.json
-        with _unprinted(run.callback_handler) if args.packing_report else nullcontext():
-            run.log(
-                {
-                    "isolation/max_change": isolation.max_change,
-                    "isolation/max_difference": isolation.max_difference,
-                    "isolation/tolerance": isolation.tolerance,
-                    "isolation/repaired_modules": sum(repair.count for repair in isolation.repaired),
-                    "isolation/unpacked": int(packed_model.is_unpacked),
-                    **step.metrics(),
-                    **metrics(report),
-                }
-            )
+        # Loggers get these, and the log history writes them to trainer_state.json; printed, they are in the report
+        handler, callbacks = run.callback_handler, run.callback_handler.callbacks
+        if args.packing_report:
+            handler.callbacks = [each for each in callbacks if not isinstance(each, PrinterCallback | ProgressCallback)]
+        run.log(
+            {
+                "isolation/max_change": isolation.max_change,
+                "isolation/max_difference": isolation.max_difference,
+                "isolation/tolerance": isolation.tolerance,
+                "isolation/repaired_modules": sum(repair.count for repair in isolation.repaired),
+                "isolation/unpacked": int(packed_model.is_unpacked),
+                **step.metrics(),
+                **metrics(report),
+            }
+        )
+        handler.callbacks = callbacks
 
     def on_save(self, *call: object, **kwargs: object) -> None:
         run, report = self._run, self._run.packing_report
@@ -158,9 +148,8 @@ class BeforeFirstStep(TrainerCallback):
 class AdaptersLearn(TrainerCallback):
     """Refuses adapters that get no gradient in the first optimizer step, though the modules around them ran.
 
-    Fused kernels of Mamba-2 read the weights of the output projection, and leave an adapter on it out. Adapters on
-    modules that did not run, such as experts or a vision tower, may get their gradients later. Engines that hold
-    gradients elsewhere (DeepSpeed) show none, and nothing is refused.
+    Fused kernels of Mamba-2 leave out an adapter on the output projection. Adapters on modules that did not run may get
+    their gradients later, and engines that hold gradients elsewhere (DeepSpeed) show none.
     """
 
     def __init__(self) -> None:
@@ -174,11 +163,8 @@ class AdaptersLearn(TrainerCallback):
         modules = dict(kwargs["model"].named_modules())
         self._adapters = {name: module for name, module in modules.items() if isinstance(module, BaseTunerLayer)}
         for parent in {name.rpartition(".")[0] for name in self._adapters}:
-            note = partial(self._note, parent)
+            note = partial(lambda name, *call: self._ran.add(name), parent)
             self._handles.append(modules[parent].register_forward_hook(note))
-
-    def _note(self, name: str, *call: object) -> None:
-        self._ran.add(name)
 
     def on_pre_optimizer_step(self, *call: object, **kwargs: object) -> None:
         for handle in self._handles:
@@ -211,11 +197,7 @@ def _learns(adapter: BaseTunerLayer) -> bool | None:
 
 
 class StreamCallback(TrainerCallback):
-    """Reports with each checkpoint, and at the end, what was read and trained.
-
-    Raises:
-        ValueError: at the start of training, the ranks read different streams.
-    """
+    """Refuses ranks that read different streams, and reports with each checkpoint what was read and trained."""
 
     def __init__(self, run: Run, data: TrainingData):
         self._run, self._data = run, data

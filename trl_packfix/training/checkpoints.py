@@ -1,8 +1,8 @@
 """Which checkpoints are whole: `packing_state.json` lists all other files of a checkpoint with sizes and hashes.
 
 It is written after every rank has written its part, and before the Trainer's own last file. A checkpoint without these
-two files, or with a file that is missing or is not as it was written, is unfinished or damaged. It is reported and not
-loaded. After a power cut a file may have its size and hold zeros, so the package's own files are synced to the disk.
+two files, or with a file that is missing or is not as it was written, is unfinished or damaged, and is not loaded.
+After a power cut a file may have its size and hold zeros, so the package's own files are synced to the disk.
 """
 
 import hashlib
@@ -32,10 +32,7 @@ Trained = npt.NDArray[np.bool_]
 
 
 def begin(checkpoint: Path) -> dict[str, int]:
-    """Mark a checkpoint folder as unfinished, and return the files that an earlier run wrote there.
-
-    Returns the time of the last write in ns for each file name. The folder has files if an earlier run got further.
-    """
+    """Mark a checkpoint folder as unfinished; returns the files that an earlier run wrote there, with their ns."""
     for name in (TRAINER_STATE_NAME, FILE):  # in this order: without the first file it counts as unfinished at once
         (checkpoint / name).unlink(missing_ok=True)
     return {name: stat.st_mtime_ns for name, stat in _files(checkpoint)}
@@ -119,7 +116,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
-    """What a file of a checkpoint holds, and why it cannot be read."""
+    """What a file of a checkpoint holds, or why it cannot be read."""
     try:
         state = json.loads(file.read_text())
     except FileNotFoundError:
@@ -141,7 +138,7 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def save_trained(checkpoint: Path, now: Trained, before: Trained | None) -> None:
-    """Write which documents of the epoch were trained, and which before the running plan was made; both (N,)."""
+    """Write which documents of the epoch were trained, and which before the running plan was made, (N,)."""
     bits = np.packbits([now] if before is None else [now, before], axis=1)
     write_synced(checkpoint / TRAINED, lambda stream: np.save(stream, bits))
 
@@ -169,40 +166,35 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
 def choose_checkpoint(requested: str | bool, output_dir: str) -> tuple[str | None, str | None]:
     """The whole checkpoint to resume from, and a warning or None.
 
-    Args:
-        requested: a folder; True for the newest whole checkpoint in `output_dir`; or "newest", for job scripts that
-            restart by themselves: like True, but without a whole checkpoint the result is None and training starts
-            anew.
-
-    Raises:
-        ValueError: `requested` is not a folder, or is unfinished or damaged. The message names the newest whole
-            checkpoint.
+    `requested` is a folder, True for the newest whole checkpoint in `output_dir`, or "newest", for job scripts that
+    restart by themselves: like True, but without a whole checkpoint training starts anew.
     """
     why = "Training cannot continue from a part of its state."
     if requested is True or requested == "newest":
         whole, skipped = newest_whole(Path(output_dir))
-        if whole is None and requested == "newest":
-            return None, f"Starting anew: {'; '.join(skipped)}." if skipped else None
-        if whole is None:
-            reasons = f" ({'; '.join(skipped)})" if skipped else ""
-            raise ValueError(
-                f"`resume_from_checkpoint=True` was given, and there is no whole checkpoint in {output_dir!r}"
-                f"{reasons}. {why} Leave `resume_from_checkpoint` unset to start anew, or name a checkpoint elsewhere."
-            )
-        return str(whole), f"Resuming from {whole}: {'; '.join(skipped)}." if skipped else None
-    problem = damage(Path(str(requested)))
-    if problem is not None:
-        whole, _ = newest_whole(Path(str(requested)).parent)
-        instead = "No other checkpoint in its folder is whole: leave it unset to start anew"
+        reasons = "; ".join(skipped)
         if whole is not None:
-            instead = f'Set `resume_from_checkpoint="{whole}"`, the newest whole one in the same folder'
-        if not Path(str(requested)).is_dir():
-            raise ValueError(
-                f"`resume_from_checkpoint={str(requested)!r}` was given, and there is no such folder here (the newest "
-                f'in {output_dir!r} is `True` in Python and "newest" on a command line). {why} {instead}.'
-            )
+            return str(whole), f"Resuming from {whole}: {reasons}." if skipped else None
+        if requested == "newest":
+            return None, f"Starting anew: {reasons}." if skipped else None
         raise ValueError(
-            f"`resume_from_checkpoint={str(requested)!r}` was given, and {problem}. The run ended while it was "
-            f"written, or it was damaged later. {why} {instead}."
+            f"`resume_from_checkpoint=True` was given, and there is no whole checkpoint in {output_dir!r}"
+            f"{reasons and f' ({reasons})'}. {why} Leave `resume_from_checkpoint` unset to start anew, or name a "
+            "checkpoint elsewhere."
         )
-    return str(requested), None
+    problem = damage(Path(str(requested)))
+    if problem is None:
+        return str(requested), None
+    whole, _ = newest_whole(Path(str(requested)).parent)
+    instead = "No other checkpoint in its folder is whole: leave it unset to start anew"
+    if whole is not None:
+        instead = f'Set `resume_from_checkpoint="{whole}"`, the newest whole one in the same folder'
+    if not Path(str(requested)).is_dir():
+        raise ValueError(
+            f"`resume_from_checkpoint={str(requested)!r}` was given, and there is no such folder here (the newest in "
+            f'{output_dir!r} is `True` in Python and "newest" on a command line). {why} {instead}.'
+        )
+    raise ValueError(
+        f"`resume_from_checkpoint={str(requested)!r}` was given, and {problem}. The run ended while it was written, or "
+        f"it was damaged later. {why} {instead}."
+    )

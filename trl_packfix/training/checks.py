@@ -21,7 +21,7 @@ from ..data.row_values import read_row_values
 from ..planning.packing import Synchronisation, changes, listed
 from ..planning.parallel import possible_degrees
 from ..samples.checks import check_rows, check_turns, columns_of, has_images
-from .choices import Setup, text_config
+from .choices import UNPREPARED, Setup, text_config
 from .config import SFTConfig
 from .features import refuse
 from .run import Run
@@ -67,11 +67,7 @@ def _check_lengths(setup: Setup, args: SFTConfig) -> None:
 
 
 def check_datasets(args: SFTConfig, train_dataset: object, eval_dataset: object, *, is_formatted: bool) -> None:
-    """Refuse datasets that cannot be used, before the model is loaded.
-
-    Args:
-        is_formatted: a formatting function of the user makes texts of the rows.
-    """
+    """Refuse datasets that cannot be used, before the model is loaded."""
     check_turns(args, train_dataset, eval_dataset, is_formatted=is_formatted)
     check_rows(train_dataset, "train")
     check_weights(args, train_dataset)
@@ -94,7 +90,7 @@ def check_prepared_sets(
     args: SFTConfig, train_dataset: object, eval_dataset: object, *, vocab_size: int | None
 ) -> None:
     """With `skip_prepare_dataset`, check the datasets here. Otherwise this happens when TRL prepares them."""
-    if not (isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset")):
+    if UNPREPARED.describe(Setup(args=args)) is None:
         return
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     sets = [(name, dataset, args.packs_evaluation) for name, dataset in eval_sets.items()]
@@ -137,11 +133,7 @@ class Constructed:
         self._model = _without_adapters(model)
 
     def check(self, args: SFTConfig, model: nn.Module, trains: bool = False) -> None:
-        """Refuse what the trainer would not use.
-
-        Args:
-            trains: evaluation reads some of the settings anew, such as `max_length`.
-        """
+        """Refuse what the trainer would not use. Evaluation reads some of the settings anew, such as `max_length`."""
         names = FIXED_WITH_PACKING if trains and self._settings["packing"] else FIXED
         changed = changes(self._settings, {name: getattr(args, name) for name in names})
         if changed:
@@ -203,8 +195,7 @@ def check_prepared(dataset: Any, name: str) -> None:
 def synchronisation(accelerator: Accelerator, model: nn.Module) -> Synchronisation:
     """When ranks wait for each other: "step" under DDP and ZeRO-1, "micro" under everything else.
 
-    ZeRO-2 reduces gradients in every backward, ZeRO-3 and FSDP gather parameters in every forward. (TRL's own loss
-    gathers metrics in every micro-batch under every engine; `objective` gathers them once per log.) transformers may
+    ZeRO-2 reduces gradients in every backward, ZeRO-3 and FSDP gather parameters in every forward. transformers may
     have sharded the model when it was loaded, of which accelerate does not know.
     """
     if isinstance(model, FSDPModule):
@@ -215,11 +206,7 @@ def synchronisation(accelerator: Accelerator, model: nn.Module) -> Synchronisati
 
 
 def check_quantisation(model: nn.Module, device_type: str) -> None:
-    """Refuse a model in 4 bits on a CPU for which bitsandbytes has a format for inference.
-
-    The first forward in evaluation mode, such as that of the probe, changes the weights to this format, and gradients
-    are wrong after it. The same happens in TRL after an evaluation: see dev/upstream.md.
-    """
+    """Refuse a model in 4 bits on a CPU for which bitsandbytes has a format for inference: see dev/upstream.md."""
     count = sum(bool(getattr(module, "support_avx512bf16_for_cpu", False)) for module in model.modules())
     if count and device_type == "cpu":
         raise ValueError(

@@ -25,24 +25,19 @@ MEDIA = ("video", "videos", "audio", "audios")  # columns of video and sound
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a run is given. Only the config is always known; what is not known yet counts as not given.
-
-    Attributes:
-        columns: those of the training set; none of a stream that has not been read and does not name them.
-        own_sampler, own_loss: methods of a subclass that replace ours, by their names.
-    """
+    """What a run is given. Only the config is always known; what is not known yet counts as not given."""
 
     args: trl.SFTConfig
     model: Any = None
     train_dataset: object = None
-    columns: Collection[str] = ()
+    columns: Collection[str] = ()  # none of a stream that has not been read and does not name them
     data_collator: object = None
     compute_loss_func: object = None
     formatting_func: object = None
     processing_class: object = None
     peft_config: Any = None
     accelerator: Accelerator | None = None
-    own_sampler: str | None = None
+    own_sampler: str | None = None  # as `own_loss`, a method of a subclass that replaces ours
     own_loss: str | None = None
 
     @property
@@ -56,17 +51,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Choice:
-    """Something that a user may choose.
+    """Something that a user may choose."""
 
-    Attributes:
-        name: in docs/combinations.md.
-        describe: how a message names what was given; None if it was not given.
-        undo: what to do to be without it.
-    """
-
-    name: str
-    describe: Callable[[Setup], str | None]
-    undo: str
+    name: str  # in docs/combinations.md
+    describe: Callable[[Setup], str | None]  # how a message names what was given; None if it was not given
+    undo: str  # what to do to be without it
 
 
 def _choice(name: str, undo: str) -> Callable[[Callable[[Setup], str | None]], Choice]:
@@ -289,12 +278,9 @@ def PARTS_OF_HYBRIDS(setup: Setup) -> str | None:
     "`CUDA_VISIBLE_DEVICES`",
 )
 def SEVERAL_DEVICES(setup: Setup) -> str | None:
-    """By `device_map`, as "auto" does with all visible GPUs for a model given by name in a single process.
-
-    Modules offloaded to "cpu" or "disk" do not count: they run on another device.
-    """
-    devices = sorted({str(device) for device in (getattr(setup.model, "hf_device_map", None) or {}).values()})
-    devices = [device for device in devices if device not in ("cpu", "disk")]
+    # "auto" does so with all visible GPUs. Modules offloaded to "cpu" or "disk" run on another device.
+    placed = (getattr(setup.model, "hf_device_map", None) or {}).values()
+    devices = sorted({str(device) for device in placed} - {"cpu", "disk"})
     return f"a `device_map` with {len(devices)} devices ({', '.join(devices)})" if len(devices) > 1 else None
 
 
@@ -306,7 +292,6 @@ def SEVERAL_DEVICES(setup: Setup) -> str | None:
     undo="set its size to 1 and `tokens_per_rank`, by which ranks share long packs exactly",
 )
 def CONTEXT_PARALLELISM(setup: Setup) -> str | None:
-    """Context or sequence parallelism of accelerate, whose config may come from its launcher, or of DeepSpeed."""
     sizes: dict[str, Any] = {}
     config = setup.args.parallelism_config if setup.accelerator is None else setup.accelerator.parallelism_config
     if config is None and setup.accelerator is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":

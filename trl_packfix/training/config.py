@@ -179,18 +179,6 @@ class SFTConfig(trl.SFTConfig):
     _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "exchange_speeds"]  # noqa: RUF012 - JSON in flags, as in TRL
 
     def __post_init__(self) -> None:
-        self._check_json()
-        say_deepspeed_communicates(self)
-        unset = [setting.name for setting in fields(self) if getattr(self, setting.name) is setting.default]
-        with warnings.catch_warnings():
-            # transformers has another name for TRL's field, `activation_checkpointing`, which it has from 5.20 on only.
-            # Of other fields, what a user sets still warns.
-            names = "|".join([*unset, "gradient_checkpointing(_kwargs)?"])
-            warnings.filterwarnings("ignore", f"`({names})` is deprecated", FutureWarning)
-            super().__post_init__()
-        check_config(self)
-
-    def _check_json(self) -> None:
         for name in self._VALID_DICT_FIELDS:
             value = getattr(self, name)
             try:
@@ -201,6 +189,15 @@ class SFTConfig(trl.SFTConfig):
                     f"`{name}={value}` was given. It begins like JSON and cannot be read: {error}. Write names and "
                     """texts in double quotes and the whole in single ones: '{"name": 1.0}'."""
                 ) from error
+        say_deepspeed_communicates(self)
+        unset = [setting.name for setting in fields(self) if getattr(self, setting.name) is setting.default]
+        with warnings.catch_warnings():
+            # transformers has another name for TRL's field, `activation_checkpointing`, which it has from 5.20 on only.
+            # Of other fields, what a user sets still warns.
+            names = "|".join([*unset, "gradient_checkpointing(_kwargs)?"])
+            warnings.filterwarnings("ignore", f"`({names})` is deprecated", FutureWarning)
+            super().__post_init__()
+        check_config(self)
 
     @property
     def packs_evaluation(self) -> bool:
@@ -231,10 +228,7 @@ CHOICES |= {"packing_strategy": STRATEGIES.keys(), "truncation_mode": get_args(T
 
 
 def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
-    """Make our `SFTConfig` from what a user of TRL passes: None, `TrainingArguments`, TRL's `SFTConfig`, or ours.
-
-    The caller's object is not changed. TRL's `SFTConfig` keeps its `packing_strategy`: its "bfd" means bfd.
-    """
+    """Our `SFTConfig` of what a user of TRL passes, which is not changed. TRL's keeps its `packing_strategy`, "bfd"."""
     if args is None:
         return SFTConfig(default_output_dir)
     if isinstance(args, SFTConfig):
@@ -258,11 +252,7 @@ def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
 
 
 def changed(args: SFTConfig, **settings: object) -> SFTConfig:
-    """The same config with other values of some fields.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
+    """The same config with other values of some fields, unless they contradict each other."""
     args = copy.copy(args)
     vars(args).update(settings)
     check_config(args)
@@ -311,10 +301,8 @@ def _check_tokens_per_rank(args: SFTConfig) -> None:
     check_count("tokens_per_rank", tokens)
     if speeds is None:
         return
-    wrong = [name for name in speeds if name not in SPEEDS] if isinstance(speeds, dict) else [speeds]
-    if isinstance(speeds, dict) and not wrong:
-        are_numbers = {name: type(value) in (int, float) and 0 < value < inf for name, value in speeds.items()}
-        wrong = [name for name in SPEEDS if not are_numbers.get(name, True)]
+    given = speeds.items() if isinstance(speeds, dict) else [(speeds, 0.0)]
+    wrong = [name for name, n in given if name not in SPEEDS or type(n) not in (int, float) or not 0 < n < inf]
     if wrong:
         raise ValueError(
             f"`exchange_speeds={speeds!r}` was given. Degrees are chosen by {', '.join(SPEEDS)}, each a number above "

@@ -1,12 +1,8 @@
 """Evaluation that does not depend on packing: total loss over total trained tokens of the whole set.
 
-A mean of batch means changes with the batch size, with packing and with the number of ranks. A ratio of totals does
-not. A set without a trained token has no such ratio. It is refused if only a loss is computed; otherwise the loss is
-left out.
-
-The loss is the negative log-likelihood for every training loss. It does not contain dft, label smoothing or auxiliary
-losses. If the user defines the loss, with `compute_loss_func` or with a subclass that has its own `compute_loss` or
-`prediction_step`, evaluation is TRL's, and a warning says so.
+A mean of batch means changes with the batch size, with packing and with the number of ranks. The loss is the negative
+log-likelihood for every training loss. If the user defines the loss, with `compute_loss_func` or with a subclass that
+has its own `compute_loss` or `prediction_step`, evaluation is TRL's, and a warning says so.
 """
 
 import logging
@@ -24,6 +20,7 @@ from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX
 from ..data.dataset_checks import check_tokenised
 from ..data.documents import Documents
+from ..data.image_collator import PaddedImageCollator
 from ..data.image_rows import ImageRows
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
 from ..data.reader import TokenReader
@@ -33,13 +30,12 @@ from ..data.stream_reader import read_whole
 from ..layout import layout_of
 from ..samples.checks import columns_of
 from .checks import check_prepared
-from .config import SFTConfig
 from .images import check_padded_images
 from .loading import TrainingData
 from .objective import Objective
 from .planner import make_planner
 from .proofs import prove_degrees, prove_prefixes
-from .run import Run
+from .run import Part, Run
 from .totals import EvaluationTotals, scores_of
 
 logger = logging.getLogger(__name__)
@@ -55,34 +51,26 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
 }
 
 
-class Evaluation:
-    """How a trainer evaluates and predicts: every document once, metrics from totals.
-
-    Args:
-        run: writes TRL's metrics of evaluation.
-        own: our class of trainers. A method that differs from the one of `own` is the user's.
-    """
+class Evaluation(Part):
+    """How a trainer evaluates and predicts: every document once, metrics from totals."""
 
     _totals: EvaluationTotals
     _has_said_whose_loss = False
     _has_equal_batches = False  # in the running evaluation, those of our padded loader are
 
     def __init__(self, run: Run, data: TrainingData, objective: Objective, *, own: type):
-        self._run, self._data, self._objective = run, data, objective
-        self._own = own
-
-    @property
-    def args(self) -> SFTConfig:
-        return self._run.args
+        super().__init__(run)
+        self._data, self._objective = data, objective
+        self._own = own  # our class of trainers: a method that differs from its method is the user's
 
     def loader(self, dataset: Any, needs_logits: bool, prepares: bool) -> DataLoader[Any] | None:
-        """The loader of a set, or None if TRL's is to be used.
-
-        Args:
-            needs_logits: metrics or predictions are computed from logits.
-            prepares: TRL has prepared the set, so it is refused if it is not.
-        """
-        table = self._table(dataset)
+        """The loader of a set, or None for TRL's. `prepares`: TRL prepares such sets, so others are refused."""
+        table, images = dataset, self._data.images
+        if isinstance(dataset, IterableDataset):  # finite, and all of it is evaluated each time
+            if images is not None and "input_ids" not in columns_of(dataset):
+                table = images.table(dataset, self.args)
+            elif images is not None or self._is_text:
+                table = read_whole(dataset, self.args.source_column)
         if self._evaluates_documents(table):
             return self._evaluation_loader(table, needs_logits)
         if prepares and self._is_text and isinstance(table, Dataset):
@@ -93,15 +81,6 @@ class Evaluation:
     def _is_text(self) -> bool:
         """Whether rows are text for TRL's own collator: there are no images, and the user has not set a collator."""
         return isinstance(self._data.padded_collator, DataCollatorForLanguageModeling)
-
-    def _table(self, dataset: Any) -> Any:
-        """Read a stream into memory, because an evaluation set is finite and all of it is evaluated each time."""
-        images = self._data.images
-        if not isinstance(dataset, IterableDataset):
-            return dataset
-        if images is not None and "input_ids" not in columns_of(dataset):
-            return images.table(dataset, self.args)
-        return dataset if images is None and not self._is_text else read_whole(dataset, self.args.source_column)
 
     def _evaluates_documents(self, dataset: object) -> bool:
         """Whether our loader reads this dataset: it is a table of tokens, and the user has not set a collator."""
@@ -133,10 +112,7 @@ class Evaluation:
 
     @property
     def _brings_together(self) -> bool:
-        """Whether documents that begin alike are planned as one.
-
-        With images they meet by chance: to sort them, all would have to be processed.
-        """
+        """Whether documents that begin alike are planned as one. To sort images, all would have to be processed."""
         return self._shares_evaluation and self.args.share_prefixes == "family" and self._data.images is None
 
     def _evaluation_documents(self, reader: TokenReader | ImageRows) -> Documents:
@@ -153,10 +129,7 @@ class Evaluation:
         )
 
     def check_evaluation_sets(self) -> None:
-        """Refuse evaluation sets without a trained token, if training would evaluate a loss on them.
-
-        Streams are checked later, when they are read. Nothing is checked if a subclass has its own evaluation.
-        """
+        """Refuse evaluation sets without a trained token, if training would evaluate a loss on them."""
         if self._overridden("evaluate", "get_eval_dataloader", "evaluation_loop", "prediction_step"):
             return
         if self._run.compute_metrics is not None and not self.args.prediction_loss_only:
@@ -179,9 +152,10 @@ class Evaluation:
                 "otherwise check the labels, or evaluate another set."
             )
 
-    def _check_fits_rank(self, documents: Documents) -> None:
-        """Refuse, with `tokens_per_rank`, longer documents that would be evaluated whole on one rank."""
-        most, longest = self.args.tokens_per_rank, int(documents.lengths.max(initial=0))
+    def _check_padded(self, documents: Documents, needs_logits: bool) -> None:
+        """Refuse what padded batches cannot have: documents of several ranks, rows that ranks cannot divide."""
+        args, copies = self.args, self._data.ranks.copies
+        most, longest = args.tokens_per_rank, int(documents.lengths.max(initial=0))
         if most is not None and longest > most:
             raise ValueError(
                 f"The evaluation set has a document of {longest} tokens, `tokens_per_rank` is {most}, and this "
@@ -189,13 +163,7 @@ class Evaluation:
                 "`eval_packing` is False, or DeepSpeed or FSDP has not trained yet. Set `prediction_loss_only=True` "
                 "and evaluate packs during or after training, or give a set of shorter documents."
             )
-
-    def _check_divides_rows(self, needs_logits: bool) -> None:
-        """Refuse predictions of batches that the ranks of tensor parallelism cannot share.
-
-        transformers gathers predictions from all ranks, and these have the same ones, so each returns some of the rows.
-        """
-        args, copies = self.args, self._data.ranks.copies
+        # transformers gathers predictions from all ranks, and copies have the same ones, so each returns some rows
         if copies == 1 or not needs_logits or args.prediction_loss_only:
             return
         if args.eval_batch_size % copies:
@@ -211,13 +179,6 @@ class Evaluation:
                 f"ranks. transformers gathers the inputs of all ranks, and these have the same ones, so "
                 f"`compute_metrics` would get each input {copies} times. Leave `include_for_metrics` unset."
             )
-
-    def _own_rows(self, *values: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
-        """The rows of a padded batch that this rank returns of those that several ranks have computed together."""
-        ranks = self._data.ranks
-        for value in values:
-            shares = value is not None and self._has_equal_batches
-            yield value.chunk(ranks.copies)[ranks.index] if shares else value  # type: ignore[union-attr]
 
     def _overridden(self, *methods: str) -> list[str]:
         """The `methods` that a subclass, or an assignment to this object, has replaced."""
@@ -253,12 +214,12 @@ class Evaluation:
             sampler = PackedBatchSampler(planner, ranks.rank)
             collate = self._data.packed_collator(args.eval_batch_size, self._shares_evaluation)
         else:
-            self._check_fits_rank(documents)
-            self._check_divides_rows(needs_logits)
+            self._check_padded(documents, needs_logits)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, world_size=ranks.count)
             if self._data.images is not None:
                 check_padded_images(self._run.accelerator, reader)
-                collate = self._data.images.padded_collator(self._run._tokenizer.pad_token_id)
+                layout = self._data.images.examples.layout
+                collate = PaddedImageCollator(layout, self._run._tokenizer.pad_token_id)
             else:
                 collate = PaddedCollator(self._data.padded_collator)
         if values.sources is not None:
@@ -272,16 +233,7 @@ class Evaluation:
     def run(
         self, loop: Callable[[], EvalLoopOutput], dataloader: DataLoader[Any], loss_only: bool, prefix: str
     ) -> EvalLoopOutput:
-        """Run an evaluation loop, and replace its loss and TRL's metrics by those of the whole set.
-
-        Args:
-            loop: TRL's loop over `dataloader`.
-            loss_only: no predictions are needed.
-            prefix: of the names of the metrics.
-
-        Raises:
-            ValueError: only a loss is computed, and the set has no trained token.
-        """
+        """Run TRL's loop over `dataloader`, and replace its loss and metrics by those of the whole set."""
         # Predictions, metrics and the user's own `prediction_step` do not need a trained token.
         rows = dataloader.dataset
         if loss_only and isinstance(rows, DocumentDataset) and not self._overridden("prediction_step"):
@@ -289,7 +241,13 @@ class Evaluation:
         self._objective.gather_totals()  # `num_tokens` is also logged here
         names = rows.values.names if isinstance(rows, DocumentDataset) else ()
         self._totals = EvaluationTotals(self._run.accelerator.device, names)
-        self._say_whose_loss()
+        if self._loss_of_user is not None and not self._has_said_whose_loss:
+            self._has_said_whose_loss = True
+            logger.warning(
+                "`eval_loss` is the mean over batches of %s, as in TRL. It changes with the batch size, with packing "
+                "(`eval_packing=False` evaluates padded batches) and with the number of ranks.",
+                self._loss_of_user,
+            )
         sampler = getattr(dataloader, "batch_sampler", None)
         packs = sampler if isinstance(sampler, PackedBatchSampler) else None
         self._has_equal_batches = isinstance(sampler, PaddedBatchSampler)
@@ -310,16 +268,6 @@ class Evaluation:
         elif self.is_exact:
             output.metrics.pop(loss, None)  # no trained token: the loop reports 0.0
         return output
-
-    def _say_whose_loss(self) -> None:
-        if self._loss_of_user is None or self._has_said_whose_loss:
-            return
-        self._has_said_whose_loss = True
-        logger.warning(
-            "`eval_loss` is the mean over batches of %s, as in TRL. It changes with the batch size, with packing "
-            "(`eval_packing=False` evaluates padded batches) and with the number of ranks.",
-            self._loss_of_user,
-        )
 
     @contextmanager
     def _on_packs(self) -> Iterator[None]:
@@ -378,5 +326,7 @@ class Evaluation:
             loss = None
             if targets is not None:
                 loss = self._totals.add(scores_of(logits, labels, shift_labels), targets, sources).float()
-        logits, labels = self._own_rows(logits, labels)
+        if self._has_equal_batches:
+            copies, index = self._data.ranks.copies, self._data.ranks.index
+            logits, labels = (part if part is None else part.chunk(copies)[index] for part in (logits, labels))
         return loss, logits, labels

@@ -13,33 +13,24 @@ from .choices import Choice, Setup
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A feature, and what it cannot be combined with. A pair of features is in the record of one of them.
-
-    Attributes:
-        conflicts: the choices it cannot be combined with, and why not.
-        remedies: what to set, where there is more to say than to undo one of the two.
-        page: in docs/, where it is described.
-    """
+    """A feature, and what it cannot be combined with. A pair of features is in the record of one of them."""
 
     choice: Choice
-    conflicts: dict[Choice, str] = field(default_factory=dict)
-    remedies: dict[Choice, str] = field(default_factory=dict)
-    page: str = ""
+    conflicts: dict[Choice, str] = field(default_factory=dict)  # and why not
+    remedies: dict[Choice, str] = field(default_factory=dict)  # where there is more to say than to undo one of the two
+    page: str = ""  # in docs/, where it is described
 
     def remedy(self, other: Choice) -> str:
         """What to set instead of this feature with `other`."""
         return self.remedies.get(other) or f"{_capital(other.undo)}, or {self.choice.undo}"
 
-    def message(self, other: Choice, setup: Setup) -> str | None:
-        """What was given, why it cannot work, and what to set; None if not both were given."""
-        if (ours := self.choice.describe(setup)) is None or (theirs := other.describe(setup)) is None:
-            return None
-        return f"{_capital(theirs)} was given with {ours}. {self.conflicts[other]}. {self.remedy(other)}."
-
     def refuse(self, setup: Setup) -> None:
         """Refuse what this feature cannot be combined with."""
-        for other in self.conflicts:
-            if (message := self.message(other, setup)) is not None:
+        if (ours := self.choice.describe(setup)) is None:
+            return
+        for other, cause in self.conflicts.items():
+            if (theirs := other.describe(setup)) is not None:
+                message = f"{_capital(theirs)} was given with {ours}. {cause}. {self.remedy(other)}."
                 raise ValueError(message)
 
 
@@ -156,11 +147,7 @@ FEATURES = (
         },
         page="long_context.md",
     ),
-    Feature(
-        choice=of.IN_PACKS,
-        conflicts=_SHARED_ROWS,
-        page="prefixes.md",
-    ),
+    Feature(choice=of.IN_PACKS, conflicts=_SHARED_ROWS, page="prefixes.md"),
     Feature(
         choice=of.IN_FAMILIES,
         conflicts=_SHARED_ROWS
@@ -239,10 +226,7 @@ FEATURES = (
             "weights the loss of each token, which that loss does not return"
         },
     ),
-    Feature(
-        choice=of.TENSOR_PARALLELISM,
-        page="model_parallelism.md",
-    ),
+    Feature(choice=of.TENSOR_PARALLELISM, page="model_parallelism.md"),
     Feature(
         choice=of.TENSORS_AND_SHARDS,
         conflicts={

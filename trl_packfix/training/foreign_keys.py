@@ -50,11 +50,7 @@ def other_defaults(names: Set[str]) -> str:
 
 
 def with_hints(init: Callable[Arguments, None], fields: Collection[str] = ()) -> Callable[Arguments, None]:
-    """`init` with a TypeError that says what an argument of other trainers, or of earlier TRL, is called here.
-
-    Args:
-        fields: those of the config that `init` takes as `args`.
-    """
+    """`init` with a TypeError that says what an argument of others is called here; `fields` are those of its config."""
     own = signature(init).parameters
 
     @wraps(init)

@@ -14,14 +14,10 @@ COMPARED = ("cu_seq_lens_q", "input_ids", "labels")  # of packs that ranks do no
 
 
 class SamePackCheck(TrainerCallback):
-    """Compares, in the first steps of a training, the packs that ranks have read.
+    """Compares, in the first steps of a training, the packs of ranks that must have read the same.
 
-    Two kinds of ranks read the same ones: a group that shares a pack (`tokens_per_rank`), and ranks that divide the
-    layers of the model (tensor parallelism). Different packs may have equal shapes, so nothing else would notice. It
-    runs again after a restart. A stream is read by each rank anew, so its packs are compared in every step.
-
-    Args:
-        data: whose stream and data-parallel ranks are read when training begins.
+    Different packs may have equal shapes, so nothing else would notice. A stream is read by each rank anew, so its
+    packs are compared in every step.
     """
 
     def __init__(self, data: TrainingData) -> None:
@@ -36,7 +32,6 @@ class SamePackCheck(TrainerCallback):
         self.steps_left = (args.max_steps if is_stream else NUM_CHECKED_STEPS) if is_checked else 0
 
     def check(self, batches: list[dict[str, Any]]) -> None:
-        """Compare the packs of one optimizer step. All ranks must call it."""
         if not self.steps_left or not batches:
             return
         self.steps_left -= 1
@@ -44,12 +39,9 @@ class SamePackCheck(TrainerCallback):
 
 
 def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:
-    """Compare the packs of these micro-batches between ranks that must have the same. All ranks must call it.
+    """Compare the packs of these micro-batches, of which `copies` neighbouring ranks have the same. All ranks call it.
 
-    All ranks compare those of all, because ranks that read different documents may also choose different degrees.
-
-    Args:
-        copies: neighbouring ranks that divide the layers of the model.
+    All compare those of all, because ranks that read different documents may also choose different degrees.
     """
     own = torch.stack([_pack_of(batch) for batch in batches])
     on_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]

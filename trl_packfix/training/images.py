@@ -13,7 +13,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..attention.models import base_model
 from ..compat import DDP, main_process_first
-from ..data.image_collator import PackedImages, PaddedImageCollator, RopeIndex
+from ..data.image_collator import PackedImages, RopeIndex
 from ..data.image_examples import ImageExamples
 from ..data.image_rows import ImageRows
 from ..data.reader import TokenReader
@@ -36,13 +36,7 @@ def packs_images(args: SFTConfig, train_dataset: object) -> bool:
 
 
 class ImageData:
-    """What packing needs of the images of a run.
-
-    Args:
-        collate: TRL's collator of the run.
-        model: with or without PEFT, not wrapped by an engine yet.
-        per_turn: each assistant turn of a row is a document.
-    """
+    """What packing needs of the images of a run: of TRL's collator, and a model that no engine wraps yet."""
 
     def __init__(self, collate: DataCollatorForVisionLanguageModeling, model: nn.Module, per_turn: bool = False):
         self.process = row_processor(collate, per_turn)
@@ -86,10 +80,6 @@ class ImageData:
         )
         return replace(self.examples.images, placeholder=self.examples.placeholder() if needs_image else None)
 
-    def padded_collator(self, pad_token_id: int) -> PaddedImageCollator:
-        """The collator of padded evaluation."""
-        return PaddedImageCollator(self.examples.layout, pad_token_id)
-
 
 def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool) -> RowProcessor:
     """What makes a document of a row with images; with `per_turn` of the prompt and the answer of a turn."""
@@ -100,9 +90,7 @@ def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool
 def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SFTConfig, marks: bool) -> ImageRows:
     """The documents of a dataset. The main process measures them, the others read the cache.
 
-    Args:
-        marks: with `bad_rows="drop"`, bad rows stay as documents without tokens, so that they are counted.
-            Without it, they are refused.
+    `marks`: with `bad_rows="drop"`, bad rows stay as documents without tokens, so that they are counted.
     """
     drops = marks and args.bad_rows == "drop"
     rule = TurnRule.of(args) if args.per_turn else None

@@ -12,15 +12,11 @@ from ..layout import layout_of
 
 
 class DocumentNoise(ModelHooks):
-    """NEFTune (arXiv 2310.05914): uniform noise of amplitude alpha / sqrt(L d).
+    """NEFTune (arXiv 2310.05914): uniform noise of amplitude alpha / sqrt(L d) in packed forwards in train mode.
 
-    L is the length of the document, d the size of the embeddings. Noise is added in every packed forward in train mode.
-    The probe, evaluation and generation have no noise. The ranks that share a pack have one seed, and each draws the
-    noise of its part from a generator of its own: otherwise equal places of the parts would get equal noise.
-
-    Args:
-        sorts_rows: whether a model that is unpacked embeds the documents longest first. Those with images keep their
-            order, all in one call.
+    L is the length of the document, d the size of the embeddings. The ranks that share a pack have one seed, and each
+    draws from a generator of its own: otherwise equal places of the parts would get equal noise. An unpacked model
+    embeds the documents longest first (`sorts_rows`); those with images keep their order, all in one call.
     """
 
     def __init__(self, model: PreTrainedModel, alpha: float, sorts_rows: bool = True):

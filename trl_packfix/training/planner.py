@@ -15,13 +15,7 @@ from .config import SFTConfig
 
 
 def packing_of(config: SFTConfig, cost_model: CostModel, world_size: int, **settings: Any) -> Packing:
-    """The packing of a run with this config: its fields, except for those that are given.
-
-    Args:
-        world_size: data-parallel ranks.
-        settings: `synchronisation`, and what the run changes. `batch_size` is less than that of the config where
-            `auto_find_batch_size` has lowered it; `max_length` is given where that of the config is None.
-    """
+    """The packing of a run with this config on data-parallel ranks; `settings` are what the run changes."""
     speeds: Any = config.exchange_speeds
     settings = {
         "overlong": config.effective_overlong,
@@ -36,7 +30,6 @@ def packing_of(config: SFTConfig, cost_model: CostModel, world_size: int, **sett
 
 
 def documents_of(reader: Rows, config: SFTConfig) -> Documents:
-    """The documents of a table with this config."""
     return cached_documents(
         reader,
         config.max_length,
@@ -50,11 +43,6 @@ def documents_of(reader: Rows, config: SFTConfig) -> Documents:
 def make_planner(
     config: SFTConfig, documents: Documents, cost_model: CostModel, *, world_size: int, **settings: Any
 ) -> EpochPlanner:
-    """The planner of a run with this config.
-
-    Args:
-        documents: cut to the `max_length` of the config. If it is None, the longest document sets the capacity.
-        world_size, settings: as for `packing_of`.
-    """
+    """The planner of a run with this config. Without `max_length`, the longest document sets the capacity."""
     settings = {"max_length": config.max_length or int(documents.lengths.max())} | settings
     return EpochPlanner(documents, packing_of(config, cost_model, world_size, **settings))

@@ -1,4 +1,4 @@
-"""The rows of a training set as a trainer with packing prepares them, without a trainer and without a model."""
+"""The rows of a training set as a trainer with packing prepares, and refuses, them, without a trainer and a model."""
 
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,6 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> Da
     """Tokens and labels of the rows of a table; a table that is tokenised is only checked.
 
     With `bad_rows="drop"`, rows that cannot be tokenised have no tokens, and the reason in the column `BAD_ROW`.
-
-    Raises:
-        ValueError: what a trainer refuses of these rows and settings.
     """
     _prepare(dataset, processing_class, args)
     if "input_ids" in dataset.column_names:
@@ -40,11 +37,7 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> Da
 
 
 def prepare_images(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRows:
-    """The documents of rows with images, measured.
-
-    Raises:
-        ValueError: what a trainer refuses of these rows and settings.
-    """
+    """The documents of rows with images, measured."""
     _prepare(dataset, processor, args)
     collate = DataCollatorForVisionLanguageModeling(
         processor=processor,

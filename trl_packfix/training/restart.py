@@ -1,10 +1,9 @@
 """Exact restarts: the state saved in every checkpoint, and the checks of it on resume.
 
-For a table the state holds the settings, a fingerprint of the documents, a hash of the documents of every optimizer
-step, and which documents of the epoch were trained. On resume, the batches of the old and of the new run are compared
-before the first step. If only ranks, accumulation or batch size changed, the documents that remain of the epoch are
-planned anew. For a stream the state holds the position of every rank in reading and packing. Both hold the number of
-tokens seen. Every document of the epoch is trained once, or the run is refused.
+Every document of the epoch is trained once, or the run is refused. For a table the state holds the settings, and hashes
+of the documents and of those of every optimizer step: they are compared before the first step. If only ranks,
+accumulation or batch size changed, the documents that remain of the epoch are planned anew. For a stream the state
+holds the position of every rank in reading and packing.
 """
 
 import hashlib
@@ -29,9 +28,8 @@ from ..planning.packing import ELASTIC, Changes, changes, listed
 from ..version import __version__
 from . import checkpoints
 from .checkpoints import FILE, VERSION, Trained, choose_checkpoint, read_state
-from .config import SFTConfig
 from .loading import TrainingData
-from .run import Run
+from .run import Part, Run
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ WEIGHTS = "weights of the rows"
 
 
 def step_hash(planner: EpochPlanner, epoch: int) -> str:
-    """Hash of the documents of every optimizer step of an epoch. Ranks and micro-batches do not enter it."""
+    """Of the documents of every optimizer step of an epoch; ranks and micro-batches do not enter it."""
     schedule, digest = planner.schedule(epoch), hashlib.sha256()
     for step in range(schedule.num_steps):
         documents = np.sort(schedule.step_documents(step))
@@ -85,14 +83,7 @@ def settings_of(planner: EpochPlanner, reader: TokenReader | ImageRows) -> dict[
 def continued(checkpoint: str, state: dict[str, Any], settings: dict[str, Any], *, planner: EpochPlanner) -> Changes:
     """Let the planner continue the run that saved `state`: with the same batches, or with the rest planned anew.
 
-    Args:
-        state: what `read_state` returns, with `trained`, what `read_trained` returns.
-
-    Returns:
-        The settings for which the rest of the epoch is planned anew.
-
-    Raises:
-        ValueError: documents would be repeated or left out; the message names the settings that changed.
+    Returns the settings for which it is planned anew. Others are refused.
     """
     before, changed = state["settings"], changes(state["settings"], settings)
     fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
@@ -138,33 +129,17 @@ def _read(checkpoint: Path) -> dict[str, Any] | None:
     return state
 
 
-class Restart:
-    """What a trainer saves for a restart, and reads at one: it continues exactly or refuses.
+class Restart(Part):
+    """What a trainer saves for a restart, and reads at one: it continues exactly or refuses."""
 
-    Args:
-        run: sets its `_total_train_tokens`.
-
-    Attributes:
-        resumed: the checkpoint from which this training resumes, and its state; None for a new one.
-        replanned_for: see `continued`.
-        settings: all settings that decide which documents are in which batch.
-    """
-
-    resumed: tuple[str, dict[str, Any]] | None = None
-    settings: dict[str, Any]
-    replanned_for: Changes
+    resumed: tuple[str, dict[str, Any]] | None = None  # the checkpoint from which this training resumes, and its state
+    settings: dict[str, Any]  # all that decide which documents are in which batch
+    replanned_for: Changes  # see `continued`
 
     def __init__(self, run: Run, data: TrainingData):
-        self._run, self._data = run, data
+        super().__init__(run)
+        self._data = data
         self._has_other_names = False
-
-    @property
-    def args(self) -> SFTConfig:
-        return self._run.args
-
-    @property
-    def _planner(self) -> EpochPlanner | None:
-        return self._data.planner
 
     def choose(self, requested: str | bool | None) -> str | bool | None:
         """The checkpoint to resume from, whose state is `resumed` from now on: the main process chooses it for all."""
@@ -280,18 +255,15 @@ class Restart:
         return self._has_other_names
 
     def check_training_set(self) -> None:
-        """Compare the batches of the first epoch and the loss with those of the checkpoint.
-
-        Raises:
-            ValueError: they differ.
-        """
+        """Refuse a checkpoint whose batches of the epoch, or whose loss, are not those of this run."""
+        planner = self._data.planner
         if self.resumed is not None:
             self._check_shards(*self.resumed)
-        if self._planner is not None:
-            self.settings = settings_of(self._planner, self._data.reader)
+        if planner is not None:
+            self.settings = settings_of(planner, self._data.reader)
             self.replanned_for = {}
             if self.resumed is not None and not self.args.ignore_data_skip:
-                self.replanned_for = continued(*self.resumed, self.settings, planner=self._planner)
+                self.replanned_for = continued(*self.resumed, self.settings, planner=planner)
         if self.resumed is not None:
             self._check_same_loss(*self.resumed)
 
@@ -300,7 +272,7 @@ class Restart:
     @property
     def _uneven(self) -> EpochPlanner | None:
         """The planner, if a part of an epoch was trained under another plan."""
-        planner = self._planner
+        planner = self._data.planner
         return None if planner is None or planner.is_even else planner
 
     def training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -315,23 +287,20 @@ class Restart:
 
     def position(self, values: tuple[int, int]) -> tuple[int, int]:
         """The epoch of a table's run, and the micro-batches of it that were trained; for others, `values`."""
-        if self._planner is None or self.resumed is None or self.args.ignore_data_skip:
+        planner = self._data.planner
+        if planner is None or self.resumed is None or self.args.ignore_data_skip:
             return values
-        epoch, done = self._planner.position(self._run.state.global_step)
+        step, total, before = self._run.state.global_step, self._run.state.max_steps, self.resumed[1].get("max_steps")
+        epoch, done = planner.position(step)
         if self.replanned_for and self._run.is_world_process_zero():
-            self._say_what_is_planned_anew(self._planner, epoch, done)
+            rest = len(planner.documents) - int(planner.trained(epoch, done).sum())
+            logger.warning(
+                f"Resuming with {listed(self.replanned_for)}: the {rest:,} documents that epoch {epoch + 1} has not "
+                f"trained are planned anew, in {planner.steps_of(epoch) - done:,} optimizer steps. In all, "
+                f"{max(total - step, 0):,} of {total:,} steps remain (the run was planned with {before:,}), and the "
+                f"learning-rate schedule is the one for {total:,} steps. Random numbers (dropout) differ."
+            )
         return epoch, done * self.args.gradient_accumulation_steps
-
-    def _say_what_is_planned_anew(self, planner: EpochPlanner, epoch: int, done: int) -> None:
-        assert self.resumed is not None
-        step, total, before = self._run.state.global_step, self._run.state.max_steps, self.resumed[1]["max_steps"]
-        rest = len(planner.documents) - int(planner.trained(epoch, done).sum())
-        logger.warning(
-            f"Resuming with {listed(self.replanned_for)}: the {rest:,} documents that epoch {epoch + 1} has not "
-            f"trained are planned anew, in {planner.steps_of(epoch) - done:,} optimizer steps. In all, "
-            f"{max(total - step, 0):,} of {total:,} steps remain (the run was planned with {before:,}), and the "
-            f"learning-rate schedule is the one for {total:,} steps. Random numbers (dropout) differ."
-        )
 
     def steps_of(self, epoch: int) -> int | None:
         """Optimizer steps of an epoch; None if all epochs have the same number."""
@@ -340,7 +309,7 @@ class Restart:
     # Streams
 
     def resume_stream(self, checkpoint: str | None, max_steps: int) -> None:
-        """Let a stream continue from the state saved in `checkpoint`. Nothing is done for a table."""
+        """Let a stream continue from the state saved in `checkpoint`."""
         stream = self._data.stream
         if checkpoint is not None and stream is not None:
             step = self._run.state.global_step
@@ -358,7 +327,7 @@ class Restart:
 
     def end_checkpoint(self, folder: str) -> None:
         """Write the state of a restart into the checkpoint. All ranks must call, when they have written the rest."""
-        step, planner = self._run.state.global_step, self._planner
+        step, planner, stream = self._run.state.global_step, self._data.planner, self._data.stream
         state = {
             "global_step": step,
             "num_tokens": self._run._total_train_tokens,
@@ -366,7 +335,6 @@ class Restart:
             "world_size": self.args.world_size,
             **self._loss_settings(),
         }
-        stream = self._data.stream
         if stream is not None:
             if self._data.ranks.index == 0:
                 saved = stream.state_dict(step)

@@ -28,11 +28,7 @@ def gives_router_logits(model: PreTrainedModel) -> bool:
 
 
 def check_router_loss(run: Run) -> None:
-    """Switch the router loss off for a model without a router. (TRL reads the fields of the config alone.)
-
-    Raises:
-        ValueError: `router_aux_loss_coef` is set for such a model, or cannot be trained.
-    """
+    """Switch the router loss off for a model without a router, or refuse it. (TRL reads the config alone.)"""
     if not run.aux_loss_enabled:
         return
     args, model = run.args, base_model(run.model)
@@ -70,12 +66,8 @@ def group_load_balancing(
 ) -> Tensor:
     """transformers' load-balancing statistic of a pack that `degree` ranks share; all of them must call it.
 
-    Its value is that of the whole pack. Its gradient is that with respect to the logits of this part.
-
-    Args:
-        router_logits: of each layer, (T / s, experts).
-        num_chosen: experts per token.
-        row_counts: how often each row of the part counts, (T / s,); padding does not.
+    Its value is that of the whole pack, its gradient that of this part. `router_logits` of each layer are
+    (T / s, experts), and each row counts `row_counts` times, (T / s,); padding does not.
     """
     routed = probability = torch.zeros(num_experts, device=row_counts.device)
     counts = row_counts.float()

@@ -1,8 +1,4 @@
-"""`SFTTrainer`: its constructor, the preparation of datasets, and the methods of TRL that it overrides.
-
-The work is done by the parts that it holds: `data`, `training_objective`, `evaluation` and `restart`. An override says
-which of them is called, and when TRL's own method is.
-"""
+"""`SFTTrainer`, whose overrides of TRL say which of its parts is called, and when TRL's own method is."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -154,8 +150,9 @@ class SFTTrainer(trl.SFTTrainer):
         self._assistant_only = args.assistant_only_loss
         save_varlen_attention()
         # TRL would refuse packs with images, and most templates; what it does with both is done here
-        with switched(args, packing=args.packing and not self.data.packs_images, assistant_only_loss=False):
-            super().__init__(**given)
+        packing, args.packing, args.assistant_only_loss = args.packing, args.packing and not data.packs_images, False
+        super().__init__(**given)
+        args.packing, args.assistant_only_loss = packing, self._assistant_only
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             rule = TurnRule.of(args)
@@ -168,9 +165,8 @@ class SFTTrainer(trl.SFTTrainer):
         if args.packing:
             if isinstance(self.train_dataset, IterableDataset):
                 self.add_callback(StreamCallback(self, data))
-            self.first_step = FirstStep(
-                self, data, self.training_objective, training_step=partial(SFTTrainer.training_step, self)
-            )
+            step = partial(SFTTrainer.training_step, self)
+            self.first_step = FirstStep(self, data, self.training_objective, training_step=step)
             self.add_callback(BeforeFirstStep(self, data, self.first_step))
 
     # TRL tokenises and builds labels. Cutting and packing come later, on spans.
@@ -220,10 +216,9 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        known: list[str] = self._signature_columns or []
-        value_columns = (self.args.weight_column, self.args.source_column)
-        columns: Any = known + [column for column in value_columns if column is not None and column not in known]
-        self._signature_columns = columns
+        known: Any = self._signature_columns or []
+        values = [self.args.weight_column, self.args.source_column]
+        self._signature_columns = known + [name for name in values if name is not None and name not in known]
 
     # Training
 
@@ -253,12 +248,6 @@ class SFTTrainer(trl.SFTTrainer):
                 self.packed_model.rest()  # gives the model back its own attention
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The training loader.
-
-        Raises:
-            ValueError: what was changed since construction, or the batches and the loss of the checkpoint from which
-                the run resumes, differ from this run's.
-        """
         self.data.start()
         loader = self.data.packed_loader() if self.args.packing else super().get_train_dataloader()
         self.restart.check_training_set()
@@ -335,8 +324,7 @@ class SFTTrainer(trl.SFTTrainer):
         return self.training_objective.count_step(batch_samples, device, lambda batches: count(batches, device))
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        # The objective counts. transformers gathers over ranks in every micro-batch, and takes a pad token inside a
-        # document for padding.
+        # transformers gathers over ranks in every micro-batch, and takes a pad token inside a document for padding
         if not self.training_objective.is_ours:
             super()._track_num_input_tokens(inputs)
 
@@ -416,12 +404,3 @@ class SFTTrainer(trl.SFTTrainer):
         super().create_model_card(model_name or folder.name, published, tags)
         if self.is_world_process_zero():
             complete_card(folder / "README.md", self.model, datasets, report=self.packing_report)
-
-
-@contextmanager
-def switched(args: SFTConfig, **values: object) -> Iterator[None]:
-    """The settings with other values, while TRL constructs its trainer."""
-    before = {name: getattr(args, name) for name in values}
-    vars(args).update(values)
-    yield
-    vars(args).update(before)
