@@ -103,6 +103,7 @@ OVERRIDDEN = {
     "_init_training_state": None,
     "_run_epoch": None,
     "_load_from_checkpoint": None,  # weights that are saved under other names (dev/upstream.md)
+    "_load_best_model": None,
     "_issue_warnings_after_load": None,  # which transformers would call missing and unexpected
     "create_model_card": "self model_name dataset_name tags",  # says that the model was trained on packs
 }

@@ -133,6 +133,26 @@ def test_a_frozen_tower_stays_as_it_is(tmp_path):
 # Restart (that one is exact: `test_distributed.py`)
 
 
+def test_the_best_model_is_loaded_where_weights_are_saved_under_other_names(tmp_path, caplog):
+    """transformers would warn of missing keys, and keep the last weights."""
+    settings = SGD | {
+        "max_steps": 2,
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+    }
+    settings |= {"load_best_model_at_end": True, "greater_is_better": True, "trainer_kwargs": {"eval_dataset": rows(4)}}
+    run = make(tmp_path, "qwen2_5_vl", **settings)
+    run.train()
+    best, last = (
+        type(run.model).from_pretrained(tmp_path / f"checkpoint-{step}", dtype=torch.float32) for step in (1, 2)
+    )
+    assert run.state.best_model_checkpoint.endswith("checkpoint-1") and "missing keys" not in caplog.text
+    ends = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (run.model, best, last)]
+    assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[1], ends[2])
+
+
 def test_other_text_beside_the_same_images_is_another_dataset(tmp_path):
     few = ROWS.select(range(16))
     other = [message("user", "other", len(few[0]["images"])), message("assistant", "c")]

@@ -8,7 +8,6 @@ holds the position of every rank in reading and packing.
 
 import hashlib
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ import torch
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 
-from ..attention.models import base_model
-from ..compat import load_renamed_weights
 from ..data.epochs import EpochPlanner, Start
 from ..data.image_rows import ImageRows
 from ..data.reader import TokenReader
@@ -135,11 +132,11 @@ class Restart(Part):
     resumed: tuple[str, dict[str, Any]] | None = None  # the checkpoint from which this training resumes, and its state
     settings: dict[str, Any]  # all that decide which documents are in which batch
     replanned_for: Changes  # see `continued`
+    read_from: str | None  # the checkpoint whose weights were read last
 
     def __init__(self, run: Run, data: TrainingData):
         super().__init__(run)
         self._data = data
-        self._has_other_names = False
 
     def choose(self, requested: str | bool | None) -> str | bool | None:
         """The checkpoint to resume from, whose state is `resumed` from now on: the main process chooses it for all."""
@@ -241,18 +238,6 @@ class Restart(Part):
     def _engine(self) -> str:
         """The engine whose files a checkpoint holds: "deepspeed", "fsdp" or "none"."""
         return "deepspeed" if self._run.is_deepspeed_enabled else "fsdp" if self._run.is_fsdp_enabled else "none"
-
-    def load(self, load: Callable[[], None], checkpoint: str, model: torch.nn.Module | None) -> None:
-        """Load weights. Those that transformers has saved under other names than the model has are read again."""
-        self._has_other_names = False
-        load()
-        if self._has_other_names:
-            load_renamed_weights(base_model(self._run.model if model is None else model), checkpoint)
-
-    def explains(self, load_result: Any) -> bool:
-        """Whether `load` reads again what transformers would warn of."""
-        self._has_other_names = bool(load_result.unexpected_keys)
-        return self._has_other_names
 
     def check_training_set(self) -> None:
         """Refuse a checkpoint whose batches of the epoch, or whose loss, are not those of this run."""

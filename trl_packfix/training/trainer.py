@@ -28,9 +28,11 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl.trainer.utils import get_config_model_id
 
+from ..attention.models import base_model
 from ..compat import (
     compiles_checkpointed_layers,
     forget_evaluation,
+    load_renamed_weights,
     name_wrapped_layers,
     save_varlen_attention,
     summed_once,
@@ -388,11 +390,17 @@ class SFTTrainer(trl.SFTTrainer):
         self.restart.end_checkpoint(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        load = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
-        self.restart.load(load, resume_from_checkpoint, model)
+        self.restart.read_from = resume_from_checkpoint
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self.restart.read_from = self.state.best_model_checkpoint
+        super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        if not self.restart.explains(load_result):
+        if load_result.unexpected_keys:  # transformers saves some weights under other names than the model has
+            load_renamed_weights(base_model(self.model), str(self.restart.read_from))
+        else:
             super()._issue_warnings_after_load(load_result)
 
     def create_model_card(  # type: ignore[override]  # TRL's signature, which is not transformers'
