@@ -129,9 +129,14 @@ def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
-    """What `save_state` wrote, or None if the checkpoint is not from a packed run of this package."""
+    """What `save_state` and `save_trained` wrote; None if the checkpoint is not from a packed run of this package."""
     file = checkpoint / FILE
-    return json.loads(file.read_text()) if file.is_file() else None
+    if not file.is_file():
+        return None
+    state: dict[str, Any] = json.loads(file.read_text())
+    if "settings" in state:
+        state["trained"] = read_trained(checkpoint, state["settings"]["documents"])
+    return state
 
 
 # Which documents of the running epoch were trained: a bit for each, in a file of its own

@@ -106,22 +106,9 @@ FIXED = ("packing", "padding_free")  # the constructor decides by these what the
 # Settings by which the constructor cuts documents, chooses collators and prepares the model
 FIXED_WITH_PACKING = (
     *FIXED,
-    "packing_strategy",
-    "max_length",
-    "overlong",
-    "truncation_mode",
-    "bad_rows",
-    "per_turn",
-    "share_prefixes",
-    "tokens_per_rank",
-    "pad_to_multiple_of",
-    "pad_documents_to_multiple_of",
-    "document_weighting",
-    "weight_column",
-    "source_column",
-    "on_leak",
-    "enforce_flash_attention",
-    "neftune_noise_alpha",
+    *"packing_strategy max_length overlong truncation_mode bad_rows per_turn share_prefixes tokens_per_rank".split(),
+    *"pad_to_multiple_of pad_documents_to_multiple_of document_weighting weight_column source_column on_leak".split(),
+    *"enforce_flash_attention neftune_noise_alpha".split(),
 )
 
 

@@ -20,7 +20,7 @@ from ..data.reader import TokenReader
 from ..data.stream_images import StreamImages
 from ..data.stream_reader import refuse_empty
 from ..samples.apply import count_turns
-from ..samples.checks import check_conversations, has_images
+from ..samples.checks import check_conversations
 from ..samples.encoded_images import undecoded
 from ..samples.images import measure
 from ..samples.processor import RowProcessor
@@ -28,11 +28,6 @@ from ..samples.row import column_of
 from ..samples.said import say_if_nothing_is_stripped, say_if_turns_do_not_end
 from ..samples.turns import TurnRule
 from .config import SFTConfig
-
-
-def packs_images(args: SFTConfig, train_dataset: object) -> bool:
-    """Whether packs will have images: packing is on and the training set has a column of them."""
-    return (args.packing or args.padding_free) and has_images(train_dataset)
 
 
 class ImageData:
@@ -59,19 +54,16 @@ class ImageData:
     def table(self, dataset: IterableDataset, args: SFTConfig) -> Dataset:
         """All rows of a finite stream, as a table in memory with the columns that are read, and encoded images."""
         rows, mode = undecoded(dataset)
-        reading, others, images = replace(self.of_stream(args), mode=mode), [], []
+        reading, values = replace(self.of_stream(args), mode=mode), (args.weight_column, args.source_column)
+        others, images = [], []
         for row in rows:
             encoded = reading.encoded(row)
             images.append([{"path": image.path, "bytes": image.data} for image in encoded.pop("images")])
-            others.append(
-                encoded | {name: row[name] for name in (args.weight_column, args.source_column) if name and name in row}
-            )
+            others.append(encoded | {name: row[name] for name in values if name and name in row})
         if not others:
             refuse_empty()
-        table = Dataset.from_list(others)
-        return concatenate_datasets(
-            [table, Dataset.from_dict({"images": images}, Features({"images": [Image(mode=mode)]}))], axis=1
-        )
+        pictures = Dataset.from_dict({"images": images}, Features({"images": [Image(mode=mode)]}))
+        return concatenate_datasets([Dataset.from_list(others), pictures], axis=1)
 
     def of_packs(self, args: SFTConfig, accelerator: Accelerator) -> PackedImages:
         """What packs have of images: also a placeholder, if ranks would wait for each other in a pack without one."""

@@ -45,7 +45,7 @@ from . import checks
 from .choices import Setup, text_config
 from .config import SFTConfig
 from .features import refuse
-from .images import ImageData, measure_rows, packs_images
+from .images import ImageData, measure_rows
 from .lora_inputs import LoraInputs
 from .noise import DocumentNoise
 from .planner import documents_of, make_planner, packing_of
@@ -80,7 +80,7 @@ class TrainingData(Part):
         self.planner: EpochPlanner | None = None  # of a table, from when training starts
         self.stream: PackedStream | None = None  # the same of a stream
         self.stream_sources: StreamSources | None = None  # that this rank has met
-        self.packs_images = packs_images(args, train_dataset)
+        self.packs_images = args.packing and has_images(train_dataset)
         self._shares_prefixes = False
 
     def attach(self) -> None:

@@ -119,13 +119,6 @@ def continued(checkpoint: str, state: dict[str, Any], settings: dict[str, Any], 
     )
 
 
-def _read(checkpoint: Path) -> dict[str, Any] | None:
-    state = read_state(checkpoint)
-    if state is not None and "settings" in state:
-        state["trained"] = checkpoints.read_trained(checkpoint, state["settings"]["documents"])
-    return state
-
-
 class Restart(Part):
     """What a trainer saves for a restart, and reads at one: it continues exactly or refuses."""
 
@@ -147,7 +140,7 @@ class Restart(Part):
         if self._run.is_world_process_zero():
             try:
                 checkpoint, warning = choose_checkpoint(requested, str(self.args.output_dir))
-                outcome = [checkpoint, checkpoint and _read(Path(checkpoint)), warning, None]
+                outcome = [checkpoint, checkpoint and read_state(Path(checkpoint)), warning, None]
             except (ValueError, OSError) as error:  # raised on all ranks, which wait for the broadcast
                 outcome[3] = str(error)
         checkpoint, state, warning, problem = broadcast_object_list(outcome)
