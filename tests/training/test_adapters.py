@@ -35,9 +35,8 @@ def test_adapters_that_a_kernel_leaves_out_are_refused(layers, packing, tmp_path
     run = trainer(tmp_path, texts(), model, {"peft_config": LORA}, **settings)
     if layers == (0, 1):
         name = r"`base_model\.model\.model\.layers\.\*\.mlp\.down_proj`"
-        with pytest.raises(
-            ValueError, match=rf"No adapter of {name} got a gradient.*`down_proj` from `target_modules`"
-        ):
+        message = rf"No adapter of {name} got a gradient.*`down_proj` from `target_modules`"
+        with pytest.raises(ValueError, match=message):
             run.train()
         assert run.state.global_step == 0
     else:

@@ -22,22 +22,12 @@ SHAREGPT = [
 ]
 # What a good row is, what a bad one is, settings, and what the message says of the bad one
 FORMS = {
-    "messages": (
-        GOOD,
-        {"messages": NO_CONTENT},
-        {},
-        r"`messages\[0\]` \(user\) has no `content`; (Undefined|Type)Error: ",
-    ),
+    "messages": (GOOD, {"messages": NO_CONTENT}, {}, r"`messages\[0\]` .* no `content`; (Undefined|Type)Error: "),
     "conversations": (*SHAREGPT, {}, r"`conversations\[0\]` \(user\) has no `value`"),
     "no messages": (GOOD, {"messages": []}, {}, "`messages` is an empty list; IndexError"),
     "prompts": (PAIR, PAIR | {"prompt": NO_CONTENT[:1]}, {}, r"`prompt\[0\]` \(user\) has no `content`"),
     "tools": (GOOD | {"tools": "[]"}, GOOD | {"tools": "[{"}, {}, "Row 3: JSONDecodeError: Expecting property name"),
-    "silent": (
-        PAIR,
-        PAIR | {"completion": SILENT},
-        {"assistant_only_loss": True},
-        "Row 3: no assistant tokens under the chat template .*assistant_only_loss",
-    ),
+    "silent": (PAIR, PAIR | {"completion": SILENT}, {"assistant_only_loss": True}, "Row 3: no assistant tokens under"),
 }
 BAD = [3, 8]
 
@@ -68,10 +58,8 @@ def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, pac
     with caplog.at_level(logging.WARNING):
         run = trainer(tmp_path, data, trainer_kwargs={"eval_dataset": data}, bad_rows="drop", **settings)
     for each in ("train", "eval"):
-        assert (
-            f"2 of 12 rows of the {each} dataset cannot be tokenised and are dropped; the first are [3, 8]"
-            in caplog.text
-        )
+        dropped = f"2 of 12 rows of the {each} dataset cannot be tokenised and are dropped; the first are [3, 8]"
+        assert dropped in caplog.text
     stock = trainer(tmp_path, good, trainer_class=trl.SFTTrainer, **settings | {"packing": False})
     expected = [(row["input_ids"], row["labels"]) for row in stock.train_dataset]
     assert len(expected) == 10 and all(tokens for tokens, _ in expected)
@@ -187,36 +175,23 @@ def test_bad_rows_of_a_stream_are_dropped_and_counted(bad, tmp_path):
 # The command line
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bad")
-    build_tokenizer().save_pretrained(folder / "tokenizer")
-    for name, bad in (("bad", BAD), ("good", ())):
-        Dataset.from_list(rows("messages", bad)).to_json(folder / f"{name}.jsonl")
-    return folder
-
-
 @pytest.mark.parametrize("command", ["plan", "show", "prepare"])
-def test_commands_name_bad_rows_or_leave_them_out(command, workplace, tmp_path, capsys):
-    words = ["--tokenizer", str(workplace / "tokenizer"), "--json"]
+def test_commands_name_bad_rows_or_leave_them_out(command, tmp_path, capsys):
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    Dataset.from_list(rows("messages")).to_json(tmp_path / "bad.jsonl")
+    words = [command, str(tmp_path / "bad.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--json"]
     words += ["--output", str(tmp_path / "table")] if command == "prepare" else ["--max-length", "64"]
-    found = {}
-    assert main([command, str(workplace / "bad.jsonl"), *words]) == 2
+    assert main(words) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"trl-packfix {command}: 2 of 12 rows of the train dataset cannot be tokenised; the first")
-    for name in ("bad", "good"):
-        assert main([command, str(workplace / f"{name}.jsonl"), *words, "--bad-rows", "drop"]) == 0
-        found[name] = json.loads(capsys.readouterr().out)
-        words[-1] += "2" if command == "prepare" else ""
+    assert main([*words, "--bad-rows", "drop"]) == 0
+    found = json.loads(capsys.readouterr().out)
     if command == "prepare":
-        assert [found[name]["bad_rows_dropped"] for name in ("bad", "good")] == [2, 0]
-        assert [found[name]["documents_without_a_trained_token"] for name in ("bad", "good")] == [0, 0]
+        assert (found["bad_rows_dropped"], found["documents_without_a_trained_token"]) == (2, 0)
         table = load_from_disk(tmp_path / "table")
         assert table.column_names == ["input_ids", "labels"] and len(table) == 10 and all(table["input_ids"])
     elif command == "plan":
-        ledgers = [found[name]["plans"][0]["ledger"] for name in ("bad", "good")]
-        assert ledgers[0]["dropped"]["bad_row"]["documents"] == 2 and not ledgers[1]["dropped"]
-        assert ledgers[0]["given"]["documents"] == ledgers[1]["given"]["documents"] == 12
-    else:
-        shown = [{each["row"] for pack in found[name] for each in pack["documents"]} for name in ("bad", "good")]
-        assert shown == [set(range(12)) - set(BAD), set(range(12))]  # rows have the numbers that they have in the file
+        ledger = found["plans"][0]["ledger"]
+        assert (ledger["dropped"]["bad_row"]["documents"], ledger["given"]["documents"]) == (2, 12)
+    else:  # rows have the numbers that they have in the file
+        assert {each["row"] for pack in found for each in pack["documents"]} == set(range(12)) - set(BAD)

@@ -1,9 +1,8 @@
 """What the host reads from tensors in each micro-batch, through the whole trainer; on a GPU it waits for each."""
 
 import pytest
-import torch
 import trl
-from support.host_reads import HostReads, ReadsOfSteps
+from support.host_reads import ReadsOfSteps
 from support.runs import texts, trainer
 from support.strict_varlen import StrictVarlen
 
@@ -52,19 +51,3 @@ def test_a_packed_micro_batch_reads_what_transformers_reads(name, stock, tmp_pat
     of_stock, total_of_stock = stock
     assert total == 1 < total_of_stock
     assert any("compute_loss" in place for place in of_stock), of_stock  # so the counter sees what is there
-
-
-def test_each_kind_of_read_is_counted_where_it_is():
-    x = torch.arange(4.0)
-    kinds = [
-        lambda: x.sum().item(), lambda: bool(x.any()), lambda: float(x[0]), lambda: torch.equal(x, x),
-        lambda: x.tolist(), lambda: x.numpy(), lambda: x.cpu(), lambda: x.nonzero(), lambda: x[x > 1],
-        lambda: x.unique(), lambda: x.masked_select(x > 1), lambda: torch.repeat_interleave(torch.tensor([1, 2])),
-    ]  # fmt: skip
-    with HostReads() as counter:
-        for number, kind in enumerate(kinds, 1):
-            kind()
-            assert sum(counter.places.values()) == number, number
-        x.sum(), x.cumsum(0), x[:2], x.to(torch.bfloat16)
-    assert sum(counter.places.values()) == len(kinds)
-    assert all(place.startswith("training/test_host_reads.py:") for place in counter.places), counter.places

@@ -96,12 +96,7 @@ def table(*rows):
 
 def test_turns_that_cannot_be_rendered_are_named_or_dropped(tmp_path, caplog):
     image = TURNS[0]["images"][:1]
-    drawn = [
-        message("user", "draw"),
-        message("assistant", "here", 1),
-        message("user", "nice"),
-        message("assistant", "x"),
-    ]
+    drawn = [message("user", "draw"), message("assistant", "here", 1), *chat("nice", "x")]
     data = table((image, chat("a", "b", images=1)), (image, drawn), (image, chat("a", "b")), ([], chat("a", "b")))
     said = r"2 of 4 rows of the train dataset cannot be tokenised; the first are \[1, 2\]. Row 1: .*with an image"
     with pytest.raises(ValueError, match=said):
@@ -141,12 +136,9 @@ def test_images_of_plain_messages_belong_to_the_first_of_the_user():
 def test_roles_of_conversations_are_renamed(tmp_path):
     """`human` and `gpt`, as without images."""
     image = TURNS[0]["images"][:1]
-    given = [
-        {"from": role, "value": text} for role, text in (("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))
-    ]
-    features = Features(
-        {"images": List(Image()), "conversations": [{"from": Value("string"), "value": Value("string")}]}
-    )
+    given = [{"from": role, "value": text} for role, text in zip(("human", "gpt") * 2, "abcd", strict=True)]
+    turns = [{"from": Value("string"), "value": Value("string")}]
+    features = Features({"images": List(Image()), "conversations": turns})
     sharegpt = Dataset.from_list([{"images": image, "conversations": given}], features=features)
     readers = [run(tmp_path, data).data.reader for data in (sharegpt, table((image, chat(*"abcd", images=1))))]
     found = [[reader.tokens(i)[0].tolist() for i in range(len(reader))] for reader in readers]
@@ -173,9 +165,7 @@ def test_a_template_that_changes_the_history_keeps_the_prompt_of_generation():
 
 def test_evaluation_with_images_of_a_run_without_is_refused(tmp_path):
     data = TURNS.remove_columns("images")
-    plain = [
-        [{"role": each["role"], "content": each["content"][-1]["text"]} for each in row] for row in data["messages"]
-    ]
+    plain = [[each | {"content": each["content"][-1]["text"]} for each in row] for row in data["messages"]]
     text = Dataset.from_dict({"messages": plain})
     with pytest.raises(ValueError, match=r"the eval dataset has the columns .*with images, and the training set has"):
         run(tmp_path, text, trainer_kwargs={"eval_dataset": TURNS})

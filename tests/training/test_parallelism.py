@@ -1,6 +1,7 @@
 """Which parallelism packing refuses, and when ranks wait for each other."""
 
 import importlib.util
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -101,37 +102,28 @@ def test_zero_3_on_cpus_is_refused_where_gathers_are_not_awaited(tmp_path, monke
     assert not is_deepspeed_zero3_enabled()
 
 
-@pytest.mark.parametrize("second", [1, "cuda:1", torch.device("cuda:1")])
+@pytest.mark.parametrize("second", [1, "cuda:1", torch.device("cuda:1"), 0, "cpu", None])
 def test_a_model_on_several_devices_is_refused(second, tiny_model):
     model = tiny_model("llama")
-    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 0, "lm_head": second}
+    model.hf_device_map = None if second is None else {"model.embed_tokens": 0, "model.layers": 0, "lm_head": second}
     message = r"(?i)a `device_map` with 2 devices.*boundaries of a pack are on one device.*Launch one process per GPU"
     for given in (model, get_peft_model(model, LoraConfig(target_modules=["q_proj"]))):
-        with pytest.raises(ValueError, match=message):
+        with nullcontext() if second in (0, "cpu", None) else pytest.raises(ValueError, match=message):
             refuse(Setup(args=ARGS, model=given))
 
 
-@pytest.mark.parametrize("device_map", [None, {"": 0}, {"model": 0, "lm_head": 0}, {"model": 0, "lm_head": "cpu"}])
-def test_a_model_on_one_device_is_not_refused(device_map, tiny_model):
-    model = tiny_model("llama")
-    model.hf_device_map = device_map
-    refuse(Setup(args=ARGS, model=model))
+WAITS = {
+    "ZeRO-1": (lambda: accelerator(**stage(1)), "step"),
+    "ZeRO-2": (lambda: accelerator(**stage(2)), "micro"),
+    "ZeRO-3": (lambda: accelerator(**stage(3)), "micro"),
+    "DDP": (lambda: accelerator(DistributedType.MULTI_GPU), "step"),
+    "DDP on CPUs": (lambda: accelerator(DistributedType.MULTI_CPU), "step"),
+    "FSDP": (lambda: accelerator(DistributedType.FSDP), "micro"),
+    "one process": (lambda: accelerator(DistributedType.NO), "micro"),
+}
 
 
-@needs_deepspeed
-@pytest.mark.parametrize("number, expected", [(0, "step"), (1, "step"), (2, "micro"), (3, "micro")])
-def test_zero_waits_in_every_micro_batch_from_stage_2(number, expected):
-    assert synchronisation(accelerator(**stage(number)), nn.Identity()) == expected
-
-
-@pytest.mark.parametrize(
-    "kind, expected",
-    [
-        (DistributedType.MULTI_GPU, "step"),
-        (DistributedType.MULTI_CPU, "step"),
-        (DistributedType.FSDP, "micro"),
-        (DistributedType.NO, "micro"),
-    ],
-)
-def test_ddp_waits_once_per_step_unless_metrics_are_gathered(kind, expected):
-    assert synchronisation(accelerator(kind), nn.Identity()) == expected
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[needs_deepspeed] * ("ZeRO" in name)) for name in WAITS])
+def test_engines_wait_once_per_step_unless_they_meet_in_every_micro_batch(name):
+    engine, expected = WAITS[name]
+    assert synchronisation(engine(), nn.Identity()) == expected

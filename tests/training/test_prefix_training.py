@@ -140,7 +140,6 @@ def test_evaluation_brings_families_together(tmp_path):
     unsorted = [
         PrefixCollator()([data[i] for i in pack])["labels"].numel() for pack in np.split(plan.order, plan.offsets[1:-1])
     ]
-    print(f"{tokens} tokens in {num_whole} packs, {rows} rows in {num_shared}, {sum(unsorted)} unsorted")
     assert rows < 0.9 * sum(unsorted) < tokens and num_shared < num_whole
     batches = list(found.get_eval_dataloader())
     assert max(batch["labels"].numel() for batch in batches) <= 4 * 96

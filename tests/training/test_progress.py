@@ -12,15 +12,14 @@ from trl_packfix.training.progress import USUAL_FORWARDS, say_deepspeed_communic
 
 
 def said(capsys, folder, model="llama", **settings) -> str:
-    run = trainer(folder, texts(), model=model, max_steps=1, logging_steps=5, **settings)
-    capsys.readouterr()
-    run.train()
+    trainer(folder, texts(), model=model, max_steps=1, logging_steps=5, **settings).train()
     return capsys.readouterr().err
 
 
 def test_progress_is_shown_on_rank_0_unless_switched_off(tmp_path, capsys):
     text = said(capsys, tmp_path, disable_tqdm=False)
-    assert "Planned packs of 40 documents" in text and "Repairing" not in text and "0:00:0" in text
+    assert "Cutting 40 rows into documents" in text and "Planned packs of 40 documents" in text
+    assert "Repairing" not in text and "0:00:0" in text
     forwards = re.findall(r"Proving isolation on LlamaForCausalLM: forward (\d+)( of about \d+)?", text)
     assert int(forwards[-1][0]) == pytest.approx(USUAL_FORWARDS, rel=0.5)  # "about"
     assert [bool(about) for count, about in forwards] == [int(count) <= USUAL_FORWARDS for count, _ in forwards]
@@ -32,14 +31,8 @@ def test_progress_is_shown_on_rank_0_unless_switched_off(tmp_path, capsys):
 
 
 def test_a_repair_names_what_is_repaired(tmp_path, capsys):
-    assert "Repairing FalconAttention on FalconForCausalLM: forward " in said(
-        capsys, tmp_path, model="falcon", disable_tqdm=False
-    )
-
-
-def test_documents_are_cut_under_a_heading(tmp_path, capsys):
-    trainer(tmp_path, texts(), disable_tqdm=False)
-    assert "Cutting 40 rows into documents" in capsys.readouterr().err
+    text = said(capsys, tmp_path, model="falcon", disable_tqdm=False)
+    assert "Repairing FalconAttention on FalconForCausalLM: forward " in text
 
 
 def test_an_error_ends_the_display(capsys):

@@ -1,12 +1,10 @@
 """What a user changes after the trainer is constructed is honoured, as in TRL, or refused."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from datasets import Dataset
 from support.models import build_tiny_model
-from support.runs import texts, trainer, weights
+from support.runs import documents_of, texts, trainer, weights
 
 pytestmark = pytest.mark.slow
 
@@ -18,22 +16,15 @@ def with_documents(run):
     documents, step = [], run.training_step
 
     def training_step(model, inputs, *args, **kwargs):
-        tokens = inputs["input_ids"]
         if run.args.packing:
-            bounds = inputs["cu_seq_lens_q"].tolist()
-            documents.extend(tokens[0, a:b].tolist() for a, b in pairwise(bounds))
+            documents.extend(tokens for tokens, _ in documents_of(inputs))
         else:
-            documents.extend(
-                row[mask.bool()].tolist() for row, mask in zip(tokens, inputs["attention_mask"], strict=True)
-            )
+            rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
+            documents.extend(tokens[mask].tolist() for tokens, mask in rows)
         return step(model, inputs, *args, **kwargs)
 
     run.training_step = training_step
     return documents
-
-
-def tokens_of(dataset):
-    return sorted(dataset["input_ids"])
 
 
 @pytest.mark.parametrize("settings", [{}, {"share_prefixes": "family"}, {"packing_strategy": "minibatch"}])
@@ -46,27 +37,22 @@ def test_a_training_set_that_is_set_before_training_is_trained(settings, tmp_pat
         each.train()
     assert torch.equal(weights(run), weights(fresh)) and run.state.max_steps == fresh.state.max_steps
     assert run.packing_report.num_rows == run.packing_report.num_documents == 25
-    rates = [
-        [entry["learning_rate"] for entry in each.state.log_history if "learning_rate" in entry]
-        for each in (run, fresh)
-    ]
-    assert rates[0] == rates[1] and len(rates[0]) == run.state.max_steps > 4
+    ours, theirs = ([entry.get("learning_rate") for entry in each.state.log_history] for each in (run, fresh))
+    assert ours == theirs and run.state.max_steps > 4
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_each_stage_trains_its_own_rows_and_steps(packing, tmp_path):
     run = trainer(tmp_path, ROWS, packing=packing, num_train_epochs=1)
     documents, prepared = with_documents(run), run.train_dataset
-    tokenised = Dataset.from_dict(
-        {"input_ids": [[7, 8, 9, 10 + i] for i in range(30)]}
-        | ({} if packing else {"labels": [[7, 8, 9, 10 + i] for i in range(30)]})
-    )
+    tokens = [[7, 8, 9, 10 + i] for i in range(30)]
+    tokenised = Dataset.from_dict({"input_ids": tokens} | ({} if packing else {"labels": tokens}))
     num_steps = []
     for stage in (prepared, prepared.select(range(10)), tokenised):
         documents.clear()
         run.train_dataset = stage
         run.train()
-        assert sorted(documents) == tokens_of(stage)
+        assert sorted(documents) == sorted(stage["input_ids"])
         num_steps.append(run.state.max_steps)
         assert run.state.global_step == run.state.max_steps
     assert num_steps[0] > 3 * num_steps[1] and len(set(num_steps)) == 3
@@ -162,13 +148,7 @@ def test_an_evaluation_set_that_is_set_later_is_evaluated(packing, tmp_path):
         run.evaluate()
 
 
-CHANGES = {
-    "share_prefixes": "family",
-    "packing_strategy": "wrapped",
-    "max_length": 32,
-    "packing": False,
-    "on_leak": "raise",
-}
+CHANGES = {"share_prefixes": "family", "packing_strategy": "wrapped", "max_length": 32, "packing": False}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -176,9 +156,7 @@ def test_a_setting_of_packing_that_is_changed_later_is_refused(name, tmp_path):
     run = trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)})
     before = getattr(run.args, name)
     setattr(run.args, name, CHANGES[name])
-    message = (
-        rf"`trainer.args` was changed.*`{name}` was {before!r} and is {CHANGES[name]!r}.*not be honoured.*Construct"
-    )
+    message = rf"`trainer.args` was changed.*`{name}` was {before!r} and is {CHANGES[name]!r}.*not be honoured.*Con"
     with pytest.raises(ValueError, match=message):
         run.train()
     if name == "packing":
@@ -199,9 +177,7 @@ def test_another_model_is_refused(packing, wraps_too, tmp_path):
     if wraps_too:
         run.model_wrapped = run.model
     for call in (run.train, run.evaluate):
-        with pytest.raises(
-            ValueError, match="`trainer.model` was set to another LlamaForCausalLM.*Construct a trainer"
-        ):
+        with pytest.raises(ValueError, match="`trainer.model` was set to another LlamaForCausalLM.*Construct a"):
             call()
     run.model = run.model_wrapped = own
     assert run.train().global_step == 1

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from support.runs import texts, trainer
 
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.parts import cut_part
 from trl_packfix.layout import layout_of
 
@@ -45,9 +43,3 @@ def test_every_part_of_a_pack_has_the_same_shapes(degree):
 
 def test_more_documents_get_the_next_multiple():
     assert STATIC(documents(*(1,) * 73))["cu_seq_lens_q"].shape == (145,)
-
-
-def test_off_changes_nothing(tmp_path):
-    run = trainer(tmp_path, texts())
-    assert run.get_train_dataloader().collate_fn is run.data_collator
-    assert run.data_collator == PackCollator(PackedDataCollator(None, run.processing_class.pad_token_id))
