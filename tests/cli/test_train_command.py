@@ -398,7 +398,9 @@ def test_a_mixture_that_cannot_be_made_is_refused(entries, settings, message, wo
 
 
 def test_the_default_of_deepspeed_is_the_config_of_the_repository():
-    assert json.loads(ZERO3.read_text()) == json.loads((ROOT / "deepspeed_configs" / "zero3.json").read_text())
+    configs = {file.stem: json.loads(file.read_text()) for file in (ROOT / "deepspeed_configs").glob("*.json")}
+    assert json.loads(ZERO3.read_text()) == configs["zero3"]
+    assert [config["data_types"] for config in configs.values()] == [{"grad_accum_dtype": "fp32"}] * 3
 
 
 @pytest.mark.parametrize("launcher", [{}, {"CROSS_SIZE": "1"}])

@@ -50,7 +50,7 @@ def test_the_peak_with_the_fused_loss(name, lora, checkpointing):
 
 
 def test_what_engines_divide():
-    """Adam and fp32 weights take 12 bytes of a parameter, and ZeRO-3 divides the weights, too."""
+    """Adam and fp32 weights take 12 bytes of a parameter, sums of gradients 4; ZeRO-3 divides the weights, too."""
     config = make_config("llama")
     sizes = count_model(config, Method(False, "ZeRO-3"))
     every = sizes.parameters
@@ -61,6 +61,10 @@ def test_what_engines_divide():
     }
     assert [peak.weights for peak in peaks.values()] == [4 * every, 2 * every, every / 4]
     assert [peak.optimizer for peak in peaks.values()] == [8 * every, 1.5 * every, 1.5 * every]
+    buckets = 4 * every, 4 * sizes.hidden**2, 4 * sizes.hidden**2
+    assert [peak.gradients for peak in peaks.values()] == [
+        n * every + bucket for n, bucket in zip((4, 0.5, 0.5), buckets, strict=True)
+    ]
     assert peaks["ZeRO-3"].gathered > 2 * sizes.hidden * sizes.vocab == 2 * 2048 * 64_000
     assert len({peak.activations for peak in peaks.values()}) == 1
 

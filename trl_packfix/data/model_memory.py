@@ -110,7 +110,7 @@ class Peak:
         head: LM head and loss; under autocast with checkpointing also the copies of weights, freed after the forward.
         layer: temporaries of the backward of one layer; with checkpointing also what is computed again.
         attention: work space of the backward of flash attention in one layer.
-        step: gradients in fp32 of the optimizer's step.
+        step: copies of gradients in the optimizer's step.
     """
 
     weights: float
@@ -351,11 +351,11 @@ def _states(sizes: ModelSizes, method: Method, gpus: int, *, casts: float) -> di
             "step": 0,
         }
     buckets = 2 * min(2 * sizes.hidden**2, trained)  # two of `reduce_bucket_size`, in bfloat16
-    states = {"gradients": 2 * trained / gpus + buckets, "optimizer": 12 * trained / gpus, "step": 4 * trained / gpus}
+    states = {"gradients": 4 * trained / gpus + buckets, "optimizer": 12 * trained / gpus}  # summed in fp32
     if method.engine == "ZeRO-2":
-        return states | {"weights": 2 * (every + adapters), "gathered": 0}
+        return states | {"weights": 2 * (every + adapters), "gathered": 0, "step": 0}
     gathered = head + min(every - head, max(REUSED, 2 * sizes.largest)) if gpus > 1 else 0
-    step = min(states["step"], 4 * SUB_GROUP)
+    step = 4 * min(trained / gpus, SUB_GROUP)
     return states | {"weights": 2 * (every + adapters) / gpus, "gathered": 2 * gathered, "step": step}
 
 
