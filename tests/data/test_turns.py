@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from support.runs import config, documents_of, trainer
 from trl_packfix import SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.samples.conversation import Conversation
-from trl_packfix.samples.said import say_if_turns_do_not_end, unended
+from trl_packfix.samples.said import unended
 
 pytestmark = pytest.mark.slow
 
@@ -309,15 +308,6 @@ def test_only_special_tokens_end_a_turn():
     assert unended([*call, tokenizer.eos_token_id], tokenizer) is None
 
 
-def test_each_of_the_first_samples_must_end(tmp_path, caplog):
-    samples = [{"labels": [-100, *CHATML(text)["input_ids"]]} for text in ("yes<|im_end|>", "no")]
-    say = partial(say_if_turns_do_not_end, name="train", tokenizer=CHATML, setting="per_turn")
-    say(samples[:1])
-    assert caplog.text == ""
-    say(samples)
-    assert "without an end-of-turn token: one ends in 'no'" in caplog.text
-
-
 def test_one_condition_makes_the_template_of_deepseek_r1_keep_the_thoughts_of_the_last_turn():
     """What docs/per_turn.md says to do."""
     if not (TEMPLATES / "deepseek_r1_distill.jinja").exists():
@@ -428,42 +418,34 @@ def test_what_has_no_turns_is_refused(name, tmp_path):
 # The command line
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("turns")
-    tokenizer_with("qwen3").save_pretrained(folder / "tokenizer")
-    rows = [*chats().to_list(), {"messages": [user("only a question")], "id": 99}]
-    Dataset.from_list(rows).to_json(folder / "chats.jsonl")
-    return folder
-
-
-def test_prepare_and_plan_count_conversations_and_turns(workplace, tmp_path, capsys):
-    num = len(turns_of(chats()))
-    words = [str(workplace / "chats.jsonl"), "--tokenizer", str(workplace / "tokenizer"), "--per-turn"]
+def test_prepare_and_plan_count_conversations_and_turns(tmp_path, capsys):
+    tokenizer_with("qwen3").save_pretrained(tmp_path / "tokenizer")
+    good = chats()
+    Dataset.from_list([*good.to_list(), {"messages": [user("only a question")], "id": 99}]).to_json(
+        tmp_path / "good.jsonl"
+    )
+    Dataset.from_list(rows_with_bad()).to_json(tmp_path / "bad.jsonl")
+    num, bad = len(turns_of(good)), len(turns_of(rows_with_bad()))
+    words = [str(tmp_path / "good.jsonl"), str(tmp_path / "bad.jsonl"), "--tokenizer", str(tmp_path / "tokenizer")]
+    words += ["--per-turn", "--bad-rows", "drop"]
     assert main(["prepare", *words, "--output", str(tmp_path / "table"), "--json"]) == 0
     said = capsys.readouterr()
     manifest = json.loads(said.out)
-    assert manifest["conversations"] == 11 and manifest["rows"] == num + 1 and manifest["settings"]["per_turn"]
-    assert manifest["documents_without_a_trained_token"] == 1 and manifest["bad_rows_dropped"] == 0
+    assert (
+        manifest["conversations"] == 19 and manifest["rows"] == num + 1 + bad - 2 and manifest["settings"]["per_turn"]
+    )
+    assert manifest["documents_without_a_trained_token"] == 1 and manifest["bad_rows_dropped"] == 2
     assert f"11, one document for each of their {num} assistant turns; 1 without an assistant turn" in said.err
-    assert main(["plan", *words, "--max-length", "512", "--json"]) == 0
-    ledger = json.loads(capsys.readouterr().out)["plans"][0]["ledger"]
-    assert ledger["given"]["documents"] == num + 1 and ledger["dropped"]["untrained"]["documents"] == 1
     table = load_from_disk(tmp_path / "table")
     assert table.column_names == ["input_ids", "labels"]
-    assert pairs(table)[:num] == [by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(chats())]
-    assert main(["prepare", *words, "--output", str(tmp_path / "text")]) == 0
-    assert f"11 conversations, one row for each of their {num} assistant turns; 1 without" in capsys.readouterr().out
-    Dataset.from_list(rows_with_bad()).to_json(tmp_path / "bad.jsonl")
-    words.insert(1, str(tmp_path / "bad.jsonl"))
-    bad = len(turns_of(rows_with_bad()))
-    assert main(["plan", *words, "--bad-rows", "drop", "--max-length", "512", "--json"]) == 0
+    assert pairs(table)[:num] == [by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(good)]
+    assert main(["plan", *words, "--max-length", "512", "--json"]) == 0
     ledger = json.loads(capsys.readouterr().out)["plans"][0]["ledger"]
-    assert ledger["given"]["documents"] == num + 1 + bad and ledger["dropped"]["bad_row"]["documents"] == 2
-    assert main(["prepare", *words, "--bad-rows", "drop", "--output", str(tmp_path / "two"), "--json"]) == 0
-    manifest = json.loads(capsys.readouterr().out)
-    assert manifest["conversations"] == 19 and manifest["bad_rows_dropped"] == 2
-    assert manifest["rows"] == num + 1 + bad - 2
+    assert ledger["given"]["documents"] == num + 1 + bad
+    assert [ledger["dropped"][reason]["documents"] for reason in ("untrained", "bad_row")] == [1, 2]
+    assert main(["prepare", *words, "--output", str(tmp_path / "text")]) == 0
+    turns = f"19 conversations, one row for each of their {num + bad - 2} assistant turns; 1 without"
+    assert turns in capsys.readouterr().out
     (tmp_path / "lengths.txt").write_text("5\n6\n")
     assert main(["plan", str(tmp_path / "lengths.txt"), "--per-turn"]) == 2
     assert "a file of 2 lengths. The turns of a conversation are not known" in capsys.readouterr().err

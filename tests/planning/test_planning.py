@@ -162,7 +162,10 @@ def test_stream_window_is_bounded_for_large_documents(case, buffer_size):
 def test_stream_displaces_documents_by_less_than_two_buffers():
     lengths = lognormal(2048, 205, 1.0, 20_000)
     order = np.random.default_rng(1).permutation(len(lengths))
-    moved = displacement(plan_stream(lengths, order, 2048, buffer_size=500), order)
+    plan = plan_stream(lengths, order, 2048, buffer_size=500)
+    moved = displacement(plan, order)
+    in_order = zip(*(np.array_split(lengths[each], 4) for each in (plan.order, order)), strict=True)
+    assert max(abs(got.mean() / given.mean() - 1) for got, given in in_order) < 0.02, "packs are in an order of length"
     assert 50 < np.percentile(moved, 99) < 2 * 500
     assert moved.max() < 4 * 500
 
