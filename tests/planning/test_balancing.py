@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import imbalance_bound
 
@@ -131,50 +131,6 @@ def test_steps_keep_their_documents_and_no_slot_is_above_the_capacity(lengths, w
         slots = np.diff(schedule.offsets).reshape(schedule.num_steps, -1)
         for sizes in slots:  # an empty rank only where documents are too few
             assert (sizes > 0).all() or sizes.max() == 1
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 10), min_size=1, max_size=6),
-    shape=st.sampled_from([(2, 2), (1, 3), (3, 2), (1, 4)]),
-    spare=st.integers(0, 4),
-    model=st.sampled_from(
-        [
-            CostModel(1.0, 0.0),
-            CostModel(1.0, 0.3),
-            CostModel(1.0, 0.1, chunks=((4, 1.0),)),
-            CostModel(1, 0, ((3, 1.0),)),
-        ]
-    ),
-    images=st.lists(st.sampled_from([0, 0, 1, 5, 30]), min_size=6, max_size=6),
-)
-@example(
-    lengths=[7, 6, 5, 7, 6, 9], shape=(1, 2), spare=0, model=CostModel(1.0, 0.0, chunks=((4, 3.0),)), images=[0] * 6
-)
-@example(lengths=[1, 1, 1], shape=(2, 2), spare=1, model=CostModel(1.0, 0.0), images=[30, 10, 10, 0, 0, 0])
-def test_no_assignment_beats_the_bound(lengths, shape, spare, model, images):
-    """Every way to put up to six documents, of which some have images, into the micro-batches of two to four ranks."""
-    lengths = np.array(lengths)[: 6 if np.prod(shape) < 6 else 5]
-    images = np.array(images, dtype=np.float64)[: len(lengths)]
-    total = model(lengths) + images
-    micro, ranks = shape
-    slots = micro * ranks
-    capacity = max(int(lengths.max()), -(-int(lengths.sum()) // slots)) + spare
-    assigned = np.stack(np.meshgrid(*[np.arange(slots)] * len(lengths), indexing="ij"), -1).reshape(-1, len(lengths))
-    costs, tokens = np.zeros((2, len(assigned), slots))
-    for document, (cost, length) in enumerate(zip(total, lengths, strict=True)):
-        rows = np.arange(len(assigned)), assigned[:, document]
-        costs[rows] += cost
-        tokens[rows] += length
-    costs = costs[tokens.max(axis=1) <= capacity].reshape(-1, micro, ranks)
-    if not len(costs):
-        return
-    best = {"micro": costs.max(axis=2).sum(axis=1).min(), "step": costs.sum(axis=1).max(axis=1).min()}
-    offsets = np.array([0] + [len(lengths)] * slots)
-    one_step = Schedule(np.arange(len(lengths)), offsets, micro, ranks)
-    for synchronisation, least in best.items():
-        bound = imbalance_bound(one_step, Units(lengths, model, images), capacity, synchronisation=synchronisation)
-        assert bound <= least / (total.sum() / ranks) + 1e-9, synchronisation
 
 
 def test_minibatches_are_balanced_within_their_steps():

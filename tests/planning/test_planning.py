@@ -1,7 +1,6 @@
 """`planning`: every document once, no pack over capacity, exact best-fit decreasing, order kept, few packs."""
 
 import itertools
-import json
 import subprocess
 import sys
 
@@ -333,20 +332,3 @@ def test_planning_needs_numpy_only():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_real_lengths(data_dir):
-    """Lengths in characters / 4 (a tokenizer would only cost time here): few packs on every file, beside bfd."""
-    files = sorted(data_dir.glob("*.jsonl"))
-    assert files
-    for file in files:
-        with file.open() as rows:
-            lengths = np.array([max(1, len(json.dumps(json.loads(row), ensure_ascii=False)) // 4) for row in rows])
-        for capacity in (2048, 8192, 32768):
-            kept = np.minimum(lengths, capacity)
-            plan, bfd = plan_packs(kept, capacity), plan_packs(kept, capacity, "bfd")
-            check(plan, kept, capacity)
-            check(bfd, kept, capacity)
-            assert plan.num_packs <= bfd.num_packs, file.name
-            if len(kept) >= 4 * plan.num_packs:
-                assert plan.num_packs <= plan.lower_bound + 1, file.name

@@ -35,11 +35,12 @@ def of_tokenizer(folder):
         (CHATS, of_file),
         (CHATS, of_tokenizer),
         (CHATS, lambda folder: {"eos_token": "<|pad|>", "pad_token": "<|im_end|>"}),
+        (CHATS, lambda folder: {"assistant_only_loss": True, "assistant_turns": "last"}),
         (PAIRS, lambda folder: {}),
         (PAIRS, lambda folder: {"completion_only_loss": False}),
         (PAIRS, lambda folder: {"eos_token": "<|pad|>"}),
     ],
-    ids=["chat", "file", "tokenizer", "tokens", "pairs", "whole pairs", "pairs, eos"],
+    ids=["chat", "file", "tokenizer", "tokens", "last", "pairs", "whole pairs", "pairs, eos"],
 )
 def test_rows_and_tokenizer_are_those_of_a_trainer(data, settings, tmp_path):
     def prepared(**settings):

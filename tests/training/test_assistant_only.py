@@ -16,7 +16,6 @@ from support.models import build_tiny_model, build_tokenizer
 from support.runs import config, documents_of
 
 from trl_packfix import SFTTrainer
-from trl_packfix.cli import main
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.recipes import Masked
 from trl_packfix.samples.row import MaskCounts
@@ -294,20 +293,6 @@ def test_per_turn_makes_samples_of_the_trained_turns_alone(tmp_path):
     assert "each of their 7 assistant turns" in line and "5 turns are not trained" in line
     last = run_of(tmp_path, ROWS, per_turn=True, assistant_only_loss=False, assistant_turns="last")
     assert len(documents(last)) == 2
-
-
-def test_prepare_honours_the_masks(tmp_path):
-    """The folder that `prepare` writes has the labels of the trainer, and its manifest says the rule."""
-    PLAIN.save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in ROWS["messages"]))
-    common = [str(tmp_path / "chats.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--assistant-only-loss"]
-    assert main(["prepare", *common, "--assistant-turns", "last", "--output", str(tmp_path / "out")]) == 0
-    made = load_from_disk(tmp_path / "out")
-    assert sorted((row["input_ids"], row["labels"]) for row in made) == sorted(
-        by_hand(row, last=True) for row in ROWS["messages"]
-    )
-    manifest = json.loads((tmp_path / "out" / "prepared.json").read_text())
-    assert manifest["settings"]["assistant_turns"] == "last" and manifest["settings"]["message_train_key"] == "weight"
 
 
 # Images
