@@ -68,17 +68,15 @@ class MixtureConfig(trl.DatasetMixtureConfig):
     def labels(self) -> list[str]:
         """For `source_column` a name for each dataset, with as many folders as make different datasets differ."""
         names = [list(source.names()) for source in self.datasets]
-        labels = [source.pop(0) for source in names]
-        while any(names):
+        while True:
             datasets_of = defaultdict(set)
-            for label, source in zip(labels, self.datasets, strict=True):
-                datasets_of[label].add(source.rows)
-            shared = [i for i, label in enumerate(labels) if len(datasets_of[label]) > 1 and names[i]]
+            for (first, *_), source in zip(names, self.datasets, strict=True):
+                datasets_of[first].add(source.rows)
+            shared = [each for each in names if len(datasets_of[each[0]]) > 1 and len(each) > 1]
             if not shared:
-                break
-            for i in shared:
-                labels[i] = names[i].pop(0)
-        return labels
+                return [first for first, *_ in names]
+            for each in shared:
+                del each[0]
 
 
 def check_types(settings: dict[str, Any], kinds: Iterable[type], where: str, *, texts: bool) -> None:

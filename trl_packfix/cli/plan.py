@@ -94,17 +94,22 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"`--{name} {' '.join(map(str, values))}` was given. It must be above 0. Set positive numbers only."
             )
+    from rich.console import Console
+
     from ..training.config import changed
     from .configs import read_run
     from .tokens import load_model_config
 
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 10_000  # a file or a pipe has none, and its lines must not be wrapped
     first = {"max_length": args.max_length, "packing_strategy": args.strategy}
     given = read_run(args, *(f"--{name}={values[0]}" for name, values in first.items() if values))
     memory.check(args, given)
     lengths = args.max_length or ([given.training.max_length] if "max_length" in given.given else [])
     model_config = load_model_config(given)
     if given.names:
-        return _plan(args, given, lengths, model_config=model_config)
+        return _plan(args, given, lengths, console=console, model_config=model_config)
     for length in lengths or [given.training.max_length]:
         config = changed(given.training, max_length=length)
         batch = config.per_device_train_batch_size
@@ -112,14 +117,18 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"memory": rows}, indent=2))
         else:
-            console = _console()
             console.print(verdict)
             _show_memory(console, rows, args, config=config)
     return 0
 
 
 def _plan(
-    args: argparse.Namespace, given: "Configs", lengths: list[int], *, model_config: "PreTrainedConfig | None"
+    args: argparse.Namespace,
+    given: "Configs",
+    lengths: list[int],
+    *,
+    console: "Console",
+    model_config: "PreTrainedConfig | None",
 ) -> int:
     from rich.console import Console
     from rich.progress import track
@@ -168,7 +177,6 @@ def _plan(
         result = {"plans": [plan.to_dict() for plan in plans], "max_length": best.max_length, "reasons": reasons}
         print(json.dumps(result | ({"memory": needed} if needed else {}), indent=2))
     else:
-        console = _console()
         console.print("Recommended: " + "\n  ".join([*reasons[:2], verdict, *reasons[2:]]) + "\n")
         _show(console, plans, best)
         if needed:
@@ -181,15 +189,6 @@ def _configs(given: "Configs", lengths: "Sequence[int]", strategies: "Sequence[s
 
     pairs = product(lengths, strategies)
     return [changed(given.training, max_length=length, packing_strategy=strategy) for length, strategy in pairs]
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    plain: dict[str, Any] = {"highlight": False, "markup": False}
-    console = Console(**plain)
-    # a file or a pipe has no width, and its lines must not be wrapped
-    return console if console.is_terminal else Console(width=10_000, **plain)
 
 
 def _show_memory(

@@ -64,12 +64,9 @@ def tokenised(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, confi
     for name in masks:
         TokenReader(dataset.select_columns(["input_ids", name]))  # raises if the mask has another length
     if masks:
-        dataset = dataset.map(
-            Cached(_labels),
-            fn_kwargs={"masks": masks},
-            num_proc=config.dataset_num_proc,
-            desc=f"Building labels of {' and '.join(masks)}",
-        )
+        what = f"Building labels of {' and '.join(masks)}"
+        given = {"masks": masks}
+        dataset = dataset.map(Cached(_labels), fn_kwargs=given, num_proc=config.dataset_num_proc, desc=what)
     names = ("input_ids", "labels", "seq_lengths", BAD_ROW, config.weight_column, config.source_column)
     return dataset.select_columns([name for name in names if name in dataset.column_names])
 
@@ -106,7 +103,18 @@ def read_documents(run: Configs, tokenizer: str | None) -> Rows:
             lengths_in_file = None if run.mixture.datasets else read_lengths(Path(name))
         if lengths_in_file is not None:
             check_split(name, run.script.dataset_train_split)
-            _check_lengths(name, len(lengths_in_file), config)
+            if config.per_turn:
+                raise ValueError(
+                    f"`--per-turn` was given with `{name}`, a file of {len(lengths_in_file):,} lengths. The turns of a "
+                    "conversation are not known from its length. Give the conversations and a tokenizer, or omit "
+                    "`--per-turn`."
+                )
+            if config.share_prefixes != "off":
+                raise ValueError(
+                    f"`--share-prefixes {config.share_prefixes}` was given with the lengths of "
+                    f"{len(lengths_in_file):,} documents. Which of them begin alike is known from their tokens. Give a "
+                    "dataset, or set `--share-prefixes off`."
+                )
             lengths.append(lengths_in_file)
             continue
         rows, what = load_part(run, name), "rows of tokens"
@@ -142,19 +150,6 @@ def load_part(run: Configs, name: str) -> Dataset:
     if run.mixture.datasets:
         return load_mixture(run.mixture, run.training.seed, run.training.source_column)["train"]
     return load_rows(name, run.script.dataset_train_split, run.script.dataset_config)
-
-
-def _check_lengths(name: str, num: int, config: SFTConfig) -> None:
-    if config.per_turn:
-        raise ValueError(
-            f"`--per-turn` was given with `{name}`, a file of {num:,} lengths. The turns of a conversation are not "
-            "known from its length. Give the conversations and a tokenizer, or omit `--per-turn`."
-        )
-    if config.share_prefixes != "off":
-        raise ValueError(
-            f"`--share-prefixes {config.share_prefixes}` was given with the lengths of {num:,} documents. Which of "
-            "them begin alike is known from their tokens. Give a dataset, or set `--share-prefixes off`."
-        )
 
 
 def joined(tables: Sequence[Dataset]) -> Dataset:

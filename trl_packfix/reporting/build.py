@@ -1,7 +1,6 @@
 """Make the report of a run: count what packing did with the documents."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -9,7 +8,6 @@ from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
 from ..data.stream import PackedStream
 from ..data.stream_state import StreamCounts
-from ..planning.packing import Packing
 from ..planning.schedule import imbalance, rank_costs
 from .packs import first_packs
 from .parts import ImageNumbers, LengthHistogram, SharedPacks
@@ -39,7 +37,7 @@ def make_report(planner: EpochPlanner, reader: Rows, *, unpacked_counts_first: b
     if unpacked_counts_first:
         divisor += int(reader.count_labels(documents.row, documents.start, documents.start + 1).sum())
     return PackingReport(
-        **_settings(packing),
+        **{name: getattr(packing, name) for name in SETTINGS},
         num_rows=len(reader),
         num_documents=len(documents),
         num_tokens=int(lengths.sum()),
@@ -76,7 +74,7 @@ def make_stream_report(
     counts, packing = counts or StreamCounts(), stream.packing
     parallel = packing.parallel
     return PackingReport(
-        **_settings(packing),
+        **{name: getattr(packing, name) for name in SETTINGS},
         num_documents=counts.documents,
         num_tokens=counts.tokens,
         num_trained_tokens=counts.trained_tokens,
@@ -89,10 +87,6 @@ def make_stream_report(
         images=ImageNumbers.of_stream(stream, counts),
         ledger=counts.ledger,
     )
-
-
-def _settings(packing: Packing) -> dict[str, Any]:
-    return {name: getattr(packing, name) for name in SETTINGS}
 
 
 def _padding_efficiency(lengths: np.ndarray, batch_size: int) -> float:

@@ -221,6 +221,4 @@ def _parts(
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> str:
-    text = tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str)  # of one row
-    return text
+    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -29,18 +29,14 @@ INK, QUIET = "#222222", "#8c8c8c"
 DPI = 110
 EMPTY: dict[str, Any] = {"facecolor": "none", "edgecolor": QUIET, "linewidth": 0}
 BOX: dict[str, Any] = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+THOUSANDS = "{x:,.0f}"  # of ticks
 PALE = 0.30  # opacity of untrained tokens
 MIN_LABELLED, MIN_BOUNDED = 1 / 45, 1 / 250  # of the capacity: narrower documents get no number, no line before them
 BLOCKS_IN_MASK = 6  # preferred number of visible blocks: fewer show little, more cannot be distinguished
 
 
 def plot_report(report: "PackingReport", path: str | Path | None = None) -> "Figure":
-    """Four panels about one plan, saved to `path` if one is given, in the format of its suffix.
-
-    Raises:
-        ValueError: the report has no packs, because it is of a stream or was read from a file.
-        ImportError: matplotlib is not installed.
-    """
+    """Four panels about one plan, saved to `path` if one is given, in the format of its suffix."""
     if report.sample is None or report.lengths is None:
         raise ValueError(
             f"The report of a run with strategy {report.strategy!r} was given without its first packs. The packs of a "
@@ -111,7 +107,7 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
     axes.set_yticks(range(len(sample.packs)), [pack.place for pack in sample.packs])
     if report.accumulation > 1:
         axes.set_ylabel("step.micro-batch")
-    axes.xaxis.set_major_formatter(_thousands)
+    axes.xaxis.set_major_formatter(THOUSANDS)
     axes.set_title(_packs_title(report), loc="left", fontsize=11)
     keys = [
         Patch(facecolor=INK, label="trained (tall)"),
@@ -136,10 +132,6 @@ def _packs_title(report: "PackingReport") -> str:
         f"{report.num_documents:,} documents in {report.num_packs:,} packs ({report.strategy}), "
         f"{report.efficiency:.1%} full{shared}{divided}{padded}"
     )
-
-
-def _thousands(value: float, _: float) -> str:
-    return f"{value:,.0f}"
 
 
 def _draw_mask(axes: "Axes", sample: "PlanSample") -> None:
@@ -171,7 +163,7 @@ def _draw_mask(axes: "Axes", sample: "PlanSample") -> None:
     axes.set_yticks(labelled, [f"{start:,}" for start in labelled], fontsize=8)
     axes.set_aspect("equal", adjustable="box")
     axes.xaxis.set_major_locator(MaxNLocator(3))
-    axes.xaxis.set_major_formatter(_thousands)
+    axes.xaxis.set_major_formatter(THOUSANDS)
     axes.set_title(f"attention in {pack.place}:\n{computed:.0%} of the causal triangle", loc="left", fontsize=11)
 
 
@@ -216,7 +208,7 @@ def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: LengthHistog
         decades = np.log10(high / low)
         wide = LogLocator(subs=(1.0,) if decades > 2 else (1.0, 2.0, 5.0))
         axis.set_major_locator(MaxNLocator(6, integer=True) if decades < 1 else wide)
-        axis.set_major_formatter(_thousands)
+        axis.set_major_formatter(THOUSANDS)
         axis.set_minor_formatter(NullFormatter())
     lengths = f"median {histogram.median:,}, longest {histogram.longest:,}"
     axes.set_title(f"lengths of {report.ledger.given.documents:,} documents: {lengths}", loc="left", fontsize=11)
