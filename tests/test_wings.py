@@ -209,9 +209,9 @@ def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, 
 BY_POSITION = {
     "planning": "strategies.plan_packs",
     "attention": """exchange.forward flash.backward flash.flash_on_cuda flash.forward kernels.attend_by_document
-        kernels.attend_on_cpu kernels.attend_on_cuda kernels.math_attention mixers.convolve mixers.from_states
+        kernels.attend_on_cpu kernels.attend_on_cuda kernels.math_attention mixers.convolve
         mixers.scan_channels mixers.scan_chunks mixers.scan_delta runs.attend_shared_on_cpu
-        runs.attend_shared_on_cuda tower_attention._check tower_attention.tower_attention varlen.varlen_attention""",
+        runs.attend_shared_on_cuda tower_attention.tower_attention varlen.varlen_attention""",
     "samples": "recipes.map",
     "data": "model_memory._saved_attention",
     "isolation": """axes.note check_step.check_step packed_model.__init__ packed_rows.__init__ ties.__torch_dispatch__

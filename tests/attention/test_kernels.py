@@ -101,7 +101,7 @@ def test_kernels_with_boundaries_need_no_read_of_the_host(tmp_path):
     rows = {row["type"]: row for row in rows_of("on_kernels.py", tmp_path, "reads", "lfm2", "bamba", "jamba")}
     for name, row in rows.items():
         ours = {place: number for place, number in row["reads"].items() if not place.startswith("transformers/")}
-        assert ours == ({"attention/packed_forward.py:bounds_on_host": 1.0} if name == "jamba" else {}), row
+        assert ours == ({"attention/packed_forward.py:bounds": 1.0} if name == "jamba" else {}), row
         assert CONVOLUTION in row["calls"] and row["repaired"] == [] and row["silent"] == [], row
 
 

@@ -44,7 +44,7 @@ def packed_model(model, **settings):
 
 def functions(model):
     """The modules and names of the functions that are replaced, and what is there now."""
-    found = MixerNames(model, lambda: None)
+    found = MixerNames(model)
     return {(names["__name__"], name): names[name] for names, name in found.places}
 
 
@@ -207,12 +207,10 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
     right, right_stretches = mixer_prefixes.levels_of, mixers._stretches
 
     def wrong(running):
-        found = right(running)
-        first = found.levels[1]  # all its pieces get the state that most of them need, or none
+        levels, place = right(running)
+        first = levels[1]  # all its pieces get the state that most of them need, or none
         most = first.parents.mode().values.expand_as(first.parents)
-        first = replace(first, parents=most if fault == "parents" else None)
-        levels = [found.levels[0], first, *found.levels[2:]]
-        return replace(found, levels=levels)
+        return [levels[0], first._replace(parents=most if fault == "parents" else None), *levels[2:]], place
 
     def without_prefix(running, *given, device):
         alone = replace(running, kv_index=None, cu_seq_lens_k=running.cu_seq_lens_q, derived={})
@@ -273,7 +271,7 @@ def test_deep_branches_need_few_calls(num_turns):
         pack = PackedForward(**bounds, **layout.attention())
         out = run(pack, batch["input_ids"][0])[torch.cat(own)]
         found = torch.autograd.grad((out * weights).sum(), leaf)[0]
-    levels = mixer_prefixes.levels_of(pack).levels
+    levels = mixer_prefixes.levels_of(pack)[0]
     assert len(levels) == num_turns or num_turns > mixer_prefixes.MAX_LEVELS
     assert 1 < len(levels) <= mixer_prefixes.MAX_LEVELS and len(calls) <= 2 * len(levels)
     assert (out - alone).abs().max() < 1e-13 and (found - expected).abs().max() < 1e-12 < expected.abs().max()

@@ -88,7 +88,7 @@ PACKS = st.lists(TOKENS, min_size=2, max_size=9)
 def short_tiles():
     """So that the runs of these tests have several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "FLASH_TILE", 4)
+        patch.setattr(flash, "FLASH_TILE", 4)
         patch.setattr(flash, "CUDA_DTYPES", (torch.bfloat16, torch.float16, torch.float64))
         yield
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.strict_varlen import StrictVarlen
 from support.vision import build_model, examples_of
-from test_tower_division import call_of_tower, leaves
+from test_image_parts import call_of_tower, leaves
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel

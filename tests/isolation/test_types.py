@@ -106,7 +106,7 @@ class Kept(torch.nn.Module):
 def test_documents_of_a_type_are_what_they_are_alone(model_type):
     wanted = (TYPES | NEW)[model_type]
     model, pristine = zoo.build_model(model_type), zoo.build_model(model_type)
-    names = MixerNames(model, lambda: None).names
+    names = MixerNames(model).names
     assert all(name.startswith("modeling_") for name in names)
     assert {name.partition(".")[2] for name in names} == wanted.mixers, names
     weights = {name: value.clone() for name, value in model.state_dict().items()}

@@ -332,7 +332,7 @@ def test_balance_knows_the_cost_of_pieces():
                 i = pieces.order[first + place]
                 exact[i] = quadratic([len(tokens[i])])[0] - quadratic([s])[0]
         if name == "rows":
-            by_rows = vars(plan)["_pieces"] = replace(pieces)
+            by_rows = vars(plan)["_units"] = replace(pieces)
             by_rows._costs[1] = quadratic(pieces.rows)
         schedule = plan.schedule(0)
         waiting[name] = imbalance(schedule, exact, "micro") - 1

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_map_only
 from transformers import TrainerCallback
 
 from trl_packfix import compat
-from trl_packfix.attention import exchange, forwards, mixer_prefixes, mixers, tower_division, varlen
+from trl_packfix.attention import exchange, forwards, image_parts, mixer_prefixes, mixers, varlen
 from trl_packfix.attention.exchange import HeadExchange
+from trl_packfix.attention.image_parts import TowerDivision
 from trl_packfix.attention.packed_forward import PackedForward, running_forward
-from trl_packfix.attention.tower_division import TowerDivision
 from trl_packfix.data import image_collator, pack_collator, stream
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.image_collator import PackedImages
@@ -264,8 +264,8 @@ def images_of_last_turns(right, self, turn, processor):
 
 def without_parents(right, pack):
     """Behind a shared image the recurrent layers of a hybrid begin anew."""
-    found = right(pack)
-    return replace(found, levels=[replace(level, parents=None) for level in found.levels])
+    levels, place = right(pack)
+    return [level._replace(parents=None) for level in levels], place
 
 
 class Begins(TrainerCallback):
@@ -335,9 +335,7 @@ TRAINING: dict[str, Fault] = {
     # Ranks add the sums of sources as each has numbered them, and not by their names
     "sources_as_met": changed(TrainingTotals, "_agree_on_sources", lambda right, self, own: right(self, sorted(own))),
     # The images of a pack get no gradients. The proof of a degree compares states only
-    "features_without_gradients": changed(
-        tower_division, "exchange_pieces", lambda right, *given: right(*given).detach()
-    ),
+    "features_without_gradients": changed(image_parts, "exchange_pieces", lambda right, *given: right(*given).detach()),
     # Models that ranks divide
     "counted_twice": changed(
         TrainingTotals, "gather", lambda right, self, accelerator, copies: right(self, accelerator)

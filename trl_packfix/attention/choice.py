@@ -37,14 +37,7 @@ INSTALL = "pip install flash-attn --no-build-isolation"  # with build isolation 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The attention implementation for packed batches.
-
-    Attributes:
-        name: as in `config._attn_implementation`.
-        is_flash: whether it runs on flash attention kernels.
-        previous: the implementation that the model had before.
-        reason: why this one was chosen.
-    """
+    """The attention implementation for packed batches, as in `config._attn_implementation`, and the one before."""
 
     name: str
     is_flash: bool
@@ -63,14 +56,10 @@ def choose_attention(
 ) -> AttentionChoice:
     """Choose the attention implementation for packed batches of the model, or of its text part; change nothing.
 
-    A model with its own attention code, which does not use transformers' attention interface, keeps it; `reason` says
-    so. The leak probe then tests whether its documents stay isolated.
-
     Args:
-        model: a transformers model, with or without PEFT.
         dtype: the dtype that reaches the kernel: that of autocast or of the engine, if it differs from the weights'.
-        device_type: "cuda", "cpu", "mps", ...: where the model will train, if it is not there yet.
-        refusals: implementations that cannot compute this model, with the reason; they are not chosen.
+        device_type: where the model will train, if it is not there yet.
+        refusals: implementations that cannot compute this model, with the reason.
         needs_varlen: what only packfix_varlen does and this run needs, as the end of a sentence ("does not exchange
             tokens between ..."); it is then chosen instead of the user's flash attention.
 
@@ -119,10 +108,8 @@ def default_attention(model: nn.Module) -> str:
 
 
 def activated_in_torch() -> str | None:
-    """What the user put in the place of torch's FlashAttention-2 kernels, such as "FA3"; None if nothing.
-
-    `flash.CudaKernel` calls the same operators and runs on it. torch 2.10 has no such switch.
-    """
+    """What the user put in the place of torch's FlashAttention-2 kernels, such as "FA3"; None if nothing."""
+    # torch 2.10 has no such switch
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return None if current is None else current()
 
@@ -153,13 +140,11 @@ def _path_to(config: PreTrainedConfig, target: PreTrainedConfig) -> list[str]:
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Dimensions of the widest attention head that a text config describes; 0 if it does not say.
-
-    Layers may override fields of the config, as the full layers of Gemma 4 do. MLA adds the two parts of its queries.
-    """
+    """Dimensions of the widest attention head that a text config describes; 0 if it does not say."""
     sizes = [0]
     for layer in layer_configs(config):
         fields = {name: n for name, n in vars(layer).items() if HEAD_DIM.search(name) and isinstance(n, int)}
+        # MLA adds the two parts of its queries
         sizes += [*fields.values(), fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0)]
         heads = getattr(layer, "num_attention_heads", None)
         if not fields and isinstance(heads, int) and heads > 0:
@@ -205,11 +190,15 @@ def _choose_on_cuda(
     fits_fa2 = takes_fa2 and not has_sinks and old_gpu is None and widest <= MAX_CUDA_HEAD_DIM
     obstacles, remedies = _obstacles(config, widest)
     if is_flash_attn_2_available() and fits_fa2 and not refused and needs_varlen is None:
-        problem = _setting_problem(model, "flash_attention_2", previous)
-        if problem is None:
+        try:
+            set_attention(model, "flash_attention_2")
             reason = "flash-attn is installed and the model supports it"
             return AttentionChoice("flash_attention_2", True, previous, reason)
-        refused = f"; flash_attention_2 cannot be used: {problem}"
+        except (ImportError, OSError, ValueError) as error:  # built for another torch; refused by the model's config
+            refused = f"; flash_attention_2 cannot be used: {' '.join(str(error).split())}"
+        finally:
+            if own_attention(model) != previous:
+                set_attention(model, previous)
 
     if not obstacles:
         active = activated_in_torch()
@@ -239,15 +228,3 @@ def _obstacles(config: PreTrainedConfig, widest: int) -> tuple[list[str], list[s
             f"heads have up to {widest} dimensions and the kernels take {MAX_CUDA_HEAD_DIM} (narrower layers use them)"
         )
     return obstacles, remedies
-
-
-def _setting_problem(model: PreTrainedModel, name: str, previous: str) -> str | None:
-    """Why transformers refuses to set this implementation; None if it does not. The model keeps `previous`."""
-    try:
-        set_attention(model, name)
-    except (ImportError, OSError, ValueError) as error:  # built for another torch; refused by the model's config
-        return " ".join(str(error).split())
-    finally:
-        if own_attention(model) != previous:
-            set_attention(model, previous)
-    return None

@@ -29,9 +29,6 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
     """Make the process groups of these degrees: aligned neighbours, such as ranks 0-3 and 4-7 for degree 4.
 
     All ranks must call it with the same degrees, before the first exchange. Groups that exist are kept.
-
-    Raises:
-        ValueError: the number of ranks is not a multiple of a degree.
     """
     for degree in sorted(set(degrees)):
         if degree == 1 or _group(degree) is not None:
@@ -55,11 +52,7 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
 
 
 def group_of(degree: int) -> dist.ProcessGroup:
-    """The process group of this rank.
-
-    Raises:
-        RuntimeError: `make_groups` was not called with this degree.
-    """
+    """The process group of this rank."""
     group = _group(degree)
     if group is None:
         raise RuntimeError(
@@ -75,11 +68,7 @@ def _group(degree: int) -> Any:
 
 
 class HeadExchange:
-    """The exchanges before and after one attention call, for tensors of H query heads and G key/value heads.
-
-    Attributes:
-        heads: slice of the query heads that this rank computes.
-    """
+    """The exchanges before and after one attention call, for tensors of H query heads and G key/value heads."""
 
     def __init__(self, num_heads: int, num_key_heads: int, degree: int):
         self.group = group_of(degree)
@@ -88,12 +77,7 @@ class HeadExchange:
         self._queries_per_key = num_heads // num_key_heads
         self.heads, self._key_heads = self._ranges[index]
 
-    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`exchange` for the three tensors of attention."""
-        query, key, value = self.exchange([query], [key, value])
-        return query, key, value
-
-    def exchange(self, queries: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
+    def to_heads(self, queries: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
         """Exchange tokens for heads: (1, H, T / s, D) and (1, G, T / s, D) -> (1, own heads, T, D), in this order.
 
         Keys and values (`keys`) come with the heads that the own queries read. If a group of queries that share a key
@@ -137,9 +121,6 @@ class HeadExchange:
 def head_ranges(num_heads: int, num_key_heads: int, degree: int) -> list[tuple[slice, slice]]:
     """For each member of a group, the query heads that it computes and the key heads that they read.
 
-    Raises:
-        ValueError: there are fewer query heads than ranks.
-
     >>> head_ranges(6, 3, 4)[1]
     (slice(1, 3, None), slice(0, 2, None))
     """
@@ -169,9 +150,6 @@ def exchange_halo(rows: Tensor, width: int, degree: int) -> Tensor:
     """The last `width` rows of the part before this one: (1, T / s, C) -> (1, width, C).
 
     The first part gets those of the last one, and does not read them.
-
-    Raises:
-        ValueError: a part has fewer rows.
     """
     if rows.shape[1] < width:
         raise ValueError(

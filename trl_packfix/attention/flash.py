@@ -6,9 +6,9 @@ are merged, and sinks are added.
 T tokens, H query heads, G key/value heads, D head dimension.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,8 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from .kernel_errors import KernelError
 
-CUDA_VARLEN_TORCH = (2, 10)  # the first torch whose FlashAttention-2 varlen kernels take windows
 CUDA_DTYPES, MAX_CUDA_HEAD_DIM = (torch.bfloat16, torch.float16), 256  # of FlashAttention-2
+# Queries of a call on the CPU. A window of w costs w + 64 keys per query; 64 was the fastest of 64 to 1024 for windows
+# of 128 to 1024 tokens.
+FLASH_TILE = 64
 
 
 # With torch.compile the environment is looked at once, not in every layer.
@@ -31,9 +33,6 @@ def cuda_varlen_problem() -> str | None:
 
 @lru_cache(maxsize=1)  # every layer asks
 def _environment_problem() -> str | None:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < CUDA_VARLEN_TORCH:
-        return f"torch {torch.__version__} is older than {'.'.join(map(str, CUDA_VARLEN_TORCH))}"
     if torch.version.hip is not None:
         return f"torch {torch.__version__} is built for ROCm, where its varlen kernels are not tested"
     if not torch.backends.cuda.is_flash_attention_available():
@@ -49,15 +48,70 @@ def capability_problem() -> str | None:
 
 
 class FlashKernel(Protocol):
-    """A flash kernel: its forward, and its backward with a given output and log-sum-exp."""
+    """A flash kernel: its output (1, H, T, D) with the log-sum-exp (1, H, T), and from both the gradients."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(output (1, H, T, D), log-sum-exp of the logits (1, H, T))."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of queries, keys and values."""
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Run(NamedTuple):
+    """Rows of a document, and their keys: places in `kv_index`, or the same rows where documents are whole."""
+
+    rows: slice
+    keys: slice
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def num_keys(self) -> int:
+        return self.keys.stop - self.keys.start
+
+    @property
+    def before(self) -> int:
+        """Keys before the first row."""
+        return self.num_keys - self.num_rows
+
+
+def flash_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    runs: Iterable[Run],
+    kv_index: Tensor | None,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention of each run to its keys, of which those before its rows are looked up in `kv_index`."""
+
+    @cache
+    def mask(num_queries: int, num_keys: int) -> Tensor:
+        hidden = ~visible_keys(num_queries, num_keys, window, device=query.device)
+        return query.new_zeros(num_queries, num_keys).masked_fill_(hidden, float("-inf"))
+
+    value_dim = value.shape[-1]
+    query, key, value = pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
+    causal, full = CpuFlash(scale, True), CpuFlash(scale, False)
+    calls = []
+    for run in runs:
+        row, before = run.rows.start, run.before
+        keys: Any = run.keys if kv_index is None else kv_index[run.keys]
+        if window is None or run.num_keys <= window:
+            calls.append(FlashCall(run.rows, run.rows, causal))
+            if before:
+                calls.append(FlashCall(run.rows, keys[:before], full, merges=True))
+            continue
+        for start, stop, first in tiles(run.num_rows, window, FLASH_TILE, before=before):
+            seen = slice(row + first - before, row + stop) if first >= before else keys[first : before + stop]
+            kernel = CpuFlash(scale, False, mask(stop - start, before + stop - first))
+            calls.append(FlashCall(slice(row + start, row + stop), seen, kernel))
+    return FlashAttention.apply(query, key, value, sinks, FlashCalls(calls))[..., :value_dim]
 
 
 def flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel) -> Tensor:
@@ -196,19 +250,6 @@ def _add(total: Tensor, places: slice | Tensor, part: Tensor) -> None:
         total.index_add_(2, places, part.to(total.dtype))
 
 
-class WindowMasks(dict[tuple[int, int], Tensor]):
-    """Additive masks of tiles by (queries, keys). They are small, one per shape of tile."""
-
-    def __init__(self, window: int | None, like: Tensor):
-        super().__init__()
-        self.window, self.like = window, like
-
-    def __missing__(self, shape: tuple[int, int]) -> Tensor:
-        hidden = ~visible_keys(*shape, self.window, device=self.like.device)
-        self[shape] = self.like.new_zeros(shape).masked_fill_(hidden, float("-inf"))
-        return self[shape]
-
-
 @dataclass(frozen=True)
 class CudaKernel:
     """FlashAttention-2 varlen on CUDA, all documents in one launch.
@@ -232,7 +273,6 @@ class CudaKernel:
         return {"scale": self.scale, "window_size_left": left, "window_size_right": 0 if self.is_causal else -1}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(output (1, H, T, D), log-sum-exp of the logits (1, H, T))."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
         is_causal = self.is_causal and self.window is None
         out, lse, *_ = torch.ops.aten._flash_attention_forward(

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from ..compat import run_hooks_inside_adapters
 from ..layout import LAYOUT, Layout, layout_of
-from .decoder_inputs import cut_to_part
 from .exchange import group_of
+from .image_parts import TowerDivision, cut_to_part, divide, outermost
 from .mixers import MixerNames
 from .models import backbone, base_model, has_attention, text_config, towers
 from .packed_forward import (
@@ -31,9 +31,7 @@ from .packed_forward import (
     entered,
     leave,
     running_forward,
-    running_pack,
 )
-from .tower_division import TowerDivision, divide, outermost
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a module, by position and by name
 OF_WRAPPER = "checkpoint_fn"  # of torch's `CheckpointWrapper`, which FSDP puts around modules
@@ -71,13 +69,9 @@ def _in_forward(running: PackedForward, function: Callable[..., Any], *args: Any
 
 
 class ModelHooks(ABC):
-    """Base of classes that add hooks to a model: `install()` adds them, `remove()` removes them, in turns.
+    """Base of classes that add hooks to a model: `install()` adds them, `remove()` removes them, in turns."""
 
-    Attributes:
-        fed: modules to which the hooks give packs in forwards of the model that are not packed.
-    """
-
-    fed: Sequence[nn.Module] = ()
+    fed: Sequence[nn.Module] = ()  # to which the hooks give packs in forwards of the model that are not packed
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -98,9 +92,8 @@ class ModelHooks(ABC):
 def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
     """Mark forwards of the model that get `cu_seq_lens_q` as packed: no (T, T) mask is built in them.
 
-    A packed forward raises ValueError if it also gets an `attention_mask`, `past_key_values` or `use_cache=True` (the
-    config's default if none is given), more than one row, or boundaries that contradict each other. This works with
-    every attention implementation. Call `remove()` on the result to end it.
+    A packed forward raises ValueError if it also gets a mask, a cache, several rows or contradicting boundaries. Call
+    `remove()` on the result to end it.
     """
     run_hooks_inside_adapters(model)
     guard = PackedForwardGuard(base_model(model))
@@ -109,15 +102,7 @@ def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
 
 
 class PackedForwardGuard(ModelHooks):
-    """The pair of hooks behind `mark_packed_forwards`.
-
-    Args:
-        fed: more modules that get packs, see `ModelHooks`.
-
-    Attributes:
-        ignores_masks: see `PackedForward`.
-        mixers: the functions of the model's mixers that are replaced while packs run.
-    """
+    """The hooks behind `mark_packed_forwards`."""
 
     def __init__(self, model: PreTrainedModel, fed: Sequence[nn.Module] = ()):
         super().__init__()
@@ -126,7 +111,7 @@ class PackedForwardGuard(ModelHooks):
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
         self._layers: list[nn.Module] = []
         self._has_wrappers = False
-        self.mixers = MixerNames(model, running_pack)
+        self.mixers = MixerNames(model)
         self._recorded: PackedForward | None = None  # the running forward, if no other guard recorded it
         self._divisions: list[TowerDivision | None] = []  # per running call of a tower
 

@@ -16,8 +16,8 @@ Shapes: T tokens, N documents, H query heads, G key/value heads (H a multiple of
     query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Required, TypedDict, Unpack
 
 import torch
@@ -26,12 +26,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .flash import (
-    CpuFlash,
     CudaKernel,
-    FlashAttention,
     FlashCall,
     FlashCalls,
-    WindowMasks,
+    Run,
+    flash_on_cpu,
     flash_on_cuda,
     kernel_head_dim,
     pad_head_dim,
@@ -41,90 +40,55 @@ from .flash import (
 from .packed_forward import PackedForward
 from .rows import Axes, DocumentRows
 
-# Queries per tile. A window of w costs w + 64 keys per query; 64 was the fastest of 64 to 1024 for windows of 128 to
-# 1024 tokens. Plain torch is faster with fewer, larger matrix products.
-FLASH_TILE, MATH_TILE = 64, 256
+MATH_TILE = 256  # queries of a tile in plain torch, which is faster with fewer, larger matrix products
 HEADS = Axes((2,), 0)  # of (rows, heads, tokens, head dim)
 
 
 class Options(TypedDict, total=False):
-    """What changes attention besides its tensors.
+    """What changes attention besides its tensors."""
 
-    Keys:
-        scale: factor of the logits.
-        window: each token attends to so many, up to itself; None: to all of its document before it.
-        dropout: of the weights.
-        softcap: bounds the logits to softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118).
-        sinks: one more logit per head, (H,), which takes part in the softmax and has no value (arXiv 2309.17453,
-            gpt_oss).
-    """
-
-    scale: Required[float]
-    window: int | None
-    dropout: float
-    softcap: float | None
-    sinks: Tensor | None
+    scale: Required[float]  # factor of the logits
+    window: int | None  # each token attends to so many, up to itself; None: to all of its document before it
+    dropout: float  # of the weights
+    softcap: float | None  # logits become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118)
+    sinks: Tensor | None  # (H,): a logit per head that takes part in the softmax, without a value (arXiv 2309.17453)
 
 
 # Not compiled: the loop over documents would be recompiled for every number of documents.
 @torch.compiler.disable
 def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], **options: Unpack[Options]) -> Tensor:
-    """Causal attention within each document (`lengths`, in tokens, sum T).
-
-    >>> q = k = v = torch.randn(1, 2, 5, 4)
-    >>> together = attend_on_cpu(q, k, v, [3, 2], scale=0.5)
-    >>> second = attend_on_cpu(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], [2], scale=0.5)
-    >>> torch.allclose(together[:, :, 3:], second)
-    True
-    """
+    """Causal attention within each document (`lengths`, in tokens, sum T)."""
     window, sinks = only_if_shorter(options.get("window"), max(lengths)), options.get("sinks")
-    scale, dropout, is_plain = options["scale"], options.get("dropout", 0.0), window is None and sinks is None
+    scale, dropout, softcap = options["scale"], options.get("dropout", 0.0), options.get("softcap")
+    is_plain = window is None and sinks is None
+    if softcap is None and not is_plain and not dropout:
+        documents = [slice(*bounds) for bounds in pairwise(accumulate(lengths, initial=0))]
+        runs = [Run(document, document) for document in documents]
+        return flash_on_cpu(query, key, value, runs=runs, kv_index=None, scale=scale, window=window, sinks=sinks)
     # flash needs one head dim: padding with zeros changes no logit, and the padded values are cut off below
-    value_dim = value.shape[-1]
+    value_dim, gqa, options["window"] = value.shape[-1], query.shape[1] != key.shape[1], window
     query, key, value = pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
+    outs = []
     # split, not slices: the backward of each slice would allocate a gradient of the whole row
-    documents = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    if options.get("softcap") is not None or (dropout > 0 and not is_plain):
-        options["window"] = window
-        outs = [tile for q, k, v in documents for tile in _math_tiles(q, k, v, **options)]
-    elif is_plain:
-        gqa = query.shape[1] != key.shape[1]
-        outs = [
-            F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=gqa)
-            for q, k, v in documents
-        ]
-    else:
-        calls = FlashCalls([*_document_calls(lengths, window, scale, masks=WindowMasks(window, query))])
-        outs = [FlashAttention.apply(query, key, value, sinks, calls)]
+    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
+        if softcap is None and is_plain:
+            out = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=gqa
+            )
+        else:
+            out = math_in_tiles(q, k, v, **options)
+        outs.append(out)
     # token-major, as the output projection reads it: the transpose is contiguous
     return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2)[..., :value_dim]
 
 
-def _document_calls(lengths: list[int], window: int | None, scale: float, *, masks: WindowMasks) -> Iterator[FlashCall]:
-    """One call per document, or per tile of queries if it is longer than the window."""
-    start = 0
-    for length in lengths:
-        if window is None or length <= window:
-            document = slice(start, start + length)
-            yield FlashCall(document, document, CpuFlash(scale, True))
-        else:
-            for first, stop, first_key in tiles(length, window, FLASH_TILE):
-                queries, keys = slice(start + first, start + stop), slice(start + first_key, start + stop)
-                yield FlashCall(queries, keys, CpuFlash(scale, False, masks[stop - first, stop - first_key]))
-        start += length
-
-
 class Launch(NamedTuple):
-    """What one launch of FlashAttention-2 computes.
+    """What one launch of FlashAttention-2 computes: boundaries and longest of queries and of keys, and their rows.
 
-    Attributes:
-        cu_seq_lens: boundaries of queries and of keys, int32, (N + 1,).
-        max_lengths: most queries and most keys between two boundaries.
-        queries: the rows of queries.
-        keys: the rows of keys, or the number of each, which are then copied end to end and may be in several launches.
+    If `keys` are the numbers of rows, these are copied end to end, and may be in several launches.
     """
 
-    cu_seq_lens: tuple[Tensor, Tensor]
+    cu_seq_lens: tuple[Tensor, Tensor]  # int32, (N + 1,) each
     max_lengths: tuple[int, int]
     queries: slice = slice(None)
     keys: slice | Tensor = slice(None)
@@ -167,10 +131,10 @@ def attend_on_cuda(
 
     Each query is in one launch. Heads have at most 256 dimensions. Raises `KernelError` for other dtypes.
     """
-    calls = []
-    for bounds, longest, queries, keys in launches:
-        kernel = CudaKernel(bounds, longest, only_if_shorter(window, longest[1]), scale)
-        calls.append(FlashCall(queries, keys, kernel))
+    calls = [
+        FlashCall(queries, keys, CudaKernel(bounds, longest, only_if_shorter(window, longest[1]), scale))
+        for bounds, longest, queries, keys in launches
+    ]
     copies = isinstance(calls[0].keys, Tensor)
     is_one = len(calls) == 1 and not copies
     return flash_on_cuda(query, key, value, sinks, calls[0].kernel if is_one else FlashCalls(calls, shares_keys=copies))
@@ -185,9 +149,6 @@ def chunk_bounds(cu_seq_lens: Tensor, num_tokens: int, chunk: int) -> Tensor:
     """Boundaries of all chunks of all documents, made on the device: int32, shape (N + T // chunk + 1,).
 
     Their number is known without reading the lengths only as an upper bound; empty documents at the end fill it up.
-
-    >>> chunk_bounds(torch.tensor([0, 5, 7]), num_tokens=7, chunk=2).tolist()
-    [0, 2, 4, 5, 7, 7]
     """
     starts, num_chunks = cu_seq_lens[:-1], (cu_seq_lens.diff() + chunk - 1) // chunk
     ends = num_chunks.cumsum(0)
@@ -210,15 +171,8 @@ def attend_by_document(
 ) -> Tensor:
     """The same on any device, without a flash kernel and without a (T, T) mask.
 
-    Documents of similar length are rows of one right-padded batch of at most T padded tokens, so that many short
-    documents need few launches. In a causal module padding at the end changes no earlier token. Not causal, only
+    Documents of similar length are rows of one right-padded batch of at most T padded tokens. Not causal, only
     documents of one length, such as the windows of images, share a batch.
-
-    >>> q = k = v = torch.randn(1, 2, 5, 4)
-    >>> together = attend_by_document(q, k, v, [3, 2], scale=0.5)
-    >>> second = attend_by_document(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], [2], scale=0.5)
-    >>> torch.allclose(together[:, :, 3:], second)
-    True
     """
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(kernel_head_dim(query, value), query, key, value)
@@ -230,7 +184,7 @@ def attend_by_document(
         if is_sdpa:
             outs.append(_sdpa_rows(q, k, v, is_causal=is_causal, **options))
         else:
-            outs.append(torch.cat([*_math_tiles(q, k, v, **options)], dim=2))
+            outs.append(math_in_tiles(q, k, v, **options))
     return rows.join(outs, HEADS)[..., :value_dim]
 
 
@@ -287,27 +241,25 @@ def math_attention(
     return (weights @ value.unsqueeze(2)).flatten(1, 2)
 
 
-def _math_tiles(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> Iterator[Tensor]:
-    """Causal attention of each row by its formula, on tiles of queries."""
-    window = options.pop("window", None)
-    for start, stop, first in tiles(query.shape[2], window, MATH_TILE):
-        visible = visible_keys(stop - start, stop - first, window, device=query.device)
-        tile = (query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop], visible)
-        yield _recomputed(tile, options)
-
-
 def math_in_tiles(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, **options: Unpack[Options]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = True,
+    mask: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> Tensor:
-    """`math_attention` on tiles of queries: (B, H, queries, D_value). `mask` as `visible` there."""
+    """`math_attention` on tiles of queries, causal or under a `mask` (`visible` there): (B, H, queries, D_value)."""
+    window, keeps_state = options.pop("window", None), options.get("dropout", 0.0) > 0
     outs = []
-    for start, stop, _ in tiles(query.shape[2], None, MATH_TILE):
-        visible = mask if mask is None or mask.shape[-2] == 1 else mask[..., start:stop, :]
-        outs.append(_recomputed((query[:, :, start:stop], key, value, visible), options))
+    for start, stop, first in tiles(query.shape[2], window, MATH_TILE):
+        rows, keys, visible = slice(start, stop), slice(None), mask
+        if is_causal:
+            keys, visible = slice(first, stop), visible_keys(stop - start, stop - first, window, device=query.device)
+        elif mask is not None and mask.shape[-2] > 1:
+            visible = mask[..., rows, :]
+        tile = query[:, :, rows], key[:, :, keys], value[:, :, keys], visible
+        # recomputed in backward: saved attention weights would be length x length
+        outs.append(checkpoint(math_attention, *tile, use_reentrant=False, preserve_rng_state=keeps_state, **options))
     return torch.cat(outs, dim=2)
-
-
-def _recomputed(tile: tuple[Tensor, Tensor, Tensor, Tensor | None], options: Options) -> Tensor:
-    # recomputed in backward: saved attention weights would be length x length
-    keeps_state = options.get("dropout", 0.0) > 0
-    return checkpoint(math_attention, *tile, use_reentrant=False, preserve_rng_state=keeps_state, **options)

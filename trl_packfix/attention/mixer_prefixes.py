@@ -12,9 +12,8 @@ rows of several other parts.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +22,11 @@ from .packed_forward import PackedForward
 from .rows import group_by_length
 from .runs import runs_of
 
+# Most levels of a pack; each is at least one call of the scan, whose kernels take some time however few the rows.
+# With one sample per turn of 64 turns, 8 levels scan 24,563 rows in 8 calls, 64 levels 7,805 in 64, and whole documents
+# 126,760 in 2: 0.60, 0.43 and 5.4 CPU seconds of the gated delta rule, 0.85, 0.92 and 3.5 of Mamba-2. On a GPU a call
+# of few rows leaves it idle, so fewer calls weigh more.
 MAX_LEVELS = 8
-"""Most levels of a pack; each is at least one call of the scan, whose kernels take some time however few the rows.
-
-With one sample per turn of 64 turns, 8 levels scan 24,563 rows in 8 calls, 64 levels 7,805 in 64, and whole documents
-126,760 in 2: 0.60, 0.43 and 5.4 CPU seconds of the gated delta rule, 0.85, 0.92 and 3.5 of Mamba-2. On a GPU a call of
-few rows leaves it idle, so fewer calls weigh more.
-"""
 
 
 class Scan(NamedTuple):
@@ -39,23 +36,22 @@ class Scan(NamedTuple):
         values: tensors of H heads, (1, T, H) or (1, T, H, D).
         keys: tensors of G heads, each read by H / G neighbouring heads of values.
         parameters: one entry per head of values, or None.
-        call: (values, keys, parameters, **boundaries) -> (rows, T, H, D).
+        call: (values, keys, parameters, **options) -> (rows, T, H, D), and with states those after it.
         boundaries: name of the argument of boundaries, if the kernel takes one.
-        from_states: (values, keys, parameters, states) -> (rows, T, H, D) and the states after it, for rows that begin
-            with these states (None: zeros). Zeros in all tensors leave a state as it is. None if it cannot.
+        states: names of the arguments with which rows begin with given states (None: zeros) and return theirs, if the
+            kernel takes them. Zeros in all tensors leave a state as it is.
     """
 
     values: Sequence[Tensor]
     keys: Sequence[Tensor]
     parameters: Sequence[Tensor | None]
-    call: Callable[..., Tensor]
-    boundaries: str | None
-    from_states: Callable[..., tuple[Tensor, Tensor]] | None = None
+    call: Callable[..., Any]
+    boundaries: str | None = None
+    states: tuple[str, str] | None = None
 
 
-@dataclass(frozen=True)
-class Level:
-    """All pieces of one level.
+class TreeLevel(NamedTuple):
+    """All paths of one level.
 
     Attributes:
         batches: the calls of this level: of each place its row in the pack, or the number of rows for padding, (paths,
@@ -66,14 +62,6 @@ class Level:
 
     batches: list[Tensor]
     parents: Tensor | None
-
-
-@dataclass(frozen=True)
-class Levels:
-    """The pieces of a pack, and where each row is in the outputs of all batches, laid end to end."""
-
-    levels: list[Level]
-    place: Tensor
 
 
 def pieces_of(running: PackedForward) -> list[tuple[int, int, int]]:
@@ -87,32 +75,8 @@ def pieces_of(running: PackedForward) -> list[tuple[int, int, int]]:
     return [(start, stop, ends.get(before.get(start, start - 1), -1)) for start, stop in pairwise(cuts)]
 
 
-def batches_of(
-    paths: list[list[tuple[int, int]]], num_rows: int, place: Tensor, *, end: int, device: torch.device
-) -> tuple[list[Tensor], list[int]]:
-    """Batches of paths, each the rows (start, stop) of its pieces, and the order in which they have them.
-
-    Fills in the places of their rows, in the outputs of all batches, of which the first is at `end`.
-    """
-    lengths = [sum(stop - start for start, stop in path) for path in paths]
-    batches, order = [], []
-    for group in group_by_length(lengths, num_rows):
-        longest = lengths[group[0]]
-        rows = torch.full((len(group), longest), num_rows)
-        for number, path in enumerate(paths[i] for i in group):
-            first = 0
-            for start, stop in path:
-                rows[number, first : first + stop - start] = torch.arange(start, stop)
-                place[start:stop] = torch.arange(stop - start) + end + number * longest + first
-                first += stop - start
-        end += rows.numel()
-        order += group
-        batches.append(rows.to(device))
-    return batches, order
-
-
-def levels_of(running: PackedForward) -> Levels:
-    """The levels of a pack; once per pack."""
+def levels_of(running: PackedForward) -> tuple[list[TreeLevel], Tensor]:
+    """The levels of a pack, and where each row is in the outputs of all batches, laid end to end; once per pack."""
     if "levels" in running.derived:
         return running.derived["levels"]
     pieces, device = pieces_of(running), running.cu_seq_lens_q.device
@@ -121,15 +85,23 @@ def levels_of(running: PackedForward) -> Levels:
     place = torch.zeros(num_rows, dtype=torch.int64)
     levels, end = [], 0
     for depth, paths in enumerate(_paths(pieces)):
-        batches, order = batches_of(
-            [[pieces[i][:2] for i in path] for path in paths], num_rows, place, end=end, device=device
-        )
-        parents = [number.get(pieces[paths[i][0]][2], -1) for i in order]
-        end += sum(rows.numel() for rows in batches)
-        for i in order:
-            number[paths[i][-1]] = len(number)
-        levels.append(Level(batches, torch.tensor(parents, device=device) if depth else None))
-    running.derived["levels"] = Levels(levels, place.to(device))
+        lengths = [sum(pieces[i][1] - pieces[i][0] for i in path) for path in paths]
+        batches, parents = [], []
+        for group in group_by_length(lengths, num_rows):
+            longest = lengths[group[0]]
+            rows = torch.full((len(group), longest), num_rows)
+            for line, path in enumerate(paths[i] for i in group):
+                first = 0
+                for start, stop, _ in (pieces[i] for i in path):
+                    rows[line, first : first + stop - start] = torch.arange(start, stop)
+                    place[start:stop] = torch.arange(stop - start) + end + line * longest + first
+                    first += stop - start
+                parents.append(number.get(pieces[path[0]][2], -1))
+                number[path[-1]] = len(number)
+            end += rows.numel()
+            batches.append(rows.to(device))
+        levels.append(TreeLevel(batches, torch.tensor(parents, device=device) if depth else None))
+    running.derived["levels"] = levels, place.to(device)
     return running.derived["levels"]
 
 
@@ -158,55 +130,26 @@ def _paths(pieces: list[tuple[int, int, int]]) -> list[list[list[int]]]:
 
 
 def run_levels(scan: Scan, running: PackedForward) -> Tensor:
-    """Run a scan on a pack whose documents share prefixes: (1, T, H, D).
-
-    Raises:
-        ValueError: the scan cannot begin with a state.
-    """
-    if scan.from_states is None:
+    """Run a scan on a pack whose documents share prefixes: (1, T, H, D)."""
+    if scan.states is None:
         raise ValueError(
             f"A pack of {len(running.lengths)} runs whose documents share prefixes came to a scan that cannot begin "
             'with the state of a prefix. Its documents must be whole. Set `share_prefixes="off"`.'
         )
-    by_level = levels_of(running)
+    levels, place = levels_of(running)
     # a row of zeros behind, which batches read as padding
     padded = [torch.cat([x, x.new_zeros(1, 1, *x.shape[2:])], dim=1) for x in (*scan.values, *scan.keys)]
+    num_values, (given, returned) = len(scan.values), scan.states
     outs: list[Tensor] = []
-    states: Tensor | None = None
-    for level in by_level.levels:
-        starts = None if level.parents is None or states is None else states.index_select(0, level.parents)
-        some, ends = run_batches(scan, padded, level.batches, starts=starts)
-        outs += some
-        states = ends if states is None else torch.cat([states, ends])
-    return torch.cat(outs).index_select(0, by_level.place)[None]
-
-
-def run_batches(
-    scan: Scan, padded: list[Tensor], batches: list[Tensor], *, starts: Tensor | None
-) -> tuple[list[Tensor], Tensor]:
-    """Run batches from these states: the outputs of each, (places, H, D), and the states after all pieces."""
-    assert scan.from_states is not None
-    num_values = len(scan.values)
-    outs, ends, done = [], [], 0
-    for rows in batches:
-        inputs = [x[0].index_select(0, rows.flatten()).unflatten(0, rows.shape) for x in padded]
-        start = None if starts is None else starts[done : done + len(rows)]
-        out, end = scan.from_states(inputs[:num_values], inputs[num_values:], scan.parameters, start)
-        outs.append(out.flatten(0, 1))
-        ends.append(end)
-        done += len(rows)
-    return outs, torch.cat(ends)
-
-
-def run_of(running: PackedForward, rows: Tensor) -> Tensor:
-    """The number of the document, or of the run, of each row."""
-    return torch.bucketize(rows, running.cu_seq_lens_q.to(rows)[1:], right=True)
-
-
-def rows_before(running: PackedForward, rows: Tensor, run: Tensor, *, back: int) -> tuple[Tensor, Tensor]:
-    """The row that comes `back` tokens before each row in its document, and whether the document has one."""
-    bounds = running.cu_seq_lens_q.to(rows)
-    keys = bounds if running.kv_index is None else running.cu_seq_lens_k.to(rows)
-    earlier = keys[run + 1] - bounds[run + 1] + rows - back
-    is_own = earlier >= keys[run]
-    return earlier if running.kv_index is None else running.kv_index[earlier.clamp(min=0)], is_own
+    states: list[Tensor] = []  # after all paths of the levels before
+    for batches, parents in levels:
+        starts = None if parents is None else torch.cat(states).index_select(0, parents)
+        done = 0
+        for rows in batches:
+            inputs = [x[0].index_select(0, rows.flatten()).unflatten(0, rows.shape) for x in padded]
+            more = {given: None if starts is None else starts[done : done + len(rows)], returned: True}
+            out, end = scan.call(inputs[:num_values], inputs[num_values:], scan.parameters, **more)
+            outs.append(out.flatten(0, 1))
+            states.append(end)
+            done += len(rows)
+    return torch.cat(outs).index_select(0, place)[None]

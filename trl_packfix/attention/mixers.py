@@ -34,8 +34,8 @@ from torch.nn.functional import softplus
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from .exchange import HeadExchange, exchange_halo
-from .mixer_prefixes import Scan, rows_before, run_levels, run_of
-from .packed_forward import PackedForward
+from .mixer_prefixes import Scan, run_levels
+from .packed_forward import PackedForward, running_pack
 from .rows import Axes
 
 # What a mixer may give its kernels as boundaries: dropped, as those of the running forward are used
@@ -75,7 +75,7 @@ def _to_heads(exchange: HeadExchange, values: list[Tensor], keys: list[Tensor]) 
         wide = [x.unsqueeze(-1) if x.dim() == 3 else x for x in (both[i] for i in chosen)]
         num_values = sum(i < len(values) for i in chosen)
         states = [x.transpose(1, 2) for x in wide]
-        got = exchange.exchange(states[:num_values], states[num_values:])
+        got = exchange.to_heads(states[:num_values], states[num_values:])
         for i, x in zip(chosen, got, strict=True):
             x = x.transpose(1, 2)
             exchanged[i] = x.squeeze(-1) if both[i].dim() == 3 else x
@@ -142,12 +142,16 @@ def _stretches(running: PackedForward, width: int, num_rows: int, *, device: tor
     if name not in running.derived:
         first, num_before = (running.index * num_rows, width - 1) if running.degree > 1 else (0, 0)
         tokens = torch.arange(num_rows, device=device) + first
-        document = run_of(running, tokens)
+        bounds = running.cu_seq_lens_q.to(tokens)
+        keys = bounds if running.kv_index is None else running.cu_seq_lens_k.to(tokens)
+        document = torch.bucketize(tokens, bounds[1:], right=True)
         places = torch.arange(num_rows, device=device) + (document - document[:1] + 1) * (width - 1)
-        num_runs = len(running.cu_seq_lens_q) - 1
-        source = torch.zeros(num_rows + num_runs * (width - 1), dtype=torch.int64, device=device)
+        source = torch.zeros(num_rows + (len(bounds) - 1) * (width - 1), dtype=torch.int64, device=device)
         for back in range(width):
-            earlier, is_own = rows_before(running, tokens, document, back=back)
+            earlier = keys[document + 1] - bounds[document + 1] + tokens - back
+            is_own = earlier >= keys[document]
+            if running.kv_index is not None:
+                earlier = running.kv_index[earlier.clamp(min=0)]
             source[places - back] = torch.where(is_own, earlier - first + 1 + num_before, 0)
         running.derived[name] = source, places
     return running.derived[name]
@@ -169,16 +173,14 @@ def scan_delta(
     """A gated delta rule: query, key (1, T, G, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H)."""
     options = _without_boundaries(options) | {"initial_state": None, "output_final_state": False}
 
-    def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **boundaries: Tensor) -> Tensor:
+    def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **more: Any) -> Any:
         value, g, beta = values
-        return inner(*keys, value, g=g, beta=beta, **options, **boundaries)[0]
-
-    def from_states(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], states: Tensor | None) -> Any:
-        value, g, beta = values
-        return inner(*keys, value, g=g, beta=beta, **options | {"initial_state": states, "output_final_state": True})
+        out = inner(*keys, value, g=g, beta=beta, **options | more)
+        return out if more.get("output_final_state") else out[0]
 
     name = "cu_seqlens" if _takes(inner, "cu_seqlens") else None
-    return run_scan(Scan([value, g, beta], [query, key], [], call, name, from_states), running), None
+    scan = Scan([value, g, beta], [query, key], [], call, name, ("initial_state", "output_final_state"))
+    return run_scan(scan, running), None
 
 
 def scan_chunks(
@@ -194,29 +196,21 @@ def scan_chunks(
     """Mamba-2: states (1, T, H, P), dt (1, T, H), B, C (1, T, G, N), A, D, dt_bias (H,)."""
     options = _without_boundaries(options) | {"initial_states": None, "return_final_states": False}
     D, z, dt_bias = (options.pop(name, None) for name in ("D", "z", "dt_bias"))
-    gate = [] if z is None else [z]
-
-    def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **boundaries: Tensor) -> Tensor:
-        states, dt, *gate = values
-        A, D, dt_bias = parameters
-        per_head = {"D": D, "z": gate[0] if gate else None, "dt_bias": dt_bias}
-        return inner(states, dt, A, *keys, **per_head, **options, **boundaries)
-
-    def from_states(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], before: Tensor | None) -> Any:
-        states, dt, *gate = values
-        A, D, _ = parameters
-        per_head = {"D": D, "z": gate[0] if gate else None, "initial_states": before, "return_final_states": True}
-        return inner(states, dt, A, *keys, **options | {"dt_softplus": False, "dt_limit": (0.0, inf)} | per_head)
-
-    name = "seq_idx" if _takes(inner, "seq_idx") else None
-    scan = Scan([states, dt, *gate], [B, C], [A, D, dt_bias], call, name, from_states)
-    # a step of 0 leaves a state as it is, so the kernel may change it no more
-    if running.kv_index is not None:
+    if running.kv_index is not None:  # the kernel may change steps no more: one of 0 leaves a state as it is
         dt = dt.to(torch.promote_types(dt.dtype, torch.float32))  # as the kernels, which add them up
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = (softplus(dt) if options.get("dt_softplus") else dt).clamp(*options.get("dt_limit", (0.0, inf)))
-        scan = scan._replace(values=[states, dt, *gate])
-    return run_scan(scan, running)
+        dt_bias, options = None, options | {"dt_softplus": False, "dt_limit": (0.0, inf)}
+
+    def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **more: Any) -> Any:
+        states, dt, *gate = values
+        A, D, dt_bias = parameters
+        per_head = {"D": D, "z": gate[0] if gate else None, "dt_bias": dt_bias}
+        return inner(states, dt, A, *keys, **per_head, **options | more)
+
+    values, name = [states, dt, *([] if z is None else [z])], "seq_idx" if _takes(inner, "seq_idx") else None
+    names = ("initial_states", "return_final_states")
+    return run_scan(Scan(values, [B, C], [A, D, dt_bias], call, name, names), running)
 
 
 def scan_channels(
@@ -246,7 +240,7 @@ def scan_channels(
 
     values = [states.transpose(1, 2), dt.transpose(1, 2), *gate]
     keys = [x.transpose(1, 2)[:, :, None] for x in (B, C)]
-    out = run_scan(Scan(values, keys, [A, D, bias], call, None), running)
+    out = run_scan(Scan(values, keys, [A, D, bias], call), running)
     out = out[..., 0].transpose(1, 2)
     return (out, None) if returns_state else out
 
@@ -300,7 +294,7 @@ def missing_packages(model: nn.Module) -> list[str] | None:
 
     transformers' wrapper holds the name of the package, and whether it found it.
     """
-    functions = [names[name] for names, name in MixerNames(model, lambda: None).places]
+    functions = [names[name] for names, name in MixerNames(model).places]
     wrappers = [inspect.getclosurevars(function).nonlocals for function in functions if inspect.isfunction(function)]
     known = [wrapper for wrapper in wrappers if wrapper.get("package") in PIP_NAMES]
     if not known:
@@ -337,17 +331,12 @@ def tokens_summed_in_common(model: nn.Module) -> int:
 class MixerNames:
     """The functions that the mixers of a model call, replaced between `enter` and `leave`. Calls may be nested.
 
-    Args:
-        model: the model. Adapters and wrappers do not matter: the classes of its modules say where the functions are.
-        running: returns the packed forward whose documents are to be separated, or None.
-
     Attributes:
-        places: the namespaces of the modules, and a name in each.
+        places: the namespaces of the modules, and a name in each. Adapters and wrappers do not matter.
         names: the same, such as "modeling_lfm2.causal_conv1d_fn".
     """
 
-    def __init__(self, model: nn.Module, running: Callable[[], PackedForward | None]):
-        self._running = running
+    def __init__(self, model: nn.Module):
         self._entered: list[list[Callable[..., Any]]] = []  # for each `enter`, what the names were
         classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
         modules = sorted({kind.__module__ for kind in classes if issubclass(kind, nn.Module)})
@@ -364,27 +353,28 @@ class MixerNames:
         self._entered.append(before)
         for (names, name), function in zip(self.places, before, strict=True):
             if function not in _replacements.values():
-                names[name] = self._replaced(function, name)
+                names[name] = _replacement(function, name)
 
     def leave(self) -> None:
         for (names, name), function in zip(self.places, self._entered.pop(), strict=True):
             names[name] = function
 
-    def _replaced(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """What replaces `function`: it does the same in each document of the running pack."""
-        if function not in _replacements:
-            replacement, running = REPLACEMENTS[name], self._running
-
-            # Not compiled with the model: how documents are separated depends on each pack
-            @torch.compiler.disable
-            @wraps(function)
-            def replaced(*args: Any, **kwargs: Any) -> Any:
-                pack = running()
-                return function(*args, **kwargs) if pack is None else replacement(function, pack, *args, **kwargs)
-
-            _replacements[function] = replaced
-        return _replacements[function]
-
 
 # What replaces each function: one for all models, so that code compiled with it stays valid
 _replacements: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _replacement(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """What does the same as `function` in each document of the pack that is running."""
+    if function not in _replacements:
+        in_documents = REPLACEMENTS[name]
+
+        # Not compiled with the model: how documents are separated depends on each pack
+        @torch.compiler.disable
+        @wraps(function)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            pack = running_pack()
+            return function(*args, **kwargs) if pack is None else in_documents(function, pack, *args, **kwargs)
+
+        _replacements[function] = replaced
+    return _replacements[function]

@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .rows import DocumentRows, Group
+from .rows import DocumentRows
+
+if TYPE_CHECKING:
+    from .mixers import MixerNames
 
 # The attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash", "sdpa" or
 # "flex_attention": transformers runs other code for such names.
@@ -30,41 +33,22 @@ FEED_A_PACK = (
 )
 
 
-def bounds_on_host(cu_seq_lens: Tensor) -> list[int]:
-    """Boundaries as a list, without the empty documents at the end, which only pad them to a constant number."""
-    bounds = cu_seq_lens.tolist()
-    while len(bounds) > 2 and bounds[-2] == bounds[-1]:
-        bounds.pop()
-    return bounds
-
-
-class Replaced(Protocol):
-    """Functions of other modules that are replaced while a packed forward runs; calls may be nested."""
-
-    def enter(self) -> None: ...
-
-    def leave(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class PackedForward:
-    """Boundaries of a packed forward that is running.
+    """Boundaries of a packed forward that is running; with several ranks those of the whole pack.
 
     Attributes:
         rows: inside a repaired module the number of rows of a batch, one document each, right-padded to
-            `max_length_q`. `cu_seq_lens_q` then holds the boundaries of these rows laid end to end. Else None.
-        ignores_masks: whether masks that the model makes itself are ignored, because they contain nothing but the
-            boundaries. The leak probe confirms this.
-        degree: s, how many ranks share the pack. With s > 1 the boundaries are those of the whole pack, and this rank
-            holds a part of its tokens.
-        index: which of these ranks this one is, 0 to s - 1.
-        part_tokens: tokens of each part; None with degree 1.
+            `max_length_q`. `cu_seq_lens_q` then holds the boundaries of these rows laid end to end.
+        ignores_masks: whether masks that the model makes itself are ignored, because the leak probe found nothing but
+            the boundaries in them.
+        degree, index, part_tokens: how many ranks share the pack, which of them this one is, and the tokens of each.
         kv_index: if documents share prefixes, the rows that are the keys of each run (`data/prefix_collator.py`),
-            int64, shape (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs. Else None.
-        run_lengths: rows and keys of each run on the host, (runs, 2), or None.
-        launches: what one launch of a flash kernel computes, as (first document, last + 1, first token, last + 1,
-            longest), on the host; () for one launch of all documents.
-        mixers: the functions of mixers that are replaced during this forward, or None.
+            int64, shape (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs.
+        run_lengths: rows and keys of each run on the host, (runs, 2).
+        launches: of a flash kernel, as (first document, last + 1, first token, last + 1, longest), on the host; () for
+            one launch of all documents.
+        mixers: whose functions are replaced during this forward.
         derived: what modules derive from the boundaries once per pack.
     """
 
@@ -80,13 +64,16 @@ class PackedForward:
     kv_index: Tensor | None = None
     run_lengths: Tensor | None = None
     launches: tuple[tuple[int, int, int, int, int], ...] = ()
-    mixers: Replaced | None = field(default=None, repr=False, compare=False)
+    mixers: "MixerNames | None" = field(default=None, repr=False, compare=False)
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def bounds(self) -> list[int]:
-        """`cu_seq_lens_q` on the host, see `bounds_on_host`. The first use waits for the device."""
-        return bounds_on_host(self.cu_seq_lens_q)
+        """`cu_seq_lens_q` on the host, without the empty documents at the end. The first use waits for the device."""
+        bounds = self.cu_seq_lens_q.tolist()
+        while len(bounds) > 2 and bounds[-2] == bounds[-1]:
+            bounds.pop()
+        return bounds
 
     @property
     def lengths(self) -> list[int]:
@@ -99,16 +86,14 @@ class PackedForward:
 
     def document_rows(self, budget: float) -> DocumentRows:
         """The rows of documents in batches of at most `budget` padded tokens, cached per pack."""
-        name = ("rows", undivided(budget))
+        budget = undivided(budget)
+        name = ("rows", budget)
         if name not in self.derived:
-            self.derived[name] = DocumentRows(self.lengths, self.cu_seq_lens_q.device, name[1])
+            self.derived[name] = DocumentRows(self.lengths, self.cu_seq_lens_q.device, budget)
         return self.derived[name]
 
-    def documents(self, budget: float) -> "DocumentBatches":
-        """The documents in batches of at most `budget` padded tokens (see `rows.DocumentRows`), cached per pack.
-
-        Raises ValueError if this rank holds only a part of the pack, or if documents share prefixes.
-        """
+    def documents(self, budget: float) -> "tuple[DocumentRows, list[PackedForward]]":
+        """`document_rows`, and the packed forward in which a repaired module computes each of its batches."""
         if self.kv_index is not None:
             raise ValueError(
                 f"a repaired module got a pack of {len(self.lengths)} runs whose documents share prefixes: it runs on "
@@ -119,34 +104,14 @@ class PackedForward:
                 f"a repaired module got a part of a pack that {self.degree} ranks share: it runs on whole documents, "
                 "and some of their tokens are on other ranks. Set tokens_per_rank=None."
             )
-        budget = undivided(budget)
-        name = ("batches", budget)
+        rows, name = self.document_rows(budget), ("forwards", undivided(budget))
         if name not in self.derived:
-            device = self.cu_seq_lens_q.device
-            rows = self.document_rows(budget)
-            batches = []
+            self.derived[name] = []
             for group in rows.groups:
-                bounds = torch.arange(group.num_rows + 1, dtype=torch.int32, device=device) * group.longest
-                running = PackedForward(bounds, bounds, group.longest, group.longest, rows=group.num_rows)
-                batches.append(DocumentBatch(group, running))
-            self.derived[name] = DocumentBatches(rows, batches)
-        return self.derived[name]
-
-
-@dataclass(frozen=True)
-class DocumentBatch:
-    """Documents that a repaired module computes in one call, and the packed forward that is running during it."""
-
-    group: Group
-    forward: PackedForward
-
-
-@dataclass(frozen=True)
-class DocumentBatches:
-    """All documents of a pack, in the batches that a repaired module computes."""
-
-    rows: DocumentRows
-    batches: list[DocumentBatch]
+                count, longest = group.num_rows, group.longest
+                bounds = torch.arange(count + 1, dtype=torch.int32, device=self.cu_seq_lens_q.device) * longest
+                self.derived[name].append(PackedForward(bounds, bounds, longest, longest, rows=count))
+        return rows, self.derived[name]
 
 
 _undivided: list[bool] = []
@@ -154,10 +119,7 @@ _undivided: list[bool] = []
 
 @contextmanager
 def all_in_one_batch() -> Iterator[None]:
-    """Within this context, all documents that may share a padded batch share one, whatever its size.
-
-    The leak probe uses it: training may bring documents of any two lengths together in a batch.
-    """
+    """All documents that may share a padded batch share one, as training may bring any two lengths together."""
     _undivided.append(True)
     try:
         yield
@@ -175,7 +137,7 @@ packed_forwards: list[PackedForward] = []
 
 
 def running_forward() -> PackedForward | None:
-    """The packed forward that is running, the innermost of several; None outside of packs."""
+    """The innermost packed forward that is running; None outside of packs."""
     return packed_forwards[-1] if packed_forwards else None
 
 
@@ -200,7 +162,6 @@ def leave() -> None:
 
 @contextmanager
 def entered(running: PackedForward) -> Iterator[None]:
-    """Within this context, `running` is the packed forward from which modules read their boundaries."""
     enter(running)
     try:
         yield

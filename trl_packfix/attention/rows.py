@@ -26,10 +26,9 @@ class Axes(NamedTuple):
 
 
 def group_by_length(lengths: list[int], budget: float, pads: bool = True) -> list[list[int]]:
-    """Group documents by length, longest first, with at most `budget` padded tokens per group.
+    """Indices of documents in groups by length, longest first, with at most `budget` padded tokens per group.
 
-    The groups hold indices into `lengths`. A document longer than the budget is a group by itself. With `pads=False`
-    those of a group have one length.
+    A document longer than the budget is a group by itself. With `pads=False` those of a group have one length.
 
     >>> group_by_length([3, 9, 4, 2], budget=12)
     [[1], [2, 0, 3]]
@@ -66,26 +65,22 @@ class Group:
     def split(self, packed: Tensor, axes: Axes) -> Tensor:
         """Convert a tensor of the packed row to one of the batch: (1, T, ...) -> (B, L, ...), in any order of axes."""
         if len(axes.tokens) == 2:
-            return self._split_mask(packed, axes)
+            longest = _block(packed, axes, self.starts[0], length=self.longest)
+            if axes.batch is None:
+                return longest
+            # Outside its own block a row has the mask of the longest document, which hides padding from earlier tokens
+            rows = [longest.clone() for _ in self.starts]
+            for row, start, length in zip(rows, self.starts, self.lengths, strict=True):
+                _block(row, axes, 0, length=length).copy_(_block(packed, axes, start, length=length))
+            return torch.cat(rows, dim=axes.batch)
         (axis,) = axes.tokens
         if axes.batch is None:  # shared by all rows: the part of the longest document
             return packed.narrow(axis, self.starts[0], self.longest)
-        rows = packed.index_select(axis, self.source)
+        tokens = packed.index_select(axis, self.source)
         if axes.batch == axis:
-            return rows
-        rows = rows.unflatten(axis, (self.num_rows, self.longest)).movedim(axis, axes.batch)
-        return rows.flatten(axes.batch, axes.batch + 1)
-
-    def _split_mask(self, packed: Tensor, axes: Axes) -> Tensor:
-        if axes.batch is None:
-            return _block(packed, axes, self.starts[0], length=self.longest)
-        # Outside its own block a row has the mask of the longest document, which hides padding from earlier tokens.
-        rows = []
-        for start, length in zip(self.starts, self.lengths, strict=True):
-            row = _block(packed, axes, self.starts[0], length=self.longest).clone()
-            _block(row, axes, 0, length=length).copy_(_block(packed, axes, start, length=length))
-            rows.append(row)
-        return torch.cat(rows, dim=axes.batch)
+            return tokens
+        tokens = tokens.unflatten(axis, (self.num_rows, self.longest)).movedim(axis, axes.batch)
+        return tokens.flatten(axes.batch, axes.batch + 1)
 
 
 def _block(mask: Tensor, axes: Axes, start: int, *, length: int) -> Tensor:
@@ -98,8 +93,6 @@ class DocumentRows:
     """The documents of one pack, in groups that share a padded batch.
 
     Args:
-        lengths: tokens of each document.
-        device: where the tensors are.
         budget: maximum of padded tokens per group. 0: one group per document; infinity: one group for all.
         padding: tokens of padding behind the longest row of each group.
         pads: False groups documents of one length only.

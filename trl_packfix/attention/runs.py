@@ -19,41 +19,18 @@ Shapes: T rows, N runs, K keys of all runs, H query heads, G key/value heads, D 
     query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .flash import CpuFlash, FlashAttention, FlashCall, FlashCalls, WindowMasks, pad_head_dim, tiles
-from .kernels import FLASH_TILE, Launch, attend_on_cuda, only_if_shorter
+from .flash import Run, flash_on_cpu
+from .kernels import Launch, attend_on_cuda, only_if_shorter
 from .packed_forward import PackedForward
 
 # What the copied keys and values of one launch on CUDA may take, with their gradients in backward. One layer at a time.
 COPIED_BYTES = 2**30
-
-
-class Run(NamedTuple):
-    """Rows and keys of a run, or of the part of it in one chunk; `keys` are places in `kv_index`."""
-
-    rows: slice
-    keys: slice
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows.stop - self.rows.start
-
-    @property
-    def num_keys(self) -> int:
-        return self.keys.stop - self.keys.start
-
-    @property
-    def before(self) -> int:
-        """Keys before the first row of the run."""
-        return self.num_keys - self.num_rows
 
 
 def runs_of(pack: PackedForward) -> list[Run]:
@@ -62,41 +39,30 @@ def runs_of(pack: PackedForward) -> list[Run]:
     Raises ValueError if boundaries and `kv_index` contradict each other; seen on the CPU only.
     """
     assert pack.kv_index is not None
-    if "runs" not in pack.derived:
-        on_host = pack.kv_index.device.type == "cpu"
-        if on_host or pack.run_lengths is None:
-            q_bounds, k_bounds = (bounds.cpu().numpy() for bounds in (pack.cu_seq_lens_q, pack.cu_seq_lens_k))
-        else:
-            q_bounds, k_bounds = np.pad(pack.run_lengths.numpy().cumsum(axis=0), ((1, 0), (0, 0))).T
-        if on_host:
-            _check_keys(q_bounds, k_bounds, pack.kv_index.numpy())
-        spans = zip(pairwise(q_bounds.tolist()), pairwise(k_bounds.tolist()), strict=True)
-        pack.derived["runs"] = [Run(slice(*rows), slice(*keys)) for rows, keys in spans if rows[0] < rows[1]]
+    if "runs" in pack.derived:
+        return pack.derived["runs"]
+    on_host = pack.kv_index.device.type == "cpu"
+    if on_host or pack.run_lengths is None:
+        q_bounds, k_bounds = (bounds.cpu().numpy() for bounds in (pack.cu_seq_lens_q, pack.cu_seq_lens_k))
+    else:
+        q_bounds, k_bounds = np.pad(pack.run_lengths.numpy().cumsum(axis=0), ((1, 0), (0, 0))).T
+    if on_host:
+        index, num_rows, num_keys = pack.kv_index.numpy(), np.diff(q_bounds), np.diff(k_bounds)
+        fits = len(num_rows) == len(num_keys) and (num_rows >= 0).all() and (num_rows <= num_keys).all()
+        if fits := fits and k_bounds[-1] == len(index):
+            first = np.repeat(q_bounds[:-1], num_keys)
+            is_row = np.arange(len(index)) >= np.repeat(k_bounds[1:] - num_rows, num_keys)
+            rows, before = index[is_row], index[~is_row]
+            fits = (rows == np.arange(q_bounds[-1])).all() and (before < first[~is_row]).all() and index.min() >= 0
+        if not fits:
+            raise ValueError(
+                f"A pack of {len(num_rows)} runs with {q_bounds[-1]} rows and {k_bounds[-1]} keys came with a kv_index "
+                f"of {len(index)} rows. The keys of each run must be rows before it and then its own rows. Pass the "
+                'batch of the collator unchanged, or set share_prefixes="off".'
+            )
+    spans = zip(pairwise(q_bounds.tolist()), pairwise(k_bounds.tolist()), strict=True)
+    pack.derived["runs"] = [Run(slice(*rows), slice(*keys)) for rows, keys in spans if rows[0] < rows[1]]
     return pack.derived["runs"]
-
-
-def _check_keys(q_bounds: npt.NDArray[np.int64], k_bounds: npt.NDArray[np.int64], index: npt.NDArray[np.int64]) -> None:
-    num_rows, num_keys = np.diff(q_bounds), np.diff(k_bounds)
-    fits = len(num_rows) == len(num_keys) and (num_rows >= 0).all() and (num_rows <= num_keys).all()
-    if fits and k_bounds[-1] == len(index):
-        first = np.repeat(q_bounds[:-1], num_keys)
-        is_row = np.arange(len(index)) >= np.repeat(k_bounds[1:] - num_rows, num_keys)
-        rows, before = index[is_row], index[~is_row]
-        fits = (rows == np.arange(q_bounds[-1])).all() and (before < first[~is_row]).all() and index.min() >= 0
-        if fits:
-            return
-    raise ValueError(
-        f"A pack of {len(num_rows)} runs with {q_bounds[-1]} rows and {k_bounds[-1]} keys came with a kv_index of "
-        f"{len(index)} rows. The keys of each run must be rows before it and then its own rows. Pass the batch of the "
-        'collator unchanged, or set share_prefixes="off".'
-    )
-
-
-def _parts(run: Run, chunk: int) -> Iterator[Run]:
-    before, row, key = run.before, run.rows.start, run.keys.start
-    for low in range(before // chunk * chunk, run.num_keys, chunk):
-        first, high = max(low, before), min(low + chunk, run.num_keys)
-        yield Run(slice(row + first - before, row + high - before), slice(key + low, key + high))
 
 
 # Not compiled, as all loops over documents.
@@ -112,41 +78,20 @@ def attend_shared_on_cpu(
     chunk: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of each row to the keys of its run up to itself, of these to the last `window` or the own chunk.
-
-    `sinks` as for `kernels.attend_on_cpu`.
-    """
+    """Attention of each row to the keys of its run up to itself, of these to the last `window` or the own chunk."""
     window, chunk = (only_if_shorter(size, pack.max_length_k) for size in (window, chunk))
-    value_dim = value.shape[-1]
-    query, key, value = pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
-    calls = FlashCalls([*_run_calls(pack, window, chunk, scale=scale, masks=WindowMasks(window, query))])
-    return FlashAttention.apply(query, key, value, sinks, calls)[..., :value_dim]
-
-
-def _run_calls(
-    pack: PackedForward, window: int | None, chunk: int | None, *, scale: float, masks: WindowMasks
-) -> Iterator[FlashCall]:
-    """Run by run, with the keys before it looked up."""
-    assert pack.kv_index is not None
-    causal, full = CpuFlash(scale, True), CpuFlash(scale, False)
     runs = runs_of(pack)
     if chunk is not None:
-        runs = [part for run in runs for part in _parts(run, chunk)]
-    for run in runs:
-        keys = pack.kv_index[run.keys]
-        if window is None or run.num_keys <= window:
-            yield FlashCall(run.rows, run.rows, causal)
-            if run.before:
-                yield FlashCall(run.rows, keys[: run.before], full, merges=True)
-            continue
-        row = run.rows.start
-        for start, stop, first in tiles(run.num_rows, window, FLASH_TILE, before=run.before):
-            last = run.before + stop
-            among_own = first >= run.before
-            seen = slice(row + first - run.before, row + stop) if among_own else keys[first:last]
-            yield FlashCall(
-                slice(row + start, row + stop), seen, CpuFlash(scale, False, masks[stop - start, last - first])
-            )
+        parts = []
+        for run in runs:
+            before, row, key_of_first = run.before, run.rows.start, run.keys.start
+            for low in range(before // chunk * chunk, run.num_keys, chunk):
+                first, high = max(low, before), min(low + chunk, run.num_keys)
+                rows = slice(row + first - before, row + high - before)
+                parts.append(Run(rows, slice(key_of_first + low, key_of_first + high)))
+        runs = parts
+    kv_index = pack.kv_index
+    return flash_on_cpu(query, key, value, runs=runs, kv_index=kv_index, scale=scale, window=window, sinks=sinks)
 
 
 def attend_shared_on_cuda(
@@ -155,31 +100,38 @@ def attend_shared_on_cuda(
     value: Tensor,
     pack: PackedForward,
     *,
-    chunk: int | None = None,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The same for bfloat16 and float16 on CUDA, without a device-to-host copy; see `kernels.attend_on_cuda`."""
-    launches = _launches(pack, most_copied_keys(query, key, value), chunk, num_rows=query.shape[2])
+    launches = _launches(pack, most_copied_keys(query, key, value))
+    if chunk is not None and chunk < pack.max_length_k:
+        launches = [_in_chunks(launch, query.shape[2], chunk) for launch in launches]
     return attend_on_cuda(query, key, value, launches, scale=scale, window=window, sinks=sinks)
 
 
-def _launches(pack: PackedForward, most_keys: int, chunk: int | None, *, num_rows: int) -> list[Launch]:
+def most_copied_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Keys whose copies, and gradients by key head and by query head where keys are shared, fit into `COPIED_BYTES`."""
+    heads = 2 * key.shape[1] + (query.shape[1] if query.shape[1] > key.shape[1] else 0)
+    return COPIED_BYTES // (heads * (key.shape[-1] + value.shape[-1]) * 2)  # in half precision
+
+
+def _launches(pack: PackedForward, most_keys: int) -> list[Launch]:
     """All runs in launches of at most `most_keys` keys; a run is in one launch, and may have more."""
     assert pack.kv_index is not None
-    name = ("launches", most_keys)
-    launches = pack.derived.get(name)
     # A compiled graph would have to be another one for every number of launches
     if torch.compiler.is_compiling() or pack.run_lengths is None or len(pack.kv_index) <= most_keys:
         bounds, longest = (pack.cu_seq_lens_q, pack.cu_seq_lens_k), (pack.max_length_q, pack.max_length_k)
-        launches = [Launch(bounds, longest, keys=pack.kv_index)]
-    elif launches is None:
+        return [Launch(bounds, longest, keys=pack.kv_index)]
+    name = ("launches", most_keys)
+    if name not in pack.derived:
         runs, firsts = runs_of(pack), [0]
         for i, run in enumerate(runs):
             if i > firsts[-1] and run.keys.stop - runs[firsts[-1]].keys.start > most_keys:
                 firsts.append(i)
-        launches = pack.derived[name] = []
+        pack.derived[name] = launches = []
         for first, stop in pairwise([*firsts, len(runs)]):
             group = runs[first:stop]
             rows, keys = (slice(start.start, end.stop) for start, end in zip(group[0], group[-1], strict=True))
@@ -187,15 +139,7 @@ def _launches(pack: PackedForward, most_keys: int, chunk: int | None, *, num_row
             k_bounds = pack.cu_seq_lens_k[first : stop + 1] - keys.start
             longest = max(run.num_rows for run in group), max(run.num_keys for run in group)
             launches.append(Launch((q_bounds, k_bounds), longest, rows, pack.kv_index[keys]))
-    if chunk is None or chunk >= pack.max_length_k:
-        return launches
-    return [_in_chunks(launch, num_rows, chunk) for launch in launches]
-
-
-def most_copied_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Keys whose copies, and gradients by key head and by query head where keys are shared, fit into `COPIED_BYTES`."""
-    heads = 2 * key.shape[1] + (query.shape[1] if query.shape[1] > key.shape[1] else 0)
-    return COPIED_BYTES // (heads * (key.shape[-1] + value.shape[-1]) * 2)  # in half precision
+    return pack.derived[name]
 
 
 def _in_chunks(launch: Launch, num_rows: int, chunk: int) -> Launch:

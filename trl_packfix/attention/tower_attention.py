@@ -58,19 +58,19 @@ def tower_attention(
 
     Raises:
         TowerAttentionError: the call is causal, has several rows, softcap or sinks, or the kernel refuses it.
-
-    >>> import torch
-    >>> q = k = v = torch.randn(1, 2, 5, 4)
-    >>> bounds = torch.tensor([0, 3, 5])
-    >>> together, _ = tower_attention(nn.Module(), q, k, v, None, cu_seq_lens_q=bounds, is_causal=False)
-    >>> second, _ = tower_attention(nn.Module(), q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], None, is_causal=False)
-    >>> torch.allclose(together[:, 3:], second, atol=1e-6)
-    True
     """
     bounds = kwargs.get("cu_seq_lens_q")
     if bounds is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    _check(module, query, key, kwargs)
+    is_causal = kwargs.get("is_causal")
+    problems = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    problems += ["is_causal"] * bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    problems += ["several rows"] * (query.shape[0] != 1) + ["a cache"] * (query.shape[2] != key.shape[2])
+    if problems:
+        raise TowerAttentionError(
+            f"{type(module).__name__} gives {', '.join(problems)} to the attention of its tower, and {TOWER_ATTENTION} "
+            "has full attention within each image only. Set attn_implementation='sdpa' on the config of the tower."
+        )
     query, key, value = cast(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if runs_flash(query, value, None, dropout=dropout) and query.dtype in CUDA_DTYPES:
@@ -83,31 +83,14 @@ def tower_attention(
                 raise
             raise TowerAttentionError(str(error)) from error
     else:
-        lengths = _lengths_of(bounds)
-        out = attend_by_document(query, key, value, lengths, is_causal=False, scale=scale, dropout=dropout)
+        if bounds not in _lengths:
+            _lengths[bounds] = [stop - start for start, stop in pairwise(bounds.tolist())]
+        out = attend_by_document(query, key, value, _lengths[bounds], is_causal=False, scale=scale, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(TOWER_ATTENTION, tower_attention)
 AttentionMaskInterface.register(TOWER_ATTENTION, sdpa_mask)
-
-
-def _check(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
-    is_causal = kwargs.get("is_causal")
-    problems = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    problems += ["is_causal"] * bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
-    problems += ["several rows"] * (query.shape[0] != 1) + ["a cache"] * (query.shape[2] != key.shape[2])
-    if problems:
-        raise TowerAttentionError(
-            f"{type(module).__name__} gives {', '.join(problems)} to the attention of its tower, and {TOWER_ATTENTION} "
-            "has full attention within each image only. Set attn_implementation='sdpa' on the config of the tower."
-        )
-
-
-def _lengths_of(bounds: Tensor) -> list[int]:
-    if bounds not in _lengths:
-        _lengths[bounds] = [stop - start for start, stop in pairwise(bounds.tolist())]
-    return _lengths[bounds]
 
 
 @lru_cache(maxsize=256)
@@ -159,11 +142,10 @@ def note_on_towers(model: PreTrainedModel, takes: bool, why_not: str) -> str:
 @contextmanager
 def towers_as_given(model: PreTrainedModel) -> Iterator[None]:
     """Within this context no tower has `TOWER_ATTENTION`."""
-    changed = [config for config in tower_configs(model) if config._attn_implementation == TOWER_ATTENTION]
-    for config in changed:
-        config._attn_implementation = REPLACED
+    has = has_tower_attention(model)
+    set_tower_attention(model, REPLACED)
     try:
         yield
     finally:
-        for config in changed:
-            config._attn_implementation = TOWER_ATTENTION
+        if has:
+            set_tower_attention(model, TOWER_ATTENTION)

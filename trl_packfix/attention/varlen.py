@@ -28,24 +28,9 @@ from transformers.masking_utils import sdpa_mask
 from .exchange import HeadExchange
 from .flash import CUDA_DTYPES, MAX_CUDA_HEAD_DIM, cuda_varlen_problem, kernel_head_dim
 from .kernel_errors import OwnAttentionError
-from .kernels import (
-    Launch,
-    Options,
-    attend_by_document,
-    attend_on_cpu,
-    attend_on_cuda,
-    launches_of,
-    math_in_tiles,
-)
+from .kernels import Launch, Options, attend_by_document, attend_on_cpu, attend_on_cuda, launches_of, math_in_tiles
 from .packed_forward import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
-from .packed_forward import (
-    BOUNDARIES,
-    CU_SEQ_LENS,
-    FEED_A_PACK,
-    PackedForward,
-    in_backward,
-    running_forward,
-)
+from .packed_forward import BOUNDARIES, CU_SEQ_LENS, FEED_A_PACK, PackedForward, in_backward, running_forward
 from .runs import attend_shared_on_cpu, attend_shared_on_cuda
 
 # Arguments of an attention function, besides those in its signature, that are read here or change no result. Any other
@@ -97,12 +82,6 @@ def varlen_attention(
         OwnAttentionError: an argument is not in `KNOWN_ARGUMENTS`, or a packed call is not causal or has a bias.
         ValueError: a packed call has an attention mask, a cache, several rows or no boundaries, or the device does not
             support a feature.
-
-    >>> q = k = v = torch.randn(1, 2, 5, 4)
-    >>> together, _ = varlen_attention(nn.Module(), q, k, v, None, cu_seq_lens_q=torch.tensor([0, 3, 5]))
-    >>> second, _ = varlen_attention(nn.Module().eval(), q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], None)
-    >>> torch.allclose(together[:, 3:], second, atol=1e-6)
-    True
     """
     _check_arguments(module, kwargs)
     running = running_forward()
@@ -125,13 +104,12 @@ def varlen_attention(
     if running is not None and running.rows is not None:
         query, key, value = (_end_to_end(states, running) for states in (query, key, value))
         kwargs = {name: argument for name, argument in kwargs.items() if name not in BOUNDARIES}
-    _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running)
+    _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running, dropout=dropout)
     query, key, value = cast(module, query, key, value)
     exchange = None
     if running is not None and running.degree > 1:
-        _check_part(module, query, running, dropout=dropout)
         exchange = HeadExchange(query.shape[1], key.shape[1], running.degree)
-        query, key, value = exchange.to_heads(query, key, value)
+        query, key, value = exchange.to_heads([query], [key, value])
         options["sinks"] = None if s_aux is None else s_aux[exchange.heads]
     out = _attend(module, query, key, value=value, kwargs=kwargs, running=running, **options)
     if exchange is not None:
@@ -157,7 +135,17 @@ def _attend(
     pack = _pack_of(kwargs, running, num_tokens, is_flash=is_flash)
     flash: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
     if pack.kv_index is not None and not is_flash:
-        _check_shared(module, query, pack, dropout=dropout, softcap=softcap)
+        if softcap is not None or dropout > 0 or query.device.type != "cpu":
+            feature = f"dropout={dropout}" if dropout > 0 else f"softcap={softcap}"
+            if softcap is None and dropout == 0:
+                device = query.device.type
+                feature = f"heads of {query.shape[3]} dimensions on {device!r}, for which there is no flash kernel"
+            raise ValueError(
+                f"A pack of {len(pack.cu_seq_lens_q) - 1} runs whose documents share prefixes came to a "
+                f"{type(module).__name__} with {feature}. Attention that looks up shared keys runs on flash kernels, "
+                'and has neither softcap nor dropout. Set `share_prefixes="off"`, or the model\'s attention dropout to '
+                "0."
+            )
         return attend_shared_on_cpu(query, key, value, pack, chunk=chunk, **flash)
     if not is_flash:
         lengths = _checked(pack.bounds, num_tokens)
@@ -235,6 +223,7 @@ def _check_packed_call(
     mask: Tensor | None,
     kwargs: dict[str, Any],
     running: PackedForward | None,
+    dropout: float,
 ) -> None:
     name = type(module).__name__
     if mask is not None and not (running is not None and running.ignores_masks):
@@ -266,22 +255,8 @@ def _check_packed_call(
             "not support a bias",
             "Set enforce_flash_attention=False with attn_implementation='eager'.",
         )
-
-
-def runs_flash(query: Tensor, value: Tensor, softcap: float | None, *, dropout: float) -> bool:
-    """Whether FlashAttention-2 as built into torch computes this call. Nothing here is read from the device."""
-    device = query.device.type
-    return (
-        device in FLASH_DEVICES
-        and softcap is None
-        and dropout == 0
-        and kernel_head_dim(query, value) <= MAX_CUDA_HEAD_DIM
-        and (device != "cuda" or cuda_varlen_problem() is None)
-    )
-
-
-def _check_part(module: nn.Module, query: Tensor, running: PackedForward, *, dropout: float) -> None:
-    name = type(module).__name__
+    if running is None or running.degree == 1:
+        return
     if running.rows is not None or query.shape[2] != running.part_tokens:
         raise ValueError(
             f"{name} got {query.shape[2]} tokens, and each of the {running.degree} ranks that share the pack holds "
@@ -296,19 +271,15 @@ def _check_part(module: nn.Module, query: Tensor, running: PackedForward, *, dro
         )
 
 
-def _check_shared(
-    module: nn.Module, query: Tensor, pack: PackedForward, *, dropout: float, softcap: float | None
-) -> None:
+def runs_flash(query: Tensor, value: Tensor, softcap: float | None, *, dropout: float) -> bool:
+    """Whether FlashAttention-2 as built into torch computes this call. Nothing here is read from the device."""
     device = query.device.type
-    if softcap is None and dropout == 0 and device == "cpu":
-        return
-    feature = f"dropout={dropout}" if dropout > 0 else f"softcap={softcap}"
-    if softcap is None and dropout == 0:
-        feature = f"heads of {query.shape[3]} dimensions on {device!r}, for which there is no flash kernel"
-    raise ValueError(
-        f"A pack of {len(pack.cu_seq_lens_q) - 1} runs whose documents share prefixes came to a "
-        f"{type(module).__name__} with {feature}. Attention that looks up shared keys runs on flash kernels, and has "
-        'neither softcap nor dropout. Set `share_prefixes="off"`, or the model\'s attention dropout to 0.'
+    return (
+        device in FLASH_DEVICES
+        and softcap is None
+        and dropout == 0
+        and kernel_head_dim(query, value) <= MAX_CUDA_HEAD_DIM
+        and (device != "cuda" or cuda_varlen_problem() is None)
     )
 
 
@@ -353,11 +324,7 @@ def _checked(bounds: list[int], num_tokens: int) -> list[int]:
 def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> list[int]:
     """Tokens of each document, from positions that restart at 0; the fallback described at the top of this module.
 
-    Raises ValueError if there are no positions, if they do not count up from 0 in each document, or if they never
-    restart outside of a recomputation: models make up such positions when they get none.
-
-    >>> _lengths_from_positions(torch.tensor([[0, 1, 2, 0, 1]]), 5)
-    [3, 2]
+    Raises ValueError if they never restart outside of a recomputation: models make up such positions if they get none.
     """
     if position_ids is None:
         raise ValueError(
@@ -384,13 +351,10 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
 
 
 def _local_pattern(module: nn.Module, kwargs: dict[str, Any]) -> tuple[int | None, int | None]:
-    """(window, chunk) in tokens; None is unlimited.
-
-    Llama 4 and Qwen2-MoE pass their chunks and windows to the mask function only. They are read from the config's
-    `layer_types` instead.
-    """
+    """(window, chunk) in tokens; None is unlimited."""
     if "sliding_window" in kwargs:
         return kwargs["sliding_window"], None
+    # Llama 4 and Qwen2-MoE pass their chunks and windows to the mask function only
     config: Any = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
     kind = layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
@@ -399,15 +363,12 @@ def _local_pattern(module: nn.Module, kwargs: dict[str, Any]) -> tuple[int | Non
 
 
 def cast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
-    """Cast as autocast does for `scaled_dot_product_attention`: it does not cast for the kernels used here.
-
-    Without autocast, fp32 queries of a model in half precision (norms in fp32, as peft prepares quantised models) get
-    the dtype that transformers gives its flash attention.
-    """
+    """Cast as autocast does for `scaled_dot_product_attention`: it does not cast for the kernels used here."""
     device_type = tensors[0].device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+    # Norms in fp32 in a model in half precision, as peft prepares quantised models
     has_linear = any(isinstance(layer, nn.Linear) for layer in module.modules())
     if tensors[0].dtype == torch.float32 and hasattr(module, "config") and has_linear:
         dtype = get_target_dtype(tensors[0], module)
@@ -416,18 +377,12 @@ def cast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
 
 
 def _unpacked_math(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None,
-    is_causal: bool,
-    **options: Unpack[Options],
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, is_causal: bool, **options: Unpack[Options]
 ) -> Tensor:
     """Softcap and sinks outside of packs: (B, H, queries, D). Memory is linear in the number of queries."""
     batch, _, num_queries, _ = query.shape
     if num_queries == 1 or not is_causal:
-        return math_in_tiles(query, key, value, mask=mask, **options)
+        return math_in_tiles(query, key, value, is_causal=False, mask=mask, **options)
     # No mask means causal, without padding and windows: each row is a document of a pack. A static cache may be longer
     # than the prompt; only its start is filled then.
     key, value = key[:, :, :num_queries], value[:, :, :num_queries]

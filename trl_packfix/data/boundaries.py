@@ -1,8 +1,7 @@
 """Encodings of document boundaries.
 
-A pack is one row of T tokens that holds N documents one after the other. Every encoding of their boundaries is computed
-here from the lengths of the documents, so all encodings agree. No other module computes positions or offsets of
-documents in a pack.
+A pack is one row of T tokens that holds N documents one after the other. Only this module computes encodings of their
+boundaries, from the lengths of the documents, so all encodings agree.
 
     lengths       [3, 2]             one entry per document                  (N,)
     position_ids  [0, 1, 2, 0, 1]    restart at each document                (T,)
@@ -15,11 +14,7 @@ import numpy.typing as npt
 
 
 def cu_seq_lens(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Start of each document in the pack, then the end of the last: int32, shape (N + 1,), as varlen kernels need it.
-
-    >>> cu_seq_lens([3, 2]).tolist()
-    [0, 3, 5]
-    """
+    """int32, as varlen kernels need it."""
     lengths = np.asarray(lengths)
     bounds = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=bounds[1:])
@@ -27,21 +22,12 @@ def cu_seq_lens(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
 
 
 def position_ids(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Position of each token inside its own document: int64, shape (T,).
-
-    >>> position_ids([3, 2]).tolist()
-    [0, 1, 2, 0, 1]
-    """
     bounds = cu_seq_lens(lengths).astype(np.int64)
     # [0, 1, 2, 3, 4] minus the start of each token's document, [0, 0, 0, 3, 3]
     return np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
 
 
 def seq_idx(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Index of the document that each token belongs to: int32, shape (T,), as linear attention kernels need it.
-
-    >>> seq_idx([3, 2]).tolist()
-    [0, 0, 0, 1, 1]
-    """
+    """int32, as linear attention kernels need it."""
     lengths = np.asarray(lengths)
     return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)

@@ -3,8 +3,7 @@
 The grid of FlashAttention-2 has blocks for the longest document in every document of a launch. In a pack with one long
 document, or with documents that only pad, most of them have nothing to do. Documents of similar length in a launch of
 their own have few such blocks, so they must be next to each other. The host knows the lengths here, not later.
-
-Documents of a pack do not see each other, so their order changes rounding only. Packs keep their documents.
+Their order changes rounding only.
 """
 
 from collections.abc import Callable

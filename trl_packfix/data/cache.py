@@ -1,8 +1,7 @@
 """Cache spans of documents and ranges of token ids, in small files beside the dataset.
 
-`datasets` caches tokenised rows next to the data and finds them by a fingerprint. This module does the same with what
-is computed from the tokens, so that a second start reads no token before the first batch. Nothing is cached for a
-dataset without files, or with caching disabled (`datasets.disable_caching()`).
+A second start reads no token before the first batch. Nothing is cached for a dataset without files, or with caching
+disabled (`datasets.disable_caching()`).
 """
 
 import hashlib
@@ -35,10 +34,7 @@ def cached_documents(
     keep_untrained: bool = False,
     sorts_tokens: bool = False,
 ) -> Documents:
-    """`make_documents` with the same arguments, or its result from an earlier start on the same table.
-
-    With `sorts_tokens` the documents are also sorted by their tokens.
-    """
+    """`make_documents`, with `sorts_tokens` also sorted by their tokens; or its result from an earlier start."""
     settings: dict[str, Any] = {
         "max_length": max_length,
         "overlong": overlong,
@@ -59,32 +55,23 @@ def cached_documents(
 
 
 def cached_token_range(reader: TokenReader) -> tuple[int, int]:
-    """`reader.token_range()`, or its result from an earlier start on the same table."""
     arrays = read_or_make(_file(reader, "range", {}), lambda: {"range": np.array(reader.token_range())})
     lowest, highest = arrays["range"].tolist()
     return lowest, highest
 
 
 def _fingerprint(reader: Rows, documents: Documents) -> str:
-    """Hash of all spans, of the number of trained tokens in each, and of the tokens of 1000 evenly spaced documents.
-
-    Documents with images are not read again: their hashes were made when they were measured.
-    """
+    """Hash of all spans, of the number of trained tokens in each, and of the tokens of 1000 evenly spaced documents."""
+    hashed = [documents.row, documents.start, documents.stop, documents.trained]
+    hashes = reader.digests(documents.row)  # those with images are not read again
+    if hashes is None:
+        for i in np.linspace(0, len(documents) - 1, min(len(documents), NUM_SAMPLED)).astype(int):
+            span = reader.read(documents.row[i], documents.start[i], documents.stop[i])
+            hashed += [span["input_ids"], span["labels"]]
     digest = hashlib.sha256()
-
-    def add(values: np.ndarray) -> None:
+    for values in hashed:
         digest.update(np.ascontiguousarray(values, dtype="<i8").data)
-
-    for values in (documents.row, documents.start, documents.stop, documents.trained):
-        add(values)
-    hashes = reader.digests(documents.row)
-    if hashes is not None:
-        digest.update(hashes)
-        return digest.hexdigest()
-    for i in np.linspace(0, len(documents) - 1, min(len(documents), NUM_SAMPLED)).astype(int):
-        span = reader.read(documents.row[i], documents.start[i], documents.stop[i])
-        add(span["input_ids"])
-        add(span["labels"])
+    digest.update(hashes or b"")
     return digest.hexdigest()
 
 

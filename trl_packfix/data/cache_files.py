@@ -37,8 +37,7 @@ NUM_SEALED = hashlib.sha256().digest_size  # bytes
 def read_or_make(file: Path | None, make: Callable[[], Arrays]) -> Arrays:
     """The arrays in the file; if it does not exist or is damaged, what `make` makes, which is written there.
 
-    One process of a node makes it, and the others wait. It is read again once it is written, since reading maps it.
-    Where it cannot be written, or without a file, each process makes its own.
+    One process of a node makes it, and the others wait. Where it cannot be written, each process makes its own.
     """
     if file is None:
         return make()
@@ -51,7 +50,7 @@ def read_or_make(file: Path | None, make: Callable[[], Arrays]) -> Arrays:
             return cached
         arrays = make()
         is_cached = write_arrays(file, arrays)
-    cached = read_arrays_if_whole(file) if is_cached else None
+    cached = read_arrays_if_whole(file) if is_cached else None  # mapped
     return arrays if cached is None else cached
 
 
@@ -72,11 +71,7 @@ def read_arrays_if_whole(file: Path) -> Arrays | None:
 
 
 def read_arrays(file: Path) -> Arrays:
-    """The arrays of the file, mapped.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or is not as it was written under this name.
-    """
+    """The arrays of the file, mapped. An OSError or a ValueError says that it is not as it was written."""
     content = np.memmap(file, np.uint8, "r")
     body = content[:-NUM_SEALED]
     if _seal(file, body) != content[-NUM_SEALED:].tobytes():
@@ -86,11 +81,7 @@ def read_arrays(file: Path) -> Arrays:
 
 
 def write_arrays(file: Path, arrays: Arrays) -> bool:
-    """Write flat arrays of numbers, and delete packs in the same folder that were unused for a week.
-
-    Returns:
-        Whether the file exists now.
-    """
+    """Write flat arrays of numbers, and delete old packs in the same folder; whether the file exists now."""
     columns = [pa.LargeListArray.from_arrays([0, len(values)], pa.array(values)) for values in arrays.values()]
     batch = pa.RecordBatch.from_arrays(columns, names=list(arrays))
 
@@ -117,16 +108,12 @@ def _seal(file: Path, body: np.ndarray) -> bytes:
 
 
 def write_atomically(file: Path, write: Callable[[Path], None]) -> bool:
-    """Call `write` with the name of a new file, then give that file the name `file`.
+    """Call `write` with the name of a new file, then give that file the name `file`; whether it exists now.
 
-    Several ranks of a job may write the same file at once. The first one to finish wins, and an existing file is not
-    replaced. A damaged file is removed by the process that finds it.
-
-    Returns:
-        Whether the file exists now.
+    Several ranks may write the same file at once. The first one to finish wins.
     """
     if file.is_file():
-        return True  # another rank was faster
+        return True
     temporary = file.with_name(f"{PREFIX}-{secrets.token_hex(8)}.tmp")  # nobody can place a link there
     try:
         write(temporary)
@@ -159,8 +146,7 @@ def lock_of(file: Path) -> Path:
 def one_first(file: Path) -> Iterator[None]:
     """Run the block in one process of this node first, for the same `file`; the others wait, then run it at once.
 
-    They wait for `LONGEST_WAIT` at most. The system unlocks when a process ends, however it does. Where nothing can be
-    locked, no process waits.
+    The system unlocks when a process ends, however it does. Where nothing can be locked, no process waits.
     """
     path = lock_of(file)
     with contextlib.ExitStack() as stack:
@@ -183,7 +169,6 @@ def _locked(lock: int, kind: int) -> bool:
 
 
 def _wait_for(lock: int, file: Path) -> None:
-    """Wait until no process has the lock alone."""
     start, is_said = time.monotonic(), False
     while not _locked(lock, fcntl.LOCK_SH):
         waited = time.monotonic() - start

@@ -18,14 +18,11 @@ MASKS = ("completion_mask", "assistant_masks")  # 1 marks a trained token; used 
 
 
 class Run(NamedTuple):
-    """Rows of a pack: the tokens of `document` from the token `first` on.
-
-    `images_before` of the document's `num_images` images are before it. Both are 0 in a run of a whole document.
-    """
+    """Rows of a pack: the tokens of `document` from the token `first` on."""
 
     document: int
     first: int = 0
-    images_before: int = 0
+    images_before: int = 0  # of the document's `num_images`; both are 0 in a run of a whole document
     num_images: int = 0
 
 
@@ -139,7 +136,6 @@ class PackedDataCollator:
 
 
 def _check_columns(documents: Sequence[dict[str, Any]]) -> None:
-    """Refuse documents with columns that would be ignored although they mark trained tokens or boundaries."""
     columns = documents[0].keys()
     ignored = [name for name in MASKS if name in columns and "labels" not in columns]
     if ignored:

@@ -12,14 +12,12 @@ from .spans import Overlong
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> None:
-    """Refuse a value that is not one of the choices."""
     if value not in choices:
         known = ", ".join(repr(choice) for choice in choices if choice is not None)
         raise ValueError(f"`{name}={value!r}` was given. There is no such choice. Set one of {known}.")
 
 
 def check_count(name: str, value: int) -> None:
-    """Refuse a count below 1."""
     if value < 1:
         raise ValueError(
             f"`{name}={value}` was given. It is a count, and a batch cannot be made with fewer than one. Set `{name}` "
@@ -28,7 +26,6 @@ def check_count(name: str, value: int) -> None:
 
 
 def check_max_length(max_length: int | None, batch_size: int) -> None:
-    """Refuse a missing length, which leaves the capacity undefined, and one too short for a target."""
     if max_length is None:
         raise ValueError(
             f"`max_length=None` was given with packing. The capacity of a pack is the batch size ({batch_size}) times "
@@ -51,7 +48,6 @@ def check_overlong(name: str, strategy: Strategy, overlong: Overlong | None) -> 
 
 
 def check_not_padded(dataset: Dataset, name: str) -> None:
-    """Refuse rows with zeros in their `attention_mask`."""
     if "attention_mask" not in dataset.column_names:
         return
     mask = TokenReader(dataset.select_columns("attention_mask"), "attention_mask")
@@ -62,9 +58,6 @@ def check_not_padded(dataset: Dataset, name: str) -> None:
             "be trained and attended to. Tokenise with `padding=False`, or cut the padding off and remove the "
             "`attention_mask` column."
         )
-
-
-# Datasets
 
 
 def check_tokenised(dataset: Dataset, name: str, vocab_size: int | None, *, packing: bool) -> None:
@@ -80,11 +73,7 @@ def check_tokenised(dataset: Dataset, name: str, vocab_size: int | None, *, pack
 
 
 def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
-    """Check tokenised rows for packing.
-
-    Raises:
-        ValueError: labels of another length, padding under an `attention_mask`, ids outside the vocabulary.
-    """
+    """Refuse labels of another length, padding under an `attention_mask`, and ids outside the vocabulary."""
     masks = mask_columns(dataset)
     # With two masks TRL computes labels from both, so they are no error here.
     reader = TokenReader(dataset.remove_columns(masks) if len(masks) > 1 else dataset)

@@ -18,14 +18,9 @@ COLUMNS = ("row", "start", "stop", "trained", "block", *OF_IMAGES)  # of `Docume
 
 @dataclass
 class Count:
-    """A number of documents, their tokens and their trained tokens.
-
-    A trained token has a label that is not -100. The first token of a document is never one.
-    """
-
     documents: int = 0
     tokens: int = 0
-    trained_tokens: int = 0
+    trained_tokens: int = 0  # with a label that is not -100; the first token of a document is never one
 
     def __add__(self, other: "Count") -> "Count":
         return Count(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -36,16 +31,15 @@ class Ledger:
     """Counts of the given documents by what was done with them. Each token is kept, truncated or dropped.
 
     `truncated` and `split` count the documents concerned and the tokens they lost. A split document loses no token, but
-    the first token of each later fragment is no longer a target. `fragments` is the number of documents that splitting
-    made. `dropped` has one entry per reason: `bad_row` (it could not be tokenised), `empty`, `overlong`, `untrained`.
+    the first token of each later fragment is no longer a target.
     """
 
     given: Count = field(default_factory=Count)
     kept: Count = field(default_factory=Count)
     truncated: Count = field(default_factory=Count)
     split: Count = field(default_factory=Count)
-    fragments: int = 0
-    dropped: dict[str, Count] = field(default_factory=dict)
+    fragments: int = 0  # documents that splitting made
+    dropped: dict[str, Count] = field(default_factory=dict)  # for `bad_row`, `empty`, `overlong` or `untrained`
 
     @property
     def lost_trained_tokens(self) -> int:
@@ -53,7 +47,6 @@ class Ledger:
         return self.given.trained_tokens - self.kept.trained_tokens
 
     def __add__(self, other: "Ledger") -> "Ledger":
-        """The ledger of two sets together."""
         reasons = sorted(self.dropped | other.dropped)
         dropped = {each: self.dropped.get(each, Count()) + other.dropped.get(each, Count()) for each in reasons}
         others = {name: mine + getattr(other, name) for name, mine in vars(self).items() if name != "dropped"}
@@ -61,7 +54,6 @@ class Ledger:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Ledger":
-        """The inverse of `to_dict`."""
         counts = {name: Count(**values[name]) for name in ("given", "kept", "truncated", "split")}
         dropped = {reason: Count(**count) for reason, count in values["dropped"].items()}
         return cls(**counts, fragments=values["fragments"], dropped=dropped)
@@ -72,48 +64,33 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Documents:
-    """N documents as spans of a table, in table order.
-
-    Attributes:
-        row, start, stop: the span, shape (N,); `start` and `stop` count tokens inside the row.
-        trained: trained tokens of each document, shape (N,).
-        block: for `wrapped`, the block of `max_length` consecutive tokens that holds a document, shape (N,).
-        ledger: what was cut, split and dropped.
-        tokens: the documents sorted by their tokens, for `share_prefixes="family"`; else None.
-        image_count: images of each document, shape (N,); None without images, as all that follow.
-        image_values: numbers in the processed images of each document, which the vision tower reads.
-        image_squares: sum of the squares of the numbers of each image, or of each tile that the tower reads alone: what
-            attention in the tower costs.
-        image_start, image_stop: the first token of an image in each document, and the one after the last; 0 without.
-        fingerprint: hash of the documents, by which a restart compares them; empty if they were only counted.
-        file: their cache file, if there is one; plans are cached beside it.
-    """
+    """N documents as spans of a table, in table order. Arrays have the shape (N,)."""
 
     row: Int64Array
-    start: Int64Array
+    start: Int64Array  # `start` and `stop` count tokens inside the row
     stop: Int64Array
-    trained: Int64Array
+    trained: Int64Array  # tokens
     ledger: Ledger
-    block: Int64Array | None = None
-    tokens: TokenOrder | None = None
-    image_count: Int64Array | None = None
-    image_values: Int64Array | None = None
+    block: Int64Array | None = None  # for `wrapped`, the block of `max_length` consecutive tokens that holds a document
+    tokens: TokenOrder | None = None  # for `share_prefixes="family"`, the documents sorted by their tokens
+    image_count: Int64Array | None = None  # None without images, as all that follow
+    image_values: Int64Array | None = None  # numbers in the processed images, which the vision tower reads
+    # Sum of the squares of the numbers of each image, or of each tile that the tower reads alone: what attention costs
     image_squares: Int64Array | None = None
-    image_start: Int64Array | None = None
-    image_stop: Int64Array | None = None
-    fingerprint: str = ""
-    file: Path | None = None
+    image_start: Int64Array | None = None  # the first token of an image in a document; 0 without
+    image_stop: Int64Array | None = None  # the one after the last
+    fingerprint: str = ""  # hash of the documents, by which a restart compares them; empty if they were only counted
+    file: Path | None = None  # their cache file; plans are cached beside it
 
     def __len__(self) -> int:
         return len(self.row)
 
     @cached_property
     def lengths(self) -> Int64Array:
-        """Tokens of each document, shape (N,)."""
         return self.stop - self.start
 
     def taken(self, chosen: BoolArray) -> "Documents":
-        """The documents that are `chosen`, shape (N,), numbered anew from 0. The ledger stays that of all."""
+        """The `chosen` documents, numbered anew from 0. The ledger stays that of all."""
         number, tokens, file = np.cumsum(chosen) - 1, self.tokens, self.file
         if tokens is not None:
             tokens = tokens.within(np.where(chosen, 0, -1))
@@ -137,7 +114,6 @@ class Documents:
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray], file: Path | None = None) -> "Documents":
-        """The inverse of `to_arrays`; `file` holds the arrays, if there is one."""
         ledger, fingerprint = (arrays[name].tobytes().decode() for name in ("ledger", "fingerprint"))
         tokens = TokenOrder(arrays["token_order"], arrays["common_tokens"]) if "token_order" in arrays else None
         columns = {name: arrays[name] for name in COLUMNS if name in arrays}

@@ -33,19 +33,12 @@ REST = -1  # in place of the number of an epoch, for the schedule of the rest of
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """The epoch in which a run resumes, and what was trained of it under other plans.
-
-    Attributes:
-        epoch: its number.
-        first_step: optimizer steps of the run before this epoch.
-        num_steps: optimizer steps of this epoch under other plans; 0 if this run plans the whole epoch.
-        trained: whether each document was trained in them, shape (N,); None if `num_steps` is 0.
-    """
+    """The epoch in which a run resumes, and what was trained of it under other plans."""
 
     epoch: int = 0
-    first_step: int = 0
-    num_steps: int = 0
-    trained: BoolArray | None = None
+    first_step: int = 0  # optimizer steps of the run before this epoch
+    num_steps: int = 0  # of this epoch under other plans; 0 if this run plans the whole epoch
+    trained: BoolArray | None = None  # whether each document was trained in them, shape (N,); None if there are none
 
 
 @dataclass
@@ -57,30 +50,19 @@ class EpochPlanner:
 
     With sequence parallelism the later epochs have the degrees of the first, since the model is proved at each of them
     before the first step.
-
-    Args:
-        documents: what to pack; sorted by their tokens if the packing shares families.
-        packing: how. Its degrees become those that the first epoch uses.
-        may_be_empty: allow an epoch of zero steps.
-
-    Attributes:
-        num_steps: optimizer steps of each epoch that is planned whole.
-        start: where the run resumes.
-        first_plan: the packs of the first epoch; None for a strategy that keeps steps.
     """
 
-    documents: Documents
-    packing: Packing
-    may_be_empty: bool = False
-    num_steps: int = field(init=False)
+    documents: Documents  # sorted by their tokens if the packing shares families
+    packing: Packing  # its degrees become those that the first epoch uses
+    may_be_empty: bool = False  # allow an epoch of zero steps
+    num_steps: int = field(init=False)  # of each epoch that is planned whole
     start: Start = field(init=False, default=Start(), repr=False)
-    first_plan: PackPlan | None = field(init=False, default=None, repr=False)
+    first_plan: PackPlan | None = field(init=False, default=None, repr=False)  # None for a strategy that keeps steps
     _first_packing: Packing = field(init=False, repr=False)
     _latest: tuple[int, Schedule] | None = field(init=False, default=None, repr=False)
     _rest: "EpochPlanner | None" = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self._latest = None
         packing = self._first_packing = self.packing
         if packing.shares_families:
             assert not packing.traits.cuts_blocks, "the config refuses it"
@@ -112,9 +94,7 @@ class EpochPlanner:
         """FLOPs of the images of each document, shape (N,); None without images, or if they cannot be counted."""
         values, squares = self.documents.image_values, self.documents.image_squares
         tower = self.packing.cost_model.tower
-        if tower is None or values is None or squares is None:
-            return None
-        return tower(values, squares)
+        return None if tower is None or values is None or squares is None else tower(values, squares)
 
     def image_costs_behind(self, documents: Int64Array, shared: Int64Array) -> Float64Array:
         """FLOPs of the images of these documents that are not in their first `shared` rows, by their tokens, (M,)."""
@@ -125,23 +105,19 @@ class EpochPlanner:
         return self.image_costs[documents] * np.clip((stop - shared) / np.maximum(stop - start, 1), 0, 1)
 
     @cached_property
-    def _documents_alone(self) -> Units:
+    def _units(self) -> Units:
+        tokens = self.documents.tokens
+        if self.packing.shares_families and tokens is not None:
+            return self.pieces(tokens)
         return Units(self.documents.lengths, self.packing.cost_model, self.image_costs)
-
-    @cached_property
-    def _pieces(self) -> Pieces:
-        assert self.documents.tokens is not None
-        return self.pieces(self.documents.tokens)
 
     def units(self, epoch: int = 0) -> Units:
         """What is planned as one: documents, or with `share_prefixes="family"` pieces of families.
 
         With `minibatch` these are families of the documents of each step, so every epoch has others.
         """
-        if not self.packing.shares_families:
-            return self._documents_alone
-        if not self.packing.traits.keeps_steps:
-            return self._pieces
+        if not self.packing.shares_families or not self.packing.traits.keeps_steps:
+            return self._units
         assert self.documents.tokens is not None
         of_steps = self.documents.tokens.within(self.packing.kept_steps(self._unpacked_order(epoch)))
         return self.pieces(of_steps, splits_copies=False)
@@ -149,7 +125,7 @@ class EpochPlanner:
     # The steps of a run
 
     def begin(self, start: Start) -> None:
-        """Continue a run: plan anew what `start` has not trained of its epoch, with the settings of this planner."""
+        """Continue a run: plan anew what `start` has not trained of its epoch."""
         self.start, self._latest, self._rest = start, None, None
         if start.trained is None:
             return
@@ -166,11 +142,10 @@ class EpochPlanner:
 
     @property
     def is_even(self) -> bool:
-        """Whether all epochs of the run have the same number of optimizer steps."""
+        """Whether all epochs have the same number of optimizer steps."""
         return self.start.num_steps == 0 and self.start.first_step == self.start.epoch * self.num_steps
 
     def steps_of(self, epoch: int) -> int:
-        """Optimizer steps of an epoch."""
         if self._rest is None or epoch != self.start.epoch:
             return self.num_steps
         return self.start.num_steps + self._rest.num_steps
@@ -193,7 +168,7 @@ class EpochPlanner:
         return max(ceil(self.first_step(epoch) + part * self.steps_of(epoch)), 1)
 
     def trained(self, epoch: int, num_steps: int) -> BoolArray:
-        """Whether each document is trained in the first `num_steps` optimizer steps of an epoch, shape (N,)."""
+        """Whether each document is trained in the first `num_steps` steps of an epoch, shape (N,)."""
         before = self.start.trained if epoch == self.start.epoch else None
         trained = np.zeros(len(self.documents), dtype=bool) if before is None else before.copy()
         schedule = self.schedule(epoch)
@@ -203,13 +178,18 @@ class EpochPlanner:
     # Epochs
 
     def schedule(self, epoch: int) -> Schedule:
-        """Documents of every step, micro-batch and rank of one epoch.
-
-        In an epoch of which a part was trained under other plans, the steps of that part are empty.
-        """
+        """Documents of every step, micro-batch and rank of an epoch; none in the steps trained under other plans."""
         if self._rest is not None and epoch == self.start.epoch:
             if self._latest is None or self._latest[0] != REST:
-                self._latest = (REST, self._schedule_rest(self._rest))
+                rest, num_steps, packing = self._rest.schedule(0), self.start.num_steps, self.packing
+                assert self.start.trained is not None
+                rest = replace(
+                    rest,
+                    order=np.flatnonzero(~self.start.trained)[rest.order],
+                    offsets=np.concatenate([np.zeros(num_steps * packing.bins.num_slots, np.int64), rest.offsets]),
+                    degrees=np.concatenate([np.ones(num_steps * packing.accumulation, np.int64), rest.degrees]),
+                )
+                self._latest = REST, rest
             return self._latest[1]
         if not self.packing.shuffle:
             epoch = 0  # without shuffling, all epochs are the same
@@ -243,17 +223,6 @@ class EpochPlanner:
         order, offsets = units.documents(schedule.order, schedule.offsets, packing.rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets)
 
-    def _schedule_rest(self, rest: "EpochPlanner") -> Schedule:
-        schedule, trained = rest.schedule(0), self.start.trained
-        assert trained is not None
-        num_steps, packing = self.start.num_steps, self.packing
-        return replace(
-            schedule,
-            order=np.flatnonzero(~trained)[schedule.order],
-            offsets=np.concatenate([np.zeros(num_steps * packing.bins.num_slots, np.int64), schedule.offsets]),
-            degrees=np.concatenate([np.ones(num_steps * packing.accumulation, np.int64), schedule.degrees]),
-        )
-
     def pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
         """Families of these documents as units of this plan."""
         documents, packing = self.documents, self.packing
@@ -276,10 +245,7 @@ class EpochPlanner:
 
 
 def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which accelerate's seedable sampler visits the rows of an unpacked run, shape (N,).
-
-    `minibatch` uses it, so that both runs train on the same documents in every optimizer step.
-    """
+    """The order in which accelerate's seedable sampler visits the rows of an unpacked run, shape (N,)."""
     import torch  # here, so that the other strategies do not load it
 
     generator = torch.Generator().manual_seed(seed + epoch)

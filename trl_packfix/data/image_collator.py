@@ -16,15 +16,11 @@ from .collator import IGNORE_INDEX, READ, Run
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """Which axis of a processor's output grows with what, by name, in a batch of one row.
+    """Which axis of a processor's output grows with what, by name, in a batch of one row."""
 
-    Attributes:
-        tokens: names of (1, tokens) outputs, such as `mm_token_type_ids`.
-        images: axis that grows with the number of images: 0 for `pixel_values` of Qwen-VL and Llava, 1 for Idefics.
-            0 also for outputs with one row per document.
-    """
-
-    tokens: frozenset[str]
+    tokens: frozenset[str]  # names of (1, tokens) outputs, such as `mm_token_type_ids`
+    # The axis that grows with the number of images: 0 for `pixel_values` of Qwen-VL and Llava, 1 for Idefics. 0 also
+    # for outputs with one row per document
     images: dict[str, int]
 
     def join(self, name: str, parts: list[Tensor]) -> Tensor:
@@ -36,7 +32,6 @@ class ImageLayout:
 
 
 def _padded(values: Tensor, shape: list[int]) -> Tensor:
-    """`values` with zeros behind them on each axis, up to this shape."""
     padding = [size for i in reversed(range(len(shape))) for size in (0, shape[i] - values.shape[i])]
     return F.pad(values, padding) if any(padding) else values
 
@@ -74,19 +69,15 @@ class PaddedImageCollator:
 
 
 class RopeIndex:
-    """The positions of a document on models that count images in time, height and width (M-RoPE).
+    """The positions of a document, (3, tokens), on models that count images in time, height and width (M-RoPE).
 
-    Args:
-        model_class: of transformers, with the method `get_rope_index`. It needs the config only, so no weights are
-            built or sent to the workers of a data loader.
-        config: of the model.
+    `get_rope_index` of the model's class needs the config only, so no weights are sent to the workers of a data loader.
     """
 
     def __init__(self, model_class: type[Any], config: Any):
         self.model_class, self.config = model_class, config
 
     def __call__(self, document: dict[str, Any]) -> Tensor:
-        """Positions of one document, (3, tokens)."""
         tokens = torch.from_numpy(np.asarray(document["input_ids"], dtype=np.int64))[None]
         named = inspect.signature(self.model_class.get_rope_index).parameters
         inputs = {name: value for name, value in document.items() if name in named and name not in READ}
@@ -107,20 +98,15 @@ class PackedImages:
     That is what the processor returns for the images, joined over documents. On models with M-RoPE `position_ids` have
     the shape (4, 1, T): the position of each token in its document, by which documents are told apart, then time,
     height and width. Images in a beginning that documents share are there once.
-
-    Args:
-        layout: how the outputs of the processor are joined.
-        rope_index: the positions of models with M-RoPE; None for others.
-        placeholder: a document with an image and without trained tokens. It is added to packs without any image, so
-            that every rank calls the vision tower; None adds nothing.
     """
 
     layout: ImageLayout
     rope_index: RopeIndex | None = None
+    # A document with an image and without trained tokens. It is added to packs without any image, so that every rank
+    # calls the vision tower; None adds nothing
     placeholder: dict[str, Any] | None = None
 
     def with_placeholder(self, documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The documents of a pack, of which at least one has an image if there is a placeholder."""
         if self.placeholder is None or any(self.layout.images.keys() & document.keys() for document in documents):
             return documents
         return [*documents, self.placeholder]
@@ -138,7 +124,11 @@ class PackedImages:
                         row[:, start:stop] = documents[i][name][:, first:]
                     start = stop
                 entries[name] = row
-        with_images = [_images_of(documents[run.document], run) for run in runs]
+        with_images = [
+            documents[i] if before == 0 else images_between(documents[i], before, num, num=num)
+            for i, _, before, num in runs
+            if before == 0 or before < num
+        ]
         for name in self.layout.images:
             parts = [outputs[name] for outputs in with_images if name in outputs]
             if parts:
@@ -148,12 +138,3 @@ class PackedImages:
             rest = position_ids[0, sum(part.shape[1] for part in positions) :].expand(3, -1)  # padding
             entries["position_ids"] = torch.cat([position_ids[None], torch.cat([*positions, rest], dim=1)[:, None]])
         return entries
-
-
-def _images_of(document: dict[str, Any], run: Run) -> dict[str, Any]:
-    """The images of a document that are computed in a run of it; {} if there are none."""
-    if run.images_before == 0:
-        return document
-    if run.images_before == run.num_images:
-        return {}
-    return images_between(document, run.images_before, run.num_images, num=run.num_images)

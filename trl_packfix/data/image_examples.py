@@ -24,11 +24,6 @@ class ImageExamples:
     """Makes documents with random images of any size through a processor, in the form of its chat template.
 
     The leak probe runs them, and one of them stands in for images where a pack has none.
-
-    Args:
-        process: one row of a dataset -> its document.
-        text_field: the column of plain text, for a processor without a chat template.
-        rope_index: the positions of models with M-RoPE; None for others.
     """
 
     def __init__(self, process: RowProcessor, text_field: str = "text", rope_index: RopeIndex | None = None):
@@ -40,13 +35,11 @@ class ImageExamples:
         self.images = PackedImages(self.layout, rope_index)
 
     def image(self, width: int, height: int) -> "Image.Image":
-        """Random pixels."""
         from PIL import Image
 
         return Image.fromarray(self._random.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
     def document(self, images: "list[Image.Image]", text: str = "a") -> dict[str, Any]:
-        """The document of a row with these images before this text."""
         if self.processor.chat_template is None:
             token = getattr(self.processor, "image_token", "<image>")
             return self.process({"images": images, self.text_field: token * len(images) + text})
@@ -60,7 +53,16 @@ class ImageExamples:
 
     def joined(self, parts: "Sequence[Tensor | Image.Image]") -> dict[str, Any]:
         """A document of tokens, (n,), and images in this order, without the text that a chat template adds."""
-        pieces = [{"input_ids": part} if isinstance(part, Tensor) else self._cut_out(part) for part in parts]
+        pieces: list[dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, Tensor):
+                pieces.append({"input_ids": part})
+                continue
+            piece = self.document([part])
+            spans = self.process.image_spans(piece)
+            start, stop = spans[0][0], spans[-1][1]
+            cut = {name: piece[name][:, start:stop] for name in self.layout.tokens & piece.keys()}
+            pieces.append(piece | cut | {"input_ids": piece["input_ids"][start:stop]})
         lengths = [len(piece["input_ids"]) for piece in pieces]
         document: dict[str, Any] = {"input_ids": np.concatenate([np.asarray(piece["input_ids"]) for piece in pieces])}
         for name in self.layout.tokens:
@@ -80,8 +82,7 @@ class ImageExamples:
     ) -> dict[str, Any]:
         """The batch of documents in one pack, as in training, without labels.
 
-        With `shares` documents share every common beginning. The pack is one for `degree` ranks: the part with this
-        index, or the whole pack without one.
+        With `shares` documents share every common beginning. The pack is for `degree` ranks: a part, or all of it.
         """
         multiple = degree if index is None else None
         rows = PackedDataCollator(multiple)
@@ -95,13 +96,6 @@ class ImageExamples:
         """The batch of one document in unpacked training, without labels."""
         batch = {name: value for name, value in document.items() if name not in READ}
         return batch | {"input_ids": torch.as_tensor(document["input_ids"])[None], "use_cache": False}
-
-    def _cut_out(self, image: "Image.Image") -> dict[str, Any]:
-        document = self.document([image])
-        spans = self.process.image_spans(document)
-        start, stop = spans[0][0], spans[-1][1]
-        cut = {name: document[name][:, start:stop] for name in self.layout.tokens & document.keys()}
-        return document | cut | {"input_ids": document["input_ids"][start:stop]}
 
     def _learn_layout(self) -> ImageLayout:
         image, other = self.image(*SMALL), self.image(*SMALL)

@@ -37,12 +37,10 @@ class ImageRows(Rows):
     """The documents of a dataset with images: `Rows` for planning, from what was measured.
 
     Args:
-        dataset: raw rows, in a form of TRL's vision datasets; images are decoded when a row is read. Of a stream a
-            list of rows, whose images are encoded.
+        dataset: raw rows; images are decoded when a row is read. Of a stream a list of rows, whose images are encoded.
         process: makes the document of a row, or of a turn.
         measures: from `measure`, one row per document.
-        turns: what was counted, with one document per assistant turn.
-        rule: by which turns are chosen.
+        turns, rule: with one document per assistant turn, what was counted, and by which turns are chosen.
     """
 
     def __init__(
@@ -54,10 +52,8 @@ class ImageRows(Rows):
         turns: TurnCounts | None = None,
         rule: TurnRule | None = None,
     ):
-        self.turns = turns
-        self._rule = rule
-        self._dataset, self._process = dataset, process
-        self._table = measures
+        self.turns, self._rule = turns, rule
+        self._dataset, self._process, self._table = dataset, process, measures
         self.compare = process.compare
         table = self._columns
         is_per_turn = ROW in measures.column_names
@@ -142,10 +138,7 @@ class ImageRows(Rows):
         }
 
     def outside_images(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
-        """How many tokens of these rows from `start` on are common if no run may begin inside an image, shape (N,).
-
-        Of `common` tokens the last is not shared; if the others end inside an image, those before it are.
-        """
+        """How many tokens of these rows from `start` on are common if no run may begin inside an image, shape (N,)."""
         of_row, first, stop = self._spans
         if not len(of_row):
             return common
@@ -162,7 +155,7 @@ class ImageRows(Rows):
         return counts
 
     def tokens(self, row: int) -> tuple[Int64Array, BoolArray]:
-        """The tokens of a row's document, and which of them are labels, both of shape (tokens,)."""
+        """The tokens of a row's document, and which of them are labels."""
         measures = self._table.with_format("arrow")[int(row)]
         tokens, is_target = (measures[name][0].values for name in ("tokens", "is_target"))
         return tokens.to_numpy().astype(np.int64), is_target.to_numpy(zero_copy_only=False)
@@ -178,11 +171,6 @@ class ImageRows(Rows):
         return self._rule.row_of_turn(conversation, int(self._turns[row]), self._process.processor)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, Any]:
-        """The tokens of a span of a row's document, and the images among them.
-
-        Raises:
-            ValueError: the processor gives another number of tokens than when the row was measured.
-        """
         row, length = int(row), int(self.lengths[row])
         document = self._process(self.row(row))
         num_tokens = len(document["input_ids"])

@@ -34,15 +34,10 @@ from .threads import wait_for_threads_before_forks
 
 
 class DocumentDataset(torch.utils.data.Dataset[Any]):
-    """Documents by index, as dictionaries of numpy views of the table; index -1 is the dummy of an empty rank.
-
-    With `values` every document also has the weight and the source of its row.
-    """
+    """Documents by index, as numpy views of the table, with weight and source; -1 is the dummy of an empty rank."""
 
     def __init__(self, reader: Rows, documents: Documents, pad_token_id: int = 0, *, values: RowValues | None = None):
-        self.reader = reader
-        self.documents = documents
-        self.pad_token_id = pad_token_id
+        self.reader, self.documents, self.pad_token_id = reader, documents, pad_token_id
         self.values = values or RowValues()
 
     def __len__(self) -> int:
@@ -71,19 +66,13 @@ def dummy_document(pad_token_id: int) -> dict[str, np.ndarray]:
 
 
 class PackedBatchSampler:
-    """Yields, for one rank, the document indices of each micro-batch of the epoch set by `set_epoch`.
+    """Yields, for one rank, the document indices of each micro-batch of an epoch, or `PartOf` where it shares a pack.
 
-    With sequence parallelism, a `PartOf` says which part of the pack the rank holds, if it shares the pack. The length
-    of the sampler is the same in every epoch and on every rank.
-
-    Args:
-        planner: of the epochs, or the schedule of all of them.
+    A schedule in place of a planner is that of all epochs. The length is the same in every epoch and on every rank.
     """
 
     def __init__(self, planner: EpochPlanner | Schedule, rank: int = 0):
-        self.planner = planner
-        self.rank = rank
-        self.epoch = 0
+        self.planner, self.rank, self.epoch = planner, rank, 0
 
     @property
     def sampler(self) -> "PackedBatchSampler":
@@ -119,10 +108,8 @@ class PaddedBatchSampler:
     """
 
     def __init__(self, num_documents: int, batch_size: int, rank: int = 0, *, world_size: int = 1):
-        self.num_documents = num_documents
-        self.batch_size = batch_size
-        self.rank = rank
-        self.num_processes = world_size
+        self.num_documents, self.batch_size = num_documents, batch_size
+        self.rank, self.num_processes = rank, world_size
 
     def __len__(self) -> int:
         return -(-self.num_documents // (self.batch_size * self.num_processes))

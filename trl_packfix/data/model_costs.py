@@ -37,10 +37,8 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts", "moe_
 def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = None) -> CostModel:
     """The cost model of a causal language model with this config, on text alone.
 
-    Args:
-        config: a config of transformers. Any other object gets the costs of a Llama with 7B parameters.
-        model_class: the class to build if transformers has no model for `config`, as with remote code. Without it such
-            a config gets the costs of a Llama with 7B parameters.
+    `model_class` is built if transformers has no model for `config`, as with remote code. Without it such a config, and
+    any other object, gets the costs of a Llama with 7B parameters.
     """
     text_class, config_part = model_class_of(config, model_class)
     text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
@@ -76,12 +74,8 @@ def with_tower(
 ) -> CostModel:
     """The same cost model, with the costs of images in the vision tower; without them if they cannot be counted.
 
-    The projector behind the tower is not counted, unless it is a part of it.
-
-    Args:
-        config: of the whole model.
-        model_class: the class to build; by default transformers' own for this config.
-        is_trained: False counts a third, since a tower without a trained weight has no backward pass.
+    A tower without a trained weight counts a third: it has no backward pass. The projector behind it is not counted,
+    unless it is a part of it.
     """
     whole_class: Any = model_class or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if whole_class is None or getattr(config, "vision_config", None) is None:
@@ -98,7 +92,7 @@ def with_tower(
 
 
 def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The vision tower of a model: the module whose config is `config.vision_config`; None without one."""
+    """The module whose config is `config.vision_config`; None without one."""
     kind = type(getattr(model.config, "vision_config", None))
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel) and type(part.config) is kind)
     return next(parts, None)

@@ -14,18 +14,10 @@ from .parts import PartOf, cut_part
 
 @dataclass
 class PackCollator:
-    """The collator of the trainer's packs.
-
-    Args:
-        rows: makes the rows from tokens and labels, with padding; a `PrefixCollator` shares common beginnings.
-        images: adds what the model needs of images; None for text.
-    """
-
-    rows: PackedDataCollator
+    rows: PackedDataCollator  # a `PrefixCollator` shares common beginnings
     images: PackedImages | None = None
 
     def __call__(self, pack: Sequence[dict[str, Any]] | PartOf) -> dict[str, Any]:
-        """The batch of a whole pack, or of the part of it that this rank holds."""
         part = pack if isinstance(pack, PartOf) else PartOf(list(pack), 1, 0)
         if self.images is None:
             batch, _ = self.rows.collate(part.documents, part.degree)

@@ -19,27 +19,17 @@ from .prefix_collator import PrefixCollator
 
 
 class RowsOfBatch(NamedTuple):
-    """A padded batch as one pack.
+    """A padded batch as one pack."""
 
-    Attributes:
-        pack: the packed batch, without labels.
-        rows: the row of the pack that holds each token, int64, (N,).
-        cells: the place of each token in the padded batch, row after row, int64, (N,).
-        shape: B and S.
-        longest: tokens of the longest row, without padding.
-        is_left_padded: whether a row begins with padding.
-    """
-
-    pack: dict[str, Any]
-    rows: Tensor
-    cells: Tensor
-    shape: tuple[int, int]
-    longest: int
-    is_left_padded: bool
+    pack: dict[str, Any]  # without labels
+    rows: Tensor  # of the pack that hold each token, int64, (N,)
+    cells: Tensor  # the place of each token in the padded batch, row after row, int64, (N,)
+    shape: tuple[int, int]  # B and S
+    longest: int  # tokens of the longest row, without padding
+    is_left_padded: bool  # whether a row begins with padding
 
     @property
     def num_computed(self) -> int:
-        """T."""
         return self.pack["input_ids"].shape[1]
 
     def to(self, device: torch.device) -> "RowsOfBatch":
@@ -60,15 +50,8 @@ class RowsOfBatch(NamedTuple):
 def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PrefixCollator) -> RowsOfBatch | None:
     """The rows of a padded batch as the documents of one pack, on the device of the batch.
 
-    Rows may be padded on either side; a row without tokens is no document. The host waits for the device once.
-
-    Args:
-        input_ids: (B, S).
-        attention_mask: 0 for padding, (B, S).
-        collate: keeps the last row of each document (`keeps_last_rows`).
-
-    Returns:
-        None if no row has a token, or if one has padding between tokens: its positions are not those of a document.
+    Rows may be padded on either side; a row without tokens is no document. None if no row has a token, or if one has
+    padding between tokens: its positions are not those of a document. The host waits for the device once.
 
     >>> ids = torch.tensor([[5, 6, 7, 8, 0], [5, 6, 7, 9, 4]])
     >>> mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])

@@ -21,13 +21,10 @@ SAMPLED = 16  # of so many numbers of an image one enters the checksum
 
 @dataclass(frozen=True)
 class PartOf:
-    """A pack of which a rank holds a part: its documents, the ranks that share it, and which of the parts it is.
+    """A pack of which a rank holds a part. Each rank of a group reads the whole pack."""
 
-    The sampler yields document indices, and the dataset reads them: each rank of a group reads the whole pack.
-    """
-
-    documents: list[Any]
-    degree: int
+    documents: list[Any]  # or their indices
+    degree: int  # ranks that share it
     index: int
 
 
@@ -39,7 +36,7 @@ def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool
     those of the whole pack. "layout" holds the rest. With degree 1 the batch is returned as it is.
 
     An image may lie in several parts. So with `has_images` only the labels are cut here, and what enters the decoder of
-    the model is cut there (`attention/decoder_inputs.py`).
+    the model is cut there (`attention/image_parts.py`).
 
     >>> from trl_packfix import PackedDataCollator
     >>> whole = PackedDataCollator(pad_to_multiple_of=2)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])

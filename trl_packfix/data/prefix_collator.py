@@ -44,16 +44,6 @@ class PrefixCollator(PackedDataCollator):
 
     A document with labels that are neither its tokens nor -100 shares nothing: a shared row has one next token.
 
-    Args:
-        min_shared (`int`, defaults to 16): Rows that two documents must share at least.
-        keeps_last_rows (`bool`, defaults to `False`):
-            Keep the row of a document of which only the last token is left. No document is trained on its output, but
-            a router sees its token.
-        shares (`bool`, defaults to `True`): False collates every document whole, as `PackedDataCollator`.
-        compare (`Callable`, *optional*):
-            What is compared of documents with images, whose placeholder tokens are the same for all images. Without it
-            tokens are compared.
-
     >>> batch = PrefixCollator(min_shared=1)([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 7, 4, 3]}])
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
     ([[5, 6, 7, 4, 3, 7, 8]], [[0, 1, 2, 3, 4, 2, 3]])
@@ -61,21 +51,19 @@ class PrefixCollator(PackedDataCollator):
     [0, 1, 2, 3, 4, 0, 1, 5, 6]
     """
 
-    min_shared: int = MIN_SHARED
+    min_shared: int = MIN_SHARED  # rows that two documents must share at least
+    # Keep the row of a document of which only the last token is left. No document is trained on its output, but a
+    # router sees its token
     keeps_last_rows: bool = False
-    shares: bool = True
-    compare: Compare | None = None
+    shares: bool = True  # False collates every document whole
+    compare: Compare | None = None  # what is compared of documents with images, whose placeholders are all the same
 
     def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[Run]]:
         return self._collate(documents, degree)[:2]
 
     def collate_with_rows(self, documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[npt.NDArray[Any]]]:
-        """The batch, and for each document the rows of the pack that hold its tokens, (n,).
-
-        Each token has a row with `keeps_last_rows` only.
-        """
-        batch, _, rows = self._collate(documents, 1)
-        return batch, rows
+        """The batch, and the rows of each document's tokens, (n,); each has one with `keeps_last_rows` only."""
+        return self._collate(documents, 1)[::2]
 
     def order(self, documents: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """As `share_order`, with the documents that share nothing because of their labels at the end.
@@ -105,7 +93,6 @@ class PrefixCollator(PackedDataCollator):
     def _collate(
         self, documents: Sequence[dict[str, Any]], degree: int
     ) -> tuple[dict[str, Any], list[Run], list[npt.NDArray[Any]]]:
-        """The batch, its runs, and the rows of each document."""
         if self.shares:
             tokens, labels = self._read(documents)
             order, shared, compared = self._order(documents, tokens, labels)

@@ -28,23 +28,13 @@ _HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
 
 
 class Rows(ABC):
-    """R tokenised rows: what documents, plans, batches and reports need of a table.
+    """R tokenised rows: what documents, plans, batches and reports need of a table. Arrays have the shape (R,)."""
 
-    Attributes:
-        lengths: tokens of each row, shape (R,).
-        image_stops: index after the last token of an image in each row, shape (R,), 0 without one; None if no row has
-            images.
-        image_counts: images of each row, shape (R,); None if no row has images.
-        compare: what is compared of documents to find common beginnings; None: their tokens.
-        conversations: if documents are turns of rows with images, the row of the dataset of each, shape (R,).
-        turns: what was counted of these turns.
-    """
-
-    lengths: Int64Array
-    image_stops: Int64Array | None = None
-    image_counts: Int64Array | None = None
-    compare: Compare | None = None
-    conversations: Int64Array | None = None
+    lengths: Int64Array  # tokens
+    image_stops: Int64Array | None = None  # index after the last token of an image, 0 without; None if there are none
+    image_counts: Int64Array | None = None  # None if no row has images
+    compare: Compare | None = None  # what is compared of documents to find common beginnings; None: their tokens
+    conversations: Int64Array | None = None  # if documents are turns of rows with images, the row of the dataset
     turns: TurnCounts | None = None
     _table: Dataset
 
@@ -62,7 +52,7 @@ class Rows(ABC):
         return [Path(file["filename"]) for file in self._table.cache_files]
 
     def bad_rows(self) -> BoolArray | None:
-        """Which rows could not be tokenised, shape (R,); None if every row could."""
+        """Which rows could not be tokenised; None if every row could."""
         bad = bad_rows(self._table)
         return bad if bad is not None and bad.any() else None
 
@@ -101,9 +91,9 @@ def mask_columns(dataset: Dataset) -> list[str]:
 
 
 def applied_masks(dataset: Dataset, completion_only_loss: bool | None) -> list[str]:
-    """The `mask_columns` that TRL reads. It reads a `completion_mask` only with `completion_only_loss`.
+    """The `mask_columns` that TRL reads: a `completion_mask` only with `completion_only_loss`.
 
-    `completion_only_loss=None` means, as in TRL: True if the rows have a prompt and a completion.
+    As in TRL, None means True if the rows have a prompt and a completion.
     """
     columns = dataset.column_names
     if completion_only_loss is None:
@@ -112,7 +102,6 @@ def applied_masks(dataset: Dataset, completion_only_loss: bool | None) -> list[s
 
 
 def without_ignored_mask(dataset: Dataset, completion_only_loss: bool | None) -> Dataset:
-    """The dataset without a `completion_mask` that TRL would not read: see `applied_masks`."""
     if applied_masks(dataset, completion_only_loss) == mask_columns(dataset):
         return dataset
     return dataset.remove_columns("completion_mask")
@@ -159,7 +148,6 @@ class _ListColumn:
 
     @cached_property
     def lengths(self) -> Int64Array:
-        """Values of each row, shape (R,)."""
         lengths = np.empty(self.begins[-1], dtype=np.int64)
         for offsets, begin, end in zip(self.offsets, self.begins, self.begins[1:], strict=False):
             np.subtract(offsets[1:], offsets[:-1], out=lengths[begin:end])
@@ -225,7 +213,18 @@ class TokenReader(Rows):
         names = [column, *targets, *(name for name in ("seq_lengths", BAD_ROW) if name in dataset.column_names)]
         self._table = dataset.select_columns(names)
         self._open()
-        self._check_labels()
+        if self._targets is None:
+            return
+        wrong = np.flatnonzero(self._targets.lengths != self._tokens.lengths)
+        if len(wrong):
+            row, name = wrong[0], targets[0]
+            what, one, value = ("labels", "label", "-100") if self._has_labels else ("a mask", "entry", "0")
+            raise ValueError(
+                f"{len(wrong)} rows have {what} of another length than their tokens; the first is row {row} with "
+                f"{self._tokens.lengths[row]} `input_ids` and {self._targets.lengths[row]} `{name}`. Each token needs "
+                f"exactly one {one}. Give `{name}` the length of `input_ids`, with {value} where a token is not "
+                "trained."
+            )
 
     def _open(self) -> None:
         # A selected or shuffled dataset has the whole table and the indices of its rows; there is no public accessor.
@@ -246,24 +245,8 @@ class TokenReader(Rows):
         self._table = state["_table"]
         self._open()
 
-    def _check_labels(self) -> None:
-        if self._targets is None:
-            return
-        wrong = np.flatnonzero(self._targets.lengths != self._tokens.lengths)
-        if len(wrong):
-            row = wrong[0]
-            what, one, value = ("labels", "label", "-100") if self._has_labels else ("a mask", "entry", "0")
-            name = self._table.column_names[1]
-            raise ValueError(
-                f"{len(wrong)} rows have {what} of another length than their tokens; the first is row {row} with "
-                f"{self._tokens.lengths[row]} `input_ids` and {self._targets.lengths[row]} `{name}`. Each token needs "
-                f"exactly one {one}. Give `{name}` the length of `input_ids`, with {value} where a token is not "
-                "trained."
-            )
-
     @property
     def lengths(self) -> Int64Array:  # type: ignore[override]
-        """Tokens of each row, shape (R,), from the Arrow offsets: no token is read."""
         return self._tokens.lengths
 
     def seq_lengths(self) -> tuple[Int64Array, Int64Array] | None:
@@ -274,10 +257,7 @@ class TokenReader(Rows):
         return per_row, np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64, copy=False)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
-        """One span as `input_ids` and `labels`, shape (stop - start,).
-
-        Both are views of the dataset's own memory, except labels that are computed from a mask.
-        """
+        """Both are views of the dataset's own memory, except labels that are computed from a mask."""
         tokens = self._tokens.read(row, start, stop)
         if self._targets is None:
             return {"input_ids": tokens, "labels": tokens}
@@ -307,10 +287,7 @@ class TokenReader(Rows):
         return block
 
     def labels_are_tokens(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> BoolArray:
-        """Whether each label of a span is -100 or its own token, shape (N,).
-
-        This is one pass over tokens and labels, chunk by chunk, with the memory of `count_labels`.
-        """
+        """Whether each label of a span is -100 or its own token, shape (N,); with the memory of `count_labels`."""
         are_tokens = np.ones(len(row), dtype=bool)
         if not self._has_labels:
             return are_tokens
@@ -332,11 +309,7 @@ class TokenReader(Rows):
         return are_tokens
 
     def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
-        """Labels of each span that are not -100.
-
-        This is one pass over the labels or the mask, chunk by chunk. It needs 4 bytes of memory per token of the
-        largest chunk.
-        """
+        """In one pass, chunk by chunk, with 4 bytes of memory per token of the largest chunk."""
         if self._targets is None:
             return stop - start
         counts = np.zeros(len(row), dtype=np.int64)
@@ -348,7 +321,7 @@ class TokenReader(Rows):
         return counts
 
     def token_range(self) -> tuple[int, int]:
-        """Smallest and largest token id of all rows, to check them against the vocabulary. Reads every token."""
+        """Smallest and largest token id of all rows. Reads every token."""
         values = [chunk for chunk in self._tokens.values if len(chunk)]
         lowest = min((int(chunk.min()) for chunk in values), default=0)
         return lowest, max((int(chunk.max()) for chunk in values), default=0)

@@ -28,19 +28,12 @@ MAX_SOURCES = 100  # each has two numbers in every log entry
 
 @dataclass(frozen=True)
 class RowValues:
-    """Weights and sources of R rows.
+    """Weights and sources of R rows."""
 
-    Attributes:
-        weights: shape (R,); None without a column of weights.
-        sources: index in `names` of each row's source, shape (R,); None without a column of sources.
-        names: of the sources, sorted.
-        column_values: the value of the column for each name.
-    """
-
-    weights: npt.NDArray[np.float32] | None = None
-    sources: npt.NDArray[np.int64] | None = None
-    names: tuple[str, ...] = ()
-    column_values: tuple[Any, ...] = ()
+    weights: npt.NDArray[np.float32] | None = None  # (R,); None without a column of weights
+    sources: npt.NDArray[np.int64] | None = None  # index in `names`, (R,); None without a column of sources
+    names: tuple[str, ...] = ()  # of the sources, sorted
+    column_values: tuple[Any, ...] = ()  # the value of the column for each name
 
     def taken(self, rows: npt.NDArray[np.int64] | None) -> "RowValues":
         """Of these rows, in this order; None for all."""
@@ -56,14 +49,7 @@ class RowValues:
 
 
 def read_row_values(dataset: Dataset, weight_column: str | None, source_column: str | None, *, name: str) -> RowValues:
-    """The weights and sources of all rows; both None if no column is named.
-
-    Args:
-        name: of the dataset, for messages.
-
-    Raises:
-        ValueError: what `read_weights` and `read_sources` refuse.
-    """
+    """The weights and sources of all rows; `name` is that of the dataset, for messages."""
     weights = None if weight_column is None else read_weights(dataset, weight_column, name)
     if source_column is None:
         return RowValues(weights)
@@ -72,11 +58,6 @@ def read_row_values(dataset: Dataset, weight_column: str | None, source_column: 
 
 
 def read_weights(dataset: Dataset, column: str, name: str) -> npt.NDArray[np.float32]:
-    """The weights of all rows, shape (R,).
-
-    Raises:
-        ValueError: there is no such column, it holds no numbers, or a weight is missing, negative, NaN or infinite.
-    """
     values = _column(dataset, column, "weight_column", name=name)
     kind = values.type
     if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
@@ -102,12 +83,7 @@ def read_weights(dataset: Dataset, column: str, name: str) -> npt.NDArray[np.flo
 def check_row_values(
     row: dict[str, Any], index: int, *, weight_column: str | None, source_column: str | None, name: str
 ) -> dict[str, Any]:
-    """Refuse values of a row of a stream that is read by TRL's loader; a function for `map` that changes nothing.
-
-    Raises:
-        ValueError: a weight is missing, no number, negative, NaN or infinite; a source is missing, or neither a string
-            nor a whole number.
-    """
+    """Refuse values of a row of a stream that is read by TRL's loader; a function for `map` that changes nothing."""
     weight = 0 if weight_column is None else row.get(weight_column)
     if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
         raise ValueError(
@@ -128,11 +104,7 @@ def check_row_values(
 def read_sources(
     dataset: Dataset, column: str, name: str
 ) -> tuple[npt.NDArray[np.int64], tuple[str, ...], tuple[Any, ...]]:
-    """The source of each row as an index, shape (R,), the names of the sources, sorted, and their column values.
-
-    Raises:
-        ValueError: there is no such column, it does not hold strings, integers or booleans, a row has no source, or
-            there are more than `MAX_SOURCES`.
+    """The last three fields of `RowValues`.
 
     >>> codes, names, values = read_sources(Dataset.from_dict({"from": ["web", "code", "web"]}), "from", "train")
     >>> codes.tolist(), names, values
@@ -175,11 +147,7 @@ _STRINGS = (pa.types.is_string, pa.types.is_large_string)
 
 
 class StreamSources(dict[str, int]):
-    """The sources of a stream that this rank has read, numbered as it met them; `[name]` numbers a new one.
-
-    Raises:
-        ValueError: there are more than `MAX_SOURCES`.
-    """
+    """The sources of a stream that this rank has read, numbered as it met them; `[name]` numbers a new one."""
 
     def __missing__(self, name: str) -> int:
         if len(self) == MAX_SOURCES:
@@ -212,19 +180,12 @@ class RowValuesCollator:
 
     A document without them, as the dummy of an empty rank, gets 0; so does the padding of a pack. Neither has a trained
     token.
-
-    Args:
-        collate: documents without weights and sources -> a batch.
-        keys: key of the batch -> key of the documents.
-        index: of each source by its column value, if documents have this value and not the index.
-        names_sources: documents have the names of their sources, and so does the batch, as a list of strings; None in
-            place of 0.
     """
 
     collate: Callable[[Any], dict[str, Any]]
-    keys: dict[str, str]
-    index: Mapping[Any, int] | None = None
-    names_sources: bool = False
+    keys: dict[str, str]  # key of the batch -> key of the documents
+    index: Mapping[Any, int] | None = None  # of each source by its column value, if documents have this value
+    names_sources: bool = False  # documents have names of sources, and so does the batch: strings, None in place of 0
 
     def __call__(self, documents: list[dict[str, Any]] | PartOf) -> dict[str, Any]:
         taken = set(self.keys.values())

@@ -5,7 +5,7 @@ change spans; no token is rewritten. The ledger counts the documents and tokens 
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +26,8 @@ TruncationMode = Literal["keep_start", "keep_end"]
 class _Spans:
     """The spans of the documents, while policies are applied to them."""
 
+    reader: Rows
+    ledger: Ledger
     row: Int64Array
     start: Int64Array
     stop: Int64Array
@@ -40,8 +42,26 @@ class _Spans:
         lengths, trained = self.lengths[chosen], self.trained[chosen]
         return Count(len(lengths), int(lengths.sum()), int(trained.sum()))
 
-    def select(self, mask: BoolArray) -> "_Spans":
-        return _Spans(self.row[mask], self.start[mask], self.stop[mask], self.trained[mask])
+    def without(self, mask: BoolArray, reason: str) -> "_Spans":
+        """The others; those of the mask are dropped and counted."""
+        if not mask.any():
+            return self
+        self.ledger.dropped[reason] = self.ledger.dropped.get(reason, Count()) + self.count(mask)
+        columns = {name: getattr(self, name)[~mask] for name in ("row", "start", "stop", "trained")}
+        return replace(self, **columns)
+
+    def split(self, fragments: Int64Array, start: Int64Array, stop: Int64Array) -> "_Spans":
+        """`fragments[i]` spans in place of document i; `start` and `stop` count tokens inside the document."""
+        base = np.repeat(self.start, fragments)
+        row, start, stop = np.repeat(self.row, fragments), base + start, base + stop
+        pieces = replace(self, row=row, start=start, stop=stop, trained=np.repeat(self.trained, fragments))
+        changed = np.repeat(fragments > 1, fragments)
+        pieces.trained[changed] = self.reader.count_trained(row[changed], start[changed], stop[changed])
+        before, after = self.count(fragments > 1), pieces.count(changed)
+        assert before.tokens == after.tokens
+        self.ledger.split = Count(before.documents, 0, before.trained_tokens - after.trained_tokens)
+        self.ledger.fragments = after.documents
+        return pieces
 
 
 def make_documents(
@@ -65,35 +85,29 @@ def make_documents(
             becomes a document, and `block` is the index of its block. `overlong` is not used.
         keep_untrained: keep documents without a trained token (evaluation and prediction).
         may_be_empty: allow that no document remains, as in a part of a stream.
-
-    Raises:
-        ValueError: `overlong="raise"` and documents are longer; `seq_lengths` do not fit their rows; no document
-            remains.
     """
     spans = _table_spans(reader)
-    ledger = Ledger(given=spans.count())
+    ledger = spans.ledger
     bad = reader.bad_rows()
     if bad is not None:
-        spans = _drop(spans, bad[spans.row], "bad_row", ledger=ledger)
-    spans = _drop(spans, spans.lengths == 0, "empty", ledger=ledger)
+        spans = spans.without(bad[spans.row], "bad_row")
+    spans = spans.without(spans.lengths == 0, "empty")
     if not keep_untrained:
         # Before cutting: documents that never had a target are not counted as lost by the cut.
-        spans = _drop(spans, spans.trained == 0, "untrained", ledger=ledger)
+        spans = spans.without(spans.trained == 0, "untrained")
     block = None
     if wrapped:
         assert max_length is not None
-        spans = _cut_into_blocks(reader, spans, max_length, ledger=ledger)
+        spans = _cut_into_blocks(spans, max_length)
         block = (np.cumsum(spans.lengths) - spans.lengths) // max_length
     elif max_length is not None:
         if reader.image_stops is not None and overlong == "truncate":
-            spans = _without_cut_images(spans, reader.image_stops, max_length, keeps_rows=keep_untrained, ledger=ledger)
-        spans = _apply_overlong(
-            reader, spans, max_length, overlong=overlong, truncation_mode=truncation_mode, ledger=ledger
-        )
+            spans = _without_cut_images(spans, reader.image_stops, max_length, keeps_rows=keep_untrained)
+        spans = _apply_overlong(spans, max_length, overlong=overlong, truncation_mode=truncation_mode)
     if not keep_untrained:
         trained = spans.trained > 0
         block = block[trained] if block is not None else None
-        spans = _drop(spans, ~trained, "untrained", ledger=ledger)
+        spans = spans.without(~trained, "untrained")
     ledger.kept = spans.count()
     if not len(spans.row) and not may_be_empty:
         refuse_no_documents(ledger, f"The dataset has {len(reader)} rows", max_length)
@@ -102,7 +116,7 @@ def make_documents(
 
 
 def refuse_no_documents(ledger: Ledger, counted: str, max_length: int | None) -> None:
-    """Raise a ValueError: no document remains to train on. `counted` says what the ledger counts."""
+    """`counted` says what the ledger counts."""
     dropped = ", ".join(f"{count.documents} {reason}" for reason, count in ledger.dropped.items()) or "none"
     raise ValueError(
         f"{counted} and {ledger.given.documents} documents, and no document remains to train on (dropped: {dropped}; "
@@ -113,7 +127,7 @@ def refuse_no_documents(ledger: Ledger, counted: str, max_length: int | None) ->
 
 
 def drop_untrained(dataset: Dataset) -> Dataset:
-    """The rows of a tokenised dataset that have a trained token, for unpacked training; logs how many are dropped."""
+    """The rows of a tokenised dataset that have a trained token, for unpacked training."""
     documents = make_documents(TokenReader(dataset), max_length=None)
     if len(documents) == len(dataset):
         return dataset
@@ -146,19 +160,12 @@ def _table_spans(reader: Rows) -> _Spans:
         first = np.cumsum(per_row) - per_row  # index of each row's first document
         row_start = np.repeat((ends - lengths)[np.minimum(first, max(len(lengths) - 1, 0))], per_row)
         start, stop = ends - lengths - row_start, ends - row_start
-    return _Spans(row, start, stop, reader.count_trained(row, start, stop))
+    spans = _Spans(reader, Ledger(), row, start, stop, reader.count_trained(row, start, stop))
+    spans.ledger.given = spans.count()
+    return spans
 
 
-def _drop(spans: _Spans, mask: BoolArray, reason: str, *, ledger: Ledger) -> _Spans:
-    if not mask.any():
-        return spans
-    ledger.dropped[reason] = ledger.dropped.get(reason, Count()) + spans.count(mask)
-    return spans.select(~mask)
-
-
-def _without_cut_images(
-    spans: _Spans, image_stops: Int64Array, max_length: int, *, keeps_rows: bool, ledger: Ledger
-) -> _Spans:
+def _without_cut_images(spans: _Spans, image_stops: Int64Array, max_length: int, *, keeps_rows: bool) -> _Spans:
     """Drop documents whose images end behind `max_length`: truncating them would cut an image."""
     cut = image_stops[spans.row] > max_length
     if keeps_rows and cut.any():
@@ -169,12 +176,10 @@ def _without_cut_images(
             f"`max_length={max_length}`; the first are in rows {named}. An image cannot be cut, and evaluation gives a "
             "result for every row. Raise `max_length`, make the images smaller, or remove these rows."
         )
-    return _drop(spans, cut, "overlong", ledger=ledger)
+    return spans.without(cut, "overlong")
 
 
-def _apply_overlong(
-    reader: Rows, spans: _Spans, max_length: int, *, overlong: Overlong, truncation_mode: str, ledger: Ledger
-) -> _Spans:
+def _apply_overlong(spans: _Spans, max_length: int, *, overlong: Overlong, truncation_mode: str) -> _Spans:
     long = spans.lengths > max_length
     if not long.any():
         return spans
@@ -187,68 +192,49 @@ def _apply_overlong(
             '"split" or "drop".'
         )
     if overlong == "drop":
-        return _drop(spans, long, "overlong", ledger=ledger)
-    if overlong == "split" and reader.image_stops is not None:
-        return _split_outside_images(reader, spans, long, max_length=max_length, ledger=ledger)
+        return spans.without(long, "overlong")
+    if overlong == "split" and spans.reader.image_stops is not None:
+        return _split_outside_images(spans, long, max_length)
     if overlong == "split":
         fragments = np.where(long, -(-spans.lengths // max_length), 1)
         offset = _index_in_group(fragments) * max_length
-        end = np.minimum(offset + max_length, np.repeat(spans.lengths, fragments))
-        return _split(reader, spans, fragments, start=offset, stop=end, ledger=ledger)
+        return spans.split(fragments, offset, np.minimum(offset + max_length, np.repeat(spans.lengths, fragments)))
     start, stop = spans.start.copy(), spans.stop.copy()
     if truncation_mode == "keep_start":
         stop[long] = start[long] + max_length
     else:
         start[long] = stop[long] - max_length
     trained = spans.trained.copy()
-    trained[long] = reader.count_trained(spans.row[long], start[long], stop[long])
-    cut = _Spans(spans.row, start, stop, trained)
+    trained[long] = spans.reader.count_trained(spans.row[long], start[long], stop[long])
+    cut = replace(spans, start=start, stop=stop, trained=trained)
     before, after = spans.count(long), cut.count(long)
-    ledger.truncated = Count(
-        int(long.sum()), before.tokens - after.tokens, before.trained_tokens - after.trained_tokens
-    )
+    lost = before.tokens - after.tokens, before.trained_tokens - after.trained_tokens
+    spans.ledger.truncated = Count(before.documents, *lost)
     return cut
 
 
-def _split_outside_images(reader: Rows, spans: _Spans, long: BoolArray, *, max_length: int, ledger: Ledger) -> _Spans:
+def _split_outside_images(spans: _Spans, long: BoolArray, max_length: int) -> _Spans:
     """Split documents so that no image is cut; drop those with an image of more than `max_length` tokens."""
     edges_of = [
-        reader.cuts(row, max_length) if is_long else [0, length]
+        spans.reader.cuts(row, max_length) if is_long else [0, length]
         for row, length, is_long in zip(spans.row.tolist(), spans.lengths.tolist(), long.tolist(), strict=True)
     ]
-    spans = _drop(spans, np.array([edges is None for edges in edges_of]), "overlong", ledger=ledger)
+    spans = spans.without(np.array([edges is None for edges in edges_of]), "overlong")
     kept = [edges for edges in edges_of if edges is not None]
     fragments = np.array([len(edges) - 1 for edges in kept], dtype=np.int64)
     start = np.array([place for edges in kept for place in edges[:-1]], dtype=np.int64)
     stop = np.array([place for edges in kept for place in edges[1:]], dtype=np.int64)
-    return _split(reader, spans, fragments, start=start, stop=stop, ledger=ledger)
+    return spans.split(fragments, start, stop)
 
 
-def _cut_into_blocks(reader: Rows, spans: _Spans, max_length: int, *, ledger: Ledger) -> _Spans:
+def _cut_into_blocks(spans: _Spans, max_length: int) -> _Spans:
     """Cut the concatenation of all documents at every multiple of `max_length` tokens."""
     lengths = spans.lengths
     begin = np.cumsum(lengths) - lengths  # offset of each document in the concatenation
     first_block = begin // max_length
     fragments = (begin + lengths - 1) // max_length - first_block + 1
     edge = (np.repeat(first_block, fragments) + _index_in_group(fragments)) * max_length - np.repeat(begin, fragments)
-    stop = np.minimum(edge + max_length, np.repeat(lengths, fragments))
-    return _split(reader, spans, fragments, start=np.maximum(edge, 0), stop=stop, ledger=ledger)
-
-
-def _split(
-    reader: Rows, spans: _Spans, fragments: Int64Array, *, start: Int64Array, stop: Int64Array, ledger: Ledger
-) -> _Spans:
-    """Replace document i by `fragments[i]` spans; `start` and `stop` count tokens inside the document."""
-    base = np.repeat(spans.start, fragments)
-    row, start, stop = np.repeat(spans.row, fragments), base + start, base + stop
-    pieces = _Spans(row, start, stop, np.repeat(spans.trained, fragments))
-    changed = np.repeat(fragments > 1, fragments)
-    pieces.trained[changed] = reader.count_trained(row[changed], start[changed], stop[changed])
-    before, after = spans.count(fragments > 1), pieces.count(changed)
-    assert before.tokens == after.tokens
-    ledger.split = Count(before.documents, 0, before.trained_tokens - after.trained_tokens)
-    ledger.fragments = after.documents
-    return pieces
+    return spans.split(fragments, np.maximum(edge, 0), np.minimum(edge + max_length, np.repeat(lengths, fragments)))
 
 
 def _index_in_group(counts: Int64Array) -> Int64Array:

@@ -26,10 +26,7 @@ def stream_loader(
     num_workers: int = 0,
     worker_kwargs: dict[str, Any] | None = None,
 ) -> DataLoaderShard:
-    """Batches of the stream, on the device. Packing runs in this process; reading may run in worker processes.
-
-    Images are processed in `num_workers` processes of their own.
-    """
+    """Batches of the stream, on the device. Images are processed in `num_workers` processes of their own."""
     if stream.images is None:
         how: dict[str, Any] = {"collate_fn": lambda pack: collate(pack) if pack else {}, "pin_memory": pin_memory}
         return unsharded_loader(DataLoader(stream, batch_size=None, **how), device)
@@ -55,11 +52,7 @@ def stream_file(checkpoint: str | Path, rank: int) -> Path:
 
 
 def resume(stream: PackedStream, checkpoint: str, num_steps: int, *, num_skipped: int, ignore_data_skip: bool) -> None:
-    """Set the stream to its state after `num_steps` steps. The Trainer then discards `num_skipped` batches.
-
-    Raises:
-        ValueError: the checkpoint has no state of this rank; what `PackedStream.merged` refuses.
-    """
+    """Set the stream to its state after `num_steps` steps. The Trainer then discards `num_skipped` batches."""
     if ignore_data_skip:
         stream.begin(num_steps)
         return

@@ -202,7 +202,7 @@ def as_table(batch: dict[str, Any], *others: str | None) -> Dataset:
 
 
 def read_whole(dataset: IterableDataset, *others: str | None) -> Dataset:
-    """All examples of a finite stream, as a table in memory, with the columns that packing reads and `others`."""
+    """All examples of a finite stream, as a table in memory, see `as_table`."""
     tables = [as_table(batch, *others) for batch in dataset.iter(batch_size=CHUNK)]
     if not tables:
         refuse_empty()
@@ -210,7 +210,6 @@ def read_whole(dataset: IterableDataset, *others: str | None) -> Dataset:
 
 
 def refuse_empty() -> NoReturn:
-    """Raise a ValueError: a stream to evaluate has no row."""
     raise ValueError(
         "The evaluation set is an `IterableDataset` that yielded 0 examples, so there is nothing to evaluate. Check "
         "that it was not read to its end before, and that its filters do not drop every example."

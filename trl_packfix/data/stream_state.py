@@ -18,19 +18,16 @@ TOKENS = ("input_ids", "labels")
 
 @dataclass(frozen=True)
 class StreamCounts:
-    """Totals of all passes: the ledger of the documents read; trained packs, with their documents and tokens.
+    """Totals of all passes."""
 
-    With images also how many there are, in how many documents, the most in a pack, and the FLOPs of both models.
-    """
-
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: Ledger = field(default_factory=Ledger)  # of the documents read; all else is of trained packs
     packs: int = 0
     documents: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     images: int = 0
-    with_images: int = 0
-    most_images: int = 0
+    with_images: int = 0  # documents
+    most_images: int = 0  # in a pack
     tower_flops: float = 0.0
     language_flops: float = 0.0
 
@@ -40,7 +37,6 @@ class StreamCounts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "StreamCounts":
-        """The inverse of `asdict`."""
         return cls(**values | {"ledger": Ledger.from_dict(values["ledger"])})
 
 

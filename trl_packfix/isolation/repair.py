@@ -16,17 +16,8 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.forwards import ModelHooks
-from ..attention.packed_forward import (
-    DocumentBatch,
-    DocumentBatches,
-    PackedForward,
-    enter,
-    entered,
-    in_backward,
-    leave,
-    running_forward,
-)
-from ..attention.rows import Axes
+from ..attention.packed_forward import PackedForward, enter, entered, in_backward, leave, running_forward
+from ..attention.rows import Axes, DocumentRows, Group
 from ..compat import recorded_router_logits
 from .arguments import argument_leaves, output_leaves
 from .axes import ModuleAxes
@@ -78,7 +69,7 @@ class RepairedModule(ModelHooks):
         super().__init__()
         self.module, self.axes, self.mode = module, axes, mode
         self._is_sharded = is_sharded(module)
-        self._running: list[tuple[DocumentBatches, tuple[Any, ...], dict[str, Any], int] | None] = []
+        self._running: list[tuple[DocumentRows, list[PackedForward], tuple[Any, ...], dict[str, Any], int] | None] = []
 
     def _register(self) -> list[RemovableHandle]:
         return [
@@ -97,11 +88,10 @@ class RepairedModule(ModelHooks):
         # FSDP2 gathers parameters for a call and shards them again after it: once sharded, always sharded.
         self._is_sharded = self._is_sharded or is_sharded(module)
         budget = (inf if self._is_sharded else running.num_tokens) if self.mode.rows else 0
-        documents = running.documents(budget)
-        self._running.append((documents, args, kwargs, len(recorded_router_logits())))
-        first = documents.batches[0]
-        enter(first.forward)  # until `_leave`: the module's forward runs between the two hooks
-        return self._inputs(module, args, kwargs, batch=first)
+        rows, forwards = running.documents(budget)
+        self._running.append((rows, forwards, args, kwargs, len(recorded_router_logits())))
+        enter(forwards[0])  # until `_leave`: the module's forward runs between the two hooks
+        return self._inputs(module, args, kwargs, group=rows.groups[0])
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> object:
         state = self._running.pop() if self._running else None
@@ -110,24 +100,24 @@ class RepairedModule(ModelHooks):
         leave()
         if output is None:
             return None
-        documents, args, kwargs, num_before = state
+        rows, forwards, args, kwargs, num_before = state
         outputs, recorded = [output], recorded_router_logits()
         num_routers = len(recorded) - num_before
-        for batch in documents.batches[1:]:
-            with entered(batch.forward):
-                args_here, kwargs_here = self._inputs(module, args, kwargs, batch=batch)
+        for group, forward in zip(rows.groups[1:], forwards[1:], strict=True):
+            with entered(forward):
+                args_here, kwargs_here = self._inputs(module, args, kwargs, group=group)
                 outputs.append(module.forward(*args_here, **kwargs_here))
         if num_routers:  # of each router the logits of all batches, with their padding, become those of the pack
             of_rows = recorded[num_before:]
             of_routers = [of_rows[i::num_routers] for i in range(num_routers)]
-            recorded[num_before:] = [documents.rows.join(logits, Axes((0,), 0)) for logits in of_routers]
+            recorded[num_before:] = [rows.join(logits, Axes((0,), 0)) for logits in of_routers]
         first, tree = output_leaves(output)
         values = zip(*([value for _, value in output_leaves(each)[0]] for each in outputs), strict=True)
-        joined = [self._join(place, [*each], documents) for (place, _), each in zip(first, values, strict=True)]
+        joined = [self._join(place, [*each], rows) for (place, _), each in zip(first, values, strict=True)]
         return tree_unflatten(joined, tree)
 
     def _inputs(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, batch: DocumentBatch
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, group: Group
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves, tree = argument_leaves(module, args, kwargs)
         values = []
@@ -143,13 +133,13 @@ class RepairedModule(ModelHooks):
                         f"a repaired module got a tensor of shape {tuple(value.shape)} at {place}, where the leak "
                         'probe saw none: how to divide it among documents is unknown. Set on_leak="unpack".'
                     )
-                value = value if axes is None else batch.group.split(value, axes)
+                value = value if axes is None else group.split(value, axes)
             elif place in self.axes.numbers:
-                value = batch.group.longest
+                value = group.longest
             values.append(value)
         return tree_unflatten(values, tree)
 
-    def _join(self, place: str, values: list[object], documents: DocumentBatches) -> object:
+    def _join(self, place: str, values: list[object], rows: DocumentRows) -> object:
         tensors = [value for value in values if isinstance(value, Tensor)]
         if not tensors:
             return values[0]
@@ -157,7 +147,7 @@ class RepairedModule(ModelHooks):
         # Final states of rows and attention weights have no form in a pack: None, so that their use raises.
         if axes is None or len(axes.tokens) != 1:
             return tensors[0] if tensors[0].dim() == 0 and len(tensors) == 1 else None
-        return documents.rows.join(tensors, axes)
+        return rows.join(tensors, axes)
 
 
 class RestartedPositions(ModelHooks):

@@ -1,11 +1,14 @@
-"""Divide the images of a pack among the ranks that share it: each goes through the vision tower once.
+"""Images in a pack that ranks share: each goes through the vision tower once, and each rank decodes its part.
 
-Each rank of a group gets all images. A hook before the tower leaves it a share, and a hook behind it exchanges what the
-tower returns, so that the rest of the model sees all images. In backward a rank gets the gradients of its share from
-all ranks. Towers compute images apart from each other, which the proof of each degree confirms.
+An image may lie in several parts of a pack, so each rank of a group gets the whole pack. A hook before the tower leaves
+it a share of the images, and a hook behind it exchanges what the tower returns, so that the rest of the model sees all
+of them. In backward a rank gets the gradients of its share from all ranks. Towers compute images apart from each other,
+which the proof of each degree confirms. What enters the decoder is then cut to the part of the rank.
 
 Two forms are divided: tiles of one size, (N, channels, height, width), and the patches of N images, (P, values), with
 the grid of each image. Any other is computed whole on each rank.
+
+T tokens of the pack, s ranks that share it, V tokens of images.
 """
 
 from dataclasses import dataclass
@@ -15,12 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .exchange import exchange_pieces
 
 # Arguments of a tower with one entry per tile
 OF_TILES = {"pixel_values", "patch_attention_mask", "pixel_attention_mask"}
+# Inputs of the decoder with one row per token of an image, (V, hidden) each -> the mask of these tokens, (1, T)
+OF_IMAGES = {"deepstack_visual_embeds": "visual_pos_masks"}
 
 
 @dataclass(frozen=True)
@@ -38,15 +43,18 @@ class TowerDivision:
     computed: int
 
     def exchanged(self, output: object, group: dist.ProcessGroup) -> Any:
-        """The output of the tower on this share -> that on all images.
-
-        Raises:
-            ValueError: a tensor does not have its rows along the first axis.
-        """
+        """The output of the tower on this share -> that on all images."""
         leaves, structure = tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        shares = [self._own(tensor) for tensor in tensors]
-        send = torch.cat([share.flatten() for share in shares])
+        for tensor in tensors:
+            if tensor.dim() == 0 or tensor.shape[0] * sum(self.rows) % self.computed:
+                raise ValueError(
+                    f"The vision tower returned a tensor of shape {tuple(tensor.shape)} for {self.computed} of "
+                    f"{sum(self.rows)} patches or tiles, which the {len(self.rows)} ranks that share a pack divide. "
+                    "Its first axis does not belong to them, so it cannot be joined. Set `tokens_per_rank=None`."
+                )
+        own = self.rows[self.index]
+        send = torch.cat([tensor[: self._rows_of(tensor, own)].flatten() for tensor in tensors])
         sizes = [[tensor[:1].numel() * self._rows_of(tensor, rows) for tensor in tensors] for rows in self.rows]
         ranks = len(self.rows)
         got = exchange_pieces(send.repeat(ranks), [len(send)] * ranks, [sum(size) for size in sizes], group)
@@ -58,15 +66,6 @@ class TowerDivision:
             for tensor, from_ranks in zip(tensors, zip(*pieces, strict=True), strict=True)
         )
         return tree_unflatten([next(whole) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
-
-    def _own(self, tensor: Tensor) -> Tensor:
-        if tensor.dim() == 0 or tensor.shape[0] * sum(self.rows) % self.computed:
-            raise ValueError(
-                f"The vision tower returned a tensor of shape {tuple(tensor.shape)} for {self.computed} of "
-                f"{sum(self.rows)} patches or tiles, which the {len(self.rows)} ranks that share a pack divide. Its "
-                "first axis does not belong to them, so it cannot be joined. Set `tokens_per_rank=None`."
-            )
-        return tensor[: self._rows_of(tensor, self.rows[self.index])]
 
     def _rows_of(self, tensor: Tensor, rows: int) -> int:
         """Rows of the output for so many rows of the input: fewer, if the tower merges patches."""
@@ -96,8 +95,7 @@ def divide(
     rows = [starts[stop] - starts[start] for start, stop in pairwise(bounds)]
     first, stop = (bounds[index], bounds[index + 1]) if rows[index] else (0, 1)
     patches = slice(starts[first], starts[stop])
-    cut = {name: value[first:stop] if value is grid else value[patches] for name, value in tensors.items()}
-    arguments |= cut
+    arguments |= {name: value[first:stop] if value is grid else value[patches] for name, value in tensors.items()}
     division = TowerDivision(rows, index, patches.stop - patches.start)
     return tuple(arguments[i] for i in range(len(args))), {name: arguments[name] for name in kwargs}, division
 
@@ -119,3 +117,40 @@ def outermost(towers: list[nn.Module]) -> list[nn.Module]:
     """Those that are in no other."""
     inside = {module for tower in towers for module in tower.modules() if module is not tower}
     return [tower for tower in towers if tower not in inside]
+
+
+def cut_to_part(inputs: dict[str, Any], part_tokens: int, index: int) -> dict[str, Any]:
+    """The inputs of a decoder, by name and without boundaries, cut to `part_tokens` = T / s rows: those of this rank.
+
+    They are returned as they are if they are a part already: without images, packs are cut when they are collated.
+
+    >>> whole = {"inputs_embeds": torch.zeros(1, 6, 8), "position_ids": torch.arange(24).reshape(4, 1, 6)}
+    >>> part = cut_to_part(whole, part_tokens=3, index=1)
+    >>> part["inputs_embeds"].shape, part["position_ids"][0].tolist()
+    (torch.Size([1, 3, 8]), [[3, 4, 5]])
+    """
+    states = inputs.get("inputs_embeds")
+    if states is None or states.shape[1] == part_tokens:
+        return inputs
+    num_tokens = states.shape[1]
+    rows = slice(index * part_tokens, (index + 1) * part_tokens)
+    part: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens):
+            part[name] = value[:, rows]
+        elif name == "position_ids" and value is not None:  # (1, T) and, with M-RoPE, (4, 1, T)
+            part[name] = value[..., rows]
+        elif name in OF_IMAGES and value is not None:
+            is_own = torch.zeros(1, num_tokens, dtype=torch.bool, device=states.device)
+            is_own[:, rows] = True
+            in_part = is_own[inputs[OF_IMAGES[name]]]
+            part[name] = [features[in_part] for features in value]
+        elif shapes := [tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()]:
+            raise ValueError(
+                f"`{name}` of shape {shapes[0]} enters the decoder beside {num_tokens} tokens of a pack with images, "
+                f"of which this rank holds {part_tokens}. Which of its rows belong to which tokens is not known, so it "
+                "cannot be cut. Set `tokens_per_rank=None`."
+            )
+        else:
+            part[name] = value
+    return part

@@ -1,0 +1,150 @@
+"""The images of a pack divided among the ranks that share it, and what enters their decoders. Ranks are played."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.vision import build_model, examples_of
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import ModelOutput
+
+from trl_packfix import PackingLeakError
+from trl_packfix.attention import image_parts
+from trl_packfix.attention.forwards import _take_boundaries
+from trl_packfix.attention.image_parts import TowerDivision, cut_to_part, divide, outermost
+from trl_packfix.attention.models import towers
+from trl_packfix.attention.tower_attention import TOWER_ATTENTION
+from trl_packfix.isolation.image_probe import HIGH, SQUARE, WIDE
+from trl_packfix.isolation.packed_model import PackedModel
+
+DIVIDED = "llava llava_next llava_onevision idefics2 idefics3 internvl qwen2_5_vl qwen3_vl glm4v".split()
+
+
+def call_of_tower(family: str):
+    """The tower of a family, and the arguments that it gets for a pack with three images."""
+    model, examples = build_model(family).eval(), examples_of(family)
+    (tower,) = [each for each in outermost(towers(model)) if "vision" in type(each).__name__.lower()]
+    calls = []
+    handle = tower.register_forward_pre_hook(lambda module, *given: calls.append(given), with_kwargs=True)
+    text = torch.tensor([7, 8, 9])
+    documents = [examples.joined([text, examples.image(*size), text]) for size in (SQUARE, WIDE, HIGH)]
+    with torch.no_grad():
+        model(**examples.packed(documents))
+    handle.remove()
+    return tower, _take_boundaries(tower, *calls[0])
+
+
+def leaves(value) -> list[torch.Tensor]:
+    if isinstance(value, ModelOutput):
+        return leaves([*value.values()])
+    if isinstance(value, list | tuple):
+        return [leaf for each in value for leaf in leaves(each)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+@pytest.mark.parametrize("degree", [2, 8])
+@pytest.mark.parametrize("family", [*DIVIDED, "qwen2_5_vl on our attention", "qwen3_vl on our attention"])
+def test_each_image_is_computed_once_and_all_ranks_get_it(family, degree, monkeypatch):
+    name, *ours = family.split(" on ")
+    tower, (args, kwargs) = call_of_tower(name)
+    if ours:
+        tower.config._attn_implementation = TOWER_ATTENTION
+    sent, computed = {}, []
+
+    def exchanged(flat, send, receive, group):
+        sent[index] = flat.split(send)
+        # What all send is known in the second round
+        return torch.cat([sent[j][index] for j in sent]) if len(sent) == degree else flat.new_zeros(sum(receive))
+
+    monkeypatch.setattr(image_parts, "exchange_pieces", exchanged)
+    with torch.no_grad():
+        whole = tower(*args, **kwargs)
+        for index in [*range(degree)] * 2:
+            own_args, own_kwargs, division = divide(args, kwargs, degree, index=index)
+            found = division.exchanged(tower(*own_args, **own_kwargs), None)
+            computed.append(division.rows[index])
+    total = len(next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)))
+    assert sum(computed[:degree]) == total and max(computed) < total
+    assert 0 in computed or degree == 2 or total >= degree, "every rank has an image"
+    assert type(found) is type(whole) and len(leaves(found)) == len(leaves(whole)) > 0
+    for ours, theirs in zip(leaves(found), leaves(whole), strict=True):
+        assert ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_a_tower_that_joins_its_images_computes_them_on_every_rank():
+    """Pixtral's patches of all images are one row."""
+    _, (args, kwargs) = call_of_tower("mistral3")
+    assert divide(args, kwargs, 2, index=1) == (args, kwargs, None)
+
+
+def test_an_output_that_cannot_be_joined_is_refused():
+    division = TowerDivision(rows=[2, 3], index=1, computed=3)
+    with pytest.raises(
+        ValueError, match=r"returned a tensor of shape \(1, 4\) for 3 of 5 .* 2 ranks.*Set `tokens_per_rank=None`"
+    ):
+        division.exchanged(BaseModelOutputWithPooling(torch.zeros(3, 4), torch.zeros(1, 4)), None)
+
+
+# What enters the decoder
+
+
+def inputs_of(is_image: list[bool], size: int = 3) -> dict:
+    """Inputs of a decoder whose values are their places in the pack: in each row, and in each token of an image."""
+    places = torch.arange(len(is_image))
+    of_images = places[torch.tensor(is_image)][:, None].expand(-1, size).float()
+    return {
+        "inputs_embeds": places[None, :, None].expand(1, -1, size).float(),
+        "position_ids": places.expand(4, 1, -1),
+        "visual_pos_masks": torch.tensor(is_image)[None],
+        "deepstack_visual_embeds": [of_images, of_images + 0.5],
+        "per_layer_inputs": places[None, :, None, None].expand(1, -1, 2, size),
+        "attention_mask": None,
+        "use_cache": False,
+    }
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
+def test_every_row_has_its_inputs(pattern, degree):
+    """Also where the number of rows is that of another axis, and where a part has no image."""
+    whole = inputs_of(pattern * 4)
+    size = len(pattern) * 4 // degree
+    parts = [cut_to_part(whole, size, index) for index in range(degree)]
+    for index, part in enumerate(parts):
+        rows = torch.arange(index * size, (index + 1) * size)
+        assert torch.equal(part["inputs_embeds"][0, :, 0], rows.float())
+        assert torch.equal(part["position_ids"], rows.expand(4, 1, -1))
+        assert torch.equal(part["per_layer_inputs"][0, :, 0, 0], rows)
+        of_images = rows[part["visual_pos_masks"][0]].float()
+        assert [each[:, 0].tolist() for each in part["deepstack_visual_embeds"]] == [
+            of_images.tolist(),
+            (of_images + 0.5).tolist(),
+        ]
+        assert part["attention_mask"] is None and part["use_cache"] is False
+    assert sum(len(part["deepstack_visual_embeds"][0]) for part in parts) == 4 * sum(pattern)
+
+
+def test_what_was_cut_before_stays():
+    """Packs of text are cut when they are collated."""
+    part = {"inputs_embeds": torch.zeros(1, 4, 3), "other": torch.zeros(7, 2)}
+    assert cut_to_part(part, 4, 1) is part
+    tokens = {"input_ids": torch.zeros(1, 4)}
+    assert cut_to_part(tokens, 4, 1) is tokens
+
+
+@pytest.mark.parametrize("value", [torch.zeros(5, 3), {3: torch.zeros(5, 3)}, (None, [torch.zeros(5, 3)])])
+def test_what_cannot_be_cut_is_refused(value):
+    whole = inputs_of([True, False, True, False]) | {"deepstack_features": value, "scale": torch.tensor(2.0)}
+    message = r"`deepstack_features` of shape \(5, 3\) enters.*4 tokens.*holds 2.*Set `tokens_per_rank=None`"
+    with pytest.raises(ValueError, match=message):
+        cut_to_part(whole, 2, 0)
+
+
+def test_ranks_do_not_share_packs_of_a_model_that_runs_on_rows():
+    """Models that see images in both directions: no part has all tokens of an image."""
+    model = build_model("paligemma")
+    packed = PackedModel(
+        model, torch.float32, "cpu", 512, on_leak="unpack", shares_packs=True, images=examples_of("paligemma")
+    )
+    packed.prove(model)
+    with pytest.raises(PackingLeakError, match=r"shared by 2 ranks, and the model is unpacked.*`tokens_per_rank=None`"):
+        packed.prove_degree(model, 2)
