@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence, Set
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -133,6 +134,7 @@ def parse(
     command that trains nothing has `others` flags, and takes words without a flag, too. Keys for TRL's launcher are
     only named: this command is launched.
     """
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
     kinds: Any = (TrainArguments, SFTConfig, ModelConfig, MixtureConfig)
     usage = f"{prog} [--config FILE.yaml] [--FLAG VALUE ...]"
     parser = TrlParser(kinds, prog=prog, usage=usage, description=description, formatter_class=Help, allow_abbrev=False)
