@@ -1,4 +1,4 @@
-"""The memory of a training step as torch counts it, on tensors that have shapes and no memory."""
+"""The memory of a training step as torch's storages have it, on tensors that have shapes and no memory."""
 
 import weakref
 from dataclasses import replace
@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trl.trainer import utils
@@ -31,7 +30,7 @@ from .versions import enable_checkpointing
 
 
 class Storages(TorchDispatchMode):
-    """Bytes of all storages that live at once, at most. `MemTracker` cannot count models with frozen weights."""
+    """Bytes of all storages that live at once, at most."""
 
     def __init__(self, model):
         super().__init__()
@@ -85,20 +84,13 @@ def make_model(config, method, checkpointing, lora=LORA):
 
 def counted(model, batch, autocast=False, fused=False):
     """Bytes of weights, gradients and all else at the peak of forward and backward, by torch."""
-    frozen = not all(weight.requires_grad for weight in model.parameters())
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
-    tracker = Storages(model) if frozen else MemTracker()
-    if not frozen:
-        tracker.track_external(model)
-    with tracker, NothingToRead():
+    with Storages(model) as storages, NothingToRead():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(**batch, **({"fused_lm_head": True} if fused else {})).loss
         loss.backward()
-    if frozen:
-        return tracker.peak
-    (snapshot,) = tracker.get_tracker_snapshot("peak").values()
-    return snapshot["Total"]
+    return storages.peak
 
 
 def predicted(config, method, checkpointing, fused, tokens, lora=LORA):
