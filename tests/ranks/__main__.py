@@ -80,20 +80,12 @@ def whole() -> Scenarios:
         add(engine, restarts.restart_steps, f"restart_{name}", output=f"restart_{name}", row=ROWS[name])
     ddp(s.evaluation, "minibatch_trained", packing_strategy="minibatch")
     parts = ROWS["parts"]
-    ddp(s.refused, "averaging", row=ROWS["full"], average_tokens_across_devices=False)
     ddp(s.refused, "other_packs", row=parts, data=lambda: reversed_on_odd_ranks(parts.documents()))
     ddp(s.refused, "other_second_pass", row=parts, data=s.other_second_pass, max_steps=6)
     ddp(s.refused, "other_images", row=ROWS["parts_prefixes_llava"], fault="other_images")
     add("ddp4", s.refused, "own_shards", row=ROWS["parts_stream_shards"], fault="own_shards")
     of_row = partial(add, "tp", s.refused)
     of_row("other_packs", row=ROWS["dividing"], data=lambda: reversed_on_odd_ranks(ROWS["dividing"].documents()))
-    of_row(
-        "tokens_per_rank",
-        row=ROWS["dividing"],
-        tokens_per_rank=64,
-        packing_strategy="stream",
-        per_device_train_batch_size=1,
-    )
     of_row("odd", row=ROWS["dividing"], per_device_eval_batch_size=3)
     of_row("inputs", row=ROWS["dividing"], include_for_metrics=["inputs"])
     of_row("restart", row=ROWS["dividing"], save_strategy="steps")

@@ -195,7 +195,6 @@ def test_each_row_is_predicted_once(launch, engine, folder):
 
 ANOTHER_PACK = r"Rank 0 has read a part of a pack of \d+ tokens, and rank 1 .*another pack.*Give all ranks the same"
 REFUSED = [
-    ("ddp", "averaging", 0, "`average_tokens_across_devices=False` on 2 ranks was given with packing."),
     ("ddp", "other_packs", 0, ANOTHER_PACK),
     ("ddp", "other_second_pass", 1, ANOTHER_PACK),
     ("ddp", "other_images", 0, ANOTHER_PACK),
@@ -203,10 +202,6 @@ REFUSED = [
     (
         *("tp", "other_packs", 0),
         r"Rank 0 has read a pack of \d+ tokens, and rank 1 another pack.*2 ranks that divide.*Give all ranks the",
-    ),
-    (
-        *("tp", "tokens_per_rank", 0),
-        r"`DistributedConfig\(tp_size=2\)` was given with `tokens_per_rank=64`.*must hold the same tokens.*Load",
     ),
     ("tp", "odd", None, r"`per_device_eval_batch_size=3` was given.*over 2 ranks.*multiple of 2"),
     ("tp", "inputs", None, r"`include_for_metrics=\['inputs'\]` was given.*2 times\. Leave"),

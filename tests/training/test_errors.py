@@ -69,24 +69,9 @@ def test_configs_of_trl_are_checked_too(tmp_path):
         SFTTrainer(build_tiny_model(), args, train_dataset=TEXTS, processing_class=build_tokenizer())
 
 
-def never_read():
-    pytest.fail("the stream was read")
-    yield {"text": "a"}
-
-
-STREAM = IterableDataset.from_generator(never_read)
 MEDIA = ("video", "videos", "audio", "audios")
 SKIP = {"dataset_kwargs": {"skip_prepare_dataset": True}}
-VISION = Dataset.from_dict({"messages": [PROMPT + ANSWER], "images": [[b"x"]]})
 INPUT = {
-    "stream of images and tokenizer": (
-        {"dataset": VISION.to_iterable_dataset(), "max_steps": 1},
-        r"`processing_class=\w+` was given with the column.*makes no pixels.*processor",
-    ),
-    "padding_free of a stream": (
-        {"dataset": STREAM, "max_steps": 1, "packing": False, "padding_free": True},
-        r"`packing_strategy='minibatch'` was given with an `IterableDataset`",
-    ),
     "positions": (
         {"dataset": TEXTS, "max_length": 5000},
         r"`max_length=5000` was given and the model has 4096 positions.*never learned.*4096 or less",
