@@ -226,21 +226,6 @@ class Elastic(Chaos):
             self.runs += 1
 
 
-def chaos(folder: Path, rounds: int, ranks: int | None, workers: int = 0, seed: int = 0) -> Chaos:
-    """Kill `rounds` times, then let the last run come to its end; without `ranks`, each round has its own number.
-
-    Raises:
-        SystemExit: a batch or a weight differs from the run left alone, or a rank outlived another.
-    """
-    # The process that all others are forked from finds this module, and this package, there.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    runs = (Elastic if ranks is None else Chaos)(folder, ranks or 1, workers, seed)
-    while runs.kills < rounds:
-        runs.round()
-    runs.round(kill=False)
-    return runs
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
@@ -249,10 +234,16 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=0, help="that read for each rank")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    # The process that all others are forked from finds this module, and this package, there.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     for ranks in [None] if arguments.elastic else arguments.ranks:
         with tempfile.TemporaryDirectory() as scratch:
             start = time.monotonic()
-            runs = chaos(Path(scratch), arguments.rounds, ranks, arguments.workers, arguments.seed)
+            kind = Elastic if arguments.elastic else Chaos
+            runs = kind(Path(scratch), ranks or 1, arguments.workers, arguments.seed)
+            while runs.kills < arguments.rounds:
+                runs.round()
+            runs.round(kill=False)
         result = "batches and weights as uninterrupted"
         if isinstance(runs, Elastic):
             result = f"{runs.changed} of them on one rank and on two, every document once in each epoch"

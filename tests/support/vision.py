@@ -1,5 +1,6 @@
 """Rows with images, made offline, for the tiny models of `sweep.image_families`."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -107,15 +108,7 @@ def by_turn(num: int = 6) -> Dataset:
     table = []
     for row in conversations(num):
         for k in range(1, 6, 2):
-            prompt = [
-                {
-                    **each,
-                    "content": [
-                        {**part, "text": (part["text"] or "").replace(AS_SEEN, "")} for part in each["content"]
-                    ],
-                }
-                for each in row["messages"][:k]
-            ]
+            prompt = json.loads(json.dumps(row["messages"][:k]).replace(AS_SEEN, ""))
             table.append({"images": row["images"][: k // 2 + 1], "prompt": prompt, "completion": [row["messages"][k]]})
     return Dataset.from_list(
         table, features=Features({"images": List(Image()), "prompt": MESSAGES, "completion": MESSAGES})
@@ -127,15 +120,7 @@ def growing(num: int = 6) -> Dataset:
 
     The last answer is longer than it is in the history, as where a template strips thoughts.
     """
-    table = []
-    for i in range(num):
-        images = [picture(24, 24, seed=10 * i + turn) for turn in range(3)]
-        messages = []
-        for turn in range(3):
-            messages.append(message("user", f"turn {turn}", 1))
-            answer = message("assistant", f"{i} as seen, then {turn}")
-            table.append({"images": images[: turn + 1], "messages": [*messages, answer]})
-            messages.append(message("assistant", f"{i} then {turn}"))
+    table = [{"images": row["images"], "messages": row["prompt"] + row["completion"]} for row in by_turn(num)]
     return Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
 
 

@@ -10,7 +10,8 @@ from datasets import ClassLabel, Dataset, IterableDataset, concatenate_datasets
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import loss_difference, weight_difference
 from support.runs import config, start_weights, texts, trainer, weights
-from test_objective import OwnLoss, first_step, summed_loss
+from support.runs import documents_of as packed_documents
+from test_objective import first_step
 
 from trl_packfix import SFTTrainer
 from trl_packfix.cli import main as trl_packfix
@@ -55,17 +56,15 @@ def _inside(part: list[int], whole: list[int]) -> bool:
 def documents_of(batch: dict, rows: list[dict]) -> list[Document]:
     """The documents of a batch, packed or padded, without padding; each with the weight and source of its row."""
     if "cu_seq_lens_q" in batch:
-        lengths = batch["cu_seq_lens_q"].diff().tolist()
-        pairs = zip(batch["input_ids"][0].split(lengths), batch["labels"][0].split(lengths), strict=True)
+        pairs = packed_documents(batch)
     else:
-        mask = batch["attention_mask"].bool()
-        rows_of_batch = zip(batch["input_ids"], batch["labels"], mask, strict=True)
-        pairs = ((tokens[real], labels[real]) for tokens, labels, real in rows_of_batch)
+        padded = zip(batch["input_ids"], batch["labels"], batch["attention_mask"].bool(), strict=True)
+        pairs = [(tokens[real].tolist(), labels[real].tolist()) for tokens, labels, real in padded]
     found = []
     for tokens, labels in pairs:
-        if (labels[1:] != -100).any():
-            (row,) = [row for row in rows if _inside(tokens.tolist(), row["input_ids"])]
-            found.append(Document(tokens.tolist(), labels.tolist(), row["share"], row["source"]))
+        if set(labels[1:]) - {-100}:
+            (row,) = [row for row in rows if _inside(tokens, row["input_ids"])]
+            found.append(Document(tokens, labels, row["share"], row["source"]))
     return found
 
 
@@ -206,13 +205,6 @@ def test_a_step_of_weight_0_trains_nothing(tmp_path):
     run = trainer(tmp_path, dataset, packing_strategy="minibatch", max_steps=1, data_seed=1, **SGD | COLUMNS)
     run.train()
     assert run.state.log_history[1]["loss"] == 0.0 and torch.equal(weights(run), start_weights())
-
-
-def test_a_loss_of_a_subclass_is_refused_before_a_step(tmp_path):
-    for name, column in COLUMNS.items():
-        run = trainer(tmp_path, ROWS, trainer_class=OwnLoss, **{name: column})
-        with pytest.raises(ValueError, match=rf"`OwnLoss.*was given with `{name}='{column}'`.*leave `{name}` unset"):
-            run.train()
 
 
 # Sources in evaluation
@@ -391,16 +383,6 @@ REFUSED = {
     "floats": (*column("source_column", [0.5] * NUM), r"`source_column='share'` was given.*has type double"),
     "a list": (ROWS, {"source_column": "labels"}, r"has type list<.*names? that many rows share|type list"),
     "no name": (*column("source_column", ["a", None] * 12), r"12 of 24 rows .* hold None there; the first are \[1, 3"),
-    "a function": (
-        ROWS,
-        {"weight_column": "share", "trainer_kwargs": {"compute_loss_func": summed_loss}},
-        r"`compute_loss_func=summed_loss` was given with `weight_column='share'`.*leave `weight_column` unset",
-    ),
-    "a collator": (
-        ROWS,
-        {"weight_column": "share", "packing": False, "trainer_kwargs": {"data_collator": lambda rows: rows}},
-        r"`data_collator=<lambda>` was given with `weight_column='share'`.*Leave `data_collator` unset",
-    ),
 }
 
 

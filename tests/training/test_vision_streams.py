@@ -103,19 +103,21 @@ def one_pass(packed: PackedStream) -> list:
     "source, settings",
     [
         ("decoded", {}),
-        ("one size", {"per_turn": True}),
+        ("table", {"per_turn": True}),
         *(("table", {"max_length": 45, "overlong": overlong}) for overlong in ("truncate", "split", "drop")),
     ],
     ids=str,
 )
 def test_documents_are_those_of_the_table(source, settings, tmp_path):
-    run = make(tmp_path, "llava", conversations(40) if source == "one size" else TABLE, **settings)
+    table = conversations() if "per_turn" in settings else TABLE
+    run = make(tmp_path, "llava", table, **settings)
     spans, process = run.data.documents, run.data.images.process
     expected = [run.data.reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
     cuts = {name: value for name, value in settings.items() if name != "per_turn"}
-    packed = stream(streams_of(source), process, images=run.data.images.of_stream(run.args), **cuts)
+    dataset = streams_of(source) if table is TABLE else table.to_iterable_dataset(2)
+    packed = stream(dataset, process, images=run.data.images.of_stream(run.args), **cuts)
     found = Counter(chain(*processed(one_pass(packed), process)))
-    assert found == Counter(map(content, expected)) and ("per_turn" not in settings or found.total() == 120)
+    assert found == Counter(map(content, expected)) and ("per_turn" not in settings or found.total() == 18)
     assert {name for document in found for name, _ in document} == {"input_ids", "labels", "pixel_values"}
     ledger = packed.after(packed.num_steps - 1)["counts"].ledger  # the last step of the pass
     assert ledger.to_dict() == spans.ledger.to_dict()
