@@ -231,7 +231,7 @@ def test_packs_stay_in_order_and_are_compared_in_every_step(tmp_path, caplog):
     assert loader.in_order
     check = SamePackCheck(run.data)
     shared = SimpleNamespace(world_size=2, tokens_per_rank=64, max_steps=9)
-    check.on_train_begin(shared, None, None, train_dataloader=loader)
+    check.start(shared)
     assert check.steps_left == 9
 
 

@@ -4,16 +4,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
 
 from ..layout import layout_of
+from .config import SFTConfig
 from .loading import TrainingData
 
 NUM_CHECKED_STEPS = 2  # optimizer steps after which ranks that read the same packs of a table are believed to go on so
 COMPARED = ("cu_seq_lens_q", "input_ids", "labels")  # of packs that ranks do not share
 
 
-class SamePackCheck(TrainerCallback):
+class SamePackCheck:
     """Compares, in the first steps of a training, the packs of ranks that must have read the same.
 
     Different packs may have equal shapes, so nothing else would notice. A stream is read by each rank anew, so its
@@ -24,7 +24,8 @@ class SamePackCheck(TrainerCallback):
         self._data = data
         self.steps_left = 0
 
-    def on_train_begin(self, args: Any, *call: object, **kwargs: object) -> None:
+    def start(self, args: SFTConfig) -> None:
+        """Called before training."""
         is_stream = self._data.stream is not None
         shares = args.world_size > 1 and args.tokens_per_rank is not None
         self._copies = self._data.ranks.copies

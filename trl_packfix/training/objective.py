@@ -64,8 +64,6 @@ class Objective(Part):
         run.router_aux_loss_coef = router_loss_coefficient(run, args) or 0.0
         check_router_loss(run)
         self.totals = TrainingTotals(self._data.row_values.names, args.share_prefixes != "off")
-        run.add_callback(self.totals)
-        run.add_callback(self.same_pack)
         if args.packing:
             # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
             run.neftune_noise_alpha = None
@@ -84,6 +82,7 @@ class Objective(Part):
         """Prepare for a training, of a model or a training set that was used elsewhere or set since."""
         score_tokens(base_model(self._run.model))  # a trainer of TRL may have been built on this model
         self.totals.set_sources(self._data.row_values.names, self._data.stream_sources)
+        self.same_pack.start(self.args)
         self.summed_by_ranks = parameters_summed_by_ranks(base_model(self._run.model))
 
     def take_values(self, inputs: dict[str, Any]) -> None:

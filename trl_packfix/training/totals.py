@@ -9,7 +9,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import TrainerCallback
 
 from ..data.collator import IGNORE_INDEX
 from ..data.row_values import MAX_SOURCES, StreamSources
@@ -17,8 +16,8 @@ from ..layout import Targets
 from .lm_head import TokenScores
 
 
-class TrainingTotals(TrainerCallback):
-    """Sums over the trained batches; reset when training begins.
+class TrainingTotals:
+    """Sums over the trained batches; `set_sources` begins anew.
 
     Sums of batches (`OF_BATCHES`) are counted when batches are fetched, so they are right for any loss. Sums of outputs
     (`OF_OUTPUTS`) and by source exist only if our loss was computed.
@@ -37,24 +36,18 @@ class TrainingTotals(TrainerCallback):
         """Sum losses by these sources from now on, or by those that ranks meet in a stream."""
         self._of_stream = of_stream
         self._name_sources(sources)
-        self.reset()
-
-    def _name_sources(self, sources: Sequence[str]) -> None:
-        self.sources = sources
-        self._of_sources = tuple(f"{name}/{source}" for name in ("loss", "trained_tokens") for source in sources)
-        self._groups = [group for group in (self.OF_BATCHES, self.OF_OUTPUTS, self._of_sources) if group]
-        self._names = [name for group in self._groups for name in group]
-
-    def on_train_begin(self, *call: object, **kwargs: object) -> None:
-        self.reset()
-
-    def reset(self) -> None:
         # Sums of this rank that are not gathered yet, on the device, by the group of their names
         self._pending: dict[tuple[str, ...], Tensor] = {}
         self._pending_of_stream: Tensor | None = None  # by source of a stream, as this rank numbers them
         self.num_documents = 0  # over all ranks
         self.is_scored = False  # outputs were added in this optimizer step
         self.start_window()
+
+    def _name_sources(self, sources: Sequence[str]) -> None:
+        self.sources = sources
+        self._of_sources = tuple(f"{name}/{source}" for name in ("loss", "trained_tokens") for source in sources)
+        self._groups = [group for group in (self.OF_BATCHES, self.OF_OUTPUTS, self._of_sources) if group]
+        self._names = [name for group in self._groups for name in group]
 
     def start_window(self) -> None:
         """Begin a window, of what is summed up to the next log."""
