@@ -238,14 +238,8 @@ class StreamCallback(TrainerCallback):
         if alike < stream.packing.world_size:  # each group has counted its own shards only
             counts = sum(gather_object([counts])[:: alike * self._data.ranks.copies], StreamCounts())
         report = make_stream_report(stream, run.args.max_steps, counts, micro_steps=state["micro_steps"])
-        report = run.packing_report = replace(
-            report,
-            attention=before.attention,
-            isolation=before.isolation,
-            first_step=before.first_step,
-            trained=before.trained,
-            experimental=before.experimental,
-        )
+        before_training = ("attention", "isolation", "first_step", "trained", "experimental")
+        report = run.packing_report = replace(report, **{name: getattr(before, name) for name in before_training})
         if run.args.packing_report and run.is_world_process_zero():
             report.save(str(run.args.output_dir))
         return report

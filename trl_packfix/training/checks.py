@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from trl.data_utils import get_dataset_column_names
 
-from ..attention.models import head_counts
+from ..attention.models import base_model, head_counts
 from ..compat import DDP
 from ..data.dataset_checks import check_tokenised
 from ..data.row_values import read_row_values
@@ -117,7 +117,7 @@ class Constructed:
 
     def __init__(self, args: SFTConfig, model: nn.Module):
         self._settings = {name: getattr(args, name) for name in FIXED_WITH_PACKING}
-        self._model = _without_adapters(model)
+        self._model = base_model(model)
 
     def check(self, args: SFTConfig, model: nn.Module, trains: bool = False) -> None:
         """Refuse what the trainer would not use. Evaluation reads some of the settings anew, such as `max_length`."""
@@ -129,16 +129,12 @@ class Constructed:
                 "cut and the model is prepared by these settings when the trainer is constructed, so the change would "
                 "not be honoured. Construct the trainer with the new settings."
             )
-        if _without_adapters(model) is not self._model:
+        if base_model(model) is not self._model:
             raise ValueError(
                 f"`trainer.model` was set to another {type(model).__name__} after the trainer was constructed. The "
                 "optimizer would get the parameters of one model and the batches would run on another: the "
                 "constructor prepares a model to read packs and to score tokens. Construct a trainer with this model."
             )
-
-
-def _without_adapters(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def check_replacement(dataset: object, before: Dataset | IterableDataset, vocab_size: int | None) -> None:

@@ -24,12 +24,11 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> Da
 
     With `bad_rows="drop"`, rows that cannot be tokenised have no tokens, and the reason in the column `BAD_ROW`.
     """
-    _prepare(dataset, processing_class, args)
+    completion_only = _prepare(dataset, processing_class, args)
     if "input_ids" in dataset.column_names:
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         check_tokenised(dataset, "train", max(len(tokenizer), tokenizer.vocab_size), packing=True)
         return dataset
-    completion_only = _trains_completions(dataset, args)
     settings = {"tokenizer": processing_class, "completion_only_loss": completion_only, "marks": True}
     rows = make_samples(dataset, "train", args, **settings).rows
     assert isinstance(rows, Dataset)
@@ -38,26 +37,17 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> Da
 
 def prepare_images(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRows:
     """The documents of rows with images, measured."""
-    _prepare(dataset, processor, args)
+    completion_only = _prepare(dataset, processor, args)
     collate = DataCollatorForVisionLanguageModeling(
-        processor=processor,
-        completion_only_loss=_trains_completions(dataset, args),
-        dataset_text_field=args.dataset_text_field,
+        processor=processor, completion_only_loss=completion_only, dataset_text_field=args.dataset_text_field
     )
     if args.assistant_only_loss:
         collate = masking_collator(collate, TurnRule.of(args))
     return measure_rows(dataset, row_processor(collate, args.per_turn), "train", args=args, marks=True)
 
 
-def _trains_completions(dataset: Dataset, args: SFTConfig) -> bool:
-    """As TRL: unless it is set, if rows have a prompt and a completion."""
-    if args.completion_only_loss is not None:
-        return args.completion_only_loss
-    return {"prompt", "completion"} <= {*dataset.column_names}
-
-
-def _prepare(dataset: Dataset, processing_class: Any, args: SFTConfig) -> None:
-    """Refuse what a trainer refuses, and give the tokenizer what TRL gives it when it constructs a trainer."""
+def _prepare(dataset: Dataset, processing_class: Any, args: SFTConfig) -> bool:
+    """Refuse what a trainer refuses, and set the tokenizer up as TRL does. Returns `completion_only_loss`."""
     refuse(Setup(args=args, train_dataset=dataset, columns=tuple(dataset.column_names)))
     check_datasets(args, dataset, None, is_formatted=False)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -78,3 +68,6 @@ def _prepare(dataset: Dataset, processing_class: Any, args: SFTConfig) -> None:
         tokenizer.add_tokens([token for token in source.added_tokens_decoder.values() if token.content not in known])
         tokenizer.eos_token = source.eos_token
     tokenizer.pad_token = args.pad_token or tokenizer.pad_token or tokenizer.eos_token
+    if args.completion_only_loss is not None:
+        return args.completion_only_loss
+    return {"prompt", "completion"} <= {*dataset.column_names}  # as in TRL
