@@ -24,6 +24,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds",
 def agent_trace(first, second, third):
     """A question, a call, its result, an answer with reasoning, and another turn."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": first, "b": second}}}
+    thought = f"REASON {first + second} plus {third}"
     return [
         {"role": "system", "content": "You add."},
         {"role": "user", "content": f"What is {first} and {second}?"},
@@ -31,11 +32,7 @@ def agent_trace(first, second, third):
         {"role": "tool", "name": "add", "content": f"RESULT {first + second}"},
         {"role": "assistant", "content": f"It is {first + second}."},
         {"role": "user", "content": f"And with {third}?"},
-        {
-            "role": "assistant",
-            "reasoning_content": f"REASON {first + second} plus {third}",
-            "content": f"Then {first + second + third}!",
-        },
+        {"role": "assistant", "reasoning_content": thought, "content": f"Then {first + second + third}!"},
     ]
 
 
@@ -159,12 +156,10 @@ def test_roles_that_the_template_does_not_know_are_said(tmp_path, caplog):
         trainer(tmp_path, table, packing=False, max_length=200, max_steps=1)
         assert f"{count} {said}" in caplog.text
     known = build_tokenizer()
-    known.chat_template = (
-        "{% for m in messages %}{{ '[Q]' if m.role in ('user', 'human') else '[A]' }}{{ m.content }}{% endfor %}"
-    )
+    head = "{{ '[Q]' if m.role in ('user', 'human') else '[A]' }}"
+    known.chat_template = f"{{% for m in messages %}}{head}{{{{ m.content }}}}{{% endfor %}}"
     caplog.clear()
-    table = Dataset.from_list(rows)
-    trainer(tmp_path, table, processing_class=known, max_length=200, packing=False)
+    trainer(tmp_path, Dataset.from_list(rows), processing_class=known, max_length=200, packing=False)
     assert "have the roles" not in caplog.text
 
 
@@ -202,9 +197,8 @@ def test_fields_that_the_template_leaves_out_are_said_with_their_rows(template, 
         settings = {"packing": False, "max_length": 4000, "max_steps": 1, "per_turn": per_turn, "bad_rows": "drop"}
         run = trainer(tmp_path, table, processing_class=tokenizer, **settings)
         said = [record.getMessage() for record in caplog.records if "leaves it out" in record.getMessage()]
-        thoughts, called = (
-            [each for each in said if f"have `{key}`" in each] for key in ("reasoning_content", "tool_calls")
-        )
+        keys = ("reasoning_content", "tool_calls")
+        thoughts, called = ([each for each in said if f"have `{key}`" in each] for key in keys)
         assert len(said) == len(thoughts) + len(called)
         total = "4 rows of" if isinstance(table, Dataset) else "the first 4 rows of"
         for messages, num_rows, share in ((thoughts, 2, alone if per_turn else whole), (called, 4, calls)):

@@ -120,16 +120,15 @@ def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():
 
 
 @pytest.mark.parametrize(
-    "model_type, settings, reason",
+    "model_type, on_leak, sizes, reason",
     [
-        ("bloom", {}, r"these modules are repaired: .*BloomAttention"),
-        ("bloom", {"on_leak": "unpack"}, r"the model is unpacked: UNPACKED"),
-        ("gptj", {"n_embd": 32, "n_head": 4, "rotary_dim": 4}, r"the attention of the model is 'eager': GPTJ"),
+        ("bloom", "repair", {}, r"these modules are repaired: .*BloomAttention"),
+        ("bloom", "unpack", {}, r"the model is unpacked: UNPACKED"),
+        ("gptj", "repair", {"n_embd": 32, "n_head": 4, "rotary_dim": 4}, r"the attention of the model is 'eager'"),
     ],
 )
-def test_models_that_were_changed_to_be_packed_are_not_shared(model_type, settings, reason):
-    on_leak = settings.get("on_leak", "repair")
-    model = build_tiny_model(model_type, **{name: value for name, value in settings.items() if name != "on_leak"})
+def test_models_that_were_changed_to_be_packed_are_not_shared(model_type, on_leak, sizes, reason):
+    model = build_tiny_model(model_type, **sizes)
     packed_model = PackedModel(model, torch.float32, "cpu", 64, on_leak=on_leak)
     assert packed_model.prove(model).isolated
     with pytest.raises(PackingLeakError, match=rf"A pack was to be shared by 2 ranks, and {reason}.*tokens_per_rank"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import trl
-from datasets import Dataset, Features, Image, List, Value, load_from_disk
+from datasets import Dataset, Features, Image, List, load_from_disk
 from support.vision import MESSAGES, build_model, build_processor, by_turn, conversations, make, message, stripping
 
 from trl_packfix.cli import main
@@ -131,18 +131,6 @@ def test_images_of_plain_messages_belong_to_the_first_of_the_user():
     processor = build_processor("llava")
     rows = [conversation.row_of_turn(turn, processor) for turn in (1, 3)]
     assert [len(row["images"]) for row in rows] == [row["prompt"].count("<image>") for row in rows] == [0, 2]
-
-
-def test_roles_of_conversations_are_renamed(tmp_path):
-    """`human` and `gpt`, as without images."""
-    image = TURNS[0]["images"][:1]
-    given = [{"from": role, "value": text} for role, text in zip(("human", "gpt") * 2, "abcd", strict=True)]
-    turns = [{"from": Value("string"), "value": Value("string")}]
-    features = Features({"images": List(Image()), "conversations": turns})
-    sharegpt = Dataset.from_list([{"images": image, "conversations": given}], features=features)
-    readers = [run(tmp_path, data).data.reader for data in (sharegpt, table((image, chat(*"abcd", images=1))))]
-    found = [[reader.tokens(i)[0].tolist() for i in range(len(reader))] for reader in readers]
-    assert found[0] == found[1] and len(found[0]) == 2
 
 
 def test_a_template_that_changes_the_history_keeps_the_prompt_of_generation():

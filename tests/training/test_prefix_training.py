@@ -21,16 +21,8 @@ from trl_packfix.training.flops import training_flops
 pytestmark = pytest.mark.slow
 
 DOCUMENTS = forest()
-SGD = {
-    "optim": "sgd",
-    "learning_rate": 0.2,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
-    "max_steps": 5,
-    "max_length": 96,
-    "per_device_train_batch_size": 8,
-    "seed": 11,
-}
+SGD = {"optim": "sgd", "learning_rate": 0.2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+SGD |= {"max_steps": 5, "max_length": 96, "per_device_train_batch_size": 8, "seed": 11}
 OURS = {"packing_strategy": "minibatch", "share_prefixes": "pack"}
 COLUMNS = {"weight_column": "share", "source_column": "source"}
 
@@ -116,12 +108,9 @@ def test_switched_off_before_the_first_step_nothing_is_shared():
 
 def evaluated(folder, **settings):
     """Metrics, what was computed for which tokens, and the number of batches."""
-    found = trainer(
-        folder,
-        DOCUMENTS,
-        trainer_kwargs={"eval_dataset": forest(90, seed=3)},
-        **OURS | SGD | COLUMNS | {"per_device_eval_batch_size": 4, "packing_strategy": "stream"} | settings,
-    )
+    settings = {"per_device_eval_batch_size": 4, "packing_strategy": "stream"} | settings
+    given = {"trainer_kwargs": {"eval_dataset": forest(90, seed=3)}} | OURS | SGD | COLUMNS
+    found = trainer(folder, DOCUMENTS, **given | settings)
     found.evaluate()
     batches = list(found.get_eval_dataloader())
     rows = sum(batch["labels"].numel() for batch in batches)
@@ -162,9 +151,8 @@ def test_losses_of_the_user_are_evaluated_whole(tmp_path):
         def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs)
 
-    found = trainer(
-        tmp_path, DOCUMENTS, trainer_class=Doubled, trainer_kwargs={"eval_dataset": forest(20, seed=3)}, **OURS | SGD
-    )
+    given = {"trainer_class": Doubled, "trainer_kwargs": {"eval_dataset": forest(20, seed=3)}}
+    found = trainer(tmp_path, DOCUMENTS, **given, **OURS | SGD)
     batches = list(found.get_eval_dataloader())
     assert not shared_prefixes(batches) and shared_prefixes(list(found.get_train_dataloader()))
 
@@ -174,9 +162,8 @@ def test_documents_with_other_labels_do_not_share(tmp_path):
     stem = list(range(5, 75))
     rows = [{"input_ids": [*stem, 80 + i, 90], "labels": [*stem, 80 + i, 90 - i % 2]} for i in range(8)]
     data = Dataset.from_list(rows)
-    found = trainer(
-        tmp_path, DOCUMENTS, trainer_kwargs={"eval_dataset": data}, per_device_eval_batch_size=1, **OURS | SGD
-    )
+    given = {"trainer_kwargs": {"eval_dataset": data}, "per_device_eval_batch_size": 1}
+    found = trainer(tmp_path, DOCUMENTS, **given, **OURS | SGD)
     batches = list(found.get_eval_dataloader())
     assert max(batch["labels"].numel() for batch in batches) <= 96
 

@@ -80,14 +80,8 @@ def test_every_field_is_accounted_for(heading):
 
 # Fields that change no weight
 
-BASE = {
-    "optim": "sgd",
-    "learning_rate": 0.5,
-    "lr_scheduler_type": "constant",
-    "max_steps": 3,
-    "gradient_accumulation_steps": 2,
-    "packing_strategy": "minibatch",
-}
+BASE = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_steps": 3}
+BASE |= {"gradient_accumulation_steps": 2, "packing_strategy": "minibatch"}
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
 

@@ -172,26 +172,19 @@ def test_unpacked_training_drops_documents_without_a_target(tmp_path, caplog):
 
 # Dataset forms: the packed documents are the rows of the unpacked run
 
+PAIRS = {"prompt": ["ab c", "d"], "completion": [" ef", " g h"]}
+LABELLED = {"input_ids": [[9, 8, 7], [6, 5]] * 4, "labels": [[-100, 8, 7], [-100, 5]] * 4}
 FORMS = {
     "text": (lambda: texts(), {}),
-    "prompt_completion": (lambda: Dataset.from_dict({"prompt": ["ab c", "d"], "completion": [" ef", " g h"]}), {}),
-    "completion_and_prompt_trained": (
-        lambda: Dataset.from_dict({"prompt": ["ab c", "d"], "completion": [" ef", " g h"]}),
-        {"completion_only_loss": False},
-    ),
+    "prompt_completion": (lambda: Dataset.from_dict(PAIRS), {}),
+    "completion_and_prompt_trained": (lambda: Dataset.from_dict(PAIRS), {"completion_only_loss": False}),
     "messages": (lambda: Dataset.from_list([{"messages": PROMPT + ANSWER}] * 5), {}),
     "assistant_only": (lambda: Dataset.from_list([{"messages": PROMPT + ANSWER}] * 5), {"assistant_only_loss": True}),
     "conversational_prompt": (lambda: Dataset.from_list([{"prompt": PROMPT, "completion": ANSWER}] * 5), {}),
     "tools": (lambda: Dataset.from_list([{"messages": PROMPT + ANSWER, "tools": TOOL}] * 5), {}),
     "tokenised": (lambda: Dataset.from_dict({"input_ids": [[9, 8, 7], [6, 5, 4, 3, 2]] * 4}), {}),
-    "labels": (
-        lambda: Dataset.from_dict({"input_ids": [[9, 8, 7], [6, 5]] * 4, "labels": [[-100, 8, 7], [-100, 5]] * 4}),
-        {},
-    ),
-    "skip_prepare": (
-        lambda: Dataset.from_dict({"input_ids": [[9, 8, 7], [6, 5]] * 4, "labels": [[-100, 8, 7], [-100, 5]] * 4}),
-        {"dataset_kwargs": {"skip_prepare_dataset": True}},
-    ),
+    "labels": (lambda: Dataset.from_dict(LABELLED), {}),
+    "skip_prepare": (lambda: Dataset.from_dict(LABELLED), {"dataset_kwargs": {"skip_prepare_dataset": True}}),
 }
 
 
@@ -350,10 +343,8 @@ def test_fsdp_wraps_the_layers_that_a_model_has(has_adapters):
     assert layers and [name for name, module in model.named_modules() if wraps(module)] == layers
 
 
-def test_other_lists_of_layers_to_wrap_stay():
-    plugin = SimpleNamespace(transformer_cls_names_to_wrap=["Mine"])
-    compat.name_wrapped_layers(plugin, zoo.build_model("qwen3_5_text"))
-    assert plugin.transformer_cls_names_to_wrap == ["Mine"]
-    plugin.transformer_cls_names_to_wrap = None
-    compat.name_wrapped_layers(plugin, build_tiny_model("llama"))  # has all that it lists
-    assert plugin.transformer_cls_names_to_wrap is None
+@pytest.mark.parametrize("listed, model", [(["Mine"], "qwen3_5_text"), (None, "llama")])  # llama has all that it lists
+def test_other_lists_of_layers_to_wrap_stay(listed, model):
+    plugin = SimpleNamespace(transformer_cls_names_to_wrap=listed)
+    compat.name_wrapped_layers(plugin, zoo.build_model(model))
+    assert plugin.transformer_cls_names_to_wrap == listed

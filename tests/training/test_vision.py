@@ -113,15 +113,6 @@ def test_padded_evaluation_that_would_make_ranks_wait_is_refused(tmp_path):
     check_padded_images(sharded, run.data.reader)
 
 
-def test_a_frozen_tower_stays_as_it_is(tmp_path):
-    model = build_model("qwen2_5_vl")
-    model.model.visual.requires_grad_(False)
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    make(tmp_path, model=model, packing_strategy="minibatch", **SGD).train()
-    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert moved and not any("visual" in name for name in moved)
-
-
 # Restart (that one is exact: `test_distributed.py`)
 
 
