@@ -45,12 +45,6 @@ def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, capsys)
     assert dict(trained.packing_report.lines())["documents in a pack"] == "3.00"
 
 
-def test_columns_without_a_value_are_left_out(tmp_path):
-    values = report.metrics(run(tmp_path).packing_report)
-    assert values["packing/packs"] == 2 and "packing/exchange_share" not in values
-    assert "packing/images_per_pack" not in values and None not in values.values()
-
-
 @pytest.mark.parametrize("names", [NAMES, [column.metric for column in columns.COLUMNS if column.metric]])
 def test_names_are_given_once(names):
     assert len(names) > 15 and len(set(names)) == len(names)

@@ -14,9 +14,6 @@ from support.models import build_tiny_model, build_tokenizer
 from support.runs import config, trainer
 
 from trl_packfix import SFTTrainer
-from trl_packfix.cli.forecast import forecasts
-from trl_packfix.data.reader import TokenReader
-from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.parts import LengthHistogram
 from trl_packfix.reporting.report import metrics, show_lines
 from trl_packfix.training.totals import TrainingTotals
@@ -104,20 +101,6 @@ def test_every_key_of_the_log_is_on_the_page_and_no_other(run):
     by_totals = set(totals.metrics(capacity=8, peak_tflops=1.0)) | {"num_tokens", "train_samples_per_second"}
     assert by_totals == set(made["PARTS"]["In each log of a training"])
     assert all(unit and meaning for keys in made["PARTS"].values() for unit, meaning in keys.values())
-
-
-def test_the_share_that_is_lost_is_one_number(tmp_path):
-    # 32 documents of 16 tokens fill packs of 64; 4 more are left out with the last incomplete step
-    rows = Dataset.from_dict({"input_ids": [[5] * 16] * 36 + [[5] * 80]})
-    settings = {"dataloader_drop_last": True, "gradient_accumulation_steps": 8, "per_device_train_batch_size": 1}
-    args = config("unused", max_length=64, **settings)
-    (forecast,) = forecasts(TokenReader(rows), [args], [1], cost_model=LLAMA_7B, synchronisation="step", tflops=None)
-    report = forecast.report
-    assert report.trained_tokens_not_reached and report.ledger.lost_trained_tokens  # both are part of it
-    lost = report.ledger.lost_trained_tokens + report.trained_tokens_not_reached
-    expected = lost / report.ledger.given.trained_tokens
-    assert forecast.to_dict()["lost_trained_share"] == metrics(report)["packing/lost_trained_share"] == expected
-    assert f"{expected:.1%} of the trained tokens are lost" in report.warning
 
 
 def test_the_model_card_says_packed_how_and_proved(run):

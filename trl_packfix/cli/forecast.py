@@ -93,14 +93,8 @@ def forecasts(
             yield Forecast(report, flops, tokens / seconds, seconds / 3600)
 
 
-def planner_for(
-    documents: Documents,
-    config: SFTConfig,
-    world_size: int,
-    *,
-    cost_model: CostModel,
-    synchronisation: Synchronisation = "micro",
-) -> EpochPlanner:
+def planner_for(documents: Documents, config: SFTConfig, world_size: int, **settings: Any) -> EpochPlanner:
+    """The planner of a run with this config; `settings` are those of `make_planner`."""
     num = world_size * config.gradient_accumulation_steps
     if num > MOST_MICRO_BATCHES:
         raise ValueError(
@@ -108,7 +102,7 @@ def planner_for(
             f"has a place for each of the {num:,} micro-batches of a step, at most {MOST_MICRO_BATCHES:,}. Set "
             "them to what you will train with."
         )
-    return make_planner(config, documents, cost_model, world_size=world_size, synchronisation=synchronisation)
+    return make_planner(config, documents, world_size=world_size, **settings)
 
 
 def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast, list[str]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ..data.reader import Rows
+from ..planning.arrays import Int64Array
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ LONGEST = 2**31 - 1  # tokens of a row: the largest list of an Arrow table
 class LengthRows(Rows):
     """Rows of which only the lengths are known. Every token has a label."""
 
-    lengths: npt.NDArray[np.int64]  # of each row, shape (R,)
+    lengths: Int64Array  # of each row, shape (R,)
 
     files: ClassVar[list[Path]] = []  # nothing is cached beside them
 
@@ -31,16 +31,14 @@ class LengthRows(Rows):
     def bad_rows(self) -> None:
         return None
 
-    def count_labels(
-        self, row: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
         return stop - start
 
     def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
         return dict.fromkeys(("input_ids", "labels"), np.zeros(stop - start, np.int64))
 
 
-def read_lengths(path: Path) -> npt.NDArray[np.int64] | None:
+def read_lengths(path: Path) -> Int64Array | None:
     """Lengths in tokens, shape (N,), from a file of lengths; None for another file.
 
     A file of lengths is `.npy` with one array, `.txt` with one number per line, `.json` with a list of numbers, or
