@@ -325,8 +325,7 @@ def test_a_restart_keeps_the_ledger_and_reads_nothing_twice():
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"max_length": 65}, {"buffer_size": 61}, {"tokens_per_rank": 64}, {"overlong": "drop", "world_size": 2}],
+    "changed", [{"max_length": 65}, {"buffer_size": 61}, {"tokens_per_rank": 64}, {"overlong": "drop", "world_size": 2}]
 )
 def test_a_restart_under_other_settings_is_refused(changed):
     given = {"batch_size": 2, "max_length": 64, "buffer_size": 60}

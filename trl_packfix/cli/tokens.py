@@ -20,7 +20,7 @@ from ..data.collator import IGNORE_INDEX
 from ..data.documents import Ledger
 from ..data.image_rows import ImageRows
 from ..data.model_costs import make_cost_model, with_tower
-from ..data.reader import Rows, TokenReader, applied_masks
+from ..data.reader import Rows, TokenReader, mask_columns, without_ignored_mask
 from ..data.spans import make_documents
 from ..planning.costs import CostModel
 from ..samples.apply import without_bad_rows
@@ -60,7 +60,8 @@ def tokenised(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, confi
             "given. Lengths count tokens, so text must be tokenised. Set `--tokenizer` or `--model` to the name "
             "or the folder of the tokenizer that you will train with."
         )
-    masks = [] if "labels" in dataset.column_names else applied_masks(dataset, config.completion_only_loss)
+    masks = mask_columns(without_ignored_mask(dataset, config.completion_only_loss))
+    masks = [] if "labels" in dataset.column_names else masks
     for name in masks:
         TokenReader(dataset.select_columns(["input_ids", name]))  # raises if the mask has another length
     if masks:

@@ -35,13 +35,8 @@ def cached_documents(
     sorts_tokens: bool = False,
 ) -> Documents:
     """`make_documents`, with `sorts_tokens` also sorted by their tokens; or its result from an earlier start."""
-    settings: dict[str, Any] = {
-        "max_length": max_length,
-        "overlong": overlong,
-        "truncation_mode": truncation_mode,
-        "wrapped": wrapped,
-        "keep_untrained": keep_untrained,
-    }
+    settings: dict[str, Any] = {"max_length": max_length, "overlong": overlong, "truncation_mode": truncation_mode}
+    settings |= {"wrapped": wrapped, "keep_untrained": keep_untrained}
 
     def make() -> Arrays:
         documents, tokens = make_documents(reader, **settings), None

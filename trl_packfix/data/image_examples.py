@@ -102,12 +102,15 @@ class ImageExamples:
         one, longer, two = self.document([image]), self.document([image], "a b c d e"), self.document([image, other])
         tokens, images = set(), {}
         for name in sorted(one.keys() - READ):
-            shapes = [getattr(document[name], "shape", None) for document in (one, longer, two)]
+            shapes: list[Any] = [getattr(document[name], "shape", None) for document in (one, longer, two)]
             with_text, with_images = (_changed(shapes[0], shape) for shape in shapes[1:])
+            # Other axes may shrink: llava_onevision cuts an image into patches only if it is alone in its document. An
+            # output that does not change at all has a row per document, such as its number of images.
+            grown = [i for i in with_images or () if shapes[2][i] > shapes[0][i]]
             if with_text == [1] and with_images in ([], [1]) and len(one[name].shape) == 2:
                 tokens.add(name)
-            elif with_text == [] and (axis := _image_axis(shapes[0], shapes[2])) is not None:
-                images[name] = axis
+            elif with_text == [] and (grown in ([0], [1]) or (with_images == [] and shapes[0][0] == 1)):
+                images[name] = grown[0] if grown else 0
             else:
                 sizes = [None if shape is None else tuple(shape) for shape in shapes]
                 raise ValueError(
@@ -123,18 +126,3 @@ def _changed(shape: tuple[int, ...] | None, other: tuple[int, ...] | None) -> li
     if shape is None or other is None or len(shape) != len(other):
         return None
     return [i for i, pair in enumerate(zip(shape, other, strict=True)) if pair[0] != pair[1]]
-
-
-def _image_axis(one: tuple[int, ...] | None, two: tuple[int, ...] | None) -> int | None:
-    """The axis that grows from one image to two; None if none or several do.
-
-    Other axes may shrink: llava_onevision cuts an image into patches only if it is alone in its document. An output
-    that does not change at all has a row per document, such as its number of images.
-    """
-    changed = _changed(one, two)
-    if changed is None or one is None or two is None:
-        return None
-    grown = [i for i in changed if two[i] > one[i]]
-    if not changed and one[0] == 1:
-        return 0
-    return grown[0] if grown in ([0], [1]) else None

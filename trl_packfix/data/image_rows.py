@@ -164,10 +164,8 @@ class ImageRows(Rows):
         """A row of the dataset; or of one of its turns, with the images up to this turn."""
         if self.conversations is None or self._turns is None or self._rule is None:
             return dict(self._dataset[row])
-        conversation_row = self._dataset[int(self.conversations[row])]
-        conversation = self._rule.choose(
-            Conversation.from_row(conversation_row, images_of(conversation_row))
-        ).conversation
+        given = self._dataset[int(self.conversations[row])]
+        conversation = self._rule.choose(Conversation.from_row(given, images_of(given))).conversation
         return self._rule.row_of_turn(conversation, int(self._turns[row]), self._process.processor)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, Any]:

@@ -90,21 +90,12 @@ def mask_columns(dataset: Dataset) -> list[str]:
     return [name for name in MASKS if name in dataset.column_names]
 
 
-def applied_masks(dataset: Dataset, completion_only_loss: bool | None) -> list[str]:
-    """The `mask_columns` that TRL reads: a `completion_mask` only with `completion_only_loss`.
-
-    As in TRL, None means True if the rows have a prompt and a completion.
-    """
-    columns = dataset.column_names
-    if completion_only_loss is None:
-        completion_only_loss = "prompt" in columns and "completion" in columns
-    return [name for name in mask_columns(dataset) if name != "completion_mask" or completion_only_loss]
-
-
 def without_ignored_mask(dataset: Dataset, completion_only_loss: bool | None) -> Dataset:
-    if applied_masks(dataset, completion_only_loss) == mask_columns(dataset):
-        return dataset
-    return dataset.remove_columns("completion_mask")
+    """Without a `completion_mask` that TRL would not read. As in TRL, None is True with prompt and completion."""
+    if completion_only_loss is None:
+        completion_only_loss = {"prompt", "completion"} <= {*dataset.column_names}
+    is_ignored = "completion_mask" in dataset.column_names and not completion_only_loss
+    return dataset.remove_columns("completion_mask") if is_ignored else dataset
 
 
 class _ListColumn:

@@ -23,6 +23,7 @@ from .parts import PartOf
 
 WEIGHTS, SOURCES = "document_weights", "document_sources"  # keys of documents and of batches
 DTYPES = {WEIGHTS: torch.float32, SOURCES: torch.int64}
+_NAMES = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_string, pa.types.is_large_string)
 MAX_SOURCES = 100  # each has two numbers in every log entry
 
 
@@ -114,7 +115,7 @@ def read_sources(
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     kind = values.type
-    if not any(is_kind(kind) for is_kind in (pa.types.is_integer, pa.types.is_boolean, *_STRINGS)):
+    if not any(is_kind(kind) for is_kind in _NAMES):
         raise ValueError(
             f"`source_column={column!r}` was given, and in the {name} dataset this column has type {kind}. A source is "
             "a name that many rows share. Set `source_column` to a column of strings or whole numbers, or leave it "
@@ -141,9 +142,6 @@ def read_sources(
     order = sorted(names, key=names.__getitem__)
     codes = pc.index_in(values.combine_chunks(), value_set=pa.array(order, kind)).to_numpy().astype(np.int64)
     return codes, tuple(names[value] for value in order), tuple(order)
-
-
-_STRINGS = (pa.types.is_string, pa.types.is_large_string)
 
 
 class StreamSources(dict[str, int]):
