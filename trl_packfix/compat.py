@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import trl
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from datasets import IterableDataset
-    from peft.tuners.tuners_utils import BaseTuner
 
 TRL_FLOOR = "1.9.0"
 SUMMED_BY_RANKS = "replicated_with_grad_allreduce"  # a style of transformers' plans of tensor parallelism
@@ -72,8 +71,8 @@ def router_loss_coefficient(trainer: object, args: "trl.SFTConfig") -> float | N
 def training_every_token(collate: Any) -> Any:
     """A copy of TRL's vision collator for rows in which every token is trained.
 
-    It can train the answers alone (`assistant_only_loss`) in later versions, but not in TRL 1.9, which refuses that
-    setting for vision-language models. Can be removed with support for 1.9.
+    The collator of TRL 1.9 has no field for the answers alone (`assistant_only_loss`), which later ones set. Can be
+    removed with support for 1.9.
     """
     names = {field.name for field in fields(collate)} & {"completion_only_loss", "assistant_only_loss"}
     return replace(collate, **dict.fromkeys(names, False))
@@ -126,13 +125,12 @@ def run_hooks_inside_adapters(model: nn.Module) -> None:
         return
     from peft.tuners.tuners_utils import BaseTuner
 
+    def call_with_hooks(adapters: BaseTuner, *args: Any, **kwargs: Any) -> Any:
+        return adapters.model(*args, **kwargs)
+
     adapters: Any = getattr(model, "base_model", None)
     if getattr(type(adapters), "forward", None) is BaseTuner.forward:
-        adapters.forward = MethodType(_call_with_hooks, adapters)
-
-
-def _call_with_hooks(adapters: "BaseTuner", *args: Any, **kwargs: Any) -> Any:
-    return adapters.model(*args, **kwargs)
+        adapters.forward = MethodType(call_with_hooks, adapters)
 
 
 def nested_rope_keys(config: PreTrainedConfig, rope: dict[str, Any]) -> list[str]:
@@ -213,11 +211,7 @@ def gathers_on_cpus(installed: str | None = None) -> bool:
 
 
 def require_gathers(world_size: int, device_type: str) -> None:
-    """Refuse ZeRO-3 on several CPU ranks if DeepSpeed does not wait for their parameters.
-
-    Raises:
-        ValueError: DeepSpeed below 0.19.8, ZeRO-3, CPUs and a `world_size` above 1.
-    """
+    """Refuse ZeRO-3 on several CPU ranks if DeepSpeed does not wait for their parameters."""
     if device_type == "cpu" and world_size > 1 and is_deepspeed_zero3_enabled() and not gathers_on_cpus():
         raise ValueError(
             f"ZeRO-3 on {world_size} CPU ranks was given with deepspeed {importlib.metadata.version('deepspeed')}. "
@@ -236,15 +230,14 @@ def unshard_lm_head(model: PreTrainedModel) -> RemovableHandle | None:
     https://docs.pytorch.org/docs/stable/distributed.tensor.html#torch.distributed.tensor.DTensor.full_tensor
     """
     head: Any = model.get_output_embeddings()
-    below, is_sharded = model.base_model, isinstance(head, FSDPModule)
-    if not is_sharded or below is model:
+    if not isinstance(head, FSDPModule) or model.base_model is model:
         return None
 
     def unshard(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if torch.is_grad_enabled() and isinstance(head.weight, DTensor):
             head.unshard()
 
-    return below.register_forward_hook(unshard)
+    return model.base_model.register_forward_hook(unshard)
 
 
 def parameters_summed_by_ranks(model: nn.Module) -> list[nn.Parameter]:
@@ -293,9 +286,6 @@ def load_renamed_weights(model: PreTrainedModel, checkpoint: str) -> None:
     transformers saves some types under the names of their first release, and `from_pretrained` converts them. On
     resume the Trainer reads the file without conversion, so it warns of missing keys and continues with the initial
     weights. Can be removed when the Trainer converts them, too; see dev/upstream.md.
-
-    Raises:
-        RuntimeError: a weight of the model is not in the checkpoint.
     """
     whole = type(model).from_pretrained(checkpoint, dtype=model.dtype)
     model.load_state_dict(whole.state_dict())
@@ -333,9 +323,6 @@ def name_wrapped_layers(plugin: "FullyShardedDataParallelPlugin | None", model: 
 
     Text models of Qwen3.5 list the blocks of a vision tower. accelerate looks for each class of the list, and raises
     for one that it does not find. A list of the user stays. Can be removed when these models list their own layers.
-
-    Args:
-        plugin: accelerate's plugin for FSDP; None without.
     """
     if plugin is None or plugin.transformer_cls_names_to_wrap is not None:
         return
@@ -351,9 +338,6 @@ def whole_model_saved(plugin: "FullyShardedDataParallelPlugin | None") -> Iterat
 
     transformers then writes none. Can be removed when `save_model` gathers them.
     https://huggingface.co/docs/transformers/fsdp
-
-    Args:
-        plugin: accelerate's plugin for FSDP; None without.
     """
     if plugin is None:
         yield

@@ -31,16 +31,10 @@ READ = frozenset(("input_ids", "labels"))  # of a document, without images and v
 
 
 class Compared(NamedTuple):
-    """What is compared of a document to find rows that it shares, and which of its tokens are images.
+    """What is compared of a document to find rows that it shares. An image is shared as a whole or not at all."""
 
-    Attributes:
-        tokens: numbers below 2**32 - 1 that are compared in place of the tokens, (n,).
-        images: first token of each image, and the one after its last. The tokens of an image are shared all or not at
-            all.
-    """
-
-    tokens: npt.NDArray[Any]
-    images: Sequence[tuple[int, int]] = ()
+    tokens: npt.NDArray[Any]  # numbers below 2**32 - 1, one for each token
+    images: Sequence[tuple[int, int]] = ()  # first token of each image, and the one after its last
 
 
 @dataclass(frozen=True)
@@ -49,64 +43,40 @@ class Targets:
 
     The loss, its weights, the metrics and the sources are sums over targets. So none of them depends on which rows
     documents share.
-
-    Attributes:
-        documents: the document of each value that `of` returns.
-        trained: number of trained tokens of each document, (N,). In a part it counts those of the whole pack.
-        positions: the place of each of the M targets among the positions, (M,). None if each position is the target of
-            one document; a mask then says whether it is trained.
     """
 
-    documents: Tensor
-    trained: Tensor
+    documents: Tensor  # the document of each value that `of` returns
+    trained: Tensor  # number of trained tokens of each document, (N,), also of those in other parts
+    # The place of each of the M targets among the positions, (M,). None if each position is the target of one document;
+    # a mask then says whether it is trained
     positions: Tensor | None = None
 
     def of(self, values: Tensor) -> Tensor:
-        """The values of the targets, (M,), from those of all positions: (B, T - 1), or (1, T / s) of a part.
-
-        Without `positions` it returns the values as they are. They are 0 where nothing is trained.
-        """
+        """The values of the targets, (M,), from those of all positions, (B, T - 1) or (1, T / s), which are 0 elsewhere."""
         return values if self.positions is None else values.flatten()[self.positions]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is computed for a batch.
+    """What is computed for a batch; tokens are those of the whole pack, also in a part."""
 
-    Attributes:
-        tokens: of all documents, (). In a part those of the whole pack.
-        computed: rows of documents that this rank computes, ().
-        lengths: tokens of each document that is trained, else 0, (N,). In a part those of the whole pack.
-        saved: tokens of each document that are computed for another document, (N,); None if there are none.
-    """
-
-    tokens: Tensor
-    computed: Tensor
-    lengths: Tensor
-    saved: Tensor | None = None
+    tokens: Tensor  # of all documents, ()
+    computed: Tensor  # rows of documents that this rank computes, ()
+    lengths: Tensor  # tokens of each document that is trained, else 0, (N,)
+    saved: Tensor | None = None  # tokens of each document that are computed for another document, (N,)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Layout(ABC):
-    """The questions that every layout answers.
+    """The questions that every layout answers."""
 
-    Attributes:
-        degree: s, the number of ranks that share the pack.
-        index: which of these ranks this one is, 0 to s - 1.
-        num_tokens: of a part T, a multiple of s.
-        checksum: of a part that of the tokens, the labels and the layout of the whole pack.
-        launches: what attention on CUDA computes in a launch each (`data/by_length.py`), on the host.
-        is_packed: whether the batch is a pack, one row with boundaries.
-        shares_rows: whether one row may hold tokens of several documents.
-    """
-
-    degree: int = 1
-    index: int = 0
-    num_tokens: int = 0
-    checksum: int = 0
-    launches: tuple[tuple[int, int, int, int, int], ...] = ()
-    is_packed: ClassVar[bool] = True
-    shares_rows: ClassVar[bool] = False
+    degree: int = 1  # s, the number of ranks that share the pack
+    index: int = 0  # which of these ranks this one is
+    num_tokens: int = 0  # of a part T, a multiple of s
+    checksum: int = 0  # of a part that of the tokens, the labels and the layout of the whole pack
+    launches: tuple[tuple[int, int, int, int, int], ...] = ()  # of attention on CUDA (`data/by_length.py`)
+    is_packed: ClassVar[bool] = True  # one row with boundaries
+    shares_rows: ClassVar[bool] = False  # whether one row may hold tokens of several documents
 
     @property
     def is_first(self) -> bool:
@@ -162,7 +132,7 @@ class Layout(ABC):
         return ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same on another device. accelerate's loaders call it."""
+        """The same on another device; accelerate's loaders call it."""
         return self._moved(lambda value: value.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
@@ -170,25 +140,17 @@ class Layout(ABC):
         return self._moved(lambda value: value.pin_memory())
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
-        moved: dict[str, Any] = {}
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, Tensor) and "on_host" not in entry.metadata:
-                moved[entry.name] = move(value)
+        entries = {entry.name: getattr(self, entry.name) for entry in fields(self) if "on_host" not in entry.metadata}
+        moved: dict[str, Any] = {name: move(value) for name, value in entries.items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
 
 @dataclass(frozen=True, eq=False)
 class Rows(Layout):
-    """Each of the B rows is a document.
+    """Each of the B rows is a document."""
 
-    Attributes:
-        tokens: any tensor with one entry per token, (B, T).
-        attention_mask: 0 where a row is padded, (B, T), or None.
-    """
-
-    tokens: Tensor
-    attention_mask: Tensor | None
+    tokens: Tensor  # any tensor with one entry per token, (B, T)
+    attention_mask: Tensor | None  # 0 where a row is padded, (B, T)
     is_packed = False
 
     @property
@@ -213,19 +175,12 @@ class Rows(Layout):
 
 @dataclass(frozen=True, eq=False)
 class Whole(Layout):
-    """Documents one after the other, none of them sharing a row.
+    """Documents one after the other, none of them sharing a row."""
 
-    Attributes:
-        cu_seq_lens: boundaries of the documents in the whole pack, (N + 1,).
-        seq_idx: document of each row, (1, rows).
-        following: document of the token after each row, (1, rows). Only of a part: it may lie in the next part.
-        trained: number of trained tokens of each document, (N,). Only of a part: they may lie in other parts.
-    """
-
-    cu_seq_lens: Tensor
-    seq_idx: Tensor
-    following: Tensor | None = None
-    trained: Tensor | None = None
+    cu_seq_lens: Tensor  # boundaries of the documents in the whole pack, (N + 1,)
+    seq_idx: Tensor  # document of each row, (1, rows)
+    following: Tensor | None = None  # of a part, the document of the token after each row, which may be in the next
+    trained: Tensor | None = None  # of a part, the number of trained tokens of each document in all parts, (N,)
 
     @property
     def count(self) -> int:
@@ -259,28 +214,19 @@ class Runs(Layout):
     """N documents in R rows, some of which belong to several documents (`data/prefix_collator.py`).
 
     A document is given by its place in the batch that was collated, 0 to N - 1. Padding belongs to none. In a part the
-    targets and `num_documents` are those of its own rows, and everything else is that of the whole pack.
-
-    Attributes:
-        kv_index: rows that are the keys of each run, run after run, int64, shape (cu_seq_lens_k[-1],).
-        target_rows: for each trained token of each document the row behind the one that predicts it, int64, shape (M,).
-            In a whole pack its label is there in `labels`.
-        target_documents: the document of each of them, int64, shape (M,).
-        num_documents: documents with a trained token that each row belongs to, int64, shape (R,).
-        lengths: tokens of each document, int64, shape (N,).
-        shared: rows that each document has from the one sorted before it, int64, shape (N,).
-        trained: number of trained tokens of each document, int64, shape (N,).
-        run_lengths: rows and keys of each run, int64, shape (runs, 2). It stays on the host, where attention needs it.
+    targets and `num_documents` are those of its own rows, and everything else is that of the whole pack. All are int64.
     """
 
-    kv_index: Tensor
+    kv_index: Tensor  # rows that are the keys of each run, run after run, (cu_seq_lens_k[-1],)
+    # For each trained token of each document the row behind the one that predicts it, (M,). In a whole pack its label
+    # is there in `labels`
     target_rows: Tensor
-    target_documents: Tensor
-    num_documents: Tensor
-    lengths: Tensor
-    shared: Tensor
-    trained: Tensor
-    run_lengths: Tensor | None = field(default=None, metadata={"on_host": True})
+    target_documents: Tensor  # the document of each of them, (M,)
+    num_documents: Tensor  # documents with a trained token that each row belongs to, (R,)
+    lengths: Tensor  # tokens of each document, (N,)
+    shared: Tensor  # rows that each document has from the one sorted before it, (N,)
+    trained: Tensor  # number of trained tokens of each document, (N,)
+    run_lengths: Tensor | None = field(default=None, metadata={"on_host": True})  # rows and keys of each run, (runs, 2)
     shares_rows = True
 
     @property
@@ -322,13 +268,7 @@ class Runs(Layout):
 
 
 def layout_of(batch: dict[str, Any]) -> Layout:
-    """The layout of a batch: its entry, else a view of the boundaries, else one document per row.
-
-    >>> from trl_packfix import PackedDataCollator
-    >>> batch = PackedDataCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    >>> layout_of(batch).targets(batch["labels"][:, 1:] != -100).trained.tolist()
-    [2, 1]
-    """
+    """The layout of a batch: its entry, else a view of the boundaries, else one document per row."""
     if LAYOUT in batch:
         return batch[LAYOUT]
     get: Callable[[str], Any] = batch.get
