@@ -208,8 +208,8 @@ def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, 
 # hooks, are public and as documented, or take the tensors of attention in the usual order
 BY_POSITION = {
     "planning": "strategies.plan_packs",
-    "attention": """exchange.forward flash.backward flash.flash_on_cuda flash.forward kernels.attend_by_document
-        kernels.attend_on_cpu kernels.attend_on_cuda kernels.math_attention mixers.convolve
+    "attention": """exchange.forward flash.backward flash.flash_on_cpu flash.flash_on_cuda flash.forward
+        kernels.attend_by_document kernels.attend_on_cpu kernels.attend_on_cuda kernels.math_attention mixers.convolve
         mixers.scan_channels mixers.scan_chunks mixers.scan_delta runs.attend_shared_on_cpu
         runs.attend_shared_on_cuda tower_attention.tower_attention varlen.varlen_attention""",
     "samples": "recipes.map",

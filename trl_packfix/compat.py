@@ -230,14 +230,15 @@ def unshard_lm_head(model: PreTrainedModel) -> RemovableHandle | None:
     https://docs.pytorch.org/docs/stable/distributed.tensor.html#torch.distributed.tensor.DTensor.full_tensor
     """
     head: Any = model.get_output_embeddings()
-    if not isinstance(head, FSDPModule) or model.base_model is model:
+    below, is_sharded = model.base_model, isinstance(head, FSDPModule)
+    if not is_sharded or below is model:
         return None
 
     def unshard(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if torch.is_grad_enabled() and isinstance(head.weight, DTensor):
             head.unshard()
 
-    return model.base_model.register_forward_hook(unshard)
+    return below.register_forward_hook(unshard)
 
 
 def parameters_summed_by_ranks(model: nn.Module) -> list[nn.Parameter]:

@@ -52,7 +52,7 @@ class Targets:
     positions: Tensor | None = None
 
     def of(self, values: Tensor) -> Tensor:
-        """The values of the targets, (M,), from those of all positions, (B, T - 1) or (1, T / s), which are 0 elsewhere."""
+        """The values of the targets, (M,), from those of all positions, which are 0 where nothing is trained."""
         return values if self.positions is None else values.flatten()[self.positions]
 
 

@@ -6,10 +6,10 @@ are merged, and sinks are added.
 T tokens, H query heads, G key/value heads, D head dimension.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,14 @@ def capability_problem() -> str | None:
     return None
 
 
+class Options(TypedDict, total=False):
+    """What changes attention besides its tensors, on flash kernels."""
+
+    scale: Required[float]  # factor of the logits
+    window: int | None  # each token attends to so many, up to itself; None: to all of its document before it
+    sinks: Tensor | None  # (H,): a logit per head that takes part in the softmax, without a value (arXiv 2309.17453)
+
+
 class FlashKernel(Protocol):
     """A flash kernel: its output (1, H, T, D) with the log-sum-exp (1, H, T), and from both the gradients."""
 
@@ -78,17 +86,10 @@ class Run(NamedTuple):
 
 
 def flash_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    runs: Iterable[Run],
-    kv_index: Tensor | None,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, runs: list[Run], kv_index: Tensor | None, **options: Unpack[Options]
 ) -> Tensor:
     """Causal attention of each run to its keys, of which those before its rows are looked up in `kv_index`."""
+    scale, window = options["scale"], options.get("window")
 
     @cache
     def mask(num_queries: int, num_keys: int) -> Tensor:
@@ -111,7 +112,7 @@ def flash_on_cpu(
             seen = slice(row + first - before, row + stop) if first >= before else keys[first : before + stop]
             kernel = CpuFlash(scale, False, mask(stop - start, before + stop - first))
             calls.append(FlashCall(slice(row + start, row + stop), seen, kernel))
-    return FlashAttention.apply(query, key, value, sinks, FlashCalls(calls))[..., :value_dim]
+    return FlashAttention.apply(query, key, value, options.get("sinks"), FlashCalls(calls))[..., :value_dim]
 
 
 def flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel) -> Tensor:

@@ -206,10 +206,7 @@ class PackedForwardGuard(ModelHooks):
 
 
 def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
-    """Causal attention modules on transformers' flash attention that pass on the arguments that they do not know.
-
-    Only those of the text part: some vision towers say that they are causal, and the boundaries are not theirs.
-    """
+    """Causal attention modules on transformers' flash attention that pass on the arguments that they do not know."""
     text = text_config(model)
     if "flash" not in (text._attn_implementation or ""):
         return []
@@ -217,16 +214,13 @@ def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
         module
         for module in model.modules()
         if getattr(module, "is_causal", False)
-        and getattr(module, "config", text) is text
+        and getattr(module, "config", text) is text  # some vision towers say that they are causal
         and inspect.getfullargspec(module.forward).varkw is not None
     ]
 
 
 def _take_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Remove the boundaries of the text from the arguments of a tower, to which transformers 5.16 passes them on.
-
-    Its flash attention has boundaries of its own under the same names.
-    """
+    """Remove the boundaries of the text from the arguments of a tower, whose own have the same names."""
     return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
 
@@ -240,10 +234,7 @@ def _take_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _give_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """Pass the boundaries to an attention that its layer gives none (stablelm, nemotron).
-
-    transformers would find them in the positions, and the host would wait for the device in every layer.
-    """
+    """Pass the boundaries to an attention that its layer gives none (stablelm), so that the host need not wait."""
     running = running_forward()
     if running is None or running.rows is not None or kwargs.get("cu_seq_lens_q") is not None:
         return None

@@ -18,7 +18,7 @@ Shapes: T tokens, N documents, H query heads, G key/value heads (H a multiple of
 
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Required, TypedDict, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from .flash import (
     CudaKernel,
     FlashCall,
     FlashCalls,
+    Options,
     Run,
     flash_on_cpu,
     flash_on_cuda,
@@ -44,19 +45,16 @@ MATH_TILE = 256  # queries of a tile in plain torch, which is faster with fewer,
 HEADS = Axes((2,), 0)  # of (rows, heads, tokens, head dim)
 
 
-class Options(TypedDict, total=False):
-    """What changes attention besides its tensors."""
+class Features(Options, total=False):
+    """And on other kernels."""
 
-    scale: Required[float]  # factor of the logits
-    window: int | None  # each token attends to so many, up to itself; None: to all of its document before it
     dropout: float  # of the weights
     softcap: float | None  # logits become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118)
-    sinks: Tensor | None  # (H,): a logit per head that takes part in the softmax, without a value (arXiv 2309.17453)
 
 
 # Not compiled: the loop over documents would be recompiled for every number of documents.
 @torch.compiler.disable
-def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], **options: Unpack[Options]) -> Tensor:
+def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], **options: Unpack[Features]) -> Tensor:
     """Causal attention within each document (`lengths`, in tokens, sum T)."""
     window, sinks = only_if_shorter(options.get("window"), max(lengths)), options.get("sinks")
     scale, dropout, softcap = options["scale"], options.get("dropout", 0.0), options.get("softcap")
@@ -64,7 +62,7 @@ def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, lengths: list[int],
     if softcap is None and not is_plain and not dropout:
         documents = [slice(*bounds) for bounds in pairwise(accumulate(lengths, initial=0))]
         runs = [Run(document, document) for document in documents]
-        return flash_on_cpu(query, key, value, runs=runs, kv_index=None, scale=scale, window=window, sinks=sinks)
+        return flash_on_cpu(query, key, value, runs, None, scale=scale, window=window, sinks=sinks)
     # flash needs one head dim: padding with zeros changes no logit, and the padded values are cut off below
     value_dim, gqa, options["window"] = value.shape[-1], query.shape[1] != key.shape[1], window
     query, key, value = pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
@@ -118,19 +116,13 @@ def launches_of(pack: PackedForward, chunk: int | None, num_tokens: int) -> list
 
 
 def attend_on_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    launches: list[Launch],
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, launches: list[Launch], **options: Unpack[Options]
 ) -> Tensor:
     """The same for bfloat16 and float16 on CUDA, without a device-to-host copy, softcap and dropout.
 
     Each query is in one launch. Heads have at most 256 dimensions. Raises `KernelError` for other dtypes.
     """
+    scale, window, sinks = options["scale"], options.get("window"), options.get("sinks")
     calls = [
         FlashCall(queries, keys, CudaKernel(bounds, longest, only_if_shorter(window, longest[1]), scale))
         for bounds, longest, queries, keys in launches
@@ -161,13 +153,7 @@ def chunk_bounds(cu_seq_lens: Tensor, num_tokens: int, chunk: int) -> Tensor:
 # Not compiled: the number of groups depends on the lengths.
 @torch.compiler.disable
 def attend_by_document(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: list[int],
-    *,
-    is_causal: bool = True,
-    **options: Unpack[Options],
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], is_causal: bool = True, **options: Unpack[Features]
 ) -> Tensor:
     """The same on any device, without a flash kernel and without a (T, T) mask.
 
@@ -193,7 +179,7 @@ def _document_rows(lengths: tuple[int, ...], device: torch.device, pads: bool) -
     return DocumentRows(list(lengths), device, sum(lengths), pads=pads)
 
 
-def _sdpa_rows(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Unpack[Options]) -> Tensor:
+def _sdpa_rows(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Unpack[Features]) -> Tensor:
     scale, dropout, window = options["scale"], options.get("dropout", 0.0), options.get("window")
     # Each key/value head once per query head: with `enable_gqa` the memory-efficient kernel of CUDA does not run.
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -248,7 +234,7 @@ def math_in_tiles(
     *,
     is_causal: bool = True,
     mask: Tensor | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[Features],
 ) -> Tensor:
     """`math_attention` on tiles of queries, causal or under a `mask` (`visible` there): (B, H, queries, D_value)."""
     window, keeps_state = options.pop("window", None), options.get("dropout", 0.0) > 0

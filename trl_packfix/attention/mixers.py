@@ -5,11 +5,9 @@ in their modeling module: a short convolution and a scan. `MixerNames` replaces 
 them back after each forward. What replaces them reads the boundaries of the running forward, as `packfix_varlen` does.
 It calls the function that was there, so transformers' choice between a kernel and torch stays.
 
-transformers has ways of its own to choose a kernel by name, and none reaches these functions. The attention interface
-has no entry for them. `use_kernel_func_from_hub_with_fallback` looks for the package once, at import, and keeps the
-result in a closure. `kernelize` and `KernelConfig` take repositories of the Hub only, need the package `kernels`, and
-replace a function for the life of the model. So this is the one place where the package replaces a name of another
-library. A name that is not found is no error: its module leaks, and the leak probe finds and repairs it.
+No interface of transformers reaches these functions: `use_kernel_func_from_hub_with_fallback` keeps what it found at
+import in a closure, and `kernelize` takes repositories of the Hub only, for the life of a model. A name that is not
+found is no error: its module leaks, and the leak probe finds and repairs it.
 
     convolution  a kernel that takes boundaries (`seq_idx`) gets them. For every other, and over ranks, each document
                  gets the W - 1 tokens before it (zeros, or rows of the part before or of the prefix), laid end to end
@@ -86,7 +84,7 @@ def _to_heads(exchange: HeadExchange, values: list[Tensor], keys: list[Tensor]) 
 def _boundaries(running: PackedForward, name: str, like: Tensor) -> Tensor:
     """`cu_seqlens`, or `seq_idx` (1, T): the number of the document of each token. The same tensor in each layer.
 
-    flash-linear-attention keeps what it derives from boundaries, and finds it by the identity of the tensor.
+    flash-linear-attention finds what it derived from boundaries by the identity of the tensor.
     """
     if name == "cu_seqlens":
         return running.cu_seq_lens_q
@@ -248,8 +246,7 @@ def scan_channels(
 def run_fused(inner: Callable[..., Any], running: PackedForward, *args: Any, **options: Any) -> Tensor | None:
     """Convolution, scan and output projection in one kernel; None makes the mixer run them one by one.
 
-    The kernel gets the weights of the projection, so an adapter on it would have no effect and no gradient. Under an
-    adapter they are frozen.
+    An adapter on the projection would have no effect, as the kernel gets its weights, which are then frozen.
     """
     weight = options.get("outproj_weight")
     needs_parts = running.degree > 1 or running.kv_index is not None
@@ -264,13 +261,8 @@ def _without_boundaries(options: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _takes(inner: Callable[..., Any], name: str) -> bool:
-    """Whether the kernel behind a function of transformers has an argument of this name.
-
-    transformers' wrapper holds the arguments of what it calls. Those of its fallbacks in torch have no boundaries.
-    """
-    if not inspect.isfunction(inner):
-        return False
-    return name in inspect.getclosurevars(inner).nonlocals.get("applicable_params", ())
+    """Whether the kernel in transformers' wrapper takes an argument of this name; fallbacks in torch do not."""
+    return inspect.isfunction(inner) and name in inspect.getclosurevars(inner).nonlocals.get("applicable_params", ())
 
 
 # What replaces a function of a modeling module, by its name there
@@ -283,7 +275,6 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": scan_channels,
     "mamba_inner_fn": run_fused,
 }
-
 
 # What pip installs of each package with kernels, by the name that it is imported with
 PIP_NAMES = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}

@@ -20,12 +20,13 @@ Shapes: T rows, N runs, K keys of all runs, H query heads, G key/value heads, D 
 """
 
 from itertools import pairwise
+from typing import Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .flash import Run, flash_on_cpu
+from .flash import Options, Run, flash_on_cpu
 from .kernels import Launch, attend_on_cuda, only_if_shorter
 from .packed_forward import PackedForward
 
@@ -68,18 +69,11 @@ def runs_of(pack: PackedForward) -> list[Run]:
 # Not compiled, as all loops over documents.
 @torch.compiler.disable
 def attend_shared_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pack: PackedForward,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, pack: PackedForward, chunk: int | None = None, **options: Unpack[Options]
 ) -> Tensor:
     """Attention of each row to the keys of its run up to itself, of these to the last `window` or the own chunk."""
-    window, chunk = (only_if_shorter(size, pack.max_length_k) for size in (window, chunk))
+    options["window"] = only_if_shorter(options.get("window"), pack.max_length_k)
+    chunk = only_if_shorter(chunk, pack.max_length_k)
     runs = runs_of(pack)
     if chunk is not None:
         parts = []
@@ -90,26 +84,17 @@ def attend_shared_on_cpu(
                 rows = slice(row + first - before, row + high - before)
                 parts.append(Run(rows, slice(key_of_first + low, key_of_first + high)))
         runs = parts
-    kv_index = pack.kv_index
-    return flash_on_cpu(query, key, value, runs=runs, kv_index=kv_index, scale=scale, window=window, sinks=sinks)
+    return flash_on_cpu(query, key, value, runs, pack.kv_index, **options)
 
 
 def attend_shared_on_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pack: PackedForward,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, pack: PackedForward, chunk: int | None = None, **options: Unpack[Options]
 ) -> Tensor:
     """The same for bfloat16 and float16 on CUDA, without a device-to-host copy; see `kernels.attend_on_cuda`."""
     launches = _launches(pack, most_copied_keys(query, key, value))
     if chunk is not None and chunk < pack.max_length_k:
         launches = [_in_chunks(launch, query.shape[2], chunk) for launch in launches]
-    return attend_on_cuda(query, key, value, launches, scale=scale, window=window, sinks=sinks)
+    return attend_on_cuda(query, key, value, launches, **options)
 
 
 def most_copied_keys(query: Tensor, key: Tensor, value: Tensor) -> int:

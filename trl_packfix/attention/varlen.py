@@ -28,7 +28,7 @@ from transformers.masking_utils import sdpa_mask
 from .exchange import HeadExchange
 from .flash import CUDA_DTYPES, MAX_CUDA_HEAD_DIM, cuda_varlen_problem, kernel_head_dim
 from .kernel_errors import OwnAttentionError
-from .kernels import Launch, Options, attend_by_document, attend_on_cpu, attend_on_cuda, launches_of, math_in_tiles
+from .kernels import Features, Launch, attend_by_document, attend_on_cpu, attend_on_cuda, launches_of, math_in_tiles
 from .packed_forward import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
 from .packed_forward import BOUNDARIES, CU_SEQ_LENS, FEED_A_PACK, PackedForward, in_backward, running_forward
 from .runs import attend_shared_on_cpu, attend_shared_on_cuda
@@ -86,7 +86,7 @@ def varlen_attention(
     _check_arguments(module, kwargs)
     running = running_forward()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options: Options = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
+    options: Features = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
     if running is not None and running.rows is not None:
         # In a repaired module each row is one document: with an attention mask this is a normal unpacked call.
         is_packed = attention_mask is None and _is_causal(module, kwargs)
@@ -125,7 +125,7 @@ def _attend(
     value: Tensor,
     kwargs: dict[str, Any],
     running: PackedForward | None,
-    **options: Unpack[Options],
+    **options: Unpack[Features],
 ) -> Tensor:
     """Attention within each document of a pack: (1, H, T, D), for all its tokens."""
     options["window"], chunk = _local_pattern(module, kwargs)
@@ -377,7 +377,7 @@ def cast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
 
 
 def _unpacked_math(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, is_causal: bool, **options: Unpack[Options]
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, is_causal: bool, **options: Unpack[Features]
 ) -> Tensor:
     """Softcap and sinks outside of packs: (B, H, queries, D). Memory is linear in the number of queries."""
     batch, _, num_queries, _ = query.shape
