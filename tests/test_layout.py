@@ -2,7 +2,7 @@
 
 import pickle
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -22,16 +22,11 @@ from trl_packfix.data.parts import cut_part
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import LAYOUT, Layout, Rows, Runs, Whole, layout_of
 
-LABELS = ("labels", "shift_labels")
-
 
 def turns(lengths: list[int], prompt: int = 2) -> list[dict[str, list[int]]]:
     """Documents that begin alike: document i has `lengths[i]` tokens in common with the longest, and two of its own."""
-    found = []
-    for i, length in enumerate(lengths):
-        tokens = [*range(10, 10 + length), 200 + i, 220 + i]
-        found.append({"input_ids": tokens, "labels": [IGNORE_INDEX] * prompt + tokens[prompt:]})
-    return found
+    rows = [[*range(10, 10 + length), 200 + i, 220 + i] for i, length in enumerate(lengths)]
+    return [{"input_ids": tokens, "labels": [IGNORE_INDEX] * prompt + tokens[prompt:]} for tokens in rows]
 
 
 COLLATORS = {"whole": PackedDataCollator, "runs": lambda **given: PrefixCollator(min_shared=1, **given)}
@@ -138,21 +133,9 @@ def test_parts_have_the_targets_and_the_rows_of_the_whole_pack(lengths, kind, de
 
 def pairs_of(targets, labels: Tensor) -> list[tuple[int, int]]:
     """(document, label) of each target."""
-    values = targets.of(labels)
-    is_trained = (values != IGNORE_INDEX).flatten()
-    return list(
-        zip(targets.documents.flatten()[is_trained].tolist(), values.flatten()[is_trained].tolist(), strict=True)
-    )
-
-
-def test_a_target_at_the_border_belongs_to_the_part_that_predicts_it():
-    """Its label lies in the next part. Without it the pairs above would be fewer."""
-    batch, (first, second) = parts_of(turns([6, 6, 6], prompt=0), "runs", 2)
-    size = first["input_ids"].shape[1]
-    rows = [part[LAYOUT].target_rows for part in (first, second)]
-    assert int(rows[0].max()) == size and int(rows[1].min()) >= 1
-    assert len(rows[0]) + len(rows[1]) == len(batch[LAYOUT].target_rows)
-    assert first["labels"][0, -1] != first["shift_labels"][0, -1] == batch["labels"][0, size]
+    values = targets.of(labels).flatten()
+    pairs = torch.stack([targets.documents.flatten(), values], dim=1)
+    return [(document, label) for document, label in pairs[values != IGNORE_INDEX].tolist()]
 
 
 def test_two_packs_that_share_other_rows_have_other_checksums():
@@ -161,8 +144,7 @@ def test_two_packs_that_share_other_rows_have_other_checksums():
     batch = COLLATORS["runs"](pad_to_multiple_of=2)(documents)
     keys = batch[LAYOUT].kv_index.clone()
     keys[-1] -= 1
-    values = {each.name: getattr(batch[LAYOUT], each.name) for each in fields(Runs)}
-    other = batch | {LAYOUT: Runs(**(values | {"kv_index": keys}))}
+    other = batch | {LAYOUT: replace(batch[LAYOUT], kv_index=keys)}
     assert cut_part(batch, 2, 0)[LAYOUT].checksum != cut_part(other, 2, 0)[LAYOUT].checksum
 
 
@@ -194,25 +176,21 @@ def entries() -> dict[str, dict]:
 ENTRIES = pytest.mark.parametrize("batch", entries().values(), ids=entries())
 
 
-def is_same(one, other) -> bool:
-    if isinstance(one, Layout):
-        pairs = [(getattr(one, each.name), getattr(other, each.name)) for each in fields(one)]
-        return type(one) is type(other) and all(is_same(*pair) for pair in pairs)
-    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+def values_of(layout: Layout) -> dict:
+    return {each.name: getattr(layout, each.name) for each in fields(layout)}
 
 
-def devices(layout: Layout) -> dict[str, str]:
-    found = {}
-    for each in fields(layout):
-        value = getattr(layout, each.name)
-        found |= devices(value) if isinstance(value, Layout) else {}
-        found |= {each.name: value.device.type} if isinstance(value, Tensor) else {}
-    return found
+def is_same(one: Layout, other: Layout) -> bool:
+    pairs = zip(values_of(one).values(), values_of(other).values(), strict=True)
+    return type(one) is type(other) and all(
+        torch.equal(*pair) if isinstance(pair[0], Tensor) else pair[0] == pair[1] for pair in pairs
+    )
 
 
 @ENTRIES
 def test_a_loader_of_accelerate_moves_it(batch):
-    moved = devices(send_to_device(batch, "meta")[LAYOUT])
+    values = values_of(send_to_device(batch, "meta")[LAYOUT])
+    moved = {name: value.device.type for name, value in values.items() if isinstance(value, Tensor)}
     assert moved.pop("run_lengths", "cpu") == "cpu"
     assert set(moved.values()) == {"meta"} and len(moved) >= 4
     assert find_batch_size(batch) == 1

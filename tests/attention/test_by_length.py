@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from support.models import build_tiny_model, select_attention
-from support.runs import texts, trainer, weights
 from support.strict_varlen import StrictVarlen
 from test_cuda_branch import NOT_OURS, Calls, as_on_cuda, prepared  # noqa: F401
 
@@ -112,27 +111,3 @@ def test_the_trainer_orders_packs_for_the_kernels(device, compiles, orders):
     data, collate = object.__new__(TrainingData), object()
     data._run = SimpleNamespace(args=args, data_collator=collate)
     assert (data.training_collator([]) is collate) is not orders
-
-
-def test_the_order_changes_rounding_only(tmp_path, monkeypatch):
-    changes, seen, as_they_come = {}, [], TrainingData.training_collator
-
-    def by_length(self, *given, **kwargs):
-        def ordered(pack):
-            batch = ByLength(as_they_come(self, *given, **kwargs))(pack)
-            seen.append(batch["cu_seq_lens_q"].diff().tolist())
-            return batch
-
-        return ordered
-
-    for name in ("as they come", "by length"):
-        if name == "by length":
-            monkeypatch.setattr(TrainingData, "training_collator", by_length)
-        torch.manual_seed(0)
-        run = trainer(tmp_path / name, texts(), build_tiny_model("llama"), max_steps=3, optim="sgd", learning_rate=0.5)
-        before = weights(run)
-        run.train()
-        changes[name] = weights(run) - before
-    assert len(seen) >= 3 and all(lengths == sorted(lengths, reverse=True) for lengths in seen)
-    error = (changes["by length"] - changes["as they come"]).norm() / changes["as they come"].norm()
-    assert error < 1e-5

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from support.runs import texts, trainer, weights
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -30,7 +29,8 @@ def played():
     """A flash attention that raises what `error` holds; if that is None, it is sdpa. `calls` holds its arguments."""
 
     class Played:
-        error, calls = None, []
+        def __init__(self):
+            self.error, self.calls = None, []
 
         def __call__(self, module, query, key, value, attention_mask, **kwargs):
             self.calls.append(kwargs)
@@ -39,7 +39,6 @@ def played():
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     played = Played()
-    played.calls = []
     AttentionInterface.register(PLAYED, played)
     AttentionMaskInterface.register(PLAYED, lambda *args, **kwargs: None)
     yield played
@@ -97,9 +96,7 @@ DEVICE_ERRORS = [
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."),
     dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp"),
     dist.DistNetworkError("The client socket has timed out"),
-    RuntimeError("CUDA error: device-side assert triggered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
     RuntimeError("NCCL communicator was aborted on rank 1."),
     RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"),
 ]
@@ -202,11 +199,10 @@ def test_an_old_gpu_is_served_document_by_document(tiny_model, machine):
             assert "pip install" not in str(raised[0].message)  # it would not help there
 
 
-@pytest.mark.parametrize("device_type", ["mps", "xpu", "npu"])
-def test_devices_without_flash_kernels_are_served_document_by_document(device_type, tiny_model):
-    found = choose_attention(tiny_model("llama"), device_type=device_type)
+def test_devices_without_flash_kernels_are_served_document_by_document(tiny_model):
+    found = choose_attention(tiny_model("llama"), device_type="mps")
     assert (found.name, found.is_flash) == (ATTENTION_NAME, False)
-    assert device_type in found.reason and "not flash" in found.reason
+    assert "'mps'" in found.reason and "not flash" in found.reason
 
 
 def test_boundaries_are_given_to_the_attention_of_the_text_only():
@@ -252,37 +248,19 @@ def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch)
 # The probe on a device
 
 
-class Draws(TorchDispatchMode):
-    """Where random integers are drawn, and of which dtype."""
-
-    def __init__(self):
-        super().__init__()
-        self.places = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.randint:
-            self.places.append((out.device.type, out.dtype))
-        return out
-
-
-def test_roundings_are_drawn_on_the_device(tiny_model):
+def test_roundings_are_drawn_on_the_device(tiny_model, monkeypatch):
     """On a device that holds no values only the place of the draw can be seen, and that is what counts."""
-    model = tiny_model("llama", dtype=torch.bfloat16)
-    probe = Probe(model)
-    drawn = []
-    generator = torch.Generator
+    model, drawn, generator = tiny_model("llama", dtype=torch.bfloat16), [], torch.Generator
 
     def made(device="cpu"):
         drawn.append(torch.device(device).type)
         return generator()
 
-    with pytest.MonkeyPatch.context() as patch, Draws() as seen, probe.rounded_otherwise(0):
-        patch.setattr(torch, "Generator", made)
+    with Probe(model).rounded_otherwise(0):
+        monkeypatch.setattr(torch, "Generator", made)
         layer = model.model.layers[0].mlp.down_proj
-        states = torch.zeros(1, 5, layer.in_features, dtype=torch.bfloat16, device="meta")
-        layer.to("meta")(states)
-    assert drawn == ["meta"] and seen.places == [("meta", torch.int8)]
+        layer.to("meta")(torch.zeros(1, 5, layer.in_features, dtype=torch.bfloat16, device="meta"))
+    assert drawn == ["meta"]
 
 
 def test_values_of_modules_stay_on_the_device():

@@ -1,7 +1,6 @@
 """`packfix_flash_tower`: images of a pack in one call, with the result of `sdpa` image by image."""
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
@@ -9,11 +8,12 @@ from support.strict_varlen import StrictVarlen
 from support.vision import build_model, examples_of
 from test_image_parts import call_of_tower, leaves
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from trl_packfix.attention import flash, tower_attention, varlen
-from trl_packfix.attention.tower_attention import REPLACED, TOWER_ATTENTION, set_tower_attention, tower_configs
+from trl_packfix.attention.tower_attention import REPLACED, TOWER_ATTENTION, tower_configs
 from trl_packfix.isolation.packed_model import PackedModel
 
 HANDING_OVER = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "mistral3")
@@ -23,13 +23,10 @@ def on_both(family):
     """(tower on sdpa, tower on our attention, arguments), in float64."""
     tower, (args, kwargs) = call_of_tower(family)
     given, ours = tower.double(), copy.deepcopy(tower).double()
-    double = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
-    kwargs = {
-        name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in kwargs.items()
-    }
+    args, kwargs = tree_map_only(torch.FloatTensor, torch.Tensor.double, (args, kwargs))
     assert given.config._attn_implementation == REPLACED
     ours.config._attn_implementation = TOWER_ATTENTION
-    return given, ours, (tuple(double), kwargs)
+    return given, ours, (args, kwargs)
 
 
 def outcome(tower, args, kwargs):
@@ -69,17 +66,13 @@ def test_families_whose_towers_have_rows_of_images_are_left_alone():
 
 
 class Counted(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
+    """Calls of attention."""
+
+    attention = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[str(func)] += 1
+        self.attention += "attention" in str(func)
         return func(*args, **(kwargs or {}))
-
-    @property
-    def attention(self):
-        return sum(number for name, number in self.calls.items() if "attention" in name)
 
 
 def test_windows_of_all_images_are_few_calls():
@@ -151,21 +144,15 @@ def test_the_tower_is_ours_while_the_model_takes_packs_only():
     assert config._attn_implementation == REPLACED
 
 
-def test_a_tower_on_another_attention_is_the_users_choice():
+@pytest.mark.parametrize("name, has_images", [("eager", True), (REPLACED, False)])
+def test_the_users_choice_and_a_model_of_text_keep_their_tower(name, has_images):
     model = build_model("qwen3_vl")
-    model.config.vision_config._attn_implementation = "eager"
-    packed = PackedModel(model, torch.float32, "cpu", 64, images=examples_of("qwen3_vl"))
+    model.config.vision_config._attn_implementation = name
+    packed = PackedModel(model, torch.float32, "cpu", 64, images=examples_of("qwen3_vl") if has_images else None)
     packed.attend()
-    assert model.config.vision_config._attn_implementation == "eager"
-    assert "vision tower on eager, image by image: it is the user's choice" in packed.attention.reason
-
-
-def test_a_model_of_text_keeps_its_tower():
-    model = build_model("qwen3_vl")
-    packed = PackedModel(model, torch.float32, "cpu", 64)
-    packed.attend()
-    set_tower_attention(model, REPLACED)
-    assert model.config.vision_config._attn_implementation == REPLACED and "tower" not in packed.attention.reason
+    assert model.config.vision_config._attn_implementation == name
+    said = "vision tower on eager, image by image: it is the user's choice"
+    assert said in packed.attention.reason if has_images else "tower" not in packed.attention.reason
 
 
 @pytest.mark.parametrize(
