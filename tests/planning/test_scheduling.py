@@ -163,27 +163,6 @@ def test_every_document_once_per_epoch_over_all_ranks(strategy, kind, tokens_per
             assert documents.lengths[pack].sum() - sum(shared) <= planned
 
 
-@pytest.mark.parametrize("fault", ["a document is missing", "a pack is above", "several degrees", "members of a group"])
-def test_faults_in_a_schedule_are_found_out(fault):
-    """The control of the test above."""
-    lengths = [*np.random.default_rng(0).integers(1, 12, 200).tolist(), 60, 50, 64]
-    how = {"accumulation": 4, "world_size": 4, "tokens_per_rank": 16, "cost_model": replace(COSTS, per_token=1e14)}
-    ranks = [planner(lengths, "stream", ROOM, **how) for _ in range(4)]
-    assert problems(ranks, 0) == set()
-    whole = ranks[0].schedule(0)
-    order, degrees = whole.order.copy(), whole.degrees.copy()
-    if fault in ("a pack is above", "several degrees"):
-        other = int(np.flatnonzero(degrees != degrees[0])[0])
-        degrees[[0, other]] = degrees[[other, 0]]
-    else:
-        order = np.roll(order, 1) if fault == "members of a group" else np.append(order[:-1], order[0])
-    of_all = fault in ("a document is missing", "a pack is above")
-    for plan in ranks if of_all else ranks[1:2]:
-        plan._latest = 0, replace(whole, order=order, degrees=degrees)
-    found = problems(ranks, 0)
-    assert any(each.startswith(fault) for each in found), found
-
-
 def test_minibatch_fills_few_micro_batches_evenly_over_ranks():
     lengths = np.full(32, 10)
     packing = Packing(strategy="minibatch", max_length=100, batch_size=4, accumulation=4, world_size=2)

@@ -284,17 +284,6 @@ def test_a_changed_mask_is_not_read_from_the_cache(tmp_path):
     assert len(found) == 4
 
 
-def test_per_turn_makes_samples_of_the_trained_turns_alone(tmp_path):
-    run = run_of(tmp_path, ROWS, per_turn=True, assistant_only_loss=False)
-    turns = [(row, k) for row in ROWS["messages"] for k in (1, 3, 5) if row[k]["weight"] != 0]
-    expected = [Conversation.from_row({"messages": row}).sample(k, PLAIN) for row, k in turns]
-    assert documents(run) == sorted(expected) and len(turns) == 7
-    line = dict(run.packing_report.lines())["conversations"]
-    assert "each of their 7 assistant turns" in line and "5 turns are not trained" in line
-    last = run_of(tmp_path, ROWS, per_turn=True, assistant_only_loss=False, assistant_turns="last")
-    assert len(documents(last)) == 2
-
-
 # Images
 
 
