@@ -60,11 +60,7 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace, given: "Configs") -> None:
-    """Refuse flags that contradict each other.
-
-    Raises:
-        ValueError: neither data nor memory; memory without a model, or no number above the share that is set aside.
-    """
+    """Refuse flags that contradict each other."""
     if args.memory is None:
         if args.offload:
             raise ValueError(
@@ -109,47 +105,39 @@ def predictions(
     copied = 0.0 if config.share_prefixes == "off" else float(COPIED_BYTES)
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     lora: Any = get_peft_config(model) or LORA
-    modules = (
-        lora.target_modules if isinstance(lora.target_modules, str) else ", ".join(sorted(lora.target_modules or ()))
-    )
-    named = f"rank {lora.r}, dropout {lora.lora_dropout:g}, target_modules {modules or 'of PEFT'}"
-    counted = {(method.lora, method.engine == "DDP"): method for method in METHODS}
-    sizes, errors = {}, []
-    for key, method in counted.items():
+    modules = lora.target_modules or "of PEFT"
+    modules = modules if isinstance(modules, str) else ", ".join(sorted(modules))
+    named = f"rank {lora.r}, dropout {lora.lora_dropout:g}, target_modules {modules}"
+    memory, sizes, errors = (args.memory - ASIDE) * GIB, {}, []
+    # Of both ZeRO stages the same is counted
+    for key, method in {(method.lora, method.engine == "DDP"): method for method in METHODS}.items():
         try:
             sizes[key] = count_model(model_config, method, lora)
         except ValueError as error:
             errors.append((method, error))
     if not sizes:
         raise errors[0][1]
-    methods = [method for method in METHODS if (method.lora, method.engine == "DDP") in sizes]
+    same = {"documents": documents, "copied_keys": copied, "offload": args.offload}
     peaks = {
-        method: partial(
-            predict_peak,
-            sizes[method.lora, method.engine == "DDP"],
-            method,
-            documents=documents,
-            copied_keys=copied,
-            offload=args.offload,
-        )
-        for method in methods
+        method: partial(predict_peak, sizes[key], method, **same)
+        for method in METHODS
+        if (key := (method.lora, method.engine == "DDP")) in sizes
     }
     rows = []
-    for gpus, method, checkpointing in product(args.world_size, methods, (True, False)):
-        of_model = sizes[method.lora, method.engine == "DDP"]
+    for gpus, method, checkpointing in product(args.world_size, peaks, (True, False)):
+        saved = sizes[method.lora, method.engine == "DDP"].saved
         peak = partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
         prediction = peak(tokens=tokens)
         row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
         row |= {"lora": named} if method.lora else {}
-        row["host"] = sum(of_model.saved.inputs) * tokens / GIB if args.offload and checkpointing else 0.0
+        row["host"] = sum(saved.inputs) * tokens / GIB if args.offload and checkpointing else 0.0
         row |= {name: getattr(prediction, "total" if name == "peak" else name) / GIB for name in PARTS}
-        row["modelled_activations"] = of_model.saved.is_modelled
+        row["modelled_activations"] = saved.is_modelled
         for name, fused in (("largest", True), ("largest_plain_loss", False)):
-            most = largest_tokens(partial(peak, fused_loss=fused), (args.memory - ASIDE) * GIB, MOST_TOKENS)
+            most = largest_tokens(partial(peak, fused_loss=fused), memory, MOST_TOKENS)
             row[name] = most if config.tokens_per_rank else min(most // batch, positions or MOST_TOKENS)
         rows.append(row)
-    memory = (args.memory - ASIDE) * GIB
-    fits = [_fewest({key: peaks[key] for key in methods if key.lora == lora}, tokens, memory) for lora in (True, False)]
+    fits = [_fewest({key: peaks[key] for key in peaks if key.lora == lora}, tokens, memory) for lora in (True, False)]
     said = f"fits with {tokens:,} tokens in a micro-batch: LoRA {fits[0]}; full {fits[1]}"
     left_out = [
         f"left out: {'LoRA' if method.lora else 'full'} training {'with' if method.engine == 'DDP' else 'without'} "

@@ -11,6 +11,7 @@
 
 import copy
 import logging
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,71 +58,42 @@ METHODS = tuple(Method(lora, engine) for lora in (False, True) for engine in ("D
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that autograd saves in a forward, per token.
+    """Bytes that autograd saves in a forward, per token."""
 
-    Attributes:
-        layers: within each layer that checkpointing computes again.
-        inputs: the input of each of these layers.
-        others: outside of them.
-        casts: copies of weights; bytes, not per token.
-        is_cached: autocast keeps the copies until the forward ends, also with checkpointing.
-        is_modelled: counted without autocast, with which experts cannot run on fake tensors.
-    """
-
-    layers: tuple[float, ...]
-    inputs: tuple[float, ...]
-    others: float
-    casts: float = 0.0
-    is_cached: bool = False
-    is_modelled: bool = False
+    layers: tuple[float, ...]  # within each layer that checkpointing computes again
+    inputs: tuple[float, ...]  # of these layers
+    others: float  # outside of them
+    casts: float = 0.0  # copies of weights; bytes, not per token
+    is_cached: bool = False  # autocast keeps the copies until the forward ends, also with checkpointing
+    is_modelled: bool = False  # counted without autocast, with which experts cannot run on fake tensors
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Numbers of a model, and what it saves for the backward pass.
+    """Numbers of a model, and what it saves for the backward pass."""
 
-    Attributes:
-        parameters: all of the base model.
-        trained: those that are trained: all, or those of the adapters.
-        largest: of one layer.
-        hidden, vocab: of the LM head.
-        attention: the layers with attention.
-    """
-
-    parameters: int
-    trained: int
-    largest: int
+    parameters: int  # of the base model
+    trained: int  # all of them, or those of the adapters
+    largest: int  # of one layer
     hidden: int
     vocab: int
-    attention: tuple[Heads, ...]
+    attention: tuple[Heads, ...]  # of the layers that have it
     saved: Saved
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes on one GPU. The loss, the backward of a layer and the optimizer's step follow each other.
+    """Bytes on one GPU. The loss, the backward of a layer and the optimizer's step follow each other."""
 
-    Attributes:
-        weights: all of them, or this rank's part.
-        gathered: weights that ZeRO-3 gathers, or copies in bfloat16 under autocast without checkpointing.
-        gradients: with the buckets in which they are exchanged.
-        optimizer: the states of AdamW, with fp32 weights under DeepSpeed.
-        activations: saved for backward.
-        head: LM head and loss; under autocast with checkpointing also the copies of weights, freed after the forward.
-        layer: temporaries of the backward of one layer; with checkpointing also what is computed again.
-        attention: work space of the backward of flash attention in one layer.
-        step: copies of gradients in the optimizer's step.
-    """
-
-    weights: float
-    gathered: float
-    gradients: float
-    optimizer: float
-    activations: float
-    head: float
-    layer: float
-    attention: float
-    step: float
+    weights: float  # all of them, or this rank's part
+    gathered: float  # weights that ZeRO-3 gathers, or copies in bfloat16 under autocast without checkpointing
+    gradients: float  # with the buckets in which they are exchanged
+    optimizer: float  # the states of AdamW, with fp32 weights under DeepSpeed
+    activations: float  # saved for backward
+    head: float  # and loss; under autocast with checkpointing also the copies of weights, freed after the forward
+    layer: float  # temporaries of the backward of one layer; with checkpointing also what is computed again
+    attention: float  # work space of the backward of flash attention in one layer
+    step: float  # copies of gradients in the optimizer's step
 
     @property
     def total(self) -> float:
@@ -130,11 +102,7 @@ class Peak:
 
 
 def count_model(config: PreTrainedConfig, method: Method, lora: LoraConfig = LORA) -> ModelSizes:
-    """The sizes of a causal language model with this config, trained by this method, with these adapters if by LoRA.
-
-    Raises:
-        ValueError: transformers has no causal language model for this config.
-    """
+    """The sizes of a causal language model with this config, trained by this method, with these adapters if by LoRA."""
     text_class, config_part = model_class_of(config)
     if text_class is None:
         raise ValueError(
@@ -314,27 +282,29 @@ def predict_peak(
     copied_keys: float = 0.0,
     offload: bool = False,
 ) -> Peak:
-    """The peak of a step on one GPU.
+    """The peak of a step on one GPU, of `gpus` among which the engine divides, with micro-batches of `tokens`.
 
-    Args:
-        tokens: of a micro-batch on this GPU.
-        gpus: ranks among which the engine divides.
-        fused_loss: TRL's loss in tiles, else one with all logits.
-        documents: of a micro-batch.
-        copied_keys: bytes of copied keys of shared prefixes, with their gradients.
-        offload: the inputs of layers that checkpointing saves lie on the host, except that of the layer in work.
+    The loss is TRL's in tiles (`fused_loss`), or has all logits. `copied_keys` are bytes of keys of shared prefixes,
+    with their gradients. With `offload` the inputs of layers that checkpointing saves lie on the host, except one.
     """
     saved = sizes.saved
     inputs = max(saved.inputs, default=0.0) if offload else sum(saved.inputs)
     casts = saved.casts if checkpointing else 0.0
     longest = max(saved.layers, default=0.0) * tokens
     layer = (checkpointing + TEMPORARY) * longest + casts / max(len(saved.layers), 1)
+    # The sum of the gradients of the queries in fp32, and those of keys and values by query head where these share
+    rows = tokens + ROWS_PER_DOCUMENT * documents
+    attention = (
+        4.0 * rows * kind.heads * kind.key_dim
+        + (2.0 * tokens * kind.heads * (kind.key_dim + kind.value_dim) if kind.kv_heads < kind.heads else 0)
+        for kind in sizes.attention
+    )
     return Peak(
         **_states(sizes, method, gpus, casts=0.0 if checkpointing else saved.casts),
         activations=(saved.others + (inputs if checkpointing else sum(saved.layers))) * tokens,
         head=_head(sizes, method, tokens, fused=fused_loss) + (casts if saved.is_cached else 0),
         layer=layer,
-        attention=_attention(sizes.attention, tokens, documents) + copied_keys,
+        attention=max(attention, default=0.0) + copied_keys,
     )
 
 
@@ -342,14 +312,9 @@ def _states(sizes: ModelSizes, method: Method, gpus: int, *, casts: float) -> di
     every, trained, head = sizes.parameters, sizes.trained, sizes.hidden * sizes.vocab
     adapters = trained if method.lora else 0
     if method.engine == "DDP":
-        buckets = 4 * trained if gpus > 1 else 0
-        return {
-            "weights": 2 * every + 4 * adapters if method.lora else 4 * every,
-            "gathered": casts,
-            "gradients": 4 * trained + buckets,
-            "optimizer": 8 * trained,
-            "step": 0,
-        }
+        weights = 2 * every + 4 * adapters if method.lora else 4 * every
+        gradients = 4 * trained * (2 if gpus > 1 else 1)  # with the buckets
+        return {"weights": weights, "gathered": casts, "gradients": gradients, "optimizer": 8 * trained, "step": 0}
     buckets = 2 * min(2 * sizes.hidden**2, trained)  # two of `reduce_bucket_size`, in bfloat16
     states = {"gradients": 4 * trained / gpus + buckets, "optimizer": 12 * trained / gpus}  # summed in fp32
     if method.engine == "ZeRO-2":
@@ -369,23 +334,6 @@ def _head(sizes: ModelSizes, method: Method, tokens: int, *, fused: bool) -> flo
     return max(12 * tokens * sizes.vocab, 2 * tokens * sizes.vocab + of_weight)
 
 
-def _attention(attention: tuple[Heads, ...], tokens: int, documents: int) -> float:
-    """The sum of the gradients of the queries in fp32, and those of keys and values by query head where these share."""
-    rows = tokens + ROWS_PER_DOCUMENT * documents
-    return max(
-        (
-            4.0 * rows * kind.heads * kind.key_dim
-            + (2.0 * tokens * kind.heads * (kind.key_dim + kind.value_dim) if kind.kv_heads < kind.heads else 0)
-            for kind in attention
-        ),
-        default=0.0,
-    )
-
-
 def largest_tokens(predict: Callable[..., Peak], memory: float, most: int) -> int:
     """The most tokens, at most `most`, whose peak needs at most `memory` bytes; 0 if none does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if predict(tokens=middle).total <= memory else (low, middle - 1)
-    return low
+    return bisect_right(range(1, most + 1), memory, key=lambda tokens: predict(tokens=tokens).total)
