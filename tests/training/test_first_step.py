@@ -49,7 +49,8 @@ def make(folder, model="llama", dataset=None, **settings):
     if model in vision.FAMILIES:
         model, dataset = vision.build_model(model), vision.rows(12)
     model = build_tiny_model(model, vocab_size=64) if isinstance(model, str) else model
-    given = {"max_length": 256, "max_steps": 1, "bf16": False, "gradient_accumulation_steps": 2} | settings
+    given = {"max_length": 256, "max_steps": 1, "bf16": False, "gradient_accumulation_steps": 2, "on_leak": "raise"}
+    given |= settings
     if "weight_column" in given:
         dataset = rows(weight=lambda i: 0.5 + i % 3)
     args = SFTConfig(
@@ -139,24 +140,8 @@ def in_batch(change):
     return changed(PackedDataCollator, "collate", wrong)
 
 
-def rolled(batch, first):
-    batch["labels"] = batch["labels"].roll(1, dims=1)
-
-
-def next_predicted(batch, first):
+def kept(batch, first):
     batch["labels"][0, first] = batch["input_ids"][0, first]
-
-
-def one_kept(batch, first):
-    batch["labels"][0, first[-1]] = batch["input_ids"][0, first[-1]]
-
-
-def last_lost(batch, first):
-    batch["labels"][0, -1] = -100
-
-
-def positions_go_on(batch, first):
-    batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
 
 
 def of_loss(change):
@@ -215,11 +200,19 @@ def half_without_gradient(values):
 
 
 FAULTS = {
-    "labels rolled": (in_batch(rolled), {}, "the loss is"),
-    "the last token predicts the next document": (in_batch(next_predicted), {}, "the loss is"),
-    "one label over a boundary": (in_batch(one_kept), {}, "document "),
-    "the last label lost": (in_batch(last_lost), {}, "document "),
-    "positions go on": (in_batch(positions_go_on), {"model": "opt"}, "the loss is"),
+    "labels rolled": (
+        in_batch(lambda batch, first: batch.update(labels=batch["labels"].roll(1, dims=1))),
+        {},
+        "the loss is",
+    ),
+    "the last token predicts the next document": (in_batch(kept), {}, "the loss is"),
+    "one label over a boundary": (in_batch(lambda batch, first: kept(batch, first[-1:])), {}, "document "),
+    "the last label lost": (in_batch(lambda batch, first: batch["labels"][0, -1:].fill_(-100)), {}, "document "),
+    "positions go on": (
+        in_batch(lambda batch, first: batch.update(position_ids=torch.arange(batch["labels"].shape[1])[None])),
+        {"model": "opt"},
+        "the loss is",
+    ),
     # Of rows that end with their token, but for one that is cut
     "boundaries by an EOS scan": (
         changed(PackedDataCollator, "collate", found_by_end_tokens),
@@ -278,6 +271,26 @@ def test_a_fault_is_named(tmp_path, fault, settings, named):
     found = compare(trainer, fault)
     assert found.problem is not None and named in found.problem, found.text
     assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("fault, helps", [("boundaries lost", True), ("labels rolled", False)])
+def test_documents_run_as_rows_where_that_is_right(tmp_path, fault, helps):
+    """With `on_leak` as usual, as after a leak that the proof has found. A fault of the loss is refused."""
+    trainer, compared, right = make(tmp_path, on_leak="repair"), [], FirstStep.compare
+
+    def with_fault(self):
+        with FAULTS[fault][0]():
+            found = right(self)
+        compared.append(found.problem is None)
+        return found
+
+    refused = pytest.raises(PackingLeakError, match="packed and unpacked before the first step: the loss is")
+    with mock.patch.object(FirstStep, "compare", with_fault), nullcontext() if helps else refused:
+        trainer.train()
+    assert compared == [False, helps] and trainer.packed_model.is_unpacked
+    said = dict(trainer.packing_report.lines())
+    assert "UNPACKED, documents as rows of padded batches, because in the first step" in said["attention"]
+    assert ("gradients" in said["first step"]) and trainer.state.global_step == helps
 
 
 def test_a_loss_of_the_user_is_not_compared(tmp_path):

@@ -132,12 +132,12 @@ def test_what_is_repaired_or_damaged_is_proved_again(folder):
 
 def test_a_leak_that_came_since_is_found_by_the_first_step(folder):
     """Boundaries are lost in a function that no hash sees."""
-    start(folder)
+    start(folder, on_leak="raise")
     with (
         faults.BEHIND_PROOF["one_document"](),
         pytest.raises(PackingLeakError, match="were trained packed and unpacked"),
     ):
-        start(folder)
+        start(folder, on_leak="raise")
 
 
 @pytest.mark.processes

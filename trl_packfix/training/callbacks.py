@@ -101,6 +101,15 @@ class BeforeFirstStep(TrainerCallback):
             reason = prove_prefixes(run, self._data, run.model_wrapped)
             if reason is not None and report.prefixes is not None:
                 report = replace(report, prefixes=replace(report.prefixes, refused=reason))
+        step = StepComparison("not compared: isolation was not proved")
+        if isolation.passed:
+            prove_degrees(run, self._data.degrees)
+            step = self._first_step.compare()
+        shares = self._data.shares_prefixes or max(self._data.degrees, default=1) > 1  # then rows cannot be padded
+        if step.problem is not None and args.on_leak != "raise" and not (shares or packed_model.is_unpacked):
+            isolation = packed_model.unpack(run.model_wrapped, why=f"in the first step {step.problem}")
+            unpacked = self._first_step.compare() if isolation.passed else step
+            step = step if unpacked.problem is not None else unpacked
         attention = packed_model.attention
         text = f"{attention.name}: {attention.reason}"
         if attention.is_flash:
@@ -108,12 +117,9 @@ class BeforeFirstStep(TrainerCallback):
             if self._data.shares_prefixes:
                 text += f"; copied keys of shared prefixes take at most {COPIED_BYTES / 2**30:g} GiB, in one layer"
         setup = Setup(args=args, columns=IMAGES if report.images is not None else (), model=base_model(run.model))
-        report = replace(report, isolation=isolation, attention=text, experimental=experimental(setup))
-        step = StepComparison("not compared: isolation was not proved")
-        if isolation.passed:
-            prove_degrees(run, self._data.degrees)
-            step = self._first_step.compare()
-        report = replace(report, first_step=step.text)
+        report = replace(
+            report, isolation=isolation, first_step=step.text, attention=text, experimental=experimental(setup)
+        )
         run.packing_report = report
         if args.packing_report and run.is_world_process_zero():
             report.show()
