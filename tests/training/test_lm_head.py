@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from support import zoo
 from support.runs import texts, trainer
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -119,7 +120,7 @@ def capped(model_type):
     sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     of_type = {
         "recurrent_gemma": {"lru_width": 32, "intermediate_size": 96, "num_key_value_heads": 1},
-        "xlstm": {"hidden_size": 64, "embedding_dim": 64, "num_heads": 4, "num_blocks": 3, "qk_dim_factor": 0.5},
+        "xlstm": {"hidden_size": 64, "embedding_dim": 64, "num_heads": 4, "num_blocks": 1, "qk_dim_factor": 0.5},
         "llama": {"intermediate_size": 64},
     }
     torch.manual_seed(0)
@@ -144,12 +145,21 @@ def test_the_loss_has_the_cap_of_the_logits(model_type, tmp_path):
     assert vars(run.model.config).keys() == vars(capped(model_type).config).keys(), "the name of TRL stays"
 
 
-def test_a_head_that_leaves_something_out_is_said(tmp_path, monkeypatch):
-    """Also at the small logits of a model without training, which a cap hardly changes."""
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "chameleon"])
+def test_a_head_that_leaves_something_out_is_said(model_type, tmp_path, monkeypatch):
+    """Also at the small logits of a model without training: a cap, and a mask of the tokens of images.
+
+    And the first step, whose packs are right, is compared with that head.
+    """
     monkeypatch.setattr(lm_head, "CAPS", ("final_logit_softcapping",))
-    model = capped("recurrent_gemma")
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(1e-3)
-    run = trainer(tmp_path, texts(8), model=model, max_steps=1)
+    rows = texts(8)
+    if model_type == "chameleon":
+        model = zoo.build_model("chameleon", "image-text")
+        rows = Dataset.from_list([{"input_ids": list(range(20, 20 + n))} for n in (9, 30, 14, 40)])
+    else:
+        model = capped(model_type)
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(1e-3)
+    run = trainer(tmp_path, rows, model=model, max_steps=1)
     with pytest.warns(UserWarning, match=r"differ from those of the model's own logits by .*Pass `compute_loss_func`"):
         run.train()

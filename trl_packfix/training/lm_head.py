@@ -9,7 +9,6 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -31,7 +30,8 @@ from ..isolation.probed_model import CannotRun, refusals
 
 CHUNK = 1024  # labels whose logits are in memory together
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # TRL 1.16 reads the first only
-LARGEST_LOGIT = 100.0  # at which heads are compared: a cap does not change the small logits of a model without training
+LARGEST_LOGIT = 100.0  # at which heads are compared, too: a cap does not change the small ones of an untrained model
+MASKED = 6e4  # a larger logit is that of a token that the model never predicts (chameleon: images)
 
 
 @dataclass
@@ -53,8 +53,7 @@ def add_token_scores(model: PreTrainedModel) -> None:
     that is built later replaces ours with one that ignores `fused_lm_head`, so this is called again before training. It
     does nothing where ours is the outermost.
     """
-    scores_tokens = partial(_is_marked, name="scores_tokens")
-    if scores_tokens(inspect.unwrap(model.forward, stop=scores_tokens)):
+    if _is_ours(model.forward, "scores_tokens"):
         return
     forward, text = model.forward, model.config.get_text_config()
 
@@ -94,9 +93,9 @@ def add_token_scores(model: PreTrainedModel) -> None:
     model.forward = MethodType(forward_with_scores, model)
 
 
-def _is_marked(forward: object, name: str) -> bool:
-    """Whether this is our forward; under autocast, accelerate wraps it."""
-    return getattr(forward, name, False)
+def _is_ours(forward: Any, mark: str) -> bool:
+    """Whether this is our forward, or accelerate's wrapper around it under autocast."""
+    return hasattr(inspect.unwrap(forward, stop=lambda each: hasattr(each, mark)), mark)
 
 
 def _transforms(text: PretrainedConfig) -> tuple[float, float | None]:
@@ -117,10 +116,7 @@ def cap_fused_head(model: PreTrainedModel) -> None:
     """
     text: Any = model.config.get_text_config()
     cap = _transforms(text)[1]
-    if getattr(text, CAPS[0], None) is not None or cap is None:
-        return
-    is_capped = partial(_is_marked, name="is_capped")
-    if is_capped(inspect.unwrap(model.forward, stop=is_capped)):
+    if getattr(text, CAPS[0], None) is not None or cap is None or _is_ours(model.forward, "is_capped"):
         return
     from trl.trainer.utils import add_fused_lm_head  # TRL below 1.16 has none
 
@@ -141,7 +137,7 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     """
     if is_deepspeed_zero3_enabled():
         return True
-    probe, factor, calls = Probe(wrapped), 1.0, list[nn.Module]()
+    probe, factor, calls, is_own = Probe(wrapped), 1.0, list[nn.Module](), True
     ids = probe.tokens(9)[None].to(probe.device)
 
     def scale(module: nn.Module, args: object, output: Any) -> Any:
@@ -155,27 +151,30 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     handle = backbone(model).register_forward_hook(scale)  # both ways to the head pass it
     try:
         with probe.evaluating(), torch.no_grad(), refusals():
-            logits = wrapped(input_ids=ids, use_cache=False).logits
-            factor = max(1.0, LARGEST_LOGIT / logits.abs().max().item())
-            logits = wrapped(input_ids=ids, use_cache=False).logits
-            found = wrapped(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+            for _ in range(2):  # at the logits as they are, and at large ones
+                logits = wrapped(input_ids=ids, use_cache=False).logits[:, :-1].float()
+                found = wrapped(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.float()
+                size = logits[logits.abs() < MASKED].abs().max().item()
+                gap = (logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0] - found).abs().max().item()
+                is_own = gap <= 1e-5 + 2 * size * max(1e-4, 8 * torch.finfo(dtype).eps)  # rounding of such numbers
+                factor = LARGEST_LOGIT / max(size, 1e-30)
+                if not is_own or factor <= 1:
+                    break
     except (CannotRun, KernelError):  # it takes no row without padding; the first step raises what else is wrong
         return True
     finally:
         handle.remove()
-    own = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    gap = (own - found.float()).abs().max().item()
     # A forward that passes the backbone by is that of another model, which the probe refuses
-    is_own = not calls or gap <= 2 * LARGEST_LOGIT * max(1e-4, 8 * torch.finfo(dtype).eps)  # rounding of such a number
-    if not is_own:
-        warnings.warn(
-            f"The loss of {type(model).__name__} reads TRL's fused LM head. Its log-probabilities differ from those of "
-            f"the model's own logits by {gap:.1f} at logits of {LARGEST_LOGIT:g}: one of them has a scale, a cap or a "
-            "bias that the other leaves out. Pass `compute_loss_func`, which gets the model's own logits, to train "
-            "with these.",
-            stacklevel=2,
-        )
-    return is_own
+    if is_own or not calls:
+        return True
+    warnings.warn(
+        f"The loss of {type(model).__name__} reads TRL's fused LM head. Its log-probabilities differ from those of "
+        f"the model's own logits by {gap:.2g} at logits of {size:.2g}: one of them has a scale, a cap, a bias or a "
+        "mask that the other leaves out. Pass `compute_loss_func`, which gets the model's own logits, to train "
+        "with these.",
+        stacklevel=2,
+    )
+    return False
 
 
 def _scores(head: Any, states: Tensor, labels: Tensor, scale: float, softcap: float | None) -> Any:
