@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.models import build_tiny_model
+from support.models import DYNAMIC, build_tiny_model
 from support.runs import texts, trainer
 
 from trl_packfix import check_isolation
@@ -12,26 +12,31 @@ from trl_packfix.isolation.unpacking import UnpackedForward
 pytestmark = pytest.mark.slow
 
 
+def packed(lengths):
+    """Documents of random tokens, and their pack."""
+    documents = [torch.randint(4, 300, (n,)) for n in lengths]
+    batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
+    del batch["labels"]
+    return documents, batch
+
+
 @pytest.mark.parametrize("lengths", [[1], [5], [3, 1, 1, 9, 2], [4] * 6, [1] * 64, [32]])
 def test_any_documents_come_back_in_order(lengths):
     model = build_tiny_model("llama", attn_implementation="sdpa").eval()
-    documents = [torch.randint(4, 300, (n,)) for n in lengths]
-    batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
+    documents, batch = packed(lengths)
     UnpackedForward(model).install()
     with torch.no_grad():
-        packed = model(**{k: v for k, v in batch.items() if k != "labels"}).logits[0]
+        found = model(**batch).logits[0]
         alone = torch.cat([model(ids[None]).logits[0] for ids in documents])
-    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_padding_is_bounded_by_grouping_documents_of_similar_length():
     model = build_tiny_model("llama", attn_implementation="sdpa")
     unpacked = UnpackedForward(model)
     unpacked.install()
-    documents = [torch.randint(4, 300, (n,)) for n in [200] + [5] * 60]
-    batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
     with torch.no_grad():
-        model(**{k: v for k, v in batch.items() if k != "labels"})
+        model(**packed([200] + [5] * 60)[1])
     # as rows of one batch these 500 tokens would be 61 x 200
     assert unpacked.num_tokens == 500 and unpacked.num_padded < 2 * 500
 
@@ -40,8 +45,7 @@ def test_a_forward_that_raises_leaves_nothing_behind():
     model = build_tiny_model("llama", attn_implementation="sdpa").eval()
     unpacked = UnpackedForward(model)
     unpacked.install()
-    batch = PackedDataCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    del batch["labels"]
+    _, batch = packed([3, 2])
     handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**batch)
@@ -52,11 +56,10 @@ def test_a_forward_that_raises_leaves_nothing_behind():
 
 def test_router_logits_come_without_padding():
     model = build_tiny_model("mixtral", attn_implementation="sdpa").eval()
-    documents = [torch.randint(4, 300, (n,)) for n in (7, 3, 5)]
-    batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
+    documents, batch = packed((7, 3, 5))
     UnpackedForward(model).install()
     with torch.no_grad():
-        routed = model.model(**{k: v for k, v in batch.items() if k != "labels"}, output_router_logits=True)
+        routed = model.model(**batch, output_router_logits=True)
         alone = [model.model(ids[None], output_router_logits=True).router_logits for ids in documents]
     for layer, parts in zip(routed.router_logits, zip(*alone, strict=True), strict=True):
         torch.testing.assert_close(layer, torch.cat(parts), rtol=1e-5, atol=1e-6)
@@ -81,7 +84,6 @@ def test_evaluation_of_a_leaking_model_before_training_is_right(tmp_path):
 
 
 def test_documents_that_move_each_other_through_the_length_of_a_batch_are_not_called_right():
-    parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    model = build_tiny_model("llama", rope_parameters=parameters, max_position_embeddings=48)
+    model = build_tiny_model("llama", **DYNAMIC)
     UnpackedForward(model).install()
     assert not check_isolation(model, max_length=64).isolated

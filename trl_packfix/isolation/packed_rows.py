@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from transformers import PreTrainedModel
 
 from ..attention.choice import own_attention, set_attention
-from ..attention.forwards import ModelHooks
+from ..attention.forwards import Call
 from ..attention.kernel_errors import KernelError
 from ..attention.models import base_model, below_head, text_config
 from ..data.padded_rows import RowsOfBatch, pack_rows
@@ -28,9 +28,9 @@ from .isolation_report import PackingLeakError
 from .packed_model import OnLeak, PackedModel
 from .probe import FINEST, Probe
 from .probed_model import CannotRun, distance, exact, gradient_of, refusals
-from .repair import is_sharded
+from .repair import AroundCalls, is_sharded
 from .thresholds import thresholds
-from .unpacking import Output
+from .unpacking import Output, joined
 
 POOLED = "pooler_output"  # of a backbone: one value per row, which a pack does not have
 OF_ROWS = ("input_ids", "attention_mask", "use_cache", "past_key_values")  # inputs in whose place a pack comes
@@ -38,20 +38,14 @@ OF_ROWS = ("input_ids", "attention_mask", "use_cache", "past_key_values")  # inp
 
 @dataclass
 class Tokens:
-    """Tokens of the forwards that ran as packs, on this rank.
+    """Tokens of the forwards that ran as packs, on this rank."""
 
-    Attributes:
-        padded: of the padded batches, which would be computed without packs.
-        real: of them without padding.
-        computed: rows of the packs.
-    """
-
-    padded: int = 0
-    real: int = 0
-    computed: int = 0
+    padded: int = 0  # of the padded batches, which would be computed without packs
+    real: int = 0  # of them without padding
+    computed: int = 0  # rows of the packs
 
 
-class PackedRows(ModelHooks):
+class PackedRows(AroundCalls):
     """Packs the rows of padded batches below the head of `model`, once `prove` has passed.
 
     A forward with a cache, without an `attention_mask` (B, S), or with other inputs per token (images, positions,
@@ -77,9 +71,9 @@ class PackedRows(ModelHooks):
         shares: bool = True,
         enforce_flash_attention: bool = True,
     ):
-        super().__init__()
         self.model = base_model(model)
         self.fed = below_head(self.model) or [self.model]
+        super().__init__(*self.fed)
         if any(
             isinstance(getattr(hook, "__self__", None), PackedRows) for hook in self.fed[0]._forward_pre_hooks.values()
         ):
@@ -107,7 +101,6 @@ class PackedRows(ModelHooks):
         # What batches were compared: gradients, dtype, left padding, mode; and the longest row of them
         self._compared: set[tuple[bool, torch.dtype, bool, bool]] = set()
         self._longest_compared = 0
-        self._running: list[RowsOfBatch | None] = []
         self._ignored: set[str] = set()
 
     @property
@@ -116,13 +109,7 @@ class PackedRows(ModelHooks):
         return self.is_proved and self.refusal is None and not self._is_paused
 
     def prove(self, wrapped: nn.Module) -> None:
-        """Prove packs of documents, and of documents that share beginnings, on the model as it is `wrapped`.
-
-        All ranks must call it.
-
-        Raises:
-            PackingLeakError: with `on_leak="raise"`, documents influence each other or are not what they are alone.
-        """
+        """Prove packs, and packs that share beginnings, on the model as it is `wrapped`. All ranks must call it."""
         packed = self.packed_model
         # Such an engine runs one forward at a time, so nothing is compared within it; this proof decides alone
         self._compares = not is_sharded(self.model)
@@ -185,48 +172,33 @@ class PackedRows(ModelHooks):
 
     # Hooks
 
-    def _register(self) -> list[Any]:
-        return [
-            *(module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in self.fed),
-            *(module.register_forward_hook(self._leave, always_call=True) for module in self.fed),
-        ]
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Call] | None:
         batch = None
         inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         if self.is_active and not any(self._running) and self._is_padded(module, inputs):
             batch = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
             if batch is not None and self._compares:
                 batch = self._proved_on(module, inputs, batch)
-        self._running.append(batch)
         if batch is None:
             return None
         self.tokens.padded += batch.shape[0] * batch.shape[1]
         self.tokens.real += len(batch.cells)
         self.tokens.computed += batch.num_computed
         self._attend(True)
-        return (), _packed(inputs, batch)
+        return batch, ((), _packed(inputs, batch))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Output | None) -> Output | None:
-        batch = self._running.pop() if self._running else None
-        if batch is None:
-            return output
+    def _leave(self, module: nn.Module, batch: RowsOfBatch, output: Output | None) -> Output | None:
         self._attend(False)
-        if output is None:  # the forward has raised
+        if output is None:
             return None
-        states = _laid_back(output[0], batch)
-        if states.requires_grad:
-            states.register_hook(self._attend_in_backward)
-        if isinstance(output, tuple):
-            return (states, *output[1:])
-        output["last_hidden_state"] = states
-        if output.get("router_logits") is not None:
-            output["router_logits"] = tuple(_laid_back(logits, batch) for logits in output["router_logits"])
-        return output
+
+        def states(values: list[Tensor]) -> Tensor:
+            found = _laid_back(values[0], batch)
+            if found.requires_grad:
+                found.register_hook(self._attend_in_backward)
+            return found
+
+        return joined([output], states, routers=lambda values: _laid_back(values[0], batch))
 
     def _is_padded(self, module: nn.Module, inputs: dict[str, Any]) -> bool:
         tokens, mask, use_cache = (inputs.get(name) for name in ("input_ids", "attention_mask", "use_cache"))

@@ -5,6 +5,7 @@ that all ranks make the same calls. Elsewhere documents of similar length share 
 `search.py` finds the modules and the way to run them; the leak probe then tests whether the repair worked.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.forwards import ModelHooks
+from ..attention.forwards import Call, ModelHooks
 from ..attention.packed_forward import PackedForward, enter, entered, in_backward, leave, running_forward
 from ..attention.rows import Axes, DocumentRows, Group
 from ..compat import recorded_router_logits
@@ -56,7 +57,39 @@ class Repair:
         return f"{self.count} {self.module} ({self.first}) {self.way}"
 
 
-class RepairedModule(ModelHooks):
+class AroundCalls(ModelHooks):
+    """Changes the inputs and the output of calls of some modules, while it is installed."""
+
+    def __init__(self, *modules: nn.Module):
+        super().__init__()
+        self._around, self._running = modules, list[Any]()  # what `_enter` knows of the calls that run
+
+    def _register(self) -> list[RemovableHandle]:
+        # always_call: after a forward that raises, its documents must not remain for the next one
+        before = [each.register_forward_pre_hook(self._before, with_kwargs=True) for each in self._around]
+        return before + [each.register_forward_hook(self._after, always_call=True) for each in self._around]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        found = self._enter(module, args, kwargs)
+        self._running.append(None if found is None else found[0])
+        return None if found is None else found[1]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        state = self._running.pop() if self._running else None
+        return output if state is None else self._leave(module, state, output)
+
+    @abstractmethod
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Call] | None:
+        """What `_leave` needs, and the changed arguments; None for a call that stays as it is."""
+
+    @abstractmethod
+    def _leave(self, module: nn.Module, state: Any, output: Any) -> Any:
+        """The changed output; `output` is None if the call has raised."""
+
+
+class RepairedModule(AroundCalls):
     """Runs `module` on each document separately in packed forwards, while it is installed."""
 
     def __init__(self, module: nn.Module, axes: ModuleAxes, mode: Mode):
@@ -66,37 +99,23 @@ class RepairedModule(ModelHooks):
                 "(ZeRO-3 or FSDP): ranks with different numbers of documents would wait for each other forever. Set "
                 'on_leak="unpack".'
             )
-        super().__init__()
-        self.module, self.axes, self.mode = module, axes, mode
+        super().__init__(module)
+        self.axes, self.mode = axes, mode
         self._is_sharded = is_sharded(module)
-        self._running: list[tuple[DocumentRows, list[PackedForward], tuple[Any, ...], dict[str, Any], int] | None] = []
 
-    def _register(self) -> list[RemovableHandle]:
-        return [
-            self.module.register_forward_pre_hook(self._enter, with_kwargs=True),
-            # always_call: after a forward that raises, its documents must not remain for the next one
-            self.module.register_forward_hook(self._leave, always_call=True),
-        ]
-
-    def _enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Call] | None:
         running = _running(module)
         if running is None:
-            self._running.append(None)
             return None
         # FSDP2 gathers parameters for a call and shards them again after it: once sharded, always sharded.
         self._is_sharded = self._is_sharded or is_sharded(module)
         budget = (inf if self._is_sharded else running.num_tokens) if self.mode.rows else 0
         rows, forwards = running.documents(budget)
-        self._running.append((rows, forwards, args, kwargs, len(recorded_router_logits())))
+        inputs = self._inputs(module, args, kwargs, group=rows.groups[0])
         enter(forwards[0])  # until `_leave`: the module's forward runs between the two hooks
-        return self._inputs(module, args, kwargs, group=rows.groups[0])
+        return (rows, forwards, args, kwargs, len(recorded_router_logits())), inputs
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> object:
-        state = self._running.pop() if self._running else None
-        if state is None:
-            return output
+    def _leave(self, module: nn.Module, state: Any, output: Any) -> Any:
         leave()
         if output is None:
             return None
@@ -116,9 +135,7 @@ class RepairedModule(ModelHooks):
         joined = [self._join(place, [*each], rows) for (place, _), each in zip(first, values, strict=True)]
         return tree_unflatten(joined, tree)
 
-    def _inputs(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, group: Group
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, group: Group) -> Call:
         leaves, tree = argument_leaves(module, args, kwargs)
         values = []
         for place, value in leaves:
@@ -163,9 +180,7 @@ class RestartedPositions(ModelHooks):
     def _register(self) -> list[RemovableHandle]:
         return [self.module.register_forward_pre_hook(self._enter, with_kwargs=True)]
 
-    def _enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         running = _running(module)
         if running is None:
             return None
