@@ -25,6 +25,12 @@ from trl_packfix.isolation.thresholds import thresholds
 MINIMAX = "minimax_m3_vl_text"
 
 
+def proved(model, max_length=64, **settings):
+    """The packed model, and the report of its proof."""
+    packed = PackedModel(model, torch.float32, "cpu", max_length, **settings)
+    return packed, packed.prove(model)
+
+
 def states():
     return [torch.randn(1, 2, 5, 4) for _ in range(3)]
 
@@ -57,15 +63,12 @@ def test_a_selection_that_our_attention_leaves_out_is_seen(monkeypatch):
     """Without the refusal, the document alone on our attention would be as dense as the pack."""
     monkeypatch.setattr(varlen, "_check_arguments", lambda module, kwargs: None)
 
-    def proved():
-        model = zoo.build_model(MINIMAX)
-        return PackedModel(model, torch.float32, "cpu", max_length=64, on_leak="raise").prove(model)
-
-    report = proved()
+    report = proved(zoo.build_model(MINIMAX), on_leak="raise")[1]
     assert report.attention == ATTENTION_NAME and report.isolated
     assert not report.equal and report.max_difference > 0.1
     monkeypatch.setattr(Probe, "as_given", lambda self, length: self.evaluating())
-    assert proved().equal, "the fault must be invisible without the model's own attention"
+    report = proved(zoo.build_model(MINIMAX), on_leak="raise")[1]
+    assert report.equal, "the fault must be invisible without the model's own attention"
 
 
 def test_an_error_of_our_attention_is_seen():
@@ -75,12 +78,10 @@ def test_an_error_of_our_attention_is_seen():
         out, weights = varlen_attention(module, *args, **kwargs)
         return 1.01 * out, weights
 
-    model = build_tiny_model()
-    assert PackedModel(model, torch.float32, "cpu", max_length=64, on_leak="raise").prove(model).equal
+    assert proved(build_tiny_model(), on_leak="raise")[1].equal
     AttentionInterface.register(ATTENTION_NAME, wrong)
     try:
-        model = build_tiny_model()
-        assert not PackedModel(model, torch.float32, "cpu", max_length=64, on_leak="raise").prove(model).equal
+        assert not proved(build_tiny_model(), on_leak="raise")[1].equal
     finally:
         AttentionInterface.register(ATTENTION_NAME, varlen_attention)
 
@@ -92,8 +93,7 @@ def test_documents_alone_run_on_the_given_attention_and_the_model_gets_ours_back
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append((own_attention(module), "cu_seq_lens_q" in kwargs)), with_kwargs=True
     )
-    packed = PackedModel(model, torch.float32, "cpu", max_length=64)
-    packed.prove(model)
+    packed, _ = proved(model)
     handle.remove()
     assert {name for name, is_packed in seen if is_packed} == {ATTENTION_NAME}
     assert {name for name, is_packed in seen if not is_packed} == {attention}
@@ -124,8 +124,7 @@ def test_a_long_document_does_not_run_on_eager(monkeypatch):
 @current_models
 def test_minimax_m3_keeps_its_own_attention_and_selects_blocks():
     model = zoo.build_model(MINIMAX)
-    packed = PackedModel(model, torch.float32, "cpu", max_length=64)
-    report = packed.prove(model)
+    packed, report = proved(model)
     assert report.isolated and report.equal and packed.attention.name == "sdpa"
     assert "block_indices" in packed.attention.reason
     assert [(repair.module, repair.way) for repair in packed.repaired] == [
@@ -147,8 +146,7 @@ def test_text_of_paligemma_is_causal_as_in_padded_batches():
             paligemma().eval()(**batch).logits[0, :20] for batch in ({"input_ids": ids[None]}, padded_by_trl([ids]))
         )
     assert (alone - padded).abs().max() > 1e-2, "transformers reads padding no longer: the reference may be simpler"
-    packed = PackedModel(model, torch.float32, "cpu", max_length=64)
-    report = packed.prove(model)
+    packed, report = proved(model)
     assert report.isolated and report.equal and not packed.repaired and not packed.is_unpacked
     judgement = Judge(paligemma(), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY).judge(model)
     assert judgement.right and judgement.given < 1e-5 and judgement.error > 0.1
@@ -170,14 +168,11 @@ def difference_alone(packed, model, lengths):
 def test_documents_that_need_no_padding_are_those_of_padded_batches(lengths, on_leak, monkeypatch):
     """transformers drops a mask that hides nothing: in a pack of one document, and in rows of one length."""
     model = paligemma()
-    packed = PackedModel(model, torch.float32, "cpu", max_length=64, on_leak=on_leak)
     if on_leak == "unpack":
         monkeypatch.setattr(Probe, "examples", raising)
-        packed.prove(model)
-        monkeypatch.undo()
-        assert packed.is_unpacked
-    else:
-        assert packed.prove(model).equal and packed.attention.name == MASKED_NAME
+    packed, report = proved(model, on_leak=on_leak)
+    monkeypatch.undo()
+    assert packed.is_unpacked if on_leak == "unpack" else report.equal and packed.attention.name == MASKED_NAME
     assert difference_alone(packed, model, lengths) < 1e-5
 
 
@@ -189,8 +184,7 @@ def test_the_proof_has_a_pack_of_one_document(monkeypatch):
     """Without the masks the model is right on packs of several documents, and wrong on these."""
     monkeypatch.setattr(choice, "own_in_packs", lambda model, name: name)
     model = paligemma()
-    packed = PackedModel(model, torch.float32, "cpu", max_length=64, on_leak="raise")
-    report = packed.prove(model)
+    packed, report = proved(model, on_leak="raise")
     assert packed.attention.name == "sdpa" and report.isolated and not report.equal
     assert difference_alone(packed, model, [20, 9]) < 1e-5 < 1e-2 < difference_alone(packed, model, [20])
 
@@ -236,17 +230,17 @@ def test_thresholds_are_in_tokens(model_type, fields, expected):
 @current_models
 def test_a_model_that_reads_ahead_is_said_to():
     model = zoo.build_model("xlnet")
-    report = PackedModel(model, torch.float32, "cpu", max_length=64).prove(model)
+    report = proved(model)[1]
     assert report.isolated and report.equal and report.reads_ahead
     assert report.summary().endswith("the model is not causal: a token changes earlier states of its document")
-    assert not PackedModel(tiny := build_tiny_model(), torch.float32, "cpu", max_length=64).prove(tiny).reads_ahead
+    assert not proved(build_tiny_model())[1].reads_ahead
 
 
 @current_models
 def test_a_model_whose_values_depend_on_padding_is_refused():
     """CPM-Ant counts tokens that are not 0 and is not causal: padding moves every state."""
     model = zoo.build_model("cpmant")
-    report = PackedModel(model, torch.float32, "cpu", max_length=64).prove(model)
+    report = proved(model)[1]
     assert not report.equal and report.reads_ahead
     with pytest.raises(PackingLeakError, match=r"differ from themselves alone by .*The model is not causal: "):
         report.raise_if_leaking("repair")
@@ -296,12 +290,12 @@ def test_a_model_that_chooses_blocks_is_proved_beyond_what_it_chooses():
     config = CONFIG_MAPPING["glm5_next"](**zoo.shrink(CONFIG_MAPPING["glm5_next"]()))
     config.text_config.index_topk, config.text_config.index_kpool = 32, 4
     model = zoo.random_model(lambda: AutoModelForImageTextToText.from_config(config))
-    packed = PackedModel(model, torch.float32, "cpu", max_length=64)
-    assert packed.prove(model).equal and any("Attention" in str(repair) for repair in packed.repaired)
+    packed, report = proved(model)
+    assert report.equal and any("Attention" in str(repair) for repair in packed.repaired)
     assert difference_alone(packed, model, [60, 20]) < 1e-5
     packed.rest()
-    plain = PackedModel(model, torch.float32, "cpu", max_length=35)
-    assert plain.prove(model).equal
+    plain, report = proved(model, 35)
+    assert report.equal
     assert difference_alone(plain, model, [60, 20]) > 1e-3, "nothing was chosen"
 
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support import zoo
-from support.models import build_tiny_model, select_attention
+from support.models import DYNAMIC, build_tiny_model, longrope, select_attention
 from support.runs import texts, trainer
 from support.versions import current_models
 
@@ -136,37 +136,23 @@ def test_prompt_learning_is_found(config):
         report.raise_if_leaking()
 
 
-@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
-def test_rope_that_depends_on_length_is_found_through_length_only(rope_type):
-    parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
-    if rope_type == "longrope":
-        parameters |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 48}
-    positions = 48 if rope_type == "dynamic" else 256
-    model = build_tiny_model("llama", rope_parameters=parameters, max_position_embeddings=positions)
+@pytest.mark.parametrize("rope", [longrope(), DYNAMIC], ids=["longrope", "dynamic"])
+def test_rope_that_depends_on_length_is_found_through_length_only(rope):
+    model = build_tiny_model("llama", **rope)
     report = judged(model, max_length=200)
     assert report.max_gradient == 0, "the tokens of one document do not reach another"
     assert not report.isolated, "its length does"
     beyond = judged(copy.deepcopy(model), max_length=32)
-    assert beyond.isolated and list(beyond.unreachable.values()) == ([48] if rope_type == "longrope" else [])
+    assert beyond.isolated and list(beyond.unreachable.values()) == ([] if rope is DYNAMIC else [48])
 
 
 @pytest.mark.parametrize("factor", [4.0, 1.01])
 def test_half_precision_does_not_hide_a_leak_through_length(factor):
     """It is below the rounding of bf16 where the model ends, and far above it where positions become angles."""
-    parameters = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [factor] * 4,
-        "original_max_position_embeddings": 48,
-    }
-    settings = {"rope_parameters": parameters, "max_position_embeddings": 256, "dtype": torch.bfloat16}
-    report = judged(build_tiny_model("llama", **settings), max_length=200)
+    report = judged(build_tiny_model("llama", dtype=torch.bfloat16, **longrope(factor)), max_length=200)
     assert not report.isolated and report.max_change < report.tolerance
     assert [leak.module for leak in report.leaks] == ["LlamaRotaryEmbedding"]
-    parameters["long_factor"] = [1.0] * 4
-    report = judged(build_tiny_model("llama", **settings), max_length=200)
+    report = judged(build_tiny_model("llama", dtype=torch.bfloat16, **longrope(1.0)), max_length=200)
     assert report.isolated and report.equal and not report.leaks
 
 
@@ -341,8 +327,7 @@ def test_only_rope_that_depends_on_length_is_a_threshold():
     for parameters in (llama3, scaled | {"rope_type": "yarn"}, {"rope_type": "linear", "factor": 2.0}):
         config = build_tiny_model(rope_parameters=parameters, original_max_position_embeddings=48).config
         assert thresholds(config, 1024, 13) == thresholds(config, 32, 13) == ({}, {})
-    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    config = build_tiny_model(rope_parameters=scaled | factors | {"rope_type": "longrope"}).config
+    config = build_tiny_model(rope_parameters=longrope(2.0)["rope_parameters"]).config
     assert thresholds(config, 1024, 13) == ({"original_max_position_embeddings": 48}, {})
     assert thresholds(config, 32, 13) == ({}, {"original_max_position_embeddings": 48})
     config.rope_parameters["long_factor"] = [1.0] * 4
@@ -354,9 +339,7 @@ def test_only_rope_that_depends_on_length_is_a_threshold():
 
 @current_models
 def test_each_kind_of_layer_may_have_rope_of_its_own():
-    long = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    long |= {"original_max_position_embeddings": 48, "rope_theta": 10000.0}
-    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    plain, long = {"rope_type": "default", "rope_theta": 10000.0}, longrope(2.0)["rope_parameters"]
     model = build_tiny_model("gemma3", rope_parameters={"sliding_attention": plain, "full_attention": long})
     assert thresholds(model.config, 1024, 13)[0] == {"sliding_window": 16, "original_max_position_embeddings": 48}
     report = judged(model, max_length=64)
@@ -364,8 +347,7 @@ def test_each_kind_of_layer_may_have_rope_of_its_own():
 
 
 def test_what_lies_beyond_the_positions_of_the_model_is_no_threshold_of_a_shorter_run():
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    config = build_tiny_model("mistral", sliding_window=8192, rope_parameters=rope).config
+    config = build_tiny_model("mistral", sliding_window=8192, **DYNAMIC | {"max_position_embeddings": 4096}).config
     assert config.max_position_embeddings == 4096
     assert thresholds(config, 1024, 13) == thresholds(config, 4096, 13) == ({}, {})
     assert thresholds(config, None, 13) == ({}, {"max_position_embeddings": 4096})

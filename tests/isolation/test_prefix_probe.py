@@ -99,25 +99,19 @@ def test_the_probe_sees_keys_without_a_gradient():
     assert found.max_gradient > 1e-2 and not found.isolated
 
 
-def test_documents_under_other_attention_are_packed_whole():
-    model = zoo.build_model("llama")
-    with pytest.warns(UserWarning, match="enforce_flash_attention=False"):
-        packed = packed_model(model, enforce_flash_attention=False)
-    packed.prove(model)
-    assert "'sdpa'" in packed.prove_prefixes(model)
-
-
+@pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
 @pytest.mark.parametrize(
-    ("model_type", "config", "reason"),
+    ("model_type", "config", "settings", "reason"),
     [
-        ("gemma2", {}, "Gemma2Attention with softcap=50.0"),
-        ("llama", {"attention_dropout": 0.1}, "`attention_dropout=0.1`"),
+        ("llama", {}, {"enforce_flash_attention": False}, "'sdpa'"),
+        ("gemma2", {}, {}, "Gemma2Attention with softcap=50.0"),
+        ("llama", {"attention_dropout": 0.1}, {}, "`attention_dropout=0.1`"),
     ],
 )
-def test_documents_under_softcap_and_dropout_are_packed_whole(model_type, config, reason):
+def test_documents_under_other_attention_softcap_and_dropout_are_packed_whole(model_type, config, settings, reason):
     """The probe runs without dropout, so its rate is read from the config."""
     model = zoo.build_model(model_type, **config)
-    packed = packed_model(model)
+    packed = packed_model(model, **settings)
     packed.prove(model)
     assert packed.is_proved and not packed.repaired
     assert reason in packed.prove_prefixes(model)

@@ -32,6 +32,11 @@ SIZES = {
 }
 WINDOWED = {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+# RoPE that depends on the length of the sequence, from 48 tokens on
+DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "max_position_embeddings": 48,
+}
 ARCHITECTURES = {
     "llama": {},
     "qwen3": {"head_dim": 8},
@@ -72,6 +77,13 @@ ARCHITECTURES = {
     },
 }
 ALIASES = {"gemma3": "gemma3_text"}
+
+
+def longrope(long=4.0, length=48):
+    """RoPE that divides frequencies by `long` in sequences of more than `length` tokens."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [long] * 4, "original_max_position_embeddings": length}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0} | factors
+    return {"rope_parameters": rope, "max_position_embeddings": 256}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -4,7 +4,7 @@ Documents that all have their images in the same places prove nothing: a model t
 document gives the same result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -31,38 +31,6 @@ class ImageDocument:
         return len(self.values["input_ids"])
 
 
-def image_documents(images: ImageExamples, tokens: Callable[[int], Tensor], splits: bool = False) -> Examples:
-    """Four documents of unequal layout, and the same pack with another in the place of one.
-
-    The second ends with an image and the third begins with one, so a model that joins neighbouring images joins them.
-    The last has no image. With `splits` it is so long that the middle of the pack, where a part ends at every degree,
-    is in the middle of an image.
-    """
-    square, high, first, last = (images.image(*size) for size in (SQUARE, HIGH, WIDE, SQUARE))
-    head, tail, end = tokens(5), tokens(9), tokens(6)
-
-    def document(*parts: Any) -> ImageDocument:
-        return ImageDocument(images.joined(parts))
-
-    documents: Documents = [
-        document(head, square, tail),
-        document(tokens(3), first, tokens(4), last),
-        document(high, end),
-    ]
-    before = sum(map(len, documents[:2]))
-    documents.append(document(tokens(max(11, before - len(end)) if splits else 11)))
-    changes = [
-        (0, document(head, images.image(*SQUARE), tail)),  # another image
-        (0, document(head, images.image(*HIGH), tail)),  # of another size
-        (0, document(head, square, tokens(2), images.image(*WIDE), tail)),  # one image more
-        (0, document(tokens(8))),  # no image
-        (1, document(tokens(3), first, tokens(4), images.image(*SQUARE))),
-        (2, document(images.image(*HIGH), end)),
-        (2, document(tokens(7), high)),  # in another place
-    ]
-    return documents, [replaced(documents, {i: other}) for i, other in changes]
-
-
 class ImageProbe(Probe):
     """A `Probe` whose packs are those of training with images; documents of text alone are tensors of tokens.
 
@@ -75,9 +43,37 @@ class ImageProbe(Probe):
         super().__init__(model, degree, user_attention)
         self.images = images
 
+    def document(self, *parts: Any) -> ImageDocument:
+        """Of tokens and images in this order."""
+        return ImageDocument(self.images.joined(parts))
+
     def image_examples(self) -> Examples:
-        """Documents with images, and changes of them."""
-        return image_documents(self.images, self.tokens, splits=self.degree > 1)
+        """Four documents of unequal layout, and the same pack with another in the place of one.
+
+        The second ends with an image and the third begins with one, so a model that joins neighbouring images joins
+        them. The last has no image. Where ranks share the pack it is so long that the middle of the pack, where a part
+        ends at every degree, is in the middle of an image.
+        """
+        image, tokens, document = self.images.image, self.tokens, self.document
+        square, high, first, last = (image(*size) for size in (SQUARE, HIGH, WIDE, SQUARE))
+        head, tail, end = tokens(5), tokens(9), tokens(6)
+        documents: Documents = [
+            document(head, square, tail),
+            document(tokens(3), first, tokens(4), last),
+            document(high, end),
+        ]
+        before = sum(map(len, documents[:2]))
+        documents.append(document(tokens(max(11, before - len(end)) if self.degree > 1 else 11)))
+        changes = [
+            (0, document(head, image(*SQUARE), tail)),  # another image
+            (0, document(head, image(*HIGH), tail)),  # of another size
+            (0, document(head, square, tokens(2), image(*WIDE), tail)),  # one image more
+            (0, document(tokens(8))),  # no image
+            (1, document(tokens(3), first, tokens(4), image(*SQUARE))),
+            (2, document(image(*HIGH), end)),
+            (2, document(tokens(7), high)),  # in another place
+        ]
+        return documents, [replaced(documents, {i: other}) for i, other in changes]
 
     def _batch(self, documents: Sequence[Any], degree: int = 1) -> dict[str, Any]:
         values = [self._values(document) for document in documents]

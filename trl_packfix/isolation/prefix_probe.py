@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..data.prefix_collator import PrefixCollator
 from ..layout import layout_of
-from .image_probe import HIGH, SQUARE, WIDE, ImageDocument, ImageExamples, ImageProbe
+from .image_probe import HIGH, SQUARE, WIDE, ImageExamples, ImageProbe
 from .probe import FINEST, Examples, Probe, replaced
 from .probed_model import CannotRun
 
@@ -125,14 +125,10 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         share the pack, the middle of its rows, where a part ends, is in the middle of an image.
         The runs are in another order than the documents, so images in the order of documents would be seen.
         """
-        image = self.images.image
+        image, document = self.images.image, self.document
         head, other_head = self.tokens(TRUNK), self.tokens(BRANCH)
         square, wide, high = image(*SQUARE), image(*WIDE), image(*HIGH)
         question, between = self.tokens(6), self.tokens(3)
-
-        def document(*parts: Any) -> ImageDocument:
-            return ImageDocument(self.images.joined(parts))
-
         documents = [
             document(head, square, question, self.tokens(9)),
             document(other_head, wide, self.tokens(5)),

@@ -1,7 +1,7 @@
 """Find where information crosses: the smallest modules in which one document of a pack changes another."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -48,17 +48,14 @@ def find_leaks(probe: Probe, case: Case, tolerance: float, *, positions_only: bo
     # All values of a long pack may not fit on the device beside the model.
     recording = partial(_recorded, modules, positions_only=positions_only, on_host=case.large)
     lengths = [*map(len, case.documents)]
-    with recording(sum(lengths)) as first:
-        probe.packed(case.documents, case.large)
+    first = recording(sum(lengths), partial(probe.packed, case.documents, case.large))
     if case.variant is None:
         (i,) = case.same
         ids = case.documents[i]
-        with recording(probe.row_length(ids)) as second:
-            probe.alone(ids, case.large)
+        second = recording(probe.row_length(ids), partial(probe.alone, ids, case.large))
         pairs = [(_span(lengths, i), slice(0, len(ids)))]
     else:
-        with recording(sum(map(len, case.variant))) as second:
-            probe.packed(case.variant, case.large)
+        second = recording(sum(map(len, case.variant)), partial(probe.packed, case.variant, case.large))
         pairs = _shared(case)
     return _smallest([*_leaks(modules, first, second, pairs=pairs, tolerance=tolerance)])
 
@@ -87,18 +84,14 @@ def find_origins(probe: Probe, case: Case, tolerance: float) -> list[Leak]:
     modules = dict(probe.inner.named_modules())
     pairs = _shared(case)
     num_tokens = sum(map(len, case.documents))
-    with _recorded(modules, num_tokens) as first:
-        probe.packed(case.documents)
+    first = _recorded(modules, num_tokens, partial(probe.packed, case.documents))
 
     # The other runs are compared while they run, so that only one run needs memory.
     repeats: set[tuple[str, int]] = set()  # calls with the same outputs in a repeated run
 
     def note_repeat(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
-        if (
-            outputs
-            and call < len(first.get(name, []))
-            and not _moved(first[name][call][1], outputs, [(slice(None), slice(None))])
-        ):
+        calls = first.get(name, [])
+        if outputs and call < len(calls) and not _moved(calls[call][1], outputs, [(slice(None), slice(None))]):
             repeats.add((name, call))
 
     moved: dict[str, Leak] = {}
@@ -135,10 +128,13 @@ def find_wrong_parts(probe: Probe, tolerance: float) -> list[Leak]:
     """
     documents = [*probe.tokens(PART_TOKENS * probe.degree).split(DOCUMENT_TOKENS)]
     modules = dict(probe.inner.named_modules())
-    with _recorded(modules, PART_TOKENS * probe.degree) as whole:
-        probe.whole(documents)
-    with _recorded(modules, PART_TOKENS) as part, suppress(CannotRun):  # modules that run are recorded
-        probe.packed(documents)
+    whole = _recorded(modules, PART_TOKENS * probe.degree, partial(probe.whole, documents))
+
+    def run() -> None:
+        with suppress(CannotRun):  # modules that run are recorded
+            probe.packed(documents)
+
+    part = _recorded(modules, PART_TOKENS, run)
     first = dist.get_rank(group_of(probe.degree)) * PART_TOKENS
     pairs = [(slice(first, first + PART_TOKENS), slice(None))]
     leaks = [*_leaks(modules, whole, part, pairs=pairs, tolerance=tolerance)]
@@ -166,13 +162,8 @@ def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions
     """Innermost modules whose positions count up in each document, but from a different start than alone."""
     lengths = [len(ids) for ids in documents]
     recording = partial(_recorded, dict(probe.inner.named_modules()))
-    with recording(sum(lengths)) as packed:
-        probe.packed(documents)
-    alone = []
-    for ids in documents:
-        with recording(probe.row_length(ids)) as records:
-            probe.alone(ids)
-        alone.append(records)
+    packed = recording(sum(lengths), partial(probe.packed, documents))
+    alone = [recording(probe.row_length(ids), partial(probe.alone, ids)) for ids in documents]
     shifted = []
     for name in packed:
         for place, (axis, values) in packed[name][0][0].items():
@@ -207,11 +198,15 @@ def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
     return raised[-1] if raised else None
 
 
-@contextmanager
 def _recorded(
-    modules: dict[str, nn.Module], num_tokens: int, *, positions_only: bool = False, on_host: bool = False
-) -> Iterator[Records]:
-    """Within this context, record inputs and outputs of each call that have an axis of `num_tokens`."""
+    modules: dict[str, nn.Module],
+    num_tokens: int,
+    run: Callable[[], object],
+    *,
+    positions_only: bool = False,
+    on_host: bool = False,
+) -> Records:
+    """Inputs and outputs of each call in a run that have an axis of `num_tokens`."""
     records: Records = {}
 
     def note(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
@@ -219,7 +214,8 @@ def _recorded(
             records.setdefault(name, []).append((inputs, outputs or {}))
 
     with watching(modules, partial(_by_token, num_tokens=num_tokens, on_host=on_host), note):
-        yield records
+        run()
+    return records
 
 
 def _inside(name: str, parent: str) -> bool:

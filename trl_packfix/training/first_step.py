@@ -101,7 +101,7 @@ class FirstStep:
         if (why := self._why_not()) is not None:
             return StepComparison(f"not compared with unpacked training: {why}")
         packs = self._packs()
-        if not self._summed(sum(map(num_trained, _documents(packs[0])))):
+        if not self._summed(sum(map(num_trained, packs[0].documents))):
             return StepComparison("not compared with unpacked training: no trained token in the first documents")
         with self._undisturbed():
             packed, unpacked = self._packed(packs), self._unpacked(packs)
@@ -118,7 +118,7 @@ class FirstStep:
             if self._probe.is_beyond(gap, limit):
                 problem = self._what_differs(packs, packed, unpacked, limit=limit)
         self._run.model.zero_grad(set_to_none=True)
-        self.longest_compared = self._most(max(length(each) for pack in packs for each in _documents(pack)))
+        self.longest_compared = self._most(max(length(each) for pack in packs for each in pack.documents))
         if not self._has_collectives:  # then each rank compares longer documents when it meets them
             self._probe = self._probe_of(self._alone)
         text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked ({gap[0]:.0e})"
@@ -163,17 +163,16 @@ class FirstStep:
 
     # Documents
 
-    def _packs(self) -> list[Any]:
+    def _packs(self) -> list[PartOf]:
         """Two packs of this rank with unequal numbers of tokens, one of them of one document."""
         found, degree, index = first_documents(self._data, self._run.train_dataset)
         documents = chosen(found)
-        if degree == 1:
-            return [documents, [max(documents, key=length)]]
-        return [PartOf(pack, degree, index) for pack in (documents, documents[1:])]  # one has too few tokens for parts
+        others = documents[1:] if degree > 1 else [max(documents, key=length)]  # one has too few tokens for parts
+        return [PartOf(pack, degree, index) for pack in (documents, others)]
 
     # Packed
 
-    def _packed(self, packs: list[Any]) -> _Step:
+    def _packed(self, packs: list[PartOf]) -> _Step:
         run, model, keys = self._run, self._probe.model, [WEIGHTS] if self._run.args.weight_column else []
         batches = [self._probe.moved(self._data.training_collator(keys)(pack)) for pack in packs]
         if run.accelerator.num_processes > 1 and (run.args.tokens_per_rank or self._data.ranks.copies > 1):
@@ -196,13 +195,13 @@ class FirstStep:
 
     # Unpacked
 
-    def _unpacked(self, packs: list[Any]) -> _Step:
+    def _unpacked(self, packs: list[PartOf]) -> _Step:
         """The same step from rows, without collator, packed attention, fused LM head and loss of the trainer."""
         run, args = self._run, self._run.args
-        owns = not isinstance(packs[0], PartOf) or packs[0].index == 0  # of ranks that share a pack, the first
-        documents = _documents(packs[0])  # which has those of the others, too
+        owns = packs[0].index == 0  # of ranks that share a pack, the first
+        documents = packs[0].documents  # which has those of the others, too
         factors, parts = [0.0] * len(documents), 0.0
-        for document in (document for pack in packs for document in _documents(pack)):
+        for document in (document for pack in packs for document in pack.documents):
             weight = owns * float(document.get(WEIGHTS, 1.0))
             by_document = args.document_weighting == "document"
             i = next(i for i, each in enumerate(documents) if each is document)
@@ -218,9 +217,9 @@ class FirstStep:
         if run.aux_loss_enabled:
             num_packs = self._summed(owns * len(packs)) / copies
             for pack in packs:
-                with self._as_given(_documents(pack)):
+                with self._as_given(pack.documents):
                     total += self._backward(
-                        self._aux_loss(_documents(pack)) * owns * run.router_aux_loss_coef / num_packs
+                        self._aux_loss(pack.documents) * owns * run.router_aux_loss_coef / num_packs
                     )
         return _Step(self._summed(total) / copies, self._products(is_summed=False))
 
@@ -360,7 +359,7 @@ class FirstStep:
 
     # What differs
 
-    def _what_differs(self, packs: list[Any], packed: _Step, unpacked: _Step, *, limit: list[float]) -> str:
+    def _what_differs(self, packs: list[PartOf], packed: _Step, unpacked: _Step, *, limit: list[float]) -> str:
         found = []
         if self._probe.is_beyond(self._gaps(packed, unpacked)[:1], limit[:1]):
             found.append(f"the loss is {packed.loss:.5g} packed and {unpacked.loss:.5g} unpacked")
@@ -371,9 +370,10 @@ class FirstStep:
                 found.append(
                     f"gradients of {count} parameters differ, of `{self._names[worst]}` by {by_name[worst]:.1e}"
                 )
-        for i, document in enumerate(_documents(packs[0])):  # alone trained, among others that are not
-            pack = [each if j == i else masked(each) for j, each in enumerate(_documents(packs[0]))]
-            ours, theirs = self._packed([_with(packs[0], pack)]), self._unpacked([_with(packs[0], [document])])
+        for i, document in enumerate(packs[0].documents):  # alone trained, among others that are not
+            pack = [each if j == i else masked(each) for j, each in enumerate(packs[0].documents)]
+            ours = self._packed([replace(packs[0], documents=pack)])
+            theirs = self._unpacked([replace(packs[0], documents=[document])])
             gap = self._gaps(ours, theirs)
             if self._probe.is_beyond(gap, limit):
                 found.append(
@@ -410,11 +410,3 @@ class FirstStep:
                 hooks.alpha = alpha
             for name, value in before.items():
                 setattr(run, name, value)
-
-
-def _documents(pack: Any) -> list[Document]:
-    return pack.documents if isinstance(pack, PartOf) else pack
-
-
-def _with(pack: Any, documents: list[Document]) -> Any:
-    return replace(pack, documents=documents) if isinstance(pack, PartOf) else documents

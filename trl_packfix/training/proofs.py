@@ -16,13 +16,7 @@ logger = logging.get_logger(__name__)
 def prove_prefixes(run: Run, data: TrainingData, wrapped: nn.Module) -> str | None:
     """Prove that documents that begin alike are what they are alone; where they are not, pack documents whole.
 
-    All ranks must call it. The packed model must be proved.
-
-    Returns why documents are packed whole; None if they share.
-
-    Raises:
-        PackingLeakError: it fails, and `share_prefixes="family"` has planned packs that hold more tokens than fit
-            without sharing, or `on_leak="raise"`.
+    All ranks must call it. The packed model must be proved. Returns why documents are packed whole; None if they share.
     """
     with run.packed_model.attending(), run.compute_loss_context_manager():
         reason = run.packed_model.prove_prefixes(wrapped)
@@ -42,13 +36,7 @@ def prove_prefixes(run: Run, data: TrainingData, wrapped: nn.Module) -> str | No
 
 
 def prove_degrees(run: Run, degrees: Iterable[int]) -> list[IsolationReport]:
-    """Make the process groups of all degrees, and prove isolation at each. All ranks must call it.
-
-    Groups and proofs that exist are kept.
-
-    Raises:
-        PackingLeakError: the model cannot be trained on parts of a pack.
-    """
+    """Make the process groups of all degrees, and prove isolation at each, once. All ranks must call it."""
     degrees = [degree for degree in degrees if degree > 1]
     make_groups(degrees, run.args.ddp_timeout_delta)
     with run.packed_model.attending(), run.compute_loss_context_manager():
