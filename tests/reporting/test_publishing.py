@@ -38,18 +38,8 @@ def test_the_report_is_eleven_lines_of_at_most_100_columns(run, capsys):
     plain = capsys.readouterr().out
     assert max(map(len, plain.splitlines())) <= 100 and plain.isascii()
     assert len(plain.splitlines()) == 14, "eleven where nothing is cut: three say that and warn"
-    told = (
-        f"{report.num_packs:,} packs",
-        f"{report.efficiency:.2%}",
-        "passed: changing one document",
-        "lost",
-        "truncated",
-    )
-    assert all(text in plain for text in told)
-    assert report.lengths.line() in plain
-    console = Console(force_terminal=True, width=100, record=True, file=io.StringIO())
-    report.show(console)
-    assert "Packing report" in console.export_text()
+    told = ["passed: changing one document", "lost", "truncated", report.lengths.line()]
+    assert all(text in plain for text in (f"{report.num_packs:,} packs", f"{report.efficiency:.2%}", *told))
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -63,10 +53,9 @@ def test_the_report_on_a_terminal_is_whole(width):
     show_lines("Packing report", lines, console)
     shown = console.file.getvalue().splitlines()
     cells = [line.split("\u2502")[1:3] for line in shown if "\u2502" in line]
-    assert max(map(len, shown)) <= width and [label.strip() for label, _ in cells if label.strip()] == [
-        label for label, _ in lines
-    ]
-    assert "".join("".join(text.split()) for _, text in cells) == "".join("".join(text.split()) for _, text in lines)
+    assert max(map(len, shown)) <= width and shown[0].startswith("Packing report")
+    for shown_column, column in zip(zip(*cells, strict=True), zip(*lines, strict=True), strict=True):
+        assert "".join("".join(shown_column).split()) == "".join("".join(column).split())
 
 
 def test_loggers_get_the_numbers_of_the_report(run):
