@@ -236,9 +236,7 @@ def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
     if isinstance(args, trl.SFTConfig):
         # Copied field by field: constructing it again would run `__post_init__` a second time.
         ours = object.__new__(SFTConfig)
-        for name in (f.name for f in fields(SFTConfig) if f.name not in vars(args)):
-            setattr(ours, name, SFTConfig.__dataclass_fields__[name].default)
-        vars(ours).update(vars(args))
+        vars(ours).update({each.name: each.default for each in fields(SFTConfig)} | vars(args))
         check_config(ours)
         return ours
     warnings.warn(
