@@ -1,4 +1,4 @@
-"""Liger's kernels on packs: those that work row by row are accepted and proved, its losses are refused.
+"""Liger's kernels on packs: those that work row by row are accepted and proved.
 
 Without Liger its entry point is played, and changes the model as it does. Where it is installed, `on_liger.py` runs its
 Triton kernels by Triton's interpreter.
@@ -81,12 +81,6 @@ def test_a_kernel_that_mixes_rows_is_found(played, tmp_path):
     run = trainer(tmp_path, texts(24), use_liger_kernel=True, on_leak="raise", **SETTINGS)
     with pytest.raises(PackingLeakError, match="norm"):
         run.train()
-
-
-@pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "cross_entropy"])
-def test_its_losses_are_refused(name, tmp_path):
-    with pytest.raises(ValueError, match=rf"`{name}=True` in `liger_kernel_config` was given with `use_liger_kernel"):
-        trainer(tmp_path, texts(4), use_liger_kernel=True, liger_kernel_config={name: True})
 
 
 @pytest.mark.slow
