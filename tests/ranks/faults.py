@@ -348,16 +348,15 @@ ALL["other_images_unseen"] = together(ALL["other_images"], unseen)
 ALL["other_texts"] = unseen  # with other texts on a rank: `training.other_texts`
 
 
-def make_groups_only(trainer, degrees) -> None:
-    """In place of the proof on parts of packs."""
-    exchange.make_groups(degrees)
-
-
 # In place of the comparison of the first step, which sees most of these faults (tests/training/test_first_step.py)
 uncompared = mock.patch.object(FirstStep, "compare", lambda self: StepComparison("not compared"))
 
 
 @contextmanager
 def behind_proofs():
-    with mock.patch("trl_packfix.training.callbacks.prove_degrees", make_groups_only), uncompared:
+    """In place of the proof on parts of packs groups are made only."""
+    make_groups = mock.patch(
+        "trl_packfix.training.callbacks.prove_degrees", lambda trainer, degrees: exchange.make_groups(degrees)
+    )
+    with make_groups, uncompared:
         yield

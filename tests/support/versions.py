@@ -25,9 +25,6 @@ trl_trains = pytest.mark.skipif(
 evaluates_own_losses = pytest.mark.skipif(
     Version("1.15") > TRL, reason="the default loss of TRL below 1.15 cannot be combined with a loss of the user"
 )
-divides_router_loss = pytest.mark.skipif(
-    Version("1.15") > TRL, reason="TRL below 1.15 adds the router loss of each micro-batch undivided"
-)
 # Architectures and their masks as in the versions of constraints.txt
 current_models = pytest.mark.skipif(
     Version("5.20") > TRANSFORMERS, reason="transformers below 5.20 lacks this model type, or builds it differently"

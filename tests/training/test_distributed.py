@@ -65,14 +65,6 @@ def count(seen: list[list[list[int]]]) -> Counter[int]:
     return Counter(chain.from_iterable(chain.from_iterable(seen)))
 
 
-def epochs_of(result: dict, num_epochs: int = 2) -> list[list[list[list[int]]]]:
-    """`seen` of each epoch; all ranks and epochs have the same number of micro-batches."""
-    (total,) = {len(micro_batches) for micro_batches in result["seen"]}
-    length, rest = divmod(total, num_epochs)
-    assert rest == 0
-    return [[rank[epoch * length : (epoch + 1) * length] for rank in result["seen"]] for epoch in range(num_epochs)]
-
-
 def step_documents(result: dict, accumulation: int = 2) -> list[list[int]]:
     """The documents of every optimizer step, over all ranks."""
     steps = range(0, len(result["seen"][0]), accumulation)
@@ -86,7 +78,9 @@ def step_documents(result: dict, accumulation: int = 2) -> list[list[int]]:
 def test_every_document_once_per_epoch(result, scenario):
     found = result(scenario)
     assert found["synchronisation"] == ("step" if found["engine"] == ENGINES["ddp"] else "micro")
-    first, second = epochs_of(found)
+    half, rest = divmod(len(found["seen"][0]), 2)
+    assert rest == 0 and {len(rank) for rank in found["seen"]} == {2 * half}
+    first, second = ([rank[epoch * half : (epoch + 1) * half] for rank in found["seen"]] for epoch in range(2))
     for epoch in (first, second):
         assert count(epoch) == Counter(range(NUM_DOCUMENTS))
         assert max(map(len, chain(*epoch))) > 2, "nothing was packed"
@@ -219,23 +213,17 @@ def test_what_cannot_work_is_refused_on_all_ranks(launch, engine, name, step, me
 # Restart
 
 
-def check_restart(resumed: dict) -> None:
-    whole, stop, per_epoch = resumed["whole"], resumed["stop"], resumed["per_epoch"]
-    assert resumed["engine"] == whole["engine"]
-    assert per_epoch < stop < 2 * per_epoch, "not in the middle of epoch two"
-    assert whole["num_steps"] == resumed["num_steps"] == 3 * per_epoch
-    assert resumed["seen"] == [micro_batches[stop * 2 :] for micro_batches in whole["seen"]]
-    assert resumed["losses"] == whole["losses"]
-    assert resumed["num_tokens"] == whole["num_tokens"]
-
-
 @pytest.mark.parametrize(
     "engine, name", [*((e, f"restart_{e}") for e in WHOLE), ("ddp", "restart_workers"), ("ddp", "restart_minibatch")]
 )
 def test_restart_in_the_middle_of_epoch_two_is_exact(result, engine, name):
     found = result(name)
-    check_restart(found)
-    gap = (found["weights"] - found["whole"]["weights"]).norm() / found["weights"].norm()
+    whole, stop, per_epoch = found["whole"], found["stop"], found["per_epoch"]
+    assert found["engine"] == whole["engine"] and per_epoch < stop < 2 * per_epoch
+    assert whole["num_steps"] == found["num_steps"] == 3 * per_epoch
+    assert found["seen"] == [micro_batches[stop * 2 :] for micro_batches in whole["seen"]]
+    assert found["losses"] == whole["losses"] and found["num_tokens"] == whole["num_tokens"]
+    gap = (found["weights"] - whole["weights"]).norm() / found["weights"].norm()
     assert gap == 0 if engine == "ddp" else gap < 1e-6
     saved = AutoModelForCausalLM.from_pretrained(found["saved"])
     assert torch.equal(torch.cat([p.detach().double().flatten() for p in saved.parameters()]), found["weights"])
