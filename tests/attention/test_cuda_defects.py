@@ -266,20 +266,16 @@ def test_roundings_are_drawn_on_the_device(tiny_model, monkeypatch):
 def test_values_of_modules_stay_on_the_device():
     """Those of long packs, which may not fit beside the model, go to the host: from here they cannot."""
     module, states = nn.Linear(4, 4, device="meta"), torch.zeros(1, 5, 4, device="meta")
-    with tracing._recorded({"": module}, 5) as records:
-        module(states)
-    ((given, made),) = records[""]
+    ((given, made),) = tracing._recorded({"": module}, 5, lambda: module(states))[""]
     assert {values.device.type for each in (given, made) for _, values in each.values()} == {"meta"}
-    with tracing._recorded({"": module}, 5, on_host=True), pytest.raises(NotImplementedError, match="copy out"):
-        module(states)
+    with pytest.raises(NotImplementedError, match="copy out"):
+        tracing._recorded({"": module}, 5, lambda: module(states), on_host=True)
 
 
 def test_recorded_values_are_those_before_a_change_in_place():
     module = nn.Identity()
     states = torch.ones(1, 5, 4)
-    with tracing._recorded({"": module}, 5) as records:
-        module(states)
-        states.zero_()
+    records = tracing._recorded({"": module}, 5, lambda: module(states).zero_())
     assert records[""][0][0]["input"][1].sum() == 20
 
 
