@@ -100,12 +100,9 @@ def images(q, k, v):
 ROWS, RUNS = shared_runs()
 CALLS = {
     "plain": (sum(LENGTHS), documents()),
-    "window": (sum(LENGTHS), documents(50)),
-    "sinks": (sum(LENGTHS), documents(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))),
     "window, sinks": (sum(LENGTHS), documents(50, torch.tensor([0.5, -1.0, 2.0, 0.0]))),
     "tower": (sum(LENGTHS), images),
     "prefixes": (ROWS, lambda q, k, v: attend_shared_on_cuda(q, k, v, RUNS, scale=0.125)),
-    "prefixes, window": (ROWS, lambda q, k, v: attend_shared_on_cuda(q, k, v, RUNS, scale=0.125, window=20)),
     "prefixes, chunk": (ROWS, lambda q, k, v: attend_shared_on_cuda(q, k, v, RUNS, scale=0.125, chunk=16)),
 }
 

@@ -282,24 +282,6 @@ def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
     assert on_meta.shape == found.shape
 
 
-def test_chunks_reach_the_cuda_kernel(monkeypatch):
-    """Documents longer than a chunk of Llama 4, which its mask alone knows; nothing is read from the device."""
-    monkeypatch.setattr(flash, "CUDA_DTYPES", (torch.float64,))
-    monkeypatch.setattr(varlen, "runs_flash", lambda *args, **kwargs: True)
-
-    class Config:
-        layer_types, attention_chunk_size = ["chunked_attention"], 16
-
-    layer = Layer()
-    layer.config, layer.layer_idx = Config(), 0
-    query, key, value = random_inputs()
-    with StrictVarlen() as calls:
-        out, _ = varlen_attention(layer, query, key, value, None, scaling=1.0, **FROM_KWARGS)
-    chunks = [min(16, n - start) for n in LENGTHS for start in range(0, n, 16)]
-    assert largest_difference([out], [dense_attention(query, key, value, chunks, 1.0).transpose(1, 2)]) < 1e-12
-    assert len(calls.forwards) == 1
-
-
 def test_what_runs_on_flash_is_decided_without_a_look_at_the_device(monkeypatch):
     class OnCuda:
         device, dtype = torch.device("cuda"), torch.bfloat16
@@ -417,20 +399,23 @@ def test_boundaries_from_any_source():
         check(Layer().eval())
 
 
-def test_chunks_and_windows_that_only_layer_types_name():
-    class Config:
-        layer_types = ["chunked_attention", "sliding_attention", "full_attention"]
-        attention_chunk_size, sliding_window = 16, 16
-
-    query, key, value = random_inputs()
-    layer = Layer()
-    layer.config = Config()
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_chunks_and_windows_that_only_layer_types_name(on_cuda, monkeypatch):
+    """Documents longer than a chunk of Llama 4, which its mask alone knows; on CUDA in one launch."""
+    monkeypatch.setattr(flash, "CUDA_DTYPES", (torch.float64,))
+    monkeypatch.setattr(varlen, "runs_flash", lambda *args, **kwargs: on_cuda)
+    layer, (query, key, value) = Layer(), random_inputs()
+    layer.config = SimpleNamespace(
+        layer_types=["chunked_attention", "sliding_attention", "full_attention"],
+        attention_chunk_size=16,
+        sliding_window=16,
+    )
     chunks = [min(16, n - start) for n in LENGTHS for start in range(0, n, 16)]
-    expected = [(chunks, None), (LENGTHS, 16), (LENGTHS, None)]
-    for layer.layer_idx, (lengths, window) in enumerate(expected):
-        out, _ = varlen_attention(layer, query, key, value, None, scaling=1.0, **FROM_KWARGS)
+    for layer.layer_idx, (lengths, window) in enumerate([(chunks, None), (LENGTHS, 16), (LENGTHS, None)]):
+        with StrictVarlen() as calls:
+            out, _ = varlen_attention(layer, query, key, value, None, scaling=1.0, **FROM_KWARGS)
         want = dense_attention(query, key, value, lengths, 1.0, window=window).transpose(1, 2)
-        assert largest_difference([out], [want]) < 1e-12
+        assert largest_difference([out], [want]) < 1e-12 and len(calls.forwards) == on_cuda
 
 
 def test_autocast_decides_the_dtype():

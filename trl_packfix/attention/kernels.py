@@ -155,11 +155,7 @@ def chunk_bounds(cu_seq_lens: Tensor, num_tokens: int, chunk: int) -> Tensor:
 def attend_by_document(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], is_causal: bool = True, **options: Unpack[Features]
 ) -> Tensor:
-    """The same on any device, without a flash kernel and without a (T, T) mask.
-
-    Documents of similar length are rows of one right-padded batch of at most T padded tokens. Not causal, only
-    documents of one length, such as the windows of images, share a batch.
-    """
+    """The same on any device, in right-padded batches of at most T padded tokens; not causal, of one length each."""
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(kernel_head_dim(query, value), query, key, value)
     rows = _document_rows(tuple(length for length in lengths if length), query.device, is_causal)

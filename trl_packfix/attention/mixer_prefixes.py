@@ -5,10 +5,7 @@ the row before it in its documents. All pieces of one level are computed togethe
 which leave a state as it is. So the number of levels is the depth of the forest, and each row is computed once. In a
 forest deeper than `MAX_LEVELS`, such as that of a long conversation with one sample per turn, a level has paths of
 several pieces. Then the scan (and nothing else) runs again on the first pieces of paths that have them in common.
-Gradients run through the states.
-
-The rows before a run lie anywhere before it in the pack. So ranks do not share such a pack: a convolution would read
-rows of several other parts.
+Gradients run through the states. Ranks do not share such a pack: a convolution would read rows of several other parts.
 """
 
 from collections.abc import Callable, Sequence

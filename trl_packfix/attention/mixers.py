@@ -46,9 +46,15 @@ def run_scan(scan: Scan, running: PackedForward) -> Tensor:
     exchange = None
     if running.degree > 1:
         exchange = HeadExchange(scan.values[0].shape[2], scan.keys[0].shape[2], running.degree)
-        values, keys = _to_heads(exchange, list(scan.values), list(scan.keys))
+        states, num_values = [*scan.values, *scan.keys], len(scan.values)
+        for dtype in dict.fromkeys(x.dtype for x in states):  # such as fp32 for the decay, beside values in bf16
+            chosen = [i for i, x in enumerate(states) if x.dtype == dtype]
+            wide = [states[i].unsqueeze(-1) if states[i].dim() == 3 else states[i] for i in chosen]
+            first_key, by_head = sum(i < num_values for i in chosen), [x.transpose(1, 2) for x in wide]
+            for i, x in zip(chosen, exchange.to_heads(by_head[:first_key], by_head[first_key:]), strict=True):
+                states[i] = x.transpose(1, 2).squeeze(-1) if states[i].dim() == 3 else x.transpose(1, 2)
         parameters = [None if parameter is None else parameter[exchange.heads] for parameter in scan.parameters]
-        scan = scan._replace(values=values, keys=keys, parameters=parameters)
+        scan = scan._replace(values=states[:num_values], keys=states[num_values:], parameters=parameters)
     if running.kv_index is not None:
         out = run_levels(scan, running)
     elif scan.boundaries is not None:
@@ -62,23 +68,6 @@ def run_scan(scan: Scan, running: PackedForward) -> Tensor:
             outs.append(scan.call(values, keys, scan.parameters))
         out = rows.join(outs, TOKENS)
     return out if exchange is None else exchange.to_tokens(out.transpose(1, 2))
-
-
-def _to_heads(exchange: HeadExchange, values: list[Tensor], keys: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The own heads of all T tokens, from all heads of the tokens of this part."""
-    exchanged: dict[int, Tensor] = {}
-    both = [*values, *keys]
-    for dtype in dict.fromkeys(x.dtype for x in both):  # such as fp32 for the decay, beside values in bf16
-        chosen = [i for i, x in enumerate(both) if x.dtype == dtype]
-        wide = [x.unsqueeze(-1) if x.dim() == 3 else x for x in (both[i] for i in chosen)]
-        num_values = sum(i < len(values) for i in chosen)
-        states = [x.transpose(1, 2) for x in wide]
-        got = exchange.to_heads(states[:num_values], states[num_values:])
-        for i, x in zip(chosen, got, strict=True):
-            x = x.transpose(1, 2)
-            exchanged[i] = x.squeeze(-1) if both[i].dim() == 3 else x
-    ordered = [exchanged[i] for i in range(len(both))]
-    return ordered[: len(values)], ordered[len(values) :]
 
 
 def _boundaries(running: PackedForward, name: str, like: Tensor) -> Tensor:

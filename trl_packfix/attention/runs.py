@@ -3,20 +3,14 @@
 Each run of rows attends to the rows of its document that come before it, and causally to itself. `kv_index` names the
 keys of each run; the last of them are its own rows.
 
-    device  features                how
-    CPU     full attention, sinks   the flash kernel: each run by itself, then with the keys before it looked up, merged
-                                    by log-sum-exp
-    CPU     windows, chunks         the flash kernel on tiles of queries with keys looked up
-    CUDA    all of them             FlashAttention-2 as built into torch over the keys of all runs, copied end to end:
-                                    one launch, or several that copy at most `COPIED_BYTES` each
+    CPU     the flash kernel: each run by itself, then with the keys before it looked up, merged by log-sum-exp; with
+            windows and chunks on tiles of queries
+    CUDA    FlashAttention-2 as built into torch over the keys of all runs, copied end to end: one launch, or several
+            that copy at most `COPIED_BYTES` each
 
-Where no flash kernel runs there is no such attention, and documents are packed whole.
-
-Nothing copied is saved for backward. Gradients of keys and values are summed in at least fp32 over all documents that
-share them; with `torch.use_deterministic_algorithms` torch sums them in one order.
-
-Shapes: T rows, N runs, K keys of all runs, H query heads, G key/value heads, D head dimension.
-    query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
+Where no flash kernel runs there is no such attention, and documents are packed whole. Nothing copied is saved for
+backward. Gradients of keys and values are summed in at least fp32 over all documents that share them; with
+`torch.use_deterministic_algorithms` torch sums them in one order. Shapes are those in `kernels.py`, for T rows.
 """
 
 from itertools import pairwise
