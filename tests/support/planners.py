@@ -1,6 +1,6 @@
 """The planner of the epochs of a run, and a stream of packs, from the settings that a test changes."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from trl_packfix.data.documents import Documents
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.stream import PackedStream
 from trl_packfix.planning.packing import Packing
+from trl_packfix.planning.schedule import Schedule
+from trl_packfix.planning.units import Units
 
 
 def make_epochs(
@@ -25,6 +27,13 @@ def make_epochs(
     """Documents -> planner. `settings`: other fields of `Packing`."""
     sizes = {"batch_size": batch_size, "accumulation": accumulation, "world_size": world_size}
     return EpochPlanner(documents, Packing(strategy=strategy, max_length=max_length, **sizes, **settings))
+
+
+def of_units(plan: EpochPlanner, epoch: int = 0) -> tuple[Schedule, Units]:
+    """What is balanced: the schedule of the units of an epoch, and these."""
+    schedule, units = plan.schedule(epoch), plan.units(epoch)
+    order, offsets = units.of(schedule.order, schedule.offsets)
+    return replace(schedule, order=order, offsets=offsets), units
 
 
 def make_stream(dataset: IterableDataset, **settings: Any) -> PackedStream:
