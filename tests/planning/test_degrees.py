@@ -10,7 +10,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import time_bound
-from support.planners import make_epochs
+from support.planners import make_epochs, of_units
 from test_scheduling import KINDS, rows_of
 from test_scheduling import documents_of as scheduled_documents
 from transformers import AutoConfig
@@ -77,9 +77,7 @@ def test_never_slower_than_one_degree_for_the_run(kind, num, seed, world, accumu
     share_prefixes = "family" if kind == "families" else "off"
     how = {"accumulation": accumulation, "speeds": speeds, "cost_model": costs, "share_prefixes": share_prefixes}
     run = planner(documents, *world, **how)
-    units, packing, schedule = run.units(), run.packing, run.schedule(epoch)
-    order, offsets = units.of(schedule.order, schedule.offsets)
-    schedule = replace(schedule, order=order, offsets=offsets)
+    (schedule, units), packing = of_units(run, epoch), run.packing
     seconds = modelled_time(schedule, units, packing.parallel).seconds.sum()
     assert time_bound(schedule, units, packing.bins, parallel=packing.parallel) <= seconds * (1 + 1e-9)
     members = map(schedule.step_documents, range(schedule.num_steps))

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.planners import make_epochs
+from support.planners import make_epochs, of_units
 
 from trl_packfix.data.documents import Documents
 from trl_packfix.data.epochs import EpochPlanner, unpacked_order
@@ -56,25 +56,23 @@ def planner(lengths, strategy, max_length=12, **kwargs) -> EpochPlanner:
 
 def slot_rows(plan: EpochPlanner, epoch: int) -> np.ndarray:
     """Rows of the units in each slot."""
-    schedule, units = plan.schedule(epoch), plan.units(epoch)
-    planned, offsets = units.of(schedule.order, schedule.offsets)
-    return np.diff(np.concatenate([[0], np.cumsum(units.rows[planned])])[offsets])
+    schedule, units = of_units(plan, epoch)
+    return schedule.slot_sums(units.rows).ravel()
 
 
 def problems_of_packs(plan: EpochPlanner, epoch: int) -> set[str]:
     """What is wrong with the packs of an epoch and the documents of its steps."""
     packing, documents, found = plan.packing, plan.documents, set()
-    schedule, units = plan.schedule(epoch), plan.units(epoch)
-    planned, offsets = units.of(schedule.order, schedule.offsets)
+    schedule, (planned, units) = plan.schedule(epoch), of_units(plan, epoch)
     rows = slot_rows(plan, epoch).reshape(-1, packing.world_size)
     capacity = packing.tokens_per_rank * schedule.degrees[:, None] if packing.tokens_per_rank else packing.capacity
-    if (rows > capacity).any() or len(planned) != len(set(planned.tolist())):
+    if (rows > capacity).any() or len(planned.order) != len(set(planned.order.tolist())):
         found.add("a pack is above the capacity, or a unit is divided")
     if len(set(schedule.order.tolist())) + schedule.num_skipped != len(documents):
         found.add("a document is missing or twice")
     if schedule.num_skipped and not packing.drop_last:
         found.add("documents are left out")
-    for step, sizes in enumerate(np.diff(offsets).reshape(schedule.num_steps, -1)):
+    for step, sizes in enumerate(np.diff(planned.offsets).reshape(schedule.num_steps, -1)):
         if not sizes.any():
             found.add("a step without a document")
         if packing.parallel is None and (sizes == 0).any() and sizes.max() > 1:
@@ -84,8 +82,7 @@ def problems_of_packs(plan: EpochPlanner, epoch: int) -> set[str]:
             order = unpacked_order(num, packing.seed, epoch) if packing.shuffle else np.arange(num)
             if sorted(schedule.step_documents(step)) != sorted(order[step * per_step : (step + 1) * per_step]):
                 found.add("other documents than in the step of the unpacked run")
-    of_units = replace(schedule, order=planned, offsets=offsets)
-    costs, all_costs = rank_costs(of_units, units.costs()).sum(), units.costs()[planned].sum()
+    costs, all_costs = rank_costs(planned, units.costs()).sum(), units.costs()[planned.order].sum()
     return found if costs == pytest.approx(all_costs) else found | {"a cost is not counted"}
 
 
