@@ -181,15 +181,20 @@ def test_stream_widens_the_window_where_documents_are_large():
 
 
 @pytest.mark.parametrize(
-    "capacity, median, sigma, at_least",
-    [(2048, 51, 1.0, 0.9999), (2048, 205, 1.0, 0.9999), (8192, 819, 1.0, 0.9999), (8192, 2731, 0.8, 0.9985)],
+    "capacity, lengths, at_least",
+    [
+        (2048, lognormal(2048, 51, 1.0, 60_000), 0.9999),
+        (2048, lognormal(2048, 205, 1.0, 60_000), 0.9999),
+        (8192, lognormal(8192, 819, 1.0, 60_000), 0.9999),
+        (8192, lognormal(8192, 2731, 0.8, 60_000), 0.9985),  # fewer than four to a pack
+        # Like grade-school maths, 11 to a pack, of which best-fit decreasing loses half a percent
+        (2048, np.random.default_rng(0).normal(185, 60, 20_000).astype(np.int64).clip(60, 500), 0.999),
+    ],
 )
-def test_stream_needs_hardly_more_packs_than_the_bound(capacity, median, sigma, at_least):
-    lengths = lognormal(capacity, median, sigma, 60_000)
+def test_stream_needs_hardly_more_packs_than_the_bound(capacity, lengths, at_least):
     plan = plan_packs(lengths, capacity)
     check(plan, lengths, capacity)
     assert plan.lower_bound / plan.num_packs >= at_least
-    assert (len(lengths) / plan.num_packs >= 4) == (at_least == 0.9999)
 
 
 @pytest.mark.parametrize(
@@ -211,14 +216,6 @@ def test_arrivals_fill_packs_of_few_documents_as_the_whole_set_does(lengths):
         rest = np.setdiff1d(np.arange(len(lengths)), np.concatenate(packs[:num]))
         resumed = Packer(lengths[rest].tolist(), 2048, 1000, longest=2048)
         assert [rest[pack].tolist() for pack in resumed] == packs[num:]
-
-
-def test_stream_packs_even_lengths_better_than_bfd():
-    # Lengths like grade-school maths, 11 to a pack: best-fit decreasing loses half a percent.
-    lengths = np.clip(np.random.default_rng(0).normal(185, 60, 20_000).astype(np.int64), 60, 500)
-    stream, bfd = plan_packs(lengths, 2048, "stream"), plan_packs(lengths, 2048, "bfd")
-    assert stream.num_packs <= 1.001 * stream.lower_bound
-    assert bfd.num_packs > 1.003 * bfd.lower_bound
 
 
 # --- lower bound ------------------------------------------------------------------------------------------------------
@@ -247,23 +244,12 @@ def test_lower_bound_is_l2(case):
 
 
 @pytest.mark.parametrize("strategy", PLANNED)
-@settings(deadline=None, max_examples=60)
-@given(documents(), st.integers(0, 5), st.integers(0, 5))
-def test_plan_packs_is_a_function_of_seed_and_epoch(strategy, case, seed, epoch):
-    lengths, capacity = case
-    plan = plan_packs(lengths, capacity, strategy, seed, epoch)
-    check(plan, lengths, capacity)
-    again = plan_packs(lengths, capacity, strategy, seed, epoch)
-    assert plan.order.tolist() == again.order.tolist() and plan.offsets.tolist() == again.offsets.tolist()
-
-
-@pytest.mark.parametrize("strategy", PLANNED)
-def test_epochs_and_seeds_differ(strategy):
+def test_epochs_and_seeds_differ_and_are_reproducible(strategy):
     lengths = lognormal(512, 60, 0.8, 500)
-    settings_ = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert len({tuple(plan_packs(lengths, 512, strategy, *pair).order) for pair in settings_}) == 4
-    packs = [{frozenset(pack) for pack in packs_of(plan_packs(lengths, 512, strategy, *pair))} for pair in settings_]
-    assert len(packs[0] & packs[1]) < len(packs[0]) / 2  # other packs, not the same ones in another order
+    plans = [plan_packs(lengths, 512, strategy, *pair) for pair in [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0)]]
+    assert len({tuple(plan.order) for plan in plans}) == 4 and packs_of(plans[0]) == packs_of(plans[-1])
+    one, other = ({frozenset(pack) for pack in packs_of(plan)} for plan in plans[:2])
+    assert len(one & other) < len(one) / 2  # other packs, not the same ones in another order
 
 
 @pytest.mark.parametrize("strategy", PLANNED)

@@ -103,12 +103,3 @@ def test_the_new_strategy_packs_families_and_for_groups_of_ranks(next_fit, kind,
     how = {"share_prefixes": "family" if kind == "families" else "off", "tokens_per_rank": tokens_per_rank}
     ranks = [make_epochs(documents, "next_fit", 1, 64, 2, 4, **how) for _ in range(4)]
     assert problems(ranks, 0) == problems(ranks, 1) == set()
-
-
-def test_an_unknown_strategy_and_a_record_without_a_function_raise(registered, tmp_path):
-    with pytest.raises(ValueError, match="`strategy='nothing'` was given. There is no such choice"):
-        packed_dataloader(registered, 32, 2, strategy="nothing")
-    with pytest.raises(ValueError, match="`packing_strategy='nothing'` was given. There is no such choice"):
-        trainer(tmp_path, registered, packing_strategy="nothing")
-    with pytest.raises(AssertionError, match="planned in one way"):
-        StrategyTraits()

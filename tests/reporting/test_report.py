@@ -123,16 +123,6 @@ def test_the_ledger_lies_beside_every_checkpoint(tmp_path):
     assert ledgers[0]["isolation"]["isolated"]
 
 
-def test_the_first_ten_overlong_documents_are_named(tmp_path):
-    lengths = np.random.default_rng(0).integers(3, 60, 40)
-    long = [f"{row} ({length} tokens)" for row, length in enumerate(lengths) if length > 20]
-    assert len(long) > 10
-    with pytest.raises(ValueError) as error:
-        trainer(tmp_path, table(lengths), max_length=20, overlong="raise")
-    assert f"first are in rows {', '.join(long[:10])}. " in str(error.value)
-    assert long[10] not in str(error.value) and f"{len(long)} of 40 documents" in str(error.value)
-
-
 def test_the_report_of_shared_packs_says_degrees_and_time():
     lengths = [*np.random.default_rng(0).integers(5, 30, 200).tolist(), 100, 128]
     reader = TokenReader(Dataset.from_dict({"input_ids": [[1] * n for n in lengths]}))
