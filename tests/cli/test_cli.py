@@ -1,5 +1,6 @@
 """The command line as a whole, and `trl-packfix prepare`."""
 
+import itertools
 import json
 import os
 import resource
@@ -111,18 +112,18 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, capsys):
     assert main([*words, str(tmp_path / "first")]) == 0  # all caches are written
     assert max(file.stat().st_size for file in (tmp_path / "first").iterdir()) > 2**20
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    (tmp_path / "empty").mkdir()
-    for name in ("new", "empty"):
+    for output in (tmp_path / "new", tmp_path / "empty"):
+        if is_there := output.name == "empty":
+            output.mkdir()
         capsys.readouterr()
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
         try:
-            code = main([*words, str(tmp_path / name)])
+            assert main([*words, str(output)]) == 2
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        error = capsys.readouterr().err
-        assert code == 2 and f"`--output {tmp_path / name}` was given, and writing failed" in error
-        assert (tmp_path / name).exists() == (name == "empty") and not [*(tmp_path / name).glob("*")]
-        assert main([*words, str(tmp_path / name)]) == 0
+        assert f"`--output {output}` was given, and writing failed" in capsys.readouterr().err
+        assert output.exists() == is_there and not [*output.glob("*")]
+        assert main([*words, str(output)]) == 0
 
 
 REFUSED = {
@@ -193,11 +194,10 @@ def own_model(tmp_path):
     (folder / "tokenization_own.py").write_text(f"from {name}(PreTrainedTokenizerFast):\n    pass\n")
     code = "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
     (folder / "configuration_own.py").write_text(code)
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 8}
-    given = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
-    (folder / "config.json").write_text(json.dumps(given | sizes))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": "OwnTokenizer"}
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    config |= {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "OwnTokenizer"}
     settings |= {"auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
@@ -208,13 +208,12 @@ def test_code_of_a_model_runs_with_the_flag_and_nobody_is_asked(command, own_mod
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on standard input"))
     (tmp_path / "rows.jsonl").write_text('{"text": "some text"}\n' * 5)
     words = [command, str(tmp_path / "rows.jsonl"), "--model", str(own_model)]
-    words += ["--output", str(tmp_path / "new")] if command == "prepare" else ["--max-length", "64"]
-    assert main(words) == 2 and not (tmp_path / "new").exists()
-    assert "trust_remote_code" in capsys.readouterr().err
-    for flag in ("--trust-remote-code", "--trust_remote_code"):
-        more = [str(tmp_path / flag)] if command == "prepare" else []
-        assert main([*words[:-1], more[0], flag] if more else [*words, flag]) == 0
-        assert "trained" in capsys.readouterr().out
+    for number, flags in enumerate(([], ["--trust-remote-code"], ["--trust_remote_code"])):
+        new = tmp_path / f"new{number}"
+        more = ["--output", str(new)] if command == "prepare" else ["--max-length", "64"]
+        assert main([*words, *more, *flags]) == (0 if flags else 2)
+        printed = capsys.readouterr()
+        assert "trained" in printed.out if flags else "trust_remote_code" in printed.err and not new.exists()
 
 
 def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, capsys):
@@ -222,8 +221,13 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, cap
     rng = np.random.default_rng(0)
     rows = [rng.integers(4, 260, n).tolist() for n in rng.integers(4, 30, 20)]
     masks = {name: [rng.integers(0, 2, len(row)).tolist() for row in rows] for name in MASKS}
-    tokenizer = ["--tokenizer", str(workplace / "tokenizer")]
-    counts = set()
+    tokenizer, counts = ["--tokenizer", str(workplace / "tokenizer")], set()
+
+    def printed(*words):
+        capsys.readouterr()
+        main([*words, "--json"])
+        return json.loads(capsys.readouterr().out)
+
     # TRL reads `completion_mask` only with `completion_only_loss`
     cases = [(MASKS[1:], None), (MASKS[:1], True), (MASKS[:1], None), (MASKS, True), (MASKS, False), ([], None)]
     for number, (names, flag) in enumerate(cases):
@@ -231,21 +235,16 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, cap
         file, folder = str(tmp_path / f"{number}.jsonl"), str(tmp_path / f"table{number}")
         data.to_json(file)
         words = [] if flag is None else ["--completion-only-loss", str(flag).lower()]
-        unpacked = stock(tmp_path, data, max_length=None, completion_only_loss=flag)
-        trained = sum(label != -100 for labels in unpacked.train_dataset["labels"] for label in labels[1:])
-        capsys.readouterr()
-        assert main(["prepare", file, *tokenizer, "--output", folder, "--json", *words]) == 0
-        assert json.loads(capsys.readouterr().out)["trained_tokens"] == trained
+        labels = stock(tmp_path, data, max_length=None, completion_only_loss=flag).train_dataset["labels"]
+        trained = sum(label != -100 for row in labels for label in row[1:])
+        assert printed("prepare", file, *tokenizer, "--output", folder, *words)["trained_tokens"] == trained
         table = load_from_disk(folder)
-        if "labels" in table.column_names:
-            assert table["labels"] == unpacked.train_dataset["labels"]
-        for source in (file, folder):
-            for given in ([], tokenizer):
-                main(["plan", source, *given, "--max-length", "64", "--json", *words])
-                assert json.loads(capsys.readouterr().out)["plans"][0]["ledger"]["given"]["trained_tokens"] == trained
-                assert main(["show", source, *given, "--max-length", "64", "--packs", "99", "--json", *words]) == 0
-                packs = json.loads(capsys.readouterr().out)
-                documents = [each for pack in packs for each in pack["documents"]]
-                assert sum(each["trained_tokens"] for each in documents) == trained
+        assert "labels" not in table.column_names or table["labels"] == labels
+        for source, given in itertools.product((file, folder), ([], tokenizer)):
+            words_of_packs = [source, *given, "--max-length", "64", *words]
+            found = printed("plan", *words_of_packs)["plans"][0]
+            assert found["ledger"]["given"]["trained_tokens"] == trained
+            packs = printed("show", *words_of_packs, "--packs", "99")
+            assert sum(each["trained_tokens"] for pack in packs for each in pack["documents"]) == trained
         counts.add(trained)
     assert len(counts) == 4, "the masks change what is trained"
