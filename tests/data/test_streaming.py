@@ -5,7 +5,6 @@ import io
 import json
 import multiprocessing
 import re
-import sys
 import tracemalloc
 from collections import Counter
 from itertools import chain, islice
@@ -18,13 +17,9 @@ from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import streams
-from ranks.scenarios import NUM_DOCUMENTS, Numbered, Reversed
-from support.launch import Launch
 from support.models import build_tiny_model
 from support.planners import make_stream
-from support.rounding import tolerance, weight_difference
-from support.runs import ANSWER, PROMPT, documents_of, start_weights, texts, trainer, weights
+from support.runs import ANSWER, PROMPT, documents_of, texts, trainer, weights
 from support.versions import continues_streams
 from transformers import TrainerCallback
 
@@ -605,60 +600,3 @@ def test_an_empty_evaluation_stream_is_refused(tmp_path):
     empty = run.eval_dataset.filter(lambda row: False)
     with pytest.raises(ValueError, match=r"yielded 0 examples.*Check that"):
         run.get_eval_dataloader(empty)
-
-
-# Two ranks
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> dict:
-    if not torch.distributed.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    folder = tmp_path_factory.mktemp("streams")
-    launch = Launch(folder, "log", [sys.executable, "-m", "ranks", str(folder), "streams"])
-    return {name: launch["ddp", name] for name in (*streams.KINDS, "different")} | {"folder": folder}
-
-
-def test_two_ranks_that_share_a_stream_are_one_with_twice_the_micro_batches(two_ranks):
-    alone, again = (
-        streams.train(two_ranks["folder"], None, cls.__name__, 1, cls=cls, gradient_accumulation_steps=2)
-        for cls in (Numbered, Reversed)
-    )
-    steps = [sorted(chain(*alone.seen[i : i + 2])) for i in range(0, len(alone.seen), 2)]
-    ranks = two_ranks["shared"]["whole"]["seen"]
-    assert steps == [sorted(chain(*micro_batches)) for micro_batches in zip(*ranks, strict=True)]
-    expected, found = weights(alone), two_ranks["shared"]["whole"]["weights"]
-    rounding = weight_difference(weights(again), expected, start_weights())
-    assert weight_difference(found, expected, start_weights()) <= tolerance(rounding)
-
-
-@pytest.mark.parametrize("name", ["shared", "sharded"])
-def test_a_restart_on_two_ranks_is_exact(name, two_ranks):
-    whole, resumed = two_ranks[name]["whole"], two_ranks[name]["resumed"]
-    assert torch.equal(whole["weights"], resumed["weights"]) and whole["ledger"] == resumed["ledger"]
-    assert [rank[streams.SAVED :] for rank in whole["seen"]] == resumed["seen"]
-    assert whole["num_tokens"] == resumed["num_tokens"] and len(whole["num_tokens"]) == streams.MAX_STEPS
-    assert len(whole["seen"]) == 2 and whole["num_documents"] >= NUM_DOCUMENTS, "the report adds up the ranks"
-    if name == "sharded":  # 4 shards, of which each rank has 2
-        assert not set(chain(*whole["seen"][0])) & set(chain(*whole["seen"][1]))
-
-
-def test_one_rank_continues_a_stream_of_two(two_ranks, caplog):
-    name, folder, saved = "sharded", two_ranks["folder"], streams.SAVED
-    shards = streams.KINDS[name][0]
-    settings = {"max_steps": 60, "gradient_accumulation_steps": 3}
-    one = streams.train(folder, None, f"{name}_one", shards, folder / name / f"checkpoint-{saved}", **settings)
-    assert one.state.global_step == 60 and len(one.seen) == 3 * (60 - saved)
-    assert "Resuming a stream of 2 ranks on 1" in caplog.text
-    before = [rank[:saved] for rank in two_ranks[name]["whole"]["seen"]]
-    seen = Counter(chain.from_iterable(chain(*before, one.seen)))
-    assert set(seen) == set(range(NUM_DOCUMENTS))
-    assert max(seen.values()) - min(seen.values()) <= 1 < min(seen.values()), "a document was left out of a pass"
-    assert one.packing_report.num_documents == seen.total()
-    losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
-    assert np.isfinite(losses).all() and losses[-1] < losses[0]
-
-
-def test_ranks_that_read_different_streams_are_refused(two_ranks):
-    for message in two_ranks["different"]:
-        assert "with another row on 1 of 2 ranks" in message and "`seed`" in message

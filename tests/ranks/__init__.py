@@ -6,7 +6,6 @@ training.py    one training, of a row under an engine, or of TRL
 scenarios.py   what a comparison of weights does not show: which rank trains what, evaluation, the probe
 restarts.py    runs that continue from a checkpoint
 preferences.py DPO with and without `pack_forward`
-streams.py     tables read as streams
 exchange.py    attention, mixers and proofs on parts of packs, without a trainer
 faults.py      what the comparisons must find
 """

@@ -15,10 +15,10 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher shows its ranks 
 import torch._inductor.compile_fx  # noqa: F401 # DeepSpeed and torch.compile would import it in each rank
 from support.versions import run_deepspeed_on_cpus
 
-from . import exchange, faults, preferences, restarts, scenarios, streams, training
+from . import exchange, faults, preferences, restarts, scenarios, training
 from .engines import SHARDED, Scenarios, run_all
 from .scenarios import reversed_on_odd_ranks
-from .table import FAULTS, ONE, PAIRS, ROWS
+from .table import FAULTS, ONE, PAIRS, ROWS, Row
 
 WHOLE = ("ddp", "zero3", "fsdp2")  # engines that run most scenarios
 RESTARTS = {
@@ -83,6 +83,7 @@ def whole() -> Scenarios:
     ddp(s.refused, "other_packs", row=parts, data=lambda: reversed_on_odd_ranks(parts.documents()))
     ddp(s.refused, "other_second_pass", row=parts, data=s.other_second_pass, max_steps=6)
     ddp(s.refused, "other_images", row=ROWS["parts_prefixes_llava"], fault="other_images")
+    ddp(s.refused, "other_stream", row=Row(), data=s.stream_of_each_rank, packing_strategy="stream")
     add("ddp4", s.refused, "own_shards", row=ROWS["parts_stream_shards"], fault="own_shards")
     of_row = partial(add, "tp", s.refused)
     of_row("other_packs", row=ROWS["dividing"], data=lambda: reversed_on_odd_ranks(ROWS["dividing"].documents()))
@@ -100,13 +101,7 @@ def pairs() -> Scenarios:
     return {f"{engine}/{name}": partial(preferences.train, engine=engine, name=name) for engine, name in runs}
 
 
-def of_streams() -> Scenarios:
-    """Tables read as streams, by ranks that share one and by ranks that have shards of their own."""
-    found = {f"ddp/{name}": partial(streams.restarted, engine="ddp", name=name) for name in streams.KINDS}
-    return found | {"ddp/different": partial(streams.different, engine="ddp")}
-
-
-PARTS = {"equivalence": equivalence, "planted": planted, "whole": whole, "pairs": pairs, "streams": of_streams}
+PARTS = {"equivalence": equivalence, "planted": planted, "whole": whole, "pairs": pairs}
 
 
 def main(folder: str, part: str, *only: str) -> int:

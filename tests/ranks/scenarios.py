@@ -225,6 +225,10 @@ def reversed_on_odd_ranks(dataset: Dataset) -> Dataset:
     return dataset.map(lambda row: {name: row[name][::-1] for name in ("input_ids", "labels")})
 
 
+def stream_of_each_rank() -> IterableDataset:
+    return Row().documents().to_iterable_dataset().shuffle(seed=dist.get_rank(), buffer_size=50)
+
+
 def other_second_pass() -> IterableDataset:
     """A stream that on rank 1 has shorter documents in its second pass, so that other degrees may be chosen."""
     data, ended = ROWS["parts"].documents(), []

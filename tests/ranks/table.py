@@ -284,7 +284,7 @@ ROWS: dict[str, Row] = {
         shares=128,
         shards=4,
         given=WEIGHTED | {"max_length": 64},
-        ours={"pad_to_multiple_of": 64},
+        ours={"pad_to_multiple_of": 64, "dataloader_num_workers": 2},
         engines=("ddp4",),
         faults=("own_shards_unseen", "sources_as_met"),
     ),

@@ -17,7 +17,8 @@ from ranks import restarts, scenarios
 from ranks.__main__ import RESTARTS, WHOLE
 from ranks.engines import ENGINES, SHARDED
 from ranks.scenarios import NUM_DOCUMENTS, NUM_EVALUATED
-from ranks.training import save_model
+from ranks.table import ROWS
+from ranks.training import make_trainer, save_model
 from support.launch import Launch
 from support.rounding import tolerance, weight_difference
 from transformers import AutoModelForCausalLM
@@ -193,6 +194,7 @@ REFUSED = [
     ("ddp", "other_second_pass", 1, ANOTHER_PACK),
     ("ddp", "other_images", 0, ANOTHER_PACK),
     ("ddp4", "own_shards", 0, ANOTHER_PACK),
+    ("ddp", "other_stream", 0, "with another row on 1 of 2 ranks.*`seed`"),
     (
         *("tp", "other_packs", 0),
         r"Rank 0 has read a pack of \d+ tokens, and rank 1 another pack.*2 ranks that divide.*Give all ranks the",
@@ -261,6 +263,16 @@ def test_a_run_of_two_ranks_continues_on_one_where_steps_have_the_same_documents
     start = torch.zeros_like(ends[0])
     rounding = weight_difference(ends[1], ends[0], start)
     assert weight_difference(ends[0], found["whole"]["weights"], start) <= tolerance(rounding)
+
+
+def test_a_stream_of_two_ranks_continues_on_one(launch, folder, caplog):
+    """Each of its steps is a pass of 12 documents."""
+    assert launch["ddp", "restart_images_stream"]
+    settings = {"max_steps": 6, "optim": "adamw_torch"}
+    one = make_trainer(folder, ROWS["images_stream"], **settings)
+    one.train(str(folder / "restart_images_stream" / "whole" / "checkpoint-4"))
+    assert "Resuming a stream of 2 ranks on 1" in caplog.text
+    assert one.state.global_step == 6 and one.packing_report.num_documents == 6 * 12
 
 
 @pytest.mark.parametrize("engine", ["zero3"])
