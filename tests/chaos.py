@@ -2,13 +2,10 @@
 
     python tests/chaos.py                        20 rounds on one process and 20 on two ranks
     python tests/chaos.py --rounds 3 --ranks 2 --workers 2 --seed 7
-    python tests/chaos.py --elastic              20 rounds, on one rank and on two in turn
 
 A round waits for a random optimizer step, or for the checkpoint after it to be begun, and for some milliseconds; then
 one rank, drawn at random, gets SIGKILL. The next round resumes from the newest whole checkpoint. A run that comes to
-its end is compared and begun anew. With `--elastic` rounds have one rank and two in turn, so steps have
-other documents: what is compared is that every document is trained once in each epoch. Processes are forked from one
-that has imported everything.
+its end is compared and begun anew. Processes are forked from one that has imported everything.
 """
 
 import argparse
@@ -21,7 +18,6 @@ import shutil
 import signal
 import tempfile
 import time
-from itertools import chain
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -105,15 +101,10 @@ class Chaos:
         self.expected = [read_notes(notes_of(folder, "alone", 0, rank)) for rank in range(ranks)]
         self.num_steps = self.expected[0][-1][0] + 1
 
-    @property
-    def accumulation(self) -> int:
-        return 4 // self.ranks  # the same documents in every step for any number of ranks
-
     def start(self, name: str) -> None:
         self.name = name
         (self.folder / name).mkdir(exist_ok=True)
-        settings = {"gradient_accumulation_steps": self.accumulation, "dataloader_num_workers": self.workers}
-        settings |= {"ranks": self.ranks, "port": free_port()}
+        settings = {"dataloader_num_workers": self.workers, "ranks": self.ranks, "port": free_port()}
         given = (self.folder, name, self.attempt)
         self.processes = [
             self.context.Process(target=rank_main, args=given, kwargs=settings | {"rank": rank})
@@ -189,66 +180,22 @@ class Chaos:
         return torch.cat([value.flatten() for value in load_file(self.folder / name / "model.safetensors").values()])
 
 
-class Elastic(Chaos):
-    """Runs of which each round has a number of ranks of its own."""
-
-    accumulation = 2
-
-    def __init__(self, *args):
-        self.steps, self.ranks_of, self.changed = {}, {}, 0
-        super().__init__(*args)
-
-    def start(self, name: str) -> None:
-        if name == "run":
-            self.ranks = 3 - self.ranks
-        super().start(name)
-
-    def compare(self, finished: bool) -> None:
-        """Add the steps of this attempt, in place of those after its checkpoint; at the end, count the documents."""
-        notes = [read_notes(notes_of(self.folder, "run", self.attempt, rank)) for rank in range(self.ranks)]
-        if all(notes):  # else a rank was killed before its first batch, or the checkpoint was the last one
-            first = min(step for seen in notes for step, _ in seen)
-            self.steps = {step: documents for step, documents in self.steps.items() if step < first}
-            for step, documents in chain.from_iterable(notes):
-                self.steps.setdefault(step, []).extend(documents)
-            self.ranks_of |= dict.fromkeys(range(first, max(self.steps) + 1), self.ranks)
-        if finished:
-            num = SETTINGS["num"]
-            trained = list(chain.from_iterable(documents for _, documents in sorted(self.steps.items())))
-            epochs = [sorted(trained[i : i + num]) for i in range(0, len(trained), num)]
-            if epochs != [list(range(num))] * SETTINGS["num_train_epochs"]:
-                raise SystemExit(f"Attempt {self.attempt} ended, and documents were not trained once in each epoch.")
-            if not self.weights("run/final").isfinite().all():
-                raise SystemExit(f"Attempt {self.attempt} ended with weights that are not finite.")
-            self.changed += len(set(self.ranks_of.values())) > 1
-            self.steps, self.ranks_of = {}, {}
-            shutil.rmtree(self.folder / "run")
-            self.runs += 1
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--elastic", action="store_true", help="one rank and two in turn")
     parser.add_argument("--workers", type=int, default=0, help="that read for each rank")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     # The process that all others are forked from finds this module, and this package, there.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    for ranks in [None] if arguments.elastic else arguments.ranks:
+    for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory() as scratch:
             start = time.monotonic()
-            kind = Elastic if arguments.elastic else Chaos
-            runs = kind(Path(scratch), ranks or 1, arguments.workers, arguments.seed)
+            runs = Chaos(Path(scratch), ranks, arguments.workers, arguments.seed)
             while runs.kills < arguments.rounds:
                 runs.round()
             runs.round(kill=False)
-        result = "batches and weights as uninterrupted"
-        if isinstance(runs, Elastic):
-            result = f"{runs.changed} of them on one rank and on two, every document once in each epoch"
-        print(
-            f"{ranks or '1 or 2'} rank(s): {runs.kills} kills, {runs.unfinished} unfinished checkpoints passed over, "
-            f"{runs.runs} runs to the end: {result} ({time.monotonic() - start:.0f} s)",
-            flush=True,
-        )
+        result = f"{runs.runs} runs to the end: batches and weights as uninterrupted ({time.monotonic() - start:.0f} s)"
+        passed_over = f"{runs.unfinished} unfinished checkpoints passed over"
+        print(f"{ranks} rank(s): {runs.kills} kills, {passed_over}, {result}", flush=True)

@@ -251,7 +251,7 @@ def test_a_restart_of_a_row_of_the_table_is_exact(launch, engine, name):
 
 @on_ddp
 @pytest.mark.parametrize("strategy", ["minibatch", "stream"])
-def test_a_run_of_two_ranks_continues_on_one_where_steps_have_the_same_documents(result, folder, strategy):
+def test_a_run_of_two_ranks_continues_on_one(result, folder, strategy):
     found = result("restart_minibatch" if strategy == "minibatch" else "restart_ddp")
     settings = {"num": 60, "gradient_accumulation_steps": 4, "packing_strategy": strategy}
     ends = []
@@ -263,6 +263,11 @@ def test_a_run_of_two_ranks_continues_on_one_where_steps_have_the_same_documents
     start = torch.zeros_like(ends[0])
     rounding = weight_difference(ends[1], ends[0], start)
     assert weight_difference(ends[0], found["whole"]["weights"], start) <= tolerance(rounding)
+    # in other steps every document is trained once in each epoch, too
+    one = scenarios.make(folder, **restarts.THREE_EPOCHS | settings | {"gradient_accumulation_steps": 3})
+    one.train(found["checkpoint"])
+    before = step_documents(found["whole"])[: found["stop"]]
+    assert len(one.seen) % 3 == 0 and count([before, one.seen]) == dict.fromkeys(range(60), 3)
 
 
 def test_a_stream_of_two_ranks_continues_on_one(launch, folder, caplog):
