@@ -118,20 +118,15 @@ def test_the_readme_of_a_wing_names_its_modules_and_no_others(wing):
     assert "**Extend.**" in text and len(WINGS) == 8 and len(text.splitlines()) <= 15
 
 
-PUBLIC_ONLY = [page for page in PAGES if page.name not in ("api.md", "compatibility.md")]
 IMPORT = re.compile(r"(?:from|import) trl_packfix\.\w+|trl_packfix\.(?!test\b)\w+\.\w+")
 
 
-@pytest.mark.parametrize("page", PUBLIC_ONLY, ids=lambda page: page.name)
-def test_docs_name_public_names_only(page):
-    assert not IMPORT.findall(page.read_text())
-
-
-def test_examples_and_messages_name_public_names_only():
-    for file in sorted((ROOT / "examples").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.ipynb")):
+def test_docs_examples_and_messages_name_public_names_only():
+    assert not [text for text in MESSAGES if IMPORT.search(text)]
+    pages = [page for page in PAGES if page.name not in ("api.md", "compatibility.md")]
+    for file in (*pages, *(ROOT / "examples").rglob("*.py"), *(ROOT / "examples").rglob("*.ipynb")):
         own = ["from trl_packfix.cli"] * 3 if file.name == "train.py" else []  # it is the command with other defaults
         assert IMPORT.findall(file.read_text()) == own, file.name
-    assert not [text for text in MESSAGES if IMPORT.search(text)]
 
 
 # The API reference

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import yaml
 from datasets import Dataset, concatenate_datasets
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig
 from support import vision, zoo
 from support.models import build_tiny_model
 from support.prefixes import forest
@@ -60,6 +60,7 @@ ADAPTERS = {
         r=4, target_modules="all-linear", exclude_modules=["out_proj", "dt_proj"], task_type="CAUSAL_LM"
     ),
     "attention": LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"),
+    "ia3": IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "language": LoraConfig(r=4, target_modules=vision.LANGUAGE),
     "towers": LoraConfig(r=4, target_modules=r".*(q_proj|v_proj|qkv|attn.proj)"),
 }
@@ -349,6 +350,7 @@ ROWS: dict[str, Row] = {
     "one_adam": Row(given=ADAM, engines=ONE),
     "one_rmsprop": Row(given=OTHER, engines=ONE),
     "one_rslora": Row(adapter="rslora", engines=ONE),
+    "one_ia3": Row(adapter="ia3", engines=ONE),
     "one_few": Row(data="few", engines=ONE, evaluates=True),
     "one_few_documents": Row(data="few", given=BY_DOCUMENT, engines=ONE, evaluates=True),
     "one_smoothed": Row(given={"label_smoothing_factor": 0.1}, engines=ONE),

@@ -45,7 +45,7 @@ COMMON = {
     "ddp_timeout": 90,  # turns a hang into an error
 }
 RATES = dict.fromkeys(("lora", "dora", "dora_attention", "rslora", "inputs"), 2.0)
-RATES |= dict.fromkeys(("attention", "language", "towers"), 1.0)
+RATES |= dict.fromkeys(("attention", "language", "towers"), 1.0) | {"ia3": 100.0}
 
 
 class Packed(trl_packfix.SFTTrainer):

@@ -4,14 +4,12 @@ import re
 import warnings
 
 import pytest
-import torch
 import trl
 from datasets import Dataset, IterableDataset
-from peft import IA3Config, PromptTuningConfig, get_peft_model
+from peft import PromptTuningConfig, get_peft_model
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import ANSWER, PROMPT, config, texts, trainer
 from support.versions import scores_tokens
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packfix import SFTConfig, SFTTrainer, compat
 
@@ -62,14 +60,11 @@ def test_settings_are_refused_when_the_config_is_made(settings, message, tmp_pat
 
 
 def test_configs_of_trl_are_checked_too(tmp_path):
-    import trl
-
     args = trl.SFTConfig(str(tmp_path), packing=True, max_length=None, use_cpu=True, bf16=False)
     with pytest.raises(ValueError, match="`max_length=None` was given with packing"):
         SFTTrainer(build_tiny_model(), args, train_dataset=TEXTS, processing_class=build_tokenizer())
 
 
-MEDIA = ("video", "videos", "audio", "audios")
 SKIP = {"dataset_kwargs": {"skip_prepare_dataset": True}}
 INPUT = {
     "positions": (
@@ -108,6 +103,13 @@ INPUT = {
         {"dataset": TEXTS, "dataset_kwargs": {"skip_prepare_dataset": True}},
         r"columns \['text'\] and no `input_ids`.*tokenised rows.*skip_prepare_dataset",
     ),
+    **{
+        name: (
+            {"dataset": Dataset.from_dict({"messages": [PROMPT + ANSWER], name: [["x"]]})},
+            f"The column `{name}` was given with packing.*Remove the column",
+        )
+        for name in ("video", "videos", "audio", "audios")
+    },
 }
 
 
@@ -115,15 +117,6 @@ INPUT = {
 def test_input_is_refused(given, message, tmp_path):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         trainer(tmp_path, **given)
-
-
-@pytest.mark.parametrize("column", MEDIA)
-@pytest.mark.parametrize("stream", [False, True])
-def test_columns_of_what_is_not_text_are_refused(column, stream, tmp_path):
-    rows = Dataset.from_dict({"messages": [PROMPT + ANSWER], column: [["x"]]})
-    rows = rows.to_iterable_dataset() if stream else rows
-    with pytest.raises(ValueError, match=f"The column `{column}` was given with packing.*Remove the column"):
-        trainer(tmp_path, rows, max_steps=1)
 
 
 PREPARED = {
@@ -182,17 +175,6 @@ def test_prompt_learning_is_refused_in_a_model_too(tmp_path):
         trainer(tmp_path, TEXTS, model=model)
 
 
-@pytest.mark.slow
-def test_other_adapters_train(tmp_path):
-    modules = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
-    peft_config = IA3Config(task_type="CAUSAL_LM", **modules)
-    run = trainer(tmp_path, TEXTS, max_steps=2, learning_rate=1e-2, trainer_kwargs={"peft_config": peft_config})
-    before = [p.detach().clone() for p in run.model.parameters() if p.requires_grad]
-    run.train()
-    after = [p.detach() for p in run.model.parameters() if p.requires_grad]
-    assert before and any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
 def test_tokenizer_without_eos_is_refused_for_plain_text_only(tmp_path):
     tokenizer = build_tokenizer()
     tokenizer.eos_token = None
@@ -225,22 +207,6 @@ def test_trl_below_the_floor_is_refused():
     with pytest.raises(ImportError, match=r"trl 1\.8\.0 is installed.*pip install 'trl>=1\.9\.0'"):
         compat.require_trl("1.8.0")
     compat.require_trl()
-
-
-def test_the_same_input_trains_without_packing(tmp_path):
-    """What packing refuses for its own reasons, unpacked training does as in TRL."""
-    trainer(tmp_path, TEXTS, packing=False, max_steps=1, train_sampling_strategy="group_by_length").train()
-    collator = type("OwnCollator", (DataCollatorForLanguageModeling,), {})(pad_token_id=0)
-    trainer(tmp_path, TEXTS, packing=False, max_steps=1, trainer_kwargs={"data_collator": collator}).train()
-    called = []
-
-    class Sampled(SFTTrainer):
-        def _get_train_sampler(self, train_dataset=None):
-            called.append(True)
-            return super()._get_train_sampler(train_dataset)
-
-    trainer(tmp_path, TEXTS, trainer_class=Sampled, max_steps=1, packing=False).train()
-    assert called
 
 
 def test_messages_name_the_number_of_tokens_of_a_micro_batch(tmp_path, capsys):
