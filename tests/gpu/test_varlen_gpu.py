@@ -3,6 +3,7 @@
 pytest tests/gpu/test_varlen_gpu.py
 """
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -173,11 +174,12 @@ def test_fp32_reaches_the_kernel_through_autocast_only():
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss", "stablelm"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_packed_equals_alone(model_type, checkpointing, tiny_model):
-    """A whole model in bf16: as close to fp64 packed as each document is alone through stock eager attention."""
+    """A whole model in bf16: as close to fp32 packed as each document is alone, both through stock eager attention."""
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"head_dim": 64} if model_type in ("gemma3", "gpt_oss") else {}
     model = tiny_model(model_type, dtype=torch.bfloat16, **sizes).cuda().train()
     alone = tiny_model(model_type, dtype=torch.bfloat16, attn_implementation="eager", **sizes).cuda().train()
+    exact = copy.deepcopy(alone).float()
     generator = torch.Generator().manual_seed(0)
     documents = [{"input_ids": torch.randint(3, 300, (n,), generator=generator).tolist()} for n in (1, 40, 7, 100)]
     batch = PackedDataCollator()(documents)
@@ -188,14 +190,14 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model):
     mark_packed_forwards(model)
     if checkpointing:
         enable_checkpointing(model, reentrant=False)
-    logits = model(**batch).logits.float()
-    expected = [alone(torch.tensor([d["input_ids"]]).cuda(), use_cache=False).logits.float() for d in documents]
-    expected = torch.cat(expected, 1)
-    assert (logits - expected).norm() < 0.02 * expected.norm()
-    for out in (logits, expected):
+    ids = [torch.tensor([d["input_ids"]]).cuda() for d in documents]
+    outs = [torch.cat([each(x, use_cache=False).logits.float() for x in ids], 1) for each in (exact, alone)]
+    outs.append(model(**batch).logits.float())
+    for out in outs:
         (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).cuda()).sum().backward()
-    ours, theirs = (torch.cat([p.grad.flatten().float() for p in m.parameters()]) for m in (model, alone))
-    assert (ours - theirs).norm() < 0.05 * theirs.norm()
+    grads = [torch.cat([p.grad.flatten().float() for p in each.parameters()]) for each in (exact, alone, model)]
+    for right, rounded, packed in (outs, grads):
+        assert (packed - right).norm() <= 3 * (rounded - right).norm() and (rounded - right).norm() < 0.1 * right.norm()
 
 
 def shared_runs(device):
@@ -224,9 +226,9 @@ def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
     exact = run(attention(attend_shared_on_cpu, on_cpu), tensors, "cpu", torch.float64)
     rounded = run(attention(attend_shared_on_cpu, on_cpu), tensors, "cpu")
     on_gpu = shared_runs("cuda")
+    inputs = [x.cuda().requires_grad_() for x in tensors]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        inputs = [x.cuda().requires_grad_() for x in tensors]
         torch.autograd.grad(attention(attend_shared_on_cuda, on_gpu)(*inputs).sum(), inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")

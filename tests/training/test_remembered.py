@@ -43,7 +43,15 @@ def weights(trainer):
     return torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
 
 
-def test_the_second_start_proves_nothing_and_trains_the_same(folder):
+@pytest.fixture
+def tf32():
+    """As `tf32=True` sets it on CUDA: torch refuses to read it by its older name."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def test_the_second_start_proves_nothing_and_trains_the_same(folder, tf32):
     first, proofs = start(folder, share_prefixes="pack")
     assert proofs == 2 and first.packing_report.isolation.proved_on is None
     second, proofs = start(folder, share_prefixes="pack")

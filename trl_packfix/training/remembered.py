@@ -61,7 +61,9 @@ def _decisive(wrapped: nn.Module, model: Any) -> Iterator[Any]:
     device = next(model.parameters()).device.type
     versions = {name: _version(name) for name in [*sys.modules] if "." not in name}
     yield CODE, sorted((name, version) for name, version in versions.items() if version is not None)
-    yield device, torch.get_float32_matmul_precision(), dist.is_initialized() and dist.get_world_size()
+    yield device, dist.is_initialized() and dist.get_world_size()
+    # torch.get_float32_matmul_precision() raises once one of these was set, as `tf32=True` does
+    yield [each.matmul.fp32_precision for each in (torch.backends.cuda, torch.backends.mkldnn)]
     yield torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
     yield torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device))
     yield model.config.to_json_string(use_diff=False)
