@@ -46,16 +46,9 @@ def by_hand(model, data):
 @pytest.mark.parametrize("batch_size", [1, 7])
 def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, eval_packing, batch_size, tmp_path):
     data, model = partly_trained(), build_tiny_model(tie_word_embeddings=True)
-    run = trainer(
-        tmp_path,
-        texts(),
-        model=model,
-        packing=packing,
-        eval_packing=eval_packing,
-        per_device_eval_batch_size=batch_size,
-        loss_type="dft",  # of training: evaluation is the negative log-likelihood
-        trainer_kwargs={"eval_dataset": data},
-    )
+    settings = {"packing": packing, "eval_packing": eval_packing, "per_device_eval_batch_size": batch_size}
+    settings["loss_type"] = "dft"  # of training: evaluation is the negative log-likelihood
+    run = trainer(tmp_path, texts(), model, {"eval_dataset": data}, **settings)
     metrics = run.evaluate()
     logged = run.state.log_history[-1]
     expected = by_hand(build_tiny_model(tie_word_embeddings=True), data)
@@ -69,11 +62,9 @@ def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, eval_packing, b
 
 
 def test_an_evaluation_set_is_truncated_whatever_training_does(tmp_path):
-    def loss(overlong):
-        held_out = {"trainer_kwargs": {"eval_dataset": texts(20, seed=1)}}
-        return trainer(tmp_path, texts(), max_length=16, overlong=overlong, **held_out).evaluate()["eval_loss"]
-
-    assert loss("truncate") == loss("split") == loss("drop")
+    settings = {"trainer_kwargs": {"eval_dataset": texts(20, seed=1)}, "max_length": 16}
+    runs = [trainer(tmp_path, texts(), overlong=each, **settings) for each in ("truncate", "split", "drop")]
+    assert len({run.evaluate()["eval_loss"] for run in runs}) == 1
 
 
 def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
@@ -87,12 +78,8 @@ def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
         seen["prediction"] = prediction
         return {"rows": len(prediction.label_ids)}
 
-    run = trainer(
-        tmp_path,
-        texts(),
-        per_device_eval_batch_size=4,
-        trainer_kwargs={"eval_dataset": data, "compute_metrics": metric, "preprocess_logits_for_metrics": preprocess},
-    )
+    given = {"eval_dataset": data, "compute_metrics": metric, "preprocess_logits_for_metrics": preprocess}
+    run = trainer(tmp_path, texts(), trainer_kwargs=given, per_device_eval_batch_size=4)
     assert run.evaluate()["eval_rows"] == 23
     assert all(logits == labels and logits[0] == 4 for logits, labels in seen["logits"])
     labels, tops = seen["prediction"].label_ids, seen["prediction"].predictions
@@ -171,24 +158,15 @@ def test_a_loss_of_a_subclass_is_evaluated_as_in_trl_and_said_so_once(method, tm
 
 ANSWERS = Dataset.from_dict({"prompt": ["some words"] * 6, "completion": ["yes", "no"] * 3})
 BEYOND = Dataset.from_dict({"prompt": ["word " * 30] * 3, "completion": ["yes"] * 3})  # 64 tokens do not reach it
-REFUSED = (
-    r"Cannot compute `eval{}_loss`: of 462 tokens in 3 documents, 12 have a label.*0 after truncation to "
-    r"`max_length=64`.*"
-    r"0.0 would make this the best checkpoint.*Raise `max_length`"
-)
+REFUSED = r"Cannot compute `eval{}_loss`: of 462 tokens in 3 documents, 12 have a label.*0 after truncation to "
+REFUSED += r"`max_length=64`.*0.0 would make this the best checkpoint.*Raise `max_length`"
+EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1}
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_loss_of_no_token_is_refused_before_the_first_step(packing, tmp_path):
     for sets, name in ((BEYOND, ""), ({"good": ANSWERS, "bad": BEYOND}, "_bad")):
-        run = trainer(
-            tmp_path,
-            ANSWERS,
-            packing=packing,
-            eval_strategy="steps",
-            eval_steps=1,
-            trainer_kwargs={"eval_dataset": sets},
-        )
+        run = trainer(tmp_path, ANSWERS, trainer_kwargs={"eval_dataset": sets}, packing=packing, **EVERY_STEP)
         with pytest.raises(ValueError, match=REFUSED.format(name)):
             run.train()
         assert run.state.global_step == 0 and not run.state.log_history
@@ -205,18 +183,8 @@ def test_a_loss_of_no_token_is_refused_before_the_first_step(packing, tmp_path):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_predictions_and_metrics_of_rows_without_a_trained_token_have_no_loss(packing, tmp_path):
-    def metric(prediction):
-        return {"rows": len(prediction.label_ids)}
-
-    run = trainer(
-        tmp_path,
-        ANSWERS,
-        packing=packing,
-        max_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        trainer_kwargs={"eval_dataset": BEYOND, "compute_metrics": metric},
-    )
+    given = {"eval_dataset": BEYOND, "compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
+    run = trainer(tmp_path, ANSWERS, trainer_kwargs=given, packing=packing, max_steps=1, **EVERY_STEP)
     run.train()
     metrics = run.evaluate()
     assert metrics["eval_rows"] == 3 and "eval_loss" not in metrics
@@ -229,27 +197,12 @@ def test_predictions_and_metrics_of_rows_without_a_trained_token_have_no_loss(pa
 
 @pytest.mark.parametrize("eval_packing", [True, False])
 def test_the_best_model_and_early_stopping_stand_on_exact_numbers(eval_packing, tmp_path):
-    rng = np.random.default_rng(0)
-    data, held_out = (
-        Dataset.from_dict({"text": ["".join(rng.choice(list("abcd "), n)) for n in rng.integers(3, 60, num)]})
-        for num in (6, 23)
-    )
-    run = trainer(
-        tmp_path,
-        data,
-        max_steps=60,
-        learning_rate=3e-2,
-        eval_strategy="steps",
-        eval_steps=4,
-        save_strategy="steps",
-        save_steps=4,
-        eval_packing=eval_packing,
-        per_device_eval_batch_size=5,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        save_total_limit=2,
-        trainer_kwargs={"eval_dataset": held_out, "callbacks": [EarlyStoppingCallback(2)]},
-    )
+    data, held_out = texts(6), texts(23, seed=1)
+    settings = {"max_steps": 60, "learning_rate": 3e-2, "eval_packing": eval_packing, "per_device_eval_batch_size": 5}
+    settings |= {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 2}
+    given = {"eval_dataset": held_out, "callbacks": [EarlyStoppingCallback(2)]}
+    run = trainer(tmp_path, data, trainer_kwargs=given, **settings)
     run.train()
     losses = {entry["step"]: entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry}
     best = min(losses, key=losses.get)
