@@ -1,7 +1,6 @@
 """Streams: every document once per pass on all ranks, in arrival order, cut by the one rule, restarted exactly."""
 
 import gc
-import io
 import json
 import multiprocessing
 import re
@@ -18,7 +17,7 @@ from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build_tiny_model
-from support.planners import make_stream
+from support.planners import make_stream, one_pass, saved_and_loaded
 from support.runs import ANSWER, PROMPT, documents_of, texts, trainer, weights
 from support.versions import continues_streams
 from transformers import TrainerCallback
@@ -27,7 +26,6 @@ from trl_packfix import PackingLeakError
 from trl_packfix.data.parts import PartOf
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
-from trl_packfix.data.stream import PackedStream
 from trl_packfix.data.stream_loading import resume, stream_file
 from trl_packfix.data.stream_reader import CHUNK
 from trl_packfix.planning.exact_fill import Packer
@@ -57,19 +55,6 @@ def numbers(micro_batch) -> list[int]:
     return [int(d["input_ids"][0]) - FIRST_ID for d in documents_in(micro_batch) if d["input_ids"][0] >= FIRST_ID]
 
 
-def first_pass(stream: PackedStream):
-    """Its micro-batches."""
-    for micro_batch in stream:
-        if stream.num_passes:
-            return
-        yield micro_batch
-
-
-def one_pass(stream: PackedStream) -> list[list[int]]:
-    """[micro-batch][document] of the first pass."""
-    return [numbers(micro_batch) for micro_batch in first_pass(stream)]
-
-
 # Whole
 
 
@@ -95,7 +80,7 @@ def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
         )
         for rank in range(4)
     ]
-    passes = [list(first_pass(stream)) for stream in streams]
+    passes = [list(one_pass(stream)) for stream in streams]
     for rank, (stream, packs) in enumerate(zip(streams, passes, strict=True)):
         assert stream.packing.degrees == degrees
         for number, pack in enumerate(packs):
@@ -121,7 +106,7 @@ def test_the_packs_are_those_of_the_plan_in_arrival_order(buffer_size):
     stream = make_stream(numbered(lengths).to_iterable_dataset(), batch_size=5, max_length=40, buffer_size=buffer_size)
     plan = plan_stream(lengths, np.arange(700), 200, buffer_size=buffer_size)
     packs = [plan.order[a:b].tolist() for a, b in zip(plan.offsets[:-1], plan.offsets[1:], strict=True)]
-    assert one_pass(stream) == packs
+    assert [*map(numbers, one_pass(stream))] == packs
 
 
 @pytest.mark.processes
@@ -130,7 +115,7 @@ def test_workers_share_the_shards_and_duplicate_nothing():
         dataset = numbered(drawn(600)).to_iterable_dataset(num_shards)
         stream = make_stream(dataset, batch_size=2, max_length=40, num_workers=2)
         assert stream.num_workers == used
-        assert sorted(chain.from_iterable(one_pass(stream))) == list(range(600))
+        assert sorted(chain.from_iterable(map(numbers, one_pass(stream)))) == list(range(600))
 
 
 def test_what_would_lose_documents_is_refused(caplog):
@@ -193,7 +178,7 @@ def test_documents_are_cut_as_those_of_a_table(overlong, mode):
     dataset = table.to_iterable_dataset(2)
     stream = make_stream(dataset, batch_size=1, max_length=25, overlong=overlong, truncation_mode=mode, buffer_size=10)
     got = []
-    for batch in first_pass(stream):
+    for batch in one_pass(stream):
         got += [(d["input_ids"].tolist(), d["labels"].tolist()) for d in batch]
         ledger = stream.after(stream.num_steps)["counts"].ledger
     assert sorted(got) == sorted((d["input_ids"].tolist(), d["labels"].tolist()) for d in expected)
@@ -251,13 +236,6 @@ SOURCES = {
     "torch tensors": lambda: TABLE.to_iterable_dataset(3).with_format("torch"),
     "arrow": lambda: TABLE.to_iterable_dataset(3).with_format("arrow").map(lambda t: t, batched=True).with_format(None),
 }
-
-
-def saved_and_loaded(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 RESTARTED = [("table", 0, 8), ("shuffled", 0, 8), ("table", 2, 3), ("shuffled", 2, 3), ("concatenated", 2, 3)]
@@ -405,7 +383,7 @@ def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
     one = make_stream(dataset, num_workers=2, **size)
     one.load_state_dict(one.merged(states))
     expected = []
-    for batch in first_pass(one):
+    for batch in one_pass(one):
         expected.append(numbers(batch))
         if one.num_steps == 9:
             state = saved_and_loaded(one.state_dict(9))

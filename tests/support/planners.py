@@ -1,9 +1,12 @@
 """The planner of the epochs of a run, and a stream of packs, from the settings that a test changes."""
 
+import io
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import IterableDataset
 
 from trl_packfix.data.cache_files import Arrays, write_arrays
@@ -41,6 +44,24 @@ def make_stream(dataset: IterableDataset, **settings: Any) -> PackedStream:
     names = {setting.name for setting in fields(Packing)} & settings.keys()
     packing = Packing(**{name: settings.pop(name) for name in names})
     return PackedStream(dataset, packing, **settings)
+
+
+def one_pass(stream: PackedStream) -> Iterator:
+    """The micro-batches of its first pass."""
+    for micro_batch in stream:
+        if stream.num_passes:
+            return
+        yield micro_batch
+
+
+def saved(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def saved_and_loaded(state: Any) -> Any:
+    return torch.load(io.BytesIO(saved(state)), weights_only=True)
 
 
 def rewrite(file: Path, arrays: Arrays) -> None:

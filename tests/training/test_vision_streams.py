@@ -1,6 +1,5 @@
 """Packs of a stream with images: trained as unpacked, read as a table, bounded in memory, and restarted exactly."""
 
-import io
 import json
 from collections import Counter
 from itertools import chain, islice
@@ -8,23 +7,20 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset, Features, Image, IterableDataset, List
-from support.planners import make_stream
-from support.vision import MESSAGES, SGD, build_processor, conversations, make, rows
-from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+from support.planners import make_stream, one_pass, saved, saved_and_loaded
+from support.vision import MESSAGES, SGD, conversations, make, processor_of, rows
 
 from trl_packfix.data.stream import PackedStream
 from trl_packfix.data.stream_images import ENCODED, ProcessedPacks, StreamImages
 from trl_packfix.samples.conversation import COLUMNS
-from trl_packfix.samples.processor import RowProcessor
 from trl_packfix.training.groups import SamePackCheck
 
 pytestmark = pytest.mark.slow
 
 TABLE = rows(60, seed=4)
 ROOM = 15_000  # bytes: about 8 documents of 1 to 2 images
-PROCESS = RowProcessor(DataCollatorForVisionLanguageModeling(build_processor("llava")))
+PROCESS = processor_of("llava")
 
 
 @pytest.fixture
@@ -90,15 +86,6 @@ def processed(packs, process=PROCESS):
     return [[content(document) for document in ProcessedPacks(process).__getitems__(pack)] for pack in packs]
 
 
-def one_pass(packed: PackedStream) -> list:
-    packs = []
-    for pack in packed:
-        if packed.num_passes:
-            return packs
-        packs.append(pack)
-    return packs
-
-
 @pytest.mark.parametrize(
     "source, settings",
     [
@@ -141,21 +128,10 @@ def test_waiting_documents_are_bounded_by_the_bytes_of_their_images():
     assert ROOM / 2 < max(waiting) < ROOM + chunk
     whole = stream(streams_of("table", 1), batch_size=2, most_bytes=2**28)
     next(iter(whole))
-    assert (
-        len(whole.state_dict(0)["documents"]["lengths"]) == 0 and len(whole.state_dict(1)["documents"]["lengths"]) > 50
-    ), "there is room"
-    num_packs = [len(one_pass(stream(streams_of("table", 1), batch_size=2, most_bytes=size))) for size in (ROOM, 2**28)]
-    assert num_packs[0] <= num_packs[1] + 1
-
-
-def saved(state) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def loaded(file: bytes):
-    return torch.load(io.BytesIO(file), weights_only=True)
+    before, after = (len(whole.state_dict(step)["documents"]["lengths"]) for step in (0, 1))
+    assert before == 0 and after > 50, "there is room"
+    both = [stream(streams_of("table", 1), batch_size=2, most_bytes=size) for size in (ROOM, 2**28)]
+    assert len([*one_pass(both[0])]) <= len([*one_pass(both[1])]) + 1
 
 
 def test_a_checkpoint_holds_encoded_images_once(tmp_path):
@@ -168,9 +144,7 @@ def test_a_checkpoint_holds_encoded_images_once(tmp_path):
     assert len(waiting) > 55 and sum(map(len, images["numbers"])) > 1.8 * len(images["paths"])
     encoded = sum(images["sizes"])
     pixels = sum(PROCESS(dict(row))["pixel_values"].nbytes for row in conversations(20))
-    size = len(saved(state))
-    print(f"{len(waiting)} documents: {encoded:,} bytes of images, {pixels:,} of pixels; checkpoint {size:,}")
-    assert encoded < size < encoded + 2000 * len(waiting) < pixels
+    assert encoded < len(saved(state)) < encoded + 2000 * len(waiting) < pixels
 
 
 # Restarts
@@ -188,11 +162,11 @@ def test_a_restart_goes_on_with_the_same_batches(source, workers):
     batches = iter(whole)
     while whole.num_passes < 2:
         packs.append(list(islice(batches, 2)))
-        states[len(packs)] = saved(whole.state_dict(len(packs)))
+        states[len(packs)] = saved_and_loaded(whole.state_dict(len(packs)))
     expected = [processed(step) for step in packs]
     for step in (1, len(packs) // 4, len(packs) // 2, len(packs) // 2 + 1, len(packs) - 4):
         resumed = new()
-        resumed.load_state_dict(loaded(states[step]))
+        resumed.load_state_dict(states[step])
         batches = iter(resumed)
         for number in range(step, min(step + 6, len(expected))):
             assert processed(islice(batches, 2)) == expected[number], (step, number)
@@ -204,7 +178,7 @@ def test_every_document_once_per_pass_on_other_ranks(num_shards, before, after):
     ranks = [stream(dataset, rank=rank, world_size=before) for rank in range(before)]
     for rank in ranks:
         seen.update(chain(*processed(islice(rank, 3))))
-    states = [loaded(saved(rank.state_dict(3))) for rank in ranks]
+    states = [saved_and_loaded(rank.state_dict(3)) for rank in ranks]
     for number in range(after):
         rank = stream(dataset, rank=number, world_size=after)
         rank.load_state_dict(rank.merged(states))
@@ -215,9 +189,9 @@ def test_every_document_once_per_pass_on_other_ranks(num_shards, before, after):
 
 def test_a_restart_with_another_processor_is_refused():
     state = stream(streams_of("table")).state_dict(0)
-    processor = build_processor("llava")
-    processor.image_processor.image_mean = [0.1, 0.2, 0.3]
-    other = stream(streams_of("table"), RowProcessor(DataCollatorForVisionLanguageModeling(processor)))
+    process = processor_of("llava")
+    process.processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+    other = stream(streams_of("table"), process)
     with pytest.raises(ValueError, match=r"(?s)other settings: `image processor` was .*Set them back"):
         other.merged([state])
 
@@ -230,8 +204,7 @@ def test_packs_stay_in_order_and_are_compared_in_every_step(tmp_path, caplog):
     assert "dataloader_in_order=False was given; packs with images of a stream stay in order" in caplog.text
     assert loader.in_order
     check = SamePackCheck(run.data)
-    shared = SimpleNamespace(world_size=2, tokens_per_rank=64, max_steps=9)
-    check.start(shared)
+    check.start(SimpleNamespace(world_size=2, tokens_per_rank=64, max_steps=9))
     assert check.steps_left == 9
 
 
