@@ -31,14 +31,10 @@ from sweep.judge import Judge
 from sweep.model_types import MAX_LENGTH
 from transformers import modeling_flash_attention_utils
 from transformers.utils import import_utils
-from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix.attention import choice
-from trl_packfix.data.image_collator import RopeIndex
-from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.isolation import packed_model
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.samples.processor import RowProcessor
 
 
 def believe_in_flash_attn() -> None:
@@ -89,17 +85,14 @@ def judge(model_type: str) -> dict:
 
 def judge_images(family: str) -> dict:
     """The probe's result on packs with images, for `attn_implementation="flash_attention_2"` of the whole model."""
-    from support import vision
+    from sweep.image_families import build_model, make_examples
 
     # As in transformers 5.16, which passes the boundaries of the text on to the tower
     transformers.utils.generic._FLASH_VARLEN_KWARGS = frozenset()
-    model = vision.build_model(family)
+    model = build_model(family)
     model.set_attn_implementation("flash_attention_2")
-    kind = type(model.base_model)
-    rope_index = RopeIndex(kind, model.config) if hasattr(kind, "get_rope_index") else None
-    process = RowProcessor(DataCollatorForVisionLanguageModeling(vision.build_processor(family)))
     recorded()
-    packed = PackedModel(model, torch.bfloat16, "cuda", 64, images=ImageExamples(process, rope_index=rope_index))
+    packed = PackedModel(model, torch.bfloat16, "cuda", 64, images=make_examples(family, model))
     report = packed.prove(model)
     found = {"type": family, "attention": packed.attention.name, "unpacked": packed.is_unpacked}
     found |= {"tower": model.config.vision_config._attn_implementation, "repairs": list(map(str, packed.repaired))}

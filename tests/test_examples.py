@@ -8,7 +8,6 @@ import re
 import runpy
 import subprocess
 import sys
-import tomllib
 from argparse import Namespace
 from copy import deepcopy
 from pathlib import Path
@@ -18,9 +17,10 @@ import torch
 import yaml
 from support.launch import fork_ranks, small
 from support.models import build_tiny_model, build_tokenizer
+from support.runs import trainer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
-from trl_packfix import SFTConfig, SFTTrainer
+from trl_packfix import SFTConfig
 from trl_packfix.cli import main as trl_packfix
 from trl_packfix.cli.training import load_documents
 from trl_packfix.data.loaders import DocumentDataset
@@ -74,9 +74,8 @@ def test_tiny_dpo(tmp_path):
     output = run(str(EXAMPLES / "train_dpo.py"), "--tiny", cwd=tmp_path).stdout
     margins = [float(margin) for margin in re.findall(r"margin +(-?\d+\.\d+)", output)]
     assert len(margins) == 4 and margins[0] == 0 and margins[-1] > 0.1
-    padded, real, computed = (
-        int(number.replace(",", "")) for number in re.findall(r"(?:padded|real|computed) ([\d,]+)", output)[-3:]
-    )
+    found = re.findall(r"(?:padded|real|computed) ([\d,]+)", output)[-3:]
+    padded, real, computed = (int(number.replace(",", "")) for number in found)
     assert computed < real < padded
     assert (tmp_path / "dpo_output" / "adapter_model.safetensors").is_file()
 
@@ -156,17 +155,6 @@ def test_the_notebook_for_colab_trains(workplace, monkeypatch):
     assert (workplace / "qwen3-0.6b-packed" / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_the_dockerfile_copies_what_it_installs():
-    """Docker itself is not here. All that the build reads must pass .dockerignore, and be enough for the wheel."""
-    lines = (ROOT / "Dockerfile").read_text().splitlines()
-    copied = {name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]}
-    passing = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {project["readme"], *project["license-files"], "pyproject.toml", "trl_packfix"} <= copied == passing
-    assert all((ROOT / name).exists() for name in copied)
-    assert 'ENTRYPOINT ["trl-packfix"]' in lines and "trl-packfix" in project["scripts"]
-
-
 def test_with_transformers_trains_every_document_each_epoch(workplace, monkeypatch):
     assert len((EXAMPLES / "with_transformers.py").read_text().splitlines()) <= 50
     seen = []
@@ -216,30 +204,13 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
         assert torch.equal(flat(weights), flat(found["one"][0])) and printed.count("gradient") == 8 - step
     assert fork_ranks(2, one_rank), capsys.readouterr().err
     found["two"] = torch.load(tmp_path / "two.pt")
-    counts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_train_epochs": 2}
-    trainer = SFTTrainer(
-        deepcopy(start),
-        SFTConfig(
-            tmp_path,
-            packing=True,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            logging_steps=1,
-            eval_strategy="epoch",
-            save_strategy="no",
-            **counts,
-            **{name: value for name, value in settings.items() if name != "save_steps"},
-        ),
-        train_dataset=table,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
-    evaluated = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_train_epochs": 2}
+    run = trainer(tmp_path, table, deepcopy(start), {"eval_dataset": held_out}, eval_strategy="epoch", **settings)
+    run.train()
+    logs = [log for log in run.state.log_history if "grad_norm" in log]
+    evaluated = [log["eval_loss"] for log in run.state.log_history if "eval_loss" in log]
     assert len(logs) == 8 and len(evaluated) == 2
-    before, expected = (flat(model.state_dict()) for model in (start, trainer.model))
+    before, expected = (flat(model.state_dict()) for model in (start, run.model))
     for name, (weights, printed) in found.items():
         assert "24 documents in 16 micro-batches" in printed and "proved on this model" in printed
         steps = re.findall(r"loss (\S+), gradient (\S+)", printed)
@@ -255,9 +226,8 @@ def test_deepspeed_config(name):
     file = ROOT / "deepspeed_configs" / f"{name}.json"
     settings = json.loads(file.read_text())
     assert not {"optimizer", "scheduler"} & settings.keys()  # they would override SFTConfig
-    assert (
-        settings["train_batch_size"] == settings["gradient_accumulation_steps"] == settings["bf16"]["enabled"] == "auto"
-    )
+    of_trainer = settings["train_batch_size"], settings["gradient_accumulation_steps"], settings["bf16"]["enabled"]
+    assert of_trainer == ("auto",) * 3
     zero = settings["zero_optimization"]
     if name != "zero2":  # the heads of Gemma-3-27B and Qwen2.5-72B are gathered for the whole step and count as live
         assert zero["stage3_max_live_parameters"] > 2 * max(262_208 * 5_376, 152_064 * 8_192)
