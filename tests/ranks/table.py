@@ -124,39 +124,23 @@ def documents(name: str, seed: int = 0) -> Dataset:
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        model: of `build_model`.
-        adapter: of `ADAPTERS`; "" trains all weights.
-        data: of `documents`; only the first `num` of them where it is given.
-        given: settings of the reference, too.
-        ours: settings of packed training only.
-        engines: under which it runs; "one" is one process.
-        shares: ranks share packs, of up to this number of tokens on all ranks.
-        shards: the ranks read a stream of so many.
-        accumulation: micro-batches of a step on each rank; 0 means 5, or 7 where ranks share packs.
-        proves: False where another row has the same model and engine, and its proof on parts of packs.
-        evaluates: the loss of evaluation after training is compared, too.
-        finds: a fault in gradients that the proof must find on the model as the engine wraps it.
-        faults: that the comparison must find; see `faults.py`.
-    """
-
-    model: str = "llama"
-    adapter: str = ""
-    data: str = "texts"
-    num: int | None = None
-    given: dict[str, Any] = field(default_factory=dict)
-    ours: dict[str, Any] = field(default_factory=dict)
-    engines: tuple[str, ...] = ("ddp",)
-    shares: int | None = None
-    shards: int | None = None
-    accumulation: int = 0
+    model: str = "llama"  # of `build_model`
+    adapter: str = ""  # of `ADAPTERS`; "" trains all weights
+    data: str = "texts"  # of `documents`
+    num: int | None = None  # only the first of them
+    given: dict[str, Any] = field(default_factory=dict)  # settings of the reference, too
+    ours: dict[str, Any] = field(default_factory=dict)  # settings of packed training only
+    engines: tuple[str, ...] = ("ddp",)  # under which it runs; "one" is one process
+    shares: int | None = None  # ranks share packs, of up to this number of tokens on all ranks
+    shards: int | None = None  # the ranks read a stream of so many
+    accumulation: int = 0  # micro-batches of a step on each rank; 0 means 5, or 7 where ranks share packs
     dtype: torch.dtype = torch.float32
-    proves: bool = True
-    evaluates: bool = False
-    finds: str = ""
-    faults: tuple[str, ...] = ()
+    proves: bool = True  # False where another row has the same model and engine, and its proof on parts of packs
+    evaluates: bool = False  # the loss of evaluation after training is compared, too
+    finds: str = ""  # a fault in gradients that the proof must find on the model as the engine wraps it
+    faults: tuple[str, ...] = ()  # of `faults.py`, which the comparison must find
 
     @property
     def has_images(self) -> bool:

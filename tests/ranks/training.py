@@ -29,21 +29,10 @@ from . import faults
 from .engines import DIVIDING, data_ranks_of, engine_of, engine_settings, gathered, ranks_of, weights_of
 from .table import ADAPTERS, NUM_STEPS, Row, build_model
 
-COMMON = {
-    "max_length": 96,
-    "learning_rate": 0.5,
-    "optim": "sgd",
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
-    "max_steps": NUM_STEPS,
-    "gradient_checkpointing": False,
-    "bf16": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "disable_tqdm": True,
-    "ddp_timeout": 90,  # turns a hang into an error
-}
+COMMON = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+COMMON |= {"max_length": 96, "max_steps": NUM_STEPS, "gradient_checkpointing": False, "bf16": False}
+COMMON |= {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+COMMON["ddp_timeout"] = 90  # turns a hang into an error
 RATES = dict.fromkeys(("lora", "dora", "dora_attention", "rslora", "inputs"), 2.0)
 RATES |= dict.fromkeys(("attention", "language", "towers"), 1.0) | {"ia3": 100.0}
 

@@ -76,33 +76,19 @@ def build_model(kind: str, model_type: str, dtype: torch.dtype = torch.float64, 
     return model
 
 
-def rewards(completions: list[str], **kwargs: Any) -> list[float]:
-    return [float(len(set(completion))) for completion in completions]
-
-
 def build_trainer(kind: str, model: Any, reference: Any = None, peft_config: Any = None, **options: Any) -> Any:
     library, *names = TRAINERS[kind]
     trainer_class, config = (getattr(library, name) for name in names)
-    settings = {
-        "per_device_train_batch_size": 4,
-        "max_steps": 5,
-        "learning_rate": 0.5,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "seed": 11,
-        "gradient_checkpointing": False,
-    }
+    settings = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    settings |= {"per_device_train_batch_size": 4, "max_steps": 5, "seed": 11, "gradient_checkpointing": False}
+    settings |= {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "logging_steps": 1}
+    settings["disable_tqdm"] = True
     extra: dict[str, Any] = {}
     if kind in ("grpo", "rloo"):
         settings |= {"num_generations": 4, "max_completion_length": 12}
-        extra["reward_funcs"] = options.pop("reward_funcs", rewards)
+        extra["reward_funcs"] = options.pop(
+            "reward_funcs", lambda completions, **kwargs: [float(len(set(x))) for x in completions]
+        )
         if "reward_processing_classes" in options:
             extra["reward_processing_classes"] = options.pop("reward_processing_classes")
     if kind in HAS_REFERENCE and reference is not None:

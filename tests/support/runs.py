@@ -17,21 +17,9 @@ TOOL = json.dumps([{"type": "function", "function": {"name": "count", "parameter
 
 
 def config(folder, config_class=SFTConfig, **kwargs):
-    defaults = {
-        "packing": True,
-        "max_length": 64,
-        "per_device_train_batch_size": 2,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "packing_report": False,
-        "disable_tqdm": True,
-    }
-    if config_class is not SFTConfig:
-        del defaults["packing_report"]
+    defaults = {"packing": True, "max_length": 64, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
+    defaults |= {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "logging_steps": 1}
+    defaults |= {"disable_tqdm": True} | ({"packing_report": False} if config_class is SFTConfig else {})
     return config_class(str(folder), **(defaults | kwargs))
 
 

@@ -56,7 +56,8 @@ def load_on_cpu_ranks():
     transformers below 5.20 loads the optimizer of several CPU ranks to this device. GPUs are not concerned, so that the
     tests of restarts need not be left out.
     """
-    torch.serialization.register_package(100, lambda storage: None, _on_cpu)
+    on_cpu = lambda storage, location: storage.cpu() if location.startswith("cpu:") else None  # noqa: E731
+    torch.serialization.register_package(100, lambda storage: None, on_cpu)
 
 
 def run_deepspeed_on_cpus():
@@ -80,10 +81,6 @@ def run_deepspeed_on_cpus():
 
     deepspeed.comm.all_gather_into_tensor = waiting
     compat.gathers_on_cpus = lambda: True
-
-
-def _on_cpu(storage, location):
-    return storage.cpu() if location.startswith("cpu:") else None
 
 
 def enable_checkpointing(model, reentrant):

@@ -29,13 +29,16 @@ def picture(width: int, height: int, seed: int) -> Picture.Image:
     return Picture.fromarray(pixels)
 
 
+IMAGE = {"type": "image", "text": None}
+
+
 def message(role: str, text: str, num_images: int = 0) -> dict[str, Any]:
     """A message whose images come before its text."""
-    parts = [{"type": "image", "text": None}] * num_images + [{"type": "text", "text": text}]
-    return {"role": role, "content": parts}
+    return {"role": role, "content": [IMAGE] * num_images + [{"type": "text", "text": text}]}
 
 
 MESSAGES = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
+FEATURES = Features({"images": List(Image()), "messages": MESSAGES})
 SIZES = ((24, 24), (40, 24), (24, 48), (56, 40), (30, 30))
 
 
@@ -50,7 +53,7 @@ def rows(num: int = 16, seed: int = 0, counts: tuple[int, ...] = (0, 1, 1, 2)) -
         text = "".join(rng.choice(list("abcdef "), rng.integers(3, 30)))
         answer = "".join(rng.choice(list("xyz "), rng.integers(2, 12)))
         table.append({"images": images, "messages": [message("user", text, count), message("assistant", answer)]})
-    return Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
+    return Dataset.from_list(table, features=FEATURES)
 
 
 PICTURES = [picture(24, 24, seed) for seed in range(3)]  # of one size: 16 placeholders each on llava
@@ -63,17 +66,11 @@ def questions(num: int = 24) -> Dataset:
     rows = []
     for _ in range(num):
         asked = "".join(rng.choice(list("abc "), rng.integers(3, 12)))
-        user = {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": HEAD},
-                {"type": "image", "text": None},
-                {"type": "text", "text": " now " + asked},
-            ],
-        }
+        parts = [{"type": "text", "text": HEAD}, IMAGE, {"type": "text", "text": " now " + asked}]
+        user = {"role": "user", "content": parts}
         answer = message("assistant", "".join(rng.choice(list("xyz"), rng.integers(3, 9))))
         rows.append({"images": [PICTURES[int(rng.integers(3))]], "messages": [user, answer]})
-    return Dataset.from_list(rows, features=Features({"images": List(Image()), "messages": MESSAGES}))
+    return Dataset.from_list(rows, features=FEATURES)
 
 
 AS_SEEN = "as seen, "  # what the template strips from earlier turns
@@ -98,9 +95,7 @@ def conversations(num: int = 6) -> Dataset:
             messages += [message("user", f"turn {turn}", 1), message("assistant", f"{i} {AS_SEEN}then {turn}")]
         images = [picture(24, 24, seed=10 * i + turn) for turn in range(3)]
         table.append({"images": images, "messages": messages, "share": float(i)})
-    return Dataset.from_list(
-        table, features=Features({"images": List(Image()), "messages": MESSAGES, "share": Value("float64")})
-    )
+    return Dataset.from_list(table, features=Features(FEATURES | {"share": Value("float64")}))
 
 
 def by_turn(num: int = 6) -> Dataset:
@@ -121,7 +116,7 @@ def growing(num: int = 6) -> Dataset:
     The last answer is longer than it is in the history, as where a template strips thoughts.
     """
     table = [{"images": row["images"], "messages": row["prompt"] + row["completion"]} for row in by_turn(num)]
-    return Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
+    return Dataset.from_list(table, features=FEATURES)
 
 
 ROWS = rows(40)

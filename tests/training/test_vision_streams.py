@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from datasets import Dataset, Features, Image, IterableDataset, List
+from datasets import Dataset, Image, IterableDataset, List
 from support.planners import make_stream, one_pass, saved, saved_and_loaded
-from support.vision import MESSAGES, SGD, conversations, make, processor_of, rows
+from support.vision import FEATURES, SGD, conversations, make, processor_of, rows
 
 from trl_packfix.data.stream import PackedStream
 from trl_packfix.data.stream_images import ENCODED, ProcessedPacks, StreamImages
@@ -234,7 +234,7 @@ def test_rows_that_cannot_be_processed_are_refused_or_dropped(tmp_path):
     table = TABLE.select(range(12)).cast_column("images", List(Image(decode=False))).to_list()
     bad = next(i for i, row in enumerate(table) if i > 2 and row["images"])
     table[bad]["images"][0]["bytes"] = b"no image"
-    data = Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
+    data = Dataset.from_list(table, features=FEATURES)
     run = make(tmp_path, "llava", data.to_iterable_dataset(), max_steps=1)
     with pytest.raises(ValueError, match=rf"(?s)Row {bad} of the train stream .*identify image.*`bad_rows=\"drop\"`"):
         run.train()
