@@ -54,7 +54,7 @@ class Noting(Numbered):
 
 def rank_main(folder: Path, name: str, attempt: int, *, rank: int, ranks: int, port: str, **settings: int) -> None:
     """One rank of one attempt, from the newest whole checkpoint of `folder / name` if there is one."""
-    log = log_of(folder, name, attempt, rank).open("w")
+    log = (folder / f"{name}-{attempt}-{rank}.log").open("w")
     faulthandler.enable(log)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -70,10 +70,6 @@ def rank_main(folder: Path, name: str, attempt: int, *, rank: int, ranks: int, p
     if ranks > 1:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-
-
-def log_of(folder: Path, name: str, attempt: int, rank: int) -> Path:
-    return folder / f"{name}-{attempt}-{rank}.log"
 
 
 def notes_of(folder: Path, name: str, attempt: int, rank: int) -> Path:
@@ -125,7 +121,7 @@ class Chaos:
                 raise SystemExit(f"A rank was still alive {SECONDS} seconds after another had ended.")
         succeeded = all(process.exitcode == 0 for process in self.processes)
         if must_succeed and not succeeded:
-            logs = [log_of(self.folder, self.name, self.attempt, rank).read_text() for rank in range(self.ranks)]
+            logs = [log.read_text() for log in sorted(self.folder.glob(f"{self.name}-{self.attempt}-*.log"))]
             codes = [process.exitcode for process in self.processes]
             raise SystemExit(f"Attempt {self.attempt}, which nobody killed, ended with {codes}:\n{logs}")
         return succeeded
@@ -138,22 +134,20 @@ class Chaos:
         self.start("run")
         if kill:
             # Within the length of an epoch from here, so that some runs come to their end and some die in each epoch.
-            step = done + self.random.randrange(self.num_steps // 3)
-            in_saving = self.random.random() < 0.5
-            self.kill_at(step, in_saving, self.random.uniform(0, 0.03 if in_saving else 0.1))
+            self.kill_at(done + self.random.randrange(self.num_steps // 3), in_saving=self.random.random() < 0.5)
         finished = self.join(must_succeed=not kill)
         self.compare(finished)
         self.attempt += 1
 
-    def kill_at(self, step: int, in_saving: bool, delay: float) -> None:
-        """SIGKILL for a random rank, `delay` seconds after `step` or the next checkpoint begins, if they ever do."""
+    def kill_at(self, step: int, in_saving: bool) -> None:
+        """SIGKILL for a random rank, a moment after `step` or the next checkpoint begins, if they ever do."""
         victim, notes = self.random.choice(self.processes), notes_of(self.folder, "run", self.attempt, 0)
         every = SETTINGS["save_steps"]
         next_checkpoint = self.folder / "run" / f"checkpoint-{(step // every + 1) * every}"
         while all(process.is_alive() for process in self.processes):
             seen = read_notes(notes)
             if seen and seen[-1][0] >= step and (not in_saving or next_checkpoint.exists()):
-                time.sleep(delay)
+                time.sleep(self.random.uniform(0, 0.03 if in_saving else 0.1))
                 if victim.is_alive():
                     os.kill(victim.pid, signal.SIGKILL)
                     self.kills += 1

@@ -83,14 +83,6 @@ CASES = {kind: (kind, False) for kind in SIZES}
 CASES |= {f"{kind} prefixes": (kind, True) for kind in ("qwen3_5_text", "bamba")}
 
 
-def run_case(name: str, leaks: bool) -> dict[str, Any]:
-    torch.manual_seed(0)
-    start = time.process_time()
-    error = compare(*CASES[name], leaks)
-    row = {"case": name, "leaks": "by design" if leaks else "", "right": "yes" if error <= TOLERANCE else "NO"}
-    return row | {"error": error, "seconds": round(time.process_time() - start)}
-
-
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
@@ -105,7 +97,11 @@ def main() -> int:
     rows = []
     for name in options.cases:
         for leaks in (False, True) if options.leak else (False,):
-            rows.append(run_case(name, leaks))
+            torch.manual_seed(0)
+            start = time.process_time()
+            error = compare(*CASES[name], leaks)
+            row = {"case": name, "leaks": "by design" if leaks else "", "right": "yes" if error <= TOLERANCE else "NO"}
+            rows.append(row | {"error": error, "seconds": round(time.process_time() - start)})
             tell(rows[-1], ".1e")
     columns = columns_of(rows)
     text = lambda value: f"{value:.1e}" if isinstance(value, float) else str(value)  # noqa: E731

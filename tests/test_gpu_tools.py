@@ -117,34 +117,21 @@ def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
-@pytest.fixture
-def played(tmp_path, monkeypatch, benchmarks):
-    """`evidence.main` with parts that behave as their names say: (exit status, table, rows) of a run."""
-    monkeypatch.setattr("signal.signal", lambda *args: None)
+def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, benchmarks, capfd):
+    """Without figures, or because it hangs or crashes; what it gave before is kept. And what has no time is named."""
     import evidence
 
-    child = tmp_path / "child.py"
+    names, child = [*ROWS, "hangs", "crashes"], tmp_path / "child.py"
     child.write_text(f"ROWS = {json.dumps(ROWS)!r}\n{PLAYED}")
+    monkeypatch.setattr("signal.signal", lambda *args: None)
     monkeypatch.setattr(evidence, "CHILD", [sys.executable, str(child)])
-
-    def run(*names, limit=100):
-        parts = {name: evidence.Part(1 if name == "hangs" else 60, ("x",)) for name in names}
-        monkeypatch.setattr(evidence, "PARTS", parts)
-        status = evidence.main(["--out", str(tmp_path / "out"), "--limit", str(limit), "--parts", *names])
-        return status, *opened(tmp_path / "out")
-
-    return run
-
-
-def test_a_part_that_fails_is_named_and_the_others_go_on(played, capfd):
-    """Without figures, or because it hangs or crashes; what it gave before is kept."""
-    status, table, rows = played(*ROWS, "hangs", "crashes")
-    states = {row["part"]: row["state"] for row in rows}
+    monkeypatch.setattr(evidence, "PARTS", {n: evidence.Part(1 if n == "hangs" else 60, ("x",)) for n in names})
+    words = ["--out", str(tmp_path / "out"), "--parts", *names]
+    assert evidence.main([*words, "--limit", "100"]) == 1
+    table, rows = opened(tmp_path / "out")
     passed = {"right", "breaks the GPU", "last"}
-    assert status == 1 and states == {name: "passed" if name in passed else "failed" for name in ROWS} | {
-        "hangs": "stopped",
-        "crashes": "failed",
-    }
+    expected = {name: "passed" if name in passed else "failed" for name in names} | {"hangs": "stopped"}
+    assert {row["part"]: row["state"] for row in rows} == expected
     reasons = {row["part"]: row["part_reason"] for row in rows if "no figures" in row["part_reason"]}
     assert reasons == {
         "not a number": "no figures: second (not measured)",
@@ -154,11 +141,8 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(played, capfd):
     assert {row["x"] for row in rows if row["part"] in ("hangs", "crashes")} == {"1.0"}
     assert "no figures: second" in table and "exceeded its limit of 1 s" in table and "ended with status 7" in table
     assert "hangs, crashes" in capfd.readouterr().out
-
-
-def test_what_has_no_time_is_named(played):
-    status, _, rows = played("right", "last", limit=0)
-    assert status == 1 and {row["state"] for row in rows} == {"no time"}
+    assert evidence.main([*words, "--limit", "0"]) == 1
+    assert {row["state"] for row in opened(tmp_path / "out")[1]} == {"no time"}
 
 
 def test_parts_run_on_the_cpu(tmp_path):
@@ -186,9 +170,8 @@ def test_padded_speed_comes_from_the_table_and_not_from_the_batches_of_a_run(ben
         for method, speed, ratio in (("padded", 100.0, 1.5), ("ours", 147.0, 1.0), ("TRL bfd", 140.0, 1.0))
     ]
     compare([*rows, {"method": "ours stream", "batch_size": 2, "tokens_per_s": 500.0, "computed_over_real": 1.0}])
-    assert (
-        rows[1]["over padded"] == 1.47 and rows[1]["over TRL bfd"] == 1.05 and rows[1]["share"] == pytest.approx(0.98)
-    )
+    ours = [rows[1][name] for name in ("over padded", "over TRL bfd", "share")]
+    assert ours == pytest.approx([1.47, 1.05, 0.98])
     assert "over padded" not in rows[0] and not any("over ours stream" in row for row in rows)
 
 
@@ -197,8 +180,6 @@ def test_all_parts_but_the_last_two_fit_the_limit(benchmarks):
     import evidence
     import evidence_parts
 
-    assert (
-        list(evidence.PARTS)[-2:] == ["compile", "1.5b-flan"]
-        and evidence.PARTS.keys() == evidence_parts.MEASURES.keys()
-    )
+    assert list(evidence.PARTS)[-2:] == ["compile", "1.5b-flan"]
+    assert evidence.PARTS.keys() == evidence_parts.MEASURES.keys()
     assert sum(part.seconds for part in list(evidence.PARTS.values())[:-2]) <= 540 - 25

@@ -95,16 +95,14 @@ COMMANDS = {
     "torchrun": "torch.distributed.run --standalone --nproc_per_node 2 -m",
     "deepspeed": "deepspeed.launcher.runner --num_gpus 2 --master_port PORT --module",
 }
-
-
 # Two also start recipes below
-LAUNCHERS = {"torchrun": pytest.mark.sweep, "accelerate": gathers_on_cpus}
-LAUNCHERS["deepspeed"] = (gathers_on_cpus, pytest.mark.sweep)
+LAUNCHERS = [pytest.param("torchrun", marks=pytest.mark.sweep), pytest.param("accelerate", marks=gathers_on_cpus)]
+LAUNCHERS += [pytest.param("deepspeed", marks=(gathers_on_cpus, pytest.mark.sweep))]
 
 
 @needs_gloo
 @needs_deepspeed
-@pytest.mark.parametrize("launcher", [pytest.param(name, marks=m) for name, m in LAUNCHERS.items()])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_command_under_each_launcher(launcher, workplace):
     (workplace / "mixture.yaml").write_text(MIXTURE)
     (workplace / "zero3.json").write_text(json.dumps(deepspeed_config("zero3")))

@@ -22,10 +22,8 @@ from trl_packfix.attention.packed_forward import PackedForward, running_forward
 from trl_packfix.data import image_collator, pack_collator, stream
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.image_collator import PackedImages
-from trl_packfix.data.prefix_collator import Compared, PrefixCollator
-from trl_packfix.isolation.probe import Probe
+from trl_packfix.data.prefix_collator import Compared
 from trl_packfix.layout import Layout, Runs
-from trl_packfix.planning.families import Pieces
 from trl_packfix.samples import conversation
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.processor import RowProcessor
@@ -176,34 +174,11 @@ def statistic_of_parts(right, router_logits, num_experts, num_chosen, row_counts
     return found / degree
 
 
-def changed_cut(change: Callable) -> Fault:
-    """What a part of a pack whose documents share rows trains is changed by `change(layout, number of its rows)`."""
-    return changed(Runs, "cut", lambda right, self, rows, mask: change(right(self, rows, mask), rows.stop - rows.start))
-
-
-def border_lost(layout, size):
+def border_lost(right, self, rows, mask):
     """The targets of the last row of a part, whose labels lie in the next part, belong to no rank."""
-    stays = layout.target_rows < size
+    layout = right(self, rows, mask)
+    stays = layout.target_rows < rows.stop - rows.start
     return replace(layout, target_rows=layout.target_rows[stays], target_documents=layout.target_documents[stays])
-
-
-def history_trained(layout, size):
-    """What one document trains in a part is trained in all documents that have it, as the history of a turn."""
-    times = layout.num_documents[layout.target_rows - 1]
-    return replace(
-        layout,
-        target_rows=layout.target_rows.repeat_interleave(times),
-        target_documents=layout.target_documents.repeat_interleave(times),
-    )
-
-
-def last_of_family_left_out(right, pieces, *given):
-    sizes = np.diff(pieces.offsets)
-    stays = np.ones(len(pieces.order), dtype=bool)
-    stays[pieces.offsets[1:][sizes > 1] - 1] = False
-    offsets = np.concatenate([[0], np.cumsum(sizes - (sizes > 1))])
-    kept = {name: getattr(pieces, name)[stays] for name in ("order", "lengths", "shared")}
-    return right(replace(pieces, offsets=offsets, **kept), *given)
 
 
 def shards_of_each_rank(right, dataset, rank, world_size, degree=1):
@@ -285,16 +260,7 @@ BEHIND_PROOF: dict[str, Fault] = {
     "boundary_of_mixers": boundary_of_mixers,
 }
 ONE: dict[str, Fault] = {
-    # Arguments that select keys are ignored, and by the reference of the proof, too
-    "dense_attention": together(
-        changed(varlen, "_check_arguments", lambda right, module, kwargs: None),
-        changed(Probe, "as_given", lambda right, self, length: self.evaluating()),
-    ),
     "each_row_once": changed(Runs, "targets", each_row_once),
-    # The last rows of documents, which the router statistic counts
-    "last_rows_dropped": changed(
-        PrefixCollator, "_lay_out", lambda right, self, *given: right(replace(self, keeps_last_rows=False), *given)
-    ),
     "compared_by_placeholder": changed(RowProcessor, "compare", by_placeholder),
     # Of a document whose first images are shared, these again in place of the others
     "first_images_again": changed(
@@ -322,15 +288,9 @@ TRAINING: dict[str, Fault] = {
     "statistic_of_parts": changed(objective, "group_load_balancing", statistic_of_parts),
     # A row of which several documents train the next token counts as one trained token
     "one_label_per_row": changed(Runs, "labels", lambda right, self, batch: batch),
-    "border_lost": changed_cut(border_lost),
-    # A part counts the trained tokens of its own rows, not those of the pack
-    "trained_on_own_rows": changed_cut(
-        lambda layout, size: replace(layout, trained=torch.bincount(layout.target_documents, minlength=layout.count))
-    ),
-    "history_trained": changed_cut(history_trained),
+    "border_lost": changed(Runs, "cut", border_lost),
     # The router statistic counts a row once, and not once for each of its documents
     "rows_once": changed(Runs, "row_counts", lambda right, self, trained: right(self, trained).clamp(max=1)),
-    "cut_short": changed(Pieces, "documents", last_of_family_left_out),
     "own_shards": changed(stream, "share_of_rank", shards_of_each_rank),
     # Ranks add the sums of sources as each has numbered them, and not by their names
     "sources_as_met": changed(TrainingTotals, "_agree_on_sources", lambda right, self, own: right(self, sorted(own))),

@@ -244,7 +244,7 @@ ROWS: dict[str, Row] = {
         given={"label_smoothing_factor": 0.3} | BY_DOCUMENT,
         **ALIKE,
         proves=False,
-        faults=("prefixes", "border_lost", "trained_on_own_rows", "counted_by_all"),
+        faults=("prefixes", "border_lost", "counted_by_all"),
     ),
     "parts_prefixes_experts": Row(
         "experts", ours=PACK | {"pad_to_multiple_of": 1} | FAST, **ONE_PACK, faults=("rows_once", "counted_by_all")
@@ -255,11 +255,9 @@ ROWS: dict[str, Row] = {
         ours=FAMILY,
         engines=("ddp4", "zero3"),
         evaluates=True,
-        faults=("prefixes", "border_lost", "cut_short", "counted_by_all"),
+        faults=("prefixes", "border_lost", "counted_by_all"),
     ),
-    "parts_family_turns": Row(
-        data="turns", shares=128, given={"per_turn": True}, ours=FAMILY, proves=False, faults=("history_trained",)
-    ),
+    "parts_family_turns": Row(data="turns", shares=128, given={"per_turn": True}, ours=FAMILY, proves=False),
     "parts_prefixes_recomputed": Row(
         **ALIKE | {"ours": PACK | FAST | {"recomputes": True}}, engines=("fsdp2",), proves=False
     ),
@@ -352,7 +350,7 @@ ROWS: dict[str, Row] = {
     "one_mamba_checkpointed": Row("mamba", ours=CHECKPOINTED, engines=ONE),
     "one_mamba_reentrant": Row("mamba", ours=REENTRANT, engines=ONE),
     # It selects blocks of keys
-    "one_minimax_m3": Row("minimax_m3_vl_text", given=NO_ROUTER_LOSS, engines=ONE, faults=("dense_attention",)),
+    "one_minimax_m3": Row("minimax_m3_vl_text", given=NO_ROUTER_LOSS, engines=ONE),
     "one_prefixes": Row(ours=PACK, engines=ONE, faults=("one_label_per_row", "each_row_once")),
     "one_prefixes_stream": Row(given=WEIGHTED, ours=PACK, shards=1, engines=ONE),
     "one_prefixes_documents": Row(given=BY_DOCUMENT, ours=PACK | CHECKPOINTED, engines=ONE, faults=("each_row_once",)),
@@ -366,7 +364,7 @@ ROWS: dict[str, Row] = {
         given=ROUTED,
         ours=PACK | {"pad_to_multiple_of": 64},
         engines=ONE,
-        faults=("rows_once", "last_rows_dropped"),
+        faults=("rows_once",),
     ),
     **{f"one_{family}": Row(family, **OF_TOWERS, engines=ONE) for family in NATIVE},
     "one_aya_vision": Row("aya_vision", **OF_TOWERS, given={"learning_rate": 1.0}, engines=ONE),
