@@ -68,7 +68,7 @@ class EpochPlanner:
             assert not packing.traits.cuts_blocks, "the config refuses it"
             assert self.documents.tokens is not None, "documents are not sorted by their tokens"
         if packing.traits.keeps_steps:
-            self.num_steps = packing.num_kept_steps(len(self.documents))
+            self.num_steps = packing.num_steps(len(self.documents))
             unit = f"{len(self.documents)} documents"
         else:
             units, block = self.units(), self.documents.block

@@ -32,11 +32,8 @@ PARTNERS = 16  # slots with most room that are tried for a slot above its capaci
 def balanced(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Array]:
     """The units of `packs` in S packs with the least modelled waiting time, in slot order.
 
-    If dealing the units again does not help, the packs are returned as they are, in the best order: units that fill
-    their packs exactly cannot always be dealt another way, least of all a few long ones.
-
-    Args:
-        packs: units, at most S packs of them, none above the capacity.
+    If dealing the units again does not help, the packs, at most S and none above the capacity, are returned in the best
+    order: units that fill their packs exactly cannot always be dealt another way, least of all a few long ones.
 
     >>> from .costs import CostModel
     >>> packs = [np.array([0, 1]), np.array([4]), np.array([2, 3]), np.array([5])]

@@ -17,7 +17,6 @@ of `max_length`.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -72,11 +71,10 @@ class GroupTimes:
 
 
 def room_of_families(lengths: Int64Array, tokens_per_rank: int, smallest: int) -> Int64Array:
-    """Most rows of a piece of a family that begins with each document, for `make_pieces`, shape (N,).
+    """Most rows of a piece of a family that begins with each document, shape (N,).
 
-    That of the smallest group that holds the document `BESIDE` times, else of the largest, to `FILL`, because several
-    pieces share a pack. In a smaller group, a document that others share would be computed again for a few of them. A
-    larger group would pay more for the exchange.
+    That of the smallest group that holds the document `BESIDE` times, else of the largest, to `FILL`: several pieces
+    share a pack. A smaller group would compute shared rows for few documents, a larger one pays more for the exchange.
 
     >>> room_of_families(np.array([10, 20, 130, 390]), tokens_per_rank=100, smallest=4).tolist()
     [95, 190, 380, 390]
@@ -228,14 +226,8 @@ class Step:
         return DividedStep(float(seconds.sum()), [degree] * len(seconds), packs)
 
 
-class ModelledTime(NamedTuple):
-    """Modelled seconds of each micro-step of a schedule with sequence parallelism, both shape (S*G,)."""
-
-    seconds: Float64Array  # of its longest group
-    exchange: Float64Array  # of them in the exchanges, the mean over ranks
-
-
-def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) -> ModelledTime:
+def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) -> tuple[Float64Array, Float64Array]:
+    """Modelled seconds of each micro-step, of its longest group; and in the exchanges, the mean over ranks; (S*G,)."""
     times = GroupTimes(units.cost_model, parallel.speeds)
     seconds, exchange = np.zeros((2, len(schedule.degrees)))
     tokens = schedule.slot_sums(units.rows)
@@ -245,4 +237,4 @@ def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) 
         some = tokens[rows][:, leaders]
         seconds[rows] = times.seconds(costs[rows][:, leaders], some, degree).max(axis=1)
         exchange[rows] = times.seconds(np.zeros_like(some, dtype=np.float64), some, degree).mean(axis=1)
-    return ModelledTime(seconds, exchange)
+    return seconds, exchange

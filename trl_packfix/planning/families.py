@@ -18,7 +18,6 @@ second copies make families of their own, the third ones too, and so on.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -124,16 +123,11 @@ class TokenOrder:
 def sort_by_tokens(
     lengths: Int64Array, read: Callable[[Int64Array, int, int], npt.NDArray[np.uint32]], block: int = BLOCK
 ) -> TokenOrder:
-    """Sort documents by their tokens, and find the common tokens of neighbours on the way.
+    """Sort documents of so many tokens by these, and find the common tokens of neighbours on the way.
 
     All documents are compared by a few tokens, then those that are still the same by the next, and so on. So no token
-    is read beyond the first difference, but for those of its block, and memory is that of one block.
-
-    Args:
-        lengths: tokens of each document, at least 1, shape (N,).
-        read: (documents, first, width) -> their tokens from `first` on, shape (n, width), big-endian, with 2**32 - 1
-            behind the end of a document.
-        block: tokens that are compared at a time.
+    is read beyond the first difference and its block. `read`: (documents, first, width) -> their tokens from `first`
+    on, shape (n, width), big-endian, with `END` behind the end of a document.
     """
     order, common = np.arange(len(lengths)), np.zeros(len(lengths), dtype=np.int64)
     places = np.arange(len(lengths))  # in `order`, of documents that are not yet distinct, group after group
@@ -196,11 +190,6 @@ class Pieces(Units):
         """What is new in each document costs what it costs behind the rows that the document shares."""
         return np.add.reduceat(cost_model(self.lengths) - cost_model(self.shared), self.offsets[:-1])
 
-    @cached_property
-    def _ascending(self) -> Int64Array:
-        """The documents, piece after piece, in ascending order within each, shape (N,)."""
-        return self.order[np.lexsort((self.order, self._piece))]
-
     @property
     def _piece(self) -> Int64Array:
         """Number of the piece of each document in `order`, shape (N,)."""
@@ -222,7 +211,7 @@ class Pieces(Units):
     def documents(
         self, units: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
     ) -> tuple[Int64Array, Int64Array]:
-        order = self._ascending
+        order = self.order[np.lexsort((self.order, self._piece))]
         if rng is not None:
             order = order[np.lexsort((rng.random(len(order)), self._piece))]
         sizes = np.diff(self.offsets)[units]
@@ -243,9 +232,6 @@ def make_pieces(
 ) -> Pieces:
     """Families of documents, all or some of them, cut where one would have too many rows, keys or targets.
 
-    Half of the longer one, not of the shorter: all conversations with one system prompt share half of the shortest, and
-    would be one family.
-
     Args:
         lengths, trained: tokens and trained tokens of each document by its number.
         room: most rows of a piece, one number or by the number of its first document, shape (N,); at least its tokens.
@@ -263,8 +249,8 @@ def make_pieces(
         tokens = tokens.within(copy)
     size = lengths[tokens.order]
     shared = shared_by_neighbours(tokens.common, size)
-    longer = np.maximum(size, np.concatenate([[0], size[:-1]])[: len(size)])
-    begins = 2 * shared < longer
+    # Half of the longer one: all conversations with one system prompt share half of the shortest
+    begins = 2 * shared < np.maximum(size, np.concatenate([[0], size[:-1]])[: len(size)])
     family = np.empty(len(lengths), dtype=np.int64)
     family[tokens.order] = np.cumsum(begins) - 1
     shared[begins] = 0
@@ -295,10 +281,7 @@ def make_pieces(
 
 
 def _copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """How many documents before each one have the same tokens, and the first of them, both by number, shape (N,).
-
-    Documents that are not in `tokens` are number 0 and their own first.
-    """
+    """How many documents before each one have the same tokens, and the first of them, both by number, shape (N,)."""
     size = lengths[tokens.order]
     is_copy = np.zeros(len(size), dtype=bool)
     is_copy[1:] = (size[1:] == size[:-1]) & (tokens.common[1:] == size[1:])
@@ -313,11 +296,7 @@ def _copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, Int64A
 def _cuts(
     lengths: Int64Array, shared: Int64Array, trained: Int64Array, *, begins: BoolArray, room: Int64Array
 ) -> list[int]:
-    """Places at which families are cut, so that parts of several documents have few enough rows, keys and targets.
-
-    Args:
-        room: most rows of a part that begins with each document.
-    """
+    """Places at which families are cut: parts have few enough rows (`room`, by their first document), keys, targets."""
     own = lengths - shared
     looks_up = np.where(own > 1, lengths, 0)  # a document of which at most its last row is left has no run
     limits = (

@@ -105,7 +105,9 @@ class Packing:
     @property
     def capacity(self) -> int:
         """Most tokens of a pack; with sequence parallelism, of one on the fewest ranks that hold any document."""
-        return self.batch_size * self.max_length if self.parallel is None else self.parallel.capacity
+        if self.parallel is None:
+            return self.batch_size * self.max_length
+        return self.parallel.smallest * self.parallel.tokens_per_rank
 
     @property
     def planned_capacity(self) -> int:
@@ -145,26 +147,19 @@ class Packing:
         longest = min(self.max_length, capacity)
         return iter(Packer(arriving, capacity, self.buffer_size, longest, bytes_of, most_bytes))
 
-    def num_steps(self, num_packs: int, per_step: int = 0) -> int:
-        """Optimizer steps of an epoch of so many packs; or of others, of which a step has `per_step`."""
-        per_step = per_step or self.num_bins
-        return num_packs // per_step if self.drop_last else -(-num_packs // per_step)
+    def num_steps(self, num: int) -> int:
+        """Optimizer steps of an epoch of so many packs; of a strategy that keeps steps, of so many documents."""
+        per_step = self.documents_per_step if self.traits.keeps_steps else self.num_bins
+        return num // per_step if self.drop_last else -(-num // per_step)
 
     @property
     def documents_per_step(self) -> int:
         """Of the unpacked run."""
         return self.batch_size * self.bins.num_slots
 
-    def num_kept_steps(self, num_documents: int) -> int:
-        """Optimizer steps of an unpacked epoch of so many documents."""
-        return self.num_steps(num_documents, self.documents_per_step)
-
     def kept_steps(self, order: Int64Array) -> Int64Array:
-        """The optimizer step of each document in the unpacked run, which visits them in this order, both shape (N,).
-
-        It is -1 if the epoch does not reach the document.
-        """
-        reached = order[: self.num_kept_steps(len(order)) * self.documents_per_step]
+        """The step of each document in the unpacked run, which visits them in this order; -1: none; both shape (N,)."""
+        reached = order[: self.num_steps(len(order)) * self.documents_per_step]
         step = np.full(len(order), -1)
         step[reached] = np.arange(len(reached)) // self.documents_per_step
         return step

@@ -79,11 +79,11 @@ class PackPlan:
 def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | None) -> PackPlan:
     """Best-fit decreasing over all documents: longest first, each into the fullest pack that has room for it.
 
-    With `rng`, documents of equal length are exchanged at random and packs come in random order. Without, the plan is
-    deterministic and packs come in the order of their earliest document. Inside a pack, longer documents come first.
+    With `rng`, documents of equal length are exchanged at random and packs come in random order, else in the order of
+    their earliest document. Inside a pack, longer documents come first.
 
-    The work is done on the histogram of lengths, so its cost grows with distinct lengths; documents only cost a
-    counting sort. Source: Johnson (1974), https://doi.org/10.1137/0203025; for language models, arXiv 2404.10830.
+    The cost grows with distinct lengths; documents only cost a counting sort. Source: Johnson (1974),
+    https://doi.org/10.1137/0203025; for language models, arXiv 2404.10830.
 
     >>> plan_bfd([2, 5, 3, 4], capacity=7, rng=None).order.tolist()
     [1, 0, 3, 2]
@@ -96,21 +96,11 @@ def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | N
 
 
 def plan_stream(lengths: npt.ArrayLike, order: Int64Array, capacity: int, *, buffer_size: int = 1000) -> PackPlan:
-    """Packs in the visiting order given: oldest documents first, each pack closed by an exact fill.
+    """Packs of a `Packer` in the visiting order given, a permutation of range(N); see there.
 
-    A buffer holds the next `buffer_size` documents of `order`, one arriving for each that is placed. A pack starts with
-    the oldest of them and goes on with the oldest that fit, until the gap is small and one or two documents of the
-    buffer fill it exactly. Where none do, the best fill is taken. While the short documents of the buffer are too few
-    for the long ones, the longest that fit are taken instead. Because each pack takes the oldest document, none waits
-    for more than `buffer_size` packs. The documents of the last buffer are packed as tightly as three heuristics can.
-
-    Below four documents per pack, the first 16 buffers are packed both ways, and if best-fit decreasing needs fewer
-    packs there, the whole order is packed so: in a window of 16 buffers, the fullest half is emitted, the rest carried
-    over, and a document more than two windows behind the last one to arrive is emitted at once.
-
-    Args:
-        order: the documents in visiting order, a permutation of range(N); `np.arange(N)` for sequential training.
-        buffer_size: documents; at least 1.
+    None waits for more than `buffer_size` packs, because each pack takes the oldest document of the buffer. Below four
+    documents per pack, the first 16 buffers are packed both ways, and if best-fit decreasing needs fewer packs there,
+    the whole order is packed so (`carry_over`).
 
     >>> plan_stream([4, 5, 3, 2], order=np.arange(4), capacity=7).order.tolist()
     [0, 2, 1, 3]
@@ -149,9 +139,7 @@ def reordered(plan: PackPlan, rng: np.random.Generator) -> PackPlan:
 
 
 def _plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, *, capacity: int) -> PackPlan:
-    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    return PackPlan(members, offsets, lengths, int(capacity))
+    return PackPlan(members, np.concatenate([[0], np.cumsum(sizes)]), lengths, int(capacity))
 
 
 def is_integer(value: object) -> bool:

@@ -70,8 +70,3 @@ class SequenceParallel:
     smallest: int  # S, the smallest degree that holds a document of `max_length`; packs are planned for groups of it
     degrees: tuple[int, ...]  # those that may be chosen, ascending; S is one of them
     speeds: Speeds = field(default_factory=Speeds)
-
-    @property
-    def capacity(self) -> int:
-        """Most tokens of a pack on the fewest ranks that hold any document."""
-        return self.smallest * self.tokens_per_rank

@@ -19,11 +19,8 @@ def schedule_plan(plan: PackPlan, units: Units, num_steps: int, *, packing: Pack
 
 
 def schedule_kept_steps(packing: Packing, units: Units, order: Int64Array) -> Schedule:
-    """The schedule in which every step has the documents of the unpacked run, which visits them in this order.
-
-    Units are documents, or families of those of each step.
-    """
-    steps = np.arange(packing.num_kept_steps(len(order)) + 1)
+    """Every step has the documents of the unpacked run, visited in this order; units are documents, or their families."""
+    steps = np.arange(packing.num_steps(len(order)) + 1)
     if not isinstance(units, Pieces):
         bounds = np.minimum(steps * packing.documents_per_step, len(order))
         return schedule_steps(units, order, bounds, bins=packing.bins)

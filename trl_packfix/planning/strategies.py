@@ -27,9 +27,6 @@ class StrategyTraits:
     keeps_steps: bool = False  # every optimizer step has the documents of the unpacked run
     instead: str | None = None  # what to do instead of `plan_packs`, where lengths alone are not enough to plan it
 
-    def __post_init__(self) -> None:
-        assert (self.plan is None) == (self.cuts_blocks or self.keeps_steps), "a strategy is planned in one way"
-
 
 def _bfd(lengths: Int64Array, capacity: int, *, order: Int64Array, rng: np.random.Generator | None) -> PackPlan:
     return plan_bfd(lengths, capacity, rng)

@@ -30,7 +30,7 @@ class SharedPacks:
     def of_table(cls, planner: EpochPlanner, parallel: SequenceParallel, schedule: Schedule) -> "SharedPacks":
         """Of the first epoch, whose units have this schedule."""
         units = planner.units()
-        time = modelled_time(schedule, units, parallel)
+        seconds, exchange = modelled_time(schedule, units, parallel)
         total = np.concatenate([[0], np.cumsum(units.rows[schedule.order])])
         packs = np.diff(total[schedule.offsets]).reshape(-1, planner.packing.world_size)
         degrees, counts = np.unique(schedule.degrees, return_counts=True)
@@ -38,7 +38,7 @@ class SharedPacks:
             tokens_per_rank=parallel.tokens_per_rank,
             smallest_degree=parallel.smallest,
             micro_steps=dict(zip(degrees.tolist(), counts.tolist(), strict=True)),
-            exchange_share=float(time.exchange.sum() / time.seconds.sum()),
+            exchange_share=float(exchange.sum() / seconds.sum()),
             largest_part=int((-(-packs // schedule.degrees[:, None])).max()),
         )
 
