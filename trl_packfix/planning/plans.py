@@ -19,7 +19,7 @@ def schedule_plan(plan: PackPlan, units: Units, num_steps: int, *, packing: Pack
 
 
 def schedule_kept_steps(packing: Packing, units: Units, order: Int64Array) -> Schedule:
-    """Every step has the documents of the unpacked run, visited in this order; units are documents, or their families."""
+    """Every step has the documents of the unpacked run, visited in this order. Units may be families of these."""
     steps = np.arange(packing.num_steps(len(order)) + 1)
     if not isinstance(units, Pieces):
         bounds = np.minimum(steps * packing.documents_per_step, len(order))
