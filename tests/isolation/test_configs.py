@@ -162,7 +162,7 @@ def test_the_config_alone_is_judged_as_the_tiny_model(full_config, tmp_path):
             checked(full_config, tmp_path)
         return
     result = checked(full_config, tmp_path)
-    assert result.right
+    assert result.in_training.passed
     tiny = full_config.parent.parent / "tiny" / full_config.name
     if tiny.exists() and full_config.stem not in JUDGED_APART:
         packed, report = proved(build(tiny), torch.float32)
@@ -201,7 +201,7 @@ def test_a_leak_by_real_rope_is_found_from_the_config_alone(tmp_path):
     result = check_model(name, config_only=True, max_length=300, on_leak="raise")
     assert result.verdict == "LEAK"
     assert [leak.name for leak in result.as_it_is.leaks] == ["model.rotary_emb"]
-    assert check_model(name, config_only=True, max_length=300).right
+    assert check_model(name, config_only=True, max_length=300).in_training.passed
 
 
 def test_only_sizes_shrink():

@@ -18,7 +18,6 @@ from trl_packfix.isolation import check_isolation as isolation
 from trl_packfix.isolation.probe import Probe
 from trl_packfix.isolation.probed_model import MAX_NOISE
 from trl_packfix.isolation.thresholds import thresholds
-from trl_packfix.reporting.lines import _isolation_text
 
 
 def judged(model, **kwargs):
@@ -35,8 +34,8 @@ def test_the_summary_says_the_result_before_the_numbers():
     engine = replace(report, max_gradient=None, max_change=2e-7).summary()
     assert engine.startswith("changing one document changed no other (2.0e-07), gradients not compared; each equals")
     half = replace(report, max_change=0.012, max_difference=0.03, tolerance=MAX_NOISE, dtype="bf16")
-    assert _isolation_text(half) == (
-        "passed: changing one document changed no other (by rounding, 1.2 %; modules compared one by one) and no "
+    assert half.summary() == (
+        "changing one document changed no other (by rounding, 1.2 %; modules compared one by one) and no "
         "gradient crosses; each equals itself alone to 3 % (bf16)"
     )
     assert judged(build_tiny_model("mamba"), max_length=64).summary().startswith("documents move each other by ")
@@ -216,7 +215,7 @@ def test_the_trainer_refuses_a_leaking_model_and_the_report_says_so(tmp_path, ca
     with pytest.raises(PackingLeakError, match="Information crosses in transformer.h.0.self_attention"):
         run.train()
     assert run.state.global_step == 0
-    assert "LEAK: a document moves another" in capsys.readouterr().out
+    assert "LEAK: documents move each other by" in capsys.readouterr().out
     assert json.loads((tmp_path / "packing_report.json").read_text())["isolation"]["isolated"] is False
 
 

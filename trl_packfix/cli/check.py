@@ -60,4 +60,4 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(result.to_dict(), indent=2))
     else:
         show_lines("Isolation check", result.lines())
-    return 0 if result.right else 1
+    return 0 if result.in_training.passed else 1

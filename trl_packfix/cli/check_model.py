@@ -46,11 +46,6 @@ class CheckResult:
     seconds: float
 
     @property
-    def right(self) -> bool:
-        """Whether packed training equals unpacked training on this model."""
-        return self.in_training.passed
-
-    @property
     def verdict(self) -> str:
         """PACKED (as it is), REPAIRED or UNPACKED (correct, but padded); or LEAK, WRONG or REFUSED."""
         found = self.in_training
@@ -59,7 +54,7 @@ class CheckResult:
         return "REFUSED" if found.error is not None else "WRONG" if found.isolated else "LEAK"
 
     def to_dict(self) -> dict[str, Any]:
-        return finite(asdict(self) | {"verdict": self.verdict, "right": self.right})
+        return finite(asdict(self) | {"verdict": self.verdict, "right": self.in_training.passed})
 
     def lines(self) -> list[tuple[str, str]]:
         before, after = self.as_it_is, self.in_training

@@ -15,23 +15,9 @@ from . import flags
 from .flags import Subparsers
 
 MANIFEST = "prepared.json"
-# Fields of the config that decide the tokens and labels of a row, and which other columns are kept
-TOKENISATION = (
-    "assistant_only_loss",
-    "completion_only_loss",
-    "eos_token",
-    "chat_template_path",
-    "dataset_text_field",
-    "dataset_num_proc",
-    "bad_rows",
-    "per_turn",
-    "message_train_key",
-    "assistant_turns",
-    "train_empty_thinking",
-    "weight_column",
-    "source_column",
-    "trust_remote_code",
-)
+LIBRARIES = ("trl", "transformers", "datasets", "tokenizers")  # whose versions it notes
+# Fields of the config that decide the tokens and labels of a row, and which other columns are kept, beside `Settings`
+SETTINGS = ("eos_token", "chat_template_path", "weight_column", "source_column", "trust_remote_code")
 
 EXAMPLES = """\
   trl-packfix prepare chats.jsonl --model Qwen/Qwen3-0.6B --output chats --num-proc 32
@@ -66,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
             f"`--output {output}` was given and is not empty. Writing a dataset over another would mix their files. "
             "Set `--output` to a folder that does not exist."
         )
-    from ..samples.checks import has_images
+    from ..samples.turns import Settings
     from .configs import read_run
-    from .tokens import load_part, load_tokenizer, save_measured, save_tokens
+    from .tokens import load_tokenizer, read_parts, save_measured, save_tokens
 
     given = read_run(args)
     config, tokenizer_name = given.training, args.tokenizer or given.model.model_name_or_path
@@ -78,14 +64,7 @@ def run(args: argparse.Namespace) -> int:
             "the folder of the one that you will train with."
         )
     tokenizer = load_tokenizer(tokenizer_name, config.trust_remote_code)
-    parts = [load_part(given, name) for name in given.parts]
-    with_images = sum(map(has_images, parts))
-    if 0 < with_images < len(parts):
-        raise ValueError(
-            f"{len(parts)} datasets were given, and {with_images} of them have images. Rows of text are tokenised, and "
-            "rows with images keep their images, so one folder cannot hold both. Prepare them one by one, or give the "
-            "rows of text an empty column `images`."
-        )
+    parts, with_images = read_parts(given)
     with _all_or_nothing(output) as folder:
         if with_images:
             rows, num_given, ledger = save_measured(parts, tokenizer_name, config, output=folder)
@@ -96,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             "split": given.script.dataset_train_split,
             "tokenizer": tokenizer_name,
             "vocabulary": len(tokenizer),
-            "settings": {name: getattr(config, name) for name in TOKENISATION},
+            "settings": {name: getattr(config, name) for name in (*Settings.__annotations__, *SETTINGS)},
             "conversations": sum(map(len, parts)) if config.per_turn else None,
             "rows": rows,
             "bad_rows_dropped": num_given - rows,
@@ -104,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
             "tokens": ledger.given.tokens,
             "trained_tokens": ledger.given.trained_tokens,
             "documents_without_a_trained_token": sum(count.documents for count in ledger.dropped.values()),
-            "versions": {"trl_packfix": __version__}
-            | {name: version(name) for name in ("trl", "transformers", "datasets", "tokenizers")},
+            "versions": {"trl_packfix": __version__} | {name: version(name) for name in LIBRARIES},
             "made": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -115,10 +93,9 @@ def run(args: argparse.Namespace) -> int:
     if num_given > rows:
         print(f"{num_given - rows:,} of {num_given:,} rows cannot be tokenised and are dropped")
     if config.per_turn:
-        turns = (
-            f"one {'document' if with_images else 'row'} for each of their {ledger.kept.documents:,} assistant turns"
-        )
-        without = f"{manifest['documents_without_a_trained_token']:,} without an assistant turn are not trained"
+        unit, untrained = "document" if with_images else "row", manifest["documents_without_a_trained_token"]
+        turns = f"one {unit} for each of their {ledger.kept.documents:,} assistant turns"
+        without = f"{untrained:,} without an assistant turn are not trained"
         print(f"{manifest['conversations']:,} conversations, {turns}; {without}")
     print(
         f"{output}: {rows:,} rows, {ledger.given.tokens:,} tokens, {ledger.given.trained_tokens:,} trained\n"

@@ -153,6 +153,19 @@ def load_part(run: Configs, name: str) -> Dataset:
     return load_rows(name, run.script.dataset_train_split, run.script.dataset_config)
 
 
+def read_parts(run: Configs) -> tuple[list[Dataset], bool]:
+    """The rows of all of them, and whether they have images."""
+    parts = [load_part(run, name) for name in run.parts]
+    with_images = sum(map(has_images, parts))
+    if 0 < with_images < len(parts):
+        raise ValueError(
+            f"{len(parts)} datasets were given, and {with_images} of them have images. Rows of text are tokenised, and "
+            "rows with images keep their images, so one folder cannot hold both. Prepare them one by one, or give the "
+            "rows of text an empty column `images`."
+        )
+    return parts, bool(with_images)
+
+
 def joined(tables: Sequence[Dataset]) -> Dataset:
     columns = [sorted(table.column_names) for table in tables]
     if columns != columns[:1] * len(tables):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+from ..data.documents import Count
+
 
 @dataclass(frozen=True)
 class Column:
@@ -43,7 +45,7 @@ KEYS = (  # they begin every table
 )
 FILLED, PADDED = "tokens / room in the packs", "the same without packing"
 LOST = "trained tokens that are cut, dropped or not reached"
-MEAN, OF_TOKENS = "mean of the epoch", "share of the tokens of the documents"
+STEPS, MEAN, OF_TOKENS = "optimizer steps", "mean of the epoch", "share of the tokens of the documents"
 COMPUTED = "tokens that are computed over those of the documents"
 EXCHANGE = "share of the modelled time in the exchange between ranks that share a pack"
 WAITED = "modelled time / modelled time if ranks never waited"
@@ -58,7 +60,7 @@ COLUMNS = (
     Column("", "lower_bound", metric="lower_bound", unit="packs", meaning="fewest that any plan needs"),
     Column("filled", "efficiency", ".1%", "efficiency", FILLED, meaning="tokens / (packs x capacity)"),
     Column("padded", "padding_efficiency", ".1%", "padding_efficiency", PADDED),
-    Column("steps", "steps_per_epoch", metric="steps_per_epoch", unit="steps", meaning="optimizer steps"),
+    Column("steps", lambda r: r.num_rows and r.num_steps, metric="steps_per_epoch", unit="steps", meaning=STEPS),
     Column("docs/step", "documents_per_step", ",.1f", "documents_per_step", unit="documents", meaning=MEAN),
     Column("imbalance", "imbalance", ".3f", "imbalance", IMBALANCE, "ratio", WAITED),
     Column("cut", "num_cut", legend="documents truncated, split or dropped"),
@@ -66,7 +68,7 @@ COLUMNS = (
     Column("computed", "shared_prefixes.rows", ".2f", "computed_share", OF_TOKENS, meaning=COMPUTED),
     Column("families/step", "shared_prefixes.families_per_step", ",.1f", "families_per_step", FAMILIES, "families"),
     Column("images/pack", "images.per_pack", ".1f", "images_per_pack", unit="images", meaning="mean"),
-    Column("too long", "too_long", legend=TOO_LONG),
+    Column("too long", lambda r: r.images and r.ledger.dropped.get("overlong", Count()).documents, legend=TOO_LONG),
     Column("language", "images.language_imbalance", ".3f", "language_imbalance", LANGUAGE, "ratio"),
     Column("tower", "images.tower_imbalance", ".3f", "tower_imbalance", TOWER, "ratio"),
     Column("exchange", "shared.exchange_share", ".1%", "exchange_share", EXCHANGE),

@@ -6,7 +6,6 @@ A part of the report that may be absent (images, turns, ...) has a method `line`
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..isolation.isolation_report import IsolationReport
 from ..planning.strategies import STRATEGIES
 from .savings import PrefixSavings
 
@@ -114,7 +113,12 @@ def _model(report: "PackingReport") -> Lines:
         if report.isolation.repaired:
             repairs = "; ".join(str(repair) for repair in report.isolation.repaired)
             yield "repaired", f"{repairs}: these modules see each document separately, with some padding"
-        yield "isolation", _isolation_text(report.isolation)
+        found = report.isolation
+        failure = "NOT POSSIBLE" if found.error is not None else "WRONG" if found.isolated else "LEAK"
+        text = f"{'passed' if found.passed else failure}: {found.summary()}"
+        if found.passed and found.unreachable:
+            text += f"; not tested, because beyond max_length: {', '.join(found.unreachable)}"
+        yield "isolation", text
     if report.first_step is not None:
         yield "first step", report.first_step
 
@@ -187,16 +191,3 @@ def _unpacked_text(report: "PackingReport") -> str:
         instead = '; or packing_strategy="minibatch"'
     rate = f"learning_rate x {independent**0.5:.1f}" if independent > 1.1 else "keep learning_rate"
     return f"{families}{rate}, settings in steps / {ratio:.1f}{instead}"
-
-
-def _isolation_text(isolation: IsolationReport) -> str:
-    if isolation.error is not None:
-        return f"NOT POSSIBLE: {isolation.summary()}"
-    if not isolation.isolated:
-        return f"LEAK: a document moves another by {isolation.max_change:.1e} (rounding: {isolation.rounding})"
-    if not isolation.equal:
-        return f"WRONG: documents in a pack differ from themselves alone by {isolation.max_difference:.1e}"
-    text = f"passed: {isolation.summary()}"
-    if isolation.unreachable:
-        text += f"; not tested, because beyond max_length: {', '.join(isolation.unreachable)}"
-    return text

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..data.documents import Count, Ledger
+from ..data.documents import Ledger
 from ..isolation.isolation_report import IsolationReport, finite
 from ..planning.strategies import Strategy
 from ..samples.row import Trained, TurnCounts
@@ -117,11 +117,6 @@ class PackingReport:
         return self.prefixes if shares else None
 
     @property
-    def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of an epoch; None for a stream."""
-        return None if self.num_rows is None else self.num_steps
-
-    @property
     def unpacked_documents(self) -> int:
         """Documents of an optimizer step of the unpacked run."""
         return self.batch_size * self.accumulation * self.world_size
@@ -134,11 +129,6 @@ class PackingReport:
     def num_cut(self) -> int:
         """Documents that are truncated, split or dropped."""
         return self.ledger.truncated.documents + self.ledger.split.documents + self.num_dropped
-
-    @property
-    def too_long(self) -> int | None:
-        """Documents that are dropped because they do not fit; None without images."""
-        return None if self.images is None else self.ledger.dropped.get("overlong", Count()).documents
 
     @property
     def lost_trained_share(self) -> float | None:
