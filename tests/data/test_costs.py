@@ -184,7 +184,8 @@ def test_scans_cost_what_torch_counts(name):
     # a document in one chunk: states, and pairs of its tokens
     n = min(8, found.mixers[0].chunk)
     in_one_chunk = sum(each.layers * (each.per_token * n + each.per_pair * n * (n + 1) / 2) for each in found.mixers)
-    assert found([n])[0] == pytest.approx(found.per_token * n + found.per_pair * n * (n + 1) / 2 + in_one_chunk)
+    expected = found.per_token * n + found.per_pair * n * (n + 1) / 2 + in_one_chunk
+    assert found(np.array([n]))[0] == pytest.approx(expected)
 
 
 # Types that no tiny config can be made of here, or that are no model of text.
@@ -203,10 +204,10 @@ def test_every_type_has_costs_of_its_own():
 
 
 def test_pairs_by_hand():
-    assert CostModel(10, 2)([1, 3]).tolist() == [10 + 2, 30 + 12]
+    assert CostModel(10, 2)(np.array([1, 3])).tolist() == [10 + 2, 30 + 12]
     # a window of 2 in 4 tokens: 1 + 2 + 2 + 2 pairs; chunks of 3 in 4 tokens: 1 + 2 + 3 + 1
-    assert CostModel(0, 0, windows=((2, 1.0),))([1, 2, 4]).tolist() == [1, 3, 7]
-    assert CostModel(0, 0, chunks=((3, 1.0),))([3, 4, 6]).tolist() == [6, 7, 12]
+    assert CostModel(0, 0, windows=((2, 1.0),))(np.array([1, 2, 4])).tolist() == [1, 3, 7]
+    assert CostModel(0, 0, chunks=((3, 1.0),))(np.array([3, 4, 6])).tolist() == [6, 7, 12]
 
 
 @current_models

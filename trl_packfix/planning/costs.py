@@ -11,18 +11,15 @@ all patches see each other.
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
 import numpy.typing as npt
-
-from .arrays import Float64Array
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
-Numbers = TypeVar("Numbers", Float64Array, "Tensor")
+Numbers = TypeVar("Numbers", npt.NDArray[Any], "Tensor")
 
 
 class Heads(NamedTuple):
@@ -52,19 +49,15 @@ class Mixers(NamedTuple):
 class TowerCosts:
     """FLOPs of a forward pass of a vision tower, by the numbers in its input: a patch is some hundreds of them.
 
-    >>> TowerCosts(per_value=10, per_pair=2)([3], [9]).tolist()  # one image of three numbers
-    [48.0]
+    >>> TowerCosts(per_value=10.0, per_pair=2.0)(3, 9)  # one image of three numbers
+    48.0
     """
 
     per_value: float  # of one number in all matrices, and in attention within windows
     per_pair: float  # of two numbers of the same image, in all layers with full attention
 
-    def __call__(self, values: npt.ArrayLike, squares: npt.ArrayLike) -> Float64Array:
+    def __call__(self, values: Numbers, squares: Numbers) -> Numbers:
         """FLOPs of the images of each document, from their numbers and the sum of each image's squared, all (N,)."""
-        return self.flops(np.asarray(values, dtype=np.float64), np.asarray(squares, dtype=np.float64))
-
-    def flops(self, values: Numbers, squares: Numbers) -> Numbers:
-        """The same for arrays of float64, or tensors on any device."""
         return self.per_value * values + self.per_pair * squares
 
 
@@ -72,8 +65,8 @@ class TowerCosts:
 class CostModel:
     """FLOPs of a forward pass by document length.
 
-    >>> CostModel(per_token=10, per_pair=2)([1, 3]).tolist()
-    [12.0, 42.0]
+    >>> CostModel(per_token=10, per_pair=2)(3)
+    42.0
     """
 
     per_token: float  # in all matrices, LM head included
@@ -107,12 +100,8 @@ class CostModel:
             chunks=tuple((chunk, pair * unevenness) for chunk, pair in self.chunks),
         )
 
-    def __call__(self, lengths: npt.ArrayLike) -> Float64Array:
-        """FLOPs of each document, shape (N,)."""
-        return self.flops(np.asarray(lengths, dtype=np.float64))
-
-    def flops(self, n: Numbers) -> Numbers:
-        """The same for an array of float64, or a tensor on any device."""
+    def __call__(self, n: Numbers) -> Numbers:
+        """FLOPs of documents of these lengths, shape (N,): of an array, or a tensor on any device."""
         cost = self.per_token * n + self.per_pair * _pairs(n)
         for window, per_pair in self.windows:
             cost = cost + per_pair * (_pairs(n) - _pairs((n - window).clip(min=0)))
@@ -182,7 +171,8 @@ def with_scans(costs: CostModel, mixers: tuple[Mixers, ...]) -> CostModel:
     """The same cost model with the scans of recurrent layers.
 
     >>> scan = Mixers(layers=2, heads=1, kv_heads=1, per_token=5.0, chunk=2, per_pair=1.0, per_head=1, per_kv_head=1)
-    >>> with_scans(CostModel(per_token=10, per_pair=0), (scan,))([1, 3]).tolist()  # pairs in chunks of 2: 1, and 3 + 1
+    >>> import numpy as np
+    >>> with_scans(CostModel(per_token=10, per_pair=0), (scan,))(np.array([1, 3])).tolist()  # pairs of chunks: 1, 3 + 1
     [22.0, 68.0]
     """
     windows, chunks = dict(costs.windows), dict(costs.chunks)
@@ -196,8 +186,7 @@ def with_scans(costs: CostModel, mixers: tuple[Mixers, ...]) -> CostModel:
 def tower_costs_of(config: "PreTrainedConfig", per_patch: float) -> TowerCosts:
     """The costs of a vision tower whose patch takes `per_patch` FLOPs in all matrices, as if each saw a whole window.
 
-    Raises:
-        AttributeError, TypeError: the config has other fields than those that transformers' configs share.
+    AttributeError, TypeError: the config has other fields than those that transformers' configs share.
     """
     layers = getattr(config, "num_hidden_layers", None) or config.depth
     width = getattr(config, "embed_dim", None) or config.hidden_size

@@ -38,7 +38,7 @@ class GroupTimes:
     """Modelled seconds of groups of ranks that share a pack.
 
     >>> times = GroupTimes(CostModel(per_token=1e9, per_pair=0.0), Speeds())
-    >>> float(times.seconds(times.cost_model([1000]), np.array([1000]), 1)[0])  # 4 passes of 1e12 at 4e14 per second
+    >>> float(times.seconds(times.cost_model(np.array([1000])), np.array([1000]), 1)[0])  # 4e12 at 4e14/s
     0.01
     """
 
@@ -53,16 +53,19 @@ class GroupTimes:
         """
         if degree == 1:
             return 0.0, 0.0
-        sent, latency = self.speeds.all_to_all(degree)
-        values = layers = 0
+        speeds, values, layers = self.speeds, 0, 0
+        inside = min(degree, speeds.ranks_per_node)
+        # For each byte of a rank, which keeps its share of them
+        sent = (inside - 1) / degree / speeds.within + (degree - inside) / degree / speeds.between
+        latency = speeds.latency_within if degree <= speeds.ranks_per_node else speeds.latency_between
         for kind in self.cost_model.attention:
             layers += kind.layers
             values += kind.layers * (kind.heads + max(kind.kv_heads, degree)) * (kind.key_dim + kind.value_dim)
         for scan in self.cost_model.mixers:
             layers += scan.layers
             values += scan.layers * (scan.heads * scan.per_head + max(scan.kv_heads, degree) * scan.per_kv_head)
-        passes = self.speeds.exchanging_passes
-        return values * self.speeds.bytes_per_value * passes * sent, 2 * passes * layers * latency
+        passes = speeds.exchanging_passes
+        return values * speeds.bytes_per_value * passes * sent, 2 * passes * layers * latency
 
     def seconds(self, costs: Float64Array, tokens: Int64Array | Float64Array, degree: int) -> Float64Array:
         """Seconds of groups with packs of these costs, in FLOPs of all its ranks, and rows, shape (N,)."""

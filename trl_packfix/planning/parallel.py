@@ -19,12 +19,6 @@ class Speeds:
     exchanging_passes: int = 3  # in which attention exchanges tokens: forward, recomputed, backward
     bytes_per_value: int = 2  # of bf16 and fp16
 
-    def all_to_all(self, degree: int) -> tuple[float, float]:
-        """Seconds of an all-to-all: (for each byte of a rank, which keeps its share of them, whatever the bytes)."""
-        inside = min(degree, self.ranks_per_node)
-        seconds = (inside - 1) / degree / self.within + (degree - inside) / degree / self.between
-        return seconds, self.latency_within if degree <= self.ranks_per_node else self.latency_between
-
 
 def smallest_degree(max_length: int, tokens_per_rank: int) -> int:
     """The smallest power of two with room for a document of `max_length` tokens.

@@ -62,10 +62,8 @@ def make_samples(
 ) -> Made:
     """Tokens and labels of all rows of a dataset that is not tokenised.
 
-    Args:
-        marks: with `bad_rows="drop"`, keep rows or turns of which no sample can be made as rows without tokens, with
-            the reason in the column `BAD_ROW`, so that they are counted.
-        is_training_set: whether to say what the chat template does to it.
+    With `marks` and `bad_rows="drop"`, rows or turns of which no sample can be made are kept without tokens, with the
+    reason in the column `BAD_ROW`, so that they are counted.
     """
     drops = args.bad_rows == "drop"
     if isinstance(dataset, Dataset):

@@ -28,8 +28,7 @@ class TurnCounts:
     left_out: int = 0  # assistant turns that are not trained (`message_train_key`, `assistant_turns`)
 
     def line(self) -> str:
-        """One line of a report.
-
+        """
         >>> TurnCounts(1200, 14054, 3, 0).line()
         '1,200, one document for each of their 14,054 assistant turns; 3 without an assistant turn'
         """
@@ -60,8 +59,7 @@ class Trained:
     counts: MaskCounts | None = None  # assistant turns of a table, with `assistant_only_loss`
 
     def line(self, num_trained: int, num_tokens: int) -> str:
-        """One line of a report, with the share of the tokens that are trained if tokens are known.
-
+        """
         >>> Trained("assistant turns (`assistant_only_loss`)", "weight", MaskCounts(9, 1, 0)).line(3, 12)
         '25.0 %: assistant turns (`assistant_only_loss`), 8 of 9; not trained: 1 with `weight` 0'
         """

@@ -63,7 +63,7 @@ def own_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 def training_flops(costs: CostModel, lengths: Any, trained_share: float) -> Any:
     """FLOPs of forward and backward by document, of float64 lengths; weights without gradients cost a third less."""
-    return 3 * costs.flops(lengths) - (1 - trained_share) * costs.per_token * lengths
+    return 3 * costs(lengths) - (1 - trained_share) * costs.per_token * lengths
 
 
 def trained_share(model: nn.Module, without: nn.Module | None = None) -> float:

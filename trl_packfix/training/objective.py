@@ -290,7 +290,7 @@ class Objective(Part):
             flops = flops - training_flops(costs, sizes.saved.to(dtype), self.trained_share).sum()
         if costs.tower is not None:
             images = sequence_sizes(inputs).to(dtype)
-            flops = flops + 3 * costs.tower.flops(images, images**2).sum()
+            flops = flops + 3 * costs.tower(images, images**2).sum()
         return flops
 
     @cached_property
