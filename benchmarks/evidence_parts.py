@@ -240,6 +240,8 @@ def main(folder: Path, names: list[str], machine: Machine) -> None:
             traceback.print_exc()
             write(path, state="failed", reason=describe_error(error), ended=time.time(), **record)
             machine.synchronize()  # raises after some errors, which leave the GPU unusable for this process
+        if "liger_kernel" in sys.modules:
+            return  # the next part gets another process
 
 
 if __name__ == "__main__":
