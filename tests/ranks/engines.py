@@ -145,8 +145,7 @@ def run_rank(launch: str, folder: Path, scenarios: Scenarios) -> None:
 def run_all(folder: Path, scenarios: Scenarios) -> bool:
     """Fork the ranks of each launch; rank 0 saves what a scenario "ENGINE/NAME" returns as FOLDER/ENGINE/NAME.pt.
 
-    The libraries are imported once, before: importing them costs more than the scenarios. The first scenario that
-    raises ends its launch.
+    The first scenario that raises ends its launch. Importing the libraries in each would cost more than most of them.
     """
     for engine in SHARDED:
         (folder / f"{engine}.json").write_text(json.dumps(deepspeed_config(engine)))

@@ -1,7 +1,6 @@
 """What a comparison of weights does not show, on ranks: which rank trains what, evaluation, the probe.
 
-Each scenario is a function of a folder and an engine, and returns what `test_distributed.py` looks at. It calls the
-same functions in its own process for the numbers of one rank.
+Each scenario returns what `test_distributed.py` looks at, which calls some in its own process, for one rank.
 """
 
 import os
@@ -116,10 +115,7 @@ def drop_last(folder: Path, engine: str | None = None, **settings) -> dict:
 
 
 def evaluation(folder: Path, engine: str | None, trains: bool = True, first: bool = False, **settings) -> dict:
-    """Numbers of an evaluation packed, padded, and padded for a metric; documents that the metric and `predict` got.
-
-    After two steps of training, or without it, or also before it.
-    """
+    """Numbers of an evaluation packed, padded, and padded for a metric; documents that the metric and `predict` got."""
     held_out = documents(NUM_EVALUATED, seed=1)
     trainer = make(folder, engine, **{"max_steps": 2, "num": 37, "eval_data": held_out} | settings)
     if first:

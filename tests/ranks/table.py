@@ -1,7 +1,7 @@
 """The table of equivalences: each row is a way to train, and must end with the weights of TRL's unpacked training.
 
 In each of three steps of SGD all documents of a row are trained, however they are packed, cut, shared, or dealt to
-ranks. So one unpacked run is the reference of all rows that have its model and its loss. A new feature is a new row.
+ranks. So one unpacked run is the reference of all rows that have its model and its loss.
 """
 
 from dataclasses import dataclass, field

@@ -203,10 +203,7 @@ def train(folder: Path, row: Row, engine: str | None = None, data: Any = None, *
 
 
 def verdicts_of_engine(trainer: Any, fault: str) -> dict[str | None, Any]:
-    """Of the wrapped model on two ranks per pack: what the proof says of gradients and of states, also with a fault.
-
-    "changed" is what the proofs changed of the engine, on any rank.
-    """
+    """What the proof on two ranks per pack says of gradients and states, also with a fault; what it "changed"."""
     found: dict[str | None, Any] = {}
     before = engine_state.snapshot(trainer)
     with trainer.packed_model.attending():

@@ -3,8 +3,6 @@
 One case is one model trained for five steps with SGD, on the same documents in every optimizer step: padded by TRL
 (the reference), packed by us with `minibatch`, flattened by TRL with `padding_free`, and padded by TRL in other
 micro-batches, which is the scale of rounding. Errors are relative to the weight change of the reference.
-
-Hybrid models also train on two ranks that share packs, and with a fault in their mixers.
 """
 
 import math
@@ -47,10 +45,7 @@ class Case:
     num_documents: int = 48
 
     def micro_batches(self, trainer: str) -> tuple[int, int]:
-        """Documents per micro-batch and micro-batches per step: 4 x 1 or 2 x 4, "regrouped" 2 x 2 or 4 x 2.
-
-        "shared" has all documents of a step in one micro-batch.
-        """
+        """Documents per micro-batch and micro-batches per step; "shared" has all of a step in one micro-batch."""
         if trainer == "regrouped":
             return (2, 2) if self.accumulation == 1 else (4, 2)
         if trainer == "shared":

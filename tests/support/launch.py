@@ -82,10 +82,7 @@ class Launch:
 
 
 def fork_ranks(num_ranks: int, run: Callable[[], None]) -> bool:
-    """Call `run` in so many forks of this process, with the environment of ranks; whether all ended well.
-
-    What this process has imported they need not import, which costs more than most scenarios.
-    """
+    """Call `run` in so many forks of this process, with the environment of ranks; whether all ended well."""
     gc.collect()
     gc.freeze()  # each training calls the collector, which would go through all libraries
     port, children = free_port(), []

@@ -96,8 +96,7 @@ def build_tiny_model(
 ) -> PreTrainedModel:
     """A random causal LM of about 30,000 parameters, the same for the same arguments.
 
-    `model_type` is any of transformers' (those in ARCHITECTURES are sized to keep their own features; others get the
-    common sizes); further keywords change its config, `attn_implementation` included.
+    Further keywords change its config, `attn_implementation` included.
     """
     model_type = ALIASES.get(model_type, model_type)
     attn_implementation = config.pop("attn_implementation", None)

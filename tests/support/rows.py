@@ -117,8 +117,7 @@ def train(
 ) -> tuple[torch.Tensor, Any, Any]:
     """The change of all trained weights after training, the trainer, and what `pack_forward` returned.
 
-    Args:
-        config: of the model. packing: arguments of `pack_forward`. options: settings of the trainer.
+    `config` is of the model, `packing` has arguments of `pack_forward`, and `options` are settings of the trainer.
     """
     torch.manual_seed(0)
     with in_double() if dtype is torch.float64 else nullcontext(), warnings.catch_warnings():

@@ -51,11 +51,7 @@ selects_checkpoints = pytest.mark.skipif(
 
 
 def load_on_cpu_ranks():
-    """Let torch load to "cpu:0", which it does not know.
-
-    transformers below 5.20 loads the optimizer of several CPU ranks to this device. GPUs are not concerned, so that the
-    tests of restarts need not be left out.
-    """
+    """Let torch load to "cpu:0", to which transformers below 5.20 loads the optimizer of several CPU ranks."""
     on_cpu = lambda storage, location: storage.cpu() if location.startswith("cpu:") else None  # noqa: E731
     torch.serialization.register_package(100, lambda storage: None, on_cpu)
 
@@ -63,8 +59,7 @@ def load_on_cpu_ranks():
 def run_deepspeed_on_cpus():
     """Let DeepSpeed run on CPUs without its shared-memory all-reduce, which is compiled for minutes; gloo has one, too.
 
-    And let it wait, below 0.19.8, for every gather of ZeRO-3, which the trainer refuses on CPUs otherwise. GPUs are
-    not concerned, so that the tests of ZeRO-3 need not be left out.
+    And let it wait, below 0.19.8, for every gather of ZeRO-3, which the trainer refuses on CPUs otherwise.
     """
     import deepspeed
 

@@ -111,10 +111,7 @@ def by_turn(num: int = 6) -> Dataset:
 
 
 def growing(num: int = 6) -> Dataset:
-    """Conversations of one to three turns, each with an image of its own and all images of the turns before it.
-
-    The last answer is longer than it is in the history, as where a template strips thoughts.
-    """
+    """Conversations of one to three turns with an image each; the last answer is longer than it is in the history."""
     table = [{"images": row["images"], "messages": row["prompt"] + row["completion"]} for row in by_turn(num)]
     return Dataset.from_list(table, features=FEATURES)
 

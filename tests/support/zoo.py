@@ -108,22 +108,17 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def causal_types() -> list[str]:
-    """Model types that load as causal language models, in alphabetical order."""
+    """Model types that load as causal language models."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def image_text_types() -> list[str]:
-    """Model types that load as image-text models, here trained on text alone, in alphabetical order."""
+    """Model types that load as image-text models, here trained on text alone."""
     return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def build_model(model_type: str, kind: str = "causal", seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A tiny random model in fp32 on the CPU, the same for the same arguments.
-
-    Args:
-        model_type: of `causal_types()`, or of `image_text_types()` with `kind="image-text"`.
-        changes: fields of the config, which override all others.
-    """
+    """A tiny random model in fp32 on the CPU, the same for the same arguments; `changes` are fields of the config."""
     auto = {"causal": AutoModelForCausalLM, "image-text": AutoModelForImageTextToText}[kind]
     config_class = CONFIG_MAPPING[model_type]
     config = config_class(**shrink(config_class()) | changes)
