@@ -369,6 +369,11 @@ LOSSES = {
         {"router_aux_loss_coef": None},
         "`router_aux_loss_coef` was 0.001 and is 0.0.*Set `router_aux_loss_coef=0.001`",
     ),
+    "weighting": (
+        {"dataset": texts(60).to_iterable_dataset(2), "document_weighting": "document"},
+        {"document_weighting": "token"},
+        "`document_weighting` was 'document' and is 'token'.*the new loss.*Set `document_weighting='document'`",
+    ),
 }
 
 
@@ -380,25 +385,16 @@ def test_another_loss_is_refused(change, tmp_path):
     for more in ({}, {"ignore_data_skip": True}):
         with pytest.raises(ValueError, match=f"saved with another loss: {message}"):
             resume(tmp_path, "checkpoint-1", **before | after | more)
-    if change == "column":
+    if change in ("column", "weighting"):
         assert resume(tmp_path, "checkpoint-1", **before).state.global_step == 2
+    if change == "weighting":
+        file = tmp_path / "checkpoint-1" / FILE  # of a version that did not write it
+        state = json.loads(file.read_text())
+        del state["document_weighting"], state["hash"]
+        file.write_text(json.dumps(state))
+        assert resume(tmp_path, "checkpoint-1", **before | after).state.global_step == 2
 
 
 def test_the_same_loss_by_other_means_continues(tmp_path):
     saved(tmp_path, save_steps=1, max_steps=2, loss_type="chunked_nll", source_column="source", dataset=SOURCES)
     assert resume(tmp_path, "checkpoint-1", max_steps=2, loss_type="nll", dataset=SOURCES).state.global_step == 2
-
-
-def test_another_weighting_of_documents_is_refused_for_a_stream(tmp_path):
-    data = texts(60).to_iterable_dataset(2)
-    saved(tmp_path, data, save_steps=1, max_steps=2, document_weighting="document")
-    message = r"`document_weighting` was 'document' and is 'token'.*the new loss.*Set `document_weighting='document'`"
-    for more in ({}, {"ignore_data_skip": True}):
-        with pytest.raises(ValueError, match=message):
-            resume(tmp_path, "checkpoint-1", data, max_steps=2, **more)
-    assert resume(tmp_path, "checkpoint-1", data, max_steps=2, document_weighting="document").state.global_step == 2
-    file = tmp_path / "checkpoint-1" / FILE  # of a version that did not write it
-    state = json.loads(file.read_text())
-    del state["document_weighting"], state["hash"]
-    file.write_text(json.dumps(state))
-    assert resume(tmp_path, "checkpoint-1", data, max_steps=2).state.global_step == 2
