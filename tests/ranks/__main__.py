@@ -63,13 +63,11 @@ def whole() -> Scenarios:
         add(engine, s.probed)
         add(engine, restarts.restart, f"restart_{engine}", output=f"restart_{engine}")
         if engine != "fsdp2":  # accelerate 1.15 does not prepare a model for FSDP2 without an optimizer
-            add(engine, s.epochs)
             add(engine, s.evaluation, "evaluate_first", trains=False)
     # DeepSpeed asks for a GPU before it allows bf16
     add("fsdp2", s.rounded)
     add("fsdp2", s.repaired_in_bf16)
     ddp = partial(add, "ddp")
-    ddp(s.epochs, "epochs_minibatch", packing_strategy="minibatch")
     ddp(s.drop_last)
     ddp(restarts.restart, "restart_workers", output="restart_workers", dataloader_num_workers=2)
     ddp(restarts.restart, "restart_minibatch", output="restart_minibatch", packing_strategy="minibatch")

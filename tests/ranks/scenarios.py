@@ -94,13 +94,6 @@ def outcome(trainer: Any, **further) -> dict:
 # Which rank trains what
 
 
-def epochs(folder: Path, engine: str | None = None, cls: type = Numbered, **settings) -> dict:
-    """Two epochs."""
-    trainer = make(folder, engine, cls, **{"num_train_epochs": 2} | settings)
-    trainer.train()
-    return outcome(trainer)
-
-
 def drop_last(folder: Path, engine: str | None = None, **settings) -> dict:
     """An epoch without its last, incomplete step, with what the report says of it; and one with that step."""
     results = []
