@@ -16,7 +16,7 @@ def page() -> str:
         "# What goes with what\n",
         "A test makes every pair of these. It works unless it is listed below, under one of its two: "
         f"{', '.join(tested)}.\n",
-        f"Experimental, because no GPU has run them yet: {', '.join(choice.name for choice in EXPERIMENTAL)}.\n",
+        f"Experimental, as several GPUs have not run them: {', '.join(choice.name for choice in EXPERIMENTAL)}.\n",
         "What is listed is refused before work starts; the error says what to set.\n",
     ]
     for i, each in enumerate(FEATURES):

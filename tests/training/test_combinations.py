@@ -226,13 +226,11 @@ def test_every_pair_is_refused_or_accepted_as_the_records_say(one, tmp_path):
     assert num_accepted or one in REFUSED_IN_PACKS
 
 
-def test_what_no_gpu_has_run_is_called_experimental(tmp_path):
-    """In the help of its field, and in the report of a run with it (`test_families.py`)."""
+def test_what_several_gpus_have_not_run_is_called_experimental(tmp_path):
+    """In the help of its field, and in the report of a run with it."""
     labelled = {each.name for each in fields(SFTConfig) if "Experimental" in str(each.metadata.get("help"))}
-    assert labelled == {"tokens_per_rank", "share_prefixes", "pad_documents_to_multiple_of"}
+    assert labelled == {"tokens_per_rank"}
     args = config(tmp_path, packing=True, share_prefixes="pack")
-    assert experimental(Setup(args=args, columns=("images",))) == ('share_prefixes="pack"', "images")
-    args = config(tmp_path, packing=True)
     assert experimental(Setup(args=args)) == ()
     (divided,) = experimental(Setup(args=args, model=SimpleNamespace(_tp_size=2)))
     assert divided.startswith("tensor or expert parallelism")

@@ -55,7 +55,7 @@ def test_the_help_of_every_field_of_packing_is_its_text_on_the_api_page(monkeypa
     for each in fields(SFTConfig):
         if each.name in own | {"packing_strategy"}:
             text = each.metadata["help"]
-            described = text.removeprefix("Experimental, no GPU has run it yet. ")  # a label of help only
+            described = text.removeprefix("Experimental, several GPUs have not run it yet. ")  # a label of help only
             assert re.search(rf" {each.name} \([^)]*\): {re.escape(described)} (\w+ \(|Example:)", page), each.name
             assert f"--{each.name}" in shown and text in shown, each.name
     assert "{stream,bfd,bfd_split,wrapped,minibatch}" in shown and "{truncate,split,drop,raise}" in shown

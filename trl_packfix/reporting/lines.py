@@ -107,7 +107,7 @@ def _cuts(report: "PackingReport") -> Lines:
 
 def _model(report: "PackingReport") -> Lines:
     if report.experimental:
-        yield "experimental", f"{', '.join(report.experimental)}: no GPU has run this yet"
+        yield "experimental", f"{', '.join(report.experimental)}: several GPUs have not run this yet"
     yield "attention", report.attention
     if report.isolation is not None:
         if report.isolation.repaired:

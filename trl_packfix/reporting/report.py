@@ -60,7 +60,7 @@ class PackingReport:
     - `trained`: what the loss is computed on, and by which setting.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
-    - `experimental`: what was set and no GPU has run yet.
+    - `experimental`: what was set and several GPUs have not run yet.
 
     The length of a stream is not known (`num_rows` is None). Its counts are those of the documents read so far, in all
     passes, and the report is made again when training ends.

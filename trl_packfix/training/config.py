@@ -39,7 +39,7 @@ def with_help(config: Config) -> Config:
     """Make the text of each field in the docstring the help of its flag. `dataclass` comes after it."""
     experimental = {choice.name.strip("`").partition("=")[0] for choice in EXPERIMENTAL}
     for name, text in PARAMETER.findall(inspect.cleandoc(config.__doc__ or "")):
-        label = "Experimental, no GPU has run it yet. " if name in experimental else ""
+        label = "Experimental, several GPUs have not run it yet. " if name in experimental else ""
         value = getattr(config, name)
         as_field: Any = value if isinstance(value, Field) else field(default=value)
         as_field.metadata = {**as_field.metadata, "help": label + " ".join(text.split())}

@@ -41,7 +41,7 @@ def refuse(setup: Setup) -> None:
 
 
 def experimental(setup: Setup) -> tuple[str, ...]:
-    """Names of the choices that were given and that no GPU has run yet."""
+    """Names of the choices that were given and that several GPUs have not run yet."""
     return tuple(choice.name.replace("`", "") for choice in EXPERIMENTAL if choice.describe(setup) is not None)
 
 
@@ -49,15 +49,8 @@ def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-# No GPU has run these yet: help, report and docs/combinations.md say so
-EXPERIMENTAL = (
-    of.TOKENS_PER_RANK,
-    of.IN_PACKS,
-    of.IN_FAMILIES,
-    of.CONSTANT_SHAPES,
-    of.PACKED_IMAGES,
-    of.TENSOR_PARALLELISM,
-)
+# Several GPUs have not run these yet: help, report and docs/combinations.md say so
+EXPERIMENTAL = (of.TOKENS_PER_RANK, of.TENSOR_PARALLELISM)
 
 ON_SEVERAL_DEVICES = "The boundaries of a pack are on one device, and modules on other devices cannot read them"
 _STREAM_SO_FAR = "a stream is known only as far as it has been read"
