@@ -121,9 +121,8 @@ TYPES = [
 def test_no_type_is_refused_for_its_rounding(tmp_path, model_type):
     model = zoo.build_model(model_type)
     checkpointing = bool(model.supports_gradient_checkpointing)
-    trainer = make(
-        tmp_path, model, rows((60, 13, 100, 33, 7, 90)), bf16=True, max_length=128, gradient_checkpointing=checkpointing
-    )
+    settings = {"bf16": True, "max_length": 128, "gradient_checkpointing": checkpointing, "on_leak": "repair"}
+    trainer = make(tmp_path, model, rows((60, 13, 100, 33, 7, 90)), **settings)
     found = compare(trainer)
     assert found.problem is None and found.gradient_gap < 0.5, found.text
     assert trainer.first_step.longest_compared == 100
