@@ -1,4 +1,4 @@
-"""Which attention packed batches run on, and whole models on it: every document packed against alone."""
+"""Whole models on our attention, every document packed against alone, and what the guard on them refuses."""
 
 import json
 
@@ -7,12 +7,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.models import select_attention
 from support.versions import current_models, enable_checkpointing
-from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
-from trl_packfix.attention import choice as attention
-from trl_packfix.attention import flash, varlen
-from trl_packfix.attention.choice import AttentionChoice, set_attention
+from trl_packfix.attention import varlen
+from trl_packfix.attention.choice import set_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.packed_forward import packed_forwards
 from trl_packfix.attention.varlen import ATTENTION_NAME
@@ -276,163 +274,3 @@ def test_multimodal_text_part_only(calls):
     assert model.config._attn_implementation == model.config.text_config._attn_implementation == "sdpa"
     alone = [model(torch.tensor([d["input_ids"]]), use_cache=False).logits for d in make_documents()]
     assert (packed - torch.cat(alone, 1)).abs().max() < 1e-5
-
-
-# The choice
-
-
-def test_choice_on_the_cpu(tiny_model, recwarn):
-    model = tiny_model("llama")
-    choice = select_attention(model)
-    assert choice == AttentionChoice(ATTENTION_NAME, False, "sdpa", choice.reason) and "CPU" in choice.reason
-    assert select_attention(model).previous == ATTENTION_NAME  # choosing twice is choosing once
-    assert not [w for w in recwarn if "enforce" in str(w.message)]
-
-
-@pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps"])
-@pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])
-def test_enforce_false_keeps_the_users_and_names_the_price(name, device_type, tiny_model):
-    model = tiny_model("llama")
-    model.config._attn_implementation_internal = name
-    if name == "flex_attention":  # its block mask is not a T x T tensor
-        choice = select_attention(model, False, device_type=device_type)
-    else:
-        message = rf"keeps attn_implementation='{name}'.*T x T.*5\.9 times slower.*Set enforce"
-        with pytest.warns(UserWarning, match=message):
-            choice = select_attention(model, False, device_type=device_type)
-    assert choice.name == choice.previous == model.config._attn_implementation == name and not choice.is_flash
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """Unit tests of the precedence: what is installed is told, and setting a name asks for no GPU."""
-
-    def fake(flash_attn: bool, problem: str | None = None):
-        monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: flash_attn)
-        monkeypatch.setattr(attention, "cuda_varlen_problem", lambda: problem)
-        monkeypatch.setattr(
-            attention, "set_attention", lambda model, name: setattr(model.config, "_attn_implementation_internal", name)
-        )
-
-    return fake
-
-
-BF16 = {"dtype": torch.bfloat16, "device_type": "cuda"}
-
-
-@pytest.mark.parametrize("users", ["sdpa", "flash_attention_2", "kernels-community/flash-attn2"])
-def test_ranks_that_share_packs_get_the_attention_that_exchanges_tokens(users, cuda, tiny_model):
-    """By document where no kernel serves."""
-    needs = BF16 | {"needs_varlen": "does not exchange tokens between the ranks that share a pack"}
-    cuda(flash_attn=True)
-    model = tiny_model("llama")
-    model.config._attn_implementation_internal = users
-    choice = attention.choose_attention(model, **needs)
-    assert choice.name == ATTENTION_NAME and choice.is_flash
-    assert (f"{users} does not exchange tokens" in choice.reason) is ("flash" in users)
-    cuda(flash_attn=True, problem="torch is built for ROCm")
-    for model, problem in ((tiny_model("llama"), "built for ROCm"), (tiny_model("gemma2"), "softcapping=50.0")):
-        with pytest.warns(UserWarning, match=problem):
-            choice = attention.choose_attention(model, **needs)
-        assert choice.name == ATTENTION_NAME and not choice.is_flash
-
-
-@pytest.mark.parametrize(
-    "model_type,users,flash_attn,expected",
-    [
-        ("llama", "flash_attention_2", True, "flash_attention_2"),
-        ("llama", "flash_attention_3", True, "flash_attention_3"),
-        ("llama", "flash_attention_4", False, "flash_attention_4"),
-        ("llama", "kernels-community/flash-attn2", False, "kernels-community/flash-attn2"),
-        ("llama", "sdpa", True, "flash_attention_2"),
-        ("llama", "eager", True, "flash_attention_2"),
-        ("llama", "sdpa", False, ATTENTION_NAME),
-        ("llama", "flex_attention", False, ATTENTION_NAME),
-        ("gemma2", "eager", True, "flash_attention_2"),  # which has its softcap
-        ("gpt_oss", "eager", True, ATTENTION_NAME),  # flash_attention_2 would drop its sinks
-        ("gpt_oss", "kernels-community/vllm-flash-attn3", True, "kernels-community/vllm-flash-attn3"),
-    ],
-)
-def test_precedence_on_cuda(model_type, users, flash_attn, expected, tiny_model, cuda):
-    cuda(flash_attn)
-    model = tiny_model(model_type, **MODELS[model_type])
-    # transformers' own list guards gpt_oss, but not every model with sinks
-    model._compatible_flash_implementations = None
-    model.config._attn_implementation_internal = users
-    choice = select_attention(model, **BF16)
-    assert choice == AttentionChoice(expected, True, users, choice.reason)
-    assert model.config._attn_implementation == expected
-
-
-@pytest.mark.parametrize("kernel", ["flash_attention_2", *(
-    f"kernels-community/flash-attn2{more}" for more in ("", "@v2", ":flash_attn_varlen_func", "@v2:flash_attn_func")
-)])  # fmt: skip
-def test_flash_attention_2_on_sinks_is_replaced_with_a_warning(kernel, tiny_model, cuda):
-    cuda(True)
-    model = tiny_model("gpt_oss")
-    model.config._attn_implementation_internal = kernel
-    with pytest.warns(UserWarning, match=rf"'{kernel}' on GptOssForCausalLM.*ignores them.*flash_attention_4"):
-        assert select_attention(model, **BF16).name == ATTENTION_NAME
-
-
-def test_cuda_refusals(tiny_model, cuda):
-    cuda(False)
-    with pytest.raises(ValueError, match=r"torch.float32 on CUDA.*supports bfloat16.*Set bf16=True"):
-        select_attention(tiny_model("llama"), device_type="cuda")
-    with pytest.raises(ValueError, match=r"torch.float64 on CUDA"):
-        select_attention(tiny_model("llama"), dtype=torch.float64, device_type="cuda")
-    # the weights' dtype does not matter where autocast's reaches the kernel, and the other way round
-    assert select_attention(tiny_model("llama"), dtype=torch.float16, device_type="cuda").is_flash
-    assert select_attention(tiny_model("llama", dtype=torch.bfloat16), device_type="cuda").is_flash
-    with pytest.raises(ValueError, match=r"packing got a Linear.*Pass a PreTrainedModel"):
-        select_attention(nn.Linear(2, 2))
-
-
-DROPOUT = {"gpt2": "attn_pdrop", "llama": "attention_dropout", "bert": "attention_probs_dropout_prob"}
-
-
-@pytest.mark.parametrize("model_type, name", DROPOUT.items())
-def test_attention_dropout_is_flash_with_flash_attn_only(model_type, name, tiny_model, cuda):
-    model = tiny_model(model_type, **{name: 0.1})
-    cuda(False)
-    message = (
-        rf"trains packs without.*no dropout \({name}=0.1\).*load the model with {name}=0.0, or install flash-attn \("
-    )
-    with pytest.warns(UserWarning, match=message):
-        choice = select_attention(model, **BF16)
-    assert choice.name == ATTENTION_NAME and not choice.is_flash
-    assert select_attention(tiny_model(model_type, **{name: 0.0}), **BF16).is_flash
-    model = tiny_model("gpt2", attn_pdrop=0.0, resid_pdrop=0.1, embd_pdrop=0.1)
-    assert select_attention(model, **BF16).is_flash  # dropout elsewhere leaves the kernels in torch
-    cuda(True)
-    model = tiny_model(model_type, **{name: 0.1})
-    model._supports_flash_attn = True
-    assert select_attention(model, **BF16).name == "flash_attention_2"
-
-
-@pytest.mark.parametrize(
-    "built, capability, hip, problem",
-    [
-        (True, (9, 0), None, None),
-        (True, (7, 5), None, "compute capability 7.5 is below 8.0"),
-        (True, (9, 0), "6.4.0", "is built for ROCm"),
-        (False, (9, 0), None, "built without flash attention"),
-    ],
-)
-def test_cuda_varlen_problem(built, capability, hip, problem, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    found = flash._environment_problem.__wrapped__()
-    assert found is None if problem is None else problem in found
-
-
-@pytest.mark.parametrize("model_type", ["mamba", "bloom", "falcon"])
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_attention_code_of_its_own_is_left_alone(model_type, device_type, tiny_model):
-    model = tiny_model(model_type)
-    before = model.config._attn_implementation
-    choice = select_attention(model, device_type=device_type)
-    assert choice == AttentionChoice(before, False, before, choice.reason) and "its own attention code" in choice.reason
-    assert model.config._attn_implementation == before

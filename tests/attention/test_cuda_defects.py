@@ -1,18 +1,14 @@
 """What a GPU, its kernels and its libraries may refuse, and what happens then; on a CPU, with errors played exactly."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
-from support.runs import texts, trainer, weights
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trl_packfix import check_isolation
 from trl_packfix.attention import choice as choosing
-from trl_packfix.attention.choice import choose_attention, head_dim
 from trl_packfix.attention.forwards import _flash_attentions
 from trl_packfix.attention.kernel_errors import KernelError
 from trl_packfix.attention.varlen import ATTENTION_NAME
@@ -118,93 +114,6 @@ def test_another_error_of_the_model_is_still_a_pack_that_it_refuses(played, tiny
     assert "is invalid for input" in packed.prove(packed.model).error
 
 
-# The choice: what each kernel can compute, and what is chosen where it cannot
-
-
-BF16 = {"dtype": torch.bfloat16, "device_type": "cuda"}
-SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """A CUDA machine as the choice sees it."""
-
-    def describe(flash_attn=False, problem=None, capability=None):
-        monkeypatch.setattr(choosing, "is_flash_attn_2_available", lambda: flash_attn)
-        monkeypatch.setattr(choosing, "cuda_varlen_problem", lambda: problem or capability)
-        monkeypatch.setattr(choosing, "capability_problem", lambda: capability)
-
-    return describe
-
-
-@pytest.mark.parametrize(
-    "model_type,fields,widest",
-    [
-        ("llama", {"hidden_size": 512, "num_attention_heads": 4}, 128),
-        ("gpt2", {"n_embd": 64, "n_head": 4}, 16),
-        ("gemma3_text", {"head_dim": 256}, 256),
-        ("gemma4_text", {}, 512),  # the full layers, by overrides of single layers
-        ("deepseek_v3", {"qk_nope_head_dim": 192, "qk_rope_head_dim": 96, "v_head_dim": 128}, 288),
-        ("qwen3_next", {"head_dim": 64, "linear_key_head_dim": 512}, 64),  # linear attention has kernels of its own
-        ("mamba", {}, 0),
-    ],
-)
-def test_head_dimensions_are_those_of_the_widest_layer(model_type, fields, widest):
-    assert head_dim(AutoConfig.for_model(model_type, **fields)) == widest
-
-
-@pytest.mark.parametrize("flash_attn", [False, True])
-def test_wide_heads_are_computed_document_by_document(flash_attn, tiny_model, machine):
-    """flash-attn would refuse them in the first forward. There is no T x T mask, and the report says why."""
-    machine(flash_attn)
-    model = tiny_model("llama", head_dim=512)
-    with pytest.warns(UserWarning, match="trains packs without flash attention: heads have up to 512 dimensions"):
-        found = choose_attention(model, **BF16)
-    assert (found.name, found.is_flash) == (ATTENTION_NAME, False) and "kernels take 256" in found.reason
-
-
-def test_a_flash_attn_that_does_not_import_leaves_the_kernels_in_torch(tiny_model, machine, monkeypatch):
-    machine(flash_attn=True)
-    error = ImportError("/flash_attn_2_cuda.so: undefined symbol: _ZN3c10")
-
-    def broken(model, name):
-        if name == "flash_attention_2":
-            raise error
-        on(model, name)
-
-    monkeypatch.setattr(choosing, "set_attention", broken)
-    model = tiny_model("llama")
-    found = choose_attention(model, **BF16)
-    assert (found.name, found.is_flash) == (ATTENTION_NAME, True)
-    assert "built into torch; flash_attention_2 cannot be used: /flash_attn_2_cuda.so: undefined symbol" in found.reason
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_model_that_refuses_flash_attention_2_runs_on_the_kernels_in_torch(tiny_model, machine):
-    """hrm_text says that it supports flash attention, and its config refuses it: transformers' own error."""
-    machine(flash_attn=True)
-    model = tiny_model("hrm_text", head_dim=8)
-    found = choose_attention(model, **BF16)
-    assert found.name == ATTENTION_NAME and "FlashAttention cannot represent the PrefixLM" in found.reason
-
-
-def test_an_old_gpu_is_served_document_by_document(tiny_model, machine):
-    """Also with flash-attn installed, which needs the same capability, and in fp32, which no flash kernel takes."""
-    machine(flash_attn=True, capability="compute capability 7.5 is below 8.0")
-    for dtype in (torch.float16, torch.float32):
-        for model_type in ("llama", "gemma2"):  # on newer GPUs flash-attn has what the softcap of the second needs
-            with pytest.warns(UserWarning, match="without flash attention: compute capability 7.5") as raised:
-                found = choose_attention(tiny_model(model_type), dtype=dtype, device_type="cuda")
-            assert (found.name, found.is_flash) == (ATTENTION_NAME, False) and "not flash" in found.reason
-            assert "pip install" not in str(raised[0].message)  # it would not help there
-
-
-def test_devices_without_flash_kernels_are_served_document_by_document(tiny_model):
-    found = choose_attention(tiny_model("llama"), device_type="mps")
-    assert (found.name, found.is_flash) == (ATTENTION_NAME, False)
-    assert "'mps'" in found.reason and "not flash" in found.reason
-
-
 def test_boundaries_are_given_to_the_attention_of_the_text_only():
     """The attention of the towers of phi4_multimodal and deepseek_ocr2 says that it is causal. With the boundaries of
     a pack of text, the kernel would read beyond the patches of the image."""
@@ -277,25 +186,3 @@ def test_recorded_values_are_those_before_a_change_in_place():
     states = torch.ones(1, 5, 4)
     records = tracing._recorded({"": module}, 5, lambda: module(states).zero_())
     assert records[""][0][0]["input"][1].sum() == 20
-
-
-@pytest.fixture
-def determinism(monkeypatch):
-    """Puts back what `full_determinism` sets for the whole process."""
-    for name in "CUDA_LAUNCH_BLOCKING CUBLAS_WORKSPACE_CONFIG ASCEND_LAUNCH_BLOCKING HCCL_DETERMINISTIC".split():
-        monkeypatch.setenv(name, "unset")
-    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = False
-
-
-def test_training_runs_under_full_determinism(determinism, tmp_path):
-    """The setting that makes a restart exact to the bit on a GPU: no operation of a packed step refuses it here."""
-    settings = {"full_determinism": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = trainer(tmp_path / "whole", texts(), **settings)
-    whole.train()
-    assert torch.are_deterministic_algorithms_enabled() and os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
-    resumed = trainer(tmp_path / "resumed", texts(), **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert torch.equal(weights(whole), weights(resumed))
