@@ -32,7 +32,7 @@ from .loaders import dummy_document
 from .parts import PartOf
 from .spans import refuse_no_documents
 from .stream_images import ENCODED, StreamImages
-from .stream_reader import Chunk, DocumentTokens, Path, ReaderState, StreamReader, part_of, share_of_rank
+from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, part_of, share_of_rank
 from .stream_state import StreamCounts, packed, unpacked
 from .threads import wait_for_threads_before_forks
 
@@ -310,12 +310,12 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             ValueError: settings differ that decide which documents there are.
         """
         first = states[0]
-        changed, num_shards = self._changed(first), _all_shards(self.num_shards, self.path)
+        changed, num_shards = self._changed(first), self.dataset.num_shards  # of all ranks
         fixed = {name: values for name, values in changed.items() if name not in ELASTIC and name not in READ}
         if "parts" not in first:
             fixed = changed  # saved by an earlier version
-        elif _all_shards(first["settings"]["num_shards"], first["share"]) != num_shards:
-            fixed["num_shards"] = (_all_shards(first["settings"]["num_shards"], first["share"]), num_shards)
+        elif (before := first["settings"]["num_shards"] * prod(num for num, _ in first["share"])) != num_shards:
+            fixed["num_shards"] = (before, num_shards)
         if fixed:
             raise ValueError(
                 f"The checkpoint's stream was packed with other settings: {listed(fixed)}. The new settings give other "
@@ -363,11 +363,6 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         }
         self._num_skipped = num_skipped
         self._restore(self._start)
-
-
-def _all_shards(num_shards: int, path: Path) -> int:
-    """Shards of a stream of which the part at `path` has so many."""
-    return num_shards * prod(num for num, _ in path)
 
 
 def _identity(chunk: Chunk) -> Chunk:
