@@ -82,7 +82,18 @@ def with_tower(
         return costs
     try:
         tower = vision_tower(built(whole_class, config))
-        return costs if tower is None else replace(costs, tower=_tower_costs(tower, is_trained))
+        if tower is None:
+            return costs
+        # Every parameter is applied to each patch, or to each square of patches behind a merger; embeddings to none.
+        square, parameters = (getattr(tower.config, "spatial_merge_size", None) or 1) ** 2, 0.0
+        for name, module in tower.named_modules():
+            if not isinstance(module, nn.Embedding):
+                size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+                parameters += size / square if "merger" in name else size
+        of_tower = tower_costs_of(tower.config, 2 * parameters)
+        if not is_trained:
+            of_tower = TowerCosts(of_tower.per_value / 3, of_tower.per_pair / 3)
+        return replace(costs, tower=of_tower)
     except Exception as error:  # any error of the model's own code, or a config with other names
         logger.warning(
             f"The costs of the vision tower of {whole_class.__name__} cannot be counted ({type(error).__name__}: "
@@ -96,18 +107,6 @@ def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
     kind = type(getattr(model.config, "vision_config", None))
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel) and type(part.config) is kind)
     return next(parts, None)
-
-
-def _tower_costs(tower: PreTrainedModel, is_trained: bool) -> TowerCosts:
-    """Every parameter is applied to each patch, or to each square of patches behind a merger; embeddings to none."""
-    square = (getattr(tower.config, "spatial_merge_size", None) or 1) ** 2
-    parameters = 0.0
-    for name, module in tower.named_modules():
-        if not isinstance(module, nn.Embedding):
-            size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-            parameters += size / square if "merger" in name else size
-    costs = tower_costs_of(tower.config, 2 * parameters)
-    return costs if is_trained else TowerCosts(costs.per_value / 3, costs.per_pair / 3)
 
 
 def built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
