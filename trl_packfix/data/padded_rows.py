@@ -66,7 +66,7 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PrefixCollator
     if not is_token.any() or (starts.sum(1) > 1).any():
         return None
     documents = [ids[own] for ids, own in zip(tokens, is_token, strict=True) if own.any()]
-    pack, rows = collate.collate_with_rows([{"input_ids": ids} for ids in documents])
+    pack, _, rows = collate.collate_with_rows([{"input_ids": ids} for ids in documents])
     del pack["labels"]
     batch = RowsOfBatch(
         pack,

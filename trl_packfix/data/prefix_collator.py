@@ -59,11 +59,7 @@ class PrefixCollator(PackedDataCollator):
     compare: Compare | None = None  # what is compared of documents with images, whose placeholders are all the same
 
     def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[Run]]:
-        return self._collate(documents, degree)[:2]
-
-    def collate_with_rows(self, documents: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[npt.NDArray[Any]]]:
-        """The batch, and the rows of each document's tokens, (n,); each has one with `keeps_last_rows` only."""
-        return self._collate(documents, 1)[::2]
+        return self.collate_with_rows(documents, degree)[:2]
 
     def order(self, documents: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """As `share_order`, with the documents that share nothing because of their labels at the end.
@@ -90,9 +86,10 @@ class PrefixCollator(PackedDataCollator):
         rest = sorted(set(range(len(tokens))) - set(may_share))
         return order + rest, shared[: len(places)] + [0] * len(rest), compared
 
-    def _collate(
-        self, documents: Sequence[dict[str, Any]], degree: int
+    def collate_with_rows(
+        self, documents: Sequence[dict[str, Any]], degree: int = 1
     ) -> tuple[dict[str, Any], list[Run], list[npt.NDArray[Any]]]:
+        """Also the rows of each document's tokens, (n,); each token has one with `keeps_last_rows` only."""
         if self.shares:
             tokens, labels = self._read(documents)
             order, shared, compared = self._order(documents, tokens, labels)
