@@ -113,7 +113,7 @@ class CostModel:
 
 def _pairs(n: Numbers) -> Numbers:
     """Pairs of n tokens of which one sees the other or itself."""
-    return n * (n + 1) / 2
+    return n * (n + 1.0) / 2  # a float, which does not overflow as int32 does
 
 
 LLAMA_7B = CostModel(
