@@ -257,7 +257,7 @@ def test_what_is_logged_is_right(settings, tmp_path):
         if not settings.keys() & {"packing_strategy", "packing"}:
             room = len(filled) * 2 * 64
         assert entry["efficiency"] == pytest.approx(tokens / room, abs=1e-4)
-        costs = make_cost_model(run.model.config)(lengths)
+        costs = make_cost_model(run.model.config)(np.array(lengths))
         rate = entry["tflops_per_second_per_rank"] / entry["tokens_per_second"]  # the time cancels
         assert rate == pytest.approx(3 * costs.sum() / tokens / 1e12, rel=2e-3)
         assert entry["mfu"] == pytest.approx(entry["tflops_per_second_per_rank"] / 0.5, rel=1e-3)

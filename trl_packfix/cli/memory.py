@@ -108,15 +108,18 @@ def predictions(
     modules = lora.target_modules or "of PEFT"
     modules = modules if isinstance(modules, str) else ", ".join(sorted(modules))
     named = f"rank {lora.r}, dropout {lora.lora_dropout:g}, target_modules {modules}"
-    memory, sizes, errors = (args.memory - ASIDE) * GIB, {}, []
+    memory, sizes, errors, left_out = (args.memory - ASIDE) * GIB, {}, [], []
     # Of both ZeRO stages the same is counted
     for key, method in {(method.lora, method.engine == "DDP"): method for method in METHODS}.items():
         try:
             sizes[key] = count_model(model_config, method, lora)
         except ValueError as error:
-            errors.append((method, error))
+            cause, autocast = error.__cause__ or error, "with" if method.engine == "DDP" else "without"
+            kind = f"{'LoRA' if method.lora else 'full'} training {autocast} autocast"
+            left_out.append(f"left out: {kind}, in which the model raises {type(cause).__name__}: {cause}")
+            errors.append(error)
     if not sizes:
-        raise errors[0][1]
+        raise errors[0]
     same = {"documents": documents, "copied_keys": copied, "offload": args.offload}
     peaks = {
         method: partial(predict_peak, sizes[key], method, **same)
@@ -139,12 +142,6 @@ def predictions(
         rows.append(row)
     fits = [_fewest({key: peaks[key] for key in peaks if key.lora == lora}, tokens, memory) for lora in (True, False)]
     said = f"fits with {tokens:,} tokens in a micro-batch: LoRA {fits[0]}; full {fits[1]}"
-    left_out = [
-        f"left out: {'LoRA' if method.lora else 'full'} training {'with' if method.engine == 'DDP' else 'without'} "
-        f"autocast, in which the model raises {type(cause).__name__}: {cause}"
-        for method, error in errors
-        for cause in [error.__cause__ or error]
-    ]
     return rows, "\n".join([said, *left_out])
 
 
