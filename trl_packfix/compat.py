@@ -229,7 +229,7 @@ def unshard_lm_head(model: PreTrainedModel) -> RemovableHandle | None:
     then trains its rows of the head on its own tokens only. Can be removed when TRL passes `grad_placements`.
     https://docs.pytorch.org/docs/stable/distributed.tensor.html#torch.distributed.tensor.DTensor.full_tensor
     """
-    head: Any = model.get_output_embeddings()
+    head = model.get_output_embeddings()
     below, is_sharded = model.base_model, isinstance(head, FSDPModule)
     if not is_sharded or below is model:
         return None

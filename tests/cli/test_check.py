@@ -12,12 +12,14 @@ import pytest
 import torch
 from support.models import build_tiny_model
 from sweep import image_families
+from sweep import model_types as sweeping
 from sweep import page as compatibility
 from sweep.model_types import NOT_TESTED, VERDICTS, sweep_type
 from transformers import LlamaConfig
 
 from trl_packfix.cli import main
 from trl_packfix.cli.check_model import tiny_model
+from trl_packfix.isolation.packed_model import PackedModel
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = compatibility.read(DOCS)
@@ -43,6 +45,17 @@ def test_the_table_keeps_the_promise():
     assert tested.keys() >= image_families.FAMILIES.keys() & pictured.keys() and len(tested) >= 22
     assert [name for name, row in tested.items() if not row.is_right_with_images] == ["mllama"]
     assert all(row.images_reason for row in pictured.values() if row.images not in ("native", "varlen"))
+
+
+def test_a_silent_leak_is_counted(monkeypatch):
+    """Planted: a probe that sees no image, and attention that does not raise on the masks of images."""
+
+    def blind(*args, images=None, **kwargs):
+        return PackedModel(*args, **kwargs | {"enforce_flash_attention": False})
+
+    monkeypatch.setattr(sweeping, "PackedModel", blind)
+    row = sweep_type("gemma3", "image-text")
+    assert row.images == "varlen" and row.false_negatives == 1 and not row.is_right_with_images
 
 
 def test_the_page_is_made_of_the_table(tmp_path):

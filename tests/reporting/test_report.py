@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -58,6 +59,8 @@ def test_memory_for_many_short_documents_is_told(tmp_path, tiny_model):
     """FlashAttention-2 adds 128 fp32 rows per document in backward: for 1,024 documents of 8 tokens 2 GiB a layer."""
     found = report(tmp_path, table([2, 2, 3, 8, 8]), max_length=8, packing_strategy="bfd")
     assert found.most_documents == 3 and found.to_dict()["most_documents"] == 3
+    told = dict(replace(found, experimental=("tokens_per_rank",)).lines())
+    assert told["experimental"] == "tokens_per_rank: several GPUs have not run this yet"
     model = tiny_model("llama", hidden_size=4096, num_attention_heads=32, intermediate_size=8, num_hidden_layers=0)
     assert "needs 2.0 GiB more for the 1,024 documents of the fullest micro-batch" in backward_note(model, 1024)
     assert backward_note(model, 100) == backward_note(model, None) == ""

@@ -1,6 +1,7 @@
 """Restarts on one process: exact or refused, from whole checkpoints only. Those on two ranks: test_distributed.py."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -398,3 +399,25 @@ def test_another_loss_is_refused(change, tmp_path):
 def test_the_same_loss_by_other_means_continues(tmp_path):
     saved(tmp_path, save_steps=1, max_steps=2, loss_type="chunked_nll", source_column="source", dataset=SOURCES)
     assert resume(tmp_path, "checkpoint-1", max_steps=2, loss_type="nll", dataset=SOURCES).state.global_step == 2
+
+
+@pytest.fixture
+def determinism(monkeypatch):
+    """Puts back what `full_determinism` sets for the whole process."""
+    for name in "CUDA_LAUNCH_BLOCKING CUBLAS_WORKSPACE_CONFIG ASCEND_LAUNCH_BLOCKING HCCL_DETERMINISTIC".split():
+        monkeypatch.setenv(name, "unset")
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+
+
+def test_a_restart_under_full_determinism_is_exact(determinism, tmp_path):
+    """On a GPU only then: no operation of a packed step refuses it here."""
+    settings = {"full_determinism": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = trainer(tmp_path / "whole", texts(), **settings)
+    whole.train()
+    assert torch.are_deterministic_algorithms_enabled() and os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+    resumed = trainer(tmp_path / "resumed", texts(), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert torch.equal(weights(whole), weights(resumed))

@@ -115,7 +115,7 @@ def count_model(config: PreTrainedConfig, method: Method, lora: LoraConfig = LOR
     autocast = method.engine == "DDP" and not has_experts
     AttentionInterface.register(SAVED_ATTENTION, _saved_attention)
     dtype = torch.float32 if autocast and not method.lora else torch.bfloat16
-    model: Any = built(text_class, config_part).train()
+    model = built(text_class, config_part).train()
     model.to(dtype)
     model.set_attn_implementation(SAVED_ATTENTION)
     group_experts(model)

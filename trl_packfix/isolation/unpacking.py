@@ -92,7 +92,7 @@ def joined(
     outputs: list[Any], states: Callable[[list[Tensor]], Tensor], routers: Callable[[list[Tensor]], Tensor]
 ) -> Output:
     """The first of some outputs of a backbone with the states, and the router logits of each layer, of all of them."""
-    output: Any = outputs[0]
+    output = outputs[0]
     if isinstance(output, tuple):
         return (states([each[0] for each in outputs]), *output[1:])
     output["last_hidden_state"] = states([each["last_hidden_state"] for each in outputs])

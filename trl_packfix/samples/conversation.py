@@ -112,7 +112,7 @@ class Conversation:
     def _of_turn(self, turn: int, tokenizer: Tokenizer, *, as_tokens: bool) -> Any:
         """The prompt that generation sees, and the same with the turn after it."""
         render: Any = self.tokens if as_tokens else self.text
-        plain: Any = plain_tokenizer(tokenizer)
+        plain = plain_tokenizer(tokenizer)
         prompt = render(self.messages[:turn], tokenizer, add_generation_prompt=True)
         whole = render(self.messages[: turn + 1], tokenizer)
         if whole[: len(prompt)] != prompt:
