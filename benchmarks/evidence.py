@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import Row, describe, write_csv
+from torch.cuda import is_available
 
 CHILD = [sys.executable, str(Path(__file__).with_name("evidence_parts.py"))]
 ON_CPU = 20  # times the limits: a loaded CPU is slow, and no figure depends on it
@@ -237,6 +238,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, metavar="DIR", help="JSONL files and a tokenizer; else lognormal lengths")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU; shows nothing about a GPU")
     args = parser.parse_args(arguments)
+    if not args.smoke and not is_available():
+        parser.error(
+            "no --smoke was given, and torch sees no CUDA device here. The parts measure one. Run them on a "
+            "machine with a GPU, or set --smoke: tiny sizes on the CPU, which show nothing about a GPU."
+        )
     print(f"{describe()}\nParts: {', '.join(args.parts)}", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp())

@@ -127,6 +127,11 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, 
     monkeypatch.setattr(evidence, "CHILD", [sys.executable, str(child)])
     monkeypatch.setattr(evidence, "PARTS", {n: evidence.Part(1 if n == "hangs" else 60, ("x",)) for n in names})
     words = ["--out", str(tmp_path / "out"), "--parts", *names]
+    monkeypatch.setattr(evidence, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        evidence.main(words)
+    assert "torch sees no CUDA device" in capfd.readouterr().err
+    monkeypatch.setattr(evidence, "is_available", lambda: True)
     assert evidence.main([*words, "--limit", "100"]) == 1
     table, rows = opened(tmp_path / "out")
     passed = {"right", "breaks the GPU", "last"}
