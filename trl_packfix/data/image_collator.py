@@ -106,8 +106,11 @@ class PackedImages:
     # calls the vision tower; None adds nothing
     placeholder: dict[str, Any] | None = None
 
+    def has_images(self, document: dict[str, Any]) -> bool:
+        return bool(self.layout.images.keys() & document.keys())
+
     def with_placeholder(self, documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if self.placeholder is None or any(self.layout.images.keys() & document.keys() for document in documents):
+        if self.placeholder is None or any(map(self.has_images, documents)):
             return documents
         return [*documents, self.placeholder]
 

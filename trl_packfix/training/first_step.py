@@ -53,6 +53,7 @@ from .step_comparison import (
     num_trained,
     plain_packs,
     relative_distance,
+    usable,
 )
 from .totals import TrainingTotals
 
@@ -137,8 +138,6 @@ class FirstStep:
             return "`compute_loss_func` gets a whole batch, so its loss need not be a sum over documents"
         if not kind.compute_loss.__module__.startswith(__package__):
             return f"the loss is that of {kind.__name__}.compute_loss"
-        if self._data.images is not None and (run.is_deepspeed_enabled or run.is_fsdp_enabled):
-            return "a row without images would not wait for the vision tower that another rank gathers"
         return None if self._objective.is_ours else "the loss is TRL's"
 
     @property
@@ -166,6 +165,12 @@ class FirstStep:
     def _packs(self) -> list[PartOf]:
         """Two packs of this rank with unequal numbers of tokens, one of them of one document."""
         found, degree, index = first_documents(self._data, self._run.train_dataset)
+        found = usable(found)
+        images = self._data.images
+        if images is not None and self._has_collectives:  # a row without images calls no tower, which others gather
+            has_images = [images.examples.images.has_images(each) for each in found]
+            kind = self._summed(any(has_images)) == self._run.accelerator.num_processes
+            found = [each for each, has in zip(found, has_images, strict=True) if has is kind]
         documents = chosen(found)
         others = documents[1:] if degree > 1 else [max(documents, key=length)]  # one has too few tokens for parts
         return [PartOf(pack, degree, index) for pack in (documents, others)]

@@ -90,11 +90,14 @@ def first_documents(data: TrainingData, dataset: Any) -> tuple[list[Document], i
     return rows.__getitems__([index for pack in packs for index in pack if index != EMPTY][:NUM_CANDIDATES]), 1, 0
 
 
+def usable(documents: list[Document]) -> list[Document]:
+    """Those that change the model."""
+    return [each for each in documents if num_trained(each) and each.get(WEIGHTS, 1) > 0]
+
+
 def chosen(documents: list[Document]) -> list[Document]:
     """`NUM_DOCUMENTS` of them, shortened: two that begin alike for longest, one with images, and short ones."""
-    shortened = [_shortened(each) for each in documents if num_trained(each) and each.get(WEIGHTS, 1) > 0] or [
-        dummy_document(0)
-    ]
+    shortened = [_shortened(each) for each in documents] or [dummy_document(0)]
     fitting = [each for each in shortened if length(each) <= MOST_TOKENS] or [min(shortened, key=length)]
     in_order = sorted(fitting, key=lambda each: np.asarray(each["input_ids"]).tolist())
     alike = max(range(len(in_order)), key=lambda i: _num_common(in_order[i : i + 2]))
