@@ -23,11 +23,10 @@ from support.versions import continues_streams
 from transformers import TrainerCallback
 
 from trl_packfix import PackingLeakError
-from trl_packfix.data.parts import PartOf
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.stream_loading import resume, stream_file
-from trl_packfix.data.stream_reader import CHUNK
+from trl_packfix.data.stream_reader import CHUNK, StreamTokens
 from trl_packfix.planning.exact_fill import Packer
 from trl_packfix.planning.packing import NAMES
 from trl_packfix.planning.packs import plan_stream
@@ -46,13 +45,9 @@ def drawn(num: int, longest: int = 40, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(2, longest + 1, num)
 
 
-def documents_in(micro_batch) -> list[dict]:
-    return micro_batch.documents if isinstance(micro_batch, PartOf) else micro_batch
-
-
 def numbers(micro_batch) -> list[int]:
     """The documents of a micro-batch; the dummy of an empty one has none."""
-    return [int(d["input_ids"][0]) - FIRST_ID for d in documents_in(micro_batch) if d["input_ids"][0] >= FIRST_ID]
+    return [int(d["input_ids"][0]) - FIRST_ID for d in micro_batch if d["input_ids"][0] >= FIRST_ID]
 
 
 # Whole
@@ -84,14 +79,12 @@ def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
     for rank, (stream, packs) in enumerate(zip(streams, passes, strict=True)):
         assert stream.packing.degrees == degrees
         for number, pack in enumerate(packs):
-            degree, index = (pack.degree, pack.index) if isinstance(pack, PartOf) else (1, 0)
-            assert index == rank % degree
-            used.add(degree)
-            first = passes[rank - index][number]
-            assert numbers(pack) == numbers(first)
-            tokens = sum(len(document["input_ids"]) for document in documents_in(pack))
-            assert -(-tokens // degree) <= tokens_per_rank
-            seen.update(numbers(pack) if index == 0 else [])
+            assert pack.member == rank % pack.degree
+            used.add(pack.degree)
+            assert numbers(pack) == numbers(passes[rank - pack.member][number])
+            tokens = sum(len(document["input_ids"]) for document in pack)
+            assert -(-tokens // pack.degree) <= tokens_per_rank
+            seen.update([] if pack.member else numbers(pack))
         steps.append(len(packs) / accumulation)
         assert sum(stream.after(stream.num_steps - 1)["micro_steps"].values()) == len(packs)
     assert seen == dict.fromkeys(range(200), 1)
@@ -194,8 +187,8 @@ def test_documents_are_cut_as_those_of_a_table(overlong, mode):
             {"overlong": "raise"},
             r"rows 1 \(30 tokens\).*A stream: rows are counted",
         ),
-        ({"input_ids": [[5, 6], [7, 300]]}, {"vocab_size": 300}, r"Row 1 .* ids from 5 to 300"),
-        ({"input_ids": [[5, 6]], "attention_mask": [[1, 0]]}, {"vocab_size": 300}, "is padded"),
+        ({"input_ids": [[5, 6], [7, 300]]}, {"rows": StreamTokens(300)}, r"Row 1 .* ids from 5 to 300"),
+        ({"input_ids": [[5, 6]], "attention_mask": [[1, 0]]}, {"rows": StreamTokens(300)}, "is padded"),
         ({"input_ids": [[5], [6]]}, {}, r"Rank 0 read the stream to its end and 2 documents.*2 untrained"),
         ({"text": ["a"]}, {}, "no `input_ids`"),
     ],
@@ -362,10 +355,10 @@ def test_every_document_once_per_pass_over_any_sequence_of_launches(
                     break
                 step_of_rank += 1
                 assert len(micro_batches) == accumulation
-                once = [batch for batch in micro_batches if not (isinstance(batch, PartOf) and batch.index)]
+                once = [batch for batch in micro_batches if not batch.member]
                 for batch in once:
                     tokens = sum(lengths[document] for document in numbers(batch))
-                    assert tokens <= (60 if tokens_per_rank is None else 16 * getattr(batch, "degree", 1))
+                    assert tokens <= (60 if tokens_per_rank is None else 16 * batch.degree)
                 seen.update(chain.from_iterable(map(numbers, once)))
         step += num_steps
         if number < len(launches) - 1:

@@ -11,7 +11,7 @@ from support.planners import make_epochs, of_units
 
 from trl_packfix.data.documents import Documents
 from trl_packfix.data.epochs import EpochPlanner, unpacked_order
-from trl_packfix.data.loaders import PackedBatchSampler, PartOf
+from trl_packfix.data.loaders import PackedBatchSampler
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.spans import make_documents
 from trl_packfix.data.token_order import token_order
@@ -92,7 +92,7 @@ def problems(ranks: list[EpochPlanner], epoch: int) -> set[str]:
     for rank, plan in enumerate(ranks):
         sampler = PackedBatchSampler(plan, rank)
         sampler.set_epoch(epoch)
-        batches.append([each if isinstance(each, PartOf) else PartOf(each, 1, 0) for each in sampler])
+        batches.append(list(sampler))
         if not len(sampler) == len(batches[-1]) == ranks[0].num_steps * packing.accumulation:
             return {"another number of micro-batches"}
     for micro_step in zip(*batches, strict=True):
@@ -101,11 +101,11 @@ def problems(ranks: list[EpochPlanner], epoch: int) -> set[str]:
             found.add("several degrees in a micro-step, or one at which the model is not proved")
         for leader in range(0, len(ranks), degree):
             group = micro_step[leader : leader + degree]
-            if [each.index for each in group] != list(range(degree)):
+            if [each.member for each in group] != list(range(degree)):
                 found.add("parts out of order")
-            if any(each.documents != group[0].documents for each in group):
+            if any(each != group[0] for each in group):
                 found.add("members of a group have other packs")
-            pack = [] if group[0].documents == [EMPTY] else group[0].documents
+            pack = [] if group[0] == [EMPTY] else group[0]
             found |= {"an empty rank with documents"} if EMPTY in pack else set()
             seen += pack
     if sorted(seen) != sorted(ranks[0].schedule(epoch).order):

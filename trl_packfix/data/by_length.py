@@ -51,10 +51,9 @@ class ByLength:
 
     collate: Callable[[Any], dict[str, Any]]
 
-    def __call__(self, pack: list[dict[str, Any]] | PartOf) -> dict[str, Any]:
-        documents = pack.documents if isinstance(pack, PartOf) else pack
-        documents = sorted(documents, key=lambda document: -len(document["input_ids"]))
-        batch = self.collate(replace(pack, documents=documents) if isinstance(pack, PartOf) else documents)
+    def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
+        longest_first = sorted(pack, key=lambda document: -len(document["input_ids"]))
+        batch = self.collate(PartOf.like(pack, longest_first))
         if by_class := launches(batch["cu_seq_lens_q"].numpy(), batch["max_length_q"]):
             batch[LAYOUT] = replace(layout_of(batch), launches=by_class)
         return batch

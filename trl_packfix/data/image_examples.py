@@ -88,7 +88,7 @@ class ImageExamples:
         rows = PackedDataCollator(multiple)
         if shares:
             rows = PrefixCollator(multiple, min_shared=1, compare=self.process.compare)
-        part = PartOf(list(documents), 1, 0) if index is None else PartOf(list(documents), degree, index)
+        part = PartOf(documents) if index is None else PartOf(documents, degree, index)
         batch = PackCollator(rows, self.images)(part)
         return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
 

@@ -6,7 +6,7 @@ loader again: see `unsharded_loader`.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.packing import Packing, Synchronisation
-from ..planning.schedule import EMPTY, Schedule
+from ..planning.schedule import EMPTY
 from ..planning.strategies import STRATEGIES, Strategy
 from .cache import cached_documents
 from .collator import IGNORE_INDEX, PackedDataCollator
@@ -43,21 +43,17 @@ class DocumentDataset(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self.documents)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: list[int] | PartOf) -> Any:
-        if isinstance(indices, PartOf):
-            return replace(indices, documents=self.__getitems__(indices.documents))
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
         # `tolist` for all indices at once: indexing numpy arrays one by one costs more than reading a short document.
         columns = (self.documents.row, self.documents.start, self.documents.stop)
         rows, starts, stops = (column[indices].tolist() for column in columns)
-        return [
+        documents = (
             dummy_document(self.pad_token_id)
             if index == EMPTY
             else self.reader.read(row, start, stop) | self.values.of(row)
             for index, row, start, stop in zip(indices, rows, starts, stops, strict=True)
-        ]
+        )
+        return PartOf.like(indices, documents)
 
 
 def dummy_document(pad_token_id: int) -> dict[str, np.ndarray]:
@@ -66,12 +62,12 @@ def dummy_document(pad_token_id: int) -> dict[str, np.ndarray]:
 
 
 class PackedBatchSampler:
-    """Yields, for one rank, the document indices of each micro-batch of an epoch, or `PartOf` where it shares a pack.
+    """Yields, for one rank, the document indices of each micro-batch of an epoch.
 
-    A schedule in place of a planner is that of all epochs. The length is the same in every epoch and on every rank.
+    The length is the same in every epoch and on every rank.
     """
 
-    def __init__(self, planner: EpochPlanner | Schedule, rank: int = 0):
+    def __init__(self, planner: EpochPlanner, rank: int = 0):
         self.planner, self.rank, self.epoch = planner, rank, 0
 
     @property
@@ -83,20 +79,12 @@ class PackedBatchSampler:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        of_run = self.planner if isinstance(self.planner, Schedule) else self.planner.packing
-        return self.planner.num_steps * of_run.accumulation
+        return self.planner.num_steps * self.planner.packing.accumulation
 
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        """How many ranks may share a pack."""
-        degrees = self.planner.degrees if isinstance(self.planner, Schedule) else self.planner.packing.degrees
-        return tuple(np.unique(degrees).tolist())
-
-    def __iter__(self) -> Iterator[Any]:
-        schedule = self.planner if isinstance(self.planner, Schedule) else self.planner.schedule(self.epoch)
-        micro_batches = zip(schedule.micro_batches(self.rank), schedule.parts(self.rank), strict=True)
-        for documents, (degree, index) in micro_batches:
-            yield documents.tolist() if degree == 1 else PartOf(documents.tolist(), degree, index)
+    def __iter__(self) -> Iterator[PartOf]:
+        schedule = self.planner.schedule(self.epoch)
+        for documents, part in zip(schedule.micro_batches(self.rank), schedule.parts(self.rank), strict=True):
+            yield PartOf(documents.tolist(), *part)
 
 
 class PaddedBatchSampler:
@@ -138,7 +126,7 @@ def document_loader(
     device: torch.device | None,
     **dataloader_kwargs: Any,
 ) -> DataLoaderShard:
-    """Batches of the documents whose indices the sampler yields; of parts of packs, `collate` is a `PackCollator`."""
+    """Batches of the documents whose indices the sampler yields; for ranks that share packs by a `PackCollator`."""
     if dataloader_kwargs.get("num_workers"):
         wait_for_threads_before_forks()
     loader = DataLoader(dataset, batch_sampler=batch_sampler, collate_fn=collate, **dataloader_kwargs)

@@ -3,7 +3,6 @@
 Only the rows pad, in one place: T is a multiple of the setting and of the number of ranks that share the pack.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,12 @@ class PackCollator:
     rows: PackedDataCollator  # a `PrefixCollator` shares common beginnings
     images: PackedImages | None = None
 
-    def __call__(self, pack: Sequence[dict[str, Any]] | PartOf) -> dict[str, Any]:
-        part = pack if isinstance(pack, PartOf) else PartOf(list(pack), 1, 0)
+    def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
+        part = PartOf.like(pack, pack)
         if self.images is None:
-            batch, _ = self.rows.collate(part.documents, part.degree)
-            return cut_part(batch, part.degree, part.index)
-        documents = self.images.with_placeholder(part.documents)
+            batch, _ = self.rows.collate(part, part.degree)
+            return cut_part(batch, part.degree, part.member)
+        documents = self.images.with_placeholder(part)
         batch, runs = self.rows.collate(documents, part.degree)
         batch |= self.images(documents, runs, batch["position_ids"])
-        return cut_part(batch, part.degree, part.index, has_images=True)
+        return cut_part(batch, part.degree, part.member, has_images=True)

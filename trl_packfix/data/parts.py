@@ -6,7 +6,8 @@ another. Labels are shifted before the cut, because the label of a part's last t
 """
 
 import zlib
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +20,20 @@ PER_TOKEN = ("input_ids", "labels", "position_ids", "seq_idx")
 SAMPLED = 16  # of so many numbers of an image one enters the checksum
 
 
-@dataclass(frozen=True)
-class PartOf:
-    """A pack of which a rank holds a part. Each rank of a group reads the whole pack."""
+class PartOf(list[Any]):
+    """The documents of a pack, or their indices, of which a rank holds a part: that of a `member` of `degree` ranks.
 
-    documents: list[Any]  # or their indices
-    degree: int  # ranks that share it
-    index: int
+    Each rank of a group reads the whole pack. A group may be one rank.
+    """
+
+    def __init__(self, documents: Iterable[Any], degree: int = 1, member: int = 0):
+        super().__init__(documents)
+        self.degree, self.member = degree, member
+
+    @classmethod
+    def like(cls, pack: list[Any], documents: Iterable[Any]) -> "PartOf":
+        """`documents` for the ranks that share `pack`; a plain list is for one rank."""
+        return cls(documents, pack.degree, pack.member) if isinstance(pack, PartOf) else cls(documents)
 
 
 def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool = False) -> dict[str, Any]:

@@ -185,12 +185,10 @@ class RowValuesCollator:
     index: Mapping[Any, int] | None = None  # of each source by its column value, if documents have this value
     names_sources: bool = False  # documents have names of sources, and so does the batch: strings, None in place of 0
 
-    def __call__(self, documents: list[dict[str, Any]] | PartOf) -> dict[str, Any]:
+    def __call__(self, documents: list[dict[str, Any]]) -> dict[str, Any]:
         taken = set(self.keys.values())
-        part = documents if isinstance(documents, PartOf) else None
-        documents = documents.documents if isinstance(documents, PartOf) else documents
-        tokens = [{key: v for key, v in document.items() if key not in taken} for document in documents]
-        batch = self.collate(tokens if part is None else replace(part, documents=tokens))
+        tokens = ({key: v for key, v in document.items() if key not in taken} for document in documents)
+        batch = self.collate(PartOf.like(documents, tokens))
         num = layout_of(batch).count
         for key, name in self.keys.items():
             if key == SOURCES and self.names_sources:

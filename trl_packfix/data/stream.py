@@ -20,28 +20,29 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
+from ..planning.costs import TowerCosts
 from ..planning.packing import ELASTIC, Changes, Packing, changes, listed
 from ..planning.packs import PackPlan
 from ..planning.plans import schedule_plan
 from ..planning.schedule import EMPTY
 from ..planning.units import Units
-from ..samples.encoded_images import undecoded
 from .collator import IGNORE_INDEX
-from .documents import Ledger
 from .loaders import dummy_document
 from .parts import PartOf
 from .spans import refuse_no_documents
-from .stream_images import ENCODED, StreamImages
-from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, part_of, share_of_rank
+from .stream_images import ENCODED, TOKENS_ALONE, StreamImages
+from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, StreamTokens, part_of, share_of_rank
 from .stream_state import StreamCounts, packed, unpacked
 from .threads import wait_for_threads_before_forks
 
 logger = logging.getLogger(__name__)
 
+TOKENS = StreamTokens()
 MOST_BYTES = 2**28  # of the rows with images of these documents: encoded images, and text
 STATE_VERSION = 4  # raise it when the contents of the state change
 # With other values of these and of `ELASTIC`, the rest of a pass is divided anew. `num_shards` is that of a rank.
 READ = ("rank", "num_workers", "num_shards")
+SAVED = ("num_steps", "num_passes", "num_arrived", "counts", "micro_steps", "parts", "rest", "count")
 Pack = list[DocumentTokens]
 Part = tuple[list[tuple[int, int]], int]  # of the stream: its path, see `part_of`, and the epoch of its order
 
@@ -53,15 +54,15 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     pass when it has read them. Otherwise every rank reads the whole stream. All ranks then make the same packs, and
     each trains on its slots of every optimizer step, as with a table.
 
-    With sequence parallelism, a micro-batch of which this rank holds a part is a `PartOf`. If the number of shards is a
-    multiple of the number of groups of the smallest degree that holds `max_length`, each group reads its own shards,
-    and this is the only degree. Otherwise every rank reads the whole stream, and each micro-step has its own degree.
+    With sequence parallelism, a rank may hold a part of a micro-batch. If the number of shards is a multiple of the
+    number of groups of the smallest degree that holds `max_length`, each group reads its own shards, and this is the
+    only degree. Otherwise every rank reads the whole stream, and each micro-step has its own degree.
 
     A run that resumes with other ranks, see `merged`, first reads the rest of the pass: the parts of the stream that
     the old ranks have not read. If they cannot be divided evenly, every rank reads all of them.
 
     Args:
-        dataset, vocab_size, weight_column, source_column, images: see `StreamReader`.
+        dataset, rows, weight_column, source_column: see `StreamReader`.
         num_workers: processes that read, at most one per shard of this rank. They share its shards.
         worker_kwargs: for the `DataLoader` of these processes.
         most_bytes: with images, of the rows of waiting documents; when they have so many, no other is read.
@@ -71,43 +72,38 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     """
 
     num_ahead = 0  # micro-batches that a loader with processes takes before they are trained
-    # What a snapshot holds beside the documents, see `_begin_pass`
+    rows: StreamTokens | StreamImages
+    # What a snapshot holds beside the documents and the readers: `SAVED`
     num_steps: int
     num_passes: int
-    _num_arrived: int  # documents of this pass
-    _counts: StreamCounts
-    _micro_steps: dict[int, int]  # number of them so far by degree
-    _parts: list[Part]
-    _readers: list[ReaderState]
-    _is_rest: bool
-    _count: int
+    num_arrived: int  # documents of this pass
+    counts: StreamCounts
+    micro_steps: dict[int, int]  # number of them so far by degree
+    parts: list[Part]
+    rest: bool  # of a pass of other ranks
+    count: int  # ranks, neighbours, that read the same in this pass
 
-    def __init__(  # noqa: PLR0913 - settings, by keyword
+    def __init__(
         self,
         dataset: IterableDataset,
         packing: Packing,
         *,
+        rows: StreamTokens | StreamImages = TOKENS,
         rank: int = 0,
-        vocab_size: int | None = None,
         pad_token_id: int = 0,
         num_workers: int = 0,
         worker_kwargs: dict[str, Any] | None = None,
         weight_column: str | None = None,
         source_column: str | None = None,
-        images: StreamImages | None = None,
         most_bytes: int = MOST_BYTES,
     ):
-        if images is not None:
-            dataset, mode = undecoded(dataset)
-            images = replace(images, mode=mode)
-        self.dataset, self.images, self.most_bytes = dataset, images, most_bytes
+        self.dataset, self.rows = rows.opened(dataset)
         smallest = 1 if packing.parallel is None else packing.parallel.smallest
-        self.path, self.num_alike = share_of_rank(dataset, rank, packing.world_size, degree=smallest)
-        self.num_shards = part_of(dataset, self.path).num_shards
+        self.path, self.num_alike = share_of_rank(self.dataset, rank, packing.world_size, degree=smallest)
+        self.num_shards = part_of(self.dataset, self.path).num_shards
         if packing.parallel is not None and self.num_alike != packing.world_size:
             packing = replace(packing, degrees=(smallest,))  # a group knows nothing of the documents of the others
-        self.packing, self.rank = packing, rank
-        self.vocab_size, self.pad_token_id = vocab_size, pad_token_id
+        self.packing, self.rank, self.pad_token_id, self.most_bytes = packing, rank, pad_token_id, most_bytes
         self.weight_column, self.source_column = weight_column, source_column
         self.num_workers = min(num_workers, self.num_shards)
         if self.num_workers < num_workers and rank == 0:
@@ -121,20 +117,18 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     def begin(self, num_steps: int = 0) -> None:
         """Begin with the first document of the stream; `num_steps` optimizer steps were trained before."""
         self._closed, self._waiting = deque[Pack](), dict[int, DocumentTokens]()
-        self.num_steps, self.num_passes, self._counts, self._micro_steps = num_steps, 0, StreamCounts(), {}
+        self.num_steps, self.num_passes, self.counts, self.micro_steps = num_steps, 0, StreamCounts(), {}
         self._begin_pass()
         self._start, self._num_skipped = self._snapshot(), 0
         self._snapshots = {num_steps: self._start}
 
     def _begin_pass(self) -> None:
         num = max(self.num_workers, 1)
-        self._parts = [([*self.path, (num, reader)], self.num_passes) for reader in range(num)]
+        self.parts = [([*self.path, (num, reader)], self.num_passes) for reader in range(num)]
         self._readers = [ReaderState()] * num  # of each part
-        self._is_rest = False  # of a pass of other ranks
-        self._count = self.num_alike  # ranks, neighbours, that read the same in this pass
-        self._num_arrived = 0
+        self.num_arrived, self.rest, self.count = 0, False, self.num_alike
 
-    def __iter__(self) -> Iterator[Pack | PartOf]:
+    def __iter__(self) -> Iterator[Pack]:
         self._restore(self._start)
         yield from repeat([], self._num_skipped)
         while True:
@@ -145,19 +139,22 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
                 oldest = self.num_steps - -(-(1 + self.num_ahead) // self.packing.accumulation)
                 self._snapshots = {step: state for step, state in self._snapshots.items() if step >= oldest}
                 yield from step
-            if not self._num_arrived and not self._is_rest:
+            if not self.num_arrived and not self.rest:
                 refuse_no_documents(
-                    self._counts.ledger, f"Rank {self.rank} read the stream to its end", self.packing.max_length
+                    self.counts.ledger, f"Rank {self.rank} read the stream to its end", self.packing.max_length
                 )
-            if self._count > self.num_alike and self.rank >= self.num_alike:
-                self._counts = StreamCounts()  # those of the first ranks go on
+            if self.count > self.num_alike and self.rank >= self.num_alike:
+                self.counts = StreamCounts()  # those of the first ranks go on
             self.num_passes += 1
             self._begin_pass()
 
-    def _one_pass(self) -> Iterator[list[Pack | PartOf]]:
+    def _one_pass(self) -> Iterator[list[PartOf]]:
         """The rest of the current pass: this rank's micro-batches, one optimizer step after the other."""
-        packing = replace(self.packing, world_size=self._count)
-        bytes_of = None if self.images is None else lambda position: self._waiting[position][ENCODED].num_bytes
+        packing = replace(self.packing, world_size=self.count)
+
+        def bytes_of(position: int) -> int:
+            return self._waiting[position].get(ENCODED, TOKENS_ALONE).num_bytes
+
         packs = packing.pack_stream(self._arrivals(), bytes_of, self.most_bytes)
         self._has_ended = False
         while True:
@@ -172,35 +169,33 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             step = [self._closed.popleft() for _ in range(min(packing.num_bins, len(self._closed)))]
             yield self._micro_batches(step, packing)
 
-    def _micro_batches(self, packs: list[Pack], packing: Packing) -> list[Pack | PartOf]:
+    def _micro_batches(self, packs: list[Pack], packing: Packing) -> list[PartOf]:
         """Packs of one optimizer step, for all ranks that read the same -> micro-batches of this rank; counts them."""
         documents = [document for pack in packs for document in pack]
         lengths = np.array([len(document["input_ids"]) for document in documents])
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
-        trained = sum(int(np.count_nonzero(document["labels"][1:] != IGNORE_INDEX)) for document in documents)
-        counts, image_costs = StreamCounts(Ledger(), len(packs), len(documents), int(lengths.sum()), trained), None
-        if self.images is not None:
-            num_images, values, squares = np.array([document[ENCODED].counts for document in documents]).T
-            image_costs = None if packing.cost_model.tower is None else packing.cost_model.tower(values, squares)
-            counts = replace(
-                counts,
-                images=int(num_images.sum()),
-                with_images=int(np.count_nonzero(num_images)),
-                most_images=int(np.add.reduceat(num_images, offsets[:-1]).max()),
-                tower_flops=0.0 if image_costs is None else float(image_costs.sum()),
-                language_flops=float(packing.cost_model(lengths).sum()),
-            )
-        self._counts += counts
+        of_images = [document.get(ENCODED, TOKENS_ALONE).counts for document in documents]
+        num_images, values, squares = np.array(of_images).T
+        image_costs = (packing.cost_model.tower or TowerCosts(0.0, 0.0))(values, squares)
+        self.counts += StreamCounts(
+            packs=len(packs),
+            documents=len(documents),
+            tokens=int(lengths.sum()),
+            trained_tokens=sum(int(np.count_nonzero(each["labels"][1:] != IGNORE_INDEX)) for each in documents),
+            images=int(num_images.sum()),
+            with_images=int(np.count_nonzero(num_images)),
+            most_images=int(np.add.reduceat(num_images, offsets[:-1]).max()),
+            tower_flops=float(image_costs.sum()),
+            language_flops=float(packing.cost_model(lengths).sum()),
+        )
         plan = PackPlan(np.arange(len(documents)), offsets, lengths, packing.capacity)
         schedule = schedule_plan(plan, Units(lengths, packing.cost_model, image_costs), 1, packing=packing)
-        if packing.parallel is not None:
-            self._micro_steps = dict(Counter(self._micro_steps) + Counter(schedule.degrees.tolist()))
-        dummy = dummy_document(self.pad_token_id)
-        rank, micro_batches = self.rank % self._count, []
-        for indices, (degree, index) in zip(schedule.micro_batches(rank), schedule.parts(rank), strict=True):
-            micro_batch = [dummy if i == EMPTY else documents[i] for i in indices.tolist()]
-            micro_batches.append(micro_batch if degree == 1 else PartOf(micro_batch, degree, index))
-        return micro_batches
+        self.micro_steps = dict(Counter(self.micro_steps) + Counter(schedule.degrees.tolist()))
+        dummy, rank = dummy_document(self.pad_token_id), self.rank % self.count
+        return [
+            PartOf((dummy if i == EMPTY else documents[i] for i in indices.tolist()), *part)
+            for indices, part in zip(schedule.micro_batches(rank), schedule.parts(rank), strict=True)
+        ]
 
     def _arrivals(self) -> Iterator[int]:
         """Number of tokens of each document, in arrival order. `_waiting` holds it by its position in this order."""
@@ -208,21 +203,21 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         yield from [len(document["input_ids"]) for document in self._waiting.values()]
         for chunk in self._chunks():
             self._readers[chunk.reader] = chunk.state
-            self._counts += StreamCounts(chunk.ledger)
-            self._num_arrived += len(chunk.documents)
+            self.counts += StreamCounts(chunk.ledger)
+            self.num_arrived += len(chunk.documents)
             self._waiting.update(enumerate(chunk.documents, position))
             position += len(chunk.documents)
             yield from [len(document["input_ids"]) for document in chunk.documents]
         self._has_ended = True
 
     def _chunks(self) -> Iterator[Chunk]:
-        parts = [part_of(self.dataset, path) for path, _ in self._parts]
-        for part, (_, epoch) in zip(parts, self._parts, strict=True):
+        parts = [part_of(self.dataset, path) for path, _ in self.parts]
+        for part, (_, epoch) in zip(parts, self.parts, strict=True):
             part.set_epoch(epoch)  # a shuffled dataset gets a new order
         if not parts:
             return
         columns = self.weight_column, self.source_column
-        reader = StreamReader(parts, list(self._readers), self.packing, self.vocab_size, *columns, self.images)
+        reader = StreamReader(parts, list(self._readers), self.packing, self.rows, *columns)
         # Without a generator the loader would draw from torch's global one, and dropout would change.
         generator = torch.Generator().manual_seed(self.num_passes)
         how = {"collate_fn": _identity, "num_workers": self.num_workers} | self.worker_kwargs
@@ -234,42 +229,33 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     def settings(self) -> dict[str, Any]:
         """The settings that must be the same after a restart."""
         own = {name: getattr(self, name) for name in (*READ, "weight_column", "source_column")}
-        own["image processor"] = None if self.images is None else self.images.process.settings.decode()
+        own["image processor"] = self.rows.process and self.rows.process.settings.decode()
         return self.packing.settings("stream") | own
 
     def _snapshot(self) -> dict[str, Any]:
         """The current state. It shares the documents, which are never changed."""
-        return {
+        return {name: getattr(self, name) for name in SAVED} | {
             "closed": [len(pack) for pack in self._closed],
             "documents": [document for pack in self._closed for document in pack] + list(self._waiting.values()),
             "readers": list(self._readers),
-            "counts": self._counts,
-            "micro_steps": self._micro_steps,
-            "num_steps": self.num_steps,
-            "num_passes": self.num_passes,
-            "num_arrived": self._num_arrived,
-            "rest": self._is_rest,
-            "parts": self._parts,
-            "count": self._count,
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
         documents = iter(state["documents"])
         self._closed = deque([next(documents) for _ in range(size)] for size in state["closed"])
         self._waiting = dict(enumerate(documents))
-        self.num_steps, self.num_passes = state["num_steps"], state["num_passes"]
-        self._counts, self._micro_steps = state["counts"], state["micro_steps"]
+        self.num_passes = state["num_passes"]
         self._begin_pass()
-        self._readers, self._num_arrived = list(state["readers"]), state["num_arrived"]
-        if "parts" in state:  # it was not saved by an earlier version
-            self._parts, self._is_rest, self._count = state["parts"], bool(state["rest"]), state["count"]
+        # An earlier version has not saved all of them
+        vars(self).update({name: state[name] for name in SAVED if name in state})
+        self._readers = list(state["readers"])
         self._snapshots = {self.num_steps: self._snapshot()}
 
     def after(self, num_steps: int) -> dict[str, Any]:
         """The state after so many optimizer steps: the latest step that was yielded, or one that is still trained.
 
         It has the `counts`, those of the ranks that read the same, `count` neighbours; and `micro_steps`, the number of
-        them by degree, {} without sequence parallelism.
+        them by degree.
         """
         return self._snapshots[num_steps]
 

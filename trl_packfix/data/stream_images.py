@@ -8,17 +8,18 @@ them and runs the processor, and must get the same tokens.
 import json
 import logging
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
+from ..planning.packing import Packing
 from ..samples.apply import columns_of_batch
 from ..samples.checks import IMAGES
 from ..samples.conversation import COLUMNS
-from ..samples.encoded_images import EncodedImage
+from ..samples.encoded_images import EncodedImage, undecoded
 from ..samples.image_sizes import depends_on_sizes
 from ..samples.images import CHECKED, Processed, features_of
 from ..samples.processor import RowProcessor, images_of
@@ -28,12 +29,11 @@ from .collator import IGNORE_INDEX
 from .documents import Documents
 from .image_rows import ImageRows
 from .parts import PartOf
-from .spans import Overlong, make_documents
+from .spans import make_documents
 
 logger = logging.getLogger(__name__)
 
 ENCODED = "encoded"  # key of a waiting document
-CHUNK = CHECKED  # rows that are read together: the first is processed, and compared with what the sizes of images give
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,10 @@ class EncodedRow:
         return process.cut(document, self.start, self.stop)
 
 
+TOKENS_ALONE = EncodedRow("", (), 0, 0, (0, 0, 0))
+"""Of a document without `ENCODED`."""
+
+
 @dataclass
 class StreamImages:
     """How the rows of a stream with images become documents."""
@@ -65,15 +69,22 @@ class StreamImages:
     rule: TurnRule | None = None  # makes a document of each assistant turn; None: a row is one
     drops: bool = False  # rows that cannot be processed
     mode: str | None = None  # to which images are converted
+    # Rows that are read together: the first is processed, and compared with what the sizes of images give
+    chunk: ClassVar[int] = CHECKED
     _every: int = field(init=False, default=CHECKED)
 
     def __post_init__(self) -> None:
         self._every = CHECKED if depends_on_sizes(self.process.processor) else 1
 
+    def opened(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamImages"]:
+        """The stream with its images as they are stored, and how its rows become documents."""
+        dataset, mode = undecoded(dataset)
+        return dataset, replace(self, mode=mode)
+
     def read(
-        self, batch: dict[str, list[Any]], max_length: int, overlong: Overlong
+        self, batch: dict[str, list[Any]], table: Dataset, packing: Packing
     ) -> tuple[list[dict[str, Any]], Documents, np.ndarray | None]:
-        """The documents of some rows, given as columns; their spans; and the row of each if documents are turns.
+        """The documents of a batch of rows; their spans; and the row of each if documents are turns.
 
         Raises:
             ValueError: rows cannot be processed, and `drops` is False; what `make_documents` refuses.
@@ -96,15 +107,15 @@ class StreamImages:
                 'Correct or filter out this row, or set `bad_rows="drop"`, which drops and counts such rows.'
             )
         measures = Dataset(pa.table(columns, schema=features_of(self.rule).arrow_schema), fingerprint="chunk")
-        table = ImageRows(rows, self.process, measures, rule=self.rule)
-        spans = make_documents(table, max_length, overlong, may_be_empty=True)
+        reader = ImageRows(rows, self.process, measures, rule=self.rule)
+        spans = make_documents(reader, packing.max_length, packing.overlong, may_be_empty=True)
         columns_of_spans = ("row", "start", "stop", "image_count", "image_values", "image_squares")
         documents = []
         for row, start, stop, *counts in zip(
             *(getattr(spans, name).tolist() for name in columns_of_spans), strict=True
         ):
-            tokens, is_target = table.tokens(row)
-            columns = table.row(row)
+            tokens, is_target = reader.tokens(row)
+            columns = reader.row(row)
             images = tuple(images_of(columns))
             text = json.dumps({name: value for name, value in columns.items() if name not in IMAGES})
             documents.append(
@@ -114,7 +125,7 @@ class StreamImages:
                     ENCODED: EncodedRow(text, images, start, stop, tuple(counts)),
                 }
             )
-        return documents, spans, table.conversations
+        return documents, spans, reader.conversations
 
     def encoded(self, row: dict[str, Any]) -> dict[str, Any]:
         """The columns of a row that are read, its images encoded."""
@@ -130,14 +141,13 @@ class StreamImages:
 class ProcessedPacks(torch.utils.data.Dataset[Any]):
     """Micro-batches of waiting documents, by themselves in place of an index, with their images processed."""
 
-    process: RowProcessor
+    process: RowProcessor | None  # None: no document has images
 
-    def __getitems__(self, micro_batch: list[dict[str, Any]] | PartOf) -> Any:
-        if isinstance(micro_batch, PartOf):
-            return replace(micro_batch, documents=self.__getitems__(micro_batch.documents))
+    def __getitems__(self, micro_batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
         documents = []
         for document in micro_batch:
             if encoded := document.get(ENCODED):
+                assert self.process is not None
                 processed = encoded.process(self.process)
                 if not np.array_equal(processed["input_ids"], document["input_ids"]):
                     raise ValueError(
@@ -150,4 +160,4 @@ class ProcessedPacks(torch.utils.data.Dataset[Any]):
                 values = {name: value for name, value in document.items() if name not in (ENCODED, *processed)}
                 document = values | processed
             documents.append(document)
-        return documents
+        return PartOf.like(micro_batch, documents)

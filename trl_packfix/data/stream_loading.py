@@ -27,9 +27,8 @@ def stream_loader(
     worker_kwargs: dict[str, Any] | None = None,
 ) -> DataLoaderShard:
     """Batches of the stream, on the device. Images are processed in `num_workers` processes of their own."""
-    if stream.images is None:
-        how: dict[str, Any] = {"collate_fn": lambda pack: collate(pack) if pack else {}, "pin_memory": pin_memory}
-        return unsharded_loader(DataLoader(stream, batch_size=None, **how), device)
+    if stream.rows.process is None:
+        num_workers = 0
     settings = dict(worker_kwargs or {}) if num_workers else {}
     if not settings.pop("in_order", True) and stream.rank == 0:
         logger.warning(
@@ -39,7 +38,7 @@ def stream_loader(
     if num_workers:
         wait_for_threads_before_forks()
         stream.num_ahead = num_workers * (settings.get("prefetch_factor") or 2)
-    packs = ProcessedPacks(stream.images.process)
+    packs = ProcessedPacks(stream.rows.process)
     loader = DataLoader(
         packs, batch_sampler=stream, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory, **settings
     )

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import fsspec.asyn
 import numpy as np
@@ -22,16 +22,15 @@ from ..compat import state_is_exact
 from ..planning.packing import Packing
 from ..samples.row import BAD_ROW
 from .dataset_checks import check_tokens
-from .documents import Ledger
+from .documents import Documents, Ledger
 from .reader import TokenReader
 from .row_values import SOURCES, read_row_values
 from .spans import make_documents
-from .stream_images import CHUNK as IMAGE_CHUNK
 from .stream_images import StreamImages
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 128  # examples that are read, cut and sent together
+CHUNK = 128  # examples that are read, cut and sent together, without images
 COLUMNS = ("input_ids", "labels", "seq_lengths", "attention_mask", BAD_ROW)
 MANY_RANKS = 8
 
@@ -102,26 +101,49 @@ class Chunk:
     state: ReaderState
 
 
+@dataclass(frozen=True)
+class StreamTokens:
+    """How the rows of a stream become documents if they have tokens; `StreamImages` for those with images."""
+
+    vocab_size: int | None = None
+    process: None = None
+    chunk: ClassVar[int] = CHUNK
+
+    def opened(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamTokens"]:
+        return dataset, self
+
+    def read(self, batch: dict[str, Any], table: Dataset, packing: Packing) -> tuple[list[Any], Documents, None]:
+        """The documents of a batch, whose columns are in `table`, and their spans."""
+        if "input_ids" in table.column_names:
+            check_tokens(table, "train", self.vocab_size)
+        reader, mode = TokenReader(table), packing.truncation_mode
+        spans = make_documents(reader, packing.max_length, packing.overlong, truncation_mode=mode, may_be_empty=True)
+        documents = [
+            # Copies, because a view would hold the tokens of the whole chunk in memory.
+            {name: tokens.astype(np.int32) for name, tokens in reader.read(row, start, stop).items()}
+            for row, start, stop in zip(spans.row, spans.start, spans.stop, strict=True)
+        ]
+        return documents, spans, None
+
+
 @dataclass
 class StreamReader(torch.utils.data.IterableDataset[Any]):
     """One pass over a stream, in chunks. In a `DataLoader` with workers, each worker reads its own parts.
 
     Args:
-        parts: of the stream: examples with `input_ids`, optionally `labels`, `seq_lengths`, `attention_mask`. There is
-            one for each worker, or one without workers. For the rest of a pass of other ranks there may be more or
-            fewer; each worker reads several in turn.
+        parts: of the stream: examples with `input_ids`, optionally `labels`, `seq_lengths`, `attention_mask`, or with
+            images. There is one for each worker, or one without workers. For the rest of a pass of other ranks there
+            may be more or fewer; each worker reads several in turn.
         states: the state from which each part continues.
         weight_column, source_column: columns with the weight and the source of each row, which its documents get.
-        images: how rows with images become documents; None: they have tokens.
     """
 
     parts: list[IterableDataset]
     states: list[ReaderState]
     packing: Packing
-    vocab_size: int | None = None
+    rows: StreamTokens | StreamImages
     weight_column: str | None = None
     source_column: str | None = None
-    images: StreamImages | None = None
 
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
@@ -146,11 +168,10 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         position = state.position if is_exact else None
         dataset.load_state_dict(position)
         # Not `iter(dataset)`: in a worker that would split the part between the workers once more.
-        size = CHUNK if self.images is None else IMAGE_CHUNK
-        batches = dataset.iter(batch_size=size)
+        batches = dataset.iter(batch_size=self.rows.chunk)
         if position is None and state.examples:
             # The dataset's state is not exact, or was not where the run was saved: read this pass from its beginning.
-            next(islice(batches, -(-state.examples // size) - 1, None), None)
+            next(islice(batches, -(-state.examples // self.rows.chunk) - 1, None), None)
         examples, chunks = state.examples, state.chunks
         for batch in batches:
             documents, ledger = self._documents(batch, examples)
@@ -160,25 +181,12 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         yield Chunk([], Ledger(), number, ReaderState(None, examples, chunks + 1, done=True))
 
     def _documents(self, batch: dict[str, Any], first: int) -> tuple[list[DocumentTokens], Ledger]:
-        columns, packing = (self.weight_column, self.source_column), self.packing
+        columns = self.weight_column, self.source_column
         try:
-            table = as_table({name: batch[name] for name in batch if self.images is None or name in columns}, *columns)
+            table = as_table(batch, *columns)
             values = read_row_values(table, *columns, name="train")
-            if self.images is not None:
-                documents, spans, conversations = self.images.read(batch, packing.max_length, packing.overlong)
-                values = values.taken(conversations)
-            else:
-                if "input_ids" in table.column_names:
-                    check_tokens(table, "train", self.vocab_size)
-                reader, mode = TokenReader(table), packing.truncation_mode
-                spans = make_documents(
-                    reader, packing.max_length, packing.overlong, truncation_mode=mode, may_be_empty=True
-                )
-                documents = [
-                    # Copies, because a view would hold the tokens of the whole chunk in memory.
-                    {name: tokens.astype(np.int32) for name, tokens in reader.read(row, start, stop).items()}
-                    for row, start, stop in zip(spans.row, spans.start, spans.stop, strict=True)
-                ]
+            documents, spans, conversations = self.rows.read(batch, table, self.packing)
+            values = values.taken(conversations)
         except ValueError as error:
             raise ValueError(
                 f"{error} (A stream: rows are counted from number {first:,} of those that this reader read.)"

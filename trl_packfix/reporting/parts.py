@@ -91,7 +91,7 @@ class ImageNumbers:
     @classmethod
     def of_stream(cls, stream: PackedStream, counts: StreamCounts) -> "ImageNumbers | None":
         """Of the packs so far; None for rows without."""
-        if stream.images is None:
+        if stream.rows.process is None:
             return None
         flops = counts.tower_flops + counts.language_flops
         return cls(

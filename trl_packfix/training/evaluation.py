@@ -253,7 +253,7 @@ class Evaluation(Part):
         self._has_equal_batches = isinstance(sampler, PaddedBatchSampler)
         with self._on_packs() if packs else nullcontext():
             if packs and self.args.packing:
-                prove_degrees(self._run, packs.degrees)
+                prove_degrees(self._run, packs.planner.packing.degrees)
             output = loop()
         metrics, loss = self._totals.metrics(self._run.accelerator, self._data.ranks.copies), f"{prefix}_loss"
         assert output.metrics is not None

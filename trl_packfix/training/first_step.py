@@ -14,7 +14,6 @@ compute long documents in another way.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
@@ -102,7 +101,7 @@ class FirstStep:
         if (why := self._why_not()) is not None:
             return StepComparison(f"not compared with unpacked training: {why}")
         packs = self._packs()
-        if not self._summed(sum(map(num_trained, packs[0].documents))):
+        if not self._summed(sum(map(num_trained, packs[0]))):
             return StepComparison("not compared with unpacked training: no trained token in the first documents")
         with self._undisturbed():
             packed, unpacked = self._packed(packs), self._unpacked(packs)
@@ -119,7 +118,7 @@ class FirstStep:
             if self._probe.is_beyond(gap, limit):
                 problem = self._what_differs(packs, packed, unpacked, limit=limit)
         self._run.model.zero_grad(set_to_none=True)
-        self.longest_compared = self._most(max(length(each) for pack in packs for each in pack.documents))
+        self.longest_compared = self._most(max(length(each) for pack in packs for each in pack))
         if not self._has_collectives:  # then each rank compares longer documents when it meets them
             self._probe = self._probe_of(self._alone)
         text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked ({gap[0]:.0e})"
@@ -203,10 +202,10 @@ class FirstStep:
     def _unpacked(self, packs: list[PartOf]) -> _Step:
         """The same step from rows, without collator, packed attention, fused LM head and loss of the trainer."""
         run, args = self._run, self._run.args
-        owns = packs[0].index == 0  # of ranks that share a pack, the first
-        documents = packs[0].documents  # which has those of the others, too
+        owns = packs[0].member == 0  # of ranks that share a pack, the first
+        documents = packs[0]  # which has those of the others, too
         factors, parts = [0.0] * len(documents), 0.0
-        for document in (document for pack in packs for document in pack.documents):
+        for document in (document for pack in packs for document in pack):
             weight = owns * float(document.get(WEIGHTS, 1.0))
             by_document = args.document_weighting == "document"
             i = next(i for i, each in enumerate(documents) if each is document)
@@ -222,10 +221,8 @@ class FirstStep:
         if run.aux_loss_enabled:
             num_packs = self._summed(owns * len(packs)) / copies
             for pack in packs:
-                with self._as_given(pack.documents):
-                    total += self._backward(
-                        self._aux_loss(pack.documents) * owns * run.router_aux_loss_coef / num_packs
-                    )
+                with self._as_given(pack):
+                    total += self._backward(self._aux_loss(pack) * owns * run.router_aux_loss_coef / num_packs)
         return _Step(self._summed(total) / copies, self._products(is_summed=False))
 
     def _row_loss(self, document: Document) -> Tensor:
@@ -375,10 +372,10 @@ class FirstStep:
                 found.append(
                     f"gradients of {count} parameters differ, of `{self._names[worst]}` by {by_name[worst]:.1e}"
                 )
-        for i, document in enumerate(packs[0].documents):  # alone trained, among others that are not
-            pack = [each if j == i else masked(each) for j, each in enumerate(packs[0].documents)]
-            ours = self._packed([replace(packs[0], documents=pack)])
-            theirs = self._unpacked([replace(packs[0], documents=[document])])
+        for i, document in enumerate(packs[0]):  # alone trained, among others that are not
+            pack = [each if j == i else masked(each) for j, each in enumerate(packs[0])]
+            ours = self._packed([PartOf.like(packs[0], pack)])
+            theirs = self._unpacked([PartOf.like(packs[0], [document])])
             gap = self._gaps(ours, theirs)
             if self._probe.is_beyond(gap, limit):
                 found.append(

@@ -53,8 +53,8 @@ class ImageData:
 
     def table(self, dataset: IterableDataset, args: SFTConfig) -> Dataset:
         """All rows of a finite stream, as a table in memory with the columns that are read, and encoded images."""
-        rows, mode = undecoded(dataset)
-        reading, values = replace(self.of_stream(args), mode=mode), (args.weight_column, args.source_column)
+        rows, reading = self.of_stream(args).opened(dataset)
+        values = args.weight_column, args.source_column
         others, images = [], []
         for row in rows:
             encoded = reading.encoded(row)
@@ -62,7 +62,7 @@ class ImageData:
             others.append(encoded | {name: row[name] for name in values if name and name in row})
         if not others:
             refuse_empty()
-        pictures = Dataset.from_dict({"images": images}, Features({"images": [Image(mode=mode)]}))
+        pictures = Dataset.from_dict({"images": images}, Features({"images": [Image(mode=reading.mode)]}))
         return concatenate_datasets([Dataset.from_list(others), pictures], axis=1)
 
     def of_packs(self, args: SFTConfig, accelerator: Accelerator) -> PackedImages:

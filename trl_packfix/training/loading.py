@@ -35,6 +35,7 @@ from ..data.row_values import (
 from ..data.spans import drop_untrained, make_documents
 from ..data.stream import PackedStream
 from ..data.stream_loading import stream_loader
+from ..data.stream_reader import StreamTokens
 from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
@@ -287,13 +288,12 @@ class TrainingData(Part):
             self._run.train_dataset,
             packing_of(args, **self._of_run),
             rank=self.ranks.rank,
-            vocab_size=self.vocab_size,
+            rows=StreamTokens(self.vocab_size) if self.images is None else self.images.of_stream(args),
             pad_token_id=self._run._tokenizer.pad_token_id,
             num_workers=args.dataloader_num_workers,
             worker_kwargs=self._worker_kwargs,
             weight_column=args.weight_column,
             source_column=args.source_column,
-            images=None if self.images is None else self.images.of_stream(args),
         )
         self._run.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)
         collate = self.training_collator(self._value_columns, names_sources=True)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..data.collator import PackedDataCollator
 from ..data.loaders import DocumentDataset, PackedBatchSampler, dummy_document
-from ..data.parts import PartOf
 from ..data.row_values import SOURCES, WEIGHTS, read_row_values
 from ..data.spans import make_documents
 from ..data.stream_reader import read_whole
@@ -84,9 +83,9 @@ def first_documents(data: TrainingData, dataset: Any) -> tuple[list[Document], i
         return found, degree, data.ranks.rank % degree
     rows = DocumentDataset(data.reader, data.documents, values=data.row_values)
     packs = list(islice(PackedBatchSampler(data.planner, data.ranks.rank), data.args.gradient_accumulation_steps))
-    shared = max((pack for pack in packs if isinstance(pack, PartOf)), key=attrgetter("degree"), default=None)
-    if shared is not None:
-        return rows.__getitems__(shared.documents[:NUM_CANDIDATES]), shared.degree, shared.index
+    shared = max(packs, key=attrgetter("degree"))
+    if shared.degree > 1:
+        return rows.__getitems__(shared[:NUM_CANDIDATES]), shared.degree, shared.member
     return rows.__getitems__([index for pack in packs for index in pack if index != EMPTY][:NUM_CANDIDATES]), 1, 0
 
 
