@@ -16,10 +16,10 @@ import torch
 from support.strict_varlen import StrictVarlen
 from torch import Tensor
 
-from trl_packfix.attention import runs, varlen
+from trl_packfix.attention import runs
 from trl_packfix.attention.kernels import Launch, attend_on_cpu, attend_on_cuda
 from trl_packfix.attention.packed_forward import PackedForward
-from trl_packfix.attention.runs import attend_shared_on_cuda
+from trl_packfix.attention.runs import attend_pack_on_cuda
 from trl_packfix.data import by_length
 from trl_packfix.data.model_memory import GIB
 from trl_packfix.data.prefix_collator import PrefixCollator
@@ -132,9 +132,8 @@ def launches(machine: Machine) -> Rows:
             divided = by_length.launches(bounds.cpu().numpy(), longest)
             tile = by_length.TILE
         assert divided, "these lengths need one launch only"
-        by_class = varlen.launches_of(
-            PackedForward(bounds, bounds, longest, longest, launches=divided), None, sum(lengths)
-        )
+        pack = PackedForward(bounds, bounds, longest, longest, launches=divided)
+        by_class = runs.launches_of(pack, sum(lengths))
         contenders = {
             name: partial(attend_on_cuda, launches=given, scale=heads[2] ** -0.5)
             for name, given in (("one launch", one_launch(bounds, longest)), ("by length", by_class))
@@ -175,7 +174,7 @@ def prefixes(machine: Machine) -> Rows:
         def attend(*tensors: Tensor) -> Tensor:
             pack = PackedForward(*bounds, *longest, **shared.attention())
             with mock.patch.object(runs, "most_copied_keys", lambda *tensors: most_keys):
-                return attend_shared_on_cuda(*tensors, pack, scale=scale)
+                return attend_pack_on_cuda(*tensors, pack, scale=scale)
 
         return attend
 

@@ -114,10 +114,8 @@ class Layout(ABC):
 
     def attention(self) -> dict[str, Any]:
         """The fields of `PackedForward` that attention needs beside the boundaries."""
-        given: dict[str, Any] = {"launches": self.launches} if self.launches else {}
-        if self.degree > 1:
-            given |= {"degree": self.degree, "index": self.index, "part_tokens": self.num_tokens // self.degree}
-        return given
+        part = {"degree": self.degree, "index": self.index, "part_tokens": self.num_tokens // self.degree}
+        return {"launches": self.launches, **part}
 
     def labels(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch for code that counts labels, such as transformers: it has one label per target of this rank."""

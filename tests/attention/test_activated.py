@@ -21,7 +21,7 @@ from trl_packfix.attention.flash import CudaKernel, flash_on_cuda
 from trl_packfix.attention.kernel_errors import KernelError
 from trl_packfix.attention.kernels import Launch, attend_on_cuda
 from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward
-from trl_packfix.attention.runs import attend_shared_on_cuda
+from trl_packfix.attention.runs import attend_pack_on_cuda
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation.packed_model import LOOKS_UP, PackedModel
 
@@ -102,8 +102,8 @@ CALLS = {
     "plain": (sum(LENGTHS), documents()),
     "window, sinks": (sum(LENGTHS), documents(50, torch.tensor([0.5, -1.0, 2.0, 0.0]))),
     "tower": (sum(LENGTHS), images),
-    "prefixes": (ROWS, lambda q, k, v: attend_shared_on_cuda(q, k, v, RUNS, scale=0.125)),
-    "prefixes, chunk": (ROWS, lambda q, k, v: attend_shared_on_cuda(q, k, v, RUNS, scale=0.125, chunk=16)),
+    "prefixes": (ROWS, lambda q, k, v: attend_pack_on_cuda(q, k, v, RUNS, scale=0.125)),
+    "prefixes, chunk": (ROWS, lambda q, k, v: attend_pack_on_cuda(q, k, v, RUNS, scale=0.125, chunk=16)),
 }
 
 

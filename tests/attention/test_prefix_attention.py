@@ -19,7 +19,7 @@ from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernels import math_attention
 from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, entered, packed_forwards
-from trl_packfix.attention.runs import attend_shared_on_cpu, attend_shared_on_cuda, runs_of
+from trl_packfix.attention.runs import attend_pack_on_cuda, attend_shared_on_cpu, runs_of
 from trl_packfix.attention.varlen import _lengths_from_positions, varlen_attention
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.prefix_collator import PrefixCollator
@@ -95,7 +95,7 @@ def test_random_packs_equal_the_definition(documents, name, keeps_last_rows, mos
     batch = packed(documents, keeps_last_rows=keeps_last_rows)
     if LAYOUT not in batch:
         return
-    attend = attend_shared_on_cpu if most_bytes is None else attend_shared_on_cuda
+    attend = attend_shared_on_cpu if most_bytes is None else attend_pack_on_cuda
     with pytest.MonkeyPatch.context() as patch, StrictVarlen():
         patch.setattr(runs, "COPIED_BYTES", most_bytes or 0)
         assert max(differences(attend, pack_of(batch), **FEATURES[name])) < 1e-12
@@ -112,7 +112,7 @@ def test_launches_above_the_bound_of_copied_keys(name, monkeypatch):
     num_rows, num_keys = int(shared.cu_seq_lens_q[-1]), len(shared.kv_index)
     monkeypatch.setattr(runs, "most_copied_keys", lambda *tensors: num_rows)
     with StrictVarlen() as calls:
-        assert max(differences(attend_shared_on_cuda, shared, **FEATURES[name])) < 1e-12
+        assert max(differences(attend_pack_on_cuda, shared, **FEATURES[name])) < 1e-12
     assert len(calls.forwards) == len(calls.backwards) == 2
     copied = [keys for _, keys, _, _ in calls.forwards]
     assert max(copied) <= num_rows < sum(copied) == num_keys
@@ -144,10 +144,10 @@ def test_gradients_of_shared_keys_are_summed_in_fp32(monkeypatch):
             place = i if isinstance(places, slice) else int(places[i])
             total[:, :, place] = (total[:, :, place] + part[:, :, i]).to(torch.bfloat16)
 
-    right = error(attend_shared_on_cuda)
+    right = error(attend_pack_on_cuda)
     assert 0 < error(attend_shared_on_cpu) < 2 * right < 0.02
     monkeypatch.setattr(flash, "_add", in_bfloat16)
-    assert error(attend_shared_on_cuda) > 3 * right
+    assert error(attend_pack_on_cuda) > 3 * right
 
 
 @pytest.mark.parametrize("fault", ["rows", "own", "number"])

@@ -21,8 +21,9 @@ from trl_packfix.attention import choice, flash, kernels, varlen
 from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernel_errors import KernelError
-from trl_packfix.attention.kernels import Launch, attend_by_document, attend_on_cpu, attend_on_cuda, chunk_bounds
+from trl_packfix.attention.kernels import Launch, attend_by_document, attend_on_cpu, attend_on_cuda
 from trl_packfix.attention.packed_forward import PackedForward, entered, packed_forwards
+from trl_packfix.attention.runs import _in_chunks
 from trl_packfix.attention.varlen import OwnMaskError, _pack_of, varlen_attention, varlen_mask
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.packed_model import PackedModel
@@ -241,12 +242,14 @@ def test_cuda_kernel_translates_exactly(monkeypatch, window, sinks):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 20))
 def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    found = chunk_bounds(bounds, sum(lengths), chunk)
+    launch = Launch((bounds, bounds), (max(lengths), max(lengths)))
+    found, keys = _in_chunks(launch, sum(lengths), chunk).cu_seq_lens
     chunks = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
     assert [n for n in found.diff().tolist() if n] == chunks and found.dtype == torch.int32
     assert found[-1] == sum(lengths) and (found.diff() >= 0).all()
-    on_meta = chunk_bounds(bounds.to("meta"), sum(lengths), chunk)  # any read on the host raises
-    assert on_meta.shape == found.shape
+    assert torch.equal(found, keys)
+    on_meta = launch._replace(cu_seq_lens=(bounds.to("meta"), bounds.to("meta")))  # any read on the host raises
+    assert _in_chunks(on_meta, sum(lengths), chunk).cu_seq_lens[0].shape == found.shape
 
 
 def test_what_runs_on_flash_is_decided_without_a_look_at_the_device(monkeypatch):

@@ -18,7 +18,7 @@ from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernels import Launch, attend_by_document, attend_on_cpu, attend_on_cuda, math_attention
 from trl_packfix.attention.packed_forward import PackedForward
-from trl_packfix.attention.runs import attend_shared_on_cpu, attend_shared_on_cuda
+from trl_packfix.attention.runs import attend_pack_on_cuda, attend_shared_on_cpu
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
@@ -230,10 +230,10 @@ def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
     inputs = [x.cuda().requires_grad_() for x in tensors]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.autograd.grad(attention(attend_shared_on_cuda, on_gpu)(*inputs).sum(), inputs)
+        torch.autograd.grad(attention(attend_pack_on_cuda, on_gpu)(*inputs).sum(), inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    found = run(attention(attend_shared_on_cuda, on_gpu), tensors, "cuda")
+    found = run(attention(attend_pack_on_cuda, on_gpu), tensors, "cuda")
     for got, want, other in zip(found, exact, rounded, strict=True):
         assert (got - want).norm() < 2 * (other - want).norm() + 1e-3 * want.norm()
 

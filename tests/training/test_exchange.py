@@ -16,7 +16,8 @@ from trl_packfix import IsolationReport, PackingLeakError
 from trl_packfix.attention import exchange
 from trl_packfix.attention.exchange import HeadExchange, group_of, head_ranges, make_groups
 from trl_packfix.attention.packed_forward import PackedForward, entered
-from trl_packfix.attention.varlen import launches_of, varlen_attention
+from trl_packfix.attention.runs import launches_of
+from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.tracing import Leak
 from trl_packfix.training.totals import scores_of
@@ -109,11 +110,11 @@ def test_all_ranks_make_all_groups_where_torch_refuses_a_group_of_some(monkeypat
 
 def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():
     """On a GPU a kernel would read beyond the tensor, and comparing the values would wait for the device."""
-    launches_of(WHOLE, None, 8)
+    launches_of(WHOLE, 8)
     for longest, num_tokens in ((5, 4), (1, 1)):
         forward = replace(WHOLE, max_length_q=longest, max_length_k=longest)
         with pytest.raises(ValueError, match=r"2 documents of up to \d tokens.*pack has \d tokens.*read beyond"):
-            launches_of(forward, None, num_tokens)
+            launches_of(forward, num_tokens)
 
 
 # Proofs

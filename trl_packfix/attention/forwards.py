@@ -227,7 +227,7 @@ def _take_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _take_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """Leave the rows of this rank of what enters the decoder, if ranks share the pack."""
     running = running_forward()
-    if running is None or running.part_tokens is None:
+    if running is None or running.degree == 1:
         return None
     inputs = {name: value for name, value in kwargs.items() if name not in CU_SEQ_LENS}
     return args, kwargs | cut_to_part(inputs, running.part_tokens, running.index)

@@ -38,7 +38,6 @@ from .flash import (
     tiles,
     visible_keys,
 )
-from .packed_forward import PackedForward
 from .rows import Axes, DocumentRows
 
 MATH_TILE = 256  # queries of a tile in plain torch, which is faster with fewer, larger matrix products
@@ -92,29 +91,6 @@ class Launch(NamedTuple):
     keys: slice | Tensor = slice(None)
 
 
-def launches_of(pack: PackedForward, chunk: int | None, num_tokens: int) -> list[Launch]:
-    """The launches of all documents, or of all chunks of them, without a device-to-host copy."""
-    bounds, longest = (pack.cu_seq_lens_q, pack.cu_seq_lens_k), (pack.max_length_q, pack.max_length_k)
-    # From shapes alone: to compare `cu_seq_lens` itself the host would wait for the device.
-    if max(longest) > num_tokens or bounds[0].numel() - 1 > num_tokens:
-        raise ValueError(
-            f"the boundaries describe {bounds[0].numel() - 1} documents of up to {max(longest)} tokens, and the pack "
-            f"has {num_tokens} tokens: the kernel would read beyond them. Pass the boundaries of this pack, as "
-            "PackedDataCollator returns them."
-        )
-    if chunk is not None and longest[1] > chunk:  # tokens attend within their chunk only
-        ends = chunk_bounds(bounds[0], num_tokens, chunk)
-        return [Launch((ends, ends), (chunk, chunk))]
-    if not pack.launches:
-        return [Launch(bounds, longest)]
-    if "launches" not in pack.derived:
-        pack.derived["launches"] = launches = []
-        for first, last, start, stop, most in pack.launches:
-            own, tokens = bounds[0][first : last + 1] - start, slice(start, stop)
-            launches.append(Launch((own, own), (most, most), tokens, tokens))
-    return pack.derived["launches"]
-
-
 def attend_on_cuda(
     query: Tensor, key: Tensor, value: Tensor, launches: list[Launch], **options: Unpack[Options]
 ) -> Tensor:
@@ -135,19 +111,6 @@ def attend_on_cuda(
 def only_if_shorter(size: int | None, longest: int) -> int | None:
     """A window or a chunk; None if no document is longer than it."""
     return None if size is None or size >= longest else size
-
-
-def chunk_bounds(cu_seq_lens: Tensor, num_tokens: int, chunk: int) -> Tensor:
-    """Boundaries of all chunks of all documents, made on the device: int32, shape (N + T // chunk + 1,).
-
-    Their number is known without reading the lengths only as an upper bound; empty documents at the end fill it up.
-    """
-    starts, num_chunks = cu_seq_lens[:-1], (cu_seq_lens.diff() + chunk - 1) // chunk
-    ends = num_chunks.cumsum(0)
-    index = torch.arange(len(starts) + num_tokens // chunk + 1, device=cu_seq_lens.device)
-    document = torch.searchsorted(ends, index, right=True).clamp(max=len(starts) - 1)
-    bounds = starts[document] + (index - (ends - num_chunks)[document]) * chunk
-    return torch.where(index < ends[-1], bounds, num_tokens).to(torch.int32)
 
 
 # Not compiled: the number of groups depends on the lengths.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .packed_forward import PackedForward
+from .packed_forward import PackedForward, once_per_pack
 from .rows import group_by_length
 from .runs import runs_of
 
@@ -72,10 +72,9 @@ def pieces_of(running: PackedForward) -> list[tuple[int, int, int]]:
     return [(start, stop, ends.get(before.get(start, start - 1), -1)) for start, stop in pairwise(cuts)]
 
 
+@once_per_pack
 def levels_of(running: PackedForward) -> tuple[list[TreeLevel], Tensor]:
-    """The levels of a pack, and where each row is in the outputs of all batches, laid end to end; once per pack."""
-    if "levels" in running.derived:
-        return running.derived["levels"]
+    """The levels of a pack, and where each row is in the outputs of all batches, laid end to end."""
     pieces, device = pieces_of(running), running.cu_seq_lens_q.device
     num_rows = pieces[-1][1]
     number: dict[int, int] = {}  # of each path by its last piece, in the order of calls
@@ -98,8 +97,7 @@ def levels_of(running: PackedForward) -> tuple[list[TreeLevel], Tensor]:
             end += rows.numel()
             batches.append(rows.to(device))
         levels.append(TreeLevel(batches, torch.tensor(parents, device=device) if depth else None))
-    running.derived["levels"] = levels, place.to(device)
-    return running.derived["levels"]
+    return levels, place.to(device)
 
 
 def _paths(pieces: list[tuple[int, int, int]]) -> list[list[list[int]]]:

@@ -4,13 +4,13 @@ Many models do not pass boundaries on to the modules that need them. So `forward
 runs, and attention and mixers read them here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,10 +27,24 @@ ATTENTION_NAME = "packfix_varlen"
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 BOUNDARIES = (*CU_SEQ_LENS, "seq_idx")
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 FEED_A_PACK = (
     "Feed one packed row (1, T) with cu_seq_lens_q/k, max_length_q/k, use_cache=False and no attention_mask; for "
     "anything else call model.eval(), or set model.set_attn_implementation('sdpa')."
 )
+
+
+def once_per_pack(function: Function) -> Function:
+    """Make a function of a pack compute its result once for each pack, and for equal other arguments."""
+
+    @wraps(function)
+    def derived(pack: "PackedForward", *args: Any) -> Any:
+        name = (function.__name__, *args)
+        if name not in pack.derived:
+            pack.derived[name] = function(pack, *args)
+        return pack.derived[name]
+
+    return cast(Function, derived)
 
 
 @dataclass(frozen=True)
@@ -42,14 +56,15 @@ class PackedForward:
             `max_length_q`. `cu_seq_lens_q` then holds the boundaries of these rows laid end to end.
         ignores_masks: whether masks that the model makes itself are ignored, because the leak probe found nothing but
             the boundaries in them.
-        degree, index, part_tokens: how many ranks share the pack, which of them this one is, and the tokens of each.
+        degree, index, part_tokens: how many ranks share the pack, which of them this one is, and the tokens of each, if
+            there are several.
         kv_index: if documents share prefixes, the rows that are the keys of each run (`data/prefix_collator.py`),
             int64, shape (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs.
         run_lengths: rows and keys of each run on the host, (runs, 2).
         launches: of a flash kernel, as (first document, last + 1, first token, last + 1, longest), on the host; () for
             one launch of all documents.
         mixers: whose functions are replaced during this forward.
-        derived: what modules derive from the boundaries once per pack.
+        derived: what functions that are `once_per_pack` returned.
     """
 
     cu_seq_lens_q: Tensor
@@ -60,7 +75,7 @@ class PackedForward:
     ignores_masks: bool = False
     degree: int = 1
     index: int = 0
-    part_tokens: int | None = None
+    part_tokens: int = 0
     kv_index: Tensor | None = None
     run_lengths: Tensor | None = None
     launches: tuple[tuple[int, int, int, int, int], ...] = ()
@@ -84,14 +99,12 @@ class PackedForward:
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
+    @once_per_pack
     def document_rows(self, budget: float) -> DocumentRows:
-        """The rows of documents in batches of at most `budget` padded tokens, cached per pack."""
-        budget = undivided(budget)
-        name = ("rows", budget)
-        if name not in self.derived:
-            self.derived[name] = DocumentRows(self.lengths, self.cu_seq_lens_q.device, budget)
-        return self.derived[name]
+        """The rows of documents in batches of at most `budget` padded tokens."""
+        return DocumentRows(self.lengths, self.cu_seq_lens_q.device, undivided(budget))
 
+    @once_per_pack
     def documents(self, budget: float) -> "tuple[DocumentRows, list[PackedForward]]":
         """`document_rows`, and the packed forward in which a repaired module computes each of its batches."""
         if self.kv_index is not None:
@@ -104,14 +117,12 @@ class PackedForward:
                 f"a repaired module got a part of a pack that {self.degree} ranks share: it runs on whole documents, "
                 "and some of their tokens are on other ranks. Set tokens_per_rank=None."
             )
-        rows, name = self.document_rows(budget), ("forwards", undivided(budget))
-        if name not in self.derived:
-            self.derived[name] = []
-            for group in rows.groups:
-                count, longest = group.num_rows, group.longest
-                bounds = torch.arange(count + 1, dtype=torch.int32, device=self.cu_seq_lens_q.device) * longest
-                self.derived[name].append(PackedForward(bounds, bounds, longest, longest, rows=count))
-        return rows, self.derived[name]
+        rows, forwards = self.document_rows(budget), []
+        for group in rows.groups:
+            count, longest = group.num_rows, group.longest
+            bounds = torch.arange(count + 1, dtype=torch.int32, device=self.cu_seq_lens_q.device) * longest
+            forwards.append(PackedForward(bounds, bounds, longest, longest, rows=count))
+        return rows, forwards
 
 
 _undivided: list[bool] = []

@@ -10,7 +10,8 @@ keys of each run; the last of them are its own rows.
 
 Where no flash kernel runs there is no such attention, and documents are packed whole. Nothing copied is saved for
 backward. Gradients of keys and values are summed in at least fp32 over all documents that share them; with
-`torch.use_deterministic_algorithms` torch sums them in one order. Shapes are those in `kernels.py`, for T rows.
+`torch.use_deterministic_algorithms` torch sums them in one order. Shapes are those in `kernels.py`, for T rows. The
+launches of whole documents on CUDA are made here, too.
 """
 
 from itertools import pairwise
@@ -21,21 +22,20 @@ import torch
 from torch import Tensor
 
 from .flash import Options, Run, flash_on_cpu
-from .kernels import Launch, attend_on_cuda, only_if_shorter
-from .packed_forward import PackedForward
+from .kernels import Launch, attend_on_cuda
+from .packed_forward import PackedForward, once_per_pack
 
 # What the copied keys and values of one launch on CUDA may take, with their gradients in backward. One layer at a time.
 COPIED_BYTES = 2**30
 
 
+@once_per_pack
 def runs_of(pack: PackedForward) -> list[Run]:
-    """The runs of a pack, without empty ones that pad; once per pack. Waits for the device without `run_lengths`.
+    """The runs of a pack, without empty ones that pad. Waits for the device without `run_lengths`.
 
     Raises ValueError if boundaries and `kv_index` contradict each other; seen on the CPU only.
     """
     assert pack.kv_index is not None
-    if "runs" in pack.derived:
-        return pack.derived["runs"]
     on_host = pack.kv_index.device.type == "cpu"
     if on_host or pack.run_lengths is None:
         q_bounds, k_bounds = (bounds.cpu().numpy() for bounds in (pack.cu_seq_lens_q, pack.cu_seq_lens_k))
@@ -56,8 +56,7 @@ def runs_of(pack: PackedForward) -> list[Run]:
                 'batch of the collator unchanged, or set share_prefixes="off".'
             )
     spans = zip(pairwise(q_bounds.tolist()), pairwise(k_bounds.tolist()), strict=True)
-    pack.derived["runs"] = [Run(slice(*rows), slice(*keys)) for rows, keys in spans if rows[0] < rows[1]]
-    return pack.derived["runs"]
+    return [Run(slice(*rows), slice(*keys)) for rows, keys in spans if rows[0] < rows[1]]
 
 
 # Not compiled, as all loops over documents.
@@ -66,8 +65,6 @@ def attend_shared_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, pack: PackedForward, chunk: int | None = None, **options: Unpack[Options]
 ) -> Tensor:
     """Attention of each row to the keys of its run up to itself, of these to the last `window` or the own chunk."""
-    options["window"] = only_if_shorter(options.get("window"), pack.max_length_k)
-    chunk = only_if_shorter(chunk, pack.max_length_k)
     runs = runs_of(pack)
     if chunk is not None:
         parts = []
@@ -81,12 +78,12 @@ def attend_shared_on_cpu(
     return flash_on_cpu(query, key, value, runs, pack.kv_index, **options)
 
 
-def attend_shared_on_cuda(
+def attend_pack_on_cuda(
     query: Tensor, key: Tensor, value: Tensor, pack: PackedForward, chunk: int | None = None, **options: Unpack[Options]
 ) -> Tensor:
-    """The same for bfloat16 and float16 on CUDA, without a device-to-host copy; see `kernels.attend_on_cuda`."""
-    launches = _launches(pack, most_copied_keys(query, key, value))
-    if chunk is not None and chunk < pack.max_length_k:
+    """The same for bfloat16 and float16 on CUDA, also of whole documents, without a device-to-host copy."""
+    launches = launches_of(pack, query.shape[2], most_copied_keys(query, key, value))
+    if chunk is not None:
         launches = [_in_chunks(launch, query.shape[2], chunk) for launch in launches]
     return attend_on_cuda(query, key, value, launches, **options)
 
@@ -97,28 +94,50 @@ def most_copied_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
     return COPIED_BYTES // (heads * (key.shape[-1] + value.shape[-1]) * 2)  # in half precision
 
 
-def _launches(pack: PackedForward, most_keys: int) -> list[Launch]:
-    """All runs in launches of at most `most_keys` keys; a run is in one launch, and may have more."""
-    assert pack.kv_index is not None
+def launches_of(pack: PackedForward, num_rows: int, most_keys: int = 0) -> list[Launch]:
+    """The launches of a pack; each copies at most `most_keys` shared keys, but for a run that has more."""
+    bounds, longest = (pack.cu_seq_lens_q, pack.cu_seq_lens_k), (pack.max_length_q, pack.max_length_k)
+    # From shapes alone: to compare `cu_seq_lens` itself the host would wait for the device.
+    if max(longest) > num_rows or bounds[0].numel() - 1 > num_rows:
+        raise ValueError(
+            f"the boundaries describe {bounds[0].numel() - 1} documents of up to {max(longest)} tokens, and the pack "
+            f"has {num_rows} tokens: the kernel would read beyond them. Pass the boundaries of this pack, as "
+            "PackedDataCollator returns them."
+        )
+    if pack.launches:
+        return _launches_by_length(pack)
+    if pack.kv_index is None:
+        return [Launch(bounds, longest)]
     # A compiled graph would have to be another one for every number of launches
     if torch.compiler.is_compiling() or pack.run_lengths is None or len(pack.kv_index) <= most_keys:
-        bounds, longest = (pack.cu_seq_lens_q, pack.cu_seq_lens_k), (pack.max_length_q, pack.max_length_k)
         return [Launch(bounds, longest, keys=pack.kv_index)]
-    name = ("launches", most_keys)
-    if name not in pack.derived:
-        runs, firsts = runs_of(pack), [0]
-        for i, run in enumerate(runs):
-            if i > firsts[-1] and run.keys.stop - runs[firsts[-1]].keys.start > most_keys:
-                firsts.append(i)
-        pack.derived[name] = launches = []
-        for first, stop in pairwise([*firsts, len(runs)]):
-            group = runs[first:stop]
-            rows, keys = (slice(start.start, end.stop) for start, end in zip(group[0], group[-1], strict=True))
-            q_bounds = pack.cu_seq_lens_q[first : stop + 1] - rows.start
-            k_bounds = pack.cu_seq_lens_k[first : stop + 1] - keys.start
-            longest = max(run.num_rows for run in group), max(run.num_keys for run in group)
-            launches.append(Launch((q_bounds, k_bounds), longest, rows, pack.kv_index[keys]))
-    return pack.derived[name]
+    return _launches_by_keys(pack, most_keys)
+
+
+@once_per_pack
+def _launches_by_length(pack: PackedForward) -> list[Launch]:
+    launches = []
+    for first, last, start, stop, longest in pack.launches:
+        bounds, tokens = pack.cu_seq_lens_q[first : last + 1] - start, slice(start, stop)
+        launches.append(Launch((bounds, bounds), (longest, longest), tokens, tokens))
+    return launches
+
+
+@once_per_pack
+def _launches_by_keys(pack: PackedForward, most_keys: int) -> list[Launch]:
+    assert pack.kv_index is not None
+    runs, firsts, launches = runs_of(pack), [0], []
+    for i, run in enumerate(runs):
+        if i > firsts[-1] and run.keys.stop - runs[firsts[-1]].keys.start > most_keys:
+            firsts.append(i)
+    for first, stop in pairwise([*firsts, len(runs)]):
+        group = runs[first:stop]
+        rows, keys = (slice(start.start, end.stop) for start, end in zip(group[0], group[-1], strict=True))
+        q_bounds = pack.cu_seq_lens_q[first : stop + 1] - rows.start
+        k_bounds = pack.cu_seq_lens_k[first : stop + 1] - keys.start
+        longest = max(run.num_rows for run in group), max(run.num_keys for run in group)
+        launches.append(Launch((q_bounds, k_bounds), longest, rows, pack.kv_index[keys]))
+    return launches
 
 
 def _in_chunks(launch: Launch, num_rows: int, chunk: int) -> Launch:
@@ -145,5 +164,6 @@ def _in_chunks(launch: Launch, num_rows: int, chunk: int) -> Launch:
     is_part = index < ends[-1]
     rows = torch.where(is_part, rows, q_bounds[-1]).to(torch.int32)
     keys = torch.where(is_part, k_bounds[run] + place, k_bounds[-1]).to(torch.int32)
-    # not less than the lengths of runs: a part without rows may have more keys than a chunk
-    return launch._replace(cu_seq_lens=(rows, keys))
+    # a part without rows may have more keys than a chunk
+    longest = min(chunk, launch.max_lengths[0]), launch.max_lengths[1] if isinstance(launch.keys, Tensor) else chunk
+    return launch._replace(cu_seq_lens=(rows, keys), max_lengths=longest)

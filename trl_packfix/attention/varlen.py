@@ -28,10 +28,18 @@ from transformers.masking_utils import sdpa_mask
 from .exchange import HeadExchange
 from .flash import CUDA_DTYPES, MAX_CUDA_HEAD_DIM, cuda_varlen_problem, kernel_head_dim
 from .kernel_errors import OwnAttentionError
-from .kernels import Features, Launch, attend_by_document, attend_on_cpu, attend_on_cuda, launches_of, math_in_tiles
+from .kernels import (
+    Features,
+    Launch,
+    attend_by_document,
+    attend_on_cpu,
+    attend_on_cuda,
+    math_in_tiles,
+    only_if_shorter,
+)
 from .packed_forward import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
 from .packed_forward import BOUNDARIES, CU_SEQ_LENS, FEED_A_PACK, PackedForward, in_backward, running_forward
-from .runs import attend_shared_on_cpu, attend_shared_on_cuda
+from .runs import attend_pack_on_cuda, attend_shared_on_cpu
 
 # Arguments of an attention function, besides those in its signature, that are read here or change no result. Any other
 # may select keys or change scores, as the `block_indices` of MiniMax-M3 do.
@@ -133,29 +141,28 @@ def _attend(
     num_tokens = query.shape[2]
     is_flash = runs_flash(query, value, softcap, dropout=dropout)
     pack = _pack_of(kwargs, running, num_tokens, is_flash=is_flash)
+    chunk = only_if_shorter(chunk, pack.max_length_k)
     flash: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
-    if pack.kv_index is not None and not is_flash:
-        if softcap is not None or dropout > 0 or query.device.type != "cpu":
-            feature = f"dropout={dropout}" if dropout > 0 else f"softcap={softcap}"
-            if softcap is None and dropout == 0:
-                device = query.device.type
-                feature = f"heads of {query.shape[3]} dimensions on {device!r}, for which there is no flash kernel"
+    if is_flash:
+        return attend_pack_on_cuda(query, key, value, pack, chunk=chunk, **flash)
+    device = query.device.type
+    if pack.kv_index is not None:
+        features = [f"dropout={dropout}"] * (dropout > 0) + [f"softcap={softcap}"] * (softcap is not None)
+        if device != "cpu":
+            features.append(f"heads of {query.shape[3]} dimensions on {device!r}, for which there is no flash kernel")
+        if features:
             raise ValueError(
                 f"A pack of {len(pack.cu_seq_lens_q) - 1} runs whose documents share prefixes came to a "
-                f"{type(module).__name__} with {feature}. Attention that looks up shared keys runs on flash kernels, "
-                'and has neither softcap nor dropout. Set `share_prefixes="off"`, or the model\'s attention dropout to '
-                "0."
+                f"{type(module).__name__} with {features[0]}. Attention that looks up shared keys runs on flash "
+                'kernels, and has neither softcap nor dropout. Set `share_prefixes="off"`, or the model\'s attention '
+                "dropout to 0."
             )
         return attend_shared_on_cpu(query, key, value, pack, chunk=chunk, **flash)
-    if not is_flash:
-        lengths = _checked(pack.bounds, num_tokens)
-        if chunk is not None:  # as within a document
-            lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
-        attend = attend_on_cpu if query.device.type == "cpu" else attend_by_document
-        return attend(query, key, value, lengths, **options)
-    if pack.kv_index is not None:
-        return attend_shared_on_cuda(query, key, value, pack, chunk=chunk, **flash)
-    return attend_on_cuda(query, key, value, launches_of(pack, chunk, num_tokens), **flash)
+    lengths = _checked(pack.bounds, num_tokens)
+    if chunk is not None:  # as within a document
+        lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
+    attend = attend_on_cpu if device == "cpu" else attend_by_document
+    return attend(query, key, value, lengths, **options)
 
 
 def varlen_mask(
