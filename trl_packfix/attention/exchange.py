@@ -149,8 +149,10 @@ def _cut(states: Tensor, ranges: tuple[slice, ...]) -> Iterable[Tensor]:
 def exchange_halo(rows: Tensor, width: int, degree: int) -> Tensor:
     """The last `width` rows of the part before this one: (1, T / s, C) -> (1, width, C).
 
-    The first part gets those of the last one, and does not read them.
+    The first part gets those of the last one, and a whole pack zeros; neither reads them.
     """
+    if degree == 1:
+        return rows.new_zeros(1, width, rows.shape[2])
     if rows.shape[1] < width:
         raise ValueError(
             f"A part of {rows.shape[1]} token(s) came to a convolution that reads {width} tokens before each. They "

@@ -33,7 +33,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from .exchange import HeadExchange, exchange_halo
 from .mixer_prefixes import Scan, run_levels
-from .packed_forward import PackedForward, running_pack
+from .packed_forward import PackedForward, once_per_pack, running_pack
 from .rows import Axes
 
 # What a mixer may give its kernels as boundaries: dropped, as those of the running forward are used
@@ -58,8 +58,8 @@ def run_scan(scan: Scan, running: PackedForward) -> Tensor:
     if running.kv_index is not None:
         out = run_levels(scan, running)
     elif scan.boundaries is not None:
-        boundaries = {scan.boundaries: _boundaries(running, scan.boundaries, scan.values[0])}
-        out = scan.call(scan.values, scan.keys, scan.parameters, **boundaries)
+        boundaries = _boundaries(running, scan.boundaries, scan.values[0].shape[1])
+        out = scan.call(scan.values, scan.keys, scan.parameters, **{scan.boundaries: boundaries})
     else:
         rows = running.document_rows(running.num_tokens)
         outs = []
@@ -70,19 +70,24 @@ def run_scan(scan: Scan, running: PackedForward) -> Tensor:
     return out if exchange is None else exchange.to_tokens(out.transpose(1, 2))
 
 
-def _boundaries(running: PackedForward, name: str, like: Tensor) -> Tensor:
+@once_per_pack
+def _boundaries(running: PackedForward, name: str, num_tokens: int) -> Tensor:
     """`cu_seqlens`, or `seq_idx` (1, T): the number of the document of each token. The same tensor in each layer.
 
     flash-linear-attention finds what it derived from boundaries by the identity of the tensor.
     """
+    bounds = running.cu_seq_lens_q
     if name == "cu_seqlens":
-        return running.cu_seq_lens_q
-    if name not in running.derived:
-        bounds = running.cu_seq_lens_q
-        numbers = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
-        # with the size of the output the host does not wait for the device
-        running.derived[name] = torch.repeat_interleave(numbers, bounds.diff(), output_size=like.shape[1])[None]
-    return running.derived[name]
+        return bounds
+    numbers = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
+    # with the size of the output the host does not wait for the device
+    return torch.repeat_interleave(numbers, bounds.diff(), output_size=num_tokens)[None]
+
+
+def _seq_idx(inner: Callable[..., Any], running: PackedForward, num_tokens: int) -> dict[str, Tensor]:
+    """The argument `seq_idx` of a kernel that takes it, where it says all: no row of a document is elsewhere."""
+    says_all = running.degree == 1 and running.kv_index is None and _takes(inner, "seq_idx")
+    return {"seq_idx": _boundaries(running, "seq_idx", num_tokens)} if says_all else {}
 
 
 # ---- The convolution
@@ -100,48 +105,42 @@ def convolve(
     """A causal convolution per channel: (1, C, T / s), weight (C, W) -> (1, C, T / s)."""
     call = partial(inner, weight=weight, bias=bias, activation=activation, **_without_boundaries(options))
     rows = states.transpose(1, 2)  # (1, T / s, C)
-    if _takes(inner, "seq_idx") and running.degree == 1 and running.kv_index is None:
-        seq_idx = _boundaries(running, "seq_idx", rows)
+    if seq_idx := _seq_idx(inner, running, rows.shape[1]):
         # The kernel takes boundaries only where the channels of a token are neighbours
-        return call(rows.contiguous().transpose(1, 2) if states.stride(1) != 1 else states, seq_idx=seq_idx)
+        return call(rows.contiguous().transpose(1, 2) if states.stride(1) != 1 else states, **seq_idx)
     width = weight.shape[-1]
-    before = [rows.new_zeros(1, 1, rows.shape[2])]
-    if running.degree > 1:
-        if running.kv_index is not None:
-            raise ValueError(
-                f"A part of a pack on {running.degree} ranks whose documents share prefixes came to a convolution of "
-                f"{width} tokens. The rows before a run may lie in any part, and ranks exchange only the last ones of "
-                'each. Set `tokens_per_rank=None`, or `share_prefixes="off"`.'
-            )
-        before.append(exchange_halo(rows, width - 1, running.degree))
-    source, places = _stretches(running, width, rows.shape[1], device=rows.device)
-    laid_out = torch.cat([*before, rows], dim=1).index_select(1, source)
+    if running.degree > 1 and running.kv_index is not None:
+        raise ValueError(
+            f"A part of a pack on {running.degree} ranks whose documents share prefixes came to a convolution of "
+            f"{width} tokens. The rows before a run may lie in any part, and ranks exchange only the last ones of "
+            'each. Set `tokens_per_rank=None`, or `share_prefixes="off"`.'
+        )
+    zeros, halo = rows.new_zeros(1, 1, rows.shape[2]), exchange_halo(rows, width - 1, running.degree)
+    source, places = _stretches(running, width, rows.shape[1])
+    laid_out = torch.cat([zeros, halo, rows], dim=1).index_select(1, source)
     return call(laid_out.transpose(1, 2)).transpose(1, 2).index_select(1, places).transpose(1, 2)
 
 
-def _stretches(running: PackedForward, width: int, num_rows: int, *, device: torch.device) -> tuple[Tensor, Tensor]:
+@once_per_pack
+def _stretches(running: PackedForward, width: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """Rows with the W - 1 tokens before each document, end to end, and where each row of this part is among them.
 
-    The first tensor has places in: a row of zeros, with several ranks the W - 1 last rows of the part before, the rows
-    of this part. The second is (T / s,).
+    The first tensor has places in: a row of zeros, the W - 1 last rows of the part before, the rows of this part. The
+    second is (T / s,).
     """
-    name = ("stretches", width, num_rows)
-    if name not in running.derived:
-        first, num_before = (running.index * num_rows, width - 1) if running.degree > 1 else (0, 0)
-        tokens = torch.arange(num_rows, device=device) + first
-        bounds = running.cu_seq_lens_q.to(tokens)
-        keys = bounds if running.kv_index is None else running.cu_seq_lens_k.to(tokens)
-        document = torch.bucketize(tokens, bounds[1:], right=True)
-        places = torch.arange(num_rows, device=device) + (document - document[:1] + 1) * (width - 1)
-        source = torch.zeros(num_rows + (len(bounds) - 1) * (width - 1), dtype=torch.int64, device=device)
-        for back in range(width):
-            earlier = keys[document + 1] - bounds[document + 1] + tokens - back
-            is_own = earlier >= keys[document]
-            if running.kv_index is not None:
-                earlier = running.kv_index[earlier.clamp(min=0)]
-            source[places - back] = torch.where(is_own, earlier - first + 1 + num_before, 0)
-        running.derived[name] = source, places
-    return running.derived[name]
+    bounds, keys = running.cu_seq_lens_q.long(), running.cu_seq_lens_k.long()
+    first, steps = running.index * num_rows, torch.arange(num_rows, device=bounds.device)
+    tokens = steps + first
+    document = torch.bucketize(tokens, bounds[1:], right=True)
+    places = steps + (document - document[:1] + 1) * (width - 1)
+    source = torch.zeros(num_rows + (len(bounds) - 1) * (width - 1), dtype=torch.int64, device=bounds.device)
+    for back in range(width):
+        earlier = keys[document + 1] - bounds[document + 1] + tokens - back
+        is_own = earlier >= keys[document]
+        if running.kv_index is not None:
+            earlier = running.kv_index[earlier.clamp(min=0)]
+        source[places - back] = torch.where(is_own, earlier - first + width, 0)
+    return source, places
 
 
 # ---- The scans
@@ -237,11 +236,10 @@ def run_fused(inner: Callable[..., Any], running: PackedForward, *args: Any, **o
 
     An adapter on the projection would have no effect, as the kernel gets its weights, which are then frozen.
     """
-    weight = options.get("outproj_weight")
-    needs_parts = running.degree > 1 or running.kv_index is not None
-    if not _takes(inner, "seq_idx") or needs_parts or weight is None or not weight.requires_grad:
+    weight, seq_idx = options.get("outproj_weight"), _seq_idx(inner, running, args[0].shape[1])
+    if not seq_idx or weight is None or not weight.requires_grad:
         return None
-    return inner(*args, **_without_boundaries(options), seq_idx=_boundaries(running, "seq_idx", args[0]))
+    return inner(*args, **_without_boundaries(options), **seq_idx)
 
 
 def _without_boundaries(options: dict[str, Any]) -> dict[str, Any]:
