@@ -121,22 +121,18 @@ def set_attention(model: nn.Module, name: str) -> None:
     """
     model = base_model(model)
     text = text_config(model)
-    path = _path_to(model.config, text)
-    # "" is the top level: it has no layers, but makes the masks for the text part
-    request: Any = name
-    for key in reversed(path):
-        request = {"": name, key: request}
-    model.set_attn_implementation(request)
+    model.set_attn_implementation(_for_nested(model.config, text, name))
     assert text._attn_implementation == name, f"attention is {text._attn_implementation}, not {name}"
 
 
-def _path_to(config: PreTrainedConfig, target: PreTrainedConfig) -> list[str]:
-    """Names of the nested configs that lead from `config` to `target`; [] if they are the same."""
+def _for_nested(config: PreTrainedConfig, target: PreTrainedConfig, name: str) -> Any:
+    """`name` as transformers wants it for a config within another, such as {"": name, "text_config": name}."""
     for key in config.sub_configs if config is not target else ():
         inner = getattr(config, key, None)
-        if inner is target or (inner is not None and _path_to(inner, target)):
-            return [key, *_path_to(inner, target)]
-    return []
+        if inner is not None and (found := _for_nested(inner, target, name)) is not None:
+            # "" is the top level: it has no layers, but makes the masks for the text part
+            return {"": name, key: found}
+    return name if config is target else None
 
 
 def head_dim(config: PreTrainedConfig) -> int:

@@ -97,10 +97,8 @@ class HeadExchange:
             part.reshape(self.degree, count, num_tokens, x.shape[3]).transpose(0, 1).flatten(1, 2)[None]
             for part, count, x in zip(got.split(sizes, dim=1), num_heads, states, strict=True)
         ]
-        own_heads = range(self.heads.start, self.heads.stop)
-        reads = [head // self._queries_per_key - self._key_heads.start for head in own_heads]
-        per_key = len(reads) // _length(self._key_heads)
-        if reads != [i // max(per_key, 1) for i in range(len(reads))]:
+        reads = [head // self._queries_per_key for head in range(self.heads.start, self.heads.stop)]
+        if len({reads.count(head) for head in reads}) > 1:
             # Not by an index of `reads`: to copy it to a GPU the host would wait, in every layer
             first = self.heads.start - self._key_heads.start * self._queries_per_key
             one_each = slice(first, first + len(reads))

@@ -128,26 +128,19 @@ class PackedForwardGuard(ModelHooks):
             ),
             None,
         )
-        takers = (self.model, *self.fed)
-        reads_images = towers(self.model)
+        takers, reads_images = [self.model, *self.fed], towers(self.model)
+        before: list[tuple[list[nn.Module], Any]] = [
+            (takers, self._enter),
+            (_flash_attentions(self.model), _give_boundaries),
+            (reads_images, _take_boundaries),
+            (outermost(reads_images), self._divide),
+            ([backbone(self.model)] if reads_images else [], _take_part),
+        ]
+        after: list[tuple[list[nn.Module], Any]] = [(takers, self._leave), (outermost(reads_images), self._join)]
         return [
-            *(module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in takers),
+            *(each.register_forward_pre_hook(hook, with_kwargs=True) for modules, hook in before for each in modules),
             # always_call: after a forward that raises, the next one must not be marked as packed
-            *(module.register_forward_hook(self._leave, always_call=True) for module in takers),
-            *(
-                module.register_forward_pre_hook(_give_boundaries, with_kwargs=True)
-                for module in _flash_attentions(self.model)
-            ),
-            *(module.register_forward_pre_hook(_take_boundaries, with_kwargs=True) for module in reads_images),
-            *(
-                handle
-                for module in outermost(reads_images)
-                for handle in (
-                    module.register_forward_pre_hook(self._divide, with_kwargs=True),
-                    module.register_forward_hook(self._join, always_call=True),
-                )
-            ),
-            *([backbone(self.model).register_forward_pre_hook(_take_part, with_kwargs=True)] if reads_images else []),
+            *(each.register_forward_hook(hook, always_call=True) for modules, hook in after for each in modules),
         ]
 
     def remove(self) -> None:

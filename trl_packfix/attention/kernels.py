@@ -122,14 +122,11 @@ def attend_by_document(
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(kernel_head_dim(query, value), query, key, value)
     rows = _document_rows(tuple(length for length in lengths if length), query.device, is_causal)
-    is_sdpa = options.get("softcap") is None and options.get("sinks") is None
+    attend = _sdpa_rows if options.get("softcap") is None and options.get("sinks") is None else math_in_tiles
     outs = []
     for group in rows.groups:
         q, k, v = (group.split(x, HEADS) for x in (query, key, value))
-        if is_sdpa:
-            outs.append(_sdpa_rows(q, k, v, is_causal=is_causal, **options))
-        else:
-            outs.append(math_in_tiles(q, k, v, **options))
+        outs.append(attend(q, k, v, is_causal=is_causal, **options))
     return rows.join(outs, HEADS)[..., :value_dim]
 
 

@@ -6,6 +6,7 @@ document.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -99,9 +100,7 @@ class DocumentRows:
     """
 
     def __init__(self, lengths: list[int], device: torch.device, budget: float, *, padding: int = 0, pads: bool = True):
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
+        starts = [0, *accumulate(lengths)]
         self.num_tokens = starts[-1]
         self.groups: list[Group] = []
         place = torch.empty(self.num_tokens, dtype=torch.int64)  # of each token, in the batches laid end to end

@@ -28,15 +28,7 @@ from transformers.masking_utils import sdpa_mask
 from .exchange import HeadExchange
 from .flash import CUDA_DTYPES, MAX_CUDA_HEAD_DIM, cuda_varlen_problem, kernel_head_dim
 from .kernel_errors import OwnAttentionError
-from .kernels import (
-    Features,
-    Launch,
-    attend_by_document,
-    attend_on_cpu,
-    attend_on_cuda,
-    math_in_tiles,
-    only_if_shorter,
-)
+from .kernels import Features, attend_by_document, attend_on_cpu, math_in_tiles, only_if_shorter
 from .packed_forward import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
 from .packed_forward import BOUNDARIES, CU_SEQ_LENS, FEED_A_PACK, PackedForward, in_backward, running_forward
 from .runs import attend_pack_on_cuda, attend_shared_on_cpu
@@ -112,10 +104,11 @@ def varlen_attention(
     if running is not None and running.rows is not None:
         query, key, value = (_end_to_end(states, running) for states in (query, key, value))
         kwargs = {name: argument for name, argument in kwargs.items() if name not in BOUNDARIES}
-    _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running, dropout=dropout)
+    _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running)
     query, key, value = cast(module, query, key, value)
     exchange = None
     if running is not None and running.degree > 1:
+        _check_part(module, query, running, dropout)
         exchange = HeadExchange(query.shape[1], key.shape[1], running.degree)
         query, key, value = exchange.to_heads([query], [key, value])
         options["sinks"] = None if s_aux is None else s_aux[exchange.heads]
@@ -230,7 +223,6 @@ def _check_packed_call(
     mask: Tensor | None,
     kwargs: dict[str, Any],
     running: PackedForward | None,
-    dropout: float,
 ) -> None:
     name = type(module).__name__
     if mask is not None and not (running is not None and running.ignores_masks):
@@ -262,8 +254,10 @@ def _check_packed_call(
             "not support a bias",
             "Set enforce_flash_attention=False with attn_implementation='eager'.",
         )
-    if running is None or running.degree == 1:
-        return
+
+
+def _check_part(module: nn.Module, query: Tensor, running: PackedForward, dropout: float) -> None:
+    name = type(module).__name__
     if running.rows is not None or query.shape[2] != running.part_tokens:
         raise ValueError(
             f"{name} got {query.shape[2]} tokens, and each of the {running.degree} ranks that share the pack holds "
@@ -396,8 +390,8 @@ def _unpacked_math(
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     if query.dtype in CUDA_DTYPES and runs_flash(query, value, options["softcap"], dropout=options["dropout"]):
         bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
-        longest, scale, sinks = (num_queries, num_queries), options["scale"], options["sinks"]
-        out = attend_on_cuda(query, key, value, [Launch((bounds, bounds), longest)], scale=scale, sinks=sinks)
+        pack = PackedForward(bounds, bounds, num_queries, num_queries)
+        out = attend_pack_on_cuda(query, key, value, pack, scale=options["scale"], sinks=options["sinks"])
     else:
         attend = attend_on_cpu if query.device.type == "cpu" else attend_by_document
         out = attend(query, key, value, [num_queries] * batch, **options)
