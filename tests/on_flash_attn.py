@@ -11,6 +11,7 @@ replaced here but this belief: the path is transformers' own, from `set_attn_imp
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import support  # isort: skip - sets the environment before torch is imported
@@ -24,7 +25,7 @@ import transformers
 from flash_attn import strict
 from peft import LoraConfig
 from support import zoo
-from support.launch import print_rows
+from support.launch import print_rows, seen_by
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
 from sweep.judge import Judge
@@ -35,6 +36,8 @@ from transformers.utils import import_utils
 from trl_packfix.attention import choice
 from trl_packfix.isolation import packed_model
 from trl_packfix.isolation.packed_model import PackedModel
+
+recorded = partial(seen_by, strict)  # since the last call
 
 
 def believe_in_flash_attn() -> None:
@@ -51,14 +54,6 @@ def believe_in_flash_attn() -> None:
         (lambda: True, "cpu"),
     )
     choice.cuda_varlen_problem = lambda: None  # torch for the CPU is built without its flash kernels
-
-
-def recorded() -> dict:
-    """What the stand-in saw since the last call."""
-    found = {"calls": dict(strict.calls), "silent": sorted(set(strict.silent))}
-    strict.calls.clear()
-    strict.silent.clear()
-    return found
 
 
 def judge(model_type: str) -> dict:

@@ -11,6 +11,7 @@ What the stand-ins (`support/kernel_site`) can and cannot show is said in their 
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import support  # isort: skip - sets the environment before torch is imported
@@ -27,7 +28,7 @@ from peft import LoraConfig
 from support import zoo
 from support.double import in_double
 from support.host_reads import ReadsOfSteps
-from support.launch import print_rows
+from support.launch import print_rows, seen_by
 from support.runs import texts, trainer
 from support.strict_varlen import StrictVarlen
 from sweep import page
@@ -39,13 +40,7 @@ from trl_packfix.isolation import probe
 from trl_packfix.isolation.check_isolation import check_isolation
 from trl_packfix.isolation.packed_model import PackedModel
 
-
-def recorded() -> dict:
-    """What the stand-ins saw since the last call."""
-    found = {"calls": dict(strict.calls), "silent": sorted(set(strict.silent))}
-    strict.calls.clear()
-    strict.silent.clear()
-    return found
+recorded = partial(seen_by, strict)  # since the last call
 
 
 def judge(model_type: str) -> dict:

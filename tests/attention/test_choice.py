@@ -1,6 +1,7 @@
 """Which attention is chosen for packs: the user's, a flash kernel, or document by document, with the reason."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -206,11 +207,7 @@ def test_head_dimensions_are_those_of_the_widest_layer(model_type, fields, wides
 
 def test_a_flash_attn_that_does_not_import_leaves_the_kernels_in_torch(tiny_model, machine, monkeypatch):
     machine(flash_attn=True)
-    error = ImportError("/flash_attn_2_cuda.so: undefined symbol: _ZN3c10")
-
-    def broken(model, name):
-        raise error
-
+    broken = mock.Mock(side_effect=ImportError("/flash_attn_2_cuda.so: undefined symbol: _ZN3c10"))
     monkeypatch.setattr(choosing, "set_attention", broken)
     found = choose_attention(tiny_model("llama"), **BF16)
     assert (found.name, found.is_flash) == (ATTENTION_NAME, True)

@@ -7,6 +7,7 @@ and checkpointing run as they are. Not seen: the kernels' numbers, alignment, st
 
 import importlib
 import traceback
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ from trl_packfix.attention import choice, runs, varlen
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.compat import VARLEN_KERNEL
+from trl_packfix.data import by_length
 from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.training import trainer as sft_trainer
 
@@ -69,32 +72,57 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device_type: False)  # it does not know "meta"
 
 
-def prepared(model_type, **changes):
-    model = build_tiny_model(model_type, dtype=torch.bfloat16, **(MODELS[model_type] | changes)).to("meta").train()
+def prepared(model_type):
+    model = build_tiny_model(model_type, dtype=torch.bfloat16, **MODELS[model_type]).to("meta").train()
     assert select_attention(model, device_type="cuda").name == ATTENTION_NAME
     mark_packed_forwards(model)
     return model
 
 
-def pack(lengths, device="meta", **settings):
-    batch = PackedDataCollator(**settings)([{"input_ids": [5] * n} for n in lengths])
-    del batch["labels"]
-    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+def collated(collate, documents):
+    batch = collate([{"input_ids": tokens} for tokens in documents])
+    return {name: x.to("meta") if hasattr(x, "to") else x for name, x in batch.items() if name != "labels"}
 
 
-@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["", "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("model_type", TYPES)
-def test_no_read_on_the_host(model_type, checkpointing, as_on_cuda):
+def pack(lengths, **settings):
+    return collated(PackedDataCollator(**settings), [[5] * n for n in lengths])
+
+
+def shared_pack(num_documents):
+    """Documents of which each shares more with the one before it than with those before that, as turns of a chat do."""
+    return collated(PrefixCollator(), [[5] * (80 - 3 * i) + [6 + i] * 8 for i in range(num_documents)])
+
+
+def pack_by_length(monkeypatch):
+    monkeypatch.setattr(by_length, "CLASSES", (8, 40))
+    monkeypatch.setattr(by_length, "TILE", 4)
+    collate = by_length.ByLength(PackCollator(PackedDataCollator()))
+    return collated(collate, [[5] * n for n in (5, 70, 3, 20, 1, 8, 2, 33, 7)])
+
+
+# Calls of the kernels in each layer, forward and backward; None: several
+READS = {"": (1, 1), "reentrant": (2, 1), "non-reentrant": (2, 1), "prefixes": (1, 1), "launches of prefixes": None}
+
+
+@pytest.mark.parametrize("model_type, case", [*product(TYPES, READS), ("llama", "by length")])
+def test_no_read_on_the_host(model_type, case, as_on_cuda, monkeypatch):
     model = prepared(model_type)
-    if checkpointing is not None:
-        enable_checkpointing(model, checkpointing)
+    if "reentrant" in case:
+        enable_checkpointing(model, case == "reentrant")
         model.enable_input_require_grads()
+    batch = shared_pack(8) if "prefixes" in case else pack([1, 40, 7, 100])
+    if case == "launches of prefixes":
+        monkeypatch.setattr(runs, "COPIED_BYTES", 1)
+    elif case == "by length":
+        batch = pack_by_length(monkeypatch)
     with Calls() as calls:
-        logits = model(**pack([1, 40, 7, 100])).logits
-        logits.sum().backward()
+        model(**batch).logits.sum().backward()
     assert set(calls.reads) <= NOT_OURS and len(calls.reads) <= 2, calls.reads
-    layers = model.config.num_hidden_layers
-    assert calls.kernels == {"forward": layers * (1 if checkpointing is None else 2), "backward": layers}
+    forwards, backwards = (count / model.config.num_hidden_layers for count in calls.kernels.values())
+    if expected := (READS | {"by length": (3, 3)})[case]:
+        assert (forwards, backwards) == expected
+    else:
+        assert forwards == backwards > 2
     assert all(head % 8 == 0 for head in calls.heads)
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
@@ -130,33 +158,6 @@ def test_one_graph_for_packs_of_one_shape(as_on_cuda):
         lengths = torch.randint(2, 60, (int(torch.randint(2, 5, (), generator=rng)),), generator=rng).tolist()
         compiled(**pack(lengths, **static)).logits.sum().backward()
     assert counter.frame_count == 1
-
-
-# Documents that share prefixes
-
-
-def shared_pack(num_documents, device="meta", length=80):
-    """Documents of which each shares more with the one before it than with those before that, as turns of a chat do."""
-    documents = [{"input_ids": [5] * (length - 3 * i) + [6 + i] * 8} for i in range(num_documents)]
-    batch = PrefixCollator()(documents)
-    del batch["labels"]
-    return {name: x.to(device) if hasattr(x, "to") else x for name, x in batch.items()}
-
-
-@pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "several"])
-@pytest.mark.parametrize("model_type", TYPES)
-def test_no_read_on_the_host_with_shared_prefixes(model_type, most_bytes, as_on_cuda, monkeypatch):
-    monkeypatch.setattr(runs, "COPIED_BYTES", most_bytes)
-    model = prepared(model_type)
-    with Calls() as calls:
-        model(**shared_pack(8)).logits.sum().backward()
-    assert set(calls.reads) <= NOT_OURS and len(calls.reads) <= 2, calls.reads
-    layers = model.config.num_hidden_layers
-    if most_bytes > 1:
-        assert calls.kernels == {"forward": layers, "backward": layers}
-    else:
-        assert calls.kernels["forward"] == calls.kernels["backward"] > 2 * layers
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("model_type, shares", [("llama", False), ("gpt_oss", False), ("llama4_text", True)])

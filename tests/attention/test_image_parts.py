@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.vision import build_model, examples_of
+from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.utils import ModelOutput
 
 from trl_packfix import PackingLeakError
 from trl_packfix.attention import image_parts
@@ -35,11 +35,7 @@ def call_of_tower(family: str):
 
 
 def leaves(value) -> list[torch.Tensor]:
-    if isinstance(value, ModelOutput):
-        return leaves([*value.values()])
-    if isinstance(value, list | tuple):
-        return [leaf for each in value for leaf in leaves(each)]
-    return [value] if isinstance(value, torch.Tensor) else []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.mark.parametrize("degree", [2, 8])

@@ -5,7 +5,6 @@ import importlib
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,28 +136,25 @@ def test_what_the_kernels_gave_is_of_the_versions_that_it_installs():
 @pytest.fixture
 def site(monkeypatch):
     monkeypatch.syspath_prepend(str(SITE))
-    names = {
-        "delta": "fla.ops.gated_delta_rule",
-        "chunks": "mamba_ssm.ops.triton.ssd_combined",
-        "strict": "strict",
-    }
     before = set(sys.modules)
-    yield SimpleNamespace(**{name: importlib.import_module(path) for name, path in names.items()})
+    yield importlib.import_module
     for name in set(sys.modules) - before:
         del sys.modules[name]
 
 
 def test_the_stand_in_of_a_scan_refuses_and_records(site):
+    scan = site("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    in_chunks = site("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
     heads = [torch.randn(2, 6, 2, 4) for _ in range(3)]
     gates = [-torch.rand(2, 6, 2), torch.rand(2, 6, 2)]
     bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
     with pytest.raises(ValueError, match="batch size is expected to be 1 rather than 2"):
-        site.delta.chunk_gated_delta_rule(*heads, *gates, cu_seqlens=bounds)
+        scan(*heads, *gates, cu_seqlens=bounds)
     one = [x[:1] for x in (*heads, *gates)]
-    site.delta.chunk_gated_delta_rule(*one, cu_seqlens=bounds)
-    assert site.strict.silent == []
-    site.delta.chunk_gated_delta_rule(*one, cu_seqlens=bounds[:2])
-    assert "do not cover 6 tokens" in site.strict.silent[0]
+    scan(*one, cu_seqlens=bounds)
+    assert site("strict").silent == []
+    scan(*one, cu_seqlens=bounds[:2])
+    assert "do not cover 6 tokens" in site("strict").silent[0]
     states = torch.randn(1, 6, 2, 4)
     with pytest.raises(AssertionError):
-        site.chunks.mamba_chunk_scan_combined(states, states[..., 0], torch.ones(3), states, states, chunk_size=4)
+        in_chunks(states, states[..., 0], torch.ones(3), states, states, chunk_size=4)

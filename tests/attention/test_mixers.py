@@ -257,25 +257,6 @@ def test_deep_branches_need_few_calls(num_turns):
         assert (run(pack, batch["input_ids"][0])[torch.cat(own)] - alone).abs().max() > 1e-3
 
 
-def test_pieces_are_cut_where_documents_part():
-    common, other = [5, 6, 7, 8], [20, 21]
-    documents = [[*common, 9, 10], [*common, 9, 11, 12], [*common, 13], [*other, 30], [*other, 31], [40, 41]]
-    batch = PrefixCollator(min_shared=1)([{"input_ids": ids} for ids in documents])
-    tokens, layout = batch["input_ids"][0].tolist(), layout_of(batch)
-    found = mixer_prefixes.pieces_of(PackedForward(*(batch[name] for name in BOUNDS), kv_index=layout.kv_index))
-    assert [stop for _, stop, _ in found[:-1]] == [start for start, _, _ in found[1:]]
-
-    def path(piece):
-        start, stop, parent = piece
-        return (path(found[parent]) if parent >= 0 else []) + tokens[start:stop]
-
-    paths = [path(piece) for piece in found]
-    assert all(ids in paths for ids in documents)
-    starts = {paths[parent][0] for _, _, parent in found if parent >= 0}
-    assert starts == {5, 20}, "documents of both beginnings go on from a shared piece"
-    assert sum(stop - start for start, stop, _ in found) < sum(map(len, documents))
-
-
 def test_a_triton_kernel_without_a_gpu_is_named():
     """As flash-linear-attention ends on a machine without a GPU, where transformers uses it nevertheless."""
     model = zoo.build_model("lfm2")

@@ -238,21 +238,18 @@ def assert_equal_alone(model, alone):
     assert not packed_forwards
 
 
+@pytest.mark.parametrize("most_bytes", [None, 2**30, 1], ids=["on the CPU", "one launch", "several"])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_each_document_is_as_alone(model_type, tiny_model, float64_throughout):
-    assert_equal_alone(*prepared(tiny_model, model_type, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("most_bytes", [2**30, 1], ids=["one launch", "several"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "llama4_text"])
-def test_each_document_is_as_alone_on_cuda(model_type, most_bytes, tiny_model, float64_throughout, monkeypatch):
-    """The code for CUDA, with a strict stand-in for the operators of torch."""
-    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
-    monkeypatch.setattr(runs, "COPIED_BYTES", most_bytes)
+def test_each_document_is_as_alone(model_type, most_bytes, tiny_model, float64_throughout, monkeypatch):
+    """On the CPU, and the code for CUDA with a strict stand-in for the operators of torch."""
+    if most_bytes is not None:
+        monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+        monkeypatch.setattr(runs, "COPIED_BYTES", most_bytes)
     model, alone = prepared(tiny_model, model_type, dtype=torch.float64)
     with StrictVarlen() as calls:
         assert_equal_alone(model, alone)
-    assert (len(calls.forwards) == 2) == (most_bytes > 1) and len(calls.forwards) >= 2
+    launches = len(calls.forwards)
+    assert launches > 2 if most_bytes == 1 else launches == (0 if most_bytes is None else 2)
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "of FSDP"])
@@ -301,12 +298,3 @@ def test_positions_never_say_where_documents_begin():
             with pytest.raises(ValueError, match=r"share prefixes .* gradient_checkpointing=True"):
                 _lengths_from_positions(batch["position_ids"], batch["input_ids"].shape[1])
     assert refused > 40
-
-
-def test_a_call_with_boundaries_of_its_own_uses_those_of_the_pack():
-    """Layers may pass boundaries on, or only positions, or nothing: what was recorded counts."""
-    shared = pack_of(packed(CHAT))
-    states = [torch.randn(1, 2, int(shared.cu_seq_lens_q[-1]), 4) for _ in range(3)]
-    with entered(shared):
-        out = varlen_attention(nn.Module(), *states, None, scaling=0.5)[0].transpose(1, 2)
-    torch.testing.assert_close(out, dense(*states, shared, 0.5))

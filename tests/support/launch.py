@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -64,6 +65,14 @@ def print_rows(**commands: Callable[..., Iterable[dict]]) -> None:
     name, *arguments = sys.argv[1:]
     for row in commands[name](*arguments):
         print(json.dumps(row), flush=True)
+
+
+def seen_by(strict: ModuleType) -> dict:
+    """What strict stand-ins recorded since this was called last."""
+    found = {"calls": dict(strict.calls), "silent": sorted(set(strict.silent))}
+    strict.calls.clear()
+    strict.silent.clear()
+    return found
 
 
 class Launch:

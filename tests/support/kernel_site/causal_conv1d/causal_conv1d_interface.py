@@ -6,15 +6,9 @@ from strict import check
 
 
 def causal_conv1d_fn(
-    x,
-    weight,
-    bias=None,
-    seq_idx=None,
-    initial_states=None,
-    return_final_states=False,
-    final_states_out=None,
+    x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
     activation=None,
-):
+):  # fmt: skip
     strict.count("causal_conv1d_fn", seq_idx=seq_idx, initial_states=initial_states)
     if activation not in [None, "silu", "swish"]:
         raise NotImplementedError("activation must be None, silu, or swish")

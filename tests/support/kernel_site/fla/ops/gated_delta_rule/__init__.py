@@ -7,26 +7,10 @@ def delta_rule(name, shape_of_decays):
     """A kernel with the arguments of both. transformers passes on only those that it finds in the signature."""
 
     def run(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=None,
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=False,
-        use_gate_in_kernel=False,
-        use_beta_sigmoid_in_kernel=False,
-        allow_neg_eigval=False,
-        safe_gate=False,
-        lower_bound=None,
-        state_v_first=False,
-        cu_seqlens=None,
-        cu_seqlens_cpu=None,
-        cp_context=None,
-        **others,
-    ):
+        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+        use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,
+        lower_bound=None, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, **others,
+    ):  # fmt: skip
         strict.count(name, cu_seqlens=cu_seqlens, initial_state=initial_state)
         assert g.shape == shape_of_decays(k, v) and beta.shape == v.shape[:3]
         assert not (use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval or state_v_first)

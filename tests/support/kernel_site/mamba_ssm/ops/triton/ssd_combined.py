@@ -9,23 +9,9 @@ from causal_conv1d import causal_conv1d_fn
 
 
 def mamba_chunk_scan_combined(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    chunk_size,
-    D=None,
-    z=None,
-    dt_bias=None,
-    initial_states=None,
-    seq_idx=None,
-    cu_seqlens=None,
-    dt_softplus=False,
-    dt_limit=(0.0, inf),
-    return_final_states=False,
-    return_varlen_states=False,
-):
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
+    dt_softplus=False, dt_limit=(0.0, inf), return_final_states=False, return_varlen_states=False,
+):  # fmt: skip
     strict.count("mamba_chunk_scan_combined", seq_idx=seq_idx, cu_seqlens=cu_seqlens, initial_states=initial_states)
     rows, num_tokens, heads, width = x.shape
     groups, depth = B.shape[2:]
@@ -40,26 +26,10 @@ def mamba_chunk_scan_combined(
 
 
 def mamba_split_conv1d_scan_combined(
-    zxbcdt,
-    conv1d_weight,
-    conv1d_bias,
-    dt_bias,
-    A,
-    D,
-    chunk_size,
-    initial_states=None,
-    seq_idx=None,
-    dt_limit=(0.0, inf),
-    return_final_states=False,
-    activation="silu",
-    rmsnorm_weight=None,
-    rmsnorm_eps=1e-6,
-    outproj_weight=None,
-    outproj_bias=None,
-    headdim=None,
-    ngroups=1,
-    norm_before_gate=True,
-):
+    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None, seq_idx=None,
+    dt_limit=(0.0, inf), return_final_states=False, activation="silu", rmsnorm_weight=None, rmsnorm_eps=1e-6,
+    outproj_weight=None, outproj_bias=None, headdim=None, ngroups=1, norm_before_gate=True,
+):  # fmt: skip
     strict.count("mamba_split_conv1d_scan_combined", seq_idx=seq_idx, initial_states=initial_states)
     assert activation in [None, "silu", "swish"] and not return_final_states
     heads = D.shape[0]
