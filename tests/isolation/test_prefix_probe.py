@@ -20,7 +20,6 @@ from trl_packfix.isolation.check_isolation import check_prefixes
 from trl_packfix.isolation.isolation_report import PackingLeakError
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT
-from trl_packfix.reporting.lines import prefixes_text
 
 
 def packed_model(model, **settings):
@@ -153,7 +152,7 @@ def test_a_trainer_shares_prefixes_only_where_that_is_proved(tmp_path, caplog):
         run, unshared = rows_trained(tmp_path / "bloom", model=bloom, share_prefixes="pack")
     assert not run.data.shares_prefixes and unshared == whole
     assert 'Documents are packed whole: `share_prefixes="pack"`' in caplog.text and "repaired" in caplog.text
-    assert prefixes_text(run.packing_report).startswith("not shared: these modules are repaired")
+    assert dict(run.packing_report.lines())["common prefixes"].startswith("not shared: these modules are repaired")
 
 
 @pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")

@@ -235,8 +235,11 @@ def test_every_setting_has_its_own_file(tmp_path):
         changed = make_epochs(documents, **start | {name: value})
         files[name] = [changed.file(kind, 0) for kind in ("plan", "schedule")]
     schedules = {schedule for _, schedule in files.values()}
-    assert files.pop("share_prefixes") == [whole.file(kind, 0) for kind in ("plan", "schedule")], "the same plans"
-    assert len(schedules | {whole.file("schedule", 0), whole.file("schedule", 1)}) == len(other) + 1
+    for name in ("share_prefixes", "degrees"):  # without `tokens_per_rank` there is one degree
+        assert files.pop(name) == [whole.file(kind, 0) for kind in ("plan", "schedule")], "the same plans"
+    assert len(schedules | {whole.file("schedule", 0), whole.file("schedule", 1)}) == len(other)
+    groups = (planner(documents, tokens_per_rank=512, degrees=degrees) for degrees in ((1,), (1, 2)))
+    assert len({run.file("schedule", 0) for run in groups}) == 2
     plans = {name for name, (plan, _) in files.items() if plan != whole.file("plan", 0)}
     places = {"accumulation", "world_size", "balance", "drop_last", "synchronisation", "cost_model"}
     assert plans == other.keys() - places - {"speeds", "degrees", "share_prefixes"}

@@ -25,13 +25,13 @@ def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, capsys)
     for module in (report, plan):  # both read one tuple; a real entry is written into it
         assert module.COLUMNS is columns.COLUMNS
         monkeypatch.setattr(module, "COLUMNS", (*columns.COLUMNS, PER_PACK))
-    monkeypatch.setattr(lines, "LINES", (*lines.LINES, say_more))
     assert main([*words, "--strategy", "bfd"]) == 0
     out = capsys.readouterr().out
     heading, row = (line.split() for line in out.splitlines() if line.split()[:1] in (["max_length"], ["16"]))
     assert row[heading.index("docs/pack")] == "3.00"  # 6 documents of 8 tokens in packs of 32: 4 and 2
     assert "docs/pack: mean number of documents in a pack" in out
     assert main([*words, "--strategy", "minibatch"]) == 0 and "docs/pack" not in capsys.readouterr().out
+    monkeypatch.setattr(lines, "LINES", (*lines.LINES, say_more))
     run = trainer(tmp_path, Dataset.from_dict({"input_ids": [[5] * 8] * 6}), max_length=16)
     run.get_train_dataloader()
     assert report.metrics(run.packing_report)["packing/per"] == 3

@@ -19,7 +19,6 @@ from trl_packfix.data.token_order import token_order
 from trl_packfix.isolation.check_isolation import check_prefixes
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT, layout_of
-from trl_packfix.reporting.lines import prefixes_text
 from trl_packfix.reporting.packs import first_packs
 from trl_packfix.reporting.savings import estimated_savings
 from trl_packfix.samples import processor
@@ -196,7 +195,7 @@ def test_a_family_is_planned_with_the_rows_that_it_has(compares, tmp_path, monke
     assert len(units) < 12 and units.rows.sum() < 0.6 * run.data.documents.lengths.sum()
     costs = run.data.planner.image_costs
     assert units.image_costs.sum() == pytest.approx(len(units) / len(costs) * costs.sum(), rel=0.2)
-    text = prefixes_text(run.packing_report)
+    text = dict(run.packing_report.lines())["common prefixes"]
     assert f"24 documents in {units.num_families} families" in text
 
 
@@ -239,7 +238,7 @@ def test_training_computes_what_plan_estimates(family, tmp_path):
     tokens = np.diff([0, *(entry["num_tokens"] for entry in run.state.log_history if "num_tokens" in entry)])[:3]
     assert report.rows == pytest.approx(np.average(shares[:3], weights=tokens), abs=1e-4)
     assert report.flops < 0.6
-    text = prefixes_text(replace(run.packing_report, prefixes=report))
+    text = dict(replace(run.packing_report, prefixes=report).lines())["common prefixes"]
     assert text.endswith(" of the images are computed")
 
 

@@ -10,7 +10,6 @@ from ..data.reader import Rows
 from ..planning.costs import CostModel
 from ..planning.packing import Synchronisation
 from ..reporting.build import make_report
-from ..reporting.lines import prefixes_text
 from ..reporting.report import MAX_LOST_SHARE, PackingReport
 from ..reporting.savings import estimated_savings
 from ..training.config import SFTConfig
@@ -79,7 +78,7 @@ def forecasts(
             if not planner.packing.shares_families:  # of families the report knows it from the plan
                 report = replace(report, prefixes=estimated_savings(planner, reader))
             # only of the documents that the epoch reaches, like the imbalance
-            costs = cost_model(documents.lengths) + (0 if planner.image_costs is None else planner.image_costs)
+            costs = cost_model(documents.lengths) + planner.image_costs
             computed = 1.0 if report.prefixes is None else report.prefixes.flops
             assert computed is not None and report.imbalance is not None, "the estimate and tables have them"
             flops = float(costs[planner.schedule(0).order].sum()) * FORWARD_AND_BACKWARD * computed
@@ -143,8 +142,7 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast, list[str]]:
             f"{other.flops / pick.flops:.2f} times as much per epoch."
             for other in others
         ]
-    if (text := prefixes_text(report)) is not None:
-        reasons.append(f"Common prefixes: {text}.")
+    reasons += [f"Common prefixes: {text}." for label, text in report.lines() if label == "common prefixes"]
     return pick, reasons
 
 

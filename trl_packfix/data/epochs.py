@@ -85,21 +85,23 @@ class EpochPlanner:
                 "is incomplete and is dropped, so nothing would be trained. Set `dataloader_drop_last=False`, or lower "
                 "`gradient_accumulation_steps` or the batch size."
             )
-        if packing.parallel is not None:
-            degrees = tuple(sorted({packing.parallel.smallest, *self.schedule(0).degrees.tolist()}))
-            self.packing = replace(packing, degrees=degrees)
+        if len(packing.degrees) > 1:
+            degrees = {packing.parallel.smallest, *self.schedule(0).degrees.tolist()}
+            self.packing = replace(packing, degrees=tuple(sorted(degrees)))
 
     @cached_property
-    def image_costs(self) -> Float64Array | None:
-        """FLOPs of the images of each document, shape (N,); None without images, or if they cannot be counted."""
+    def image_costs(self) -> Float64Array:
+        """FLOPs of the images of each document, shape (N,); 0 without images, or if they cannot be counted."""
         values, squares = self.documents.image_values, self.documents.image_squares
         tower = self.packing.cost_model.tower
-        return None if tower is None or values is None or squares is None else tower(values, squares)
+        if tower is None or values is None or squares is None:
+            return np.zeros(len(self.documents))
+        return tower(values, squares)
 
     def image_costs_behind(self, documents: Int64Array, shared: Int64Array) -> Float64Array:
         """FLOPs of the images of these documents that are not in their first `shared` rows, by their tokens, (M,)."""
         start, stop = self.documents.image_start, self.documents.image_stop
-        if self.image_costs is None or start is None or stop is None:
+        if start is None or stop is None:
             return np.zeros(len(documents))
         start, stop = start[documents], stop[documents]
         return self.image_costs[documents] * np.clip((stop - shared) / np.maximum(stop - start, 1), 0, 1)
@@ -226,15 +228,12 @@ class EpochPlanner:
     def pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
         """Families of these documents as units of this plan."""
         documents, packing = self.documents, self.packing
-        room: int | Int64Array = packing.capacity
-        if packing.parallel is not None:
-            room = room_of_families(documents.lengths, packing.parallel.tokens_per_rank, packing.parallel.smallest)
         return make_pieces(
             tokens,
             documents.lengths,
             documents.trained,
             cost_model=packing.cost_model,
-            room=room,
+            room=room_of_families(documents.lengths, packing.parallel),
             splits_copies=splits_copies,
             image_costs=self.image_costs_behind,
         )

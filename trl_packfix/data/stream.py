@@ -98,10 +98,10 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         most_bytes: int = MOST_BYTES,
     ):
         self.dataset, self.rows = rows.opened(dataset)
-        smallest = 1 if packing.parallel is None else packing.parallel.smallest
+        smallest = packing.parallel.smallest
         self.path, self.num_alike = share_of_rank(self.dataset, rank, packing.world_size, degree=smallest)
         self.num_shards = part_of(self.dataset, self.path).num_shards
-        if packing.parallel is not None and self.num_alike != packing.world_size:
+        if self.num_alike != packing.world_size:
             packing = replace(packing, degrees=(smallest,))  # a group knows nothing of the documents of the others
         self.packing, self.rank, self.pad_token_id, self.most_bytes = packing, rank, pad_token_id, most_bytes
         self.weight_column, self.source_column = weight_column, source_column

@@ -26,7 +26,7 @@ from .best_fit import best_fit_decreasing
 from .costs import CostModel
 from .packing import Bins
 from .packs import PackPlan
-from .parallel import FILL, SequenceParallel, Speeds
+from .parallel import SequenceParallel, Speeds
 from .schedule import Schedule, least_loaded, packs_of_steps
 from .units import Units
 
@@ -73,18 +73,19 @@ class GroupTimes:
         return costs * (self.speeds.passes / (self.speeds.flops * degree)) + tokens * (per_token / degree) + fixed
 
 
-def room_of_families(lengths: Int64Array, tokens_per_rank: int, smallest: int) -> Int64Array:
+def room_of_families(lengths: Int64Array, parallel: SequenceParallel) -> Int64Array:
     """Most rows of a piece of a family that begins with each document, shape (N,).
 
-    That of the smallest group that holds the document `BESIDE` times, else of the largest, to `FILL`: several pieces
-    share a pack. A smaller group would compute shared rows for few documents, a larger one pays more for the exchange.
+    That of the smallest group that holds the document `BESIDE` times, else of the largest, as far as packs are filled.
+    A smaller group would compute shared rows for few documents, a larger one pays more for the exchange.
 
-    >>> room_of_families(np.array([10, 20, 130, 390]), tokens_per_rank=100, smallest=4).tolist()
+    >>> parallel = SequenceParallel(tokens_per_rank=100, smallest=4, degrees=(1, 2, 4), fill=0.95)
+    >>> room_of_families(np.array([10, 20, 130, 390]), parallel).tolist()
     [95, 190, 380, 390]
     """
-    rooms = tokens_per_rank * 2 ** np.arange(smallest.bit_length())
+    rooms = parallel.tokens_per_rank * 2 ** np.arange(parallel.smallest.bit_length())
     room = rooms[np.searchsorted(rooms, np.minimum(BESIDE * lengths, rooms[-1]))]
-    return np.maximum((FILL * room).astype(np.int64), lengths)
+    return np.maximum((parallel.fill * room).astype(np.int64), lengths)
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,7 @@ def make_pieces(
     cost_model: CostModel,
     room: int | Int64Array,
     splits_copies: bool = True,
-    image_costs: Callable[[Int64Array, Int64Array], Float64Array] | None = None,
+    image_costs: Callable[[Int64Array, Int64Array], Float64Array] = lambda documents, shared: np.zeros(len(documents)),
 ) -> Pieces:
     """Families of documents, all or some of them, cut where one would have too many rows, keys or targets.
 
@@ -265,11 +265,10 @@ def make_pieces(
     sizes = np.diff(np.append(starts, len(size)))[by_first]
     piece, first = np.zeros(len(lengths), dtype=np.int64), tokens.order[starts][by_first]
     piece[tokens.order] = number
-    of_images = None if image_costs is None else np.add.reduceat(image_costs(tokens.order, shared), starts)[by_first]
     return Pieces(
         np.add.reduceat(size - shared, starts)[by_first],
         cost_model,
-        of_images,
+        np.add.reduceat(image_costs(tokens.order, shared), starts)[by_first],
         order=tokens.order[places],
         offsets=np.concatenate([[0], np.cumsum(sizes)]),
         lengths=size[places],

@@ -78,23 +78,24 @@ class Packing:
     cost_model: CostModel = field(default=LLAMA_7B, metadata=FREE)
 
     def __post_init__(self) -> None:
-        if self.parallel is not None:
-            object.__setattr__(self, "degrees", self.parallel.degrees)
+        object.__setattr__(self, "degrees", self.parallel.degrees)
 
     @property
     def traits(self) -> StrategyTraits:
         return STRATEGIES[self.strategy]
 
     @cached_property
-    def parallel(self) -> SequenceParallel | None:
+    def parallel(self) -> SequenceParallel:
+        """How ranks share packs; with one degree, 1, if `tokens_per_rank` is not set."""
         if self.tokens_per_rank is None:
-            return None
+            return SequenceParallel(tokens_per_rank=self.batch_size * self.max_length)
         sizes = self.max_length, self.tokens_per_rank
         possible = possible_degrees(*sizes, self.world_size, num_heads=self.cost_model.heads)
         return SequenceParallel(
             tokens_per_rank=self.tokens_per_rank,
             smallest=smallest_degree(*sizes),
             degrees=self.degrees or possible,
+            fill=FILL,
             speeds=self.speeds or Speeds(),
         )
 
@@ -105,14 +106,12 @@ class Packing:
     @property
     def capacity(self) -> int:
         """Most tokens of a pack; with sequence parallelism, of one on the fewest ranks that hold any document."""
-        if self.parallel is None:
-            return self.batch_size * self.max_length
         return self.parallel.smallest * self.parallel.tokens_per_rank
 
     @property
     def planned_capacity(self) -> int:
         """Rows to which packs are planned. With sequence parallelism, some room is needed to deal them anew."""
-        return self.capacity if self.parallel is None else max(int(FILL * self.capacity), 1)
+        return max(int(self.parallel.fill * self.capacity), 1)
 
     @cached_property
     def bins(self) -> Bins:
@@ -121,7 +120,7 @@ class Packing:
     @property
     def num_bins(self) -> int:
         """Packs of an optimizer step: one for each micro-step and group of the fewest ranks that hold any document."""
-        return self.bins.num_slots // (1 if self.parallel is None else self.parallel.smallest)
+        return self.bins.num_slots // self.parallel.smallest
 
     def rng(self, *seed: int) -> np.random.Generator | None:
         """Draws what the epoch `seed` draws; None without shuffling."""
@@ -141,8 +140,7 @@ class Packing:
         self, lengths: Iterable[int], bytes_of: Callable[[int], int] | None = None, most_bytes: float = np.inf
     ) -> Iterator[list[int]]:
         """Packs of documents that arrive with these lengths, by their positions, see `Packer`."""
-        is_dealt_anew = self.parallel is not None and len(self.parallel.degrees) > 1
-        capacity = self.planned_capacity if is_dealt_anew else self.capacity
+        capacity = self.planned_capacity if len(self.degrees) > 1 else self.capacity  # dealt anew, or as they are
         arriving = (min(length, capacity) for length in lengths)  # a longer document is alone in its pack
         longest = min(self.max_length, capacity)
         return iter(Packer(arriving, capacity, self.buffer_size, longest, bytes_of, most_bytes))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-FILL = 0.95  # of the tokens that the ranks hold: steps that are full to the token cannot be dealt at a low degree
+FILL = 0.95  # with sequence parallelism: steps that are full to the token cannot be dealt at a low degree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,12 @@ def possible_degrees(
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallel:
-    """The settings of sequence parallelism of a run."""
+    """How the ranks of a run share packs. Without sequence parallelism each has its own."""
 
     tokens_per_rank: int  # C, most tokens of a pack on one rank
-    smallest: int  # S, the smallest degree that holds a document of `max_length`; packs are planned for groups of it
-    degrees: tuple[int, ...]  # those that may be chosen, ascending; S is one of them
+    smallest: int = (
+        1  # S, the smallest degree that holds a document of `max_length`; packs are planned for groups of it
+    )
+    degrees: tuple[int, ...] = (1,)  # those that may be chosen, ascending; S is one of them
+    fill: float = 1.0  # packs are planned to this share of the tokens that the ranks hold
     speeds: Speeds = field(default_factory=Speeds)

@@ -13,7 +13,7 @@ from .units import Units
 
 def schedule_plan(plan: PackPlan, units: Units, num_steps: int, *, packing: Packing) -> Schedule:
     """The packs in the bins of exactly `num_steps` optimizer steps."""
-    if packing.parallel is None:
+    if packing.tokens_per_rank is None:
         return schedule_packs(plan, units, num_steps, bins=packing.bins)
     return schedule_groups(plan, units, num_steps, bins=packing.bins, parallel=packing.parallel)
 

@@ -23,7 +23,7 @@ class Units:
 
     rows: Int64Array  # of each unit, shape (U,); those of a document are its tokens
     cost_model: CostModel
-    image_costs: Float64Array | None = None  # FLOPs of the images of each unit in the vision tower, shape (U,)
+    image_costs: Float64Array | float = 0.0  # FLOPs of the images of each unit in the vision tower, shape (U,)
     _costs: dict[int, Float64Array] = field(init=False, repr=False, default_factory=dict)
 
     def __len__(self) -> int:
@@ -32,8 +32,7 @@ class Units:
     def costs(self, degree: int = 1) -> Float64Array:
         """FLOPs of each unit on the `degree` ranks that share a bin together, shape (U,); they divide the images."""
         if degree not in self._costs:
-            costs = self._language_costs(self.cost_model.shared_by(degree))
-            self._costs[degree] = costs if self.image_costs is None else costs + self.image_costs
+            self._costs[degree] = self._language_costs(self.cost_model.shared_by(degree)) + self.image_costs
         return self._costs[degree]
 
     def _language_costs(self, cost_model: CostModel) -> Float64Array:

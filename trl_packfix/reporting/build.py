@@ -25,10 +25,9 @@ def make_report(planner: EpochPlanner, reader: Rows, *, unpacked_counts_first: b
     schedule, units, plan = planner.schedule(0), planner.units(), planner.first_plan
     order, offsets = units.of(schedule.order, schedule.offsets)
     of_units = replace(schedule, order=order, offsets=offsets)  # what is balanced
-    parallel, synchronisation, shared = packing.parallel, packing.synchronisation, None
-    if parallel is not None:
-        shared = SharedPacks.of_table(planner, parallel, of_units)
-        synchronisation = "micro"  # ranks that share packs wait for each other in every layer
+    shared = SharedPacks.of_table(planner, of_units)
+    # Ranks that share packs wait for each other in every layer
+    synchronisation = packing.synchronisation if shared is None else "micro"
     packed_rows = reader.seq_lengths()
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
@@ -72,7 +71,6 @@ def make_stream_report(
 ) -> PackingReport:
     """`counts` are the totals of all ranks, `micro_steps` numbers by degree."""
     counts, packing = counts or StreamCounts(), stream.packing
-    parallel = packing.parallel
     return PackingReport(
         **{name: getattr(packing, name) for name in SETTINGS},
         num_documents=counts.documents,
@@ -81,9 +79,7 @@ def make_stream_report(
         num_packs=counts.packs,
         efficiency=counts.tokens / (counts.packs * packing.capacity) if counts.packs else None,
         num_steps=max_steps,
-        shared=None
-        if parallel is None
-        else SharedPacks(parallel.tokens_per_rank, parallel.smallest, micro_steps or {}),
+        shared=SharedPacks.of_stream(stream, micro_steps or {}),
         images=ImageNumbers.of_stream(stream, counts),
         ledger=counts.ledger,
     )

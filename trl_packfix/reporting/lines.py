@@ -3,57 +3,47 @@
 A part of the report that may be absent (images, turns, ...) has a method `line`. What needs several parts is here.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..planning.strategies import STRATEGIES
-from .savings import PrefixSavings
+from .parts import Lines
 
 if TYPE_CHECKING:
     from .report import PackingReport
-
-WORTH_SHARING = 0.95  # share of the tokens; the report names a setting that would compute less
-Lines = Iterator[tuple[str, str]]  # label and text
 
 
 def lines_of(report: "PackingReport") -> list[tuple[str, str]]:
     return [line for part in LINES for line in part(report)]
 
 
+def _line(label: str, part: Any, *given: object) -> Lines:
+    """That of a part of the report, if it has one."""
+    text = None if part is None else part.line(*given)
+    if text is not None:
+        yield label, text
+
+
 def _documents(report: "PackingReport") -> Lines:
-    if report.turns is not None:
-        yield "conversations", report.turns.line()
+    yield from _line("conversations", report.turns)
     text = "a stream of unknown length; packed in arrival order, read again from its start at its end"
     if report.num_rows is not None:
         packs = "" if report.num_packs is None else f" -> {report.num_packs:,} packs ({report.strategy})"
         text = f"{report.num_documents:,} of {report.num_rows:,} rows, {report.num_tokens:,} tokens{packs}"
     yield "documents", text
-    if report.trained is not None:
-        yield "trained tokens", report.trained.line(report.num_trained_tokens, report.num_tokens)
-    if report.images is not None:
-        yield "images", report.images.line()
-    if report.lengths is not None:
-        yield "lengths", report.lengths.line()
+    yield from _line("trained tokens", report.trained, report.num_trained_tokens, report.num_tokens)
+    yield from _line("images", report.images)
+    yield from _line("lengths", report.lengths)
 
 
 def _packs(report: "PackingReport") -> Lines:
-    size = f"{report.capacity:,} tokens (batch size {report.batch_size} x max_length {report.max_length:,})"
-    if report.shared is not None:
-        size = (
-            f"{report.shared.tokens_per_rank:,} tokens at most on each rank (tokens_per_rank); a document of "
-            f"max_length {report.max_length:,} needs {report.shared.smallest_degree} ranks"
-        )
+    size = report.groups.size(report)
     if report.num_rows is None:
         yield "micro-batch", size
-        degree = 1 if report.shared is None else report.shared.smallest_degree
-        yield (
-            "steps",
-            f"{report.num_steps:,} (max_steps), packs in each: {report.accumulation * report.world_size // degree} "
-            f"(accumulation {report.accumulation}, ranks {report.world_size})",
-        )
+        num = report.accumulation * report.world_size // report.groups.smallest_degree
+        of_run = f"accumulation {report.accumulation}, ranks {report.world_size}"
+        yield "steps", f"{report.num_steps:,} (max_steps), packs in each: {num} ({of_run})"
         if report.num_packs:
-            if report.shared is not None:
-                yield "sequence parallelism", report.shared.line()
+            yield from _line("sequence parallelism", report.shared)
             read = report.ledger.given
             yield "read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)"
             tokens = f"{report.num_tokens:,} tokens ({report.num_trained_tokens:,} trained)"
@@ -69,24 +59,33 @@ def _packs(report: "PackingReport") -> Lines:
         f"{report.accumulation}, ranks {report.world_size}); unpacked: {-(-report.num_documents // documents):,} of "
         f"{documents:,}",
     )
-    if (text := prefixes_text(report)) is not None:
-        yield "common prefixes", text
+    yield from _line("common prefixes", report.prefixes, report)
     yield "against unpacked", _unpacked_text(report)
     if report.unpacked_loss != 1:
         yield (
             "unpacked loss",
             f"{report.unpacked_loss:.3f} of the packed one, and its gradients: TRL also divides by first labels",
         )
-    if report.shared is not None:
-        yield "sequence parallelism", report.shared.line()
-        exchange = f"{report.shared.exchange_share:.1%} of it in the exchange"
-        yield "modelled time", f"{exchange}, imbalance {report.imbalance:.3f}"
-    elif report.world_size > 1:
-        text, images = f"{report.imbalance:.3f} modelled (1 is perfect)", report.images
-        if images is not None and images.tower_imbalance is not None:
-            text += f"; of the language model alone {images.language_imbalance:.3f}"
-            text += f", of the vision tower alone {images.tower_imbalance:.3f}"
-        yield "imbalance", text
+    yield from report.groups.lines(report)
+
+
+def _unpacked_text(report: "PackingReport") -> str:
+    """What to set instead of the unpacked run's. The learning rate is scaled by the square root, for Adam."""
+    if STRATEGIES[report.strategy].keeps_steps:
+        same = "the same steps" if report.unpacked_loss == 1 else "the same steps but for the loss"
+        return f"{same}: no setting has to change"
+    assert report.documents_per_step is not None  # it is known for a table
+    documents = report.unpacked_documents
+    ratio = report.documents_per_step / documents
+    if ratio < 1.1:  # a learning rate 1.05 times as high
+        return f"about {documents:,} documents per step, too: no setting has to change"
+    independent, families, instead = ratio, "", report.groups.instead
+    if report.prefixes is not None and report.prefixes.families_per_step is not None:
+        per_step = report.prefixes.families_per_step
+        independent, instead = per_step / documents, '; or share_prefixes="pack"'
+        families = f"{per_step:,.1f} families per step (unpacked: {documents:,} documents): "
+    rate = f"learning_rate x {independent**0.5:.1f}" if independent > 1.1 else "keep learning_rate"
+    return f"{families}{rate}, settings in steps / {ratio:.1f}{instead}"
 
 
 def _cuts(report: "PackingReport") -> Lines:
@@ -124,70 +123,3 @@ def _model(report: "PackingReport") -> Lines:
 
 
 LINES = (_documents, _packs, _cuts, _model)
-
-
-def prefixes_text(report: "PackingReport") -> str | None:
-    """What common prefixes save, and how many independent families a step has; None if nothing is worth a line."""
-    prefixes = report.prefixes
-    if prefixes is None:
-        return None
-    if prefixes.refused is not None:
-        return f"not shared: {prefixes.refused}"
-    sample = "" if prefixes.num_packs is None else f" (estimated from {prefixes.num_packs} packs)"
-    if prefixes.images is not None:
-        return f"{prefixes.rows:.2f} of the tokens and {prefixes.images:.2f} of the images are computed{sample}"
-    if prefixes.rows is None:
-        return "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
-    documents = prefixes.num_documents or report.num_documents
-    families = f"{documents:,} documents in {prefixes.num_families:,} families"
-    if prefixes.setting == "family":
-        return _families_text(report, prefixes, families)
-    in_families = ""
-    if prefixes.in_families is not None and prefixes.in_families < WORTH_SHARING:
-        neighbours = "" if prefixes.num_documents is None else ", neighbours in the table, as an estimate"
-        in_families = f'"family" {prefixes.in_families:.2f} ({families}{neighbours})'
-    if prefixes.setting == "pack":
-        text = f"{prefixes.rows:.2f} of the tokens are computed{sample}"
-        return text + (f"; with share_prefixes={in_families}" if in_families else "")
-    assert prefixes.in_packs is not None
-    would = [f'"pack" {prefixes.in_packs:.2f} of the tokens{sample}'] if prefixes.in_packs < WORTH_SHARING else []
-    would += [in_families] if in_families else []
-    return f"not shared; share_prefixes would compute: {', '.join(would)}" if would else None
-
-
-def _families_text(report: "PackingReport", prefixes: PrefixSavings, families: str) -> str:
-    assert prefixes.families_per_step is not None
-    text = (
-        f"{prefixes.rows:.2f} of the tokens are computed, {families}; an optimizer step has about "
-        f"{prefixes.families_per_step:,.1f} of them"
-    )
-    wanted = report.unpacked_documents
-    if prefixes.families_per_step < wanted:
-        settings = "gradient_accumulation_steps"
-        settings += " or per_device_train_batch_size" if report.shared is None else ""
-        text += (
-            f", and unpacked {wanted:,} documents: for as many independent ones, raise {settings} "
-            f"{wanted / prefixes.families_per_step:.1f} times"
-        )
-    return text
-
-
-def _unpacked_text(report: "PackingReport") -> str:
-    """What to set instead of the unpacked run's. The learning rate is scaled by the square root, for Adam."""
-    if STRATEGIES[report.strategy].keeps_steps:
-        same = "the same steps" if report.unpacked_loss == 1 else "the same steps but for the loss"
-        return f"{same}: no setting has to change"
-    assert report.documents_per_step is not None  # it is known for a table
-    documents = report.unpacked_documents
-    ratio = report.documents_per_step / documents
-    if ratio < 1.1:  # a learning rate 1.05 times as high
-        return f"about {documents:,} documents per step, too: no setting has to change"
-    prefixes, independent, families, instead = report.prefixes, ratio, "", ""
-    if prefixes is not None and prefixes.families_per_step is not None:
-        independent = prefixes.families_per_step / documents
-        families = f"{prefixes.families_per_step:,.1f} families per step (unpacked: {documents:,} documents): "
-        instead = '; or share_prefixes="pack"'
-    elif report.shared is None:  # `minibatch` plans by documents, so ranks cannot share its packs
-        instead = '; or packing_strategy="minibatch"'
-    rate = f"learning_rate x {independent**0.5:.1f}" if independent > 1.1 else "keep learning_rate"
-    return f"{families}{rate}, settings in steps / {ratio:.1f}{instead}"

@@ -15,6 +15,7 @@ from ..data.epochs import EpochPlanner
 from ..data.loaders import DocumentDataset
 from ..data.prefix_collator import PrefixCollator
 from ..data.reader import Rows
+from ..layout import LAYOUT
 
 NUM_PACKS = 8
 REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # a special token several times: the tokens of an image
@@ -91,10 +92,16 @@ class ShownPack:
             values |= {"cu_seq_lens_k": self.cu_seq_lens_k}
             for shown, document in zip(documents, self.documents, strict=True):
                 shown["shared_tokens"] = document.shared
-        return values | ({"ranks": self.ranks()} if self.degree > 1 else {})
+        ranks = self.ranks()
+        return values | {"ranks": ranks} if ranks else values
 
     def ranks(self) -> list[dict[str, Any]]:
-        """Which rows of the pack, and runs of which of its documents, each rank holds; the last may have padding."""
+        """Which rows of the pack, and runs of which of its documents, each rank holds; the last may have padding.
+
+        Empty for a pack of one rank.
+        """
+        if self.degree == 1:
+            return []
         starts, ends = np.array(self.cu_seq_lens[:-1]), np.array(self.cu_seq_lens[1:])
         of_runs = np.array([i for i, document in enumerate(self.documents) if document.num_rows])
         size = -(-self.cu_seq_lens[-1] // self.degree)
@@ -124,13 +131,12 @@ def _read_pack(planner: EpochPlanner, reader: Rows, slot: int) -> ShownPack:
     packing, schedule, documents = planner.packing, planner.schedule(0), planner.documents
     chosen = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]]
     read = DocumentDataset(reader, documents).__getitems__(chosen.tolist())
-    shared, prefixes = [0] * len(read), PrefixCollator(compare=reader.compare)
-    bounds, keys = [], None
-    if packing.share_prefixes != "off" and any((found := prefixes.order(read))[1]):
-        order, shared = found
-        chosen, read = chosen[order], [read[i] for i in order]
-        runs = prefixes(read)
-        bounds, keys = (runs[f"cu_seq_lens_{name}"].tolist() for name in "qk")
+    prefixes = PrefixCollator(shares=packing.share_prefixes != "off", compare=reader.compare)
+    trained, keys, shared = prefixes(read), None, [0] * len(read)
+    if LAYOUT in trained:
+        order, shared = prefixes.order(read)
+        chosen, read, keys = chosen[order], [read[i] for i in order], trained["cu_seq_lens_k"].tolist()
+    # Each document whole, as the picture and the text show it
     batch = PackedDataCollator()([{name: row[name] for name in READ if name in row} for row in read])
     tokens, labels, positions = (batch[name][0].numpy() for name in ("input_ids", "labels", "position_ids"))
     whole = batch["cu_seq_lens_q"].tolist()
@@ -153,8 +159,8 @@ def _read_pack(planner: EpochPlanner, reader: Rows, slot: int) -> ShownPack:
     place = f"step {step}" + (f".{micro}" if packing.accumulation > 1 else "")
     if packing.world_size > 1:
         place += f", rank {rank}" if degree == 1 else f", ranks {rank}-{rank + degree - 1}"
-    capacity = packing.capacity if packing.parallel is None else degree * packing.parallel.tokens_per_rank
-    return ShownPack(place, capacity, bounds or whole, shown, rank, degree, keys)
+    capacity = degree * packing.parallel.tokens_per_rank
+    return ShownPack(place, capacity, trained["cu_seq_lens_q"].tolist(), shown, rank, degree, keys)
 
 
 def _runs(trained: np.ndarray) -> list[Run]:
@@ -176,7 +182,7 @@ def pack_text(
         if starts:
             more = " ..." if len(starts) > num_documents + 1 else ""
             text.append(f"{name} {' '.join(map(str, starts[: num_documents + 1]))}{more}\n")
-    for held in pack.ranks() if pack.degree > 1 else ():
+    for held in pack.ranks():
         (first, end), numbers = held["tokens"], held["documents"]
         which = " to ".join(f"[{number}]" for number in dict.fromkeys((*numbers[:1], *numbers[-1:]))) or "padding"
         text.append(f"rank {held['rank']}: tokens {first:,}-{end - 1:,}, {which}\n")

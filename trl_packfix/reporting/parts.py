@@ -1,6 +1,8 @@
 """The parts of a report that only some runs have, and the lengths: how each is counted, and its line."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,11 +11,34 @@ from ..data.stream import PackedStream
 from ..data.stream_state import StreamCounts
 from ..planning.arrays import Int64Array
 from ..planning.degrees import modelled_time
-from ..planning.parallel import SequenceParallel
 from ..planning.schedule import Schedule, imbalance
+
+if TYPE_CHECKING:
+    from .report import PackingReport
 
 NUM_BINS = 24
 SHADES = " .:-=+*#%@"  # ASCII, for any terminal and log file
+Lines = Iterator[tuple[str, str]]  # label and text
+
+
+@dataclass(frozen=True)
+class OwnPacks:
+    """What a report says of ranks that share no pack."""
+
+    smallest_degree = 1
+    instead = '; or packing_strategy="minibatch"'  # of other settings than those of the unpacked run
+    enlarges_steps = "gradient_accumulation_steps or per_device_train_batch_size"
+
+    def size(self, report: "PackingReport") -> str:
+        return f"{report.capacity:,} tokens (batch size {report.batch_size} x max_length {report.max_length:,})"
+
+    def axis(self, report: "PackingReport") -> str:
+        return f"tokens (capacity {report.capacity:,})"
+
+    def lines(self, report: "PackingReport") -> Lines:
+        if report.world_size > 1:
+            of_images = "" if report.images is None else report.images.imbalances
+            yield "imbalance", f"{report.imbalance:.3f} modelled (1 is perfect){of_images}"
 
 
 @dataclass(frozen=True)
@@ -26,10 +51,15 @@ class SharedPacks:
     exchange_share: float | None = None  # of the time; this and the next are not known for a stream
     largest_part: int | None = None  # tokens of a pack on one rank
 
+    instead = ""  # `minibatch` plans by documents, so ranks cannot share its packs
+    enlarges_steps = "gradient_accumulation_steps"
+
     @classmethod
-    def of_table(cls, planner: EpochPlanner, parallel: SequenceParallel, schedule: Schedule) -> "SharedPacks":
-        """Of the first epoch, whose units have this schedule."""
-        units = planner.units()
+    def of_table(cls, planner: EpochPlanner, schedule: Schedule) -> "SharedPacks | None":
+        """Of the first epoch, whose units have this schedule; None without sequence parallelism."""
+        if planner.packing.tokens_per_rank is None:
+            return None
+        units, parallel = planner.units(), planner.packing.parallel
         seconds, exchange = modelled_time(schedule, units, parallel)
         total = np.concatenate([[0], np.cumsum(units.rows[schedule.order])])
         packs = np.diff(total[schedule.offsets]).reshape(-1, planner.packing.world_size)
@@ -42,6 +72,12 @@ class SharedPacks:
             largest_part=int((-(-packs // schedule.degrees[:, None])).max()),
         )
 
+    @classmethod
+    def of_stream(cls, stream: PackedStream, micro_steps: dict[int, int]) -> "SharedPacks | None":
+        """Of so many micro-steps by degree; None without sequence parallelism."""
+        tokens_per_rank = stream.packing.tokens_per_rank
+        return None if tokens_per_rank is None else cls(tokens_per_rank, stream.packing.parallel.smallest, micro_steps)
+
     @property
     def histogram(self) -> str:
         """
@@ -53,6 +89,19 @@ class SharedPacks:
     def line(self) -> str:
         largest = "" if self.largest_part is None else f"; the largest part of a rank has {self.largest_part:,} tokens"
         return f"micro-steps by degree (ranks that share a pack): {self.histogram}{largest}"
+
+    def size(self, report: "PackingReport") -> str:
+        return (
+            f"{self.tokens_per_rank:,} tokens at most on each rank (tokens_per_rank); a document of max_length "
+            f"{report.max_length:,} needs {self.smallest_degree} ranks"
+        )
+
+    def axis(self, report: "PackingReport") -> str:
+        return f"tokens ({self.tokens_per_rank:,} per rank; thick lines end the part of a rank)"
+
+    def lines(self, report: "PackingReport") -> Lines:
+        yield "sequence parallelism", self.line()
+        yield "modelled time", f"{self.exchange_share:.1%} of it in the exchange, imbalance {report.imbalance:.3f}"
 
 
 @dataclass(frozen=True)
@@ -78,7 +127,7 @@ class ImageNumbers:
         total = np.concatenate([[0], np.cumsum(counts[schedule.order])])
         packs = np.diff(total[schedule.offsets])[np.diff(schedule.offsets) > 0]
         images = cls(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))
-        if costs is None or not costs.any():
+        if not costs.any():
             return images
         packing, language = planner.packing, planner.packing.cost_model(planner.documents.lengths)
         return replace(
@@ -102,6 +151,14 @@ class ImageNumbers:
             tower_share=counts.tower_flops / flops if counts.tower_flops else None,
             most_waiting=(stream.packing.buffer_size, stream.most_bytes),
         )
+
+    @property
+    def imbalances(self) -> str:
+        """Those of the two models, behind the imbalance of their sum; "" if the cost of the tower is not known."""
+        if self.tower_imbalance is None:
+            return ""
+        tower = f"of the vision tower alone {self.tower_imbalance:.3f}"
+        return f"; of the language model alone {self.language_imbalance:.3f}, {tower}"
 
     def line(self) -> str:
         tower = "cost not known, so not balanced"

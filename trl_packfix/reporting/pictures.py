@@ -92,15 +92,13 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
         axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
         rest = [(start, pack.capacity - start)]
         axes.broken_barh(rest, (y - 0.4, 0.8), hatch="////", **EMPTY)
-        for held in pack.ranks() if pack.degree > 1 else ():
+        for held in pack.ranks():
             first, end = held["tokens"]
             axes.vlines(end, y - 0.48, y + 0.48, color=INK, linewidth=1.8)
             if end - first > 2 * MIN_LABELLED * widest:
                 rank = f"rank {held['rank']}"
                 axes.text((first + end) / 2, y + 0.5, rank, ha="center", va="center", fontsize=6, color=INK)
-    tokens = f"tokens (capacity {report.capacity:,})"
-    if report.shared is not None:
-        tokens = f"tokens ({report.shared.tokens_per_rank:,} per rank; thick lines end the part of a rank)"
+    tokens = report.groups.axis(report)
     if any(pack.cu_seq_lens_k for pack in sample.packs):
         tokens = f"computed tokens (capacity {report.capacity:,}); what documents share is drawn once"
     axes.set(xlim=(0, widest * 1.002), ylim=(len(sample.packs) - 0.4, -1.15), xlabel=tokens)

@@ -19,7 +19,7 @@ from ..samples.row import Trained, TurnCounts
 from .columns import COLUMNS
 from .lines import lines_of
 from .packs import ShownPack
-from .parts import ImageNumbers, LengthHistogram, SharedPacks
+from .parts import ImageNumbers, LengthHistogram, OwnPacks, SharedPacks
 from .pictures import plot_report
 from .savings import PrefixSavings
 
@@ -109,6 +109,11 @@ class PackingReport:
     first_step: str | None = None
     experimental: tuple[str, ...] = ()
     sample: PlanSample | None = field(default=None, repr=False)
+
+    @property
+    def groups(self) -> SharedPacks | OwnPacks:
+        """What is said of the ranks that hold a pack."""
+        return self.shared or OwnPacks()
 
     @property
     def shared_prefixes(self) -> PrefixSavings | None:

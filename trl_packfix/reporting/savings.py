@@ -6,6 +6,7 @@ it computes. With images "pack" is estimated from fewer packs, whose images are 
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +20,13 @@ from ..layout import layout_of
 from ..planning.arrays import Int64Array
 from ..planning.families import Pieces, SharePrefixes, TokenOrder, shared_by_neighbours
 
+if TYPE_CHECKING:
+    from .report import PackingReport
+
 NUM_IMAGE_PACKS = 4
 NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves
 NUM_STRETCHES, STRETCH = 32, 256  # of neighbours in the table, in documents, to estimate what "family" saves
+WORTH_SHARING = 0.95  # share of the tokens; the report names a setting that would compute less
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,35 @@ class PrefixSavings:
     num_families: int | None = None  # of these documents
     families_per_step: float | None = None  # mean, with "family"
     refused: str | None = None  # why documents are packed whole although the setting is "pack"
+
+    def line(self, report: "PackingReport") -> str | None:
+        """What is saved, and how many independent families a step has; None if nothing is worth a line."""
+        if self.refused is not None:
+            return f"not shared: {self.refused}"
+        sample = "" if self.num_packs is None else f" (estimated from {self.num_packs} packs)"
+        if self.images is not None:
+            return f"{self.rows:.2f} of the tokens and {self.images:.2f} of the images are computed{sample}"
+        if self.rows is None:
+            return "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
+        families = f"{self.num_documents or report.num_documents:,} documents in {self.num_families:,} families"
+        computed, per_step, wanted = f"{self.rows:.2f} of the tokens are computed", self.families_per_step, ""
+        if per_step is not None:
+            if per_step < (documents := report.unpacked_documents):
+                wanted = (
+                    f", and unpacked {documents:,} documents: for as many independent ones, raise "
+                    f"{report.groups.enlarges_steps} {documents / per_step:.1f} times"
+                )
+            return f"{computed}, {families}; an optimizer step has about {per_step:,.1f} of them{wanted}"
+        would = []
+        if self.in_families is not None and self.in_families < WORTH_SHARING:
+            neighbours = "" if self.num_documents is None else ", neighbours in the table, as an estimate"
+            would = [f'"family" {self.in_families:.2f} ({families}{neighbours})']
+        if self.setting == "pack":
+            return "; with share_prefixes=".join([f"{computed}{sample}", *would])
+        assert self.in_packs is not None
+        if self.in_packs < WORTH_SHARING:
+            would.insert(0, f'"pack" {self.in_packs:.2f} of the tokens{sample}')
+        return f"not shared; share_prefixes would compute: {', '.join(would)}" if would else None
 
 
 def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
@@ -100,8 +134,7 @@ def estimated_savings(planner: EpochPlanner, reader: Rows) -> PrefixSavings | No
 
 def _estimated_with_images(planner: EpochPlanner, reader: ImageRows) -> PrefixSavings:
     schedule, documents, collate = planner.schedule(0), planner.documents, PrefixCollator(compare=reader.compare)
-    image_costs = np.zeros(len(documents)) if planner.image_costs is None else planner.image_costs
-    filled = _some_packs(schedule.offsets, NUM_IMAGE_PACKS)
+    image_costs, filled = planner.image_costs, _some_packs(schedule.offsets, NUM_IMAGE_PACKS)
     totals, computed = np.zeros(3), np.zeros(3)  # rows, FLOPs, images
     for i in filled.tolist():
         pack = schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]

@@ -185,7 +185,7 @@ class TrainingData(Part):
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """How many ranks may share a pack in training; () without sequence parallelism."""
+        """How many ranks may share a pack in training; () without packing."""
         packs = self.planner or self.stream
         return () if packs is None else packs.packing.degrees
 
