@@ -228,6 +228,7 @@ NOT_POSSIBLE = {  # words -> the message
     "a.txt --max-length 8 --strategy wrapped --overlong drop": "splits long documents",
     "a.txt --max-length 8 --overlong raise": "refuses such documents",
     "a.txt --model model --max-length 9999": "has 4096 positions",
+    "a.txt --share-prefixes pack": "`--share-prefixes pack` was given with the lengths of 3 documents",
     "bad.txt": "as a file of lengths",
     "rows.xml": "Files named .xml are not supported",
     "": "without DATA and without `--memory`",

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planners import make_epochs, of_units
 from support.prefixes import forest
-from support.runs import trainer, weights
+from support.runs import trainer
 
 from trl_packfix.cli import main
 from trl_packfix.data import epochs
@@ -449,25 +449,7 @@ def test_a_restart_with_families_is_refused_and_one_with_other_packs_is_said(cap
     assert "`share_prefixes` was 'off' and is 'pack'" in caplog.text
 
 
-# Training
-
-SGD = {
-    "optim": "sgd",
-    "learning_rate": 0.2,
-    "lr_scheduler_type": "constant",
-    "max_length": 96,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "weight_column": "share",
-}
-
-
-def run_of(folder, **settings):
-    return trainer(folder, forest(), **SGD | settings)
-
-
-def logged(found, name):
-    return [entry[name] for entry in found.state.log_history if name in entry]
+# Training and the command line
 
 
 @pytest.mark.parametrize("name", ["off", "pack"])
@@ -475,128 +457,90 @@ def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monke
     """What `plan` estimates by sorting documents is measured in training."""
     read: list[int] = []
     monkeypatch.setattr(TokenReader, "read_block", lambda self, *args, **kwargs: read.append(1))
-    found = run_of(tmp_path, share_prefixes=name, max_steps=2)
+    settings = {"max_length": 96, "per_device_train_batch_size": 4, "max_steps": 2}
+    found = trainer(tmp_path, forest(), share_prefixes=name, **settings)
     found.train()
+    shares = [entry["computed_share"] for entry in found.state.log_history if "computed_share" in entry]
     assert not read and "packing/computed_share" not in str(found.state.log_history)
-    text = line(found.packing_report)
     if name == "off":
-        assert text is None and not logged(found, "computed_share")
+        assert line(found.packing_report) is None and not shares
     else:
-        assert (
-            text == "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
-        )
-        assert max(logged(found, "computed_share")) < 0.85
+        said = "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
+        assert line(found.packing_report) == said and max(shares) < 0.85
     with pytest.raises(TypeError):  # the guard: an estimate reads them
         savings.estimated_savings(found.data.planner, found.data.reader)
     assert read
 
 
-def test_a_run_in_families_goes_on_exactly(tmp_path):
-    settings = {"share_prefixes": "family", "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 5}
-    settings |= {"per_device_train_batch_size": 1, "max_length": 96}
-    whole = run_of(tmp_path, **settings)
-    whole.train()
-    per_epoch = whole.state.max_steps // 2
-    assert per_epoch > 4 and per_epoch % 5 and np.mean(logged(whole, "computed_share")) < 0.85
-    planner = whole.data.planner
-    assert sorted(planner.schedule(1).order.tolist()) == list(range(40))
-    again = run_of(tmp_path, **settings)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-    assert torch.equal(weights(again), weights(whole))
-
-
-# The command line
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("families")
-    forest().select_columns(["input_ids", "labels"]).save_to_disk(path / "forest")
-    (path / "lengths.txt").write_text("10 20 30")
-    return path
-
-
-FLAGS = ["--max-length", "96", "--batch-size", "4", "--world-size", "2", "--strategy", "stream"]
-
-
-def test_plan_forecasts_what_sharing_computes(folder, capsys):
-    plans = {}
+def test_plan_forecasts_what_sharing_computes(tmp_path, capsys):
+    forest().select_columns(["input_ids", "labels"]).save_to_disk(tmp_path)
+    words, plans = (
+        ["plan", str(tmp_path), *"--max-length 96 --batch-size 4 --world-size 2 --strategy stream".split()],
+        {},
+    )
     for name in ("off", "pack", "family"):
-        assert main(["plan", str(folder / "forest"), *FLAGS, "--share_prefixes", name, "--json"]) == 0
+        assert main([*words, "--share_prefixes", name, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         (plans[name],) = found["plans"]
         assert "Common prefixes: " in found["reasons"][-1]
     shares = {name: plan["prefixes"]["rows"] for name, plan in plans.items()}
     assert shares["off"] == 1 > shares["pack"] > shares["family"] + 0.05
-    assert plans["off"]["prefixes"]["in_packs"] == shares["pack"]
     assert plans["pack"]["num_packs"] == plans["off"]["num_packs"] > plans["family"]["num_packs"]
     for name in ("pack", "family"):
         assert plans[name]["flops"] == pytest.approx(plans["off"]["flops"] * plans[name]["prefixes"]["flops"])
         assert plans[name]["prefixes"]["flops"] == pytest.approx(shares[name], abs=0.01)
-    assert main(["plan", str(folder / "forest"), *FLAGS, "--share-prefixes", "family"]) == 0
+    assert main([*words, "--share-prefixes", "family"]) == 0
     (row,) = (line for line in capsys.readouterr().out.splitlines() if " stream " in line)
     steps = plans["family"]["prefixes"]["families_per_step"]
     assert row.split()[-3:-1] == [f"{shares['family']:.2f}", f"{steps:,.1f}"]
 
 
-@pytest.mark.parametrize("command", ["plan", "show"])
-def test_lengths_alone_do_not_say_what_is_shared(command, folder, capsys):
-    assert main([command, str(folder / "lengths.txt"), "--share-prefixes", "pack"]) == 2
-    assert "`--share-prefixes pack` was given with the lengths of 3 documents" in capsys.readouterr().err
-
-
-def shown(capsys, table, *words):
-    """Packs of `trl-packfix show` as JSON, each with the batch of its documents."""
-    capsys.readouterr()
-    assert main(["show", str(table), *words, "--json"]) == 0
-    reader = TokenReader(load_from_disk(table))
-    for pack in json.loads(capsys.readouterr().out):
-        spans = [(each["row"], each["start"], each["stop"]) for each in pack["documents"]]
-        yield pack, PrefixCollator()([reader.read(*span) for span in spans])
-
-
+@pytest.mark.parametrize("ranks", ["--batch-size 2", "--tokens-per-rank 64 --world-size 4"])
 @pytest.mark.parametrize("name", ["pack", "family"])
-def test_show_draws_shared_beginnings_once(name, folder, capsys, tmp_path):
-    words = [*FLAGS[:4], "--share-prefixes", name]
-    packs = list(shown(capsys, folder / "forest", *words, "--packs", "2"))
-    assert max(each["shared_tokens"] for pack, _ in packs for each in pack["documents"]) >= 16
-    for pack, batch in packs:
-        layout, rows = batch[LAYOUT], np.array([each["shared_tokens"] for each in pack["documents"]])
-        own = layout.lengths - torch.tensor(rows)
-        assert ((own == layout.lengths - layout.shared) | (own == 1)).all()  # a last row of its own is not computed
-        assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist() != pack["cu_seq_lens_k"]
-        assert pack["cu_seq_lens_k"] == batch["cu_seq_lens_k"].tolist()
-        tokens = [sum((part["input_ids"] for part in each["parts"]), []) for each in pack["documents"]]
-        for before, after, count in zip(tokens, tokens[1:], rows[1:], strict=False):
-            assert before[:count] == after[:count]
-    words = ["show", str(folder / "forest"), *words]
-    assert main([*words, "--packs", "1", "--tokens", "1000", "--plot", str(tmp_path / "packs.png")]) == 0
-    documents = enumerate(packs[0][0]["documents"])
-    number, count = next((i, each["shared_tokens"]) for i, each in documents if each["shared_tokens"])
-    text = f"the first {count} tokens shared with [{number - 1}]\n    [... {count} shared ...] "
-    assert text in capsys.readouterr().out and (tmp_path / "packs.png").exists()
-
-
-def test_show_knows_shared_beginnings_on_several_ranks(capsys, tmp_path):
+def test_show_draws_shared_beginnings_once(name, ranks, capsys, tmp_path):
     stem = list(range(5, 80))
     alike = [stem] * 12  # where two meet, the last row of one is not computed
     documents = [*alike, *([*stem[:60], *range(100 + i, 115 + i)] for i in range(12))]
-    Dataset.from_dict({"input_ids": documents}).save_to_disk(tmp_path / "table")
-    words = ["--max-length", "256", "--tokens-per-rank", "64", "--world-size", "4", "--strategy", "bfd"]
-    num_without_rows = 0
-    for name in ("pack", "family"):
-        packs = list(shown(capsys, tmp_path / "table", *words, "--share-prefixes", name))
-        packs = [(pack, batch) for pack, batch in packs if "ranks" in pack and LAYOUT in batch]
-        assert packs
-        for pack, batch in packs:
-            has_rows = (batch[LAYOUT].lengths > batch[LAYOUT].shared).numpy()
-            num_without_rows += (~has_rows).sum()
-            assert pack["ranks"][-1]["tokens"][1] == batch["input_ids"].shape[1] < batch[LAYOUT].lengths.sum()
-            for rank in pack["ranks"]:
-                first, stop = rank["tokens"]
-                runs = batch["seq_idx"][0, first:stop].unique().numpy()
-                assert stop - first <= 64 and rank["documents"] == np.flatnonzero(has_rows)[runs].tolist()
+    Dataset.from_dict({"input_ids": documents}).save_to_disk(tmp_path)
+    words = [
+        "show",
+        str(tmp_path),
+        "--max-length",
+        "256",
+        "--strategy",
+        "bfd",
+        "--share-prefixes",
+        name,
+        *ranks.split(),
+    ]
+    assert main([*words, "--packs", "99", "--json"]) == 0
+    packs, reader, num_without_rows = json.loads(capsys.readouterr().out), TokenReader(load_from_disk(tmp_path)), 0
+    assert any(pack.get("cu_seq_lens_k", pack["cu_seq_lens"]) != pack["cu_seq_lens"] for pack in packs)
+    for pack in packs:
+        spans = [(each["row"], each["start"], each["stop"]) for each in pack["documents"]]
+        batch = PrefixCollator()([reader.read(*span) for span in spans])
+        if LAYOUT not in batch:
+            continue
+        assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist()
+        assert pack["cu_seq_lens_k"] == batch["cu_seq_lens_k"].tolist()
+        layout, shared = batch[LAYOUT], [each["shared_tokens"] for each in pack["documents"]]
+        own, rows = layout.lengths - torch.tensor(shared), layout.lengths - layout.shared
+        assert ((own == rows) | (own == 1)).all() and max(shared) >= 16  # a last row of its own is not computed
+        num_without_rows += int((rows == 0).sum())
+        tokens = [sum((part["input_ids"] for part in each["parts"]), []) for each in pack["documents"]]
+        for before, after, count in zip(tokens, tokens[1:], shared[1:], strict=False):
+            assert before[:count] == after[:count]
+        assert ("ranks" in pack) == ("tokens-per-rank" in ranks)
+        for rank in pack.get("ranks", []):
+            first, stop = rank["tokens"]
+            runs = batch["seq_idx"][0, first:stop].unique().numpy()
+            assert stop - first <= 64 and rank["documents"] == np.flatnonzero(rows)[runs].tolist()
+        assert pack["cu_seq_lens"][-1] == batch["input_ids"].shape[1] < layout.lengths.sum()
     assert num_without_rows, "every document has a row, so runs and documents have the same numbers"
+    assert main([*words, "--packs", "1", "--tokens", "1000"]) == 0
+    number, count = next((i, n) for i, n in enumerate(each["shared_tokens"] for each in packs[0]["documents"]) if n)
+    text = f"the first {count} tokens shared with [{number - 1}]\n    [... {count} shared ...] "
+    assert text in capsys.readouterr().out
 
 
 def test_the_picture_of_a_pack_covers_the_rows_that_each_document_sees():
