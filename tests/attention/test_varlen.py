@@ -156,7 +156,9 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"sinks": True}, {"window": 128}, {"window": 1024, "sinks": True}, {"softcap": 30.0}], ids=str
+    "options",
+    [{}, {"sinks": True}, {"window": 128}, {"window": 1024, "sinks": True}, {"softcap": 30.0}, {"dropout": 0.1}],
+    ids=str,
 )
 @pytest.mark.parametrize("lengths", [[2048], [1500, 48, 500]], ids=["one document", "three documents"])
 def test_no_tensor_of_size_t_squared(lengths, options):

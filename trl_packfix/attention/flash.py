@@ -269,29 +269,27 @@ class CudaKernel:
     scale: float
     is_causal: bool = True
 
-    def _options(self) -> dict[str, Any]:
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Boundaries, dropout and whether the call is causal; and the options."""
         left = -1 if self.window is None else self.window - 1  # keys to the left, without the query's own
-        return {"scale": self.scale, "window_size_left": left, "window_size_right": 0 if self.is_causal else -1}
+        options = {"scale": self.scale, "window_size_left": left, "window_size_right": 0 if self.is_causal else -1}
+        return (*self.cu_seq_lens, *self.max_lengths, 0.0, self.is_causal and self.window is None), options
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
-        is_causal = self.is_causal and self.window is None
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *self.cu_seq_lens, *self.max_lengths, 0.0, is_causal, False, **self._options()
-        )
+        given, options = self._arguments()
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *given, False, **options)
         assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}, not (H, T)"
         return out.transpose(0, 1)[None], lse[None]
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> Any:
         g, q, k, v, o = (x[0].transpose(0, 1) for x in (grad, query, key, value, out))
-        is_causal = self.is_causal and self.window is None
+        given, options = self._arguments()
         # without dropout the kernel reads no generator state
         state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        bounds = (*self.cu_seq_lens, *self.max_lengths)
         grads = torch.ops.aten._flash_attention_backward(
-            g.contiguous(), q, k, v, o.contiguous(), lse[0].contiguous(), *bounds, 0.0, is_causal, state, unused,
-            **self._options(),
-        )  # fmt: skip
+            g.contiguous(), q, k, v, o.contiguous(), lse[0].contiguous(), *given, state, unused, **options
+        )
         return tuple(x.transpose(0, 1)[None] for x in grads)
 
 

@@ -1,11 +1,10 @@
 """Causal attention over N documents laid end to end: the computation only, independent of models.
 
     device  features                                     how
-    CPU     plain causal, dropout                        F.scaled_dot_product_attention, document by document
-    CPU     sliding window, sinks                        the flash kernel used by it, on tiles of queries
-    CPU     softcap; dropout with a window or sinks      plain torch on tiles of queries, recomputed in backward
-    CUDA    sliding window, sinks                        FlashAttention-2 as built into torch, all documents at once
-    other   all of them                                  documents of similar length as rows of one batch
+    CPU     sliding window, sinks     the flash kernel of F.scaled_dot_product_attention, windows on tiles of queries
+    CPU     softcap, dropout          plain torch on tiles of queries, recomputed in backward
+    CUDA    sliding window, sinks     FlashAttention-2 as built into torch, all documents at once
+    other   all of them               documents of similar length as rows of one batch
 
 The last row is for devices and features without a flash kernel: F.scaled_dot_product_attention, which chooses the best
 kernel of the device, or plain torch on tiles of queries for sinks and softcap.
@@ -55,28 +54,16 @@ class Features(Options, total=False):
 @torch.compiler.disable
 def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], **options: Unpack[Features]) -> Tensor:
     """Causal attention within each document (`lengths`, in tokens, sum T)."""
-    window, sinks = only_if_shorter(options.get("window"), max(lengths)), options.get("sinks")
-    scale, dropout, softcap = options["scale"], options.get("dropout", 0.0), options.get("softcap")
-    is_plain = window is None and sinks is None
-    if softcap is None and not is_plain and not dropout:
+    if options.get("softcap") is None and not options.get("dropout"):
         documents = [slice(*bounds) for bounds in pairwise(accumulate(lengths, initial=0))]
         runs = [Run(document, document) for document in documents]
+        scale, window, sinks = options["scale"], options.get("window"), options.get("sinks")
         return flash_on_cpu(query, key, value, runs, None, scale=scale, window=window, sinks=sinks)
-    # flash needs one head dim: padding with zeros changes no logit, and the padded values are cut off below
-    value_dim, gqa, options["window"] = value.shape[-1], query.shape[1] != key.shape[1], window
-    query, key, value = pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
-    outs = []
     # split, not slices: the backward of each slice would allocate a gradient of the whole row
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
-        if softcap is None and is_plain:
-            out = F.scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=gqa
-            )
-        else:
-            out = math_in_tiles(q, k, v, **options)
-        outs.append(out)
+    states = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    outs = [math_in_tiles(q, k, v, **options).transpose(1, 2) for q, k, v in states]
     # token-major, as the output projection reads it: the transpose is contiguous
-    return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2)[..., :value_dim]
+    return torch.cat(outs, dim=1).transpose(1, 2)
 
 
 class Launch(NamedTuple):
