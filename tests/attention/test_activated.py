@@ -13,6 +13,7 @@ import torch
 import torch.nn.attention
 from support.models import build_tiny_model
 from support.strict_varlen import ATEN, StrictVarlen
+from test_prefix_attention import pack_of
 from torch.nn.attention import _fa3
 
 from trl_packfix.attention import choice, varlen
@@ -20,7 +21,6 @@ from trl_packfix.attention.choice import activated_in_torch, choose_attention
 from trl_packfix.attention.flash import CudaKernel, flash_on_cuda
 from trl_packfix.attention.kernel_errors import KernelError
 from trl_packfix.attention.kernels import Launch, attend_on_cuda
-from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward
 from trl_packfix.attention.runs import attend_pack_on_cuda
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation.packed_model import LOOKS_UP, PackedModel
@@ -84,8 +84,7 @@ def outcome(function, given):
 def shared_runs():
     documents = [{"input_ids": [*range(1, 9 * n), *([100 + n] * 5)]} for n in range(1, 7)]
     batch = PrefixCollator()(documents)
-    pack = PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch["layout"].attention())
-    return batch["input_ids"].shape[1], pack
+    return batch["input_ids"].shape[1], pack_of(batch)
 
 
 def documents(window=None, sinks=None):

@@ -13,6 +13,7 @@ from support.double import in_double
 from support.models import build_tiny_model
 from support.rounding import LIMIT
 from support.runs import texts, trainer, weights
+from test_prefix_attention import pack_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trl_packfix.attention import mixer_prefixes, mixers
@@ -29,7 +30,6 @@ from trl_packfix.layout import layout_of
 GENERATION = set(
     "causal_conv1d_update fused_recurrent_gated_delta_rule fused_recurrent_kda selective_state_update".split()
 )
-BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def packed_model(model, **settings):
@@ -220,7 +220,7 @@ def test_deep_branches_need_few_calls(num_turns):
     """Output and gradients of a scan from states, in fp64, against each document alone; also with a state forgotten."""
     documents = turns_of(num_turns, torch.Generator().manual_seed(0))
     batch = PrefixCollator(min_shared=1)([{"input_ids": ids} for ids in documents])
-    layout, bounds = layout_of(batch), {name: batch[name] for name in BOUNDS}
+    layout = layout_of(batch)
     own = [layout.predicting(i) for i in range(num_turns)]
     table = torch.randn(128, 14, dtype=torch.float64)  # by token, so that rows of shared tokens have the same values
     calls = []
@@ -241,7 +241,7 @@ def test_deep_branches_need_few_calls(num_turns):
         alone = torch.cat([run(running(len(ids)), ids)[:-1] for ids in documents])
         expected = torch.autograd.grad((alone * weights).sum(), leaf)[0]
         calls.clear()
-        pack = PackedForward(**bounds, **layout.attention())
+        pack = pack_of(batch)
         out = run(pack, batch["input_ids"][0])[torch.cat(own)]
         found = torch.autograd.grad((out * weights).sum(), leaf)[0]
     levels = mixer_prefixes.levels_of(pack)[0]

@@ -106,9 +106,9 @@ class Kept(torch.nn.Module):
 def test_documents_of_a_type_are_what_they_are_alone(model_type):
     wanted = (TYPES | NEW)[model_type]
     model, pristine = zoo.build_model(model_type), zoo.build_model(model_type)
-    names = MixerNames(model).names
-    assert all(name.startswith("modeling_") for name in names)
-    assert {name.partition(".")[2] for name in names} == wanted.mixers, names
+    places = MixerNames(model).places
+    assert all(".modeling_" in names["__name__"] for names, _ in places)
+    assert {name for _, name in places} == wanted.mixers
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     packed = PackedModel(model, torch.float32, "cpu", 64)
     report = packed.prove(model)

@@ -110,7 +110,6 @@ class PackedForwardGuard(ModelHooks):
         self.ignores_masks = False
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
         self._layers: list[nn.Module] = []
-        self._has_wrappers = False
         self.mixers = MixerNames(model)
         self._recorded: PackedForward | None = None  # the running forward, if no other guard recorded it
         self._divisions: list[TowerDivision | None] = []  # per running call of a tower

@@ -311,7 +311,6 @@ class MixerNames:
 
     Attributes:
         places: the namespaces of the modules, and a name in each. Adapters and wrappers do not matter.
-        names: the same, such as "modeling_lfm2.causal_conv1d_fn".
     """
 
     def __init__(self, model: nn.Module):
@@ -324,7 +323,6 @@ class MixerNames:
             for name in REPLACEMENTS
             if name in vars(sys.modules.get(module))
         ]
-        self.names = [f"{namespace['__name__'].rpartition('.')[2]}.{name}" for namespace, name in self.places]
 
     def enter(self) -> None:
         before = [names[name] for names, name in self.places]
