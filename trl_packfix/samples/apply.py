@@ -3,17 +3,16 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from operator import not_
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
-from trl.data_utils import get_dataset_column_names
 
 from ..compat import main_process_first
 from . import said
-from .checks import NUM_OF_STREAM, check_raw_dataset
+from .checks import NUM_OF_STREAM, check_raw_dataset, columns_of
 from .conversation import Conversation, Tokenizer, plain_tokenizer
 from .reasons import reason, refuse
 from .recipes import Recipe, recipe_of
@@ -65,28 +64,25 @@ def make_samples(
     With `marks` and `bad_rows="drop"`, rows or turns of which no sample can be made are kept without tokens, with the
     reason in the column `BAD_ROW`, so that they are counted.
     """
-    drops = args.bad_rows == "drop"
     if isinstance(dataset, Dataset):
         plain = plain_tokenizer(tokenizer)
         check_raw_dataset(dataset, name, plain, args=args, is_formatted=formatting_func is not None)
     with said.Repeats() as repeats:
-        settings: dict[str, Any] = {"tokenizer": tokenizer, "completion_only_loss": completion_only_loss}
-        recipe = recipe_of(dataset, name, args, formatting_func=formatting_func, **settings)
+        recipe = recipe_of(dataset, name, args, tokenizer, completion_only_loss, formatting_func)
         if formatting_func is None:
             said.say_what_is_renamed(dataset, name)
             if is_training_set and args.process_index == 0:
                 template, per_turn = recipe.chat_template, recipe.splits
                 said.say_what_is_left_out(dataset, name, tokenizer, chat_template=template, per_turn=per_turn)
-        made = _applied(recipe, dataset, name, args=args, is_training_set=is_training_set)
+        made = _applied(recipe, dataset, name, args=args, marks=marks, is_training_set=is_training_set)
     repeats.say(name)
-    has_no_marks = isinstance(dataset, IterableDataset) and not drops
-    return made if (marks and drops) or has_no_marks else replace(made, rows=without_bad_rows(made.rows))
+    return made
 
 
 def _applied(
-    recipe: Recipe, dataset: Dataset | IterableDataset, name: str, *, args: Settings, is_training_set: bool
+    recipe: Recipe, dataset: Dataset | IterableDataset, name: str, *, args: Settings, marks: bool, is_training_set: bool
 ) -> Made:
-    columns, drops = get_dataset_column_names(dataset), args.bad_rows == "drop"
+    columns, drops = columns_of(dataset), args.bad_rows == "drop"
     consumed = [column for column in columns if column in recipe.consumes]
     others = [column for column in columns if column not in consumed]
     kwargs: dict[str, object] = {"recipe": recipe, "repeated": others if recipe.splits else []}
@@ -94,10 +90,10 @@ def _applied(
     says_end = is_training_set and recipe.setting
     if isinstance(dataset, IterableDataset):
         kwargs |= {"name": name, "drops": drops, "repeats": said.Repeats()}
-        rows = dataset.map(_columns_of_stream, batch_size=1, fn_kwargs=kwargs, **settings)
+        stream = dataset.map(_columns_of_stream, batch_size=1, fn_kwargs=kwargs, **settings)
         if says_end:
-            said.say_if_turns_do_not_end(rows.take(NUM_OF_STREAM), name, recipe.tokenizer, setting=recipe.setting)
-        return Made(rows, recipe)
+            said.say_if_turns_do_not_end(stream.take(NUM_OF_STREAM), name, recipe.tokenizer, setting=recipe.setting)
+        return Made(without_bad_rows(stream) if drops and not marks else stream, recipe)
     numbers = dict.fromkeys(NUMBERS if recipe.setting else (), Value("int64"))
     with main_process_first():
         samples = dataset.map(
@@ -112,12 +108,13 @@ def _applied(
     turns = count_turns(dataset, samples, name, args=args, is_split=recipe.splits, drops=drops)
     if says_end:
         said.say_if_turns_do_not_end(samples, name, recipe.tokenizer, setting=recipe.setting)
-    made = Made(samples.remove_columns([*numbers]), recipe)
-    if not recipe.splits:
-        return replace(made, masked=mask_counts(samples) if numbers else None)
-    if is_training_set:
+    if is_training_set and recipe.splits:
         said.say_if_nothing_is_stripped(samples, name)
-    return replace(made, turns=turns)
+    rows = samples.remove_columns([*numbers])
+    rows = rows if drops and marks else without_bad_rows(rows)
+    if recipe.splits:
+        return Made(rows, recipe, turns=turns)
+    return Made(rows, recipe, masked=mask_counts(samples) if numbers else None)
 
 
 class _Row(Mapping[str, Any]):

@@ -1,7 +1,7 @@
 """Rows that are refused before any is tokenised: none, no text, no conversations, messages whose weight is not read."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
-from trl.data_utils import get_dataset_column_names
 
 from .row import NUM_SHOWN
 from .turns import Settings
@@ -26,12 +25,11 @@ def has_images(dataset: object) -> bool:
     return any(name in IMAGES for name in columns_of(dataset))
 
 
-def columns_of(dataset: object) -> Collection[str]:
-    """The columns of a dataset; of a stream without features those of its first row."""
+def columns_of(dataset: object) -> list[str]:
+    """The columns of a dataset, of a stream without features those of its first row; none of another object."""
     if not isinstance(dataset, Dataset | IterableDataset):
-        return ()
-    columns: Collection[str] = dataset.column_names or next(iter(dataset), {})
-    return columns
+        return []
+    return [*(dataset.column_names or next(iter(dataset), {}))]
 
 
 def has_transform(dataset: object) -> bool:
@@ -112,9 +110,9 @@ def _text_columns(dataset: Dataset, text_field: str) -> list[str]:
     return [text_field] if text_field in columns else []
 
 
-def has_conversations(dataset: Dataset | IterableDataset) -> bool:
+def has_conversations(dataset: Any) -> bool:
     """Whether the rows of a dataset that is not tokenised are conversations. A malformed row is found later."""
-    columns = get_dataset_column_names(dataset)
+    columns = columns_of(dataset)
     texts = ["prompt", "completion"] if "prompt" in columns else ["messages", "conversations"]
     present = [column for column in texts if column in columns]
     if present in ([], ["prompt"]) or "input_ids" in columns or has_transform(dataset):
@@ -125,7 +123,7 @@ def has_conversations(dataset: Dataset | IterableDataset) -> bool:
 
 def check_conversations(dataset: Dataset | IterableDataset, name: str, setting: str = "per_turn") -> None:
     """Refuse a dataset that has no conversations, whose assistant turns this setting trains."""
-    columns = get_dataset_column_names(dataset)
+    columns = columns_of(dataset)
     if setting == "per_turn" and "input_ids" in columns:
         raise ValueError(
             f"`per_turn=True` was given, and the {name} dataset has the columns {columns}: it is tokenised. Where the "
@@ -161,19 +159,11 @@ def check_turns(args: Settings, train_dataset: object, eval_dataset: object, *, 
 
 def _check_unread(dataset: Dataset | IterableDataset, name: str, *, key: str, own: str | None) -> None:
     """Refuse messages that a key leaves out of training if the key is not read: another one is, or none."""
-    columns = get_dataset_column_names(dataset)
+    columns = columns_of(dataset)
     trained = [column for column in ("completion", "messages", "conversations") if column in columns]  # no prompt
     if not trained or "input_ids" in columns:
         return
-    rows: Iterable[Mapping[str, Any]]
-    if isinstance(dataset, Dataset):
-        of = f"{len(dataset)} rows"
-        holding = dataset.select(np.flatnonzero(rows_with(dataset, key, trained)))
-        rows = holding.select_columns(trained).with_format(None)
-    else:
-        of = f"the first {NUM_OF_STREAM} rows"
-        rows = dataset.select_columns(trained).take(NUM_OF_STREAM)
-    count = 0
+    count, (rows, of) = 0, rows_holding(dataset.select_columns(trained), (key,))
     for row in rows:
         messages = [m for column in trained for m in row[column] or () if isinstance(m, dict)]
         count += any(m.get(key) == 0 and (key == own or own not in m) for m in messages)
@@ -190,7 +180,7 @@ def _check_unread(dataset: Dataset | IterableDataset, name: str, *, key: str, ow
 
 def what_is_trained(args: Settings, dataset: object) -> str:
     """The rule by which tokens of a training set are trained, and the setting that chose it."""
-    columns = get_dataset_column_names(dataset) if isinstance(dataset, Dataset | IterableDataset) else []
+    columns = columns_of(dataset)
     if args.per_turn:
         return "each assistant turn after its prompt (`per_turn`)"
     if args.assistant_only_loss:
@@ -199,7 +189,7 @@ def what_is_trained(args: Settings, dataset: object) -> str:
         return "the labels of the rows"
     if "prompt" in columns and "completion" in columns and args.completion_only_loss is not False:
         return "completions (`completion_only_loss`)"
-    if isinstance(dataset, Dataset | IterableDataset) and has_conversations(dataset):
+    if has_conversations(dataset):
         return "every token; `assistant_only_loss=True` trains those of the assistant"
     return "every token"
 
@@ -209,6 +199,18 @@ def holds(rows: Iterable[Mapping[str, Any]], key: str, values: Collection[str] |
     lists = (row[column] for row in rows for column in MESSAGES if isinstance(row.get(column), list))
     contents = (message.get(key) for messages in lists for message in messages if isinstance(message, dict))
     return any(value in values if values is not None else value not in (None, "", []) for value in contents)
+
+
+def rows_holding(
+    dataset: Dataset | IterableDataset, keys: Collection[str], values: Collection[str] | None = None
+) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """The rows that hold one of the keys, and how many were looked at; of a stream, the first."""
+    if isinstance(dataset, IterableDataset):
+        first = list(dataset.take(NUM_OF_STREAM))
+        rows = [row for row in first if any(holds([row], key, values) for key in keys)]
+        return rows, f"the first {len(first)} rows"
+    places = np.flatnonzero(np.any([rows_with(dataset, key, values=values) for key in keys], axis=0))
+    return dataset.select(places).with_format(None), f"{len(dataset)} rows"
 
 
 def rows_with(

@@ -48,10 +48,8 @@ def _gaps(row: Mapping[str, object], text_field: str) -> Iterator[str]:
                 if not isinstance(message, dict):
                     yield f"`{column}[{i}]` is {kind(message)}"
                     continue
-                role, content = (
-                    message.get(names[0], message.get("role")),
-                    message.get(names[1], message.get("content")),
-                )
+                role = message.get(names[0], message.get("role"))
+                content = message.get(names[1], message.get("content"))
                 if not isinstance(role, str):
                     yield f"`{column}[{i}]` has no `{names[0]}`"
                 elif content is None:

@@ -19,10 +19,9 @@ import numpy as np
 import trl
 from datasets import Dataset, IterableDataset
 from trl.chat_template_utils import get_training_chat_template
-from trl.data_utils import get_dataset_column_names
 
 from ..layout import IGNORE_INDEX
-from .checks import check_conversations, has_conversations, has_images
+from .checks import check_conversations, columns_of, has_conversations, has_images
 from .conversation import COLUMNS, Conversation, Tokenizer, num_same, plain_tokenizer, with_chat_roles
 from .reasons import reason, refuse
 from .row import NUM_SHOWN, MaskCounts, Sample, UnknownTurnError
@@ -178,10 +177,9 @@ def recipe_of(
     dataset: Dataset | IterableDataset,
     name: str,
     args: Settings,
-    *,
     tokenizer: Tokenizer,
     completion_only_loss: bool,
-    formatting_func: Callable[[dict[str, Any]], str] | None = None,
+    formatting_func: Callable[[dict[str, Any]], str] | None,
 ) -> Recipe:
     """How the rows of a dataset that is not tokenised become samples."""
     if formatting_func is None and args.assistant_only_loss and has_conversations(dataset):
@@ -190,10 +188,9 @@ def recipe_of(
         check_conversations(dataset, name)  # that of `evaluate` was not given before
         if has_images(dataset):
             raise ValueError(
-                f"`per_turn=True` was given, and the {name} dataset has the columns "
-                f"{get_dataset_column_names(dataset)}, with images, and the training set has none. Its turns would "
-                "become tokens without their images. Give the training set an empty column `images`, or remove the "
-                "column here."
+                f"`per_turn=True` was given, and the {name} dataset has the columns {columns_of(dataset)}, with "
+                "images, and the training set has none. Its turns would become tokens without their images. Give the "
+                "training set an empty column `images`, or remove the column here."
             )
         return EachTurn(TurnRule.of(args), tokenizer)
     rows = dataset if isinstance(dataset, Dataset) else dataset.take(NUM_TRIED)

@@ -14,7 +14,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from ..layout import IGNORE_INDEX
-from .checks import NUM_OF_STREAM, holds, rows_with
+from .checks import holds, rows_holding, rows_with
 from .conversation import NUM_SHOWN, ROLES, Conversation, Message, Tokenizer, plain_tokenizer, with_role
 from .row import ROW, column_of
 
@@ -122,15 +122,11 @@ def _conversations(
 
 def _holding(
     dataset: Dataset | IterableDataset, keys: tuple[str, ...], values: Collection[str] | None = None
-) -> tuple[list[dict[str, Any]], str]:
+) -> tuple[list[Mapping[str, Any]], str]:
     """Some rows whose messages hold one of the keys, with one of the values if they are given; and how many rows do."""
-    if isinstance(dataset, IterableDataset):
-        rows = list(dataset.take(NUM_OF_STREAM))
-        holding = [row for row in rows if any(holds([row], key, values) for key in keys)]
-        return holding, f"{len(holding)} of the first {len(rows)} rows"
-    places = np.flatnonzero(np.any([rows_with(dataset, key, values=values) for key in keys], axis=0))
-    drawn = places[np.unique(np.linspace(0, len(places) - 1, NUM_DRAWN).astype(int))] if len(places) else places
-    return list(dataset.select(drawn).with_format(None)), f"{len(places)} of {len(dataset)} rows"
+    rows, of = rows_holding(dataset, keys, values)
+    drawn = np.unique(np.linspace(0, len(rows) - 1, NUM_DRAWN).astype(int)) if len(rows) else ()
+    return [rows[int(i)] for i in drawn], f"{len(rows)} of {of}"
 
 
 def say_if_turns_do_not_end(
