@@ -118,12 +118,9 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
     """The splits "train" and, with `test_split_size`, "test". A `source_column` that a dataset lacks is added."""
     if mixture.streaming:
         return get_dataset(mixture)
-    parts = [_load(source) for source in mixture.datasets]
-    if source_column is not None:
-        parts = [
-            part if source_column in part.column_names else part.add_column(source_column, [label] * len(part))
-            for part, label in zip(parts, mixture.labels(), strict=True)
-        ]
+    parts = [
+        _load(source, source_column, label) for source, label in zip(mixture.datasets, mixture.labels(), strict=True)
+    ]
     fractions = [source.fraction for source in mixture.datasets if source.fraction is not None]
     if fractions and len(fractions) < len(parts):
         raise ValueError(
@@ -146,7 +143,7 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
     return together.train_test_split(size, seed=seed)
 
 
-def _load(source: SourceConfig) -> Dataset:
+def _load(source: SourceConfig, source_column: str | None, label: str) -> Dataset:
     files = {"data_dir": source.data_dir, "data_files": source.data_files}
     if any(files.values()):
         dataset = load_named(source.path, name=source.name, split=source.split, **files)
@@ -159,4 +156,7 @@ def _load(source: SourceConfig) -> Dataset:
             f"{dataset.column_names}{did_you_mean(missing, dataset.column_names)}. Columns that do not exist cannot be "
             "selected. List those to keep, or remove `columns`."
         )
-    return dataset if source.columns is None else dataset.select_columns(source.columns)
+    dataset = dataset if source.columns is None else dataset.select_columns(source.columns)
+    if source_column is not None and source_column not in dataset.column_names:
+        dataset = dataset.add_column(source_column, [label] * len(dataset))
+    return dataset
