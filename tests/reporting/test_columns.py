@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 from support.runs import trainer
 
-from trl_packfix.cli import main, plan
+from trl_packfix.cli import forecast, main
 from trl_packfix.reporting import columns, lines, report
 from trl_packfix.reporting.columns import Column
 
@@ -12,7 +12,7 @@ MEANING = "mean number of documents in a pack"
 PER_PACK = Column(
     "docs/pack", lambda found: found.num_packs and found.num_documents / found.num_packs, ".2f", "per", MEANING
 )
-NAMES = [column.heading for column in (*columns.KEYS, *columns.COLUMNS, *plan.FORECAST) if column.heading]
+NAMES = [column.heading for column in (*columns.KEYS, *columns.COLUMNS, *forecast.FORECAST) if column.heading]
 
 
 def say_more(found):
@@ -22,7 +22,7 @@ def say_more(found):
 def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, capsys):
     (tmp_path / "lengths.txt").write_text("8 8 8 8 8 8")
     words = ["plan", str(tmp_path / "lengths.txt"), "--max-length", "16", "--batch-size", "2"]
-    for module in (report, plan):  # both read one tuple; a real entry is written into it
+    for module in (report, forecast):  # both read one tuple; a real entry is written into it
         assert module.COLUMNS is columns.COLUMNS
         monkeypatch.setattr(module, "COLUMNS", (*columns.COLUMNS, PER_PACK))
     assert main([*words, "--strategy", "bfd"]) == 0

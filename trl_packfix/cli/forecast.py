@@ -1,19 +1,32 @@
-"""Forecast training for several lengths, strategies and world sizes, and recommend a `max_length`."""
+"""Forecasts of training for several lengths, strategies and world sizes; the recommended `max_length`; their tables."""
 
+import argparse
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
+from typing import Any, Literal
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
 
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
 from ..planning.costs import CostModel
 from ..planning.packing import Synchronisation
+from ..planning.parallel import possible_degrees
 from ..reporting.build import make_report
+from ..reporting.columns import COLUMNS, KEYS, Column
 from ..reporting.report import MAX_LOST_SHARE, PackingReport
 from ..reporting.savings import estimated_savings
-from ..training.config import SFTConfig
+from ..training.config import SFTConfig, changed
 from ..training.planner import documents_of, make_planner
+from . import memory
+from .configs import Configs, read_run
+from .tokens import check_images, load_model_config, make_costs, read_documents
 
 FORWARD_AND_BACKWARD = 3  # times the FLOPs of a forward pass
 MOST_MICRO_BATCHES = 2**20  # of a step; larger than any cluster, and a plan of it needs 0.1 GB
@@ -86,8 +99,7 @@ def forecasts(
                 yield Forecast(report, flops)
                 continue
             seconds = flops / (tflops * 1e12 * world_size) * report.imbalance
-            if report.shared is not None:
-                seconds /= 1 - (report.shared.exchange_share or 0)
+            seconds /= 1 - (getattr(report.shared, "exchange_share", None) or 0)  # between ranks that share packs
             tokens = report.num_tokens - report.tokens_not_reached
             yield Forecast(report, flops, tokens / seconds, seconds / 3600)
 
@@ -158,3 +170,140 @@ def _how_long(runs: list[Forecast]) -> str:
         waiting = f"waiting for each other adds {(widest.imbalance or 1) - 1:.1%}"
         text += f"; on {widest.world_size:,} ranks {waiting}{exchange}"
     return f"{text}."
+
+
+def show_plan(args: argparse.Namespace) -> int:
+    """Print what `plan` finds. Returns 1 if more than 1 % of the trained tokens are lost."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 10_000  # a file or a pipe has none, and its lines must not be wrapped
+    first = {"max_length": args.max_length, "packing_strategy": args.strategy}
+    given = read_run(args, *(f"--{name}={values[0]}" for name, values in first.items() if values))
+    memory.check(args, given)
+    lengths = args.max_length or ([given.training.max_length] if "max_length" in given.given else [])
+    if given.names:
+        return _plan(args, given, lengths, console=console)
+    model_config = load_model_config(given)
+    for length in lengths or [given.training.max_length]:
+        config = changed(given.training, max_length=length)
+        batch = config.per_device_train_batch_size
+        needed = memory.predictions(args, config, batch, model=given.model, model_config=model_config)
+        if args.json:
+            print(json.dumps({"memory": needed.rows}, indent=2))
+        else:
+            console.print(needed.verdict)
+            _show_memory(console, needed, args.world_size)
+    return 0
+
+
+def _plan(args: argparse.Namespace, given: Configs, lengths: list[int], *, console: Console) -> int:
+    model_config = load_model_config(given)
+    text_config = None if model_config is None else model_config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None)
+    for length in lengths:
+        if positions is not None and length > positions:
+            raise ValueError(
+                f"`--max-length {length}` was given and {given.model.model_name_or_path} has {positions} positions. "
+                f"Training refuses documents longer than that. Set `--max-length` to {positions} or less."
+            )
+
+    def configs_of(lengths: Sequence[int]) -> list[SFTConfig]:
+        pairs = product(lengths, args.strategy or [given.training.packing_strategy])
+        return [changed(given.training, max_length=length, packing_strategy=strategy) for length, strategy in pairs]
+
+    configs_of(lengths or candidate_lengths(1, positions))  # checks them before it tokenises
+    reader = read_documents(given, args.tokenizer)
+    cost_model = make_costs(model_config, reader)
+    longest, most = int(reader.lengths.max(initial=1)), [] if positions is None else [positions]
+    if (size := given.training.tokens_per_rank) is not None:  # what every number of ranks can train
+        ranks = args.world_size
+        most += [size * possible_degrees(1, size, num, num_heads=cost_model.heads)[-1] for num in ranks]
+    configs = configs_of(lengths or candidate_lengths(longest, min(most, default=None)))
+    for config in configs:
+        check_images(config, reader)
+    found = forecasts(
+        reader,
+        configs,
+        args.world_size,
+        cost_model=cost_model,
+        synchronisation=args.synchronisation,
+        tflops=args.tflops,
+    )
+    what, total = f"planning {len(reader):,} rows", len(configs) * len(args.world_size)
+    plans = list(track(found, what, total, console=Console(stderr=True), transient=True))
+    pick, reasons = recommend(plans)
+    needed = memory.Memory([], "On how many GPUs it fits: give `--model` and `--memory GIB`.", "")
+    best = next(config for config in configs if config.max_length == pick.report.max_length)
+    if args.memory is not None:
+        documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
+        needed = memory.predictions(args, best, documents, model=given.model, model_config=model_config)
+    if args.json:
+        result = {"plans": [plan.to_dict() for plan in plans], "max_length": best.max_length, "reasons": reasons}
+        print(json.dumps(result | ({"memory": needed.rows} if needed.rows else {}), indent=2))
+    else:
+        console.print("Recommended: " + "\n  ".join([*reasons[:2], needed.verdict, *reasons[2:]]) + "\n")
+        _show(console, plans, best)
+        if needed.rows:
+            _show_memory(console, needed, args.world_size)
+    return 0 if pick.lost <= MAX_LOST_SHARE else 1
+
+
+def _show_memory(console: Console, needed: memory.Memory, world_sizes: Sequence[int]) -> None:
+    for gpus in world_sizes:
+        console.print(f"\npeak with {needed.rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)")
+        of_number = [row for row in needed.rows if row["gpus"] == gpus]
+        cells = {column: [column.cell(column.value(row)) for row in of_number] for column in memory.COLUMNS}
+        for table in _tables(cells, console, keys=memory.KEYS):
+            console.print(table, "")
+    console.print(needed.notes)
+
+
+FORECAST = (  # of a `Forecast`, behind the columns of its report
+    Column("PFLOP", lambda forecast: forecast.flops / 1e15, ",.3g", legend="10^15 operations of one epoch"),
+    Column("tokens/s", "tokens_per_second", ",.0f"),
+    Column("time", "time", text="", legend="of one epoch"),
+)
+
+
+def _show(console: Console, plans: list[Forecast], config: SFTConfig) -> None:
+    first = plans[0].report
+    console.print(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
+    assert first.lengths is not None  # of a table
+    console.print(f"lengths  {first.lengths.line()}")
+    if first.images is not None:
+        console.print(f"images   {first.images.line()} (in the first line of the table)")
+    size = f"{config.per_device_train_batch_size} x max_length tokens"
+    if config.tokens_per_rank is not None:
+        size = f"{config.tokens_per_rank:,} tokens per rank"
+    steps = f"accumulation {config.gradient_accumulation_steps}, balance {config.balance!r}"
+    console.print(f"micro-batches of {size}, {steps}")
+    values = {column: [column.value(plan.report) for plan in plans] for column in (*KEYS, *COLUMNS) if column.heading}
+    values |= {column: [column.value(plan) for plan in plans] for column in FORECAST}
+    known = {column: found for column, found in values.items() if any(value is not None for value in found)}
+    for table in _tables({column: [*map(column.cell, found)] for column, found in known.items()}, console, keys=KEYS):
+        console.print("", table)
+    console.print("\n" + "; ".join(f"{column.heading}: {column.legend}" for column in known if column.legend))
+
+
+def _tables(cells: dict[Column, list[str]], console: Console, *, keys: tuple[Column, ...]) -> list[Table]:
+    """The columns as one table, or as several with the same keys below each other if one is wider than the console."""
+
+    def table(columns: list[Column]) -> Table:
+        rich_table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
+        for column in columns:
+            justify: Literal["left", "right"] = "left" if column.text == "" and column in keys else "right"
+            widest = None if column.wraps else max(map(len, cells[column]), default=0)
+            rich_table.add_column(column.heading, justify=justify, min_width=widest, overflow="fold")
+        for row in zip(*(cells[column] for column in columns), strict=True):
+            rich_table.add_row(*row)
+        return rich_table
+
+    unlimited = console.options.update_width(10_000)
+    parts = [[*keys]]
+    for column in [column for column in cells if column not in keys]:
+        wider = [*parts[-1], column]
+        if len(wider) > len(keys) + 1 and console.measure(table(wider), options=unlimited).maximum > console.width:
+            parts.append([*keys, column])
+        else:
+            parts[-1] = wider
+    return [table(columns) for columns in parts]

@@ -1,23 +1,21 @@
 """`trl-packfix plan --memory GIB`: the peak on each GPU by method, and the largest `max_length` that fits."""
 
 import argparse
+from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from math import inf
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+from transformers import PreTrainedConfig
+from trl import ModelConfig, get_peft_config
+
+from ..attention.runs import COPIED_BYTES
+from ..data.model_memory import GIB, LORA, METHODS, Method, ModelSizes, Peak, count_model, largest_tokens, predict_peak
 from ..reporting.columns import Column
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from transformers import PreTrainedConfig
-    from trl import ModelConfig
-
-    from ..data.model_memory import Method, Peak
-    from ..training.config import SFTConfig
-    from .configs import Configs
+from ..training.config import SFTConfig
+from .configs import Configs
 
 MOST_TOKENS = 2**24
 ASIDE = 1.0  # GiB of the CUDA context and of what the allocator cannot use; an estimate
@@ -45,22 +43,7 @@ LoRA: {lora}, of a bfloat16 model. Each communicator of NCCL takes 0.1 to 0.4 Gi
 estimate; tokens_per_rank needs one for each degree."""
 
 
-def add_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--memory",
-        type=float,
-        metavar="GIB",
-        help="memory of one GPU. Adds the predicted peak for full training and LoRA under DDP, ZeRO-2 and ZeRO-3, and "
-        "the largest max_length that fits; needs --model, and no DATA",
-    )
-    parser.add_argument(
-        "--offload",
-        action="store_true",
-        help='with --memory: gradient_checkpointing_kwargs={"offload": true}; what checkpointing saves is on the host',
-    )
-
-
-def check(args: argparse.Namespace, given: "Configs") -> None:
+def check(args: argparse.Namespace, given: Configs) -> None:
     """Refuse flags that contradict each other."""
     if args.memory is None:
         if args.offload:
@@ -85,52 +68,38 @@ def check(args: argparse.Namespace, given: "Configs") -> None:
         )
 
 
+class Memory(NamedTuple):
+    """What is predicted, in GiB."""
+
+    rows: list[dict[str, Any]]  # for each number of GPUs, each method, with and without checkpointing
+    verdict: str  # on how many GPUs it fits
+    notes: str  # what the columns mean
+
+
 def predictions(
-    args: argparse.Namespace,
-    config: "SFTConfig",
-    documents: int,
-    *,
-    model: "ModelConfig",
-    model_config: "PreTrainedConfig | None",
-) -> tuple[list[dict[str, Any]], str]:
-    """A row for each number of GPUs, method, and with and without checkpointing, in GiB; and a line of what fits."""
-    from trl import get_peft_config
-
-    from ..attention.runs import COPIED_BYTES
-    from ..data.model_memory import GIB, LORA, METHODS, count_model, largest_tokens, predict_peak
-
+    args: argparse.Namespace, config: SFTConfig, documents: int, *, model: ModelConfig, model_config: Any
+) -> Memory:
+    """Of a run with this config, of whose packs none has more documents."""
     assert config.max_length is not None  # `SFTConfig` refuses packing without it
     assert model_config is not None  # `check` refuses memory without a model
     batch = config.per_device_train_batch_size
-    tokens = config.tokens_per_rank or batch * config.max_length
-    copied = 0.0 if config.share_prefixes == "off" else float(COPIED_BYTES)
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    unit, tokens = "max_length", batch * config.max_length
+    most = getattr(model_config.get_text_config(), "max_position_embeddings", None) or MOST_TOKENS
+    if config.tokens_per_rank is not None:  # the batch size is 1
+        unit, tokens, most = "tokens_per_rank", config.tokens_per_rank, MOST_TOKENS
+    copied, of_copies = 0.0, ""
+    if config.share_prefixes != "off":
+        copied, of_copies = float(COPIED_BYTES), ", with copied keys of shared prefixes"
     lora: Any = get_peft_config(model) or LORA
     modules = lora.target_modules or "of PEFT"
     modules = modules if isinstance(modules, str) else ", ".join(sorted(modules))
     named = f"rank {lora.r}, dropout {lora.lora_dropout:g}, target_modules {modules}"
-    memory, sizes, errors, left_out = (args.memory - ASIDE) * GIB, {}, [], []
-    # Of both ZeRO stages the same is counted
-    for key, method in {(method.lora, method.engine == "DDP"): method for method in METHODS}.items():
-        try:
-            sizes[key] = count_model(model_config, method, lora)
-        except ValueError as error:
-            cause, autocast = error.__cause__ or error, "with" if method.engine == "DDP" else "without"
-            kind = f"{'LoRA' if method.lora else 'full'} training {autocast} autocast"
-            left_out.append(f"left out: {kind}, in which the model raises {type(cause).__name__}: {cause}")
-            errors.append(error)
-    if not sizes:
-        raise errors[0]
+    sizes, left_out = _counted(model_config, lora)
     same = {"documents": documents, "copied_keys": copied, "offload": args.offload}
-    peaks = {
-        method: partial(predict_peak, sizes[key], method, **same)
-        for method in METHODS
-        if (key := (method.lora, method.engine == "DDP")) in sizes
-    }
-    rows = []
+    peaks = {method: partial(predict_peak, sizes[method], method, **same) for method in sizes}
+    rows, memory = [], (args.memory - ASIDE) * GIB
     for gpus, method, checkpointing in product(args.world_size, peaks, (True, False)):
-        saved = sizes[method.lora, method.engine == "DDP"].saved
-        peak = partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
+        saved, peak = sizes[method].saved, partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
         prediction = peak(tokens=tokens)
         row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
         row |= {"lora": named} if method.lora else {}
@@ -138,15 +107,40 @@ def predictions(
         row |= {name: getattr(prediction, "total" if name == "peak" else name) / GIB for name in PARTS}
         row["modelled_activations"] = saved.is_modelled
         for name, fused in (("largest", True), ("largest_plain_loss", False)):
-            most = largest_tokens(partial(peak, fused_loss=fused), memory, MOST_TOKENS)
-            row[name] = most if config.tokens_per_rank else min(most // batch, positions or MOST_TOKENS)
+            row[name] = min(largest_tokens(partial(peak, fused_loss=fused), memory, MOST_TOKENS) // batch, most)
         rows.append(row)
     fits = [_fewest({key: peaks[key] for key in peaks if key.lora == lora}, tokens, memory) for lora in (True, False)]
-    said = f"fits with {tokens:,} tokens in a micro-batch: LoRA {fits[0]}; full {fits[1]}"
-    return rows, "\n".join([said, *left_out])
+    verdict = f"fits with {tokens:,} tokens in a micro-batch: LoRA {fits[0]}; full {fits[1]}"
+    but = " (those of full training under DDP without autocast)" if any(r["modelled_activations"] for r in rows) else ""
+    found = {"unit": f"largest {unit}", "but": but, "copied": of_copies}
+    found["lora"] = next((row["lora"] for row in rows if "lora" in row), "left out")
+    notes = NOTES.format(memory=args.memory, aside=ASIDE, **found)
+    if args.offload:
+        host = max(row["host"] for row in rows)
+        notes += f"\n--offload: with checkpointing up to {host:.1f} GiB of each GPU's activations lie on the host."
+    return Memory(rows, "\n".join([verdict, *left_out]), notes)
 
 
-def _fewest(peaks: "dict[Method, Callable[..., Peak]]", tokens: int, memory: float) -> str:
+def _counted(config: PreTrainedConfig, lora: Any) -> tuple[dict[Method, ModelSizes], list[str]]:
+    """What is counted of each method, and a line for each that the model cannot run. It can run one, or raises."""
+    sizes: dict[Method, ModelSizes] = {}
+    errors, left_out = [], []
+    # Of both ZeRO stages the same is counted
+    for _, group in groupby(METHODS, lambda method: (method.lora, method.engine == "DDP")):
+        method, *others = group
+        try:
+            sizes |= dict.fromkeys([method, *others], count_model(config, method, lora))
+        except ValueError as error:
+            cause, autocast = error.__cause__ or error, "with" if method.engine == "DDP" else "without"
+            kind = f"{'LoRA' if method.lora else 'full'} training {autocast} autocast"
+            left_out.append(f"left out: {kind}, in which the model raises {type(cause).__name__}: {cause}")
+            errors.append(error)
+    if not sizes:
+        raise errors[0]
+    return sizes, left_out
+
+
+def _fewest(peaks: dict[Method, Callable[..., Peak]], tokens: int, memory: float) -> str:
     """The fewest GPUs on which one of these methods fits, and how: the simplest engine, and checkpointing if needed."""
     for gpus, (method, peak), checkpointing in product(NUMBERS, peaks.items(), (False, True)):
         if peak(tokens=tokens, gpus=gpus, checkpointing=checkpointing).total <= memory:
@@ -155,16 +149,3 @@ def _fewest(peaks: "dict[Method, Callable[..., Peak]]", tokens: int, memory: flo
                 how = f"with {method.engine} and {how.removeprefix('with ')}"
             return f"on {gpus:,} GPU{'s'[: gpus > 1]} {how}"
     return f"on no number of GPUs up to {NUMBERS[-1]:,}"
-
-
-def notes(rows: "Sequence[dict[str, Any]]", args: argparse.Namespace, config: "SFTConfig") -> str:
-    """What the columns mean."""
-    unit = "max_length" if config.tokens_per_rank is None else "tokens_per_rank"
-    but = " (those of full training under DDP without autocast)" if any(r["modelled_activations"] for r in rows) else ""
-    copied = "" if config.share_prefixes == "off" else ", with copied keys of shared prefixes"
-    lora = next((row["lora"] for row in rows if "lora" in row), "left out")
-    text = NOTES.format(memory=args.memory, aside=ASIDE, but=but, copied=copied, lora=lora, unit=f"largest {unit}")
-    if args.offload:
-        most = max(row["host"] for row in rows)
-        text += f"\n--offload: with checkpointing up to {most:.1f} GiB of each GPU's activations lie on the host."
-    return text
