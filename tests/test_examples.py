@@ -21,8 +21,6 @@ from support.runs import trainer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from trl_packfix import SFTConfig
-from trl_packfix.cli import main as trl_packfix
-from trl_packfix.cli.training import load_documents
 from trl_packfix.data.loaders import DocumentDataset
 
 pytestmark = pytest.mark.processes
@@ -99,14 +97,6 @@ def test_train_lora_then_merge(workplace):
     assert (merged - base).abs().max() > 1e-4  # the adapter is not empty
 
 
-def test_train_takes_a_prepared_folder(workplace, tmp_path):
-    words = [str(workplace / "rows.jsonl"), "--tokenizer", str(workplace / "Qwen" / "Qwen3-0.6B")]
-    assert trl_packfix(["prepare", *words, "--output", str(tmp_path / "table")]) == 0
-    arguments = ScriptArguments(dataset_name=str(tmp_path / "table"))
-    rows = load_documents(arguments)[arguments.dataset_train_split]
-    assert rows.column_names == ["input_ids", "labels"] and len(rows) == NUM_ROWS
-
-
 def test_without_a_hub_train_falls_back(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     train = runpy.run_path(str(EXAMPLES / "train.py"))
@@ -138,7 +128,7 @@ def test_minimal_is_the_import_swap(workplace, monkeypatch):
     assert "from trl_packfix import SFTConfig, SFTTrainer" in source
     quick = "packing=True, use_cpu=True, bf16=False, max_steps=1, max_length=64"
     variables = execute("minimal.py", workplace, monkeypatch, **{"packing=True": quick})
-    assert variables["trainer"].state.global_step == 1
+    assert variables["trainer"].state.global_step == 1 and variables["trainer"].packing_report.isolation.isolated
 
 
 def test_the_notebook_for_colab_trains(workplace, monkeypatch):
