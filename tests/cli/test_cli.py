@@ -23,18 +23,6 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "trl_packfix"]
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cli")
-    build_tokenizer().save_pretrained(folder / "tokenizer")
-    chats = [
-        {"messages": [{"role": "user", "content": "q" * i}, {"role": "assistant", "content": "a"}]} for i in (1, 9)
-    ]
-    Dataset.from_list(chats * 5).to_json(folder / "chats.jsonl")
-    Dataset.from_list([{"prompt": "p", "completion": "c" * i} for i in range(5)]).to_json(folder / "pairs.jsonl")
-    return folder
-
-
 @pytest.mark.parametrize("command", [None, *COMMANDS])
 def test_help_teaches(command, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -57,15 +45,17 @@ def run_alone(folder, *words, **settings):
 @pytest.mark.processes
 def test_json_is_all_that_stdout_holds(workplace):
     """Libraries that log to stdout do so when they are first imported."""
-    done = run_alone(workplace, "plan", "chats.jsonl", "--tokenizer", "tokenizer", "--max-length", "64", "--json")
-    assert json.loads(done.stdout)["max_length"] == 64
+    done = run_alone(workplace, "plan", "rows.jsonl", "--tokenizer", "model", "--max-length", "512", "--json")
+    assert json.loads(done.stdout)["max_length"] == 512
     assert "Tokenizing train dataset" in done.stderr  # long work shows its progress
     assert "get_accelerator" not in done.stderr, "the warning of DeepSpeed"
 
 
 def prepare(workplace, capsys, output, *words):
-    names = [str(workplace / name) for name in ("chats.jsonl", "pairs.jsonl")]
-    code = main(["prepare", *names, "--tokenizer", str(workplace / "tokenizer"), "--output", str(output), *words])
+    """Of conversations, and of prompts and completions that are text."""
+    Dataset.from_list([{"prompt": "p", "completion": "c" * i} for i in range(5)]).to_json(workplace / "pairs.jsonl")
+    names = [str(workplace / name) for name in ("rows.jsonl", "pairs.jsonl")]
+    code = main(["prepare", *names, "--tokenizer", str(workplace / "model"), "--output", str(output), *words])
     return code, capsys.readouterr()
 
 
@@ -90,16 +80,16 @@ def test_prepare_makes_what_training_would_make(workplace, tmp_path, capsys):
     manifest = json.loads(printed.out)
     assert code == 0 and manifest == json.loads((tmp_path / "table" / "prepared.json").read_text())
     table = load_from_disk(tmp_path / "table")
-    assert table.column_names == ["input_ids", "labels"] and len(table) == manifest["rows"] == 15
+    assert table.column_names == ["input_ids", "labels"] and len(table) == manifest["rows"] == 55
     assert manifest["tokens"] == sum(map(len, table["input_ids"]))
     trained = sum(label != -100 for labels in table["labels"] for label in labels[1:])
     assert manifest["trained_tokens"] == trained
 
     run = trainer(tmp_path / "a", table, max_steps=1)
     assert run.train_dataset._fingerprint == table._fingerprint  # nothing is mapped, so no rank waits
-    raw = trainer(tmp_path / "b", Dataset.from_json(str(workplace / "chats.jsonl")))
-    assert raw.train_dataset["input_ids"] == table["input_ids"][:10]
-    assert raw.train_dataset["labels"] == table["labels"][:10]
+    raw = trainer(tmp_path / "b", Dataset.from_json(str(workplace / "rows.jsonl")))
+    assert raw.train_dataset["input_ids"] == table["input_ids"][:50]
+    assert raw.train_dataset["labels"] == table["labels"][:50]
     run.train()
     assert run.packing_report.ledger.given.tokens == manifest["tokens"]
 
@@ -221,7 +211,7 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, cap
     rng = np.random.default_rng(0)
     rows = [rng.integers(4, 260, n).tolist() for n in rng.integers(4, 30, 20)]
     masks = {name: [rng.integers(0, 2, len(row)).tolist() for row in rows] for name in MASKS}
-    tokenizer, counts = ["--tokenizer", str(workplace / "tokenizer")], set()
+    tokenizer, counts = ["--tokenizer", str(workplace / "model")], set()
 
     def printed(*words):
         capsys.readouterr()

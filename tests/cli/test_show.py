@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from matplotlib.image import imread
-from support.models import build_tokenizer
 from support.planners import make_stream
 from support.runs import config, trainer
 
@@ -29,20 +28,6 @@ SETTINGS = {"max_length": 96, "per_device_train_batch_size": 4, "gradient_accumu
 FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("show")
-    build_tokenizer().save_pretrained(folder / "tokenizer")
-    rng = np.random.default_rng(0)
-    rows = []
-    for i in range(50):
-        question, answer = ("x" * int(rng.integers(0, longest)) for longest in (40, 60))
-        prompt = [{"role": "user", "content": f"question {i}\n{question}"}]
-        rows.append({"prompt": prompt, "completion": [{"role": "assistant", "content": f"answer {i} {answer}"}]})
-    Dataset.from_list(rows).to_json(folder / "rows.jsonl")
-    return folder
-
-
 @pytest.fixture
 def run(workplace):
     """The training run whose packs are shown; it has made its report, and not trained. A config made later ends it."""
@@ -52,7 +37,7 @@ def run(workplace):
 
 
 def show(workplace, capsys, *words):
-    assert main(["show", str(workplace / "rows.jsonl"), "--tokenizer", str(workplace / "tokenizer"), *words]) == 0
+    assert main(["show", str(workplace / "rows.jsonl"), "--tokenizer", str(workplace / "model"), *words]) == 0
     return capsys.readouterr().out
 
 

@@ -29,17 +29,13 @@ QUICK = "--max_length 64 --report_to none --use_cpu --bf16 false --disable_tqdm 
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory) -> Path:
-    """A tiny model, and files `one` (8 rows), `two` (20) and `three` (a folder of 6 rows of tokens)."""
-    folder = tmp_path_factory.mktemp("train_command")
-    build_tiny_model().save_pretrained(folder / "model")
-    build_tokenizer().save_pretrained(folder / "model")
+def workplace(workplace) -> Path:
+    """Also files `one` (8 rows) and `two` (20), and the folder `three` (6)."""
     for name, num in (("one", 8), ("two", 20)):
         rows = [{"text": f"{name} {i} " + "x" * (i % 7 * 3)} for i in range(num)]
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    rows = [{"text": f"three {i}"} for i in range(6)]
-    Dataset.from_list(rows).save_to_disk(folder / "three")
-    return folder
+        (workplace / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Dataset.from_list([{"text": f"three {i}"} for i in range(6)]).save_to_disk(workplace / "three")
+    return workplace
 
 
 def train(workplace: Path, monkeypatch, *flags: str, **settings) -> None:
