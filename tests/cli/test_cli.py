@@ -124,8 +124,8 @@ REFUSED = {
     "show x.jsonl --packs 0": "Set it to 1 or more",
     "show x.jsonl --world-size 0": "Set it to 1 or more",
     "prepare --output new": "`prepare` was given without DATA",
-    "prepare x.jsonl --output new": "No tokenizer was given",
-    "prepare x.jsonl --output .": "is not empty",
+    "prepare rows.jsonl --output new": "No tokenizer was given",
+    "prepare rows.jsonl --output .": "is not empty",
 }
 
 

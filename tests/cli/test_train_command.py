@@ -281,11 +281,12 @@ def test_without_a_word_about_packing_packs_are_trained_and_reported(workplace, 
 
 
 @pytest.mark.processes
-def test_other_commands_do_not_import_the_trainer():
-    code = "import sys; from trl_packfix.cli import main\ntry: main(['plan', '--help'])\nexcept SystemExit: pass\n"
+@pytest.mark.parametrize("words, imported", [("plan --help", []), ("plan nowhere.jsonl --seed 1", ["datasets"])])
+def test_help_and_a_missing_file_do_not_import_the_trainer(words, imported):
+    code = f"import sys; from trl_packfix.cli import main\ntry: main({words.split()})\nexcept SystemExit: pass\n"
     code += "print([name for name in ('torch', 'trl', 'datasets', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert done.stdout.splitlines()[-1] == str(imported)
 
 
 # Data

@@ -90,6 +90,9 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"`--{name} {' '.join(map(str, values))}` was given. It must be above 0. Set positive numbers only."
             )
+    from .sources import check_paths
+
+    check_paths(args.more_flags)
     from .forecast import show_plan
 
     return show_plan(args)

@@ -52,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
             f"`--output {output}` was given and is not empty. Writing a dataset over another would mix their files. "
             "Set `--output` to a folder that does not exist."
         )
+    from .sources import check_paths
+
+    check_paths(args.more_flags)
     from ..samples.turns import Settings
     from .configs import read_run
     from .tokens import load_tokenizer, read_parts, save_measured, save_tokens

@@ -51,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"`{flag} {getattr(args, name)}` was given. It counts from 1. Set it to 1 or more.")
+    from .sources import check_paths
+
+    check_paths(args.more_flags)
     from rich.console import Console
 
     from ..reporting.build import make_report

@@ -1,7 +1,8 @@
 """Datasets by path or name: files, folders of `save_to_disk` or `trl-packfix prepare`, and the hub."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,14 @@ def load_local(name: str, streaming: bool = False) -> Any:
         ) from error
 
 
-def load_named(path: str, **settings: Any) -> Any:
-    """What `load_dataset` finds by this name, on the hub or as a folder of files, with these arguments."""
+def check_paths(words: Iterable[str]) -> None:
+    """Refuse DATA that is not there, of the words before the first flag: before slower libraries are imported."""
+    for name in takewhile(lambda word: not word.startswith("-"), words):
+        check_path(name)
+
+
+def check_path(path: str) -> None:
+    """Refuse a path that does not exist and cannot be a name on the hub."""
     here = Path(path)
     is_path = here.suffix in (*FORMATS, ".txt", ".npy") or here.is_absolute() or path[:1] in ".~" or path.count("/") > 1
     if is_path and not here.exists():
@@ -72,11 +79,16 @@ def load_named(path: str, **settings: Any) -> Any:
             f"`{path}` was given as a dataset. There is no such file or folder here, and it cannot be a name on the "
             "hub. Give the path of a file or folder that exists, or the name of a dataset on the hub."
         )
+
+
+def load_named(path: str, **settings: Any) -> Any:
+    """What `load_dataset` finds by this name, on the hub or as a folder of files, with these arguments."""
+    check_path(path)
     try:
         return load_dataset(path, **settings)
     except (DatasetGenerationError, ValueError, OSError) as error:
         where = "Nothing here has this name, so it was looked for on the hub"
-        where = "It is a folder here" if here.is_dir() else where
+        where = "It is a folder here" if Path(path).is_dir() else where
         reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         raise ValueError(
             f"`{path}` was given as a dataset. {where}, and it cannot be read: {reason}. Give a file, a folder written "
