@@ -99,7 +99,7 @@ def forecasts(
                 yield Forecast(report, flops)
                 continue
             seconds = flops / (tflops * 1e12 * world_size) * report.imbalance
-            seconds /= 1 - (getattr(report.shared, "exchange_share", None) or 0)  # between ranks that share packs
+            seconds /= 1 - (report.groups.exchange_share or 0)
             tokens = report.num_tokens - report.tokens_not_reached
             yield Forecast(report, flops, tokens / seconds, seconds / 3600)
 
@@ -141,12 +141,7 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast, list[str]]:
         loss += f". None of these lengths loses at most {MAX_LOST_SHARE:.0%}: try a longer one"
     how_long = _how_long(sorted(alike, key=lambda run: run.report.world_size))
     reasons = [f"max_length {report.max_length:,} {loss}.", how_long]
-    size = f"micro-batches of {report.capacity:,} tokens (batch size {report.batch_size} x {report.max_length:,})"
-    lower = "the batch size before max_length"
-    if (shared := report.shared) is not None:
-        size = f"parts of {shared.tokens_per_rank:,} tokens on each rank, and groups of up to {shared.smallest_degree}"
-        size, lower = f"{size} ranks for the longest documents", "tokens_per_rank"
-    reasons.append(f"It needs memory for {size}: if that is too much, lower {lower}.")
+    reasons.append(f"It needs memory for {report.groups.needs(report)}.")
     place = rows.index(pick)
     for word, others in (("shorter", rows[:place][-1:]), ("longer", rows[place + 1 :][:1])):
         reasons += [
@@ -166,9 +161,8 @@ def _how_long(runs: list[Forecast]) -> str:
         text = f"An epoch takes {', '.join(times)}"
     widest = runs[-1].report
     if widest.world_size > 1:
-        exchange = "" if widest.shared is None else f", and {widest.shared.exchange_share:.1%} of it is the exchange"
         waiting = f"waiting for each other adds {(widest.imbalance or 1) - 1:.1%}"
-        text += f"; on {widest.world_size:,} ranks {waiting}{exchange}"
+        text += f"; on {widest.world_size:,} ranks {waiting}{widest.groups.exchange}"
     return f"{text}."
 
 

@@ -26,11 +26,17 @@ class OwnPacks:
     """What a report says of ranks that share no pack."""
 
     smallest_degree = 1
+    exchange_share = 0.0
+    exchange = ""
     instead = '; or packing_strategy="minibatch"'  # of other settings than those of the unpacked run
     enlarges_steps = "gradient_accumulation_steps or per_device_train_batch_size"
 
     def size(self, report: "PackingReport") -> str:
         return f"{report.capacity:,} tokens (batch size {report.batch_size} x max_length {report.max_length:,})"
+
+    def needs(self, report: "PackingReport") -> str:
+        of = f"{report.capacity:,} tokens (batch size {report.batch_size} x {report.max_length:,})"
+        return f"micro-batches of {of}: if that is too much, lower the batch size before max_length"
 
     def axis(self, report: "PackingReport") -> str:
         return f"tokens (capacity {report.capacity:,})"
@@ -95,6 +101,15 @@ class SharedPacks:
             f"{self.tokens_per_rank:,} tokens at most on each rank (tokens_per_rank); a document of max_length "
             f"{report.max_length:,} needs {self.smallest_degree} ranks"
         )
+
+    @property
+    def exchange(self) -> str:
+        return f", and {self.exchange_share:.1%} of it is the exchange"
+
+    def needs(self, report: "PackingReport") -> str:
+        groups = f"groups of up to {self.smallest_degree} ranks for the longest documents"
+        size = f"{self.tokens_per_rank:,} tokens on each rank"
+        return f"parts of {size}, and {groups}: if that is too much, lower tokens_per_rank"
 
     def axis(self, report: "PackingReport") -> str:
         return f"tokens ({self.tokens_per_rank:,} per rank; thick lines end the part of a rank)"

@@ -44,11 +44,6 @@ class EncodedImage:
         return Image(mode=self.mode).decode_example({"path": self.path, "bytes": self.data})
 
 
-def decoded(image: Any) -> Any:
-    """The image of Pillow for an encoded one; anything else as it is."""
-    return image.decode() if isinstance(image, EncodedImage) else image
-
-
 def undecoded(dataset: IterableDataset) -> tuple[IterableDataset, str | None]:
     """The stream with its images encoded as they are stored, and the mode to which its feature converts them.
 

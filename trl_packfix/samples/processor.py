@@ -16,7 +16,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from ..compat import training_every_token
 from ..layout import IGNORE_INDEX, READ, Compared
 from .conversation import plain_tokenizer
-from .encoded_images import decoded
+from .encoded_images import EncodedImage
 from .image_sizes import SizeProcessor
 
 IMAGES_FROM = 2**31  # numbers that stand for images where documents are compared: above all tokens
@@ -154,8 +154,8 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
 
 def with_images(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with all its images in `images`, decoded."""
-    others = {name: row[name] for name in row if name != "image"}
-    return others | {"images": [decoded(image) for image in images_of(row)]}
+    images = [image.decode() if isinstance(image, EncodedImage) else image for image in images_of(row)]
+    return {name: row[name] for name in row if name != "image"} | {"images": images}
 
 
 def sequence_sizes(document: Mapping[str, Any]) -> Tensor:
