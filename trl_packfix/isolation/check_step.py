@@ -16,9 +16,9 @@ vectors stand for it: no copy of the gradients is needed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 import torch
@@ -141,29 +141,24 @@ def check_step(
     total = torch.stack(alone).sum(0)
     laws = []
     if reference is not None:
-        own = [probe.alone(each) for each in documents]
-        laws.append(
-            _law("scale", max(map(largest_gap, alone, own)), "one document alone has the gradient of its own loss")
-        )
-    laws.append(
-        _law("isolation", probe.moved(documents, range(len(documents))), "masked neighbours do not move a document")
-    )
+        gap = max(largest_gap(found, probe.alone(each)) for found, each in zip(alone, documents, strict=True))
+        laws.append(Law("scale", gap, "one document alone has the gradient of its own loss"))
+    gap = probe.moved(documents, range(len(documents)))
+    laws.append(Law("isolation", gap, "masked neighbours do not move a document"))
     varied = {kind: probe.moved(each, (0, 2)) for kind, each in _variations(documents).items()}
     kind = max(varied, key=varied.__getitem__)
-    laws.append(_law("content", varied[kind], f"nor where documents {kind}"))
+    laws.append(Law("content", varied[kind], f"nor where documents {kind}"))
     packs = documents, [each | {"labels": [each["input_ids"][0], *each["labels"][1:]]} for each in documents]
-    gaps = [largest_gap(probe.summed([pack]), total) for pack in packs]
-    laws.append(_law("labels", max(gaps), "a pack is the sum of its documents"))
+    laws.append(Law("labels", probe.gap([[pack] for pack in packs], total), "a pack is the sum of its documents"))
     orders = [documents[::-1], documents[1:] + documents[:1], documents[::2] + documents[1::2]]
-    laws.append(_law("order", max(largest_gap(probe.summed([each]), total) for each in orders), "in any order"))
+    laws.append(Law("order", probe.gap([[pack] for pack in orders], total), "in any order"))
     groupings = [[documents[:k], documents[k:]] for k in sorted({1, len(documents) // 2, len(documents) - 1})]
     groupings.append([[each] for each in documents])
-    gaps = [largest_gap(probe.summed(groups), total) for groups in groupings]
-    over = "micro-batches"
+    gap, over = probe.gap(groupings, total), "micro-batches"
     if probe.num_ranks > 1:
         over = "micro-batches and ranks"
-        gaps += [largest_gap(*probe.divided(groups, alone, documents)) for groups in ([documents], *groupings)]
-    laws.append(_law("grouping", max(gaps), f"over {over} of unequal tokens as in one"))
+        gap = max(gap, *(largest_gap(*probe.divided(each, alone, documents)) for each in ([documents], *groupings)))
+    laws.append(Law("grouping", gap, f"over {over} of unequal tokens as in one"))
     laws.append(probe.masked(documents, total))
     return StepReport(tuple(laws), max(FINEST, FACTOR * probe.rounding(documents)))
 
@@ -189,6 +184,10 @@ class _Probe:
         """The gradient of the summed loss of all groups, each of which is a micro-batch of one step."""
         count = sum(_num_trained(document) for group in groups for document in group)
         return self.products(lambda: self.step([self.collate(list(group)) for group in groups])) * count
+
+    def gap(self, steps: Sequence[Sequence[Sequence[Document]]], total: Tensor) -> float:
+        """How far the gradient of any of these steps is from `total`."""
+        return max(largest_gap(self.summed(groups), total) for groups in steps)
 
     def divided(
         self, groups: Sequence[Sequence[Document]], alone: list[Tensor], documents: list[Document]
@@ -228,21 +227,17 @@ class _Probe:
         longest = _masked(max(documents, key=lambda each: len(each["input_ids"])))
         sentence = "a micro-batch without a trained token adds nothing"
         try:
-            gap = max(
-                largest_gap(self.summed(groups), total) for groups in ([documents, [longest]], [[longest], documents])
-            )
+            return Law("masked", self.gap(([documents, [longest]], [[longest], documents]), total), sentence)
         except Exception as error:  # of the loop under test
             return Law("masked", inf, f"{sentence}; the step raised {type(error).__name__}: {error}")
-        return _law("masked", gap, sentence)
 
     def rounding(self, documents: list[Document]) -> float:
         """What half a unit in the last place of every module's output changes in a step, the largest of some draws."""
-        wanted = self.summed([documents])
-        found = [0.0]
+        wanted, found = self.summed([documents]), 0.0
         for seed in range(NUM_DRAWS):
             with _noise(self.model, seed):
-                found.append(largest_gap(self.summed([documents]), wanted))
-        return max(found)
+                found = max(found, largest_gap(self.summed([documents]), wanted))
+        return found
 
 
 @contextmanager
@@ -257,16 +252,11 @@ def _noise(model: nn.Module, seed: int) -> Iterator[None]:
         wide = torch.promote_types(output.dtype, torch.float32)
         return (output.to(wide) * factor.to(output.device, wide)).to(output.dtype)
 
-    handles = [each.register_forward_hook(disturb) for each in model.modules() if not any(each.children())]
-    try:
+    with ExitStack() as hooks:
+        for each in model.modules():
+            if not any(each.children()):
+                hooks.enter_context(each.register_forward_hook(disturb))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _law(name: str, error: float, sentence: str) -> Law:
-    return Law(name, error if isfinite(error) else inf, sentence)
 
 
 def _num_trained(document: Document) -> int:
