@@ -11,6 +11,7 @@ import inspect
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from .thresholds import thresholds
 from .unpacking import Output, joined
 
 POOLED = "pooler_output"  # of a backbone: one value per row, which a pack does not have
+OF_STATES = ("output_hidden_states", "output_attentions")
 OF_ROWS = ("input_ids", "attention_mask", "use_cache", "past_key_values")  # inputs in whose place a pack comes
 
 
@@ -185,7 +187,7 @@ class PackedRows(AroundCalls):
         self.tokens.real += len(batch.cells)
         self.tokens.computed += batch.num_computed
         self._attend(True)
-        return batch, ((), _packed(inputs, batch))
+        return batch, ((), _of_pack(inputs) | batch.pack)
 
     def _leave(self, module: nn.Module, batch: RowsOfBatch, output: Output | None) -> Output | None:
         self._attend(False)
@@ -206,15 +208,10 @@ class PackedRows(AroundCalls):
             return False
         if use_cache is None:  # training does not use a cache
             use_cache = not module.training and getattr(text_config(self.model), "use_cache", False)
-        if use_cache or inputs.get("past_key_values") is not None:
+        if use_cache or any(inputs.get(name) for name in OF_STATES) or inputs.get("past_key_values") is not None:
             return False
-        if inputs.get("output_hidden_states") or inputs.get("output_attentions"):
-            return False
-        others = [
-            name
-            for name, value in inputs.items()
-            if name not in OF_ROWS and isinstance(value, Tensor) and value.dim() > 0
-        ]
+        rest = _of_pack(inputs)
+        others = [name for name, value in rest.items() if isinstance(value, Tensor) and value.dim() > 0]
         if others:
             self._ignore(others)
         return not others
@@ -242,29 +239,28 @@ class PackedRows(AroundCalls):
         later than that of another, and padded rows give the same gradients.
         """
         kind = (torch.is_grad_enabled(), computing_dtype(self.model), batch.is_left_padded, module.training)
-        is_longer = batch.longest >= 2 * self._longest_compared or any(
-            self._longest_compared <= n < batch.longest for n in self._thresholds
-        )
-        if kind in self._compared and not is_longer:
+        known, longest = self._compared, self._longest_compared
+        is_longer = batch.longest >= 2 * longest or any(longest <= n < batch.longest for n in self._thresholds)
+        if kind in known and not is_longer:
             return batch
-        wants_gradients = kind[0] and kind not in self._compared
         where = "on its first batch"
-        if self._compared:
+        if known:
             left = "left padding and " if batch.is_left_padded else ""
-            is_new = all(each[3] is not module.training for each in self._compared)
+            is_new = all(each[3] is not module.training for each in known)
             mode = f"in {'train' if module.training else 'eval'} mode " if is_new else ""
             where = f"on the first batch {mode}with {left}rows of up to {batch.longest} tokens"
-        reason = self._difference(module, inputs, batch, wants_gradients=wants_gradients)
+        difference = partial(self._difference, module, inputs, wants_gradients=kind[0] and kind not in known)
+        reason = difference(batch)
         if reason is not None and self.collate.shares:
             self._share_nothing(f"{where}, {reason}")
             whole = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
             assert whole is not None
-            batch, reason = whole, self._difference(module, inputs, whole, wants_gradients=wants_gradients)
+            batch, reason = whole, difference(whole)
         if reason is not None:
             self._refuse(f"{where}, {reason}")
             return None
         self._compared |= {kind, (False, *kind[1:])}
-        self._longest_compared = max(batch.longest, self._longest_compared)
+        self._longest_compared = max(batch.longest, longest)
         return batch
 
     def _difference(
@@ -280,7 +276,7 @@ class PackedRows(AroundCalls):
             """States of the tokens, (N, hidden), and the gradient of the embeddings of the pack, (T, hidden)."""
             self._attend(in_pack)
             with probe.embeddings() if wants_gradients else torch.no_grad() as embedded:
-                output = module(**(_packed(inputs, batch) if in_pack else inputs))
+                output = module(**(_of_pack(inputs) | batch.pack if in_pack else inputs))
                 if in_pack and isinstance(output, dict) and output.get(POOLED) is not None:
                     raise CannotRun(f"it also returns {POOLED}, computed of each row")
                 states = output[0].flatten(0, 1)[batch.rows if in_pack else batch.cells]
@@ -314,8 +310,8 @@ class PackedRows(AroundCalls):
         finally:
             self._is_paused = False
             self._attend(False)
-        worst = max(zip(("states", "gradients"), gaps, limits, strict=False), key=lambda each: each[1] / each[2])
-        what, gap, limit = worst
+        each = zip(("states", "gradients"), gaps, limits, strict=False)
+        what, gap, limit = max(each, key=lambda one: one[1] / one[2])
         if gap <= limit:
             return None
         return f"{what} of the pack differ from those of the padded rows by {gap:.1e}; rounding explains {limit:.1e}"
@@ -335,8 +331,9 @@ def _gaps(one: list[Tensor], two: list[Tensor]) -> list[float]:
     ]
 
 
-def _packed(inputs: dict[str, Any], batch: RowsOfBatch) -> dict[str, Any]:
-    return {name: value for name, value in inputs.items() if name not in OF_ROWS} | batch.pack
+def _of_pack(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs that a pack keeps."""
+    return {name: value for name, value in inputs.items() if name not in OF_ROWS}
 
 
 def _laid_back(values: Tensor, batch: RowsOfBatch) -> Tensor:
