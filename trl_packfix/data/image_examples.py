@@ -11,7 +11,6 @@ from ..samples.processor import RowProcessor
 from .collator import IGNORE_INDEX, READ, PackedDataCollator
 from .image_collator import ImageLayout, PackedImages, RopeIndex
 from .pack_collator import PackCollator
-from .parts import PartOf
 from .prefix_collator import PrefixCollator
 
 if TYPE_CHECKING:
@@ -78,18 +77,16 @@ class ImageExamples:
         return document
 
     def packed(
-        self, documents: Sequence[dict[str, Any]], shares: bool = False, degree: int = 1, *, index: int | None = None
+        self, documents: list[dict[str, Any]], shares: bool = False, *, pad_to_multiple_of: int = 1
     ) -> dict[str, Any]:
-        """The batch of documents in one pack, as in training, without labels.
+        """The batch of documents in one pack, or of a part (`PartOf`) of it, as in training, without labels.
 
-        With `shares` documents share every common beginning. The pack is for `degree` ranks: a part, or all of it.
+        With `shares` documents share every common beginning.
         """
-        multiple = degree if index is None else None
-        rows = PackedDataCollator(multiple)
+        rows = PackedDataCollator(pad_to_multiple_of)
         if shares:
-            rows = PrefixCollator(multiple, min_shared=1, compare=self.process.compare)
-        part = PartOf(documents) if index is None else PartOf(documents, degree, index)
-        batch = PackCollator(rows, self.images)(part)
+            rows = PrefixCollator(pad_to_multiple_of, min_shared=1, compare=self.process.compare)
+        batch = PackCollator(rows, self.images)(documents)
         return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
 
     def alone(self, document: dict[str, Any]) -> dict[str, Any]:

@@ -20,14 +20,13 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
-from ..attention.exchange import make_groups
 from ..attention.forwards import mark_packed_forwards
 from ..attention.models import has_attention
 from ..attention.varlen import ATTENTION_NAME
-from .image_probe import ImageExamples, ImageProbe, make_probe
+from .image_probe import ImageExamples
 from .isolation_report import IsolationReport
-from .prefix_probe import ImagePrefixProbe, PrefixProbe
-from .probe import LENGTHS, SPARE, Case, Documents, Probe
+from .prefix_probe import make_probe
+from .probe import LENGTHS, SPARE, Case, Documents, Examples, Probe
 from .probed_model import DRAWS, CannotRun, distance, exact
 from .thresholds import thresholds
 from .ties import FirstOfTies
@@ -78,7 +77,6 @@ def check_isolation(
     >>> report.isolated, report.equal
     (True, True)
     """
-    make_groups((degree,))
     return _check(make_probe(model, images, degree, user_attention=user_attention), max_length)
 
 
@@ -90,9 +88,9 @@ def _check(probe: Probe, max_length: int | None) -> IsolationReport:
             if probe.degree > 1 and guard is None and has_attention(probe.inner):
                 raise CannotRun(f"attention {probe.attention!r} does not exchange tokens; {ATTENTION_NAME!r} does.")
             report, case = judge(probe, max_length)
-            if case is not None or not isinstance(probe, ImageProbe):
+            if case is not None or (examples := probe.image_examples()) is None:
                 return report
-            seen = judge(probe, max_length, with_images=True)[0]
+            seen = judge(probe, max_length, examples)[0]
             largest = {name: max(getattr(report, name), getattr(seen, name)) for name in LARGEST}
             return replace(seen, unreachable=report.unreachable, **largest)
         except CannotRun as error:
@@ -117,13 +115,7 @@ def check_prefixes(
     `equal` is False, too, if a document does not attend to the tokens that it shares. `max_gradient` then holds the
     relative difference of its gradients. With `images` documents share images, and text in front of other images.
     """
-    make_groups((degree,))
-    probe = (
-        PrefixProbe(model, degree, user_attention)
-        if images is None
-        else ImagePrefixProbe(model, images, degree, user_attention=user_attention)
-    )
-    return _check(probe, max_length)
+    return _check(make_probe(model, images, degree, user_attention=user_attention, shares=True), max_length)
 
 
 def refused(probe: Probe, error: CannotRun) -> IsolationReport:
@@ -202,19 +194,19 @@ class Runs:
         return distance(self._base, self.probe.packed(self.documents), range(len(self.documents))) / self.scale
 
 
-def judge(probe: Probe, max_length: int | None, with_images: bool = False) -> tuple[IsolationReport, Case | None]:
+def judge(
+    probe: Probe, max_length: int | None, examples: Examples | None = None
+) -> tuple[IsolationReport, Case | None]:
     """The report, and the pair of runs that shows a defect most clearly; None if there is no defect.
 
-    The documents are text or, if `with_images`, have images in unequal places, which needs an `ImageProbe`.
-
-    Raises `CannotRun` if the model raises.
+    The documents are `examples`, or text of all lengths that matter. Raises `CannotRun` if the model raises.
     """
     reach, unreachable = thresholds(probe.config, max_length, min(LENGTHS))
-    if with_images:
-        assert isinstance(probe, ImageProbe)
-        (documents, variants), reach = probe.image_examples(), {}
+    if examples is None:
+        examples = probe.examples(max_length)
     else:
-        documents, variants = probe.examples(max_length)
+        reach = {}
+    documents, variants = examples
     runs = Runs(probe, documents)
     changes = [runs.gap(Case(documents, variant)) for variant in variants]
     alone = [runs.gap(Case(documents, alone=i)) for i in range(len(documents))]

@@ -7,11 +7,11 @@ document gives the same result.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..attention.exchange import group_of
+from ..data.parts import PartOf
 from .probe import Documents, Examples, Probe, replaced
+from .probed_model import ONE_RANK, OneRank
 
 if TYPE_CHECKING:
     from ..data.image_examples import ImageExamples as ImageExamples
@@ -75,10 +75,10 @@ class ImageProbe(Probe):
         ]
         return documents, [replaced(documents, {i: other}) for i, other in changes]
 
-    def _batch(self, documents: Sequence[Any], degree: int = 1) -> dict[str, Any]:
+    def _batch(self, documents: Sequence[Any], ranks: OneRank = ONE_RANK) -> dict[str, Any]:
         values = [self._values(document) for document in documents]
-        index = dist.get_rank(group_of(degree)) if degree > 1 else None
-        return self.moved(self.images.packed(values, self.shares, self.degree, index=index))
+        part = PartOf(values, ranks.degree, ranks.index)
+        return self.moved(self.images.packed(part, self.shares, pad_to_multiple_of=self.degree))
 
     def _values(self, document: Tensor | ImageDocument) -> dict[str, Any]:
         return document.values if isinstance(document, ImageDocument) else self.images.joined([document])
@@ -86,19 +86,7 @@ class ImageProbe(Probe):
     def row(self, ids: Tensor | ImageDocument) -> dict[str, Any]:
         return self.moved(self.images.alone(self._values(ids)))
 
-    def row_length(self, ids: Tensor | ImageDocument) -> int:
-        return len(ids)
-
     @property
     def evaluated(self) -> nn.Module:
         # Models may build their masks in another way in eval mode (paligemma); attention is in the decoder
         return self.inner.get_decoder()
-
-
-def make_probe(
-    model: nn.Module, images: ImageExamples | None, degree: int = 1, *, user_attention: str | None = None
-) -> Probe:
-    """A probe of documents of text and, with `images`, of documents with images."""
-    if images is None:
-        return Probe(model, degree, user_attention)
-    return ImageProbe(model, images, degree, user_attention=user_attention)

@@ -27,8 +27,9 @@ from ..attention.tower_attention import (
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
 from .check_isolation import check_isolation, check_prefixes
-from .image_probe import ImageExamples, make_probe
+from .image_probe import ImageExamples
 from .isolation_report import IsolationReport, PackingLeakError
+from .prefix_probe import make_probe
 from .repair import Repair
 from .search import RepairSearch, agreed
 from .unpacking import UnpackedForward, UnpackedImages
@@ -146,11 +147,11 @@ class PackedModel:
         self.isolation = report = self._judged(wrapped)
         if self.attention is not before:
             self._forget()
-        if not report.runs_unpacked:
+        if report.passed or self.is_unpacked or not report.runs_unpacked:
             return report
-        if not self.is_proved and self.on_leak == "repair" and self._search is None and self._unpacked is None:
+        if self.on_leak == "repair" and self._search is None:
             self._repair(wrapped)
-        if not self.is_proved and self.on_leak != "raise" and self._unpacked is None:
+        if self.on_leak != "raise" and not self.is_proved:
             return self.unpack(wrapped, why=report.summary())
         return self.isolation
 

@@ -17,7 +17,6 @@ from ..data.prefix_collator import PrefixCollator
 from ..layout import layout_of
 from .image_probe import HIGH, SQUARE, WIDE, ImageExamples, ImageProbe
 from .probe import FINEST, Examples, Probe, replaced
-from .probed_model import CannotRun
 
 TRUNK, BRANCH = 17, 10  # tokens that most documents begin with; some leave it earlier
 
@@ -30,9 +29,9 @@ class PrefixProbe(Probe):
 
     traces_leaks = False
 
-    def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
-        super().__init__(model, degree, user_attention)
-        self._collate = PrefixCollator(pad_to_multiple_of=degree, min_shared=1)
+    @property
+    def _collate(self) -> PrefixCollator:
+        return PrefixCollator(pad_to_multiple_of=self.degree, min_shared=1)
 
     def examples(self, max_length: int | None) -> Examples:
         """Documents with a common beginning, two that are equal, one that ends where others go on, and one apart.
@@ -71,13 +70,9 @@ class PrefixProbe(Probe):
         return documents, [replaced(documents, {1: torch.cat([trunk, self.tokens(12)])})]
 
     def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
-        batch, rows, _ = self._shared(documents)
-        num_rows = batch["input_ids"].shape[1]
-        with torch.set_grad_enabled(gradient):
-            states = self._joined(documents, large) if self.degree > 1 else self.states(batch, large)
-        if states.shape[1] != num_rows:
-            raise CannotRun(f"the LM head gets {states.shape[1]} states for {num_rows} rows")
-        return [states[0][rows_of_one] for rows_of_one in rows]
+        num_rows, rows, _ = self._shared(documents)
+        states = self._of_rows(documents, num_rows, large=large, gradient=gradient)
+        return [states[rows_of_one] for rows_of_one in rows]
 
     def alone(self, ids: Tensor, large: bool = False) -> Tensor:
         return super().alone(ids, large)[:-1]
@@ -88,23 +83,19 @@ class PrefixProbe(Probe):
         If the gradient with respect to its own rows is not that of the document alone, the relative difference: the
         states are those of its run, so its shared rows get it through attention only.
         """
-        batch, rows, shared = self._shared(documents, self.degree)
+        _, rows, shared = self._shared(documents)
         # not of documents all of whose rows belong to others, too
         places = [each for each in zip(documents, rows, shared, strict=True) if each[2] < len(each[1])]
-        return self._wrong_gradient(batch, places, limit=max(FINEST, self.rounding(documents) ** 0.5))
+        limit = max(FINEST, self.rounding(documents) ** 0.5)
+        return self._wrong_gradient(self._batch(documents, self.ranks), places, limit=limit)
 
-    def _shared(self, documents: list[Tensor], degree: int = 1) -> tuple[dict[str, Any], list[Tensor], list[int]]:
-        """The batch, the rows of each document from which a token is predicted, and how many of them it shares.
-
-        With a degree above 1 the batch is the own part, and rows are those of the pack.
-        """
+    def _shared(self, documents: list[Tensor]) -> tuple[int, list[Tensor], list[int]]:
+        """Rows of the pack, those of each document from which a token is predicted, and how many of them it shares."""
         batch = self._batch(documents)
         layout = layout_of(batch)
         saved = layout.sizes(torch.ones(layout.count, device=self.device)).saved
         rows = [layout.predicting(i).to(self.device) for i in range(len(documents))]
-        if degree > 1:
-            batch = self._batch(documents, degree)
-        return batch, rows, [0] * len(documents) if saved is None else saved.tolist()
+        return batch["input_ids"].shape[1], rows, [0] * len(documents) if saved is None else saved.tolist()
 
 
 class ImagePrefixProbe(PrefixProbe, ImageProbe):
@@ -114,9 +105,6 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
     """
 
     shares = True
-
-    def __init__(self, model: nn.Module, images: ImageExamples, degree: int = 1, *, user_attention: str | None = None):
-        ImageProbe.__init__(self, model, images, degree, user_attention=user_attention)
 
     def image_examples(self) -> Examples:
         """An image that three documents share, another of its size behind the same text, and two images that two share.
@@ -171,3 +159,17 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         decoder = self.inner.get_decoder()
         with decoder.register_forward_pre_hook(catch, with_kwargs=True), torch.enable_grad():
             yield entered
+
+
+def make_probe(
+    model: nn.Module,
+    images: ImageExamples | None,
+    degree: int = 1,
+    *,
+    user_attention: str | None = None,
+    shares: bool = False,
+) -> Probe:
+    """A probe of documents of text and, with `images`, of documents with images; if it `shares`, of their prefixes."""
+    if images is None:
+        return (PrefixProbe if shares else Probe)(model, degree, user_attention)
+    return (ImagePrefixProbe if shares else ImageProbe)(model, images, degree, user_attention=user_attention)

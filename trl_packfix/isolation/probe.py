@@ -6,20 +6,19 @@ information crosses.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..attention.exchange import group_of
 from ..attention.kernel_errors import KernelError
 from ..attention.mixers import tokens_summed_in_common
 from ..data.collator import PackedDataCollator
 from ..data.parts import cut_part
-from .probed_model import CannotRun, ProbedModel, distance, gathered
+from .probed_model import ONE_RANK, CannotRun, OneRank, ProbedModel, distance
 from .randomness import DrawWatcher
 
 LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
@@ -80,15 +79,17 @@ class Probe(ProbedModel):
 
     def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
         super().__init__(model, degree, user_attention)
-        self._pads: bool | None = None  # see `_is_padded`
         self.reads_ahead = False
         self.dtype: torch.dtype | None = None
-        self._collate = PackedDataCollator(pad_to_multiple_of=degree)
         self._generator = torch.Generator().manual_seed(0)
         special = set(_special_tokens(self.inner.config)) | set(_special_tokens(self.config))
         num_tokens = self.config.vocab_size
         low = max((token for token in special if token < num_tokens // 2), default=0) + 1
         self._words = torch.tensor([token for token in range(low, num_tokens) if token not in special])
+
+    @property
+    def _collate(self) -> PackedDataCollator:
+        return PackedDataCollator(pad_to_multiple_of=self.degree)
 
     def tokens(self, length: int) -> Tensor:
         """A random document without special tokens, (length,), on the CPU. All ranks get the same one."""
@@ -102,6 +103,10 @@ class Probe(ProbedModel):
         around = {i: self.tokens(lengths[i]) for i in (0, 3)}
         return documents, [replaced(documents, around), replaced(documents, {2: self.tokens(lengths[2] + SPARE)})]
 
+    def image_examples(self) -> Examples | None:
+        """Documents with images in unequal places, and changes of them; None for a probe of text."""
+        return None
+
     def long_examples(self, threshold: int) -> Examples:
         """Three documents, the second at least as long as the threshold, and the pack with another in its place."""
         documents = [self.tokens(7), self.tokens(threshold), self.tokens(9)]
@@ -109,14 +114,18 @@ class Probe(ProbedModel):
 
     def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
         """Last hidden states of each document in one pack, (length, hidden) each."""
-        with torch.set_grad_enabled(gradient):
-            states = self._joined(documents, large) if self.degree > 1 else self.states(self._batch(documents), large)
         lengths = [len(ids) for ids in documents]
-        if self.degree > 1:
-            states = states[:, : sum(lengths)]  # without the padding
-        if states.shape[1] != sum(lengths):
-            raise CannotRun(f"the LM head gets {states.shape[1]} states for a pack of {sum(lengths)} tokens")
-        return list(states[0].split(lengths))
+        padded = -(-sum(lengths) // self.degree) * self.degree
+        states = self._of_rows(documents, padded, large=large, gradient=gradient)
+        return list(states[: sum(lengths)].split(lengths))
+
+    def _of_rows(self, documents: list[Tensor], num_rows: int, *, large: bool, gradient: bool) -> Tensor:
+        """Last hidden states of the rows of a pack, of all ranks that share it, (rows, hidden)."""
+        with torch.set_grad_enabled(gradient):
+            states = self.ranks.states(lambda: self.states(self._batch(documents, self.ranks), large))[0]
+        if len(states) != num_rows:
+            raise CannotRun(f"the LM head gets {len(states)} states for a pack of {num_rows} tokens")
+        return states
 
     def alone(self, ids: Tensor, large: bool = False) -> Tensor:
         """Last hidden states of a document in unpacked training of the model as it was given: (n,) -> (n, hidden)."""
@@ -143,11 +152,7 @@ class Probe(ProbedModel):
 
     def row(self, ids: Tensor) -> dict[str, Any]:
         """The batch of a document alone: (1, n), or (1, n + PADDING) where the model needs padding."""
-        return self._rows(ids[None], self._is_padded())
-
-    def row_length(self, ids: Tensor) -> int:
-        """Tokens of `row(ids)`."""
-        return len(ids) + PADDING * self._is_padded()
+        return self._rows(ids[None], self._is_padded)
 
     def _rows(self, ids: Tensor, padded: bool) -> dict[str, Any]:
         """The unpacked batch of rows of equal length, (B, n)."""
@@ -158,54 +163,38 @@ class Probe(ProbedModel):
         mask[:, -PADDING:] = 0
         return {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
 
+    @cached_property
     def _is_padded(self) -> bool:
         """Whether documents alone are padded: where a token changes earlier states in a row without padding.
 
         Unpacked TRL pads its rows. In nearly all models that changes nothing. But transformers drops a mask that hides
         nothing, and then the text part of PaliGemma is not causal.
         """
-        if self._pads is None:
-            ids = self.tokens(9)
-            rows = torch.stack([ids, torch.cat([ids[:-2], self.tokens(2)])])
+        ids = self.tokens(9)
+        rows = torch.stack([ids, torch.cat([ids[:-2], self.tokens(2)])])
 
-            def moves(padded: bool) -> bool:
-                first, second = self.states(self._rows(rows, padded))[:, :7]
-                return self.on_any_rank(distance([first], [second], [0]) > READS_AHEAD * first.abs().max().item())
+        def moves(padded: bool) -> bool:
+            first, second = self.states(self._rows(rows, padded))[:, :7]
+            return self.on_any_rank(distance([first], [second], [0]) > READS_AHEAD * first.abs().max().item())
 
-            with self.evaluating(), self.as_given(len(ids)), torch.no_grad():
-                self._pads = self.reads_ahead = moves(padded=False)
-                if self._pads:
-                    try:
-                        self.reads_ahead = moves(padded=True)
-                    except CannotRun:  # TRL trains it on rows of equal length only
-                        self._pads = False
-        return self._pads
+        with self.evaluating(), self.as_given(len(ids)), torch.no_grad():
+            self.reads_ahead = moves(padded=False)
+            if not self.reads_ahead:
+                return False
+            try:
+                self.reads_ahead = moves(padded=True)
+            except CannotRun:  # TRL trains it on rows of equal length only
+                return False
+        return True
 
     def whole(self, documents: list[Tensor]) -> None:
         """Run the pack on each rank as a whole, with the padding that a pack of this degree has."""
         with torch.no_grad():
-            self.states(self._batch(documents, degree=1))
+            self.states(self._batch(documents))
 
-    def _joined(self, documents: list[Tensor], large: bool) -> Tensor:
-        states: Any = None
-        problem = ""
-        try:
-            states = self.states(self._batch(documents, self.degree), large)
-        except CannotRun as error:
-            problem = str(error)
-        if any(problems := gathered(problem)):
-            raise CannotRun(next(filter(None, problems)))
-        parts = [torch.empty_like(states) for _ in range(self.degree)]
-        dist.all_gather(parts, states.contiguous(), group=group_of(self.degree))
-        return torch.cat(parts, dim=1)
-
-    def _batch(self, documents: list[Tensor], degree: int = 1) -> dict[str, Any]:
-        batch = self._collate([{"input_ids": ids} for ids in documents])
-        if degree > 1:
-            batch = cut_part(batch, degree, dist.get_rank(group_of(degree)))
-            batch.pop("shift_labels")
-        batch.pop("labels")
-        return self.moved(batch)
+    def _batch(self, documents: list[Tensor], ranks: OneRank = ONE_RANK) -> dict[str, Any]:
+        batch = cut_part(self._collate([{"input_ids": ids} for ids in documents]), ranks.degree, ranks.index)
+        return self.moved({name: value for name, value in batch.items() if name not in ("labels", "shift_labels")})
 
     def silenced(self, documents: Documents) -> list[Tensor]:
         """`packed`, after modules that still draw random numbers were set to eval mode; `dtype` is noted.
@@ -237,7 +226,7 @@ class Probe(ProbedModel):
         rows = torch.arange(sum(map(len, documents)), device=self.device).split([len(ids) for ids in documents])
         try:
             return self._wrong_gradient(
-                self._batch(documents, self.degree),
+                self._batch(documents, self.ranks),
                 [(ids, rows_of, 0) for ids, rows_of in zip(documents, rows, strict=True)],
                 limit=limit,
                 rounding=tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps,
@@ -259,7 +248,7 @@ class Probe(ProbedModel):
             places: documents, their rows, and the first of these whose states are differentiated.
         """
         largest = 0.0
-        gradients = self.embedding_gradients(batch, [rows[first:] for _, rows, first in places], self.degree)
+        gradients = self.embedding_gradients(batch, [rows[first:] for _, rows, first in places], self.ranks)
         if gradients is None or (limit is None and len(gradients[0]) != sum(len(rows) for _, rows, _ in places)):
             return None  # in the second case the backbone gets documents as padded rows, not the pack
         for gradient, (ids, rows, first) in zip(gradients, places, strict=True):

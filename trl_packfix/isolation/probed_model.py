@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..attention.choice import default_attention, own_attention, set_attention
-from ..attention.exchange import group_of
+from ..attention.exchange import group_of, make_groups
 from ..attention.kernel_errors import KernelError, is_device_error, raise_refusal
 from ..attention.models import base_model, below_head, head_counts, text_config
 from ..attention.packed_forward import all_in_one_batch
@@ -52,6 +52,62 @@ def refusals() -> Iterator[None]:
         raise CannotRun(str(error)) from error
 
 
+class OneRank:
+    """This rank, which holds whole packs."""
+
+    degree, index = 1, 0
+
+    def states(self, forward: Callable[[], Tensor]) -> Tensor:
+        """The states of all rows of a pack, (1, T, hidden), from a forward of the rows of each rank."""
+        return forward()
+
+    def gradient(self, gradient: Tensor, num_rows: int) -> Tensor:
+        """The gradient with respect to all `num_rows` rows of a pack, from what each rank has."""
+        return gradient
+
+    def forwards(self, places: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """These places, as many together as one forward has backwards for."""
+        return [places]
+
+
+ONE_RANK = OneRank()
+
+
+class Sharers(OneRank):
+    """The ranks that share each pack, each its part of it. All must call a method."""
+
+    def __init__(self, degree: int):
+        make_groups((degree,))
+        self.degree, self._group = degree, group_of(degree)
+        self.index = dist.get_rank(self._group)
+
+    def states(self, forward: Callable[[], Tensor]) -> Tensor:
+        """As of one rank; it raises `CannotRun` if the model raises on any."""
+        states: Any = None
+        problem = ""
+        try:
+            states = forward()
+        except CannotRun as error:
+            problem = str(error)
+        if any(problems := gathered(problem)):
+            raise CannotRun(next(filter(None, problems)))
+        return self._joined(states, dim=1)
+
+    def gradient(self, gradient: Tensor, num_rows: int) -> Tensor:
+        if len(gradient) != num_rows:
+            return self._joined(gradient, dim=0)
+        dist.all_reduce(gradient, group=self._group)  # with images each embeds the whole pack, and cuts it after that
+        return gradient
+
+    def forwards(self, places: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        return [[rows] for rows in places]  # each has one backward, as in training
+
+    def _joined(self, part: Tensor, dim: int) -> Tensor:
+        parts = [torch.empty_like(part) for _ in range(self.degree)]
+        dist.all_gather(parts, part.contiguous(), group=self._group)
+        return torch.cat(parts, dim=dim)
+
+
 class ProbedModel:
     """A transformers causal LM, wrapped or not by PEFT, DDP or an engine.
 
@@ -64,6 +120,7 @@ class ProbedModel:
             is `packfix_varlen`.
 
     Attributes:
+        ranks: those that share each pack.
         has_engine: whether DDP or an engine has hooks in its backward pass. FSDP2 counts too: it shards the model in
             place, and torch 2.13 crashes in the second backward of a forward.
         takes_gradient: whether gradients are tested: without an engine, or on several ranks per pack, where each
@@ -87,6 +144,7 @@ class ProbedModel:
             user_attention = own_attention(self.inner)
         self.user_attention = default_attention(self.inner) if user_attention == ATTENTION_NAME else user_attention
         self.degree = degree
+        self.ranks = Sharers(degree) if degree > 1 else ONE_RANK
 
     def states(
         self, batch: dict[str, Any], large: bool = False, *, from_backbone: bool = False, model: Any = None
@@ -233,41 +291,32 @@ class ProbedModel:
             yield embedded
 
     def embedding_gradients(
-        self, batch: dict[str, Any], places: Sequence[Tensor], degree: int = 1
+        self, batch: dict[str, Any], places: Sequence[Tensor], ranks: OneRank = ONE_RANK
     ) -> list[Tensor] | None:
         """For each of `places`, rows of the pack, the gradient of their states with respect to all embeddings, (T, D).
 
-        The states are summed with fixed random weights. With a degree above 1 `batch` is the own part of the pack, and
-        each gradient takes a forward, as in training. None if the model does not support it.
+        The states are summed with fixed random weights. `batch` is what this of the `ranks` has of the pack. None if
+        the model does not support it.
         """
         if self.has_engine and not below_head(self.inner):
             return None  # ZeRO-3 refuses a backward pass that enters a module, such as the head, at its input
-        if degree > 1 and len(places) > 1:
-            each = [self.embedding_gradients(batch, [rows], degree) for rows in places]
-            return None if None in each else [gradients[0] for gradients in each if gradients is not None]
         found = []
-        with self.embeddings() as embedded:
-            # DDP would wait for the gradients of parameters
-            states = self.states(dict(batch), from_backbone=self.has_engine, model=self._below_ddp)[0]
-            first = 0 if degree == 1 else dist.get_rank(group_of(degree)) * len(states)
-            for rows in places:
-                drawn = torch.randn((len(rows), states.shape[1]), generator=torch.Generator().manual_seed(len(rows)))
-                weights = states.new_zeros(degree * len(states), states.shape[1])
-                weights[rows] = drawn.to(states)
-                loss = (states * weights[first : first + len(states)]).sum()
-                gradient = gradient_of(loss, embedded[0], retain_graph=rows is not places[-1])
-                if gradient is None:
-                    return None
-                found.append(exact(gradient.reshape(-1, gradient.shape[-1])))
-        if degree == 1:
-            return found
-        (gradient,) = found
-        if len(gradient) == degree * len(states):  # with images each rank embeds the whole pack, and cuts it after that
-            dist.all_reduce(gradient, group=group_of(degree))
-            return [gradient]
-        parts = [torch.empty_like(gradient) for _ in range(degree)]
-        dist.all_gather(parts, gradient.contiguous(), group=group_of(degree))
-        return [torch.cat(parts)]
+        for together in ranks.forwards(places):
+            with self.embeddings() as embedded:
+                # DDP would wait for the gradients of parameters
+                states = self.states(dict(batch), from_backbone=self.has_engine, model=self._below_ddp)[0]
+                for rows in together:
+                    generator = torch.Generator().manual_seed(len(rows))
+                    drawn = torch.randn((len(rows), states.shape[1]), generator=generator)
+                    weights = states.new_zeros(ranks.degree, *states.shape)
+                    weights.flatten(0, 1)[rows] = drawn.to(states)
+                    loss = (states * weights[ranks.index]).sum()
+                    gradient = gradient_of(loss, embedded[0], retain_graph=rows is not together[-1])
+                    if gradient is None:
+                        return None
+                    gradient = exact(gradient.reshape(-1, gradient.shape[-1]))
+                    found.append(ranks.gradient(gradient, ranks.degree * len(states)))
+        return found
 
     @contextmanager
     def rounded_otherwise(self, draw: int, *, by_channel: bool = False) -> Iterator[None]:

@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..attention.exchange import group_of
 from .arguments import Leaves, watching
 from .probe import Case, Probe
 from .probed_model import CannotRun, exact, gathered
@@ -52,7 +50,7 @@ def find_leaks(probe: Probe, case: Case, tolerance: float, *, positions_only: bo
     if case.variant is None:
         (i,) = case.same
         ids = case.documents[i]
-        second = recording(probe.row_length(ids), partial(probe.alone, ids, case.large))
+        second = recording(_row_length(probe, ids), partial(probe.alone, ids, case.large))
         pairs = [(_span(lengths, i), slice(0, len(ids)))]
     else:
         second = recording(sum(map(len, case.variant)), partial(probe.packed, case.variant, case.large))
@@ -135,7 +133,7 @@ def find_wrong_parts(probe: Probe, tolerance: float) -> list[Leak]:
             probe.packed(documents)
 
     part = _recorded(modules, PART_TOKENS, run)
-    first = dist.get_rank(group_of(probe.degree)) * PART_TOKENS
+    first = probe.ranks.index * PART_TOKENS
     pairs = [(slice(first, first + PART_TOKENS), slice(None))]
     leaks = [*_leaks(modules, whole, part, pairs=pairs, tolerance=tolerance)]
     found = sorted((leak for leaks in gathered(leaks) for leak in leaks), key=lambda leak: leak.change)
@@ -163,7 +161,7 @@ def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions
     lengths = [len(ids) for ids in documents]
     recording = partial(_recorded, dict(probe.inner.named_modules()))
     packed = recording(sum(lengths), partial(probe.packed, documents))
-    alone = [recording(probe.row_length(ids), partial(probe.alone, ids)) for ids in documents]
+    alone = [recording(_row_length(probe, ids), partial(probe.alone, ids)) for ids in documents]
     shifted = []
     for name in packed:
         for place, (axis, values) in packed[name][0][0].items():
@@ -216,6 +214,11 @@ def _recorded(
     with watching(modules, partial(_by_token, num_tokens=num_tokens, on_host=on_host), note):
         run()
     return records
+
+
+def _row_length(probe: Probe, document: Any) -> int:
+    """Tokens of a document alone, with the padding that the model needs."""
+    return probe.row(document)["input_ids"].shape[1]
 
 
 def _inside(name: str, parent: str) -> bool:

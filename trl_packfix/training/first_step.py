@@ -30,8 +30,9 @@ from ..data.collator import PackedDataCollator
 from ..data.parts import PartOf
 from ..data.row_values import WEIGHTS
 from ..isolation.gradients import SMALL, gaps, gradient_products, largest_gap
-from ..isolation.image_probe import ImageDocument, make_probe
+from ..isolation.image_probe import ImageDocument
 from ..isolation.isolation_report import PackingLeakError
+from ..isolation.prefix_probe import make_probe
 from ..isolation.probed_model import OF_ROUNDING
 from ..layout import IGNORE_INDEX
 from .groups import check_same_packs
