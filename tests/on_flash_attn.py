@@ -61,7 +61,7 @@ def judge(model_type: str) -> dict:
     started = time.process_time()
     try:
         pristine = zoo.build_model(model_type)
-        truth = Judge(pristine, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+        truth = Judge(pristine)
     except Exception as error:
         return {"type": model_type, "attention": "", "no_text": str(error)}
     recorded()

@@ -46,7 +46,7 @@ recorded = partial(seen_by, strict)  # since the last call
 def judge(model_type: str) -> dict:
     """The probe's result for a tiny model in fp32, and the judge's in fp32 and fp64."""
     started = time.process_time()
-    truth = Judge(zoo.build_model(model_type), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+    truth = Judge(zoo.build_model(model_type))
     model = zoo.build_model(model_type)
     packed = PackedModel(model, torch.float32, "cpu", MAX_LENGTH)
     report = packed.prove(model)
@@ -57,7 +57,7 @@ def judge(model_type: str) -> dict:
     found |= {"right": judgement.right, "error": judgement.error, "refusal": judgement.refusal} | recorded()
     model.set_experts_implementation("eager")  # the grouped matrix product has no float64
     truth.pristine.set_experts_implementation("eager")
-    shares = PrefixJudge(zoo.build_model(model_type), zoo.FIRST_WORD, zoo.VOCABULARY)
+    shares = PrefixJudge(zoo.build_model(model_type))
     shares.pristine.set_experts_implementation("eager")
     with in_double():
         exact = truth.compare(model, torch.float64)

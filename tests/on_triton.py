@@ -56,7 +56,7 @@ class OnePack(Judge):
 def compare(model_type: str, shares_prefixes: bool, leaks: bool) -> float:
     """Where documents share prefixes scans begin with the states of others, and with a leak anew."""
     pristine, model = tiny(model_type), tiny(model_type)
-    judge = PrefixJudge(pristine, zoo.FIRST_WORD, zoo.VOCABULARY) if shares_prefixes else OnePack(pristine)
+    judge = PrefixJudge(pristine) if shares_prefixes else OnePack(pristine)
     with ExitStack() as stack:
         if leaks:
             fault = faults.ONE["states_forgotten"] if shares_prefixes else faults.boundary_of_mixers

@@ -117,7 +117,7 @@ def test_documents_under_other_attention_softcap_and_dropout_are_packed_whole(mo
 
 
 def test_the_judge_sees_a_lost_prefix():
-    judge = PrefixJudge(zoo.build_model("llama"), zoo.FIRST_WORD, zoo.VOCABULARY)
+    judge = PrefixJudge(zoo.build_model("llama"))
     model = zoo.build_model("llama")
     packed = packed_model(model)
     packed.prove(model)

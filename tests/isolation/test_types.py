@@ -114,7 +114,7 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
     report = packed.prove(model)
     assert report.passed and packed.is_proved and not packed.is_unpacked
     assert {repair.module: repair.way for repair in packed.repaired} == wanted.repaired
-    judge = Judge(pristine, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY, decides_only=True)
+    judge = Judge(pristine, decides_only=True)
     found = judge.judge(model)
     assert found.right, found
     if wanted.static:
@@ -132,7 +132,7 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
         for each in (model, pristine):
             each.set_experts_implementation("eager")  # the grouped matrix product has no float64
         with in_double():
-            found = PrefixJudge(pristine, zoo.FIRST_WORD, zoo.VOCABULARY).compare(model, torch.float64)
+            found = PrefixJudge(pristine).compare(model, torch.float64)
         limit = 1e-6 if model_type == "qwen3_moe" else 1e-13  # its router has a softmax in fp32
         assert found.refusal is None and 0 < found.error < limit, found
     packed.rest()
@@ -148,6 +148,6 @@ def test_packs_of_one_shape_without_our_attention(model_type, settings):
     kept = Kept(zoo.build_model(model_type))
     packed = PackedModel(kept.model, torch.float32, "cpu", 64, **settings)
     assert packed.prove(kept.model).passed and packed.is_unpacked is ("on_leak" in settings)
-    judge = Judge(zoo.build_model(model_type), zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY, decides_only=True)
+    judge = Judge(zoo.build_model(model_type), decides_only=True)
     found = judge.judge(kept, kept.feed)
     assert found.right, found

@@ -117,6 +117,11 @@ def image_text_types() -> list[str]:
     return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
+def all_types() -> list[tuple[str, str]]:
+    """Every model type with its kind."""
+    return [(name, "causal") for name in causal_types()] + [(name, "image-text") for name in image_text_types()]
+
+
 def build_model(model_type: str, kind: str = "causal", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A tiny random model in fp32 on the CPU, the same for the same arguments; `changes` are fields of the config."""
     auto = {"causal": AutoModelForCausalLM, "image-text": AutoModelForImageTextToText}[kind]

@@ -7,13 +7,15 @@ PYTHONPATH=tests python -m sweep --only llama,mamba
 import argparse
 import json
 import sys
-from pathlib import Path
+
+from support import zoo
 
 from . import page as compatibility
-from .model_types import all_types, sweep
+from .model_types import sweep
 
 
-def parse(words: list[str]) -> argparse.Namespace:
+def main(words: list[str]) -> int:
+    """Exit code 0 if no type leaks silently, 1 if one does."""
     parser = argparse.ArgumentParser(prog="python -m sweep", description="Judge packed training on model types.")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--all", action="store_true", help="every type: packed training against each document alone")
@@ -29,23 +31,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--workers", type=int, default=1, help="number of processes (default: 1)")
     parser.add_argument("--time-limit", type=float, default=120, help="seconds per model type")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
 
-
-def main(words: list[str]) -> int:
-    """Exit code 0 if no type leaks silently, 1 if one does."""
-    args = parse(words)
-
-    if args.output and not args.all:
-        table = Path(args.output) / compatibility.TABLE
-        if not table.is_file():
-            raise ValueError(
-                f"`--output {args.output}` was given. It reads the verdicts in `{table}`, and there is no such file. "
-                f"Run `python -m sweep --all --output {args.output}` first, or omit `--output`."
-            )
-    chosen = all_types()
-    if args.only:
-        chosen = compatibility.only(chosen, args.only.split(","))
+    chosen, names = zoo.all_types(), args.only.split(",") if args.only else []
+    if unknown := {*names} - {name for name, _ in chosen}:
+        parser.error(f"the installed transformers has no causal or image-text model type of {sorted(unknown)}")
+    chosen = [task for task in chosen if not names or task[0] in names]
     rows = []
     for row in sweep(chosen, args.on_leak, args.workers, args.time_limit):
         rows.append(row)
@@ -62,7 +53,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(main(sys.argv[1:]))

@@ -114,7 +114,7 @@ class Family:
         tokens: special tokens of the processor.
         placeholder: of an image in a chat.
         text, vision: fields of these configs.
-        more, settings: further arguments of the processor.
+        settings: further arguments of the processor.
         named: attribute of the tokenizer -> its token.
     """
 
@@ -126,7 +126,6 @@ class Family:
     placeholder: str = "<image>"
     text: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] = field(default_factory=lambda: dict(TOWER))
-    more: tuple[Any, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     named: dict[str, str] = field(default_factory=dict)
 
@@ -254,7 +253,7 @@ GEMMA_IDS = {"image_token_id": "<soft>", "boi_token_id": "<boi>", "eoi_token_id"
 GEMMA_NAMES = {"boi": "<boi>", "image": "<soft>", "eoi": "<eoi>"}
 MROPE_TEXT, LLAMA = {"rope_parameters": dict(MROPE)}, {"model_type": "llama"}
 LAST_LAYER = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
-OF_PATCHES = {"more": (6, "default"), "settings": {"num_additional_image_tokens": 1}}
+OF_PATCHES = {"patch_size": 6, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 LLAVA_IMAGES = partial(LlavaImageProcessorPil, size={"shortest_edge": 24}, crop_size=SMALL, do_pad=False)
 TILES = partial(GotOcr2ImageProcessorPil, size=SMALL, max_patches=3)
 SQUARES = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 24}}
@@ -283,7 +282,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl": _qwen_family(Qwen3Processor, DEEPSTACK),
     "qwen3_vl_moe": _qwen_family(Qwen3Processor, DEEPSTACK, **EXPERTS),
     "qwen3_5": _qwen_family(Qwen3Processor, DEEPSTACK, **DELTA),
-    "llava": Family(LlavaProcessor, LLAVA_IMAGES, IMAGE_ID, LAST_LAYER, text=LLAMA, vision=CLIP, **OF_PATCHES),
+    "llava": Family(LlavaProcessor, LLAVA_IMAGES, IMAGE_ID, LAST_LAYER, text=LLAMA, vision=CLIP, settings=OF_PATCHES),
     "llava_next": Family(
         LlavaNextProcessor,
         partial(
@@ -293,7 +292,7 @@ FAMILIES: dict[str, Family] = {
         LAST_LAYER | {"image_seq_length": 16, "image_grid_pinpoints": PINPOINTS},
         text=LLAMA,
         vision=CLIP,
-        **OF_PATCHES,
+        settings=OF_PATCHES,
     ),
     "llava_onevision": Family(
         OnevisionProcessor,
@@ -354,8 +353,7 @@ FAMILIES: dict[str, Family] = {
         AYA,
         text={"model_type": "cohere2"} | WINDOWED,
         vision=SIGLIP,
-        more=(6, 24),
-        settings={"downsample_factor": 2},
+        settings={"patch_size": 6, "img_size": 24, "downsample_factor": 2},
     ),
     "glm4v": Family(
         GlmProcessor,
@@ -435,7 +433,7 @@ FAMILIES: dict[str, Family] = {
         {"vision_feature_layer": [-2, -1], "image_seq_length": 16},
         text=LLAMA,
         vision=CLIP,
-        **OF_PATCHES,
+        settings=OF_PATCHES,
     ),
 }
 MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
@@ -454,7 +452,7 @@ def build_processor(family: str) -> ProcessorMixin:
         setattr(tokenizer, f"{name}_token", token)
         setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
     template = TEMPLATE.replace("PLACEHOLDER", recipe.placeholder)
-    return recipe.processor(recipe.images(), tokenizer, *recipe.more, chat_template=template, **recipe.settings)
+    return recipe.processor(recipe.images(), tokenizer, chat_template=template, **recipe.settings)
 
 
 def build_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **text: Any) -> PreTrainedModel:

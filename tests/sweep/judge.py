@@ -9,11 +9,15 @@ documents that neither the probe nor a repair has seen. `make sweep` and the tes
 results of the probe.
 """
 
+import resource
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
+from support.zoo import FIRST_WORD, VOCABULARY, WIDTH
 from torch import Tensor, nn
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -29,6 +33,7 @@ FLOOR = 1e-3  # the error of a gradient is relative to at least this share of th
 
 ALONE, GIVEN = "alone", "given"  # a document alone without padding, and in a padded row of unpacked TRL
 PADDING = 2  # tokens of padding behind each document
+MEMORY = 16 * 2**30  # limit of data per process, in bytes
 
 Truth = dict[str, tuple[Tensor, dict[str, Tensor]]]  # by case: the logits and the gradients of the parameters
 # Documents -> a batch. A document is its tokens, (n,), or with images a dict with the tokens as `input_ids`.
@@ -63,6 +68,11 @@ class Judgement:
         """Whether packs equal unpacked training, up to rounding."""
         return self.decisive <= (TOLERANCE if self.dtype == torch.float32 else EXACT)
 
+    @property
+    def of_stock(self) -> str:
+        """What TRL's packs do on an unchanged model: "refuses", "isolated" or "leaks"."""
+        return "refuses" if self.refusal else "isolated" if self.right else "leaks"
+
 
 class Judge:
     """Computes each document alone on `pristine`, a copy of the model without packing, in fp32 on the CPU.
@@ -71,22 +81,11 @@ class Judge:
     With `decides_only` it computes documents in padded rows alone, which is what decides. Then `error` is `given`.
     """
 
-    def __init__(
-        self,
-        pristine: nn.Module,
-        hidden_size: int,
-        first_token: int,
-        vocab_size: int,
-        seed: int = 2026,
-        *,
-        decides_only: bool = False,
-    ):
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, pristine: nn.Module, *, decides_only: bool = False):
+        generator = torch.Generator().manual_seed(2026)
         # No token twice in a document: models that pick tokens by content (doge) break ties by the length of the row.
-        words = vocab_size - first_token
         cases = {
-            name: [first_token + torch.randperm(words, generator=generator)[:n] for n in lengths]
-            for name, lengths in unseen_lengths(hidden_size, generator).items()
+            name: [drawn(generator)[:n] for n in lengths] for name, lengths in unseen_lengths(WIDTH, generator).items()
         }
         rows = {GIVEN: padded_by_trl} if decides_only else {ALONE: alone, GIVEN: padded_by_trl}
         self._start(pristine, cases, packed, rows)
@@ -185,11 +184,11 @@ class ImageJudge(Judge):
         examples: makes documents through the processor of the family, and the packs of training.
     """
 
-    def __init__(self, pristine: nn.Module, examples: ImageExamples, first_token: int, vocab_size: int, seed: int = 7):
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, pristine: nn.Module, examples: ImageExamples, first_token: int, last_token: int):
+        generator = torch.Generator().manual_seed(7)
 
         def tokens(num: int) -> Tensor:
-            return first_token + torch.randperm(vocab_size - first_token, generator=generator)[:num]
+            return first_token + torch.randperm(last_token - first_token, generator=generator)[:num]
 
         def images(*sizes: tuple[int, int]) -> list[Any]:
             return [examples.image(*size) for size in sizes]
@@ -215,10 +214,8 @@ class ImageJudge(Judge):
 class PrefixJudge(Judge):
     """A `Judge` of packs whose documents share prefixes; it compares the logits that predict a token."""
 
-    def __init__(self, pristine: nn.Module, first_token: int, vocab_size: int, seed: int = 17):
-        generator = torch.Generator().manual_seed(seed)
-        documents = alike_documents(first_token, vocab_size - first_token, generator)
-        self._start(pristine, documents, with_prefixes, {ALONE: alone})
+    def __init__(self, pristine: nn.Module):
+        self._start(pristine, alike_documents(torch.Generator().manual_seed(17)), with_prefixes, {ALONE: alone})
 
     @staticmethod
     def _train_on(model: nn.Module, batch: dict[str, Any], documents: list[Any]) -> Tensor:
@@ -243,14 +240,15 @@ def unseen_lengths(hidden_size: int, generator: torch.Generator) -> dict[str, li
     }
 
 
-def alike_documents(first_token: int, words: int, generator: torch.Generator) -> dict[str, list[Tensor]]:
+def drawn(generator: torch.Generator) -> Tensor:
+    """The words of a tiny model in random order."""
+    return FIRST_WORD + torch.randperm(VOCABULARY - FIRST_WORD, generator=generator)
+
+
+def alike_documents(generator: torch.Generator) -> dict[str, list[Tensor]]:
     """Documents that begin alike, by case: branches of branches and equal documents, and the turns of a chat."""
-
-    def drawn() -> Tensor:
-        return first_token + torch.randperm(words, generator=generator)
-
-    trunk, other = drawn(), drawn()
-    rest = [[word for word in drawn().tolist() if word not in set(trunk[:40].tolist())] for _ in range(4)]
+    trunk, other = drawn(generator), drawn(generator)
+    rest = [[word for word in drawn(generator).tolist() if word not in set(trunk[:40].tolist())] for _ in range(4)]
     ends = [torch.tensor(words) for words in rest]
     tree = [
         torch.cat([trunk[:30], ends[0][:5]]),
@@ -298,6 +296,14 @@ def padded_by_trl(documents: list[Tensor]) -> dict[str, Any]:
 def alone(documents: list[Tensor]) -> dict[str, Any]:
     """An unpacked, unpadded batch of one document."""
     return {"input_ids": documents[0][None], "use_cache": False}
+
+
+def settle_process() -> None:
+    """Limits of a process that judges types: its memory, and one thread, for tiny matrices; without warnings."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
 
 
 def _tokens(document: Any) -> Tensor:

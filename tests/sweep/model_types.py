@@ -1,18 +1,15 @@
 """Test packing on a tiny random model of every model type, and check each result of the probe with the judge."""
 
 import multiprocessing
-import queue
-import resource
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import transformers
 from support import zoo
 from transformers import PreTrainedModel
 
@@ -20,11 +17,10 @@ from trl_packfix.isolation.isolation_report import IsolationReport, finite
 from trl_packfix.isolation.packed_model import PackedModel
 
 from . import image_families
-from .judge import ImageJudge, Judge, Judgement, PrefixJudge, packed_by_trl
+from .judge import ImageJudge, Judge, Judgement, PrefixJudge, packed_by_trl, settle_process
 
 MAX_LENGTH = 64  # tokens; every threshold of the tiny models lies below it
 WRONG = "wrong"
-MEMORY = 16 * 2**30  # limit of data per process of the sweep, in bytes
 MAX_LENGTH_WITH_IMAGES = 512  # tokens; documents with images are longer
 NOT_TESTED = "not tested"  # the verdict with images, where there is no tiny processor
 VERDICTS = ("native", "varlen", "repaired", "unpack only", "refused", "no text")
@@ -134,7 +130,7 @@ def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None
 def _sweep_text(model_type: str, kind: str, on_leak: str | None, seed: int) -> Row:
     try:
         pristine = zoo.build_model(model_type, kind, seed)
-        judge = Judge(pristine, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+        judge = Judge(pristine)
     except Exception as error:  # any error of the model's code is the reason
         return Row(model_type, kind, "no text", reason=_message(error))
     stock = judge.judge(pristine, packed_by_trl)
@@ -160,7 +156,7 @@ def _sweep_text(model_type: str, kind: str, on_leak: str | None, seed: int) -> R
         error=final.judgement.error,
         given=final.judgement.given,
         where=final.judgement.where,
-        stock_trl=_stock_verdict(stock),
+        stock_trl=stock.of_stock,
         stock_error=stock.decisive,
         probes=len(attempts),
         false_negatives=sum(each.is_silent_leak for each in attempts),
@@ -178,7 +174,7 @@ def _judge_prefixes(model: PreTrainedModel, pristine: PreTrainedModel) -> tuple[
     packed.prove(model)
     if packed.prove_prefixes(model) is not None:
         return "no", 0.0
-    found = PrefixJudge(pristine, zoo.FIRST_WORD, zoo.VOCABULARY).judge(model)
+    found = PrefixJudge(pristine).judge(model)
     return "yes" if found.right else WRONG, found.error
 
 
@@ -211,7 +207,7 @@ def _sweep_images(row: Row, on_leak: str | None, seed: int) -> Row:
         row,
         images=verdict,
         images_error=final.judgement.error,
-        images_stock=_stock_verdict(stock),
+        images_stock=stock.of_stock,
         images_stock_error=stock.error,
         images_reason="" if final is attempts[0] and final.verdict == "native" else why,
         probes=row.probes + len(attempts),
@@ -235,10 +231,6 @@ def _attempt(build: Callable[[], PreTrainedModel], judge: Judge, max_length: int
         return _Attempt(report, judge.judge(model), packed.attention.name, repairs, unpacked)
 
 
-def _stock_verdict(stock: Judgement) -> str:
-    return "refuses" if stock.refusal else "isolated" if stock.right else "leaks"
-
-
 def _crash(error: Exception) -> IsolationReport:
     return IsolationReport(False, False, inf, inf, None, 0.0, "", error=f"the probe itself raised {_message(error)}")
 
@@ -250,71 +242,40 @@ def _message(error: Exception) -> str:
 Task = tuple[str, str]  # model type, kind
 
 
-def all_types() -> list[Task]:
-    """Every model type of the installed transformers, as a causal LM and as an image-text model trained on text."""
-    causal = [(name, "causal") for name in zoo.causal_types()]
-    return causal + [(name, "image-text") for name in zoo.image_text_types()]
-
-
 def sweep(
     tasks: Sequence[Task], on_leak: str | None = None, workers: int = 1, time_limit: float = 120.0
 ) -> Iterator[Row]:
-    """Yield the rows of `tasks` as they are finished, from `workers` processes.
+    """Yield the rows of `tasks` as they are finished, from `workers` processes at once, one for each type.
 
-    A type that takes longer than `time_limit` seconds, needs more than `MEMORY`, or crashes its process gives a row
-    that says so. After a timeout or a crash the sweep continues in a new process.
+    A type that takes longer than `time_limit` seconds, needs too much memory, or crashes its process gives a row that
+    says so.
     """
-    waiting: queue.Queue[Task] = queue.Queue()
-    found: queue.Queue[Row] = queue.Queue()
-    for task in tasks:
-        waiting.put(task)
-    for _ in range(min(workers, len(tasks))):
-        threading.Thread(target=_supervise, args=(waiting, found, on_leak, time_limit), daemon=True).start()
-    for _ in tasks:
-        yield found.get()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # so the time limit does not include imports
 
-
-def _supervise(waiting: queue.Queue, found: queue.Queue, on_leak: str | None, time_limit: float) -> None:
-    context = multiprocessing.get_context("spawn")
-    process = None
-    while True:
+    def row_of(task: Task) -> Row:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(theirs, task, on_leak), daemon=True)
+        process.start()
+        theirs.close()
         try:
-            task = waiting.get_nowait()
-        except queue.Empty:
-            break
-        if process is None:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, on_leak), daemon=True)
-            process.start()
-            theirs.close()
-            ours.recv()  # wait until it is ready: the time limit does not include imports
-        ours.send(task)
-        try:
-            row = (
-                ours.recv()
-                if ours.poll(time_limit)
-                else Row(task[0], task[1], "refused", reason=f"longer than {time_limit:g} s")
-            )
+            if ours.poll(time_limit):
+                return ours.recv()
+            return Row(*task, "refused", reason=f"longer than {time_limit:g} s")
         except EOFError:
-            row = Row(task[0], task[1], "refused", reason="its process died")
-        found.put(row)
-        if row.reason.startswith(("longer than", "its process")):
+            return Row(*task, "refused", reason="its process died")
+        finally:
             process.kill()
-            process = None
-    if process is not None:
-        process.kill()
+
+    with ThreadPoolExecutor(workers) as threads:
+        for done in as_completed([threads.submit(row_of, task) for task in tasks]):
+            yield done.result()
 
 
-def _work(connection: Connection, on_leak: str | None) -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    torch.set_num_threads(1)  # tiny matrices: threads would wait for each other
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    connection.send("ready")
-    while True:
-        task = connection.recv()
-        try:
-            row = sweep_type(task[0], task[1], on_leak)
-        except Exception as error:  # an error of this package: reported, and the sweep continues
-            row = Row(task[0], task[1], "refused", reason=f"the sweep itself raised {_message(error)}")
-        connection.send(row)
+def _work(connection: Connection, task: Task, on_leak: str | None) -> None:
+    settle_process()
+    try:
+        row = sweep_type(*task, on_leak)
+    except Exception as error:  # an error of this package: reported, and the sweep continues
+        row = Row(*task, "refused", reason=f"the sweep itself raised {_message(error)}")
+    connection.send(row)

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .model_types import NOT_TESTED, VERDICTS, WRONG, Row, Task
+from .model_types import NOT_TESTED, VERDICTS, WRONG, Row
 
 PAGE, TABLE = "compatibility.md", "compatibility.csv"
 MEANING = {
@@ -135,17 +135,6 @@ def replaced(folder: str | Path, rows: Sequence[Row]) -> list[Row]:
     """The rows of the CSV in `folder`, with those of the same type and kind replaced by `rows`."""
     new = {(row.model_type, row.kind) for row in rows}
     return [row for row in read(folder) if (row.model_type, row.kind) not in new] + list(rows)
-
-
-def only(tasks: Sequence[Task], names: Sequence[str]) -> list[Task]:
-    """The tasks with one of these model types. Raises ValueError for an unknown type."""
-    known = {model_type for model_type, _ in tasks}
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(
-            f"`--only {','.join(names)}` was given. The installed transformers has no causal or image-text model type "
-            f"{unknown[0]!r}. Set it to values of `model_type` in a config.json, e.g. llama."
-        )
-    return [task for task in tasks if task[0] in names]
 
 
 def sample(rows: Sequence[Row], size: int) -> list[Row]:

@@ -14,24 +14,20 @@ No probe and no repair takes part: the model is as transformers builds it, and b
 
 import argparse
 import csv
-import resource
 import signal
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-import torch
 import transformers
 from support import zoo
 
-from .judge import Judge, packed_by_trl
+from .judge import Judge, packed_by_trl, settle_process
 
 PAGE, TABLE = "leaks_by_release.md", "leaks_by_release.csv"
 VERDICTS = ("isolated", "leaks", "refuses", "not judged")
 KEY = ("model_type", "kind")
-MEMORY = 16 * 2**30  # bytes of data
 Table = dict[tuple[str, str], dict[str, str]]  # by type and kind: release -> verdict
 
 
@@ -39,19 +35,12 @@ def stock_verdict(model_type: str, kind: str = "causal") -> str:
     """What TRL's packs do on this type: one of VERDICTS."""
     try:
         model = zoo.build_model(model_type, kind)
-        judge = Judge(model, zoo.WIDTH, zoo.FIRST_WORD, zoo.VOCABULARY)
+        judge = Judge(model)
     except TimeoutError:
         raise
     except Exception:  # any error of the model's own code
         return "not judged"
-    judgement = judge.judge(model, packed_by_trl)
-    return "refuses" if judgement.refusal else "isolated" if judgement.right else "leaks"
-
-
-def types_here() -> list[tuple[str, str]]:
-    """Every model type of the installed transformers, with its kind."""
-    causal = [(name, "causal") for name in zoo.causal_types()]
-    return causal + [(name, "image-text") for name in zoo.image_text_types()]
+    return judge.judge(model, packed_by_trl).of_stock
 
 
 def read(file: Path) -> Table:
@@ -142,12 +131,9 @@ def main() -> None:
     parser.add_argument("--output", metavar="DIR", required=True, help=f"the folder of {TABLE}")
     parser.add_argument("--time-limit", type=int, default=60, help="seconds per model type")
     args = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
+    settle_process()
     names = args.only.split(",") if args.only else None
-    chosen = [key for key in types_here() if names is None or key[0] in names]
+    chosen = [key for key in zoo.all_types() if names is None or key[0] in names]
     file = Path(args.output) / TABLE
     judge_types(chosen, file, args.time_limit)
     (file.parent / PAGE).write_text(page(read(file)))
