@@ -7,19 +7,18 @@ showed a defect are in every run, all are in `make sweep`. Rules that need no su
 import json
 import re
 import warnings
+from functools import partial
 from math import isfinite
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-import trl
 from datasets import Dataset
 from support import zoo
-from support.models import build_tokenizer
+from support.runs import stock, trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.cli.check_model import check_model, tiny_model
 from trl_packfix.isolation.packed_model import PackedModel
@@ -86,32 +85,18 @@ def documents(model, seed=0):
     return Dataset.from_dict({"input_ids": rows, "labels": [[-100, *row[1:]] for row in rows]})
 
 
-def trained(file, folder, trainer_class=SFTTrainer, dtype=torch.float32):
+packed = partial(trainer, packing_strategy="minibatch")
+
+
+def trained(file, folder, make=packed, dtype=torch.float32):
     """The trainer after two steps of SGD, of which the first is compared with unpacked training."""
-    model, settings = build(file), {}
-    if trainer_class is SFTTrainer:
-        settings = {"packing": True, "packing_strategy": "minibatch", "packing_report": False}
+    model = build(file)
+    sgd = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant"}
+    settings = {"max_length": MAX_LENGTH, "per_device_train_batch_size": 4, "bf16": dtype == torch.bfloat16}
+    settings["router_aux_loss_coef"] = 0.0  # a statistic of each micro-batch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        args = (SFTConfig if settings else trl.SFTConfig)(
-            str(folder),
-            max_length=MAX_LENGTH,
-            per_device_train_batch_size=4,
-            max_steps=2,
-            optim="sgd",
-            learning_rate=0.05,
-            lr_scheduler_type="constant",
-            gradient_checkpointing=False,
-            router_aux_loss_coef=0.0,  # a statistic of each micro-batch
-            logging_steps=1,
-            bf16=dtype == torch.bfloat16,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            **settings,
-        )
-        run = trainer_class(model, args, train_dataset=documents(model), processing_class=build_tokenizer())
+        run = make(folder, documents(model), model, **sgd, **settings)
         run.train()
     return run
 
@@ -124,7 +109,7 @@ def check_training(file, folder, dtype=torch.float32):
         run = trained(file, folder, dtype=dtype)
     except Exception as error:
         with pytest.raises(type(error), match=re.escape(str(error)[:80])):
-            trained(file, folder, trl.SFTTrainer, dtype)
+            trained(file, folder, stock, dtype)
         pytest.skip(f"stock TRL cannot train it: {error}")
     losses = [log["loss"] for log in run.state.log_history if "loss" in log]
     assert len(losses) == 2 and all(map(isfinite, losses)) and losses[0] != losses[1]
