@@ -241,9 +241,8 @@ class ProbedModel:
             (module, name, rate)
             for module in inner.modules()
             for name, rate in vars(module).items()
-            if "drop" in name and isinstance(rate, float) and rate > 0
+            if isinstance(rate, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout)))
         ]
-        rates += [(m, "p", m.p) for m in inner.modules() if isinstance(m, nn.Dropout) and m.p > 0]
         buffers = [(buffer, buffer.clone()) for buffer in inner.buffers()]
         state = device_state(self.device)
         with torch.random.fork_rng(devices=[]), all_in_one_batch():

@@ -177,6 +177,9 @@ class RestartedPositions(ModelHooks):
         super().__init__()
         self.module, self.place, self.axis, self.first = module, place, axis, first
 
+    def __str__(self) -> str:
+        return f"with positions from {self.first} in each document"
+
     def _register(self) -> list[RemovableHandle]:
         return [self.module.register_forward_pre_hook(self._enter, with_kwargs=True)]
 

@@ -6,7 +6,7 @@ helps, its parent is repaired instead, up to the backbone.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -44,7 +44,7 @@ class RepairSearch:
     def __init__(self, probe: Probe, guard: PackedForwardGuard, max_length: int | None):
         self.probe, self.guard, self.max_length = probe, guard, max_length
         self._sites: dict[type[nn.Module], _Site] = {}
-        self._restarted: list[tuple[RestartedPositions, Repair]] = []
+        self._restarted: list[tuple[str, RestartedPositions]] = []
         self._modules = dict(probe.inner.named_modules())
 
     def run(self) -> IsolationReport:
@@ -78,7 +78,7 @@ class RepairSearch:
         for site in self._sites.values():
             site.remove()
         self._sites.clear()
-        for restarted, _ in self._restarted:
+        for _, restarted in self._restarted:
             restarted.remove()
         self._restarted.clear()
         self.guard.ignores_masks = False
@@ -86,18 +86,16 @@ class RepairSearch:
     @property
     def hooks(self) -> list[ModelHooks]:
         """Of all current repairs, in the order of installation."""
-        restarted: list[ModelHooks] = [module for module, _ in self._restarted]
+        restarted: list[ModelHooks] = [hooks for _, hooks in self._restarted]
         return restarted + [module for site in self._sites.values() for module in site.repaired]
 
     @property
     def repairs(self) -> list[Repair]:
-        first: dict[tuple[str, str], Repair] = {}
-        for _, repair in self._restarted:
-            known = first.setdefault((repair.module, repair.way), replace(repair, count=0))
-            first[repair.module, repair.way] = replace(known, count=known.count + 1)
-        return [*first.values()] + [
-            Repair(kind.__name__, site.names[0], len(site.names), str(site.mode)) for kind, site in self._sites.items()
-        ]
+        restarted: dict[tuple[str, str], list[str]] = {}
+        for name, each in self._restarted:
+            restarted.setdefault((type(each.module).__name__, str(each)), []).append(name)
+        repaired = [((kind.__name__, str(site.mode)), site.names) for kind, site in self._sites.items()]
+        return [Repair(kind, names[0], len(names), way) for (kind, way), names in [*restarted.items(), *repaired]]
 
     def _masks_are_boundaries(self) -> bool:
         """Whether the model raises because of a mask that holds only boundaries; run with gradients to check this."""
@@ -112,12 +110,10 @@ class RepairSearch:
             shifted = find_shifted(self.probe, [self.probe.tokens(n) for n in LENGTHS])
         except CannotRun:
             return False
-        for positions in shifted:
-            module = self._modules[positions.name]
-            way = f"with positions from {positions.first} in each document"
-            restarted = RestartedPositions(module, positions.place, positions.axis, first=positions.first)
+        for name, place, axis, first in shifted:
+            restarted = RestartedPositions(self._modules[name], place, axis, first=first)
             restarted.install()
-            self._restarted.append((restarted, Repair(type(module).__name__, positions.name, 1, way)))
+            self._restarted.append((name, restarted))
         return bool(self._restarted)
 
     def _locate(self, report: IsolationReport, case: Case) -> str | None:

@@ -237,11 +237,7 @@ def _layers_of_all_kinds(model: PreTrainedModel) -> range:
             for index, layer in enumerate(layers):
                 for key, value in layer.items():
                     offsets[key].add(value - index if type(value) is int else None)
-            counts = {
-                key
-                for key, offsets_of_field in offsets.items()
-                if len(offsets_of_field) == 1 and offsets_of_field != {None}
-            }
+            counts = {key for key, seen in offsets.items() if len(seen) == 1 and seen != {None}}
             kinds = [{key: value for key, value in layer.items() if key not in counts} for layer in layers]
             stop = max(min(2, num_layers), *(kinds.index(kind) + 1 for kind in kinds))
             if not getattr(config, SHARED_LAYERS, 0):
