@@ -8,7 +8,7 @@ from support import zoo
 from support.models import build_tiny_model
 from support.versions import current_models
 from sweep.judge import Judge, padded_by_trl
-from transformers import AttentionInterface, AutoModelForImageTextToText, Gemma4ForCausalLM, Gemma4TextConfig
+from transformers import AttentionInterface, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trl_packfix import PackingLeakError, check_isolation
@@ -301,11 +301,6 @@ def test_a_model_that_chooses_blocks_is_proved_beyond_what_it_chooses():
 @current_models
 def test_layers_that_share_keys_are_proved():
     """Given a number of logits to keep, transformers computes such layers on these tokens only."""
-    config = Gemma4TextConfig(
-        **{"vocab_size": 128, "vocab_size_per_layer_input": 128, "hidden_size": 32, "intermediate_size": 48},
-        **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8},
-        **{"global_head_dim": 16, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "sliding_window": 16},
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    )
-    report = check_isolation(Gemma4ForCausalLM(config), 64)
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    report = check_isolation(zoo.build_model("gemma4_text", num_kv_shared_layers=2, **layers), 64)
     assert report.isolated and report.equal and report.error is None

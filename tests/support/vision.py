@@ -11,13 +11,12 @@ from sweep.image_families import build_processor as build_processor
 from sweep.image_families import make_examples
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from trl_packfix import SFTTrainer
 from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.image_rows import ImageRows
 from trl_packfix.samples.images import measure
 from trl_packfix.samples.processor import RowProcessor
 
-from .runs import config
+from .runs import trainer
 
 # Those of most tests; all others are in `image_families.FAMILIES`
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3", "gemma3", "qwen3_5")
@@ -122,25 +121,11 @@ SGD = {"optim": "sgd", "learning_rate": 0.3, "lr_scheduler_type": "constant", "m
 LANGUAGE = r".*language_model.*(q_proj|v_proj)"  # modules for adapters
 
 
-def make(
-    folder,
-    family="qwen2_5_vl",
-    dataset=ROWS,
-    trainer_class=SFTTrainer,
-    model=None,
-    trainer_kwargs=None,
-    processor=None,
-    **kwargs,
-):
+def make(folder, family="qwen2_5_vl", dataset=ROWS, model=None, processor=None, **kwargs):
     """A trainer on rows with images: four documents a step, at most 200 tokens each."""
     settings = {"max_length": 200, "per_device_train_batch_size": 4} | kwargs
-    return trainer_class(
-        build_model(family) if model is None else model,
-        config(folder, **settings),
-        train_dataset=dataset,
-        processing_class=processor or build_processor(family),
-        **(trainer_kwargs or {}),
-    )
+    model = build_model(family) if model is None else model
+    return trainer(folder, dataset, model, processing_class=processor or build_processor(family), **settings)
 
 
 def processor_of(family: str, **settings: Any) -> RowProcessor:
