@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset, load_from_disk
+from datasets import Dataset, DatasetDict, load_from_disk
 from support.models import build_tokenizer
 from support.runs import stock, trainer
 
@@ -116,7 +116,36 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, capsys):
         assert main([*words, str(output)]) == 0
 
 
-REFUSED = {
+REFUSED = {  # words -> the message
+    "plan no/such/data": "`no/such/data` was given as a dataset. There is no such file or folder here",
+    "plan nowhere.jsonl": "There is no such file or folder here",
+    "plan rows.jsonl --tokenizer no/such/model": "`no/such/model` was given. It cannot be loaded",
+    "plan a.txt --tokens-per-rank 64 --exchange-speeds {bad": "`exchange_speeds={bad` was given",
+    "plan rows.jsonl": "Set `--tokenizer` or `--model`",
+    "plan rows.jsonl a.txt --tokenizer model": "1 files of lengths and 1 datasets",
+    "plan a.txt --world-size 0": "`--world-size 0`",
+    "plan a.txt --world-size 1000000000": "at most 1,048,576",
+    "plan a.txt --tflops nan": "`--tflops nan` was given",
+    "plan a.txt --model no/such/model": "`--model no/such/model` was given",
+    "plan rows.jsonl --tokenizer model --num-proc 0": "`dataset_num_proc=0` was given",
+    "plan a.txt --batch-size 0": "`per_device_train_batch_size=0`",
+    "plan a.txt --max-length 1": "`max_length=1` was given",
+    "plan a.txt --max-length 8 --strategy wrapped --overlong drop": "splits long documents",
+    "plan a.txt --max-length 8 --overlong raise": "refuses such documents",
+    "plan a.txt --model model --max-length 9999": "has 4096 positions",
+    "plan a.txt --share-prefixes pack": "`--share-prefixes pack` was given with the lengths of 3 documents",
+    "plan bad.txt": "as a file of lengths",
+    "plan rows.xml": "Files named .xml are not supported",
+    "plan rows.jsonl --model model --split test": "`--split test` was given",
+    "plan a.txt --split test": "`--split test` was given",
+    "plan saved --split test": "`--split test` was given",
+    "plan splits --model model --split test": "with `--split test`. It has only the splits ['train']",
+    "plan saved labelled": "one with the columns ['input_ids'] and another with ['input_ids', 'labels']",
+    "plan": "without DATA and without `--memory`",
+    "plan --memory 80": "`--memory 80` was given without `--model`",
+    "plan --memory 1 --model model": "1 GiB is set aside",
+    "plan --memory nan --model model": "`--memory nan` was given",
+    "plan --offload": "`--offload` was given without `--memory`",
     "check no/such/model": "`check no/such/model` was given",
     "check model --max-lenght 8": "was given, as a flag or in the config file (did you mean `max_length`?)",
     "recipes qwen3-8b-lorra": "did you mean `qwen3-8b-lora`?",
@@ -133,6 +162,12 @@ REFUSED = {
 def test_what_cannot_be_done_is_exit_code_2(words, workplace, monkeypatch, capsys):
     """For `check` and `plan` the exit code 1 is an answer."""
     monkeypatch.chdir(workplace)
+    for name, text in {"a.txt": "10 20 30", "bad.txt": "10 -20", "rows.xml": "<a/>"}.items():
+        Path(name).write_text(text)
+    tokens = {"input_ids": [[1, 2, 3]]}
+    Dataset.from_dict(tokens).save_to_disk("saved")
+    Dataset.from_dict(tokens | {"labels": [[-100, 2, 3]]}).save_to_disk("labelled")
+    DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk("splits")
     assert main(words.split()) == 2
     error = capsys.readouterr().err
     assert REFUSED[words] in error and "which None" not in error and not Path("new").exists()

@@ -8,7 +8,7 @@ from shutil import copy
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from support.models import build_tiny_model
 from support.runs import trainer
 
@@ -170,52 +170,6 @@ def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, caps
     assert [name for table in tables for name in table[3:]] == wanted  # each column once, in this order
     assert (len(tables) == 1) == (width == 160 and not several)
     assert sum(line.split()[:1] in (["1,024"], ["131,072"]) for line in lines) == (8 if several else 4) * len(tables)
-
-
-NOT_POSSIBLE = {  # words -> the message
-    "no/such/data": "`no/such/data` was given as a dataset. There is no such file or folder here",
-    "nowhere.jsonl": "There is no such file or folder here",
-    "rows.jsonl --tokenizer no/such/model": "`no/such/model` was given. It cannot be loaded",
-    "a.txt --tokens-per-rank 64 --exchange-speeds {bad": "`exchange_speeds={bad` was given",
-    "rows.jsonl": "Set `--tokenizer` or `--model`",
-    "rows.jsonl a.txt --tokenizer model": "1 files of lengths and 1 datasets",
-    "a.txt --world-size 0": "`--world-size 0`",
-    "a.txt --world-size 1000000000": "at most 1,048,576",
-    "a.txt --tflops nan": "`--tflops nan` was given",
-    "a.txt --model no/such/model": "`--model no/such/model` was given",
-    "rows.jsonl --tokenizer model --num-proc 0": "`dataset_num_proc=0` was given",
-    "a.txt --batch-size 0": "`per_device_train_batch_size=0`",
-    "a.txt --max-length 1": "`max_length=1` was given",
-    "a.txt --max-length 8 --strategy wrapped --overlong drop": "splits long documents",
-    "a.txt --max-length 8 --overlong raise": "refuses such documents",
-    "a.txt --model model --max-length 9999": "has 4096 positions",
-    "a.txt --share-prefixes pack": "`--share-prefixes pack` was given with the lengths of 3 documents",
-    "bad.txt": "as a file of lengths",
-    "rows.xml": "Files named .xml are not supported",
-    "rows.jsonl --model model --split test": "`--split test` was given",
-    "a.txt --split test": "`--split test` was given",
-    "saved --split test": "`--split test` was given",
-    "splits --model model --split test": "with `--split test`. It has only the splits ['train']",
-    "saved labelled": "one with the columns ['input_ids'] and another with ['input_ids', 'labels']",
-    "": "without DATA and without `--memory`",
-    "--memory 80": "`--memory 80` was given without `--model`",
-    "--memory 1 --model model": "1 GiB is set aside",
-    "--memory nan --model model": "`--memory nan` was given",
-    "--offload": "`--offload` was given without `--memory`",
-}
-
-
-@pytest.mark.parametrize("words", NOT_POSSIBLE)
-def test_what_cannot_be_planned_is_exit_code_2(words, workplace, monkeypatch, capsys):
-    monkeypatch.chdir(workplace)
-    for name, text in {"a.txt": "10 20 30", "bad.txt": "10 -20", "rows.xml": "<a/>"}.items():
-        (workplace / name).write_text(text)
-    tokens = {"input_ids": [[1, 2, 3]]}
-    Dataset.from_dict(tokens).save_to_disk("saved")
-    Dataset.from_dict(tokens | {"labels": [[-100, 2, 3]]}).save_to_disk("labelled")
-    DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk("splits")
-    assert main(["plan", *words.split()]) == 2
-    assert NOT_POSSIBLE[words] in capsys.readouterr().err
 
 
 BAD_DATA = {  # name of a file, and its text -> the message

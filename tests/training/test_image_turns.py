@@ -136,14 +136,9 @@ def test_images_of_plain_messages_belong_to_the_first_of_the_user():
 def test_a_template_that_changes_the_history_keeps_the_prompt_of_generation():
     """As for text: the prompt is what generation sees, and the turn is as the template renders it."""
     processor = build_processor("llava")
-    changed = "{%- if part['text'] != 'b' or loop_of_messages.length != 4 or add_generation_prompt %}"
-    template = stripping(build_processor("llava")).chat_template
-    processor.chat_template = template.replace(
-        "{%- else %}{{ part['text'] if", "{%- else %}" + changed + "{{ part['text'] if"
-    )
-    processor.chat_template = processor.chat_template.replace(
-        "{% endif %}{% endfor %}", "{% endif %}{% endif %}{% endfor %}", 1
-    )
+    text, is_seen = "{{ part['text'] }}", "part['text'] != 'b' or messages | length != 4 or add_generation_prompt"
+    assert text in processor.chat_template
+    processor.chat_template = processor.chat_template.replace(text, f"{{% if {is_seen} %}}{text}{{% endif %}}")
     conversation = Conversation.from_row({"messages": chat("a", "b", "c", "d", images=1)}, TURNS[0]["images"][:1])
     whole = conversation.text(conversation.messages, processor)
     row = conversation.row_of_turn(3, processor)
