@@ -56,6 +56,11 @@ def add_command(subparsers: Subparsers, name: str, usage: str, *, epilog: str, *
     return parser
 
 
+def add_world_size(parser: argparse.ArgumentParser, **settings: Any) -> None:
+    text = "data-parallel ranks, usually GPUs (default: 1)"
+    parser.add_argument("--world-size", "--gpus", type=int, metavar="RANKS", help=text, **settings)
+
+
 def did_you_mean(names: Iterable[str], known: Iterable[str]) -> str:
     """
     >>> did_you_mean(["--learning_rat", "--x"], ["--learning_rate", "--seed"])

@@ -45,15 +45,7 @@ def add_parser(subparsers: Subparsers) -> None:
         nargs="+",
         help="which documents share a pack (default: that of the config file, else stream)",
     )
-    parser.add_argument(
-        "--world-size",
-        "--gpus",
-        type=int,
-        nargs="+",
-        metavar="RANKS",
-        default=[1],
-        help="data-parallel ranks, usually GPUs (default: 1)",
-    )
+    flags.add_world_size(parser, nargs="+", default=[1])
     parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
     parser.add_argument(
         "--synchronisation",

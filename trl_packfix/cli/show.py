@@ -26,14 +26,7 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Show the contents of packed batches, token by token.",
     )
     parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
-    parser.add_argument(
-        "--world-size",
-        "--gpus",
-        type=int,
-        metavar="RANKS",
-        default=1,
-        help="data-parallel ranks, usually GPUs (default: 1)",
-    )
+    flags.add_world_size(parser, default=1)
     what = parser.add_argument_group("output")
     what.add_argument("--packs", type=int, default=2, metavar="N", help="number of packs (default: 2)")
     what.add_argument("--documents", type=int, default=8, metavar="N", help="at most N documents per pack (default: 8)")

@@ -72,8 +72,7 @@ def make_samples(
         if formatting_func is None:
             said.say_what_is_renamed(dataset, name)
             if is_training_set and args.process_index == 0:
-                template, per_turn = recipe.chat_template, recipe.splits
-                said.say_what_is_left_out(dataset, name, tokenizer, chat_template=template, per_turn=per_turn)
+                said.say_what_is_left_out(dataset, name, recipe)
         made = _applied(recipe, dataset, name, args=args, marks=marks, is_training_set=is_training_set)
     repeats.say(name)
     return made

@@ -62,17 +62,15 @@ def undecoded(dataset: IterableDataset) -> tuple[IterableDataset, str | None]:
 
 def packed_images(images: Sequence[Sequence[EncodedImage]]) -> dict[str, Any]:
     """The images of N documents, for a file of `torch.save`; an image in several of them is in it once."""
-    numbers: dict[int, int] = {}  # images by identity: comparing them would compare their bytes
-    different: list[EncodedImage] = []
-    for image in (image for of_document in images for image in of_document):
-        if numbers.setdefault(id(image), len(numbers)) == len(different):
-            different.append(image)
-    data = b"".join(image.data or b"" for image in different)
+    # By identity: comparing images would compare their bytes
+    different = {id(image): image for of_document in images for image in of_document}
+    places, images_once = {key: i for i, key in enumerate(different)}, different.values()
+    data = b"".join(image.data or b"" for image in images_once)
     return {
-        "numbers": [[numbers[id(image)] for image in of_document] for of_document in images],
-        "paths": [image.path for image in different],
-        "modes": [image.mode for image in different],
-        "sizes": [-1 if image.data is None else len(image.data) for image in different],
+        "numbers": [[places[id(image)] for image in of_document] for of_document in images],
+        "paths": [image.path for image in images_once],
+        "modes": [image.mode for image in images_once],
+        "sizes": [-1 if image.data is None else len(image.data) for image in images_once],
         "data": torch.from_numpy(np.frombuffer(data, np.uint8).copy()),
     }
 

@@ -16,6 +16,7 @@ from datasets import Dataset, IterableDataset
 from ..layout import IGNORE_INDEX
 from .checks import holds, rows_holding, rows_with
 from .conversation import NUM_SHOWN, ROLES, Conversation, Message, Tokenizer, plain_tokenizer, with_role
+from .recipes import Recipe
 from .row import ROW, column_of
 
 logger = logging.getLogger(__name__)
@@ -42,22 +43,16 @@ def say_what_is_renamed(dataset: Dataset | IterableDataset, name: str) -> None:
         )
 
 
-def say_what_is_left_out(
-    dataset: Dataset | IterableDataset,
-    name: str,
-    tokenizer: Tokenizer,
-    *,
-    chat_template: str | None,
-    per_turn: bool,
-) -> None:
+def say_what_is_left_out(dataset: Dataset | IterableDataset, name: str, recipe: Recipe) -> None:
     """Warn of fields that the chat template leaves out, and of roles that it does not know, with the number of rows.
 
-    `chat_template` is what TRL uses instead of the tokenizer's own. With `per_turn` a message is rendered at its turn.
+    A recipe that splits conversations renders a message at its turn.
     """
+    tokenizer, per_turn = recipe.tokenizer, recipe.splits
     for fields in FIELDS:
         rows, count = _holding(dataset, fields)
         holders = []
-        for conversation in _conversations(rows, chat_template, fields):
+        for conversation in _conversations(rows, recipe.chat_template, fields):
             held = [i for i, message in enumerate(conversation.messages) if any(map(message.get, fields))]
             holders += [(conversation, i) for i in sorted({*held[:2], *held[-2:]})]
         left_out = [holder for holder in holders if _is_left_out(*holder, fields, tokenizer=tokenizer, alone=per_turn)]
@@ -73,7 +68,7 @@ def say_what_is_left_out(
                 *(count, name, names, len(left_out), len(holders), advice),
             )
     rows, count = _holding(dataset, ("role",), ROLES)
-    for conversation in _conversations(rows, chat_template, ("role",)):
+    for conversation in _conversations(rows, recipe.chat_template, ("role",)):
         renamed = [with_role(message, "role") for message in conversation.messages]
         texts = [_text(conversation, messages, tokenizer) for messages in (conversation.messages, renamed)]
         if None not in texts and texts[0] != texts[1]:
