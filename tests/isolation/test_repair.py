@@ -11,11 +11,11 @@ import torch
 from support import zoo
 from support.models import DYNAMIC, build_tiny_model, longrope
 from support.runs import texts, trainer
+from sweep.judge import packed
 from torch.utils.checkpoint import checkpoint
 
 from trl_packfix import check_isolation
 from trl_packfix.attention.packed_forward import PackedForward
-from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.axes import ModuleAxes, learn_axes
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import Probe
@@ -27,9 +27,7 @@ def packed_model(model, **settings):
 
 
 def pack(lengths, low=16, high=128):
-    batch = PackedDataCollator()([{"input_ids": torch.randint(low, high, (n,))} for n in lengths])
-    del batch["labels"]
-    return batch
+    return packed([torch.randint(low, high, (n,)) for n in lengths])
 
 
 def test_restarted_positions_need_no_groups_of_documents(monkeypatch):

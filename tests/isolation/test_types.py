@@ -1,5 +1,6 @@
 """Model types, each built once: the proof, what is repaired, and logits and gradients by a judge without the probe."""
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from support import zoo
 from support.double import in_double
 from support.versions import current_models
-from sweep.judge import Judge, PrefixJudge
+from sweep.judge import Judge, PrefixJudge, packed
 
 from trl_packfix import check_isolation
 from trl_packfix.attention.mixers import MixerNames
@@ -17,7 +18,7 @@ from trl_packfix.isolation.packed_model import PackedModel
 
 pytestmark = pytest.mark.slow
 
-STATIC = PackedDataCollator(512, pad_documents_to_multiple_of=72, max_length=64)
+static = partial(packed, collate=PackedDataCollator(512, pad_documents_to_multiple_of=72, max_length=64))
 ROWS = "as rows of a padded batch"
 CONVOLUTION = "causal_conv1d_fn"
 DELTA = {CONVOLUTION, "torch_chunk_gated_delta_rule"}
@@ -80,28 +81,6 @@ NEW = {
 }
 
 
-class Kept(torch.nn.Module):
-    """A model whose logits in packs of one shape are those of the documents, without the padding."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.num_tokens = model, 0
-
-    def named_parameters(self, *args, **kwargs):
-        return self.model.named_parameters(*args, **kwargs)
-
-    def feed(self, documents):
-        self.num_tokens = sum(map(len, documents))
-        batch = STATIC([{"input_ids": ids} for ids in documents])
-        del batch["labels"]
-        return batch
-
-    def forward(self, **batch):
-        outputs = self.model(**batch)
-        outputs["logits"] = outputs["logits"][:, : self.num_tokens]
-        return outputs
-
-
 @pytest.mark.parametrize("model_type", [*TYPES, *(pytest.param(kind, marks=current_models) for kind in NEW)])
 def test_documents_of_a_type_are_what_they_are_alone(model_type):
     wanted = (TYPES | NEW)[model_type]
@@ -110,21 +89,20 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
     assert all(".modeling_" in names["__name__"] for names, _ in places)
     assert {name for _, name in places} == wanted.mixers
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    packed = PackedModel(model, torch.float32, "cpu", 64)
-    report = packed.prove(model)
-    assert report.passed and packed.is_proved and not packed.is_unpacked
-    assert {repair.module: repair.way for repair in packed.repaired} == wanted.repaired
+    packed_model = PackedModel(model, torch.float32, "cpu", 64)
+    report = packed_model.prove(model)
+    assert report.passed and packed_model.is_proved and not packed_model.is_unpacked
+    assert {repair.module: repair.way for repair in packed_model.repaired} == wanted.repaired
     judge = Judge(pristine, decides_only=True)
     found = judge.judge(model)
     assert found.right, found
     if wanted.static:
-        kept = Kept(model)
-        found = judge.judge(kept, kept.feed)
+        found = judge.judge(model, static)
         assert found.right, found
     after = model.state_dict()
     assert after.keys() == weights.keys() and all(torch.equal(after[name], weights[name]) for name in weights)
     if wanted.shares is not None:
-        reason = packed.prove_prefixes(model)
+        reason = packed_model.prove_prefixes(model)
         assert (reason is None) is wanted.shares, reason
         assert wanted.repaired or wanted.shares or "a scan that cannot begin with the state of a prefix" in reason
         assert not wanted.repaired or reason.startswith("these modules are repaired")
@@ -135,7 +113,7 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
             found = PrefixJudge(pristine).compare(model, torch.float64)
         limit = 1e-6 if model_type == "qwen3_moe" else 1e-13  # its router has a softmax in fp32
         assert found.refusal is None and 0 < found.error < limit, found
-    packed.rest()
+    packed_model.rest()
     assert not packed_forwards
     assert not wanted.repaired or not check_isolation(model, max_length=64).passed, "rest restores the model"
 
@@ -145,9 +123,8 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
     "model_type, settings", [("llama", {"enforce_flash_attention": False}), ("bloom", {"on_leak": "unpack"})]
 )
 def test_packs_of_one_shape_without_our_attention(model_type, settings):
-    kept = Kept(zoo.build_model(model_type))
-    packed = PackedModel(kept.model, torch.float32, "cpu", 64, **settings)
-    assert packed.prove(kept.model).passed and packed.is_unpacked is ("on_leak" in settings)
-    judge = Judge(zoo.build_model(model_type), decides_only=True)
-    found = judge.judge(kept, kept.feed)
+    model = zoo.build_model(model_type)
+    packed_model = PackedModel(model, torch.float32, "cpu", 64, **settings)
+    assert packed_model.prove(model).passed and packed_model.is_unpacked is ("on_leak" in settings)
+    found = Judge(zoo.build_model(model_type), decides_only=True).judge(model, static)
     assert found.right, found

@@ -4,26 +4,24 @@ import pytest
 import torch
 from support.models import DYNAMIC, build_tiny_model
 from support.runs import texts, trainer
+from sweep.judge import packed
 
 from trl_packfix import check_isolation
-from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.unpacking import UnpackedForward
 
 pytestmark = pytest.mark.slow
 
 
-def packed(lengths):
+def pack(lengths):
     """Documents of random tokens, and their pack."""
     documents = [torch.randint(4, 300, (n,)) for n in lengths]
-    batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
-    del batch["labels"]
-    return documents, batch
+    return documents, packed(documents)
 
 
 @pytest.mark.parametrize("lengths", [[1], [5], [3, 1, 1, 9, 2], [4] * 6, [1] * 64, [32]])
 def test_any_documents_come_back_in_order(lengths):
     model = build_tiny_model("llama", attn_implementation="sdpa").eval()
-    documents, batch = packed(lengths)
+    documents, batch = pack(lengths)
     UnpackedForward(model).install()
     with torch.no_grad():
         found = model(**batch).logits[0]
@@ -36,7 +34,7 @@ def test_padding_is_bounded_by_grouping_documents_of_similar_length():
     unpacked = UnpackedForward(model)
     unpacked.install()
     with torch.no_grad():
-        model(**packed([200] + [5] * 60)[1])
+        model(**pack([200] + [5] * 60)[1])
     # as rows of one batch these 500 tokens would be 61 x 200
     assert unpacked.num_tokens == 500 and unpacked.num_padded < 2 * 500
 
@@ -45,7 +43,7 @@ def test_a_forward_that_raises_leaves_nothing_behind():
     model = build_tiny_model("llama", attn_implementation="sdpa").eval()
     unpacked = UnpackedForward(model)
     unpacked.install()
-    _, batch = packed([3, 2])
+    _, batch = pack([3, 2])
     handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**batch)
@@ -56,7 +54,7 @@ def test_a_forward_that_raises_leaves_nothing_behind():
 
 def test_router_logits_come_without_padding():
     model = build_tiny_model("mixtral", attn_implementation="sdpa").eval()
-    documents, batch = packed((7, 3, 5))
+    documents, batch = pack((7, 3, 5))
     UnpackedForward(model).install()
     with torch.no_grad():
         routed = model.model(**batch, output_router_logits=True)

@@ -264,14 +264,12 @@ def alike_documents(generator: torch.Generator) -> dict[str, list[Tensor]]:
 
 def with_prefixes(documents: list[Tensor]) -> dict[str, Any]:
     """The packed batch of `PrefixCollator`, with every common beginning shared."""
-    batch = PrefixCollator(min_shared=1)([{"input_ids": ids} for ids in documents])
-    del batch["labels"]
-    return batch
+    return packed(documents, PrefixCollator(min_shared=1))
 
 
-def packed(documents: list[Tensor]) -> dict[str, Any]:
-    """The packed batch of `PackedDataCollator`."""
-    batch = PackedDataCollator()([{"input_ids": ids} for ids in documents])
+def packed(documents: list[Tensor], collate: PackedDataCollator | None = None) -> dict[str, Any]:
+    """The packed batch of `PackedDataCollator`, or of another collator."""
+    batch = (collate or PackedDataCollator())([{"input_ids": ids} for ids in documents])
     del batch["labels"]
     return batch
 

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import inf
 from multiprocessing.connection import Connection
 from typing import Any
@@ -100,54 +101,53 @@ class _Attempt:
     unpacked: bool = False
 
     @property
-    def proved(self) -> bool:
-        return self.report.isolated and self.report.equal
+    def is_silent_leak(self) -> bool:
+        return self.report.passed and not self.judgement.right and self.judgement.refusal is None
 
     @property
-    def is_silent_leak(self) -> bool:
-        return self.proved and not self.judgement.right and self.judgement.refusal is None
+    def is_false_alarm(self) -> bool:
+        return self.judgement.right and not self.report.passed
 
     @property
     def summary(self) -> str:
-        if self.proved and self.judgement.refusal is not None:
+        if self.report.passed and self.judgement.refusal is not None:
             return f"proved on the packs of the probe, but raises on others: {self.judgement.refusal}"
         return self.report.summary()
 
     @property
     def verdict(self) -> str:
         """The verdict of an attempt in which repairs were allowed."""
-        if not self.proved or self.judgement.refusal:
+        if not self.report.passed or self.judgement.refusal:
             return "refused"
         return "unpack only" if self.unpacked else "repaired" if self.repairs else "native"
 
 
-def sweep_type(model_type: str, kind: str = "causal", on_leak: str | None = None, seed: int = 0) -> Row:
-    """Test one model type, in fp32 on the CPU, with `on_leak` of `SFTConfig` (None: its default)."""
-    row = _sweep_text(model_type, kind, on_leak, seed)
-    return _sweep_images(row, on_leak, seed) if kind == "image-text" else row
+def sweep_type(model_type: str, kind: str = "causal", on_leak: str = "repair") -> Row:
+    """Test one model type, in fp32 on the CPU, with `on_leak` of `SFTConfig`."""
+    row = _sweep_text(model_type, kind, on_leak)
+    return _sweep_images(row, on_leak) if kind == "image-text" else row
 
 
-def _sweep_text(model_type: str, kind: str, on_leak: str | None, seed: int) -> Row:
+def _sweep_text(model_type: str, kind: str, on_leak: str) -> Row:
+    build = partial(zoo.build_model, model_type, kind)
     try:
-        pristine = zoo.build_model(model_type, kind, seed)
+        pristine = build()
         judge = Judge(pristine)
     except Exception as error:  # any error of the model's code is the reason
         return Row(model_type, kind, "no text", reason=_message(error))
     stock = judge.judge(pristine, packed_by_trl)
 
-    def attempt(**settings: Any) -> _Attempt:
-        return _attempt(lambda: zoo.build_model(model_type, kind, seed), judge, MAX_LENGTH, **settings)
-
+    attempt = partial(_attempt, build, judge, MAX_LENGTH)
     own, ours = attempt(on_leak="raise", enforce_flash_attention=False), attempt(on_leak="raise")
     attempts = [own, ours]
-    if not ours.proved:
-        attempts.append(attempt(**({} if on_leak is None else {"on_leak": on_leak})))
+    if not ours.report.passed:
+        attempts.append(attempt(on_leak=on_leak))
     final = attempts[-1]
-    verdict = "varlen" if final is ours and final.verdict == "native" and not own.proved else final.verdict
+    verdict = "varlen" if final is ours and final.verdict == "native" and not own.report.passed else final.verdict
     explained = {"varlen": own, "refused": final}.get(verdict, ours)
     prefixes, prefix_error = "no", 0.0
-    if ours.proved:
-        prefixes, prefix_error = _judge_prefixes(zoo.build_model(model_type, kind, seed), pristine)
+    if ours.report.passed:
+        prefixes, prefix_error = _judge_prefixes(build(), pristine)
     return Row(
         model_type,
         kind,
@@ -160,7 +160,7 @@ def _sweep_text(model_type: str, kind: str, on_leak: str | None, seed: int) -> R
         stock_error=stock.decisive,
         probes=len(attempts),
         false_negatives=sum(each.is_silent_leak for each in attempts),
-        false_positives=sum(not each.proved and each.judgement.right for each in attempts),
+        false_positives=sum(each.is_false_alarm for each in attempts),
         repairs=final.repairs,
         reason="" if verdict == "native" else explained.summary,
         prefixes=prefixes,
@@ -178,14 +178,12 @@ def _judge_prefixes(model: PreTrainedModel, pristine: PreTrainedModel) -> tuple[
     return "yes" if found.right else WRONG, found.error
 
 
-def _sweep_images(row: Row, on_leak: str | None, seed: int) -> Row:
+def _sweep_images(row: Row, on_leak: str) -> Row:
     """The row with the results of packs with images."""
     if row.model_type not in image_families.FAMILIES:
         return replace(row, images=NOT_TESTED, images_reason=image_families.why_not(row.model_type))
 
-    def build() -> PreTrainedModel:
-        return image_families.build_model(row.model_type, seed)
-
+    build = partial(image_families.build_model, row.model_type)
     pristine = build()
     try:
         examples = image_families.make_examples(row.model_type, pristine)
@@ -194,12 +192,10 @@ def _sweep_images(row: Row, on_leak: str | None, seed: int) -> Row:
     judge = ImageJudge(pristine, examples, image_families.FIRST_WORD, image_families.LAST_WORD)
     stock = judge.judge(pristine)
 
-    def attempt(**settings: Any) -> _Attempt:
-        return _attempt(build, judge, MAX_LENGTH_WITH_IMAGES, images=examples, **settings)
-
+    attempt = partial(_attempt, build, judge, MAX_LENGTH_WITH_IMAGES, images=examples)
     attempts = [attempt(on_leak="raise")]
-    if not attempts[0].proved:
-        attempts.append(attempt(**({} if on_leak is None else {"on_leak": on_leak})))
+    if not attempts[0].report.passed:
+        attempts.append(attempt(on_leak=on_leak))
     final = attempts[-1]
     verdict = "varlen" if final.verdict == "native" and not stock.right else final.verdict
     why = "; ".join(text for text in (final.repairs, attempts[0].summary) if text)
@@ -212,7 +208,7 @@ def _sweep_images(row: Row, on_leak: str | None, seed: int) -> Row:
         images_reason="" if final is attempts[0] and final.verdict == "native" else why,
         probes=row.probes + len(attempts),
         false_negatives=row.false_negatives + sum(each.is_silent_leak for each in attempts),
-        false_positives=row.false_positives + sum(not each.proved and each.judgement.right for each in attempts),
+        false_positives=row.false_positives + sum(each.is_false_alarm for each in attempts),
     )
 
 
@@ -242,9 +238,7 @@ def _message(error: Exception) -> str:
 Task = tuple[str, str]  # model type, kind
 
 
-def sweep(
-    tasks: Sequence[Task], on_leak: str | None = None, workers: int = 1, time_limit: float = 120.0
-) -> Iterator[Row]:
+def sweep(tasks: Sequence[Task], on_leak: str = "repair", workers: int = 1, time_limit: float = 120.0) -> Iterator[Row]:
     """Yield the rows of `tasks` as they are finished, from `workers` processes at once, one for each type.
 
     A type that takes longer than `time_limit` seconds, needs too much memory, or crashes its process gives a row that
@@ -272,7 +266,7 @@ def sweep(
             yield done.result()
 
 
-def _work(connection: Connection, task: Task, on_leak: str | None) -> None:
+def _work(connection: Connection, task: Task, on_leak: str) -> None:
     settle_process()
     try:
         row = sweep_type(*task, on_leak)

@@ -31,18 +31,6 @@ KEY = ("model_type", "kind")
 Table = dict[tuple[str, str], dict[str, str]]  # by type and kind: release -> verdict
 
 
-def stock_verdict(model_type: str, kind: str = "causal") -> str:
-    """What TRL's packs do on this type: one of VERDICTS."""
-    try:
-        model = zoo.build_model(model_type, kind)
-        judge = Judge(model)
-    except TimeoutError:
-        raise
-    except Exception:  # any error of the model's own code
-        return "not judged"
-    return judge.judge(model, packed_by_trl).of_stock
-
-
 def read(file: Path) -> Table:
     """The table in a file; empty without one."""
     if not file.exists():
@@ -116,8 +104,9 @@ def judge_types(types: Iterable[tuple[str, str]], file: Path, time_limit: int) -
             continue
         signal.alarm(time_limit)
         try:
-            verdict = stock_verdict(*key)
-        except TimeoutError:
+            model = zoo.build_model(*key)
+            verdict = Judge(model).judge(model, packed_by_trl).of_stock
+        except Exception:  # any error of the model's own code
             verdict = "not judged"
         signal.alarm(0)
         print(release, *key, verdict, flush=True)
