@@ -13,38 +13,27 @@ from datasets import Dataset, IterableDataset, load_from_disk
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from support.chats import TEMPLATES, tokenizer_with, user
+from support.chats import answer as spoken
 from support.models import build_tiny_model, build_tokenizer
-from support.runs import config, documents_of, trainer
+from support.runs import all_documents, config, documents_of, trainer
 
-from trl_packfix import SFTTrainer
 from trl_packfix.cli import main
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.said import unended
 
 pytestmark = pytest.mark.slow
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {}}}])
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-
-
-def tokenizer_with(template):
-    tokenizer = build_tokenizer()
-    if template is not None:
-        tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
-    return tokenizer
 
 
 TOKENIZERS = {name: tokenizer_with(name) for name in ("qwen3", "qwen3_6", "gptoss")}
 CHATML = build_tokenizer()
 
 
-def user(text):
-    return {"role": "user", "content": text}
-
-
 def answer(text, thinking=None):
-    return {"role": "assistant", "content": text} | ({} if thinking is None else {"reasoning_content": thinking})
+    return spoken(text) if thinking is None else spoken(text, reasoning_content=thinking)
 
 
 def chat(num_turns, name="", thinks=True):
@@ -226,15 +215,9 @@ def test_forms_of_rows():
 # Through the trainer
 
 
-def run_per_turn(folder, data, template="qwen3", trainer_kwargs=None, **settings):
-    args = config(folder, **({"max_length": 512, "per_turn": True} | settings))
-    return SFTTrainer(
-        build_tiny_model(),
-        args,
-        train_dataset=data,
-        processing_class=tokenizer_with(template),
-        **(trainer_kwargs or {}),
-    )
+def run_per_turn(folder, data, template="qwen3", **settings):
+    settings = {"max_length": 512, "per_turn": True, "processing_class": tokenizer_with(template)} | settings
+    return trainer(folder, data, **settings)
 
 
 def test_training_and_evaluation_have_each_turn_once(tmp_path):
@@ -248,9 +231,7 @@ def test_training_and_evaluation_have_each_turn_once(tmp_path):
         run = run_per_turn(tmp_path, given, packing=packing, trainer_kwargs={"eval_dataset": sets})
         assert pairs(run.eval_dataset["table"]) == pairs(run.eval_dataset["stream"]) == expected
         if packing:
-            loader = run.get_train_dataloader()
-            found = sorted(document for batch in loader for document in documents_of(batch))
-            assert found == sorted(expected)
+            assert all_documents(run) == sorted(expected)
             report, ledger = run.packing_report, run.packing_report.ledger
             assert ledger.given.documents == len(expected) + 1 and ledger.kept.documents == len(expected)
             assert ledger.dropped["untrained"].documents == 1 and ledger.dropped["untrained"].tokens > 20
@@ -293,8 +274,7 @@ def test_turns_without_an_end_are_said(is_stream, tmp_path, caplog):
         tokenizer = tokenizer_with(template)
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
         caplog.clear()
-        args = config(tmp_path, max_length=512, per_turn=True, max_steps=1)
-        SFTTrainer(build_tiny_model(), args, train_dataset=data, processing_class=tokenizer)
+        run_per_turn(tmp_path, data, processing_class=tokenizer, max_steps=1)
         assert ("without an end-of-turn token: one ends in '" in caplog.text) == is_said
         assert ("</think>\\nc0A1.'" in caplog.text) == is_said
 

@@ -11,30 +11,21 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import trl
 from datasets import Dataset
 from support import vision
-from support.models import build_tiny_model, build_tokenizer
-from support.runs import config
+from support.chats import tokenizer_with
+from support.runs import TOOL, trainer
 from support.versions import scores_tokens
-
-from trl_packfix import SFTTrainer
 
 pytestmark = [pytest.mark.slow, scores_tokens]  # templates and their texts are those of the versions in constraints.txt
 
 FROZEN = Path(__file__).with_name("frozen.json")
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-PLAIN = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 RULES = {
     "all": {},
     "masked": {"assistant_only_loss": True},
     "masked last": {"assistant_only_loss": True, "assistant_turns": "last"},
     "per turn": {"per_turn": True, "train_empty_thinking": False},
 }
-TOOL = json.dumps([{"type": "function", "function": {"name": "count", "parameters": {}}}])
 
 
 def chat(i, weight):
@@ -80,30 +71,26 @@ def digest(value):
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
-FORMS = {"chat": ("marked", "plain", "qwen3"), "chat prompt": ("marked", "qwen3"), "tools": ("qwen3",)}
+FORMS = {"chat": (None, "plain", "qwen3"), "chat prompt": (None, "qwen3"), "tools": ("qwen3",)}
 FORMS["sharegpt"] = ("plain",)
 CASES = {
-    f"{form}, {rule}, {template}": (form, rule, template)
+    f"{form}, {rule}, {template or 'marked'}": (form, rule, template)
     for form, rule in itertools.product(FORMS, RULES)
     for template in FORMS[form]
 }
-CASES |= {f"{form}, all, marked": (form, "all", "marked") for form in ("text", "prompt")}
+CASES |= {f"{form}, all, marked": (form, "all", None) for form in ("text", "prompt")}
 KINDS = [*itertools.product(("table", "stream"), ("good", "raise", "drop")), ("unpacked", "good"), ("unpacked", "drop")]
 
 
 def found(case, kind, bad_rows, caplog, folder):
     form, rule, template = CASES[case]
-    tokenizer = build_tokenizer()
-    if template != "marked":
-        tokenizer.chat_template = PLAIN if template == "plain" else (TEMPLATES / f"{template}.jinja").read_text()
     data = Dataset.from_list(rows(form, rule, bad_rows != "good"))
     data = data.to_iterable_dataset() if kind == "stream" else data
     settings = RULES[rule] | {"max_length": 500, "max_steps": 1, "packing": kind != "unpacked"}
     settings["bad_rows"] = "drop" if bad_rows == "drop" else "raise"
     caplog.clear()
     try:
-        args = config(folder, **settings)
-        run = SFTTrainer(build_tiny_model(), args, train_dataset=data, processing_class=tokenizer)
+        run = trainer(folder, data, processing_class=tokenizer_with(template), **settings)
         samples = [(row["input_ids"], row["labels"]) for row in run.train_dataset]
         columns = sorted(next(iter(run.train_dataset)))
     except Exception as error:
@@ -127,8 +114,7 @@ def found_of_images(rule, kind, bad_rows, folder):
     settings = RULES[rule] | {"max_length": 500, "max_steps": 2, "bad_rows": "drop" if bad_rows == "drop" else "raise"}
     data = data.to_iterable_dataset() if kind == "stream" else data
     try:
-        args = config(folder, **settings)
-        run = SFTTrainer(vision.build_model("llava"), args, train_dataset=data, processing_class=processor)
+        run = trainer(folder, data, vision.build_model("llava"), processing_class=processor, **settings)
         batches = list(itertools.islice(run.get_train_dataloader(), 2))
     except Exception as error:
         return {"error": digest(f"{type(error).__name__} {error}"), "text": str(error)[:40]}

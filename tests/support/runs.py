@@ -56,6 +56,11 @@ def start_weights(model="llama"):
     return torch.cat([p.detach().flatten() for p in build_tiny_model(model).parameters()])
 
 
+def all_documents(run):
+    """Those of all packs of a run, sorted."""
+    return sorted(document for batch in run.get_train_dataloader() for document in documents_of(batch))
+
+
 def documents_of(batch):
     """(tokens, labels) of each document of a packed batch, padding left out."""
     lengths = batch["cu_seq_lens_q"].diff().tolist()

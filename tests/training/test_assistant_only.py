@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +12,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support import vision
-from support.models import build_tiny_model, build_tokenizer
-from support.runs import config, documents_of
+from support.chats import TEMPLATES, answer, tokenizer_with, user
+from support.models import build_tokenizer
+from support.runs import all_documents, trainer
 
-from trl_packfix import SFTTrainer
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.recipes import Masked
 from trl_packfix.samples.row import MaskCounts
@@ -24,25 +23,9 @@ from trl_packfix.samples.turns import TurnRule
 
 pytestmark = pytest.mark.slow
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-CHATML = build_tokenizer()
-PLAIN = build_tokenizer()  # without markers, and unknown to TRL
-PLAIN.chat_template = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-THINKING = build_tokenizer()  # removes earlier thinking, and writes an empty one; unknown to TRL
-THINKING.chat_template = (TEMPLATES / "qwen3.jinja").read_text() + "{# changed #}"
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def answer(text, **kwargs):
-    return {"role": "assistant", "content": text, **kwargs}
-
-
+CHATML, PLAIN = tokenizer_with(None), tokenizer_with("plain")
+THINKING = tokenizer_with("qwen3")  # removes earlier thinking, and writes an empty one
+THINKING.chat_template += "{# changed #}"  # unknown to TRL
 CHAT = [user("Q1"), answer("A1"), user("Q2"), answer("A2"), user("Q3"), answer("A3")]
 
 
@@ -54,10 +37,8 @@ def weighted(*weights, messages=CHAT, key="weight"):
 
 def trained_texts(row, tokenizer):
     """The texts of the runs of trained tokens."""
-    runs = [[]]
-    for label in row["labels"]:
-        runs[-1:] = [[*runs[-1], label]] if label != -100 else [runs[-1], []] if runs[-1] else [[]]
-    return [tokenizer.decode(run) for run in runs if run]
+    runs = itertools.groupby(row["labels"], lambda label: label != -100)
+    return [tokenizer.decode([*run]) for is_trained, run in runs if is_trained]
 
 
 def sample(messages, tokenizer, template=None, **rule):
@@ -65,14 +46,9 @@ def sample(messages, tokenizer, template=None, **rule):
     return {name: values.tolist() for name, values in made.columns.items()}
 
 
-def run_of(folder, data, tokenizer=PLAIN, model=None, eval_dataset=None, **settings):
-    args = config(folder, **({"max_length": 512, "assistant_only_loss": True} | settings))
-    model = model or build_tiny_model()
-    return SFTTrainer(model, args, train_dataset=data, eval_dataset=eval_dataset, processing_class=tokenizer)
-
-
-def documents(run):
-    return sorted(document for batch in run.get_train_dataloader() for document in documents_of(batch))
+def run_of(folder, data, eval_dataset=None, **settings):
+    settings = {"max_length": 512, "assistant_only_loss": True, "processing_class": PLAIN} | settings
+    return trainer(folder, data, trainer_kwargs={"eval_dataset": eval_dataset}, **settings)
 
 
 # One conversation
@@ -126,8 +102,7 @@ SAME |= {"idefics3_training", "smolvlm_training", "qwen3_instruct_2507_training"
 @pytest.mark.parametrize("template", TRAINING)
 def test_labels_are_those_of_trl_for_every_template(template):
     """All turns as TRL marks them; and each turn alone, which together are all."""
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    tokenizer = tokenizer_with(template)
     stock = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     labels = [t if bit else -100 for t, bit in zip(stock["input_ids"], stock["assistant_masks"], strict=True)]
     assert sample(CHAT, tokenizer)["labels"] == labels and max(labels) >= 0
@@ -139,8 +114,8 @@ def test_labels_are_those_of_trl_for_every_template(template):
     assert np.max(alone, 0).tolist() == labels
     assert sample(CHAT, tokenizer, assistant_turns="last")["labels"] == alone[2]
     if template in SAME:
-        tokenizer.chat_template = (TEMPLATES / f"{template.removesuffix('_training')}.jinja").read_text()
-        assert sample(CHAT, tokenizer) == {"input_ids": stock["input_ids"], "labels": labels}
+        plain = tokenizer_with(template.removesuffix("_training"))
+        assert sample(CHAT, plain) == {"input_ids": stock["input_ids"], "labels": labels}
 
 
 def test_a_template_that_rewrites_the_history_is_refused_with_the_turn():
@@ -213,7 +188,7 @@ def test_packs_streams_unpacked_runs_and_evaluation_have_the_same_labels(last, t
     settings = {"assistant_turns": "last" if last else "all", "max_steps": 2}
     sets = {"table": ROWS, "stream": ROWS.to_iterable_dataset()}
     run = run_of(tmp_path, ROWS, eval_dataset=sets, **settings)
-    assert documents(run) == trained
+    assert all_documents(run) == trained
     for each in run.eval_dataset.values():
         assert [(row["input_ids"], row["labels"]) for row in each] == expected
     unpacked = run_of(tmp_path, ROWS, packing=False, **settings)
@@ -228,7 +203,7 @@ def test_packs_streams_unpacked_runs_and_evaluation_have_the_same_labels(last, t
 def test_the_report_and_an_unpacked_run_say_what_is_trained(tmp_path, capsys):
     run = run_of(tmp_path, ROWS, max_steps=1, packing_report=True)
     run.train()
-    labels = [label for _, labels in documents(run) for label in labels]
+    labels = [label for _, labels in all_documents(run) for label in labels]
     share = sum(label != -100 for label in labels) / len(labels)
     said = f"{share * 100:.1f} %: assistant turns (`assistant_only_loss`), 7 of 12; not trained: 5 with `weight` 0"
     assert dict(run.packing_report.lines())["trained tokens"] == said
@@ -261,7 +236,7 @@ def test_weights_that_would_not_be_read_are_refused(tmp_path):
                 run_of(tmp_path, rows, **settings)
         run_of(tmp_path, foreign, **settings | {"message_train_key": name})
     prompts = Dataset.from_list([{"prompt": weighted(0, 0, 1)[:5], "completion": CHAT[5:]}])
-    assert len(documents(run_of(tmp_path, prompts, **every))) == 1
+    assert len(all_documents(run_of(tmp_path, prompts, **every))) == 1
     with pytest.raises(ValueError, match="`assistant_only_loss=True` was given, and the train dataset has the columns"):
         run_of(tmp_path, Dataset.from_dict({"text": ["a b c"]}))
 

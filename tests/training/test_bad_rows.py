@@ -8,7 +8,7 @@ import pytest
 import trl
 from datasets import Dataset, IterableDataset, load_from_disk
 from support.models import build_tokenizer
-from support.runs import ANSWER, PROMPT, documents_of, trainer
+from support.runs import ANSWER, PROMPT, all_documents, documents_of, trainer
 
 from trl_packfix.cli import main
 from trl_packfix.data.stream_reader import CHUNK
@@ -35,10 +35,6 @@ BAD = [3, 8]
 def rows(name, bad=BAD, num=12):
     good, wrong, *_ = FORMS[name]
     return [wrong if i in bad else good | {"id": i} for i in range(num)]
-
-
-def all_documents(run):
-    return sorted(document for batch in run.get_train_dataloader() for document in documents_of(batch))
 
 
 @pytest.mark.slow

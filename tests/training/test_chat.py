@@ -2,14 +2,14 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import trl
 from datasets import Dataset, Features, IterableDataset, Json, List
+from support.chats import tokenizer_with
 from support.models import build_tokenizer
-from support.runs import documents_of, stock, trainer
+from support.runs import all_documents, stock, trainer
 
 from trl_packfix import SFTTrainer
 from trl_packfix.samples.recipes import EachTurn
@@ -18,7 +18,6 @@ from trl_packfix.samples.turns import TurnRule
 
 pytestmark = pytest.mark.slow
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": PARAMETERS}}]
 
@@ -48,13 +47,12 @@ def traces():
 @pytest.mark.parametrize("template", ["qwen3", "qwen3_6"])
 def test_agent_traces_train_on_what_the_assistant_says(template, tmp_path):
     """The templates as models ship them have no generation markers; TRL brings its own for training."""
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    tokenizer = tokenizer_with(template)
     assert "generation %}" not in tokenizer.chat_template
     settings = {"max_length": 1500, "assistant_only_loss": True, "num_train_epochs": 1}
     run = trainer(tmp_path, traces(), processing_class=tokenizer, **settings)
     rows = stock(tmp_path, traces(), processing_class=tokenizer, **settings).train_dataset
-    packed = sorted(document for batch in run.get_train_dataloader() for document in documents_of(batch))
+    packed = all_documents(run)
     unpacked = [(list(row["input_ids"]), [-100, *row["labels"][1:]]) for row in rows]
     assert packed == sorted(unpacked) and len(packed) == 9
     for tokens, labels in packed:
@@ -81,13 +79,12 @@ def thinking_prompts(name):
 
 @pytest.mark.parametrize("bad_rows", ["raise", "drop"])
 def test_warnings_of_trl_about_every_row_are_counted(bad_rows, tmp_path, caplog):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
     given = {"packing": False, "max_length": 500, "max_steps": 1, "bad_rows": bad_rows}
+    given["processing_class"] = tokenizer_with("qwen3")
 
     def said(data, trainer_class=SFTTrainer):
         caplog.clear()
-        run = trainer(tmp_path, data, trainer_class=trainer_class, processing_class=tokenizer, **given)
+        run = trainer(tmp_path, data, trainer_class=trainer_class, **given)
         assert len(list(run.train_dataset)) == 5
         return [message for message in map(str, caplog.messages) if "tokenized prompt is not a pre" in message]
 
@@ -191,8 +188,7 @@ LEFT_OUT = {
 
 @pytest.mark.parametrize("template", LEFT_OUT)
 def test_fields_that_the_template_leaves_out_are_said_with_their_rows(template, tmp_path, caplog):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    tokenizer = tokenizer_with(template)
     whole, alone, calls = LEFT_OUT[template]
     for table, per_turn in itertools.product(tables(thinking_traces(), "messages"), (False, True)):
         caplog.clear()
