@@ -23,17 +23,13 @@ class ImageLayout:
     # for outputs with one row per document
     images: dict[str, int]
 
-    def join(self, name: str, parts: list[Tensor]) -> Tensor:
-        """The outputs of several documents as one. All axes but that of the images are padded with 0 at their end."""
-        axis = self.images[name]
-        largest = [max(part.shape[i] for part in parts) for i in range(parts[0].dim())]
-        shapes = [[part.shape[i] if i == axis else size for i, size in enumerate(largest)] for part in parts]
-        return torch.cat([_padded(part, shape) for part, shape in zip(parts, shapes, strict=True)], dim=axis)
 
-
-def _padded(values: Tensor, shape: list[int]) -> Tensor:
-    padding = [size for i in reversed(range(len(shape))) for size in (0, shape[i] - values.shape[i])]
-    return F.pad(values, padding) if any(padding) else values
+def join(parts: list[Tensor], axis: int) -> Tensor:
+    """The outputs of several documents as one. All axes but this one are padded with 0 at their end."""
+    largest = [max(part.shape[i] for part in parts) for i in range(parts[0].dim())]
+    missing = [[0 if i == axis else size - part.shape[i] for i, size in enumerate(largest)] for part in parts]
+    paddings = [[size for each in reversed(sizes) for size in (0, each)] for sizes in missing]
+    return torch.cat([F.pad(part, each) for part, each in zip(parts, paddings, strict=True)], dim=axis)
 
 
 @dataclass
@@ -57,14 +53,11 @@ class PaddedImageCollator:
             value = fill.get(name, 0)
             batch[name] = torch.stack([F.pad(part, (0, longest - len(part)), value=value) for part in parts])
         for name, axis in self.layout.images.items():
-            outputs = [document.get(name) for document in documents]
-            present = [part for part in outputs if part is not None]
-            if present and axis == 1:  # one row of images per document, padded to the same number of images
-                shape = [1, max(part.shape[1] for part in present), *present[0].shape[2:]]
-                none = present[0].new_zeros(shape)
-                batch[name] = torch.cat([none if part is None else _padded(part, shape) for part in outputs])
-            elif present:
-                batch[name] = self.layout.join(name, present)
+            outputs = [document[name] for document in documents if name in document]
+            if outputs and axis == 1:  # one row of images per document, padded to the same number of images
+                outputs = [document.get(name, outputs[0][:, :0]) for document in documents]
+            if outputs:
+                batch[name] = join(outputs, axis=0)
         return batch
 
 
@@ -132,10 +125,10 @@ class PackedImages:
             for i, _, before, num in runs
             if before == 0 or before < num
         ]
-        for name in self.layout.images:
+        for name, axis in self.layout.images.items():
             parts = [outputs[name] for outputs in with_images if name in outputs]
             if parts:
-                entries[name] = self.layout.join(name, parts)
+                entries[name] = join(parts, axis)
         if self.rope_index is not None:
             positions = [self.rope_index(documents[i])[:, first:] for i, first, *_ in runs]
             rest = position_ids[0, sum(part.shape[1] for part in positions) :].expand(3, -1)  # padding

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..samples.processor import RowProcessor
-from .collator import IGNORE_INDEX, READ, PackedDataCollator
+from .collator import IGNORE_INDEX, READ, PackedDataCollator, Run
 from .image_collator import ImageLayout, PackedImages, RopeIndex
 from .pack_collator import PackCollator
 from .prefix_collator import PrefixCollator
@@ -62,19 +62,10 @@ class ImageExamples:
             start, stop = spans[0][0], spans[-1][1]
             cut = {name: piece[name][:, start:stop] for name in self.layout.tokens & piece.keys()}
             pieces.append(piece | cut | {"input_ids": piece["input_ids"][start:stop]})
-        lengths = [len(piece["input_ids"]) for piece in pieces]
-        document: dict[str, Any] = {"input_ids": np.concatenate([np.asarray(piece["input_ids"]) for piece in pieces])}
-        for name in self.layout.tokens:
-            kinds = [
-                piece.get(name, torch.zeros(1, length, dtype=torch.int64))
-                for piece, length in zip(pieces, lengths, strict=True)
-            ]
-            document[name] = torch.cat(kinds, dim=1)
-        for name in self.layout.images:
-            outputs = [piece[name] for piece in pieces if name in piece]
-            if outputs:
-                document[name] = self.layout.join(name, outputs)
-        return document
+        tokens = np.concatenate([np.asarray(piece["input_ids"]) for piece in pieces])
+        kinds = dict.fromkeys(self.layout.tokens, torch.zeros(1, len(tokens), dtype=torch.int64))
+        runs = [Run(i) for i in range(len(pieces))]
+        return {"input_ids": tokens} | kinds | PackedImages(self.layout)(pieces, runs, torch.from_numpy(tokens)[None])
 
     def packed(
         self, documents: list[dict[str, Any]], shares: bool = False, *, pad_to_multiple_of: int = 1

@@ -156,10 +156,8 @@ def _table_spans(reader: Rows) -> _Spans:
                 "The lengths of the documents in a packed row must be positive and add up to the row. Correct "
                 "`seq_lengths`, or remove the column so that each row is one document."
             )
-        ends = np.cumsum(lengths)
-        first = np.cumsum(per_row) - per_row  # index of each row's first document
-        row_start = np.repeat((ends - lengths)[np.minimum(first, max(len(lengths) - 1, 0))], per_row)
-        start, stop = ends - lengths - row_start, ends - row_start
+        stop = np.cumsum(lengths) - np.repeat(np.cumsum(total) - total, per_row)
+        start = stop - lengths
     spans = _Spans(reader, Ledger(), row, start, stop, reader.count_trained(row, start, stop))
     spans.ledger.given = spans.count()
     return spans

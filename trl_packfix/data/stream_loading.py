@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
-from torch.utils.data import DataLoader
 
-from .loaders import unsharded_loader
+from .loaders import document_loader
 from .stream import PackedStream
 from .stream_images import ProcessedPacks
-from .threads import wait_for_threads_before_forks
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +33,9 @@ def stream_loader(
             "dataloader_in_order=False was given; packs with images of a stream stay in order, because a restart goes "
             "on behind the last one."
         )
-    if num_workers:
-        wait_for_threads_before_forks()
-        stream.num_ahead = num_workers * (settings.get("prefetch_factor") or 2)
-    packs = ProcessedPacks(stream.rows.process)
-    loader = DataLoader(
-        packs, batch_sampler=stream, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory, **settings
-    )
-    return unsharded_loader(loader, device)
+    stream.num_ahead = num_workers * (settings.get("prefetch_factor") or 2)
+    settings |= {"num_workers": num_workers, "pin_memory": pin_memory}
+    return document_loader(ProcessedPacks(stream.rows.process), stream, collate, device=device, **settings)
 
 
 def stream_file(checkpoint: str | Path, rank: int) -> Path:
