@@ -47,11 +47,10 @@ from support.bounds import imbalance_bound
 
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B
-from trl_packfix.planning.packing import Bins
 from trl_packfix.planning.packs import PackPlan
 from trl_packfix.planning.schedule import Schedule, imbalance, schedule_packs
 from trl_packfix.planning.strategies import plan_packs
-from trl_packfix.planning.units import Units
+from trl_packfix.planning.units import Bins, Units
 
 ACCUMULATION = 4
 CAPACITIES = (8192, 32768, 65536)

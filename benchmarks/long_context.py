@@ -38,9 +38,8 @@ from support.bounds import step_bound
 from trl_packfix.planning.arrays import Int64Array
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads
 from trl_packfix.planning.degrees import DividedStep, Step
-from trl_packfix.planning.packing import Bins
 from trl_packfix.planning.parallel import FILL, SequenceParallel, Speeds, possible_degrees, smallest_degree
-from trl_packfix.planning.units import Units
+from trl_packfix.planning.units import Bins, Units
 
 K = 1024
 LLAMA_70B = CostModel(  # Llama 3 70B

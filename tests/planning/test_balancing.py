@@ -8,11 +8,10 @@ from support.bounds import imbalance_bound
 
 from trl_packfix.planning.balance import deal
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
-from trl_packfix.planning.packing import Bins, Packing
-from trl_packfix.planning.plans import schedule_kept_steps
+from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.schedule import Schedule, imbalance, rank_costs, schedule_packs
 from trl_packfix.planning.strategies import plan_packs
-from trl_packfix.planning.units import Units
+from trl_packfix.planning.units import Bins, Units
 
 ACCUMULATION = 4
 
@@ -127,7 +126,7 @@ def test_minibatches_are_balanced_within_their_steps():
     sizes = {"max_length": 900, "batch_size": 8, "accumulation": 4, "world_size": 4}
     packings = {each: Packing(strategy="minibatch", balance=each, **sizes) for each in ("step", "none")}
     units, order = Units(lengths, model), np.arange(512)
-    made = {balance: schedule_kept_steps(packing, units, order) for balance, packing in packings.items()}
+    made = {balance: packing.schedule_kept_steps(units, order) for balance, packing in packings.items()}
     ratio = {balance: imbalance(schedule, model(lengths), "micro") for balance, schedule in made.items()}
     assert ratio["none"] > 1.05 and ratio["step"] < 1 + (ratio["none"] - 1) / 2
     for step in range(4):

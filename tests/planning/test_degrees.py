@@ -26,9 +26,9 @@ from trl_packfix.data.spans import make_documents
 from trl_packfix.layout import LAYOUT
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads, Mixers, TowerCosts, with_scans
 from trl_packfix.planning.degrees import GroupTimes, Step, modelled_time
-from trl_packfix.planning.packing import ELASTIC, Bins, changes
+from trl_packfix.planning.packing import ELASTIC, changes
 from trl_packfix.planning.parallel import SequenceParallel, Speeds, possible_degrees
-from trl_packfix.planning.units import Units
+from trl_packfix.planning.units import Bins, Units
 from trl_packfix.training.checks import check_before_loading
 from trl_packfix.training.choices import Setup
 from trl_packfix.training.planner import make_planner

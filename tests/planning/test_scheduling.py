@@ -18,7 +18,6 @@ from trl_packfix.data.token_order import token_order
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads, TowerCosts
 from trl_packfix.planning.families import share_order
 from trl_packfix.planning.packing import Packing
-from trl_packfix.planning.plans import schedule_kept_steps
 from trl_packfix.planning.schedule import EMPTY, rank_costs
 from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.planning.units import Units
@@ -163,7 +162,7 @@ def test_every_document_once_per_epoch_over_all_ranks(strategy, kind, tokens_per
 def test_minibatch_fills_few_micro_batches_evenly_over_ranks():
     lengths = np.full(32, 10)
     packing = Packing(strategy="minibatch", max_length=100, batch_size=4, accumulation=4, world_size=2)
-    schedule = schedule_kept_steps(packing, Units(lengths, LLAMA_7B), np.arange(32))
+    schedule = packing.schedule_kept_steps(Units(lengths, LLAMA_7B), np.arange(32))
     sizes = np.diff(schedule.offsets).reshape(1, 4, 2)[0]
     # 320 tokens fit into one pack: one micro-step carries nearly all of them, the rest one document for each rank
     assert sizes.tolist() == [[13, 13], [1, 1], [1, 1], [1, 1]]

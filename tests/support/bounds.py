@@ -9,10 +9,9 @@ import numpy.typing as npt
 
 from trl_packfix.planning.arrays import Float64Array, Int64Array
 from trl_packfix.planning.degrees import Step
-from trl_packfix.planning.packing import Bins, Synchronisation
 from trl_packfix.planning.parallel import SequenceParallel, smallest_degree
 from trl_packfix.planning.schedule import Schedule
-from trl_packfix.planning.units import Units
+from trl_packfix.planning.units import Bins, Synchronisation, Units
 
 PRICES = 32  # prices of a token that the bound tries
 GROUPS = 64  # most documents considered to share a rank; where more do, they are short and even

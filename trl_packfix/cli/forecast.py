@@ -16,8 +16,8 @@ from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
 from ..planning.costs import CostModel
-from ..planning.packing import Synchronisation
 from ..planning.parallel import possible_degrees
+from ..planning.units import Synchronisation
 from ..reporting.build import make_report
 from ..reporting.columns import COLUMNS, KEYS, Column
 from ..reporting.report import MAX_LOST_SHARE, PackingReport

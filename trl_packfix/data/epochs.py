@@ -19,7 +19,6 @@ from ..planning.degrees import room_of_families
 from ..planning.families import Pieces, TokenOrder, make_pieces
 from ..planning.packing import Packing
 from ..planning.packs import PackPlan, reordered
-from ..planning.plans import schedule_kept_steps, schedule_plan
 from ..planning.schedule import Schedule
 from ..planning.units import Units
 from ..samples.row import CODE
@@ -214,14 +213,14 @@ class EpochPlanner:
     def _schedule(self, epoch: int) -> Schedule:
         units, packing = self.units(epoch), self._first_packing if epoch == 0 else self.packing
         if packing.traits.keeps_steps:
-            schedule = schedule_kept_steps(packing, units, self._unpacked_order(epoch))
+            schedule = packing.schedule_kept_steps(units, self._unpacked_order(epoch))
         else:
             assert self.first_plan is not None
             plan = self.first_plan if epoch == 0 else packing.plan(units, epoch, self.documents.block)
             if plan.num_packs > self.num_steps * packing.num_bins and not packing.drop_last:
                 # The Trainer has computed the number of steps from the first plan
                 plan = reordered(self.first_plan, np.random.default_rng((packing.seed, epoch)))
-            schedule = schedule_plan(plan, units, self.num_steps, packing=packing)
+            schedule = packing.schedule(plan, units, self.num_steps)
         order, offsets = units.documents(schedule.order, schedule.offsets, packing.rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets)
 

@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig
 
 from ..planning.costs import LLAMA_7B, CostModel
-from ..planning.packing import Packing, Synchronisation
+from ..planning.packing import Packing
 from ..planning.schedule import EMPTY
 from ..planning.strategies import STRATEGIES, Strategy
+from ..planning.units import Synchronisation
 from .cache import cached_documents
 from .collator import IGNORE_INDEX, PackedDataCollator
 from .dataset_checks import check_choice, check_count, check_max_length, check_not_padded, check_overlong

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from ..planning.costs import TowerCosts
 from ..planning.packing import ELASTIC, Changes, Packing, changes, listed
 from ..planning.packs import PackPlan
-from ..planning.plans import schedule_plan
 from ..planning.schedule import EMPTY
 from ..planning.units import Units
 from .collator import IGNORE_INDEX
@@ -189,7 +188,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             language_flops=float(packing.cost_model(lengths).sum()),
         )
         plan = PackPlan(np.arange(len(documents)), offsets, lengths, packing.capacity)
-        schedule = schedule_plan(plan, Units(lengths, packing.cost_model, image_costs), 1, packing=packing)
+        schedule = packing.schedule(plan, Units(lengths, packing.cost_model, image_costs), 1)
         self.micro_steps = dict(Counter(self.micro_steps) + Counter(schedule.degrees.tolist()))
         dummy, rank = dummy_document(self.pad_token_id), self.rank % self.count
         return [

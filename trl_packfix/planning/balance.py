@@ -17,8 +17,7 @@ import numpy as np
 
 from .arrays import Float64Array, Int64Array
 from .exact_fill import Buffer
-from .packing import Bins
-from .units import Units
+from .units import Bins, Units
 
 FEW = 4  # units per slot; below this they are not dealt again, since they hardly ever fit another way
 GOOD_ENOUGH = 1.002  # times the mean: packs with less waiting than this stay as they are
@@ -55,7 +54,11 @@ def balanced(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Arr
     of_units = units.costs(bins.degree)
     pack_costs = np.array([of_units[pack].sum() for pack in packs])
     placed, waiting = np.arange(slots), modelled_time(pack_costs)
-    order = _placed(pack_costs, accumulation, world_size, by_rank=by_rank)
+    order = np.argsort(-pack_costs, kind="stable")  # each micro-step gets neighbours, which is the best order
+    if by_rank:
+        of_ranks = least_loaded(np.ones_like(order), pack_costs[order], world_size, capacity=accumulation)
+        assert of_ranks is not None  # a place for each pack
+        order = order[np.transpose(of_ranks).ravel()]
     if (better := modelled_time(pack_costs[order])) < waiting:
         placed, waiting = order, better
     members = np.concatenate(packs)
@@ -72,23 +75,32 @@ def balanced(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Arr
     return [packs[i] for i in placed]
 
 
-def _placed(costs: Float64Array, accumulation: int, world_size: int, *, by_rank: bool) -> Int64Array:
-    """Pack of each slot, shape (S,).
+def least_loaded(
+    rows: Int64Array, costs: Int64Array | Float64Array, num: int, *, capacity: int
+) -> list[Int64Array] | None:
+    """Each unit to the pack with the least cost that has room (Graham 1969); None if one has no room anywhere.
 
-    Sorted by cost, each micro-step gets neighbours, which is the best order. Where only the step synchronises, each
-    pack goes to the rank with the least so far among those that can take one (Graham 1969).
+    Units are given longest first, and are their places in `rows` and `costs`.
     """
-    order = np.argsort(-costs, kind="stable")
-    if not by_rank:
-        return order
-    heap = [(0.0, rank, 0) for rank in range(world_size)]
-    placed = np.empty_like(order)
-    for pack in order.tolist():
-        load, rank, taken = heapq.heappop(heap)
-        placed[taken * world_size + rank] = pack
-        if taken + 1 < accumulation:
-            heapq.heappush(heap, (load + costs[pack], rank, taken + 1))
-    return placed
+    packs: list[list[int]] = [[] for _ in range(num)]
+    room = [capacity] * num
+    heap = [(0.0, i) for i in range(num)]
+    too_full: list[tuple[int, float, int]] = []  # most room first: units get shorter, so they come back
+    if rows.sum() > num * capacity:
+        return None
+    for unit, (length, cost) in enumerate(zip(rows.tolist(), costs.tolist(), strict=True)):
+        while too_full and -too_full[0][0] >= length:
+            heapq.heappush(heap, heapq.heappop(too_full)[1:])
+        while heap and room[heap[0][1]] < length:
+            load, i = heapq.heappop(heap)
+            heapq.heappush(too_full, (-room[i], load, i))
+        if not heap:
+            return None
+        load, i = heap[0]
+        packs[i].append(unit)
+        room[i] -= length
+        heapq.heapreplace(heap, (load + cost, i))
+    return [np.array(pack, dtype=np.int64) for pack in packs]
 
 
 def deal(

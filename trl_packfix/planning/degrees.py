@@ -21,14 +21,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
-from .balance import balanced
+from .balance import balanced, least_loaded
 from .best_fit import best_fit_decreasing
 from .costs import CostModel
-from .packing import Bins
 from .packs import PackPlan
 from .parallel import SequenceParallel, Speeds
-from .schedule import Schedule, least_loaded, packs_of_steps
-from .units import Units
+from .schedule import Schedule, packs_of_steps
+from .units import Bins, Units
 
 BESIDE = 8  # times a document: room of a group that shares it; half as many or all ranks take up to 10 % longer
 

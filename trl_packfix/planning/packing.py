@@ -14,15 +14,15 @@ import numpy as np
 
 from .arrays import Int64Array
 from .costs import LLAMA_7B, CostModel
+from .degrees import schedule_groups
 from .exact_fill import Packer
-from .families import SharePrefixes
+from .families import Pieces, SharePrefixes
 from .packs import PackPlan, plan_blocks
 from .parallel import FILL, SequenceParallel, Speeds, possible_degrees, smallest_degree
+from .schedule import Schedule, schedule_packs, schedule_steps
 from .strategies import STRATEGIES, Strategy, StrategyTraits
-from .units import Units
+from .units import Balance, Bins, Synchronisation, Units
 
-Balance = Literal["step", "none"]
-Synchronisation = Literal["micro", "step"]
 Changes = dict[str, tuple[Any, Any]]
 """Settings that differ, with their values before and now."""
 
@@ -32,24 +32,6 @@ OF_TABLES = {"restart": "tables"}  # streams do not use it
 ADAPTED = {"restart": "adapted"}  # for other values, the rest of an epoch or of a pass is planned anew
 PLACES = {"places": True}  # it decides where packs are trained, and not which packs the first epoch has
 FREE = {"restart": "free"} | PLACES  # nor which documents an optimizer step has
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bins:
-    """The slots of every optimizer step, S = G * W, and how they are filled."""
-
-    capacity: int  # most rows of a bin
-    accumulation: int = 1  # G, micro-batches per optimizer step and rank
-    world_size: int = 1  # W, data-parallel ranks, or groups of ranks that share a bin
-    degree: int = 1  # ranks of a group
-    balance: Balance = "step"  # deals the units of a step by cost, so that ranks finish together; "none": as they come
-    synchronisation: Synchronisation = "micro"  # ranks wait for each other after every micro-batch, or after the step
-    drop_last: bool = False  # leave out the last incomplete step
-
-    @property
-    def num_slots(self) -> int:
-        """S, bins of an optimizer step."""
-        return self.accumulation * self.world_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +143,22 @@ class Packing:
         step = np.full(len(order), -1)
         step[reached] = np.arange(len(reached)) // self.documents_per_step
         return step
+
+    def schedule(self, plan: PackPlan, units: Units, num_steps: int) -> Schedule:
+        """The packs in the bins of exactly `num_steps` optimizer steps."""
+        if self.tokens_per_rank is None:
+            return schedule_packs(plan, units, num_steps, bins=self.bins)
+        return schedule_groups(plan, units, num_steps, bins=self.bins, parallel=self.parallel)
+
+    def schedule_kept_steps(self, units: Units, order: Int64Array) -> Schedule:
+        """Every step has the documents of the unpacked run, visited in this order. Units may be families of these."""
+        steps = np.arange(self.num_steps(len(order)) + 1)
+        if not isinstance(units, Pieces):
+            bounds = np.minimum(steps * self.documents_per_step, len(order))
+            return schedule_steps(units, order, bounds, bins=self.bins)
+        step = self.kept_steps(order)[units.order[units.offsets[:-1]]]
+        by_step = np.argsort(step, kind="stable")
+        return schedule_steps(units, by_step, np.searchsorted(step[by_step], steps), bins=self.bins)
 
     def settings(self, of: Literal["table", "stream"]) -> dict[str, Any]:
         """The settings that decide which documents an optimizer step has, by the names that a user sets."""

@@ -16,10 +16,9 @@ from itertools import pairwise
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
-from .balance import balanced
-from .packing import Bins, Synchronisation
+from .balance import balanced, least_loaded
 from .packs import PackPlan, plan_bfd
-from .units import Units
+from .units import Bins, Synchronisation, Units
 
 EMPTY = -1
 """Id of the dummy document, two tokens and none trained, of a rank that has no document in a micro-batch."""
@@ -196,34 +195,6 @@ def _spread(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int6
             pack.append(found[3])
             spread[found[2]].remove(found[3])
     return [np.array(pack, dtype=np.int64) for pack in spread]
-
-
-def least_loaded(
-    rows: Int64Array, costs: Int64Array | Float64Array, num: int, *, capacity: int
-) -> list[Int64Array] | None:
-    """Each unit to the pack with the least cost that has room (Graham 1969); None if one has no room anywhere.
-
-    Units are given longest first, and are their places in `rows` and `costs`.
-    """
-    packs: list[list[int]] = [[] for _ in range(num)]
-    room = [capacity] * num
-    heap = [(0.0, i) for i in range(num)]
-    too_full: list[tuple[int, float, int]] = []  # most room first: units get shorter, so they come back
-    if rows.sum() > num * capacity:
-        return None
-    for unit, (length, cost) in enumerate(zip(rows.tolist(), costs.tolist(), strict=True)):
-        while too_full and -too_full[0][0] >= length:
-            heapq.heappush(heap, heapq.heappop(too_full)[1:])
-        while heap and room[heap[0][1]] < length:
-            load, i = heapq.heappop(heap)
-            heapq.heappush(too_full, (-room[i], load, i))
-        if not heap:
-            return None
-        load, i = heap[0]
-        packs[i].append(unit)
-        room[i] -= length
-        heapq.heapreplace(heap, (load + cost, i))
-    return [np.array(pack, dtype=np.int64) for pack in packs]
 
 
 def split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int64Array]:

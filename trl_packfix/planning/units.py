@@ -1,4 +1,4 @@
-"""What planning packs: units. numpy only.
+"""What planning packs into what: units into bins. numpy only.
 
 A *unit* is planned as one: a document, a document with images, or documents that begin alike (`Pieces`). It has a
 number of rows, by which it fits a bin, and a cost, by which bins are balanced. The cost depends on the ranks that share
@@ -6,11 +6,33 @@ the bin. After planning, units are expanded to their documents.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
 from .costs import CostModel
+
+Balance = Literal["step", "none"]
+Synchronisation = Literal["micro", "step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bins:
+    """The slots of every optimizer step, S = G * W, and how they are filled."""
+
+    capacity: int  # most rows of a bin
+    accumulation: int = 1  # G, micro-batches per optimizer step and rank
+    world_size: int = 1  # W, data-parallel ranks, or groups of ranks that share a bin
+    degree: int = 1  # ranks of a group
+    balance: Balance = "step"  # deals the units of a step by cost, so that ranks finish together; "none": as they come
+    synchronisation: Synchronisation = "micro"  # ranks wait for each other after every micro-batch, or after the step
+    drop_last: bool = False  # leave out the last incomplete step
+
+    @property
+    def num_slots(self) -> int:
+        """S, bins of an optimizer step."""
+        return self.accumulation * self.world_size
 
 
 @dataclass(frozen=True, eq=False)

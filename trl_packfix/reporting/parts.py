@@ -67,8 +67,7 @@ class SharedPacks:
             return None
         units, parallel = planner.units(), planner.packing.parallel
         seconds, exchange = modelled_time(schedule, units, parallel)
-        total = np.concatenate([[0], np.cumsum(units.rows[schedule.order])])
-        packs = np.diff(total[schedule.offsets]).reshape(-1, planner.packing.world_size)
+        packs = schedule.slot_sums(units.rows)
         degrees, counts = np.unique(schedule.degrees, return_counts=True)
         return cls(
             tokens_per_rank=parallel.tokens_per_rank,
@@ -139,8 +138,7 @@ class ImageNumbers:
         if counts is None:
             return None
         schedule, costs = planner.schedule(0), planner.image_costs
-        total = np.concatenate([[0], np.cumsum(counts[schedule.order])])
-        packs = np.diff(total[schedule.offsets])[np.diff(schedule.offsets) > 0]
+        packs = schedule.slot_sums(counts).ravel()[np.diff(schedule.offsets) > 0]
         images = cls(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))
         if not costs.any():
             return images

@@ -18,8 +18,9 @@ from ..attention.models import base_model, head_counts
 from ..compat import DDP
 from ..data.dataset_checks import check_tokenised
 from ..data.row_values import read_row_values
-from ..planning.packing import Synchronisation, changes, listed
+from ..planning.packing import changes, listed
 from ..planning.parallel import possible_degrees
+from ..planning.units import Synchronisation
 from ..samples.checks import check_rows, check_turns, columns_of, has_images
 from .choices import UNPREPARED, Setup, text_config
 from .config import SFTConfig

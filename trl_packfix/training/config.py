@@ -17,8 +17,8 @@ from ..data.dataset_checks import check_choice, check_count, check_max_length, c
 from ..data.spans import Overlong, TruncationMode
 from ..isolation.packed_model import OnLeak
 from ..planning.families import SharePrefixes
-from ..planning.packing import Balance
 from ..planning.strategies import STRATEGIES, Strategy
+from ..planning.units import Balance
 from ..samples.turns import AssistantTurns
 from .choices import Setup
 from .features import EXPERIMENTAL, refuse
