@@ -60,9 +60,7 @@ def common_tokens(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> int
     2
     """
     shorter = min(len(a), len(b))
-    differ = a[:shorter] != b[:shorter]
-    first = int(differ.argmax()) if shorter else 0
-    return first if shorter and differ[first] else shorter
+    return int(np.append(a[:shorter] != b[:shorter], True).argmax())
 
 
 def share_order(
