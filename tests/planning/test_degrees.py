@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import time_bound
 from support.planners import make_epochs, of_units
+from support.runs import config
 from test_scheduling import KINDS, rows_of
 from test_scheduling import documents_of as scheduled_documents
 from transformers import AutoConfig
 
-from trl_packfix import PackedDataCollator, SFTConfig
+from trl_packfix import PackedDataCollator
 from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.loaders import DocumentDataset, PackedBatchSampler, document_loader
@@ -219,32 +220,15 @@ def test_a_restart_knows_another_number_of_tokens_per_rank():
 
 # Settings
 
-PACKING = {"packing": True, "max_length": 64, "per_device_train_batch_size": 1, "use_cpu": True, "bf16": False}
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"tokens_per_rank": 0}, "It is a count"),
-        ({"tokens_per_rank": 1.5}, "It is a number of tokens"),
-        ({"tokens_per_rank": 16, "max_length": None}, "`max_length=None`"),
-        ({"tokens_per_rank": 16, "exchange_speeds": {"within": 0}}, r"each a number above 0, and 'within' is not"),
-        ({"tokens_per_rank": 16, "exchange_speeds": {"bandwidth": 1}}, r"by flops, within.*'bandwidth' is not one"),
-        ({"tokens_per_rank": 16, "exchange_speeds": "fast"}, "'fast' is not one of them"),
-    ],
-)
-def test_settings_without_a_meaning_are_refused(given, message, tmp_path):
-    assert SFTConfig(str(tmp_path), **PACKING, tokens_per_rank=16).tokens_per_rank == 16
-    with pytest.raises(ValueError, match=message):
-        SFTConfig(str(tmp_path), **(PACKING | given))
+PARTS = {"tokens_per_rank": 16, "per_device_train_batch_size": 1}
 
 
 def test_slow_links_get_smaller_degrees(tmp_path):
     rng = np.random.default_rng(0)
     lengths = np.concatenate([rng.integers(200, 4000, 300), [30_000] * 4])
-    settings, used = PACKING | {"max_length": 32_768, "tokens_per_rank": 8192}, []
+    settings, used = PARTS | {"max_length": 32_768, "tokens_per_rank": 8192}, []
     for speeds in (None, {"within": 1e9, "between": 1e9}, '{"within": 1e9, "between": 1e9}'):  # the flag is JSON
-        args = SFTConfig(str(tmp_path), **settings, exchange_speeds=speeds)
+        args = config(tmp_path, **settings, exchange_speeds=speeds)
         of_run = {"world_size": 8, "synchronisation": "micro", "batch_size": 1}
         planner = make_planner(args, documents_of(lengths), LLAMA_7B, **of_run)
         used.append(planner.schedule(0).degrees.tolist())
@@ -252,7 +236,7 @@ def test_slow_links_get_smaller_degrees(tmp_path):
 
 
 def test_documents_beyond_all_ranks_are_refused(tmp_path):
-    args = SFTConfig(str(tmp_path), **PACKING, tokens_per_rank=16, max_steps=1)
+    args = config(tmp_path, **PARTS, max_steps=1)
     model = SimpleNamespace(config=AutoConfig.for_model("llama"))
     # one rank cannot hold documents of 64 tokens; found before the model is loaded and the dataset tokenised
     with pytest.raises(ValueError, match="`max_length=64` was given with `tokens_per_rank=16` on 1 ranks"):

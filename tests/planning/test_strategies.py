@@ -62,12 +62,6 @@ def next_fit(monkeypatch):
     return names["plan_next_fit"]
 
 
-@pytest.fixture
-def registered(next_fit):
-    """Documents of four tokens, of which two fit a pack."""
-    return Dataset.from_dict({"input_ids": [[5, 6, 7, i] for i in range(10, 34)]})
-
-
 def test_the_example_of_contributing_is_what_it_says(next_fit):
     runner = doctest.DocTestRunner()
     (example,) = doctest.DocTestFinder().find(next_fit, "plan_next_fit", globs={"np": np, "plan_next_fit": next_fit})
@@ -75,21 +69,22 @@ def test_the_example_of_contributing_is_what_it_says(next_fit):
     assert runner.summarize() == (0, 1)
 
 
-def test_one_record_makes_a_strategy(registered, tmp_path, capsys):
+def test_one_record_makes_a_strategy(next_fit, tmp_path, capsys):
+    rows = Dataset.from_dict({"input_ids": [[5, 6, 7, i] for i in range(10, 34)]})  # two of them fit a pack
     plan = plan_packs([4] * 24, 8, "next_fit", seed=1)
     assert np.diff(plan.offsets).tolist() == [2] * 12
     assert not np.array_equal(plan.order, plan_packs([4] * 24, 8, "next_fit", seed=1, epoch=1).order)
-    packs = [batch["input_ids"][0].tolist() for batch in packed_dataloader(registered, 4, 2, strategy="next_fit")]
+    packs = [batch["input_ids"][0].tolist() for batch in packed_dataloader(rows, 4, 2, strategy="next_fit")]
     assert [len(pack) for pack in packs] == [8] * 12
     assert sorted(pack[i] for pack in packs for i in (3, 7)) == list(range(10, 34))
-    in_order = packed_dataloader(registered, 4, 2, strategy="next_fit", shuffle=False)
+    in_order = packed_dataloader(rows, 4, 2, strategy="next_fit", shuffle=False)
     assert [batch["input_ids"][0, 3::4].tolist() for batch in in_order] == [[i, i + 1] for i in range(10, 34, 2)]
     size = {"max_length": 4, "per_device_train_batch_size": 2}
-    run = trainer(tmp_path, registered, packing_strategy="next_fit", num_train_epochs=1, **size)
+    run = trainer(tmp_path, rows, packing_strategy="next_fit", num_train_epochs=1, **size)
     run.train()
     assert run.state.max_steps == 12 == run.packing_report.num_packs and run.packing_report.strategy == "next_fit"
     assert [entry["documents_per_step"] for entry in run.state.log_history if "documents_per_step" in entry] == [2] * 12
-    registered.save_to_disk(tmp_path / "rows")
+    rows.save_to_disk(tmp_path / "rows")
     capsys.readouterr()
     words = ["--max-length", "4", "--batch-size", "2", "--strategy", "next_fit", "--json"]
     assert main(["plan", str(tmp_path / "rows"), *words]) in (0, None)

@@ -20,6 +20,8 @@ def tokenised(**columns):
     return Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9, 10]]} | columns)
 
 
+PARTS = {"tokens_per_rank": 16, "per_device_train_batch_size": 1}
+
 # What is given, and the three parts of the message
 ARGUMENTS = [
     (
@@ -32,6 +34,11 @@ ARGUMENTS = [
     ({"pad_to_multiple_of": -8}, r"`pad_to_multiple_of=-8` was given"),
     ({"peak_tflops": -1.0}, r"`peak_tflops=-1.0` was given.*divisor of `mfu`.*Set it to the dense TFLOP/s"),
     ({"pad_documents_to_multiple_of": 0}, r"`pad_documents_to_multiple_of=0` was given"),
+    ({"tokens_per_rank": 0}, "It is a count"),
+    ({"tokens_per_rank": 1.5}, "It is a number of tokens"),
+    (PARTS | {"exchange_speeds": {"within": 0}}, r"each a number above 0, and 'within' is not"),
+    (PARTS | {"exchange_speeds": {"bandwidth": 1}}, r"by flops, within.*'bandwidth' is not one"),
+    (PARTS | {"exchange_speeds": "fast"}, "'fast' is not one of them"),
     ({"packing_strategy": "best"}, r"`packing_strategy='best'` was given.*no such choice.*'stream', 'bfd'"),
     (
         {"truncation_mode": "keep_last"},
