@@ -151,7 +151,7 @@ class Runs:
         self.probe, self.documents = probe, documents
         self._base = probe.silenced(documents)
         self.scale = max(states.abs().max().item() for states in self._base)
-        self.rounding = self.tolerance = probe.rounding(documents)
+        self.rounding = self.tolerance = probe.rounding
         self._large: tuple[Documents, list[Tensor]] = ([], [])
         self._alone: dict[tuple[int, bool], Tensor] = {}
         self._is_repeated = False

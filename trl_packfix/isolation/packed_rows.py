@@ -162,16 +162,6 @@ class PackedRows(AroundCalls):
             stacklevel=3,
         )
 
-    def _ignore(self, names: list[str]) -> None:
-        if torch.is_grad_enabled() and not set(names) <= self._ignored:  # `generate` gives positions
-            self._ignored.update(names)
-            warnings.warn(
-                f"{type(self.model).__name__} got {', '.join(names)}, one value per token or image, and computes these "
-                "rows with padding: a pack would need these values in its own order. Leave them out if the model does "
-                "not need them.",
-                stacklevel=3,
-            )
-
     # Hooks
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Call] | None:
@@ -212,8 +202,14 @@ class PackedRows(AroundCalls):
             return False
         rest = _of_pack(inputs)
         others = [name for name, value in rest.items() if isinstance(value, Tensor) and value.dim() > 0]
-        if others:
-            self._ignore(others)
+        if torch.is_grad_enabled() and not set(others) <= self._ignored:  # `generate` gives positions
+            self._ignored.update(others)
+            warnings.warn(
+                f"{type(self.model).__name__} got {', '.join(others)}, one value per token or image, and computes "
+                "these rows with padding: a pack would need these values in its own order. Leave them out if the model "
+                "does not need them.",
+                stacklevel=2,
+            )
         return not others
 
     def _attend(self, on: bool) -> None:

@@ -86,7 +86,7 @@ class PrefixProbe(Probe):
         _, rows, shared = self._shared(documents)
         # not of documents all of whose rows belong to others, too
         places = [each for each in zip(documents, rows, shared, strict=True) if each[2] < len(each[1])]
-        limit = max(FINEST, self.rounding(documents) ** 0.5)
+        limit = max(FINEST, self.rounding**0.5)
         return self._wrong_gradient(self._batch(documents, self.ranks), places, limit=limit)
 
     def _shared(self, documents: list[Tensor]) -> tuple[int, list[Tensor], list[int]]:

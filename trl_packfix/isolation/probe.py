@@ -75,12 +75,12 @@ class Probe(ProbedModel):
         dtype: the coarsest of the outputs of modules, from the first run of `silenced`.
     """
 
+    dtype: torch.dtype
     traces_leaks = True  # whether the tokens of a pack are the documents, one after the other
 
     def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
         super().__init__(model, degree, user_attention)
         self.reads_ahead = False
-        self.dtype: torch.dtype | None = None
         self._generator = torch.Generator().manual_seed(0)
         special = set(_special_tokens(self.inner.config)) | set(_special_tokens(self.config))
         num_tokens = self.config.vocab_size
@@ -221,7 +221,7 @@ class Probe(ProbedModel):
         """
         limit = None
         if self.degree > 1:  # in half precision a rounding may choose other experts, so only what is lost is found
-            limit = FINER * self.rounding(documents)
+            limit = FINER * self.rounding
             limit = limit if limit < COARSE_GRADIENT else inf
         rows = torch.arange(sum(map(len, documents)), device=self.device).split([len(ids) for ids in documents])
         try:
@@ -269,15 +269,12 @@ class Probe(ProbedModel):
             largest = max(largest, others if others > rounding * scale else 0.0)
         return largest
 
-    def rounding(self, documents: Documents) -> float:
+    @property
+    def rounding(self) -> float:
         """Relative change that another order of the same sums may cause: 32 roundings in fp32, 4 in half precision.
 
-        With Mamba-2's kernel as many as a chunk has tokens: it sums over documents. The documents are run if nothing
-        was run before.
+        With Mamba-2's kernel as many as a chunk has tokens: it sums over documents.
         """
-        if self.dtype is None:
-            self.silenced(documents)
-        assert self.dtype is not None
         eps = torch.finfo(self.dtype).eps
         return 4 * eps if eps > 1e-4 else max(32, tokens_summed_in_common(self.inner)) * eps
 

@@ -62,7 +62,10 @@ class RepairSearch:
             if verdict == "leaked" and not self._restarted and self._restart_positions():
                 continue
             if case is not None:
-                name = self._locate(report, case)
+                # A leak that only the gradient shows is below the tolerance of the forwards
+                is_seen = max(report.max_change, report.max_difference) > report.tolerance
+                leaks = report.leaks or find_leaks(self.probe, case, report.tolerance if is_seen else 0.0)
+                name = leaks[0].name if leaks else None
             elif not self.guard.ignores_masks and self._masks_are_boundaries():
                 self.guard.ignores_masks = True
                 continue
@@ -115,14 +118,6 @@ class RepairSearch:
             restarted.install()
             self._restarted.append((name, restarted))
         return bool(self._restarted)
-
-    def _locate(self, report: IsolationReport, case: Case) -> str | None:
-        if report.leaks:
-            return report.leaks[0].name
-        # A leak that only the gradient shows is below the tolerance of the forwards
-        tolerance = report.tolerance if max(report.max_change, report.max_difference) > report.tolerance else 0.0
-        leaks = find_leaks(self.probe, case, tolerance)
-        return leaks[0].name if leaks else None
 
     def _outermost(self, name: str) -> str:
         """The repaired module that contains this one, else the smallest one not defined by torch."""
