@@ -40,6 +40,7 @@ from trl_packfix.isolation.shrinking import (  # noqa: F401 - tests take all siz
     random_model,
 )
 
+ALWAYS = {"head_dim": HEAD_DIM, "is_decoder": True}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Real configs of these types have layers with a window, and the default config has none, or the reverse
 _BOTH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
@@ -159,23 +160,19 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
     num_layers = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), None)
     for name, key in stored.items():
         value = fields.get(key)
-        if isinstance(value, dict) and "mrope_section" in value:
+        if type(value) is int and name in LAYERS:
+            values[name] = 2
+        elif isinstance(value, dict) and "mrope_section" in value:
             values[name] = value | {"mrope_section": mrope_section(value)}
         elif isinstance(value, PreTrainedConfig):
             values[name] = shrink(value) | {"model_type": value.model_type}
         elif name in KEY_VALUE_HEADS:
             values[name] = key_value_heads(fields.get(key), fields.get(name.replace("key_value", "attention")))
-        elif name == "head_dim":
-            values[name] = HEAD_DIM
-        elif name == "is_decoder":
-            values[name] = True
-        elif isinstance(value, bool):
-            continue
-        elif isinstance(value, int) and name in LAYERS:
-            values[name] = 2
-        elif isinstance(value, int) and name in SIZES:
+        elif name in ALWAYS:
+            values[name] = ALWAYS[name]
+        elif type(value) is int and name in SIZES:
             values[name] = min(value, SIZES[name])
-        elif isinstance(value, int) and names_a_token(name) and value >= FIRST_WORD:
+        elif type(value) is int and names_a_token(name) and value >= FIRST_WORD:
             values[name] = 3 + sum(map(names_a_token, values))
         elif isinstance(value, float) and ("drop" in name or "jitter" in name):
             values[name] = 0.0

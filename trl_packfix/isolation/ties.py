@@ -20,9 +20,7 @@ class FirstOfTies(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
-        if function is not torch.ops.aten.topk.default:
-            return function(*args, **(kwargs or {}))
-        return _first(*args, **(kwargs or {}))
+        return (_first if function is torch.ops.aten.topk.default else function)(*args, **(kwargs or {}))
 
 
 def _first(values: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
