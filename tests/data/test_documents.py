@@ -49,15 +49,9 @@ def test_documents_by_hand(lengths, given, kept):
         assert documents.block.tolist() == [0, 0, 1, 1, 2]
 
 
-def test_drop_and_raise_name_the_offenders():
-    data = table([5, 2, 7])
-    kept, documents = contents(data, max_length=4, overlong="drop")
+def test_long_documents_are_dropped_and_counted():
+    kept, documents = contents(table([5, 2, 7]), max_length=4, overlong="drop")
     assert kept == [[15, 16]] and documents.ledger.dropped["overlong"].tokens == 12
-    said = (
-        r"2 of 3 documents are longer than `max_length=4`; the first are in rows 0 \(5 .*, 2 \(7 .*Raise `max_length`"
-    )
-    with pytest.raises(ValueError, match=f"(?s){said}"):
-        contents(data, max_length=4, overlong="raise")
 
 
 def test_documents_without_a_trained_token_are_dropped_and_counted_and_kept_for_evaluation():
@@ -67,30 +61,37 @@ def test_documents_without_a_trained_token_are_dropped_and_counted_and_kept_for_
     assert len(contents(data, max_length=8, keep_untrained=True)[0]) == 3
 
 
-def test_nothing_left_is_an_error_with_the_numbers():
-    said = r"2 rows and 2 documents, and no document remains .*2 untrained.*two tokens.*Check that `labels`"
-    with pytest.raises(ValueError, match=f"(?s){said}"):
-        contents(table([3, 3], untrained=lambda row, position: True), max_length=8)
-
-
 def test_packed_rows_stay_the_documents_that_they_are():
     data = Dataset.from_dict({"input_ids": [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]], "seq_lengths": [[2, 3], [2], [3]]})
     assert contents(data, max_length=8)[0] == [[1, 2], [3, 4, 5], [6, 7], [8, 9, 10]]
 
 
-@pytest.mark.parametrize("seq_lengths", [[[2, 2], [2]], [[5, 0], [2]], [[6, -1], [2]]])
-def test_inconsistent_seq_lengths_are_refused_with_the_row(seq_lengths):
-    data = Dataset.from_dict({"input_ids": [[1, 2, 3, 4, 5], [6, 7]], "seq_lengths": seq_lengths})
-    said = r"`seq_lengths` of row 0 is \[.* and the row has 5 tokens.*must be positive and add up.*Correct"
-    with pytest.raises(ValueError, match=f"(?s){said}"):
-        contents(data, max_length=8)
+ROWS, MASK = [[1, 2, 3, 4, 5], [6, 7]], [[1, 0, 1, 1, 1], [0, 1]]
+THREE = [[1] * 5, [2] * 2, [3] * 7]
+LONG = r"2 of 3 documents are longer than `max_length=4`; the first are in rows 0 \(5 .*, 2 \(7 .*Raise `max_length`"
+ADD_UP = r"`seq_lengths` of row 0 is \[.* and the row has 5 tokens.*must be positive and add up.*Correct"
+REFUSED = [
+    ({"input_ids": THREE}, {"max_length": 4, "overlong": "raise"}, LONG),
+    *(({"seq_lengths": [lengths, [2]]}, {}, ADD_UP) for lengths in ([2, 2], [5, 0], [6, -1])),
+    (
+        {"labels": [[-100] * 5, [-100] * 2]},
+        {},
+        r"2 rows and 2 documents, and no document remains .*2 untrained.*two tokens.*Check that `labels`",
+    ),
+    (
+        {"labels": [ROWS[0], [6]]},
+        {},
+        "1 rows have labels of another length.* row 1 with 2 `input_ids` and 1 `labels`.*exactly one label.*-100",
+    ),
+    ({"completion_mask": [[1], [0, 1]]}, {}, "a mask of another length .* 5 `input_ids` and 1 `completion_mask`"),
+    ({"completion_mask": MASK, "assistant_masks": MASK}, {}, "only one mask can be read"),
+]
 
 
-def test_labels_of_another_length_are_refused_with_the_row():
-    data = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]})
-    said = "1 rows have labels of another length.* row 1 with 2 `input_ids` and 1 `labels`.*exactly one label.*-100"
+@pytest.mark.parametrize("columns, settings, said", REFUSED)
+def test_rows_are_refused_with_their_numbers(columns, settings, said):
     with pytest.raises(ValueError, match=f"(?s){said}"):
-        TokenReader(data)
+        contents(Dataset.from_dict({"input_ids": ROWS} | columns), **{"max_length": 8} | settings)
 
 
 def test_labels_are_made_from_a_mask_where_there_are_none():
@@ -99,10 +100,6 @@ def test_labels_are_made_from_a_mask_where_there_are_none():
         reader = TokenReader(Dataset.from_dict(mask))
         assert [reader.read(i, 0, n)["labels"].tolist() for i, n in ((0, 3), (1, 2))] == [[1, -100, 3], [-100, 5]]
         assert make_documents(reader, 8).trained.tolist() == [1, 1]
-    with pytest.raises(ValueError, match="a mask of another length .* 3 `input_ids` and 1 `completion_mask`"):
-        TokenReader(Dataset.from_dict(columns | {"completion_mask": [[1], [0, 1]]}))
-    with pytest.raises(ValueError, match="only one mask can be read"):
-        TokenReader(Dataset.from_dict(columns | {"assistant_masks": [[1, 0, 1], [0, 1]]}))
 
 
 def test_views_share_memory_with_the_dataset():

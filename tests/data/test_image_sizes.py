@@ -1,16 +1,13 @@
 """Lengths from the sizes of images: the processor's own for every family, and what happens where they are not."""
 
-import io
 import logging
 
 import numpy as np
 import pytest
-from datasets import Dataset, Features, Image, List
-from support.runs import config
-from support.vision import FAMILIES, MESSAGES, build_model, build_processor, message, picture, processor_of, rows
+from datasets import Dataset
+from support.vision import FAMILIES, FEATURES, message, picture, processor_of, rows
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
-from trl_packfix import SFTTrainer
 from trl_packfix.samples.images import CHECKED, measure
 from trl_packfix.samples.processor import RowProcessor
 
@@ -65,7 +62,7 @@ def bright() -> tuple[RowProcessor, Dataset]:
     images = [picture(24, 24, i) if i % 3 else picture(24, 24, i).point(lambda value: 255) for i in range(40)]
     chat = [message("user", "ab", 1), message("assistant", "c")]
     table = [{"images": [image], "messages": chat} for image in images]
-    return process, Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
+    return process, Dataset.from_list(table, features=FEATURES)
 
 
 def lengths(dataset, process):
@@ -84,23 +81,3 @@ def test_a_processor_that_looks_at_the_content_runs_on_every_row(bright, caplog,
         assert measure(dataset, process, "train", num_proc=None, drops=False)["length"] == wanted
     differing = sum(wanted[row] != wanted[1] for row in range(0, 40, CHECKED))
     assert differing > 0 and f"{differing} of 3 compared rows of the train dataset have another length" in caplog.text
-
-
-def test_an_image_without_its_end_is_found_before_training():
-    """Its header is whole, so its size is known."""
-    buffer = io.BytesIO()
-    picture(600, 400, 0).save(buffer, "JPEG")
-    chat = [message("user", "ab", 1), message("assistant", "c")]
-    good, cut = buffer.getvalue(), buffer.getvalue()[: len(buffer.getvalue()) // 2]
-    table = [{"images": [{"bytes": each, "path": None}], "messages": chat} for each in (good, cut)]
-    dataset = Dataset.from_list(table, features=Features({"images": List(Image()), "messages": MESSAGES}))
-    with pytest.raises(ValueError, match=r"(?s)1 of 2 rows of the train dataset.*Row 1: OSError.*truncated"):
-        measure(dataset, processor_of("llava"), "train", num_proc=None, drops=False)
-
-
-def test_a_worker_raises_if_a_length_differs(tmp_path):
-    args = config(tmp_path, max_length=200, dataloader_num_workers=1, max_steps=1)
-    run = SFTTrainer(build_model("llava"), args, train_dataset=ROWS, processing_class=build_processor("llava"))
-    run.data.reader.lengths = run.data.reader.lengths + (run.data.reader.image_counts > 0)
-    with pytest.raises(ValueError, match=r"(?s)has \d+ tokens, and it had \d+ when it was measured"):
-        run.train()

@@ -103,24 +103,6 @@ def test_wrong_arguments_are_refused_as_the_config_refuses_them(given, message):
         packed_dataloader(**{"dataset": dataset(), "max_length": 32} | given)
 
 
-def test_a_training_loop_of_ones_own():
-    model = build_tiny_model()
-    prepare_for_packing(model, max_length=32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    epochs: list[list[float]] = []
-    loader = packed_dataloader(dataset(), 32, 4)
-    for _ in range(3):
-        epochs.append(losses := [])
-        for batch in loader:
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    means = [sum(losses) / len(losses) for losses in epochs]
-    assert means[0] > means[1] > means[2]
-
-
 def trained(model, batches):
     """Logits of all batches and the gradients of the sum of their losses."""
     logits, num_targets = [], 0
@@ -188,6 +170,15 @@ def test_a_model_without_a_guard_names_prepare_for_packing(is_training):
     model(**batch)
 
 
+def run_script(folder, text, *words):
+    (folder / "script.py").write_text(text)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(folder / "script.py"), *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 FORKS = """
 import ctypes, os, signal, sys, time
 from trl_packfix.data import threads
@@ -214,11 +205,7 @@ for _ in range(800):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starts threads through glibc")
 def test_a_fork_among_threads_that_enter_python_does_not_hang(tmp_path):
     """Without the wait 13 of 516 such forks hung under load in Python 3.11.7, none in 3.12; with it 0 of 5,194."""
-    (tmp_path / "forks.py").write_text(FORKS)
-    command = [sys.executable, str(tmp_path / "forks.py")]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    run_script(tmp_path, FORKS)
 
 
 LATE = """
@@ -239,14 +226,10 @@ threading.Thread(target=late, daemon=True).start()
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python no longer ends such threads")
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_end_of_a_process_waits_for_threads_that_enter_python(waits, tmp_path):
-    (tmp_path / "late.py").write_text(LATE)
-    command = [sys.executable, str(tmp_path / "late.py"), *["waits"] * waits]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    assert subprocess.check_output(command, env=env, text=True) == "arrived\n" * waits
+    assert run_script(tmp_path, LATE, *["waits"] * waits) == "arrived\n" * waits
 
 
 def test_costs_follow_from_the_config_of_the_model():
-    dataset = Dataset.from_dict({"input_ids": [[1] * 5, [2] * 3]})
     config = LlamaConfig(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=9)
-    loader = packed_dataloader(dataset, max_length=8, cost_model=config)
+    loader = packed_dataloader(dataset(), max_length=32, cost_model=config)
     assert loader.batch_sampler.planner.packing.cost_model == make_cost_model(config) != LLAMA_7B

@@ -62,19 +62,8 @@ def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
 ):
     lengths = np.concatenate([drawn(150, 12), drawn(50, 64)])[np.random.default_rng(1).permutation(200)]
     dataset, seen, used, steps = numbered(lengths).to_iterable_dataset(num_shards), Counter(), set(), []
-    streams = [
-        make_stream(
-            dataset,
-            batch_size=1,
-            max_length=64,
-            accumulation=accumulation,
-            rank=rank,
-            world_size=4,
-            buffer_size=30,
-            tokens_per_rank=tokens_per_rank,
-        )
-        for rank in range(4)
-    ]
+    size = {"batch_size": 1, "max_length": 64, "buffer_size": 30, "accumulation": accumulation, "world_size": 4}
+    streams = [make_stream(dataset, rank=rank, tokens_per_rank=tokens_per_rank, **size) for rank in range(4)]
     passes = [list(one_pass(stream)) for stream in streams]
     for rank, (stream, packs) in enumerate(zip(streams, passes, strict=True)):
         assert stream.packing.degrees == degrees
@@ -202,6 +191,7 @@ def test_bad_documents_are_refused_when_they_come(columns, settings, message):
 # Restart of the packer
 
 TABLE = numbered(drawn(700))
+SIZE = {"batch_size": 2, "max_length": 64, "buffer_size": 60}
 
 
 def generate(starts, stops):
@@ -242,12 +232,10 @@ def test_a_restart_goes_on_with_the_same_batches(source, workers, num_points):
     """At random points of more than two passes, and about the end of a pass; states go through `torch.save`."""
 
     source, _, shared = source.partition(" shared by ")
-    parallel = {"rank": 3, "world_size": 4, "batch_size": 1, "tokens_per_rank": 32} if shared else {"batch_size": 2}
+    parallel = {"rank": 3, "world_size": 4, "batch_size": 1, "tokens_per_rank": 32} if shared else {}
 
     def stream():
-        return make_stream(
-            SOURCES[source](), max_length=64, accumulation=2, buffer_size=60, num_workers=workers, **parallel
-        )
+        return make_stream(SOURCES[source](), **SIZE | {"accumulation": 2, "num_workers": workers} | parallel)
 
     num_steps, rng = 250, np.random.default_rng(0)
     points, end_of_pass = set(rng.choice(np.arange(1, 120), num_points, replace=False).tolist()), 0
@@ -277,12 +265,12 @@ def test_a_restart_keeps_the_ledger_and_reads_nothing_twice():
     def source():
         return TABLE.to_iterable_dataset().map(lambda row: read.append(row["input_ids"][0]) or row)
 
-    cut = make_stream(source(), batch_size=2, max_length=64, buffer_size=60)
+    cut = make_stream(source(), **SIZE)
     list(islice(cut, 30))
     state = cut.state_dict(30)
     assert len(read) >= 200
     read.clear()
-    resumed = make_stream(source(), batch_size=2, max_length=64, buffer_size=60)
+    resumed = make_stream(source(), **SIZE)
     resumed.load_state_dict(state)
     next(iter(resumed))
     assert FIRST_ID not in read and len(read) <= 2 * CHUNK
@@ -294,27 +282,23 @@ def test_a_restart_keeps_the_ledger_and_reads_nothing_twice():
     "changed", [{"max_length": 65}, {"buffer_size": 61}, {"tokens_per_rank": 64}, {"overlong": "drop", "world_size": 2}]
 )
 def test_a_restart_under_other_settings_is_refused(changed):
-    given = {"batch_size": 2, "max_length": 64, "buffer_size": 60}
-    state, now = (
-        make_stream(SOURCES["table"](), **given).state_dict(0),
-        make_stream(SOURCES["table"](), **given | changed),
-    )
-    message = r"(?s)other settings: .* was .* and is .*Set them back.*`ignore_data_skip=True`"
+    state = make_stream(SOURCES["table"](), **SIZE).state_dict(0)
+    now = make_stream(SOURCES["table"](), **SIZE | changed)
     assert not now.continues(state)
-    with pytest.raises(ValueError, match=message):
+    said = r"(?s)other settings: .* was .* and is .*Set them back.*`ignore_data_skip=True`"
+    with pytest.raises(ValueError, match=said):
         now.merged([state])
 
 
 def test_ranks_of_a_checkpoint_of_an_earlier_version_cannot_be_changed():
-    given = {"batch_size": 2, "max_length": 64, "buffer_size": 60}
-    state = make_stream(SOURCES["table"](), **given).state_dict(0)
+    state = make_stream(SOURCES["table"](), **SIZE).state_dict(0)
     earlier = {name: value for name, value in state.items() if name not in ("parts", "share", "rest", "count")}
     fields = {name: field for field, name in NAMES.items()}
     earlier["settings"] = {fields.get(name, name): value for name, value in state["settings"].items()}
     del earlier["settings"]["strategy"]
-    make_stream(SOURCES["table"](), **given).load_state_dict(earlier)
+    make_stream(SOURCES["table"](), **SIZE).load_state_dict(earlier)
     with pytest.raises(ValueError, match="`world_size` was 1 and is 2"):
-        make_stream(SOURCES["table"](), rank=1, world_size=2, **given).merged([earlier])
+        make_stream(SOURCES["table"](), rank=1, world_size=2, **SIZE).merged([earlier])
 
 
 LAUNCH = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 25))  # ranks, accumulation, steps
@@ -369,11 +353,11 @@ def test_every_document_once_per_pass_over_any_sequence_of_launches(
 
 @pytest.mark.processes
 def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
-    dataset, size = TABLE.to_iterable_dataset(4), {"batch_size": 2, "max_length": 64, "buffer_size": 60}
-    ranks = [make_stream(dataset, rank=rank, world_size=2, num_workers=2, **size) for rank in range(2)]
+    dataset = TABLE.to_iterable_dataset(4)
+    ranks = [make_stream(dataset, rank=rank, world_size=2, num_workers=2, **SIZE) for rank in range(2)]
     seen = Counter(chain.from_iterable(numbers(batch) for rank in ranks for batch in islice(rank, 5)))
     states = [saved_and_loaded(rank.state_dict(5)) for rank in ranks]
-    one = make_stream(dataset, num_workers=2, **size)
+    one = make_stream(dataset, num_workers=2, **SIZE)
     one.load_state_dict(one.merged(states))
     expected = []
     for batch in one_pass(one):
@@ -383,7 +367,7 @@ def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
     assert len(state["parts"]) == 4 and len(expected) > 10
     seen.update(chain.from_iterable(expected))
     assert seen == dict.fromkeys(range(len(TABLE)), 1)
-    again = make_stream(dataset, num_workers=2, **size)
+    again = make_stream(dataset, num_workers=2, **SIZE)
     assert again.continues(state)
     again.load_state_dict(state)
     assert [numbers(batch) for batch in islice(again, len(expected) - 4)] == expected[4:]
@@ -393,9 +377,7 @@ def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
 def test_the_processes_of_a_stream_end_when_it_is_closed():
     """Without the garbage collector, which ends a loader's processes in any order, after seconds for each."""
     before = set(multiprocessing.active_children())
-    batches = iter(
-        make_stream(TABLE.to_iterable_dataset(4), num_workers=2, batch_size=2, max_length=64, buffer_size=60)
-    )
+    batches = iter(make_stream(TABLE.to_iterable_dataset(4), num_workers=2, **SIZE))
     gc.disable()
     try:
         next(batches)
@@ -409,8 +391,7 @@ def test_the_processes_of_a_stream_end_when_it_is_closed():
 def test_documents_keep_their_sources_and_weights_on_other_ranks():
     values = {"source": [f"from {i % 3}" for i in range(len(TABLE))], "share": [float(i) for i in range(len(TABLE))]}
     table = Dataset.from_dict({"input_ids": TABLE["input_ids"]} | values)
-    size = {"batch_size": 2, "max_length": 64, "buffer_size": 60, "source_column": "source", "weight_column": "share"}
-    dataset = table.to_iterable_dataset(2)
+    size, dataset = SIZE | {"source_column": "source", "weight_column": "share"}, table.to_iterable_dataset(2)
     ranks = [make_stream(dataset, rank=rank, world_size=2, **size) for rank in range(2)]
     for rank in ranks:
         list(islice(rank, 3))
