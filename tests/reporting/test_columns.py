@@ -31,7 +31,7 @@ def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, capsys)
     assert row[heading.index("docs/pack")] == "3.00"  # 6 documents of 8 tokens in packs of 32: 4 and 2
     assert "docs/pack: mean number of documents in a pack" in out
     assert main([*words, "--strategy", "minibatch"]) == 0 and "docs/pack" not in capsys.readouterr().out
-    monkeypatch.setattr(lines, "LINES", (*lines.LINES, say_more))
+    monkeypatch.setattr(report, "LINES", (*lines.LINES, say_more))
     run = trainer(tmp_path, Dataset.from_dict({"input_ids": [[5] * 8] * 6}), max_length=16)
     run.get_train_dataloader()
     assert report.metrics(run.packing_report)["packing/per"] == 3

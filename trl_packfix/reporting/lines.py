@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from .report import PackingReport
 
 
-def lines_of(report: "PackingReport") -> list[tuple[str, str]]:
-    return [line for part in LINES for line in part(report)]
-
-
 def _line(label: str, part: Any, *given: object) -> Lines:
     """That of a part of the report, if it has one."""
     text = None if part is None else part.line(*given)

@@ -17,7 +17,7 @@ from ..isolation.isolation_report import IsolationReport, finite
 from ..planning.strategies import Strategy
 from ..samples.row import Trained, TurnCounts
 from .columns import COLUMNS
-from .lines import lines_of
+from .lines import LINES
 from .packs import ShownPack
 from .parts import ImageNumbers, LengthHistogram, OwnPacks, SharedPacks
 from .pictures import plot_report
@@ -180,7 +180,7 @@ class PackingReport:
 
     def lines(self) -> list[tuple[str, str]]:
         """Label and text of each line."""
-        return lines_of(self)
+        return [line for part in LINES for line in part(self)]
 
     def show(self, console: Console | None = None) -> None:
         """Print the report, as a table on a terminal and as plain lines elsewhere."""

@@ -115,15 +115,13 @@ def estimated_savings(planner: EpochPlanner, reader: Rows) -> PrefixSavings | No
         if is_sampled:
             first = np.linspace(0, len(documents) - STRETCH, NUM_STRETCHES).astype(np.int64)
             chosen = (first[:, None] + np.arange(STRETCH)).ravel()
-        tokens = token_order(reader, documents, chosen)
-        pieces = planner.pieces(tokens)
-        in_families = float(pieces.rows.sum() / documents.lengths[chosen].sum())
-        num_families = pieces.num_families
-    shares = planner.packing.share_prefixes == "pack"
+        pieces = planner.pieces(token_order(reader, documents, chosen))
+        in_families, num_families = float(pieces.rows.sum() / documents.lengths[chosen].sum()), pieces.num_families
+    setting = planner.packing.share_prefixes
+    now = (rows, flops) if setting == "pack" else (1.0, 1.0)
     return PrefixSavings(
-        setting=planner.packing.share_prefixes,
-        rows=rows if shares else 1.0,
-        flops=flops if shares else 1.0,
+        setting,
+        *now,
         in_packs=rows,
         in_families=in_families,
         num_packs=NUM_PACKS if len(filled) == NUM_PACKS else None,
