@@ -83,12 +83,12 @@ class PackedModel:
         self.attends = False
         run_hooks_inside_adapters(model)
         self._head: RemovableHandle | None = None
-        self._refusals: dict[str, str] = {}  # attention that cannot compute this model, and why
+        self._refusals: dict[str, str | None] = {}  # attention that cannot compute this model, and why; None if it can
         self._forget()
         self._choose()
 
     def _choose(self) -> None:
-        refusals = {name: why for name, why in self._refusals.items() if name != TOWER_ATTENTION}
+        refusals = {name: why for name, why in self._refusals.items() if why and name != TOWER_ATTENTION}
         settings = self.enforce_flash_attention, self.dtype
         choice = partial(choose_attention, self.model, *settings, device_type=self.device_type, refusals=refusals)
         needs_varlen = self._needs_varlen
@@ -100,7 +100,7 @@ class PackedModel:
         self.attention = choice(needs_varlen=needs_varlen)
         if self.images is not None:
             why = "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
-            why = self._refusals.get(TOWER_ATTENTION, why)
+            why = self._refusals.get(TOWER_ATTENTION) or why
             note = note_on_towers(base_model(self.model), self._takes_towers, why)
             self.attention = replace(self.attention, reason=self.attention.reason + note)
         self.isolation: IsolationReport | None = None
@@ -117,7 +117,7 @@ class PackedModel:
     @property
     def _takes_towers(self) -> bool:
         """Whether vision towers that hand over the boundaries of their images run on our attention."""
-        return self.images is not None and self.enforce_flash_attention and TOWER_ATTENTION not in self._refusals
+        return self.images is not None and self.enforce_flash_attention and not self._refusals.get(TOWER_ATTENTION)
 
     @property
     def is_proved(self) -> bool:
@@ -196,10 +196,7 @@ class PackedModel:
     def _use(self, kernel: str, refusal: str | None = None) -> None:
         """Use an attention or, with `refusal`, why, do without it."""
         self.rest()
-        if refusal is None:
-            del self._refusals[kernel]
-        else:
-            self._refusals[kernel] = refusal
+        self._refusals[kernel] = refusal
         self._choose()
         self.attend()
 
