@@ -16,6 +16,8 @@ from support.double import in_double
 from support.models import build_tiny_model, build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from trl_packfix.cli import main
+
 # A loaded machine takes longer than hypothesis allows by default
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
@@ -116,6 +118,18 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"messages": turns * (1 + i % 2), "source": "ab"[i % 2]} for i in range(40)]
     (folder / "trl-lib" / "Capybara" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
+
+
+@pytest.fixture
+def printed(capsys):
+    """A function: the JSON that a command of the package prints, which ends with this exit code."""
+
+    def run(*words, code=0):
+        capsys.readouterr()
+        assert main([*map(str, words), "--json"]) == code
+        return json.loads(capsys.readouterr().out)
+
+    return run
 
 
 @pytest.fixture

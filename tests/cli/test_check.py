@@ -120,17 +120,15 @@ def test_check_a_model(saved, capsys):
     assert re.search(r"\n *kernels +mixers run in torch.* `pip install causal-conv1d`", capsys.readouterr().out)
 
 
-def test_a_leak_that_is_not_repaired_is_exit_code_1(saved, capsys):
-    assert main(["check", str(saved / "bloom"), "--on-leak", "raise", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+def test_a_leak_that_is_not_repaired_is_exit_code_1(saved, printed):
+    found = printed("check", saved / "bloom", "--on-leak", "raise", code=1)
     assert found["verdict"] == "LEAK" and not found["right"]
     assert "self_attention" in found["as_it_is"]["leaks"][0]["name"] and found["as_it_is"]["max_change"] > 1e-3
 
 
-def test_a_leak_that_is_repaired_is_exit_code_0_and_needs_no_weights(saved, tmp_path, capsys):
+def test_a_leak_that_is_repaired_is_exit_code_0_and_needs_no_weights(saved, tmp_path, printed):
     (tmp_path / "config.json").write_text((saved / "bloom" / "config.json").read_text())
-    assert main(["check", str(tmp_path), "--config-only", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = printed("check", tmp_path, "--config-only")
     assert found["verdict"] == "REPAIRED" and "BloomAttention" in found["repaired"][0] and found["in_training"]["equal"]
 
 

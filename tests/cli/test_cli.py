@@ -241,17 +241,12 @@ def test_code_of_a_model_runs_with_the_flag_and_nobody_is_asked(command, own_mod
         assert "trained" in printed.out if flags else "trust_remote_code" in printed.err and not new.exists()
 
 
-def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, capsys):
+def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, printed):
     """In `prepare`, `plan` and `show`, with a tokenizer and without: the tokens that a training run trains."""
     rng = np.random.default_rng(0)
     rows = [rng.integers(4, 260, n).tolist() for n in rng.integers(4, 30, 20)]
     masks = {name: [rng.integers(0, 2, len(row)).tolist() for row in rows] for name in MASKS}
     tokenizer, counts = ["--tokenizer", str(workplace / "model")], set()
-
-    def printed(*words):
-        capsys.readouterr()
-        main([*words, "--json"])
-        return json.loads(capsys.readouterr().out)
 
     # TRL reads `completion_mask` only with `completion_only_loss`
     cases = [(MASKS[1:], None), (MASKS[:1], True), (MASKS[:1], None), (MASKS, True), (MASKS, False), ([], None)]

@@ -1,7 +1,6 @@
 """`trl-packfix plan`, `show` and `prepare` on rows with images: figures of a training run, and lengths made ahead."""
 
 import io
-import json
 import re
 
 import numpy as np
@@ -31,26 +30,21 @@ def workplace(tmp_path_factory):
     return folder
 
 
-def run(capsys, *words, code=0):
-    assert main([*map(str, words), "--json"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
 def made(folder, workplace, dataset, processor=None, **settings):
     processor = processor or AutoProcessor.from_pretrained(workplace / "model")
     return trainer(folder, dataset, build_model("llava"), processing_class=processor, **settings)
 
 
-def test_figures_are_those_of_the_training_run(workplace, tmp_path, capsys):
+def test_figures_are_those_of_the_training_run(workplace, tmp_path, printed):
     """Images of 16 tokens: some documents with two of them are too long, others are truncated behind them."""
     words = ["plan", workplace / "rows.parquet", "--model", workplace / "model", "--max-length", 36, "--batch-size", 2]
-    alone, ranks = run(capsys, *words, "--world-size", 1, 4, "--strategy", "stream", code=1)["plans"]
+    alone, ranks = printed(*words, "--world-size", 1, 4, "--strategy", "stream", code=1)["plans"]
     training = made(tmp_path, workplace, ROWS, max_length=36)
     training.get_train_dataloader()
     wanted = training.packing_report.to_dict()
     planned = wanted.keys() - {*NOT_PLANNED}
     assert {name: alone[name] for name in planned} == {name: wanted[name] for name in planned}
-    shared = run(capsys, *words, "--strategy", "stream", "--share-prefixes", "pack", code=1)["plans"][0]["prefixes"]
+    shared = printed(*words, "--strategy", "stream", "--share-prefixes", "pack", code=1)["plans"][0]["prefixes"]
     assert shared["rows"] <= 1 and shared["images"] == 1.0, "no two rows have the same image"
     counts = np.array([len(row["images"]) for row in ROWS])
     dropped = wanted["ledger"]["dropped"]["overlong"]["documents"]
@@ -63,9 +57,9 @@ def test_figures_are_those_of_the_training_run(workplace, tmp_path, capsys):
     assert ranks["images"]["tower_imbalance"] > 1 < ranks["images"]["language_imbalance"]
 
 
-def test_show_names_the_images_of_a_document(workplace, capsys):
+def test_show_names_the_images_of_a_document(workplace, capsys, printed):
     words = ["show", workplace / "rows.parquet", "--model", workplace / "model", "--max-length", 80]
-    packs = run(capsys, *words, "--packs", 3)
+    packs = printed(*words, "--packs", 3)
     shown = [(each["row"], each["images"]) for pack in packs for each in pack["documents"]]
     assert shown == [(row, len(ROWS[row]["images"])) for row, _ in shown]
     assert {images for _, images in shown} == {0, 1, 2}
@@ -74,9 +68,9 @@ def test_show_names_the_images_of_a_document(workplace, capsys):
     assert "images: 2, position_ids" in out and "<image> x 16 " in out and "<image>" * 4 not in out
 
 
-def test_training_finds_the_lengths_that_prepare_made(workplace, tmp_path, capsys, monkeypatch):
+def test_training_finds_the_lengths_that_prepare_made(workplace, tmp_path, printed, monkeypatch):
     words = ["prepare", workplace / "rows.parquet", "--model", workplace / "model", "--output", tmp_path / "out"]
-    manifest = run(capsys, *words)
+    manifest = printed(*words)
     monkeypatch.delattr(RowProcessor, "measured")
     data = load_from_disk(str(tmp_path / "out"))
     found = made(tmp_path / "run", workplace, data, max_length=80)
@@ -87,7 +81,7 @@ def test_training_finds_the_lengths_that_prepare_made(workplace, tmp_path, capsy
         made(tmp_path / "run", workplace, data, other)
 
 
-def test_bad_rows_are_dropped_by_prepare_or_nothing_is_written(workplace, tmp_path, capsys):
+def test_bad_rows_are_dropped_by_prepare_or_nothing_is_written(workplace, tmp_path, capsys, printed):
     buffer = io.BytesIO()
     picture(24, 24, 0).save(buffer, "PNG")
     chat = [message("user", "ab", 1), message("assistant", "c")]
@@ -98,7 +92,7 @@ def test_bad_rows_are_dropped_by_prepare_or_nothing_is_written(workplace, tmp_pa
     assert main([*map(str, words)]) == 2
     assert "1 of 2 rows of the train dataset with images cannot be processed" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    manifest = run(capsys, *words, "--bad-rows", "drop")
+    manifest = printed(*words, "--bad-rows", "drop")
     assert manifest["bad_rows_dropped"] == manifest["rows"] == len(load_from_disk(str(tmp_path / "out"))) == 1
 
 

@@ -22,18 +22,13 @@ pytestmark = pytest.mark.slow
 NOT_PLANNED = ("attention", "isolation", "first_step", "prefixes", "trained")
 
 
-def plan(capsys, *words, code=0):
-    assert main(["plan", *map(str, words), "--json"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "bfd_split", "wrapped", "minibatch"])
-def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, capsys):
+def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, printed):
     settings = {"max_length": 96, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5}
     words = [f"--{name}={value}" for name, value in (settings | {"packing_strategy": strategy}).items()]
     words = [workplace / "rows.jsonl", "--model", workplace / "model", *words]
-    (found,) = plan(capsys, *words, code=int(strategy != "wrapped"))["plans"]
+    (found,) = printed("plan", *words, code=int(strategy != "wrapped"))["plans"]
     rows = Dataset.from_json(str(workplace / "rows.jsonl"))
     settings |= {"packing_strategy": strategy, "max_steps": 1, "packing_report": True}
     run = trainer(tmp_path, rows, "qwen3", **settings)
@@ -47,9 +42,9 @@ def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, ca
     assert planned["ledger"]["lost_trained_tokens"] > 0  # something is cut, so that the ledger can be wrong
 
 
-def test_several_lengths_strategies_and_world_sizes(workplace, capsys):
+def test_several_lengths_strategies_and_world_sizes(workplace, printed):
     words = ["--max-length", 64, 256, "--strategy", "stream", "wrapped", "--world-size", 1, 3, 512, "--tflops", 100]
-    found = plan(capsys, workplace / "rows.parquet", "--tokenizer", workplace / "model", "--batch-size", 1, *words)
+    found = printed("plan", workplace / "rows.parquet", "--tokenizer", workplace / "model", "--batch-size", 1, *words)
     keys = [(each["max_length"], each["strategy"], each["world_size"]) for each in found["plans"]]
     assert keys == [(n, s, w) for n in (64, 256) for s in ("stream", "wrapped") for w in (1, 3, 512)]
     assert found["max_length"] == 256
@@ -61,10 +56,10 @@ def test_several_lengths_strategies_and_world_sizes(workplace, capsys):
         assert one["tokens_per_second"] == pytest.approx(one["num_tokens"] * 100e12 / one["flops"])
 
 
-def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path, capsys):
+def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path, printed):
     lengths = [100] * 990 + [3000] * 10  # 10 of 1000 documents, 23 % of the tokens
     (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
-    found = plan(capsys, tmp_path / "lengths.txt", "--strategy", "stream")
+    found = printed("plan", tmp_path / "lengths.txt", "--strategy", "stream")
     assert [each["max_length"] for each in found["plans"]] == [1024, 2048, 4096] == candidate_lengths(3000)
     lost = [each["lost_trained_share"] for each in found["plans"]]
     trained = sum(lengths) - len(lengths)
@@ -72,36 +67,36 @@ def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path,
     assert found["max_length"] == 4096 and "no trained token" in found["reasons"][0]
     assert "The next shorter, 2,048, loses" in str(found["reasons"]) and "The next longer" not in str(found["reasons"])
     # a length given that is too short: the best of them, and exit code 1
-    found = plan(capsys, tmp_path / "lengths.txt", "--max-length", 1024, 2048, code=1)
+    found = printed("plan", tmp_path / "lengths.txt", "--max-length", 1024, 2048, code=1)
     assert found["max_length"] == 2048 and "try a longer one" in found["reasons"][0]
 
 
-def test_the_file_of_a_run_is_planned(workplace, tmp_path, monkeypatch, capsys):
+def test_the_file_of_a_run_is_planned(workplace, tmp_path, monkeypatch, capsys, printed):
     """Data, model and settings of the file, also those that need a GPU; flags override it."""
     monkeypatch.chdir(workplace)
     data = ["--model", "model", "--completion-only-loss", "false", "--packing", "rows.jsonl"]  # DATA behind a switch
     flags = ["--max-length", 96, "--batch-size", 2, "--accumulation", 2, "--seed", 5]
-    by_flags = plan(capsys, *data, *flags, "--strategy", "stream", code=1)
+    by_flags = printed("plan", *data, *flags, "--strategy", "stream", code=1)
     settings = {"model_name_or_path": "model", "dataset_name": "rows.jsonl", "completion_only_loss": False}
     settings |= {"max_length": 96, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5}
     settings |= {"packing_strategy": "stream", "bf16": True, "tf32": True, "deepspeed": "none.json", "use_peft": True}
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(settings | {"num_processes": 8}))
-    assert plan(capsys, "--config", file, code=1) == by_flags
-    longer = plan(capsys, "--config", file, "--max-length", 96, 512, "--assistant-turns", "all")["plans"]
+    assert printed("plan", "--config", file, code=1) == by_flags
+    longer = printed("plan", "--config", file, "--max-length", 96, 512, "--assistant-turns", "all")["plans"]
     assert [(each["max_length"], each["strategy"]) for each in longer] == [(96, "stream"), (512, "stream")]
     assert longer[0] == by_flags["plans"][0]
     for mixture in ([{"path": "rows.jsonl"}], [{"path": "rows.jsonl"}, {"path": "rows.parquet"}]):
         file.write_text(json.dumps(settings | {"datasets": mixture}))
-        (found,) = plan(capsys, "--config", file, code=1)["plans"]
+        (found,) = printed("plan", "--config", file, code=1)["plans"]
         assert found["num_rows"] == 50 * len(mixture)
-    assert plan(capsys, "--config", file, "rows.jsonl", code=1) == by_flags, "DATA overrides the file"
+    assert printed("plan", "--config", file, "rows.jsonl", code=1) == by_flags, "DATA overrides the file"
     file.write_text(json.dumps(settings | {"packing": False}))
     assert main(["plan", "--config", str(file), "--json"]) == 1
-    printed = capsys.readouterr()
-    assert json.loads(printed.out) == by_flags and "`packing` is off in this run" in printed.err
+    done = capsys.readouterr()
+    assert json.loads(done.out) == by_flags and "`packing` is off in this run" in done.err
     file.write_text(json.dumps(settings | {"packing": False, "padding_free": True, "packing_strategy": "bfd"}))
-    assert plan(capsys, "--config", file, code=1)["plans"][0]["strategy"] == "minibatch"
+    assert printed("plan", "--config", file, code=1)["plans"][0]["strategy"] == "minibatch"
 
 
 def test_files_of_lengths(tmp_path):
@@ -209,12 +204,12 @@ def test_text_that_is_not_utf_8_names_its_file(suffix, text, workplace, tmp_path
     assert "lengths.csv` was given. It has bytes that are no text in utf-8" in capsys.readouterr().err
 
 
-def test_plan_with_sequence_parallelism(tmp_path, capsys):
+def test_plan_with_sequence_parallelism(tmp_path, capsys, printed):
     lengths = [*np.random.default_rng(0).integers(5, 300, 400).tolist(), 900, 1500, 2048]
     np.savetxt(tmp_path / "lengths.txt", lengths, fmt="%d")
     words = [tmp_path / "lengths.txt", *"--strategy stream --accumulation 2 --world-size 8 12".split()]
     words += ["--tokens-per-rank", 512, "--tflops", 100]
-    eight, twelve = plan(capsys, *words, "--max-length", 2048)["plans"]
+    eight, twelve = printed("plan", *words, "--max-length", 2048)["plans"]
     for each in (eight, twelve):
         shared = each["shared"]
         assert sum(shared["micro_steps"].values()) == each["num_steps"] * 2
@@ -223,7 +218,7 @@ def test_plan_with_sequence_parallelism(tmp_path, capsys):
         assert 0 < shared["exchange_share"] < 0.5 and 450 < shared["largest_part"] <= 512
     assert "8" not in twelve["shared"]["micro_steps"], "8 does not divide 12"
     # without lengths, only those that the ranks can hold
-    assert [each["max_length"] for each in plan(capsys, *words)["plans"][::2]] == [1024, 2048]
+    assert [each["max_length"] for each in printed("plan", *words)["plans"][::2]] == [1024, 2048]
     assert main(["plan", *map(str, words)]) == 0
     shown = capsys.readouterr().out
     assert "512 tokens per rank" in shown and "micro-steps by degree" in shown and "of it is the exchange" in shown
@@ -231,22 +226,22 @@ def test_plan_with_sequence_parallelism(tmp_path, capsys):
     assert "`max_length=8192` was given with `tokens_per_rank=512` on 8 ranks" in capsys.readouterr().err
 
 
-def memory_of(capsys, *words):
+def memory_of(printed, *words):
     """The rows of `--memory` by GPUs, method and checkpointing."""
-    rows = plan(capsys, *words)["memory"]
+    rows = printed("plan", *words)["memory"]
     found = {(row["gpus"], row["method"], row["checkpointing"]): row for row in rows}
     assert len(found) == len(rows)
     return found
 
 
-def test_memory_without_data(workplace, monkeypatch, capsys):
+def test_memory_without_data(workplace, monkeypatch, capsys, printed):
     """In 80 columns the rows, what is modelled, and what fits."""
     words = ["--model", workplace / "model", *"--gpus 1 8 --batch-size 1 --max-length 64 --memory 1.1".split()]
-    rows = memory_of(capsys, *words)
+    rows = memory_of(printed, *words)
     assert len(rows) == 2 * 6 * 2 and {gpus for gpus, *_ in rows} == {1, 8}
     assert 1 < rows[1, "full, DDP", False]["largest"] < rows[1, "full, DDP", True]["largest"] <= 4096
     given = "--use_peft --lora_r 2 --lora_dropout 0.1 --lora_target_modules q_proj v_proj".split()
-    of_run = memory_of(capsys, *words, *given)
+    of_run = memory_of(printed, *words, *given)
     assert of_run[1, "LoRA, DDP", True]["lora"] == "rank 2, dropout 0.1, target_modules q_proj, v_proj"
     assert of_run[1, "LoRA, DDP", False]["activations"] < rows[1, "LoRA, DDP", False]["activations"]
     make_terminal(monkeypatch, 80)
@@ -259,10 +254,10 @@ def test_memory_without_data(workplace, monkeypatch, capsys):
     assert "Modelled: gathered" in shown and "one H200 took" in shown
 
 
-def test_offloaded_activations_lie_on_the_host(workplace, capsys):
+def test_offloaded_activations_lie_on_the_host(workplace, capsys, printed):
     """All inputs of layers but one: layers x tokens x hidden values of 2 bytes, as transformers documents it."""
     words = ["--model", workplace / "model", *"--gpus 8 --batch-size 1 --max-length 64 --memory 1.1".split()]
-    kept, freed = memory_of(capsys, *words), memory_of(capsys, *words, "--offload")
+    kept, freed = memory_of(printed, *words), memory_of(printed, *words, "--offload")
     sizes = build_tiny_model().config
     layers, size = sizes.num_hidden_layers, 64 * sizes.hidden_size * 2 / 2**30
     one, other = kept[8, "full, ZeRO-3", True], freed[8, "full, ZeRO-3", True]
@@ -286,7 +281,7 @@ def test_memory_says_what_the_model_itself_cannot_run(data_dir, tmp_path, capsys
     assert "left out: full training without autocast, in which the model raises" in printed["xlstm-7b"]
 
 
-def test_memory_with_data_is_that_of_the_recommended_length(workplace, capsys):
+def test_memory_with_data_is_that_of_the_recommended_length(workplace, printed):
     words = [workplace / "rows.jsonl", "--model", workplace / "model", "--strategy", "stream", "--memory", 2]
-    found = plan(capsys, *words)
+    found = printed("plan", *words)
     assert {row["tokens"] for row in found["memory"]} == {8 * found["max_length"]}

@@ -1,6 +1,5 @@
 """The config files in the wheel: listed, parsed, and run in miniature on a model of their type."""
 
-import json
 import re
 
 import pytest
@@ -36,14 +35,13 @@ CHATS = Dataset.from_list(
 FOR_ACCELERATE = "accelerate-fsdp2"
 
 
-def test_every_recipe_is_listed_and_printed(capsys):
+def test_every_recipe_is_listed_and_printed(capsys, printed):
     assert main(["recipes"]) == 0
     listing = capsys.readouterr().out
     assert [line.split()[0] for line in listing.splitlines()] == NAMES and len(NAMES) >= 10
     assert main(["recipes", "qwen3-8b-lora"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["model_name_or_path"] == "Qwen/Qwen3-8B"
-    assert main(["recipes", "qwen3-8b-lora", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["use_peft"] is True
+    assert printed("recipes", "qwen3-8b-lora")["use_peft"] is True
 
 
 def test_the_file_for_accelerate_is_accepted():
@@ -52,7 +50,7 @@ def test_the_file_for_accelerate_is_accepted():
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {FOR_ACCELERATE}))
-def test_a_recipe_is_accepted(name, tmp_path, capsys):
+def test_a_recipe_is_accepted(name, tmp_path, printed):
     """By `train`, and by `plan` for a machine without the GPUs that it names."""
     file = recipes.FOLDER / f"{name}.yaml"
     settings = yaml.safe_load(file.read_text())
@@ -60,22 +58,20 @@ def test_a_recipe_is_accepted(name, tmp_path, capsys):
     assert args.packing and args.max_length == settings["max_length"] and script.dataset_name
     assert model.use_peft == settings.get("use_peft", False) == ("LoRA" in file.read_text().splitlines()[0])
     (tmp_path / "lengths.txt").write_text("5 7 90")
-    words = ["plan", str(tmp_path / "lengths.txt"), "--config", str(file), "--model", str(tmp_path), "--json"]
+    words = ["plan", tmp_path / "lengths.txt", "--config", file, "--model", tmp_path, "--world-size", 8]
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 2097152}')
-    of_tokens = ["--per_turn", "false", "--share_prefixes", "off"]
-    assert main([*words, "--world-size", "8", *of_tokens]) == 0
-    planned = json.loads(capsys.readouterr().out)["plans"][0]
+    planned = printed(*words, "--per_turn", "false", "--share_prefixes", "off")["plans"][0]
     assert planned["max_length"] == settings["max_length"] and planned["batch_size"] == args.per_device_train_batch_size
     assert ("8 GPUs" in recipes.titles()[name]) == ("deepspeed --num_gpus=8" in file.read_text())
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-8b-1m", "qwen3-8b-lora"])
-def test_the_memory_in_a_header_is_what_plan_predicts(name, data_dir, tmp_path, capsys):
+def test_the_memory_in_a_header_is_what_plan_predicts(name, data_dir, tmp_path, printed):
     text = recipes.read(name)
     peak, command = re.search(r"# (\d+) GiB on each GPU.*\n#   trl-packfix (plan .*)", text).groups()
     (tmp_path / "config.json").write_text((data_dir / "configs" / "full" / "qwen3-8b.json").read_text())
-    assert main([*command.replace("Qwen/Qwen3-8B", str(tmp_path)).split(), "--json"]) == 0
-    settings, rows = yaml.safe_load(text), json.loads(capsys.readouterr().out)["memory"]
+    rows = printed(*command.replace("Qwen/Qwen3-8B", str(tmp_path)).split())["memory"]
+    settings = yaml.safe_load(text)
     of_run = ("LoRA, DDP" if settings.get("use_peft") else "full, ZeRO-3", settings["gradient_checkpointing"])
     (row,) = [row for row in rows if (row["method"], row["checkpointing"]) == of_run]
     assert round(row["peak"]) == int(peak)

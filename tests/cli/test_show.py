@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import json
 import pickle
 import re
 from pathlib import Path
@@ -41,9 +40,10 @@ def show(workplace, capsys, *words):
     return capsys.readouterr().out
 
 
-def test_what_is_shown_is_what_is_trained(workplace, run, capsys):
+def test_what_is_shown_is_what_is_trained(workplace, run, printed):
     batches = list(run.get_train_dataloader())
-    packs = json.loads(show(workplace, capsys, *FLAGS, "--packs", "4", "--json"))
+    given = [workplace / "rows.jsonl", "--tokenizer", workplace / "model"]
+    packs = printed("show", *given, *FLAGS, "--packs", 4)
     assert [pack["place"] for pack in packs] == ["step 0.0", "step 0.1", "step 1.0", "step 1.1"]
     for pack, batch in zip(packs, batches, strict=False):
         documents = pack["documents"]
@@ -196,12 +196,11 @@ def test_a_stream_has_no_picture():
         make_stream_report(stream, 3).plot()
 
 
-def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, capsys):
+def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, capsys, printed):
     np.savetxt(tmp_path / "lengths.txt", [*range(5, 60), 90, 101, 128], fmt="%d")
     words = ["show", str(tmp_path / "lengths.txt"), *"--max-length 128 --tokens-per-rank 32 --packs 3".split()]
     words += ["--world-size", "4"]
-    assert main([*words, "--json"]) == 0
-    shared = [pack for pack in json.loads(capsys.readouterr().out) if "ranks" in pack]
+    shared = [pack for pack in printed(*words) if "ranks" in pack]
     assert shared, "no pack is shared"
     for pack in shared:
         ranks, bounds = pack["ranks"], pack["cu_seq_lens"]
@@ -219,23 +218,20 @@ def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, capsys):
     assert line in capsys.readouterr().out and (tmp_path / "packs.svg").stat().st_size > 10_000
 
 
-def test_on_one_rank_no_pack_is_shared(tmp_path, capsys):
+def test_on_one_rank_no_pack_is_shared(tmp_path, printed):
     """`--world-size` is 1 by default, and `make_report` reads packs of the same plan in training."""
     np.savetxt(tmp_path / "lengths.txt", [*range(5, 64)], fmt="%d")
-    words = "--max-length 64 --tokens-per-rank 64 --packs 99 --accumulation 2 --json".split()
-    assert main(["show", str(tmp_path / "lengths.txt"), *words]) == 0
-    packs = json.loads(capsys.readouterr().out)
+    words = "--max-length 64 --tokens-per-rank 64 --packs 99 --accumulation 2".split()
+    packs = printed("show", tmp_path / "lengths.txt", *words)
     assert len(packs) > 20 and not any("ranks" in pack for pack in packs)
     assert sum(len(pack["documents"]) for pack in packs) == 59 and {pack["capacity"] for pack in packs} == {64}
 
 
-def test_lengths_alone_show_boundaries_and_a_picture(tmp_path, capsys):
+def test_lengths_alone_show_boundaries_and_a_picture(tmp_path, capsys, printed):
     (tmp_path / "x.txt").write_text("10 20 30")
     words = ["show", str(tmp_path / "x.txt"), "--max-length", "64"]
     assert main([*words, "--batch-size", "1"]) == 0 and "60 of 64 tokens" in capsys.readouterr().out
-    assert main([*words, "--json"]) == 0
-    (pack,) = packs = json.loads(capsys.readouterr().out)
+    (pack,) = packs = printed(*words)
     assert {part["input_ids"] for each in pack["documents"] for part in each["parts"]} == {None}
-    assert main([*words, "--json", "--plot", str(tmp_path / "packs")]) == 0
-    assert json.loads(capsys.readouterr().out) == {"plot": str(tmp_path / "packs.png"), "packs": packs}
+    assert printed(*words, "--plot", tmp_path / "packs") == {"plot": str(tmp_path / "packs.png"), "packs": packs}
     assert (tmp_path / "packs.png").is_file() and not (tmp_path / "packs").exists()

@@ -154,15 +154,14 @@ def test_evaluation_with_images_of_a_run_without_is_refused(tmp_path):
         run(tmp_path, text, trainer_kwargs={"eval_dataset": TURNS})
 
 
-def test_prepare_measures_turns_and_keeps_conversations(tmp_path, capsys, monkeypatch):
+def test_prepare_measures_turns_and_keeps_conversations(tmp_path, capsys, monkeypatch, printed):
     build_model("llava").save_pretrained(tmp_path / "model")
     stripping(build_processor("llava")).save_pretrained(tmp_path / "model")
     TURNS.to_parquet(tmp_path / "rows.parquet")
     words = [tmp_path / "rows.parquet", "--model", tmp_path / "model", "--per-turn"]
     assert main(["prepare", *map(str, words), "--output", str(tmp_path / "out")]) == 0
     assert "6 conversations, one document for each of their 18 assistant turns; 0 without" in capsys.readouterr().out
-    assert main(["plan", *map(str, words), "--max-length", "300", "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)["plans"][0]
+    planned = printed("plan", *words, "--max-length", 300)["plans"][0]
     assert planned["num_documents"] == 18 and planned["images"]["num_images"] == 36
 
     def never(*args):
