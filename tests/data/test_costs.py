@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from support.models import build_tokenizer
+from support.runs import trainer
 from support.versions import current_models
 from support.zoo import causal_types, image_text_types, shrink
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Mixers, with_pairs_of
 
@@ -262,9 +261,8 @@ def test_a_trainer_is_built_for_configs_by_layer(name, packing, tmp_path):
     settings = BY_LAYER[name] | {"vocab_size": 300}
     settings = {key: value for key, value in settings.items() if "implementation" not in key}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**settings))
-    args = SFTConfig(str(tmp_path), packing=packing, max_length=64, use_cpu=True, bf16=False, report_to=[])
     rows = Dataset.from_dict({"input_ids": [list(range(20, 40))] * 4})
-    run = SFTTrainer(model, args, train_dataset=rows, processing_class=build_tokenizer())
+    run = trainer(tmp_path, rows, model, packing=packing, per_device_train_batch_size=4)
     assert len(run.get_train_dataloader()) == 1
     assert run.data.cost_model == make_cost_model(model.config) != LLAMA_7B
 

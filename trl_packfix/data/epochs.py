@@ -27,8 +27,6 @@ from .documents import Documents
 
 MANY = 50_000  # documents from which on plans are cached: planning takes 0.1 s on one rank and 0.4 s on eight
 
-REST = -1  # in place of the number of an epoch, for the schedule of the rest of one
-
 
 @dataclass(frozen=True, eq=False)
 class Start:
@@ -59,7 +57,7 @@ class EpochPlanner:
     first_plan: PackPlan | None = field(init=False, default=None, repr=False)  # None for a strategy that keeps steps
     _first_packing: Packing = field(init=False, repr=False)
     _latest: tuple[int, Schedule] | None = field(init=False, default=None, repr=False)
-    _rest: "EpochPlanner | None" = field(init=False, default=None, repr=False)
+    _rest: Schedule | None = field(init=False, default=None, repr=False)  # of the epoch of `start`
 
     def __post_init__(self) -> None:
         packing = self._first_packing = self.packing
@@ -127,19 +125,23 @@ class EpochPlanner:
 
     def begin(self, start: Start) -> None:
         """Continue a run: plan anew what `start` has not trained of its epoch."""
-        self.start, self._latest, self._rest = start, None, None
+        self.start, self._rest = start, None
         if start.trained is None:
             return
-        remaining = ~start.trained
-        if remaining.any():
-            self._rest = EpochPlanner(
-                self.documents.taken(remaining),
-                replace(self.packing, seed=self.packing.seed + start.epoch),
-                may_be_empty=True,
-            )
-        if self._rest is None or not self._rest.num_steps:
-            self._rest = None
+        remaining, packing = np.flatnonzero(~start.trained), self.packing
+        if len(remaining):
+            others = replace(packing, seed=packing.seed + start.epoch)
+            rest = EpochPlanner(self.documents.taken(~start.trained), others, may_be_empty=True)
+        if not len(remaining) or not rest.num_steps:
             self.start = Start(start.epoch + 1, start.first_step + start.num_steps)
+            return
+        schedule, micro_steps = rest.schedule(0), start.num_steps * packing.accumulation
+        self._rest = replace(
+            schedule,
+            order=remaining[schedule.order],
+            offsets=np.concatenate([np.zeros(micro_steps * packing.world_size, np.int64), schedule.offsets]),
+            degrees=np.concatenate([np.ones(micro_steps, np.int64), schedule.degrees]),
+        )
 
     @property
     def is_even(self) -> bool:
@@ -147,9 +149,7 @@ class EpochPlanner:
         return self.start.num_steps == 0 and self.start.first_step == self.start.epoch * self.num_steps
 
     def steps_of(self, epoch: int) -> int:
-        if self._rest is None or epoch != self.start.epoch:
-            return self.num_steps
-        return self.start.num_steps + self._rest.num_steps
+        return self.num_steps if self._rest is None or epoch != self.start.epoch else self._rest.num_steps
 
     def first_step(self, epoch: int) -> int:
         """Optimizer steps of the run before an epoch, which is not before that of `start`."""
@@ -181,17 +181,7 @@ class EpochPlanner:
     def schedule(self, epoch: int) -> Schedule:
         """Documents of every step, micro-batch and rank of an epoch; none in the steps trained under other plans."""
         if self._rest is not None and epoch == self.start.epoch:
-            if self._latest is None or self._latest[0] != REST:
-                rest, num_steps, packing = self._rest.schedule(0), self.start.num_steps, self.packing
-                assert self.start.trained is not None
-                rest = replace(
-                    rest,
-                    order=np.flatnonzero(~self.start.trained)[rest.order],
-                    offsets=np.concatenate([np.zeros(num_steps * packing.bins.num_slots, np.int64), rest.offsets]),
-                    degrees=np.concatenate([np.ones(num_steps * packing.accumulation, np.int64), rest.degrees]),
-                )
-                self._latest = REST, rest
-            return self._latest[1]
+            return self._rest
         if not self.packing.shuffle:
             epoch = 0  # without shuffling, all epochs are the same
         if self._latest is None or self._latest[0] != epoch:

@@ -88,6 +88,7 @@ class PackedBatchSampler:
             yield PartOf(documents.tolist(), *part)
 
 
+@dataclass
 class PaddedBatchSampler:
     """Yields, for one rank, `batch_size` documents at a time in table order, for padded evaluation.
 
@@ -96,9 +97,10 @@ class PaddedBatchSampler:
     batch are real, so that `gather_for_metrics` cuts the dummies off.
     """
 
-    def __init__(self, num_documents: int, batch_size: int, rank: int = 0, *, world_size: int = 1):
-        self.num_documents, self.batch_size = num_documents, batch_size
-        self.rank, self.num_processes = rank, world_size
+    num_documents: int
+    batch_size: int
+    rank: int
+    num_processes: int
 
     def __len__(self) -> int:
         return -(-self.num_documents // (self.batch_size * self.num_processes))

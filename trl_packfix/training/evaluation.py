@@ -215,7 +215,7 @@ class Evaluation(Part):
             collate = self._data.packed_collator(args.eval_batch_size, self._shares_evaluation)
         else:
             self._check_padded(documents, needs_logits)
-            sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, world_size=ranks.count)
+            sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, ranks.count)
             if self._data.images is not None:
                 check_padded_images(self._run.accelerator, reader)
                 layout = self._data.images.examples.layout
