@@ -124,10 +124,9 @@ def kept(folder: str | Path, rows: Sequence[Row]) -> list[Row]:
 
 def filled(rows: Sequence[Row], column: str, values: Mapping[str, str]) -> list[Row]:
     """`rows` with these values, by type, in a column of the causal types; types without a value keep theirs."""
-    named = [row.kind == "causal" and row.model_type in values for row in rows]
     return [
-        replace(row, **{column: values[row.model_type]}) if is_named else row
-        for row, is_named in zip(rows, named, strict=True)
+        replace(row, **{column: values[row.model_type]}) if row.kind == "causal" and row.model_type in values else row
+        for row in rows
     ]
 
 
