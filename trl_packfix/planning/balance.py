@@ -82,25 +82,11 @@ def least_loaded(
 
     Units are given longest first, and are their places in `rows` and `costs`.
     """
-    packs: list[list[int]] = [[] for _ in range(num)]
-    room = [capacity] * num
-    heap = [(0.0, i) for i in range(num)]
-    too_full: list[tuple[int, float, int]] = []  # most room first: units get shorter, so they come back
     if rows.sum() > num * capacity:
         return None
-    for unit, (length, cost) in enumerate(zip(rows.tolist(), costs.tolist(), strict=True)):
-        while too_full and -too_full[0][0] >= length:
-            heapq.heappush(heap, heapq.heappop(too_full)[1:])
-        while heap and room[heap[0][1]] < length:
-            load, i = heapq.heappop(heap)
-            heapq.heappush(too_full, (-room[i], load, i))
-        if not heap:
-            return None
-        load, i = heap[0]
-        packs[i].append(unit)
-        room[i] -= length
-        heapq.heapreplace(heap, (load + cost, i))
-    return [np.array(pack, dtype=np.int64) for pack in packs]
+    slots = _Slots(rows, costs, capacity=capacity, num_slots=num, spare=0)
+    slots.deal(list(range(len(rows))), [[slot] for slot in range(num)])
+    return [np.array(units, dtype=np.int64) for units in slots.documents] if min(slots.room, default=0) >= 0 else None
 
 
 def deal(
@@ -126,7 +112,7 @@ def deal(
     has_room = tokens[-1] < (1 - 1 / SPARE) * num_slots * capacity
     excess = cost - (0 if has_room else cost[short].sum() / max(lengths[short].sum(), 1)) * lengths
     excess[long] = np.maximum(excess[long], 0)
-    slots = _Slots(lengths, excess, capacity=capacity, num_slots=num_slots)
+    slots = _Slots(lengths, excess, capacity=capacity, num_slots=num_slots, spare=capacity // SPARE)
     num_groups = world_size if by_rank else num_slots
     groups = rest = [list(range(i, num_slots, num_groups)) for i in range(num_groups)]
     while not by_rank and len(rest) > world_size and long and excess[long[0]] * len(rest) > excess[long].sum():
@@ -145,9 +131,11 @@ def deal(
 class _Slots:
     """The documents of each slot, about longest first, and the tokens that it can still take."""
 
-    def __init__(self, lengths: Int64Array, excess: Float64Array, *, capacity: int, num_slots: int):
+    def __init__(
+        self, lengths: Int64Array, excess: Int64Array | Float64Array, *, capacity: int, num_slots: int, spare: int
+    ):
         self.lengths, self.excess = lengths.tolist(), excess.tolist()
-        self.capacity, self.room = capacity, [capacity] * num_slots
+        self.capacity, self.spare, self.room = capacity, spare, [capacity] * num_slots
         self.documents: list[list[int]] = [[] for _ in range(num_slots)]
 
     def put(self, document: int, slot: int) -> None:
@@ -161,7 +149,7 @@ class _Slots:
         full: list[tuple[int, float, list[int]]] = []  # most room first: documents get shorter, so groups come back
         heapq.heapify(heap)
         for document in documents:
-            wanted = min(self.lengths[document] + self.capacity // SPARE, self.capacity)
+            wanted = min(self.lengths[document] + self.spare, self.capacity)
             while full and -full[0][0] >= wanted:
                 heapq.heappush(heap, heapq.heappop(full)[1:])
             while heap and max([self.room[slot] for slot in heap[0][1]]) < wanted:
