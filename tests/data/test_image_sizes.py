@@ -9,7 +9,6 @@ from support.vision import FAMILIES, FEATURES, message, picture, processor_of, r
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 from trl_packfix.samples.images import CHECKED, measure
-from trl_packfix.samples.processor import RowProcessor
 
 ROWS = rows(40)
 
@@ -54,24 +53,14 @@ class BrightIsLarge(LlavaImageProcessorPil):
         return super().__call__(images, **kwargs)
 
 
-@pytest.fixture
-def bright() -> tuple[RowProcessor, Dataset]:
+def test_a_processor_that_looks_at_the_content_runs_on_every_row(caplog, monkeypatch):
     process = processor_of("llava")
     given = process.processor.image_processor
     process.processor.image_processor = BrightIsLarge(size=given.size, crop_size=given.crop_size, do_pad=False)
     images = [picture(24, 24, i) if i % 3 else picture(24, 24, i).point(lambda value: 255) for i in range(40)]
     chat = [message("user", "ab", 1), message("assistant", "c")]
-    table = [{"images": [image], "messages": chat} for image in images]
-    return process, Dataset.from_list(table, features=FEATURES)
-
-
-def lengths(dataset, process):
-    return [len(process(row)["input_ids"]) for row in dataset]
-
-
-def test_a_processor_that_looks_at_the_content_runs_on_every_row(bright, caplog, monkeypatch):
-    process, dataset = bright
-    wanted = lengths(dataset, process)
+    dataset = Dataset.from_list([{"images": [image], "messages": chat} for image in images], features=FEATURES)
+    wanted = [len(process(row)["input_ids"]) for row in dataset]
     assert len(set(wanted)) == 2
     with caplog.at_level(logging.WARNING):
         # Not of transformers, so sizes are not trusted

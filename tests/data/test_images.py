@@ -77,9 +77,8 @@ def test_a_row_is_one_document_for_every_form_of_trl():
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": "c"}]
     one = process({"image": image, "messages": chat})
     assert process({"images": [image], "messages": chat})["input_ids"].tolist() == one["input_ids"].tolist()
-    assert (
-        process({"images": [image], "text": "<image>ab"})["input_ids"] == process.processor.image_token_id
-    ).sum() == 16
+    plain = process({"images": [image], "text": "<image>ab"})["input_ids"]
+    assert (plain == process.processor.image_token_id).sum() == 16
     completion = processor_of("llava", completion_only_loss=True)
     pair = completion({"images": [image], "prompt": chat[:1], "completion": chat[1:]})
     assert (pair["labels"] == -100).sum() > 15 and (pair["labels"] != -100).any()
@@ -288,11 +287,8 @@ def test_images_in_equal_places_hide_a_leak_that_the_probe_finds():
     with probe.undisturbed():
         states = probe.states(examples.packed(alike))[0].split([len(each["input_ids"]) for each in alike])
         # token types of all documents, so that masks are made as in training
-        gaps = [
-            (found - probe.states(examples.alone(each))[0]).abs().max()
-            for found, each in zip(states, alike, strict=True)
-        ]
-    assert max(gaps) < 1e-5
+        alone = [probe.states(examples.alone(each))[0] for each in alike]
+    assert max((found - own).abs().max() for found, own in zip(states, alone, strict=True)) < 1e-5
     report = check_isolation(model, 512, images=examples)
     assert not report.isolated and report.max_change > 0.1 and report.max_difference > 0.1
     assert check_isolation(model, 512).isolated, "text alone shows nothing"

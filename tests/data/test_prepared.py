@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from support.planners import rewrite
-from support.runs import documents_of, texts, trainer
+from support.runs import all_documents, documents_of, texts, trainer
 
 from trl_packfix.data.cache import cached_documents, cached_token_range
 from trl_packfix.data.cache_files import read_arrays
@@ -16,10 +16,13 @@ from trl_packfix.data.spans import make_documents
 def saved(folder, num=40):
     rng = np.random.default_rng(0)
     rows = [rng.integers(3, 200, n) for n in rng.integers(2, 60, num)]
-    Dataset.from_dict({"input_ids": rows, "labels": [np.where(row < 100, row, -100) for row in rows]}).save_to_disk(
-        folder
-    )
+    table = Dataset.from_dict({"input_ids": rows, "labels": [np.where(row < 100, row, -100) for row in rows]})
+    table.save_to_disk(folder)
     return load_from_disk(folder)
+
+
+def reader_of(folder):
+    return TokenReader(load_from_disk(folder))
 
 
 def files(folder, pattern="*"):
@@ -43,7 +46,7 @@ def test_what_is_found_is_what_would_be_made(tmp_path):
     fingerprints = set()
     for number, settings in enumerate(SETTINGS):
         for again in (False, True):
-            reader = TokenReader(load_from_disk(tmp_path))
+            reader = reader_of(tmp_path)
             got, expected = cached_documents(reader, **settings), make_documents(reader, **settings)
             assert got.ledger == expected.ledger
             for name in ("row", "start", "stop", "trained", "block"):
@@ -61,24 +64,24 @@ def test_what_is_found_is_what_would_be_made(tmp_path):
 def test_nothing_is_made_twice(tmp_path):
     """A kept file with other spans comes back as it is: so it was read, and nothing was cut."""
     saved(tmp_path)
-    cached_documents(TokenReader(load_from_disk(tmp_path)), 30)
+    cached_documents(reader_of(tmp_path), 30)
     (path,) = files(tmp_path, "cache-packfix-spans-*")
     arrays = read_arrays(path)
     rewrite(path, arrays | {"stop": arrays["stop"] - 1})
-    found = cached_documents(TokenReader(load_from_disk(tmp_path)), 30)
+    found = cached_documents(reader_of(tmp_path), 30)
     assert np.array_equal(found.stop, arrays["stop"] - 1)
 
 
 def test_the_spans_of_another_file_are_not_those_of_its_fingerprint(tmp_path):
     """As after a copy by hand."""
     saved(tmp_path)
-    cached_documents(TokenReader(load_from_disk(tmp_path)), 30)
+    cached_documents(reader_of(tmp_path), 30)
     fingerprint = load_from_disk(tmp_path)._fingerprint
     other = Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[5, 6, 7]]})
     other._fingerprint = fingerprint
     other.save_to_disk(tmp_path / "other")
     (tmp_path / "other" / "data-00000-of-00001.arrow").replace(tmp_path / "data-00000-of-00001.arrow")
-    changed = TokenReader(load_from_disk(tmp_path))
+    changed = reader_of(tmp_path)
     assert changed.fingerprint == TokenReader(other).fingerprint
     assert cached_documents(changed, 30).lengths.tolist() == [3]
 
@@ -126,6 +129,5 @@ def test_documents_with_masks_are_packed_as_trl_labels_them(tmp_path):
         data = Dataset.from_dict({"input_ids": rows} | {name: masks[name] for name in names})
         packed, padded = (trainer(tmp_path, data, packing=packing, **settings) for packing in (True, False))
         assert ("labels" in packed.train_dataset.column_names) == (len(names) == 2 and settings["completion_only_loss"])
-        got = [document for batch in packed.get_train_dataloader() for document in documents_of(batch)]
         expected = [(row["input_ids"], [-100, *row["labels"][1:]]) for row in padded.train_dataset]
-        assert sorted(got) == sorted(expected)
+        assert all_documents(packed) == sorted(expected)

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build_tiny_model
 from support.planners import make_stream, one_pass, saved_and_loaded
-from support.runs import ANSWER, PROMPT, documents_of, texts, trainer, weights
+from support.runs import ANSWER, PROMPT, all_documents, documents_of, texts, trainer, weights
 from support.versions import continues_streams
 from transformers import TrainerCallback
 
@@ -416,14 +416,14 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stream_trains_on_the_documents_of_the_table(form, tmp_path):
     table = trainer(tmp_path, FORMS[form]())
-    expected = [document for batch in table.get_train_dataloader() for document in documents_of(batch)]
+    expected = all_documents(table)
     run = trainer(tmp_path, FORMS[form]().to_iterable_dataset(), max_steps=2)
     got = []
     for batch in run.get_train_dataloader():
         got += documents_of(batch)
         if len(got) >= len(expected):
             break
-    assert sorted(got) == sorted(expected)
+    assert sorted(got) == expected
     run.train()
     assert run.state.global_step == 2 and np.isfinite(run.state.log_history[-1]["train_loss"])
 
@@ -438,11 +438,9 @@ def test_a_restart_of_the_trainer_is_exact(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-11"))
     assert torch.equal(weights(whole), weights(resumed)) and resumed.state.epoch == whole.state.epoch
     assert resumed.packing_report.ledger == whole.packing_report.ledger
-    tokens = [
-        {entry["step"]: entry["num_tokens"] for entry in run.state.log_history if "loss" in entry}
-        for run in (whole, resumed)
-    ]
-    assert tokens[0] == tokens[1] and 0 < tokens[0][11] < tokens[0][12]
+    logs = ([log for log in run.state.log_history if "loss" in log] for run in (whole, resumed))
+    tokens, after = ({log["step"]: log["num_tokens"] for log in each} for each in logs)
+    assert tokens == after and 0 < tokens[11] < tokens[12]
 
 
 def test_the_report_counts_the_tokens_that_were_trained_not_those_that_were_read(tmp_path):
@@ -487,11 +485,9 @@ def test_ignore_data_skip_begins_the_stream_anew_and_can_be_saved_again(tmp_path
     trainer(tmp_path, texts(60).to_iterable_dataset(), **common).train()
     run = trainer(tmp_path / "anew", texts(60).to_iterable_dataset(), ignore_data_skip=True, **common)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    states = [
-        torch.load(stream_file(f, 0), weights_only=True)
-        for f in (tmp_path / "checkpoint-2", tmp_path / "anew/checkpoint-4")
-    ]
-    assert states[0]["counts"] == states[1]["counts"] and states[0]["num_steps"] + 2 == states[1]["num_steps"]
+    folders = tmp_path / "checkpoint-2", tmp_path / "anew/checkpoint-4"
+    before, after = (torch.load(stream_file(folder, 0), weights_only=True) for folder in folders)
+    assert before["counts"] == after["counts"] and before["num_steps"] + 2 == after["num_steps"]
 
 
 def test_the_report_says_what_is_known(tmp_path, capsys):
