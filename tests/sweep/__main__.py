@@ -1,6 +1,6 @@
 """`make sweep`: judge packed training on model types of the installed transformers, as tiny random models.
 
-PYTHONPATH=tests python -m sweep --all --output docs   # every type, about an hour on two cores
+PYTHONPATH=tests python -m sweep --all --output docs   # every type, about six minutes
 PYTHONPATH=tests python -m sweep --only llama,mamba
 """
 
