@@ -118,7 +118,8 @@ def test_ranks_train_as_the_row_says(launch, engine, name):
     runs_here(engine)
     row, found = ROWS[name], launch[engine, name]
     if found["report"]:  # packed
-        gradients = r"\de-\d\d over \d+ parameters" if engine in ("ddp", "ddp4", "fsdp2") else "are held by the engine"
+        compares = engine in ("ddp", "ddp4", "fsdp2", "ep_fsdp")
+        gradients = r"\de-\d\d over \d+ parameters" if compares else "are held by the engine"
         assert re.match(r"loss .*; gradients " + gradients, found["report"]["first_step"])
     if engine in DIVIDING:
         assert found["divided"] > 0
