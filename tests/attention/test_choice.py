@@ -106,8 +106,8 @@ OLD = {"flash_attn": True, "capability": "compute capability 7.5 is below 8.0"} 
 @pytest.mark.parametrize(
     "model_type, settings, given, message",
     [
-        ("llama", {"head_dim": 512}, {}, "heads have up to 512 dimensions and the kernels take 256"),
-        ("llama", {"head_dim": 512}, {"flash_attn": True}, "heads have up to 512 dimensions"),  # it would refuse them
+        ("llama", {"head_dim": 512}, {}, "heads have up to 512 dimensions and the kernels take 256.*install ffpa-attn"),
+        ("llama", {"head_dim": 512}, {"flash_attn": True}, "heads .* 512 dimensions.*install"),  # it would refuse them
         ("llama", {}, {"problem": "torch is built for ROCm"}, "torch is built for ROCm"),
         ("llama", {}, OLD, "compute capability 7.5"),
         ("gemma2", {}, OLD, "compute capability 7.5"),  # on newer GPUs flash-attn has what its softcap needs

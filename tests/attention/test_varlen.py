@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -306,28 +307,60 @@ def test_the_cuda_kernels_refuse_fp32():
         attend_on_cuda(*inputs, [Launch((bounds, bounds), (3, 3))], scale=1.0)
 
 
-def test_gemma_4_is_flash_where_it_can_be(tiny_model, monkeypatch):
-    """The whole model as on CUDA: its full layers have wider heads than the kernels take, its other layers do not."""
+def wide_stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    """As ffpa-attn's `ffpa_attn_varlen_func`, with its limits: (T, H, D) -> (T, H, D)."""
+    lengths = cu_seqlens_q.diff().tolist()
+    assert q.shape[-1] == v.shape[-1] >= 320 and q.shape[-1] % 64 == 0 and cu_seqlens_q.dtype == torch.int32
+    assert max_seqlen_q == max_seqlen_k >= max(lengths) and options.pop("causal") and options.pop("enable_gqa")
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return attend_by_document(query, key, value, lengths, scale=options.pop("softmax_scale"), **options)[0].transpose(
+        0, 1
+    )
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["", "ffpa-attn"])
+def test_gemma_4_is_flash_where_it_can_be(installed, tiny_model, monkeypatch):
+    """As on CUDA: its full layers have wider heads than the kernels of torch take, its other layers do not."""
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
     heads = set()
 
-    def attend(query, *args, **options):
-        heads.add(query.shape[-1])
-        return attend_by_document(query, *args, **options)
+    def noting(attend):
+        def called(query, *args, **options):
+            heads.add((attend.__name__, query.shape[-1]))
+            return attend(query, *args, **options)
 
-    monkeypatch.setattr(varlen, "attend_on_cpu", attend)
+        return called
+
+    monkeypatch.setattr(varlen, "attend_on_cpu", noting(attend_by_document))
+    for module in (varlen, kernels, choice):
+        monkeypatch.setattr(module, "wide_kernel", lambda: noting(wide_stand_in) if installed else None)
     monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
     monkeypatch.setattr(choice, "is_flash_attn_2_available", lambda: True)
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
     sizes = {"head_dim": 8, "global_head_dim": 264, "num_kv_shared_layers": 0, "dtype": torch.bfloat16}
     model = tiny_model("gemma4_text", **sizes, **layers)
-    with pytest.warns(UserWarning, match="heads have up to 264 dimensions and the kernels take 256"):
+    message = "heads have up to 264 dimensions and the kernels take 256.*install ffpa-attn"
+    with nullcontext() if installed else pytest.warns(UserWarning, match=message):
         packed = PackedModel(model, torch.bfloat16, "cuda", 64)
     with StrictVarlen() as calls:
         found = packed.prove(model)
     assert packed.is_proved and found.max_gradient == 0 and not packed.repaired, found.summary()
-    assert packed.attention.name == varlen.ATTENTION_NAME and not packed.attention.is_flash
-    assert calls.forwards and heads == {264}  # the layer with windows is on the kernels
+    assert packed.attention.name == varlen.ATTENTION_NAME and packed.attention.is_flash is installed
+    assert ("ffpa-attn for wider heads" in packed.attention.reason) is installed
+    # The layer with windows is on torch's kernels
+    assert calls.forwards and heads == {("wide_stand_in", 320) if installed else ("attend_by_document", 264)}
+
+
+def test_wide_heads_with_other_features_run_document_by_document(monkeypatch):
+    monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+    monkeypatch.setattr(varlen, "wide_kernel", lambda: wide_stand_in)
+    plain = {"window": None, "sinks": None, "softcap": None, "dropout": 0.0, "scale": 1.0}
+    states = torch.zeros(1, 2, 4, 512, dtype=torch.bfloat16)
+    assert varlen._runs_wide(states, states, plain)
+    assert not varlen._runs_wide(states.float(), states.float(), plain)
+    assert not varlen._runs_wide(states[..., :256], states[..., :256], plain)
+    for feature in ({"window": 3}, {"sinks": torch.zeros(2)}, {"softcap": 5.0}, {"dropout": 0.1}):
+        assert not varlen._runs_wide(states, states, plain | feature)
 
 
 # The attention function: when a call is packed, and where its boundaries come from

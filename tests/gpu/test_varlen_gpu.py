@@ -16,7 +16,15 @@ from trl_packfix.attention import runs
 from trl_packfix.attention.choice import cuda_varlen_problem
 from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.kernels import Launch, attend_by_document, attend_on_cpu, attend_on_cuda, math_attention
+from trl_packfix.attention.kernels import (
+    Launch,
+    attend_by_document,
+    attend_on_cpu,
+    attend_on_cuda,
+    attend_wide,
+    math_attention,
+    wide_kernel,
+)
 from trl_packfix.attention.packed_forward import PackedForward
 from trl_packfix.attention.runs import attend_pack_on_cuda, attend_shared_on_cpu
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
@@ -88,18 +96,33 @@ def test_outputs_and_gradients_equal_the_cpu(head_dim, value_dim, heads, kv_head
         assert error <= 3 * allowed + 1e-3, (name, error.item(), allowed.item())
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 100}, {"sinks": True}, {"softcap": 30.0}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 512])
-def test_document_by_document_equals_the_cpu(head_dim, options):
-    """What no flash kernel takes; the mask of a window and the padding of short rows included."""
+def by_ffpa(query, key, value, lengths, scale, **options):
+    if wide_kernel() is None:
+        pytest.skip("ffpa-attn is not installed")
+    bounds = torch.tensor([0, *lengths, 0, 0], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()  # and empty ones
+    return attend_wide(query, key, value, bounds, max(lengths), scale)
+
+
+OTHER = ({}, {"window": 100}, {"sinks": True}, {"softcap": 30.0})
+
+
+@pytest.mark.parametrize(
+    "attend, head_dim, options",
+    [
+        *((attend_by_document, dim, options) for dim in (64, 512) for options in OTHER),
+        *((by_ffpa, dim, {}) for dim in (288, 512)),
+    ],
+)
+def test_what_torchs_kernels_do_not_take_equals_the_cpu(attend, head_dim, options):
+    """The mask of a window and the padding of short rows included."""
     tensors = random_inputs(head_dim, head_dim, 8, 2, options.get("sinks", False), torch.bfloat16)
     options = {name: value for name, value in options.items() if name != "sinks"} | {"scale": head_dim**-0.5}
 
-    def by(attend):
-        return lambda q, k, v, s=None: attend(q, k, v, LENGTHS, sinks=s, **options)
+    def by(function):
+        return lambda q, k, v, s=None: function(q, k, v, LENGTHS, sinks=s, **options)
 
     exact, rounded = run(by(attend_on_cpu), tensors, "cpu", torch.float64), run(by(attend_on_cpu), tensors, "cpu")
-    for got, want, other in zip(run(by(attend_by_document), tensors, "cuda"), exact, rounded, strict=True):
+    for got, want, other in zip(run(by(attend), tensors, "cuda"), exact, rounded, strict=True):
         error, allowed = ((x.double() - want).norm() / want.norm() for x in (got, other))
         assert error <= 3 * allowed + 1e-3, (error.item(), allowed.item())
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from .flash import MAX_CUDA_HEAD_DIM, capability_problem, cuda_varlen_problem
+from .kernels import wide_kernel
 from .masked import own_in_packs
 from .models import base_model, layer_configs, text_config
 from .varlen import ATTENTION_NAME
@@ -200,6 +201,7 @@ def _choose_on_cuda(
         active = activated_in_torch()
         kernels = "the FlashAttention-2 kernels built into torch"
         kernels = kernels if active is None else f"{active}, which is activated in torch"
+        kernels += ", and ffpa-attn for wider heads" * (widest > MAX_CUDA_HEAD_DIM)
         return AttentionChoice(ATTENTION_NAME, True, previous, kernels + refused)
     reason = f"{'; '.join(obstacles)}: {BY_DOCUMENT}{refused}"
     flash = f" For flash attention {', or '.join(remedies)}." if remedies and old_gpu is None else ""
@@ -219,8 +221,9 @@ def _obstacles(config: PreTrainedConfig, widest: int) -> tuple[list[str], list[s
     for name, rate in dropped_weights(config).items():
         obstacles.append(f"the kernels built into torch have no dropout ({name}={rate})")
         remedies.append(f"load the model with {name}=0.0, or install flash-attn ({INSTALL})")
-    if widest > MAX_CUDA_HEAD_DIM:
+    if widest > MAX_CUDA_HEAD_DIM and wide_kernel() is None:
         obstacles.append(
             f"heads have up to {widest} dimensions and the kernels take {MAX_CUDA_HEAD_DIM} (narrower layers use them)"
         )
+        remedies.append("install ffpa-attn, whose kernels take more dimensions (pip install ffpa-attn)")
     return obstacles, remedies

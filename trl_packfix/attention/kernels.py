@@ -4,6 +4,7 @@
     CPU     sliding window, sinks     the flash kernel of F.scaled_dot_product_attention, windows on tiles of queries
     CPU     softcap, dropout          plain torch on tiles of queries, recomputed in backward
     CUDA    sliding window, sinks     FlashAttention-2 as built into torch, all documents at once
+    CUDA    heads above 256 dims      ffpa-attn, where it is installed, all documents at once
     other   all of them               documents of similar length as rows of one batch
 
 The last row is for devices and features without a flash kernel: F.scaled_dot_product_attention, which chooses the best
@@ -15,9 +16,10 @@ Shapes: T tokens, N documents, H query heads, G key/value heads (H a multiple of
     query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +95,25 @@ def attend_on_cuda(
     copies = isinstance(calls[0].keys, Tensor)
     is_one = len(calls) == 1 and not copies
     return flash_on_cuda(query, key, value, sinks, calls[0].kernel if is_one else FlashCalls(calls, shares_keys=copies))
+
+
+@lru_cache(maxsize=1)  # every layer asks
+def wide_kernel() -> Callable[..., Tensor] | None:
+    """The kernel of ffpa-attn for heads above 256 dimensions, if it is installed: causal, and nothing else."""
+    try:
+        from ffpa_attn import ffpa_attn_varlen_func
+    except ImportError:
+        return None
+    return ffpa_attn_varlen_func
+
+
+def attend_wide(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
+    """The same for heads above 256 dimensions, by `wide_kernel`."""
+    value_dim, head_dim = value.shape[-1], max(320, -(-max(query.shape[-1], value.shape[-1]) // 64) * 64)
+    states = (x[0].transpose(0, 1) for x in pad_head_dim(head_dim, query, key, value))  # (T, H, D)
+    kernel: Any = wide_kernel()
+    out = kernel(*states, bounds, bounds, longest, longest, softmax_scale=scale, causal=True, enable_gqa=True)
+    return out.transpose(0, 1)[None, ..., :value_dim]
 
 
 def only_if_shorter(size: int | None, longest: int) -> int | None:

@@ -28,7 +28,15 @@ from transformers.masking_utils import sdpa_mask
 from .exchange import HeadExchange
 from .flash import CUDA_DTYPES, MAX_CUDA_HEAD_DIM, cuda_varlen_problem, kernel_head_dim
 from .kernel_errors import OwnAttentionError
-from .kernels import Features, attend_by_document, attend_on_cpu, math_in_tiles, only_if_shorter
+from .kernels import (
+    Features,
+    attend_by_document,
+    attend_on_cpu,
+    attend_wide,
+    math_in_tiles,
+    only_if_shorter,
+    wide_kernel,
+)
 from .packed_forward import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
 from .packed_forward import BOUNDARIES, CU_SEQ_LENS, FEED_A_PACK, PackedForward, in_backward, running_forward
 from .runs import attend_pack_on_cuda, attend_shared_on_cpu
@@ -133,7 +141,8 @@ def _attend(
     dropout, softcap = options["dropout"], options["softcap"]
     num_tokens = query.shape[2]
     is_flash = runs_flash(query, value, softcap, dropout=dropout)
-    pack = _pack_of(kwargs, running, num_tokens, is_flash=is_flash)
+    is_wide = chunk is None and _runs_wide(query, value, options)
+    pack = _pack_of(kwargs, running, num_tokens, is_flash=is_flash or is_wide)
     chunk = only_if_shorter(chunk, pack.max_length_k)
     flash: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
     if is_flash:
@@ -151,6 +160,8 @@ def _attend(
                 "dropout to 0."
             )
         return attend_shared_on_cpu(query, key, value, pack, chunk=chunk, **flash)
+    if is_wide:
+        return attend_wide(query, key, value, pack.cu_seq_lens_q, pack.max_length_q, options["scale"])
     lengths = _checked(pack.bounds, num_tokens)
     if chunk is not None:  # as within a document
         lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
@@ -281,6 +292,20 @@ def runs_flash(query: Tensor, value: Tensor, softcap: float | None, *, dropout: 
         and dropout == 0
         and kernel_head_dim(query, value) <= MAX_CUDA_HEAD_DIM
         and (device != "cuda" or cuda_varlen_problem() is None)
+    )
+
+
+def _runs_wide(query: Tensor, value: Tensor, options: Features) -> bool:
+    """Whether ffpa-attn computes this call: heads above 256 dimensions, with no feature but the scale."""
+    device = query.device.type
+    return (
+        device in FLASH_DEVICES
+        and query.dtype in CUDA_DTYPES
+        and kernel_head_dim(query, value) > MAX_CUDA_HEAD_DIM
+        and all(options.get(name) is None for name in ("window", "sinks", "softcap"))
+        and options["dropout"] == 0
+        and (device != "cuda" or cuda_varlen_problem() is None)
+        and wide_kernel() is not None
     )
 
 
