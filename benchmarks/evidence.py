@@ -21,6 +21,7 @@ those of an H200, estimated for kernels, tests, memory, 7b-orcamath and 1.5b-fla
     exactness     packs in bf16 against fp32, over the error of each document alone in bf16
     reads         reads on the host per micro-batch, of TRL and of ours
     launches      a pack with one long document, and with most documents empty, in one launch and by length
+    wide          heads of 512 dimensions document by document, and on ffpa-attn where it is installed
     prefixes      shared prefixes in one launch and in several, beside whole documents; peak memory
     compile       4 layers of Llama-3-8B with and without `torch_compile`
     1.5b-flan     full training of Qwen2.5-1.5B in bf16, also with constant shapes (whose padding counts as tokens)
@@ -78,6 +79,7 @@ PARTS = {
     "exactness": Part(10, ("alone_gradient", "packed_over_alone", "packed_over_alone_logits")),
     "reads": Part(15, ("reads",)),
     "launches": Part(5, ("ms", "idle_blocks")),
+    "wide": Part(60, ("ms", "tokens")),
     "prefixes": Part(10, ("ms", "tokens")),
     "compile": Part(60, TRAINED),
     "1.5b-flan": Part(60, TRAINED),

@@ -17,7 +17,14 @@ from support.strict_varlen import StrictVarlen
 from torch import Tensor
 
 from trl_packfix.attention import runs
-from trl_packfix.attention.kernels import Launch, attend_on_cpu, attend_on_cuda
+from trl_packfix.attention.kernels import (
+    Launch,
+    attend_by_document,
+    attend_on_cpu,
+    attend_on_cuda,
+    attend_wide,
+    wide_kernel,
+)
 from trl_packfix.attention.packed_forward import PackedForward
 from trl_packfix.attention.runs import attend_pack_on_cuda
 from trl_packfix.data import by_length
@@ -151,6 +158,22 @@ def launches(machine: Machine) -> Rows:
                 pairs = zip(found[kind], found["one launch"], strict=True)
                 row["difference"] = max((x - y).abs().max().item() for x, y in pairs)
                 yield row | timed(machine, partial(forward_and_backward, attend, tensors))
+
+
+def wide_heads(machine: Machine) -> Rows:
+    """Forward and backward in a full layer of Gemma 4 E4B, on 8,192 tokens."""
+    heads, unit = (SMALL_HEADS, 4) if machine.smoke else ((8, 2, 512), 64)
+    for name, lengths in {"equal": [8 * unit] * 16, "uneven": [32 * unit, *[unit] * 64, *[unit // 2] * 64]}.items():
+        bounds, scale = bounds_of(lengths, machine.device), heads[2] ** -0.5
+        contenders: dict[str, Attend] = {
+            "document by document": partial(attend_by_document, lengths=lengths, scale=scale)
+        }
+        if wide_kernel() is not None and machine.device == "cuda":
+            contenders["ffpa-attn"] = partial(attend_wide, bounds=bounds, longest=max(lengths), scale=scale)
+        tensors = random_tensors(machine, sum(lengths), heads)
+        for kind, attend in contenders.items():
+            row = {"case": f"{name}, {kind}", "tokens": sum(lengths)}
+            yield row | timed(machine, partial(forward_and_backward, attend, tensors))
 
 
 def prefixes(machine: Machine) -> Rows:

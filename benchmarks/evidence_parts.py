@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from common import Row, hide_progress
-from evidence_attention import Rows, device_of_kernels, kernels, launches, million_tokens, prefixes, timed
+from evidence_attention import Rows, device_of_kernels, kernels, launches, million_tokens, prefixes, timed, wide_heads
 from throughput_gpu import (
     AT_4,
     LENGTHS,
@@ -201,6 +201,7 @@ MEASURES: dict[str, Callable[[Machine], Rows]] = {
     "machine": machine_rates,
     "kernels": kernels,
     "launches": launches,
+    "wide": wide_heads,
     "prefixes": prefixes,
     "million": million_tokens,
     "exactness": exactness_in_bf16,
