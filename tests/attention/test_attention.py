@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.models import select_attention
 from support.versions import current_models, enable_checkpointing
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoModelForCausalLM
 
 from trl_packfix.attention import varlen
 from trl_packfix.attention.choice import set_attention
@@ -249,14 +249,8 @@ def test_guard_on_peft_and_on_a_replaced_forward(task_type, tiny_model, calls):
 
 
 def test_multimodal_text_part_only(calls):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {**sizes, "vocab_size": 300, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16}
-    config = Gemma3Config(
-        text_config=text, vision_config={**sizes, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4,
-        image_token_index=299, boi_token_index=297, eoi_token_index=298,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Gemma3ForConditionalGeneration(config)
+    vision = pytest.importorskip("support.vision")  # needs Pillow
+    model = vision.build_model("gemma3")
     choice = select_attention(model)
     assert choice.previous == "sdpa" and model.config.text_config._attn_implementation == ATTENTION_NAME
     assert model.config._attn_implementation == ATTENTION_NAME  # some models make the text part's masks from this one

@@ -51,7 +51,7 @@ def dense(query, key, value, shared, scale, window=None, chunk=None, sinks=None)
     return torch.cat(outs, dim=2)
 
 
-def differences(attend, shared, dtype=torch.float64, sinks=False, reference=dense, **features):
+def differences(attend, shared, dtype=torch.float64, sinks=False, **features):
     """Largest differences of outputs and of the gradients of queries, keys, values and sinks."""
     generator = torch.Generator().manual_seed(0)
     num_rows = int(shared.cu_seq_lens_q[-1])
@@ -64,7 +64,7 @@ def differences(attend, shared, dtype=torch.float64, sinks=False, reference=dens
         out = attend(*leaves[:3], shared, scale=0.5, sinks=leaves[3] if sinks else None, **features)
         return [x.double() for x in (out, *torch.autograd.grad(out, leaves, weights.to(dtype)))]
 
-    pairs = zip(run(attend, dtype), run(reference, torch.float64), strict=True)
+    pairs = zip(run(attend, dtype), run(dense, torch.float64), strict=True)
     return [((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs]
 
 

@@ -78,7 +78,7 @@ class HeadExchange:
         self.heads, self._key_heads = self._ranges[index]
 
     def to_heads(self, queries: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
-        """Exchange tokens for heads: (1, H, T / s, D) and (1, G, T / s, D) -> (1, own heads, T, D), in this order.
+        """Exchange tokens for heads: (1, H, T / s, ...) and (1, G, T / s, ...) -> (1, own heads, T, ...), in this order.
 
         Keys and values (`keys`) come with the heads that the own queries read. If a group of queries that share a key
         head is cut by the end of a range, they are repeated, one head per query head. All have the same dtype.
@@ -86,15 +86,14 @@ class HeadExchange:
         ranges = list(zip(*self._ranges, strict=True))
         heads = [0] * len(queries) + [1] * len(keys)  # which of the two ranges each tensor has
         states = [*queries, *keys]
-        num_tokens = states[0].shape[2]
         pieces = list(zip(*(_cut(x, ranges[i]) for x, i in zip(states, heads, strict=True)), strict=True))
         send = [sum(x.numel() for x in piece) for piece in pieces]
         num_heads = [_length((self.heads, self._key_heads)[i]) for i in heads]
-        sizes = [count * num_tokens * x.shape[3] for count, x in zip(num_heads, states, strict=True)]
+        sizes = [count * x.shape[2:].numel() for count, x in zip(num_heads, states, strict=True)]
         flat = torch.cat([x.reshape(-1) for piece in pieces for x in piece])
         got = _Exchange.apply(flat, send, [sum(sizes)] * self.degree, self.group).view(self.degree, -1)
         all_tokens = [
-            part.reshape(self.degree, count, num_tokens, x.shape[3]).transpose(0, 1).flatten(1, 2)[None]
+            part.reshape(self.degree, count, *x.shape[2:]).transpose(0, 1).flatten(1, 2)[None]
             for part, count, x in zip(got.split(sizes, dim=1), num_heads, states, strict=True)
         ]
         reads = [head // self._queries_per_key for head in range(self.heads.start, self.heads.stop)]

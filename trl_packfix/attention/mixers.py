@@ -49,10 +49,9 @@ def run_scan(scan: Scan, running: PackedForward) -> Tensor:
         states, num_values = [*scan.values, *scan.keys], len(scan.values)
         for dtype in dict.fromkeys(x.dtype for x in states):  # such as fp32 for the decay, beside values in bf16
             chosen = [i for i, x in enumerate(states) if x.dtype == dtype]
-            wide = [states[i].unsqueeze(-1) if states[i].dim() == 3 else states[i] for i in chosen]
-            first_key, by_head = sum(i < num_values for i in chosen), [x.transpose(1, 2) for x in wide]
+            first_key, by_head = sum(i < num_values for i in chosen), [states[i].transpose(1, 2) for i in chosen]
             for i, x in zip(chosen, exchange.to_heads(by_head[:first_key], by_head[first_key:]), strict=True):
-                states[i] = x.transpose(1, 2).squeeze(-1) if states[i].dim() == 3 else x.transpose(1, 2)
+                states[i] = x.transpose(1, 2)
         parameters = [None if parameter is None else parameter[exchange.heads] for parameter in scan.parameters]
         scan = scan._replace(values=states[:num_values], keys=states[num_values:], parameters=parameters)
     if running.kv_index is not None:
