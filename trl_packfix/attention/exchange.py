@@ -78,7 +78,7 @@ class HeadExchange:
         self.heads, self._key_heads = self._ranges[index]
 
     def to_heads(self, queries: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
-        """Exchange tokens for heads: (1, H, T / s, ...) and (1, G, T / s, ...) -> (1, own heads, T, ...), in this order.
+        """Exchange tokens for heads: (1, H or G, T / s, ...) -> (1, own heads, T, ...), in this order.
 
         Keys and values (`keys`) come with the heads that the own queries read. If a group of queries that share a key
         head is cut by the end of a range, they are repeated, one head per query head. All have the same dtype.
