@@ -128,51 +128,64 @@ def check_step(
     """
     documents = [{name: list(each[name]) for name in ("input_ids", "labels")} for each in documents]
     _check_documents(documents)
-    is_distributed = dist.is_available() and dist.is_initialized()
-    ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed else ()
-    probe = _Probe(step, collate, model, reference, *ranks)
-    alone = [probe.summed([[each]]) for each in documents]
-    if not any(each.any() for each in alone):
+    probe = _Probe(step, collate, model, reference, documents)
+    if not any(each.any() for each in probe.each_alone):
         raise ValueError(
             f"`step` was given {len(documents)} documents one by one, and left no gradient in the parameters of "
             "`model`. Laws are tested on gradients. Let it run the backward, leave out `optimizer.zero_grad()` at its "
             "end, and give the model whose parameters it trains."
         )
-    total = torch.stack(alone).sum(0)
-    laws = []
-    if reference is not None:
-        gap = max(largest_gap(found, probe.alone(each)) for found, each in zip(alone, documents, strict=True))
-        laws.append(Law("scale", gap, "one document alone has the gradient of its own loss"))
-    gap = probe.moved(documents, range(len(documents)))
-    laws.append(Law("isolation", gap, "masked neighbours do not move a document"))
-    varied = {kind: probe.moved(each, (0, 2)) for kind, each in _variations(documents).items()}
-    kind = max(varied, key=varied.__getitem__)
-    laws.append(Law("content", varied[kind], f"nor where documents {kind}"))
-    packs = documents, [each | {"labels": [each["input_ids"][0], *each["labels"][1:]]} for each in documents]
-    laws.append(Law("labels", probe.gap([[pack] for pack in packs], total), "a pack is the sum of its documents"))
-    orders = [documents[::-1], documents[1:] + documents[:1], documents[::2] + documents[1::2]]
-    laws.append(Law("order", probe.gap([[pack] for pack in orders], total), "in any order"))
-    groupings = [[documents[:k], documents[k:]] for k in sorted({1, len(documents) // 2, len(documents) - 1})]
-    groupings.append([[each] for each in documents])
-    gap, over = probe.gap(groupings, total), "micro-batches"
-    if probe.num_ranks > 1:
-        over = "micro-batches and ranks"
-        gap = max(gap, *(largest_gap(*probe.divided(each, alone, documents)) for each in ([documents], *groupings)))
-    laws.append(Law("grouping", gap, f"over {over} of unequal tokens as in one"))
-    laws.append(probe.masked(documents, total))
-    return StepReport(tuple(laws), max(FINEST, FACTOR * probe.rounding(documents)))
+    return StepReport(tuple(probe.laws()), max(FINEST, FACTOR * probe.rounding()))
 
 
-@dataclass(frozen=True)
 class _Probe:
     """The step, and the products of its gradients (`gradients.py`)."""
 
-    step: Callable[[list[Any]], Any]
-    collate: Callable[[list[Document]], Any]
-    model: nn.Module
-    reference: Callable[[Document], Tensor] | None
-    rank: int = 0
-    num_ranks: int = 1
+    def __init__(
+        self,
+        step: Callable[[list[Any]], Any],
+        collate: Callable[[list[Document]], Any],
+        model: nn.Module,
+        reference: Callable[[Document], Tensor] | None,
+        documents: list[Document],
+    ):
+        self.step, self.collate, self.model, self.reference = step, collate, model, reference
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
+        self.documents = documents
+        self.each_alone = [self.summed([[each]]) for each in documents]
+        self.total = torch.stack(self.each_alone).sum(0)
+
+    def laws(self) -> Iterator[Law]:
+        """All laws, in the order in which they name a cause."""
+        documents = self.documents
+        if self.reference is not None:
+            pairs = zip(self.each_alone, documents, strict=True)
+            gap = max(largest_gap(found, self.alone(each)) for found, each in pairs)
+            yield Law("scale", gap, "one document alone has the gradient of its own loss")
+        gap = self.moved(documents, range(len(documents)))
+        yield Law("isolation", gap, "masked neighbours do not move a document")
+        varied = {kind: self.moved(each, (0, 2)) for kind, each in _variations(documents).items()}
+        kind = max(varied, key=varied.__getitem__)
+        yield Law("content", varied[kind], f"nor where documents {kind}")
+        packs = documents, [each | {"labels": [each["input_ids"][0], *each["labels"][1:]]} for each in documents]
+        yield Law("labels", self.gap([[pack] for pack in packs]), "a pack is the sum of its documents")
+        orders = [documents[::-1], documents[1:] + documents[:1], documents[::2] + documents[1::2]]
+        yield Law("order", self.gap([[pack] for pack in orders]), "in any order")
+        groupings = [[documents[:k], documents[k:]] for k in sorted({1, len(documents) // 2, len(documents) - 1})]
+        groupings.append([[each] for each in documents])
+        gap, over = self.gap(groupings), "micro-batches"
+        if self.num_ranks > 1:
+            over = "micro-batches and ranks"
+            gap = max(gap, *(self.gap_over_ranks(each) for each in ([documents], *groupings)))
+        yield Law("grouping", gap, f"over {over} of unequal tokens as in one")
+        longest = _masked(max(documents, key=lambda each: len(each["input_ids"])))
+        sentence = "a micro-batch without a trained token adds nothing"
+        try:
+            gap = self.gap(([documents, [longest]], [[longest], documents]))
+        except Exception as error:  # of the loop under test
+            gap, sentence = inf, f"{sentence}; the step raised {type(error).__name__}: {error}"
+        yield Law("masked", gap, sentence)
 
     def products(self, run: Callable[[], Any]) -> Tensor:
         """Of the gradients that `run` leaves."""
@@ -185,20 +198,17 @@ class _Probe:
         count = sum(_num_trained(document) for group in groups for document in group)
         return self.products(lambda: self.step([self.collate(list(group)) for group in groups])) * count
 
-    def gap(self, steps: Sequence[Sequence[Sequence[Document]]], total: Tensor) -> float:
-        """How far the gradient of any of these steps is from `total`."""
-        return max(largest_gap(self.summed(groups), total) for groups in steps)
+    def gap(self, steps: Sequence[Sequence[Sequence[Document]]]) -> float:
+        """How far the gradient of any of these steps on all documents is from the sum of theirs alone."""
+        return max(largest_gap(self.summed(groups), self.total) for groups in steps)
 
-    def divided(
-        self, groups: Sequence[Sequence[Document]], alone: list[Tensor], documents: list[Document]
-    ) -> tuple[Tensor, Tensor]:
-        """The same with the documents of each group dealt to the ranks, and what it must be; no rank is without one."""
+    def gap_over_ranks(self, groups: Sequence[Sequence[Document]]) -> float:
+        """The same with the documents of each group dealt to the ranks; no rank is without one."""
         dealt = [[*group, *([group[0]] * (self.num_ranks - len(group)))] for group in groups]
         flat = [document for group in dealt for document in group]
-        count = sum(map(_num_trained, flat))
         run = [self.collate(group[self.rank :: self.num_ranks]) for group in dealt]
-        expected = torch.stack([alone[documents.index(document)] for document in flat]).sum(0)
-        return self.products(lambda: self.step(run)) * count, expected
+        wanted = torch.stack([self.each_alone[self.documents.index(document)] for document in flat]).sum(0)
+        return largest_gap(self.products(lambda: self.step(run)) * sum(map(_num_trained, flat)), wanted)
 
     def alone(self, document: Document) -> Tensor:
         """The gradient of the summed loss of one document: by the reference, or as the only one of a step."""
@@ -223,20 +233,12 @@ class _Probe:
                 gaps.append(largest_gap(found, factor * wanted) if factor > 0 else inf)
         return max(gaps)
 
-    def masked(self, documents: list[Document], total: Tensor) -> Law:
-        longest = _masked(max(documents, key=lambda each: len(each["input_ids"])))
-        sentence = "a micro-batch without a trained token adds nothing"
-        try:
-            return Law("masked", self.gap(([documents, [longest]], [[longest], documents]), total), sentence)
-        except Exception as error:  # of the loop under test
-            return Law("masked", inf, f"{sentence}; the step raised {type(error).__name__}: {error}")
-
-    def rounding(self, documents: list[Document]) -> float:
+    def rounding(self) -> float:
         """What half a unit in the last place of every module's output changes in a step, the largest of some draws."""
-        wanted, found = self.summed([documents]), 0.0
+        wanted, found = self.summed([self.documents]), 0.0
         for seed in range(NUM_DRAWS):
             with _noise(self.model, seed):
-                found = max(found, largest_gap(self.summed([documents]), wanted))
+                found = max(found, largest_gap(self.summed([self.documents]), wanted))
         return found
 
 
