@@ -20,7 +20,6 @@ from torch.autograd import Variable
 from transformers import PreTrainedModel
 
 from ..attention.choice import own_attention, set_attention
-from ..attention.forwards import Call
 from ..attention.kernel_errors import KernelError
 from ..attention.models import base_model, below_head, text_config
 from ..data.padded_rows import RowsOfBatch, pack_rows
@@ -29,9 +28,9 @@ from .isolation_report import PackingLeakError
 from .packed_model import OnLeak, PackedModel
 from .probe import FINEST, Probe
 from .probed_model import CannotRun, distance, exact, gradient_of, refusals
-from .repair import AroundCalls, is_sharded
+from .repair import AroundCall, AroundCalls, is_sharded
 from .thresholds import thresholds
-from .unpacking import Output, joined
+from .unpacking import joined
 
 POOLED = "pooler_output"  # of a backbone: one value per row, which a pack does not have
 OF_STATES = ("output_hidden_states", "output_attentions")
@@ -164,7 +163,7 @@ class PackedRows(AroundCalls):
 
     # Hooks
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Call] | None:
+    def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
         batch = None
         inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         if self.is_active and not any(self._running) and self._is_padded(module, inputs):
@@ -172,17 +171,15 @@ class PackedRows(AroundCalls):
             if batch is not None and self._compares:
                 batch = self._proved_on(module, inputs, batch)
         if batch is None:
-            return None
+            return
         self.tokens.padded += batch.shape[0] * batch.shape[1]
         self.tokens.real += len(batch.cells)
         self.tokens.computed += batch.num_computed
         self._attend(True)
-        return batch, ((), _of_pack(inputs) | batch.pack)
-
-    def _leave(self, module: nn.Module, batch: RowsOfBatch, output: Output | None) -> Output | None:
-        self._attend(False)
-        if output is None:
-            return None
+        try:
+            output = yield (), _of_pack(inputs) | batch.pack
+        finally:
+            self._attend(False)
 
         def states(values: list[Tensor]) -> Tensor:
             found = _laid_back(values[0], batch)
@@ -190,7 +187,7 @@ class PackedRows(AroundCalls):
                 found.register_hook(self._attend_in_backward)
             return found
 
-        return joined([output], states, routers=lambda values: _laid_back(values[0], batch))
+        yield joined([output], states, routers=lambda values: _laid_back(values[0], batch))
 
     def _is_padded(self, module: nn.Module, inputs: dict[str, Any]) -> bool:
         tokens, mask, use_cache = (inputs.get(name) for name in ("input_ids", "attention_mask", "use_cache"))

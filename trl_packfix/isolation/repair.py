@@ -6,6 +6,7 @@ that all ranks make the same calls. Elsewhere documents of similar length share 
 """
 
 from abc import abstractmethod
+from collections.abc import Generator
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.forwards import Call, ModelHooks
-from ..attention.packed_forward import PackedForward, enter, entered, in_backward, leave, running_forward
+from ..attention.packed_forward import PackedForward, entered, in_backward, running_forward
 from ..attention.rows import Axes, DocumentRows, Group
 from ..compat import recorded_router_logits
 from .arguments import argument_leaves, output_leaves
@@ -26,6 +27,7 @@ from .axes import ModuleAxes
 # Beginnings of the argument names that pass boundaries on to kernels; a separate document has no boundaries
 BOUNDARY_NAMES = ("cu_seq", "max_length_", "max_seqlen", "seq_idx")
 
+AroundCall = Generator[Any, Any, None]
 POSITIONS = Axes((1,), 0)  # of `position_ids` as the collator makes them, (1, T)
 
 
@@ -62,31 +64,32 @@ class AroundCalls(ModelHooks):
 
     def __init__(self, *modules: nn.Module):
         super().__init__()
-        self._around, self._running = modules, list[Any]()  # what `_enter` knows of the calls that run
+        self._modules, self._running = modules, list[AroundCall | None]()  # what `_around` does in running calls
 
     def _register(self) -> list[RemovableHandle]:
         # always_call: after a forward that raises, its documents must not remain for the next one
-        before = [each.register_forward_pre_hook(self._before, with_kwargs=True) for each in self._around]
-        return before + [each.register_forward_hook(self._after, always_call=True) for each in self._around]
+        before = [each.register_forward_pre_hook(self._before, with_kwargs=True) for each in self._modules]
+        return before + [each.register_forward_hook(self._after, always_call=True) for each in self._modules]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        found = self._enter(module, args, kwargs)
-        self._running.append(None if found is None else found[0])
-        return None if found is None else found[1]
+        call = self._around(module, args, kwargs)
+        inputs = next(call, None)
+        self._running.append(None if inputs is None else call)
+        return inputs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        state = self._running.pop() if self._running else None
-        return output if state is None else self._leave(module, state, output)
+        call = self._running.pop() if self._running else None
+        if call is None:
+            return output
+        if output is None:  # the call has raised
+            return call.close()
+        return call.send(output)
 
     @abstractmethod
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Call] | None:
-        """What `_leave` needs, and the changed arguments; None for a call that stays as it is."""
-
-    @abstractmethod
-    def _leave(self, module: nn.Module, state: Any, output: Any) -> Any:
-        """The changed output; `output` is None if the call has raised."""
+    def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
+        """Yields the changed arguments, gets the output, and yields the changed one; nothing if the call stays."""
 
 
 class RepairedModule(AroundCalls):
@@ -103,23 +106,18 @@ class RepairedModule(AroundCalls):
         self.axes, self.mode = axes, mode
         self._is_sharded = is_sharded(module)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Call] | None:
+    def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
         running = _running(module)
         if running is None:
-            return None
+            return
         # FSDP2 gathers parameters for a call and shards them again after it: once sharded, always sharded.
         self._is_sharded = self._is_sharded or is_sharded(module)
         budget = (inf if self._is_sharded else running.num_tokens) if self.mode.rows else 0
         rows, forwards = running.documents(budget)
         inputs = self._inputs(module, args, kwargs, group=rows.groups[0])
-        enter(forwards[0])  # until `_leave`: the module's forward runs between the two hooks
-        return (rows, forwards, args, kwargs, len(recorded_router_logits())), inputs
-
-    def _leave(self, module: nn.Module, state: Any, output: Any) -> Any:
-        leave()
-        if output is None:
-            return None
-        rows, forwards, args, kwargs, num_before = state
+        num_before = len(recorded_router_logits())
+        with entered(forwards[0]):  # the module's forward runs between the two hooks
+            output = yield inputs
         outputs, recorded = [output], recorded_router_logits()
         num_routers = len(recorded) - num_before
         for group, forward in zip(rows.groups[1:], forwards[1:], strict=True):
@@ -133,7 +131,7 @@ class RepairedModule(AroundCalls):
         first, tree = output_leaves(output)
         values = zip(*([value for _, value in output_leaves(each)[0]] for each in outputs), strict=True)
         joined = [self._join(place, [*each], rows) for (place, _), each in zip(first, values, strict=True)]
-        return tree_unflatten(joined, tree)
+        yield tree_unflatten(joined, tree)
 
     def _inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, group: Group) -> Call:
         leaves, tree = argument_leaves(module, args, kwargs)

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import ModelOutput
 
-from ..attention.forwards import Call
 from ..attention.models import backbone, base_model
 from ..attention.packed_forward import BOUNDARIES, undivided
 from ..attention.rows import Axes, DocumentRows, Group
-from .repair import AroundCalls, is_sharded
+from .repair import AroundCall, AroundCalls, is_sharded
 
 DROPPED = (*BOUNDARIES, "position_ids", "input_ids", "inputs_embeds", "attention_mask")
 TOKENS = Axes((1,), 0)  # of (rows, tokens, ...)
@@ -53,12 +52,12 @@ class UnpackedForward(AroundCalls):
             *super()._register(),
         ]
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Call] | None:
+    def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
         boundaries = kwargs.get("cu_seq_lens_q")
         if boundaries is None:
             boundaries = self._boundaries[-1] if self._boundaries else None
         if boundaries is None:
-            return None
+            return
         # Image-text models compute the embeddings before the backbone.
         name = "input_ids" if args or kwargs.get("input_ids") is not None else "inputs_embeds"
         tokens = args[0] if args else kwargs[name]
@@ -74,15 +73,9 @@ class UnpackedForward(AroundCalls):
             mask = torch.arange(group.longest, device=tokens.device) < sizes[:, None]
             return {**rest, name: group.split(tokens, TOKENS), "attention_mask": mask.long()}
 
-        return (documents, inputs), ((), inputs(documents.groups[0]))
-
-    def _leave(self, module: nn.Module, state: Any, output: Output | None) -> Output | None:
-        if output is None:
-            return None
-        documents, inputs = state
-        outputs = [output, *(module.forward(**inputs(group)) for group in documents.groups[1:])]
-        return joined(
-            outputs,
+        output = yield (), inputs(documents.groups[0])
+        yield joined(
+            [output, *(module.forward(**inputs(group)) for group in documents.groups[1:])],
             states=lambda values: documents.join(values, TOKENS),
             routers=lambda values: documents.join(values, Axes((0,), 0)),
         )
@@ -114,10 +107,10 @@ class UnpackedImages(AroundCalls):
     def __init__(self, model: nn.Module):
         super().__init__(base_model(model).base_model)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Call] | None:
+    def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
         bounds = kwargs.get("cu_seq_lens_q")
         if bounds is None:
-            return None
+            return
         assert not args, "packs are passed by name"
         steps = torch.arange(int(kwargs["max_length_q"]) + PADDING, device=bounds.device)
         mask = steps < bounds.diff()[:, None]  # which tokens of the rows are real, (B, L)
@@ -126,9 +119,5 @@ class UnpackedImages(AroundCalls):
         for name in ("input_ids", "token_type_ids", "mm_token_type_ids"):  # (1, T)
             if rows.get(name) is not None:
                 rows[name] = rows[name][0][source].masked_fill(~mask, 0)
-        return mask, ((), rows | {"attention_mask": mask.long()})
-
-    def _leave(self, module: nn.Module, mask: Tensor, output: Output | None) -> Output | None:
-        if output is None:
-            return None
-        return joined([output], lambda values: values[0][mask][None], lambda values: values[0][mask.flatten()])
+        output = yield (), rows | {"attention_mask": mask.long()}
+        yield joined([output], lambda values: values[0][mask][None], lambda values: values[0][mask.flatten()])
