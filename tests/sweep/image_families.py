@@ -11,43 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from support.zoo import byte_tokenizer, random_model
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    AyaVisionProcessor,
-    Gemma3ImageProcessorPil,
-    Gemma3Processor,
-    Gemma4ImageProcessorPil,
-    Gemma4Processor,
-    Glm4vImageProcessorPil,
-    Glm4vProcessor,
-    GotOcr2ImageProcessorPil,
-    Idefics2ImageProcessorPil,
-    Idefics2Processor,
-    Idefics3ImageProcessorPil,
-    Idefics3Processor,
-    InternVLProcessor,
-    LlavaImageProcessorPil,
-    LlavaNextImageProcessorPil,
-    LlavaNextProcessor,
-    LlavaOnevisionImageProcessorPil,
-    LlavaOnevisionProcessor,
-    LlavaProcessor,
-    MllamaImageProcessorPil,
-    MllamaProcessor,
-    PaliGemmaProcessor,
-    PixtralImageProcessorPil,
-    PreTrainedModel,
-    ProcessorMixin,
-    Qwen2_5_VLProcessor,
-    Qwen2VLImageProcessorPil,
-    Qwen3VLProcessor,
-    SiglipImageProcessorPil,
-    SmolVLMImageProcessorPil,
-    SmolVLMProcessor,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, ProcessorMixin
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
@@ -133,7 +100,7 @@ class Family:
 # Processors without their part for video or audio, which needs torchvision and more tokens
 
 
-class QwenProcessor(Qwen2_5_VLProcessor):
+class QwenProcessor(transformers.Qwen2_5_VLProcessor):
     """Qwen2-VL and Qwen2.5-VL on images."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
@@ -144,34 +111,34 @@ class QwenProcessor(Qwen2_5_VLProcessor):
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
 
-class Qwen3Processor(Qwen3VLProcessor):
+class Qwen3Processor(transformers.Qwen3VLProcessor):
     """Qwen3-VL on images."""
 
     __init__ = QwenProcessor.__init__
 
 
-class GlmProcessor(Glm4vProcessor):
+class GlmProcessor(transformers.Glm4vProcessor):
     """GLM-4V on images."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
         super().__init__(image_processor, tokenizer, None, chat_template)
 
 
-class OnevisionProcessor(LlavaOnevisionProcessor):
+class OnevisionProcessor(transformers.LlavaOnevisionProcessor):
     """LLaVA-OneVision on images."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None, num_image_tokens=16):
         super().__init__(image_processor, tokenizer, None, num_image_tokens, "full", chat_template)
 
 
-class InternProcessor(InternVLProcessor):
+class InternProcessor(transformers.InternVLProcessor):
     """InternVL on images."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None, image_seq_length=4):
         super().__init__(image_processor, tokenizer, None, image_seq_length, chat_template)
 
 
-class SmolProcessor(SmolVLMProcessor):
+class SmolProcessor(transformers.SmolVLMProcessor):
     """SmolVLM on images, without num2words, which writes numbers of frames."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None, image_seq_len=4):
@@ -186,7 +153,7 @@ class SmolProcessor(SmolVLMProcessor):
         return ProcessorMixin.apply_chat_template(self, *args, **kwargs)
 
 
-class GemmaProcessor(Gemma4Processor):
+class GemmaProcessor(transformers.Gemma4Processor):
     """Gemma 4 on images."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
@@ -240,7 +207,10 @@ SIGLIP = TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False}
 
 
 QWEN_IMAGES = partial(
-    Qwen2VLImageProcessorPil, patch_size=4, merge_size=2, size={"shortest_edge": 256, "longest_edge": 48 * 48}
+    transformers.Qwen2VLImageProcessorPil,
+    patch_size=4,
+    merge_size=2,
+    size={"shortest_edge": 256, "longest_edge": 48 * 48},
 )
 QWEN_IDS = {
     "image_token_id": "<|image_pad|>",
@@ -254,8 +224,8 @@ GEMMA_NAMES = {"boi": "<boi>", "image": "<soft>", "eoi": "<eoi>"}
 MROPE_TEXT, LLAMA = {"rope_parameters": dict(MROPE)}, {"model_type": "llama"}
 LAST_LAYER = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
 OF_PATCHES = {"patch_size": 6, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-LLAVA_IMAGES = partial(LlavaImageProcessorPil, size={"shortest_edge": 24}, crop_size=SMALL, do_pad=False)
-TILES = partial(GotOcr2ImageProcessorPil, size=SMALL, max_patches=3)
+LLAVA_IMAGES = partial(transformers.LlavaImageProcessorPil, size={"shortest_edge": 24}, crop_size=SMALL, do_pad=False)
+TILES = partial(transformers.GotOcr2ImageProcessorPil, size=SMALL, max_patches=3)
 SQUARES = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 24}}
 PERCEIVER = {"hidden_size": 32, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 4}
 PERCEIVER |= {"resampler_head_dim": 8, "num_key_value_heads": 2}
@@ -282,11 +252,16 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl": _qwen_family(Qwen3Processor, DEEPSTACK),
     "qwen3_vl_moe": _qwen_family(Qwen3Processor, DEEPSTACK, **EXPERTS),
     "qwen3_5": _qwen_family(Qwen3Processor, DEEPSTACK, **DELTA),
-    "llava": Family(LlavaProcessor, LLAVA_IMAGES, IMAGE_ID, LAST_LAYER, text=LLAMA, vision=CLIP, settings=OF_PATCHES),
+    "llava": Family(
+        transformers.LlavaProcessor, LLAVA_IMAGES, IMAGE_ID, LAST_LAYER, text=LLAMA, vision=CLIP, settings=OF_PATCHES
+    ),
     "llava_next": Family(
-        LlavaNextProcessor,
+        transformers.LlavaNextProcessor,
         partial(
-            LlavaNextImageProcessorPil, size={"shortest_edge": 24}, crop_size=SMALL, image_grid_pinpoints=PINPOINTS
+            transformers.LlavaNextImageProcessorPil,
+            size={"shortest_edge": 24},
+            crop_size=SMALL,
+            image_grid_pinpoints=PINPOINTS,
         ),
         IMAGE_ID,
         LAST_LAYER | {"image_seq_length": 16, "image_grid_pinpoints": PINPOINTS},
@@ -296,7 +271,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "llava_onevision": Family(
         OnevisionProcessor,
-        partial(LlavaOnevisionImageProcessorPil, size=SMALL, image_grid_pinpoints=PINPOINTS),
+        partial(transformers.LlavaOnevisionImageProcessorPil, size=SMALL, image_grid_pinpoints=PINPOINTS),
         IMAGE_INDEX | {"video_token_index": "<video>"},
         {"image_grid_pinpoints": PINPOINTS},
         ("<image>", "<video>"),
@@ -304,8 +279,8 @@ FAMILIES: dict[str, Family] = {
         vision=SIGLIP,
     ),
     "idefics2": Family(
-        Idefics2Processor,
-        partial(Idefics2ImageProcessorPil, size={"shortest_edge": 12, "longest_edge": 24}),
+        transformers.Idefics2Processor,
+        partial(transformers.Idefics2ImageProcessorPil, size={"shortest_edge": 12, "longest_edge": 24}),
         IMAGE_ID,
         {"perceiver_config": PERCEIVER},
         IDEFICS[:4],
@@ -313,8 +288,8 @@ FAMILIES: dict[str, Family] = {
         settings={"image_seq_len": 4},
     ),
     "idefics3": Family(
-        Idefics3Processor,
-        partial(Idefics3ImageProcessorPil, **SQUARES),
+        transformers.Idefics3Processor,
+        partial(transformers.Idefics3ImageProcessorPil, **SQUARES),
         IMAGE_ID,
         {"scale_factor": 2},
         IDEFICS,
@@ -322,7 +297,12 @@ FAMILIES: dict[str, Family] = {
         settings={"image_seq_len": 4},
     ),
     "smolvlm": Family(
-        SmolProcessor, partial(SmolVLMImageProcessorPil, **SQUARES), IMAGE_ID, {"scale_factor": 2}, IDEFICS, text=LLAMA
+        SmolProcessor,
+        partial(transformers.SmolVLMImageProcessorPil, **SQUARES),
+        IMAGE_ID,
+        {"scale_factor": 2},
+        IDEFICS,
+        text=LLAMA,
     ),
     "internvl": Family(
         InternProcessor,
@@ -337,7 +317,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral3": Family(
         PixtralImages,
-        partial(PixtralImageProcessorPil, size={"longest_edge": 48}, patch_size=6),
+        partial(transformers.PixtralImageProcessorPil, size={"longest_edge": 48}, patch_size=6),
         {"image_token_index": "[IMG]"},
         {},
         PIXTRAL,
@@ -346,7 +326,7 @@ FAMILIES: dict[str, Family] = {
         TOWER | {"model_type": "pixtral", "image_size": 48, "head_dim": 8},
     ),
     "aya_vision": Family(
-        AyaVisionProcessor,
+        transformers.AyaVisionProcessor,
         TILES,
         {"image_token_index": "<|IMG_PATCH|>"},
         {},
@@ -358,7 +338,7 @@ FAMILIES: dict[str, Family] = {
     "glm4v": Family(
         GlmProcessor,
         partial(
-            Glm4vImageProcessorPil,
+            transformers.Glm4vImageProcessorPil,
             patch_size=4,
             merge_size=2,
             size={"shortest_edge": 512, "longest_edge": 2 * 48 * 48},
@@ -379,8 +359,8 @@ FAMILIES: dict[str, Family] = {
         QWEN_TOWER | {"image_size": 48},
     ),
     "gemma3": Family(
-        Gemma3Processor,
-        partial(Gemma3ImageProcessorPil, size=SMALL, do_pan_and_scan=False),
+        transformers.Gemma3Processor,
+        partial(transformers.Gemma3ImageProcessorPil, size=SMALL, do_pan_and_scan=False),
         GEMMA_IDS,
         {"mm_tokens_per_image": 4},
         GEMMA3,
@@ -393,7 +373,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4": Family(
         GemmaProcessor,
         # The smallest number of tokens that it supports
-        partial(Gemma4ImageProcessorPil, patch_size=2, max_soft_tokens=70, pooling_kernel_size=3),
+        partial(transformers.Gemma4ImageProcessorPil, patch_size=2, max_soft_tokens=70, pooling_kernel_size=3),
         GEMMA_IDS
         | {"audio_token_id": "<audio>", "boa_token_id": "<boa>"}
         | {"eoa_token_index": "<eoa>", "video_token_id": "<|video|>"},
@@ -408,16 +388,16 @@ FAMILIES: dict[str, Family] = {
         named=GEMMA_NAMES,
     ),
     "paligemma": Family(
-        PaliGemmaProcessor,
-        partial(SiglipImageProcessorPil, size=SMALL, image_seq_length=16),
+        transformers.PaliGemmaProcessor,
+        partial(transformers.SiglipImageProcessorPil, size=SMALL, image_seq_length=16),
         IMAGE_INDEX,
         {"projection_dim": 32, "hidden_size": 32},
         text={"model_type": "gemma", "vocab_size": 1536},  # with 1152 tokens for places in an image
         vision=SIGLIP | {"projection_dim": 32},
     ),
     "mllama": Family(
-        MllamaProcessor,
-        partial(MllamaImageProcessorPil, size=SMALL),
+        transformers.MllamaProcessor,
+        partial(transformers.MllamaImageProcessorPil, size=SMALL),
         {"image_token_index": "<|image|>"},
         {},
         ("<|image|>", "<|python_tag|>"),
@@ -427,7 +407,7 @@ FAMILIES: dict[str, Family] = {
         | {"num_global_layers": 1, "attention_heads": 4, "intermediate_layers_indices": [0], "vision_output_dim": 64},
     ),
     "vipllava": Family(
-        LlavaProcessor,
+        transformers.LlavaProcessor,
         LLAVA_IMAGES,
         IMAGE_INDEX,
         {"vision_feature_layer": [-2, -1], "image_seq_length": 16},
