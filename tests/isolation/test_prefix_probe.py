@@ -16,7 +16,7 @@ from trl_packfix.attention.packed_forward import packed_forwards
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation import prefix_probe
-from trl_packfix.isolation.check_isolation import check_prefixes
+from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.isolation_report import PackingLeakError
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT
@@ -68,7 +68,7 @@ def test_the_probe_sees_a_fault(fault, monkeypatch):
     packed = packed_model(model)
     packed.prove(model)
     monkeypatch.setattr(prefix_probe, "PrefixCollator", Faulty)
-    found = check_prefixes(model, 64)
+    found = check_packs(model, 64, shares=True)
     assert not (found.isolated and found.equal)
     assert found.max_difference > 100 * found.tolerance
     packed.prefixes_are_proved = True  # as where only parts are wrong
@@ -93,7 +93,7 @@ def test_the_probe_sees_keys_without_a_gradient():
     for layer in model.model.layers:
         layer.self_attn.v_proj.register_forward_hook(detach_shared)
         layer.self_attn.k_proj.register_forward_hook(detach_shared)
-    found = check_prefixes(model, 64)
+    found = check_packs(model, 64, shares=True)
     assert found.equal and found.max_difference < found.tolerance
     assert found.max_gradient > 1e-2 and not found.isolated
 

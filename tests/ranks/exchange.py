@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data import parts
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
-from trl_packfix.isolation.check_isolation import check_prefixes
+from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.image_probe import ImageProbe
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.prefix_probe import ImagePrefixProbe
@@ -220,7 +221,7 @@ IMAGE_PROOFS = {
 CHECKS: dict[str, Callable] = {
     "images": trl_packfix.check_isolation,
     "text": trl_packfix.check_isolation,
-    "shared": check_prefixes,
+    "shared": partial(check_packs, shares=True),
 }
 
 
@@ -232,7 +233,7 @@ def proofs(folder: Path) -> list:
     trl_packfix.prepare_for_packing(llama)
     for degree in (2, 4):
         found["whole", degree] = verdict(trl_packfix.check_isolation(llama, degree=degree))
-        found["shared", degree] = verdict(check_prefixes(llama, degree=degree))
+        found["shared", degree] = verdict(check_packs(llama, degree=degree, shares=True))
     shifting = build_tiny_model("llama")
     shifting.model.layers[1].mlp = TokenShift(shifting.model.layers[1].mlp)
     bloom = build_tiny_model("bloom")
@@ -271,7 +272,7 @@ def faults_of_proofs(folder: Path) -> list:
                 trl_packfix.check_isolation(model, degree=2)
             )
             if name in ("leak", "prefixes"):
-                found["shared", name] = verdict(check_prefixes(model, degree=2))
+                found["shared", name] = verdict(check_packs(model, degree=2, shares=True))
     for family, planted in IMAGE_PROOFS.items():
         model = vision.build_model(family)
         select_attention(model)

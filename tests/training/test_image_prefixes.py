@@ -16,7 +16,7 @@ from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.token_order import token_order
-from trl_packfix.isolation.check_isolation import check_prefixes
+from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.layout import LAYOUT, layout_of
 from trl_packfix.reporting.packs import first_packs
@@ -126,7 +126,9 @@ def test_the_probe_sees_images_of_others(fault):
         model, packed = proved("llava")
         assert packed.is_proved, "documents packed whole are right"
         users = packed.attention.previous
-        found, text = (check_prefixes(model, 512, images=x, user_attention=users) for x in (packed.images, None))
+        found, text = (
+            check_packs(model, 512, images=x, user_attention=users, shares=True) for x in (packed.images, None)
+        )
         assert not (found.isolated and found.equal) and found.error is None
         assert max(found.max_change, found.max_difference) > 100 * found.tolerance
         assert packed.prove_prefixes(model).startswith("where documents share prefixes, ")
@@ -151,7 +153,7 @@ def test_the_probe_sees_images_without_a_gradient():
     for layer in model.base_model.language_model.layers:
         layer.self_attn.v_proj.register_forward_hook(detach_images)
         layer.self_attn.k_proj.register_forward_hook(detach_images)
-    found = check_prefixes(model, 512, images=packed.images, user_attention=packed.attention.previous)
+    found = check_packs(model, 512, images=packed.images, user_attention=packed.attention.previous, shares=True)
     assert found.equal and found.max_gradient > 1e-2 and not found.isolated
 
 

@@ -13,6 +13,7 @@ With a degree above 1 the ranks of a group share each of these packs, as in trai
 states are put together before they are compared. A model that passes alone may fail on parts, so each degree is tested.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
@@ -77,11 +78,25 @@ def check_isolation(
     >>> report.isolated, report.equal
     (True, True)
     """
-    return _check(make_probe(model, images, degree, user_attention=user_attention), max_length)
+    return check_packs(model, max_length, degree, images=images, user_attention=user_attention)
 
 
-def _check(probe: Probe, max_length: int | None) -> IsolationReport:
-    """The report on documents of text and, if these are right and the probe has images, on documents with images."""
+def check_packs(
+    model: nn.Module,
+    max_length: int | None = None,
+    degree: int = 1,
+    *,
+    images: ImageExamples | None = None,
+    user_attention: str | None = None,
+    shares: bool = False,
+) -> IsolationReport:
+    """`check_isolation` for packs whose documents share prefixes, or not.
+
+    If they share, `equal` is False, too, if a document does not attend to the tokens that it shares. `max_gradient`
+    then holds the relative difference of its gradients. With `images` documents share images, and text in front of
+    other images. With a degree above 1 runs read keys that lie in other parts.
+    """
+    probe = make_probe(model, images, degree, user_attention=user_attention, shares=shares)
     with probe.undisturbed():
         guard = mark_packed_forwards(probe.inner) if probe.attention == ATTENTION_NAME else None
         try:
@@ -98,24 +113,6 @@ def _check(probe: Probe, max_length: int | None) -> IsolationReport:
         finally:
             if guard is not None:
                 guard.remove()
-
-
-def check_prefixes(
-    model: nn.Module,
-    max_length: int | None = None,
-    degree: int = 1,
-    *,
-    images: ImageExamples | None = None,
-    user_attention: str | None = None,
-) -> IsolationReport:
-    """`check_isolation` for packs whose documents share prefixes. All ranks must call it.
-
-    With a degree above 1 neighbouring ranks share each pack, and runs read keys that lie in other parts.
-
-    `equal` is False, too, if a document does not attend to the tokens that it shares. `max_gradient` then holds the
-    relative difference of its gradients. With `images` documents share images, and text in front of other images.
-    """
-    return _check(make_probe(model, images, degree, user_attention=user_attention, shares=True), max_length)
 
 
 def refused(probe: Probe, error: CannotRun) -> IsolationReport:
@@ -152,26 +149,16 @@ class Runs:
         self._base = probe.silenced(documents)
         self.scale = max(states.abs().max().item() for states in self._base)
         self.rounding = self.tolerance = probe.rounding
-        self._large: tuple[Documents, list[Tensor]] = ([], [])
-        self._alone: dict[tuple[int, bool], Tensor] = {}
+        self._last = documents, self._base  # the first run of the last case
         self._is_repeated = False
         self._draws = iter(range(1, 1 + DRAWS if self.rounding > COARSE else 1))
 
     def gap(self, case: Case) -> Gap:
         """How far the documents that both runs have are apart."""
-        first = self._base
-        if case.documents is not self.documents:
-            if self._large[0] is not case.documents:
-                self._large = case.documents, self.probe.packed(case.documents, case.large)
-            first = self._large[1]
-        if case.variant is not None:
-            second = self.probe.packed(case.variant, case.large)
-            return distance(first, second, case.same) / self.scale, case
-        (i,) = case.same
-        key = id(case.documents[i]), case.large
-        if key not in self._alone:
-            self._alone[key] = self.probe.alone(case.documents[i], case.large)
-        return distance([first[i]], [self._alone[key]], [0]) / self.scale, case
+        if case.documents is not self._last[0]:
+            self._last = case.documents, self.probe.packed(case.documents, case.large)
+        states = self._last[1]
+        return distance([states[i] for i, _ in case.same], case.second(self.probe)) / self.scale, case
 
     def explains(self, gap: float) -> bool:
         """Whether rounding explains a gap, on all ranks."""
@@ -191,7 +178,7 @@ class Runs:
             self.tolerance = max(self.tolerance, self.rounding)
 
     def _moved(self) -> float:
-        return distance(self._base, self.probe.packed(self.documents), range(len(self.documents))) / self.scale
+        return distance(self._base, self.probe.packed(self.documents)) / self.scale
 
 
 def judge(
@@ -209,20 +196,21 @@ def judge(
     documents, variants = examples
     runs = Runs(probe, documents)
     changes = [runs.gap(Case(documents, variant)) for variant in variants]
-    alone = [runs.gap(Case(documents, alone=i)) for i in range(len(documents))]
+    alone = [runs.gap(Case(documents, [one], alone=True)) for one in documents]
     # transformers drops a mask that hides nothing, and with it the causality of some models
-    differences = [max(alone, key=lambda gap: (gap[0], gap[1].alone)), runs.gap(Case(documents[-1:], alone=0))]
+    last = documents[-1:]
+    differences = [max(alone, key=lambda gap: (gap[0], gap[1].same)), runs.gap(Case(last, last, alone=True))]
     if reach:  # one document exceeds all thresholds at once, between two short ones
         long, (shorter,) = probe.long_examples(max(reach.values()) + SPARE)
         changes.append(runs.gap(Case(long, shorter, large=True)))
-        differences += [runs.gap(Case(long, alone=i, large=True)) for i in range(len(long))]
+        differences += [runs.gap(Case(long, [one], alone=True, large=True)) for one in long]
     gradient = probe.gradient(documents) if probe.takes_gradient else None
     if not probe.on_any_rank(gradient):  # else the result is clear
         _explain(runs, changes)
         _explain(runs, differences)
         if runs.explains(max(gap for gap, _ in changes + differences)):
             far = [*(probe.tokens(min(n, max_length or n)) for n in FAR), documents[2]]
-            differences.append(runs.gap(Case(far, alone=len(FAR), large=True)))
+            differences.append(runs.gap(Case(far, far[-1:], alone=True, large=True)))
             _explain(runs, differences)
     change, (difference, odd) = max(gap for gap, _ in changes), max(differences, key=lambda gap: gap[0])
     moved = not runs.explains(change)
@@ -293,18 +281,13 @@ def _explain(runs: Runs, gaps: list[Gap]) -> None:
 def _smallest_gap(probe: Probe, case: Case) -> float:
     """The smallest gap of each token between the two runs, over several roundings of each; the largest of these."""
 
-    def run(pack: Documents | None, draw: int | None) -> Tensor:
+    def run(states: Callable[[Probe], list[Tensor]], draw: int | None) -> Tensor:
         rounding = nullcontext() if draw is None else probe.rounded_otherwise(draw)
         with FirstOfTies(), rounding:  # type: ignore[no-untyped-call]
-            if pack is None:
-                return probe.alone(case.documents[case.same[0]], case.large)
-            states = probe.packed(pack, case.large)
-        return torch.cat([states[i] for i in case.same])
+            return torch.cat(states(probe))
 
-    first = [run(case.documents, draw) for draw in (None, *range(DRAWS))]
-    smallest = exact(torch.full((len(first[0]),), inf, device=first[0].device))
+    first, gaps = [run(case.first, draw) for draw in (None, *range(DRAWS))], []
     for draw in (None, *range(DRAWS, 2 * DRAWS)):
-        second = exact(run(case.variant, draw))
-        for one in first:
-            smallest = torch.minimum(smallest, (exact(one) - second).abs().amax(-1).nan_to_num(inf))
-    return smallest.max().item()
+        second = exact(run(case.second, draw))
+        gaps += [(exact(one) - second).abs().amax(-1).nan_to_num(inf) for one in first]
+    return torch.stack(gaps).amin(0).max().item()

@@ -26,7 +26,7 @@ from ..attention.tower_attention import (
 )
 from ..attention.varlen import ATTENTION_NAME
 from ..compat import gather_lm_head_with_model, run_hooks_inside_adapters, unshard_lm_head
-from .check_isolation import check_isolation, check_prefixes
+from .check_isolation import check_packs
 from .image_probe import ImageExamples
 from .isolation_report import IsolationReport, PackingLeakError
 from .prefix_probe import make_probe
@@ -279,13 +279,13 @@ class PackedModel:
 
     def _report(self, wrapped: nn.Module, degree: int = 1, *, with_prefixes: bool = False) -> IsolationReport:
         name, previous, images = self.attention.name, self.attention.previous, self.images
-        check = check_prefixes if with_prefixes else check_isolation
-        prove = partial(check, wrapped, self.max_length, degree, images=images, user_attention=previous)
+        settings: dict[str, Any] = {"images": images, "user_attention": previous, "shares": with_prefixes}
+        prove = partial(check_packs, wrapped, self.max_length, degree, **settings)
         if self.recall is None or images is not None or self.repaired or self.is_unpacked:
             report = prove()
         else:
             hooks = [type(each).__name__ for each in self.own_hooks]
-            case = (check.__name__, self.max_length, degree, name, previous, str(self.dtype), hooks)
+            case = (with_prefixes, self.max_length, degree, name, previous, str(self.dtype), hooks)
             report = self.recall(wrapped, prove, model=base_model(self.model), case=case)
         agreed((report.isolated, report.equal))
         return replace(report, repaired=self.repaired)

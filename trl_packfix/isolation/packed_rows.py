@@ -319,7 +319,7 @@ def computing_dtype(model: PreTrainedModel) -> torch.dtype:
 def _gaps(one: list[Tensor], two: list[Tensor]) -> list[float]:
     """The largest difference of states and of gradients, if both have these, relative to the largest."""
     return [
-        distance([first], [second], [0]) / max(first.abs().max().item(), 1e-30)
+        distance([first], [second]) / max(first.abs().max().item(), 1e-30)
         for first, second in zip(one, two, strict=False)
     ]
 

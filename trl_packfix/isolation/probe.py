@@ -7,6 +7,7 @@ information crosses.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import inf
 from typing import Any
 
@@ -39,27 +40,45 @@ class Case:
     """Two runs that should give the same states of the documents that both have.
 
     Attributes:
-        variant: the pack of the second run, in which some documents are different; None if it is one document alone.
-        alone: index of that document in `documents`.
+        documents: the pack of the first run.
+        others: that of the second, in which some documents are different; or one document, which runs alone.
         large: whether the packs are long; see `ProbedModel.states`.
     """
 
     documents: Documents
-    variant: Documents | None = None
-    alone: int | None = None
+    others: Documents
+    alone: bool = False
     large: bool = False
 
     @property
-    def same(self) -> list[int]:
-        """Indices of the documents that both runs have."""
-        if self.variant is None:
-            assert self.alone is not None
-            return [self.alone]
-        return [i for i, ids in enumerate(self.documents) if ids is self.variant[i]]
+    def same(self) -> list[tuple[int, int]]:
+        """The documents that both runs have, by their indices in the first and in the second."""
+        return [(i, j) for i, one in enumerate(self.documents) for j, other in enumerate(self.others) if one is other]
+
+    @property
+    def spans(self) -> list[tuple[slice, slice]]:
+        """Their tokens in both packs."""
+        first, second = (
+            [slice(end - len(ids), end) for ids, end in zip(pack, accumulate(map(len, pack)), strict=True)]
+            for pack in (self.documents, self.others)
+        )
+        return [(first[i], second[j]) for i, j in self.same]
 
     @property
     def same_length(self) -> bool:
-        return self.variant is not None and [*map(len, self.documents)] == [*map(len, self.variant)]
+        return not self.alone and [*map(len, self.documents)] == [*map(len, self.others)]
+
+    def first(self, probe: "Probe") -> list[Tensor]:
+        """The states of these documents in the first run."""
+        states = probe.packed(self.documents, self.large)
+        return [states[i] for i, _ in self.same]
+
+    def second(self, probe: "Probe") -> list[Tensor]:
+        """The same in the second run."""
+        if self.alone:
+            return [probe.alone(self.others[0], self.large)]
+        states = probe.packed(self.others, self.large)
+        return [states[j] for _, j in self.same]
 
 
 def replaced(documents: Documents, others: dict[int, Any]) -> Documents:
@@ -175,7 +194,7 @@ class Probe(ProbedModel):
 
         def moves(padded: bool) -> bool:
             first, second = self.states(self._rows(rows, padded))[:, :7]
-            return self.on_any_rank(distance([first], [second], [0]) > READS_AHEAD * first.abs().max().item())
+            return self.on_any_rank(distance([first], [second]) > READS_AHEAD * first.abs().max().item())
 
         with self.evaluating(), self.as_given(len(ids)), torch.no_grad():
             self.reads_ahead = moves(padded=False)

@@ -395,9 +395,9 @@ def exact(value: Tensor) -> Tensor:
     return value.float() if value.device.type == "mps" else value.double()
 
 
-def distance(first: list[Tensor], second: list[Tensor], which: Iterable[int]) -> float:
-    """Largest difference of these documents' states; infinity if any is nan."""
-    gaps = [(exact(first[i]) - exact(second[i])).abs().max().item() for i in which]
+def distance(first: list[Tensor], second: list[Tensor]) -> float:
+    """Largest difference of the documents' states; infinity if any is nan."""
+    gaps = [(exact(one) - exact(other)).abs().max().item() for one, other in zip(first, second, strict=True)]
     return max((inf if gap != gap else gap for gap in gaps), default=0.0)
 
 

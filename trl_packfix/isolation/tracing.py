@@ -45,17 +45,10 @@ def find_leaks(probe: Probe, case: Case, tolerance: float, *, positions_only: bo
     }
     # All values of a long pack may not fit on the device beside the model.
     recording = partial(_recorded, modules, positions_only=positions_only, on_host=case.large)
-    lengths = [*map(len, case.documents)]
-    first = recording(sum(lengths), partial(probe.packed, case.documents, case.large))
-    if case.variant is None:
-        (i,) = case.same
-        ids = case.documents[i]
-        second = recording(_row_length(probe, ids), partial(probe.alone, ids, case.large))
-        pairs = [(_span(lengths, i), slice(0, len(ids)))]
-    else:
-        second = recording(sum(map(len, case.variant)), partial(probe.packed, case.variant, case.large))
-        pairs = _shared(case)
-    return _smallest([*_leaks(modules, first, second, pairs=pairs, tolerance=tolerance)])
+    first = recording(sum(map(len, case.documents)), partial(case.first, probe))
+    num_others = _row_length(probe, case.others[0]) if case.alone else sum(map(len, case.others))
+    second = recording(num_others, partial(case.second, probe))
+    return _smallest([*_leaks(modules, first, second, pairs=case.spans, tolerance=tolerance)])
 
 
 def _leaks(
@@ -78,9 +71,8 @@ def find_origins(probe: Probe, case: Case, tolerance: float) -> list[Leak]:
     also counts as a leak, because rounding changes only few numbers. Modules whose outputs change in a repeated run of
     the same pack are skipped.
     """
-    assert case.variant is not None
     modules = dict(probe.inner.named_modules())
-    pairs = _shared(case)
+    pairs = case.spans
     num_tokens = sum(map(len, case.documents))
     first = _recorded(modules, num_tokens, partial(probe.packed, case.documents))
 
@@ -113,8 +105,8 @@ def find_origins(probe: Probe, case: Case, tolerance: float) -> list[Leak]:
 
     with watching(modules, partial(_by_token, num_tokens=num_tokens), note_repeat):
         probe.packed(case.documents)
-    with watching(modules, partial(_by_token, num_tokens=sum(map(len, case.variant))), note_variant):
-        probe.packed(case.variant)
+    with watching(modules, partial(_by_token, num_tokens=sum(map(len, case.others))), note_variant):
+        probe.packed(case.others)
     return [leak for leak in _smallest([*moved.values()]) if leak.name in leaking]
 
 
@@ -223,17 +215,6 @@ def _row_length(probe: Probe, document: Any) -> int:
 
 def _inside(name: str, parent: str) -> bool:
     return not parent or name.startswith(parent + ".")
-
-
-def _span(lengths: list[int], index: int) -> slice:
-    return slice(sum(lengths[:index]), sum(lengths[: index + 1]))
-
-
-def _shared(case: Case) -> Spans:
-    """Spans of the documents that are the same in both packs, (in the first, in the second)."""
-    assert case.variant is not None
-    lengths, others = [*map(len, case.documents)], [*map(len, case.variant)]
-    return [(_span(lengths, i), _span(others, i)) for i in case.same]
 
 
 def _by_token(leaves: Leaves, num_tokens: int, on_host: bool = False) -> Values:
