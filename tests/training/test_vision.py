@@ -91,7 +91,7 @@ def test_evaluation_is_the_same_for_every_batch(tmp_path):
 def test_predictions_have_a_row_for_every_row(tmp_path):
     held_out = rows(5, seed=5)
     run = make(tmp_path)
-    found, lengths = run.predict(held_out), run.data.read(held_out, "x").lengths
+    found, lengths = run.predict(held_out), run.data.images.read(held_out, "x").lengths
     assert len(found.predictions) == 5 and (found.label_ids != -100).sum(1).tolist() == lengths.tolist()
 
 

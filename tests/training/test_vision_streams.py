@@ -102,7 +102,7 @@ def test_documents_are_those_of_the_table(source, settings, tmp_path):
     expected = [run.data.reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
     cuts = {name: value for name, value in settings.items() if name != "per_turn"}
     dataset = streams_of(source) if table is TABLE else table.to_iterable_dataset(2)
-    packed = stream(dataset, process, rows=run.data.images.of_stream(run.args), **cuts)
+    packed = stream(dataset, process, rows=run.data.images.of_stream(), **cuts)
     found = Counter(chain(*processed(one_pass(packed), process)))
     assert found == Counter(map(content, expected)) and ("per_turn" not in settings or found.total() == 18)
     assert {name for document in found for name, _ in document} == {"input_ids", "labels", "pixel_values"}
@@ -137,7 +137,7 @@ def test_waiting_documents_are_bounded_by_the_bytes_of_their_images():
 def test_a_checkpoint_holds_encoded_images_once(tmp_path):
     """Three turns have the first image of their conversation, two the second; pixels are 3 and 12 times as large."""
     run = make(tmp_path, "llava", conversations(20).to_iterable_dataset(), per_turn=True, max_steps=1)
-    packed = stream(run.train_dataset, rows=run.data.images.of_stream(run.args), most_bytes=2**28)
+    packed = stream(run.train_dataset, rows=run.data.images.of_stream(), most_bytes=2**28)
     next(iter(packed))
     state = packed.state_dict(1)
     waiting, images = state["documents"]["lengths"], state["documents"]["images"]

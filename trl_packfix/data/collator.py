@@ -64,6 +64,7 @@ class PackedDataCollator:
     pad_token_id: int = 0
     pad_documents_to_multiple_of: int | None = None
     max_length: int | None = None
+    shares = False  # beginnings that documents have in common, see `PrefixCollator`
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return self.collate(documents)[0]

@@ -90,10 +90,9 @@ class EpochPlanner:
     def image_costs(self) -> Float64Array:
         """FLOPs of the images of each document, shape (N,); 0 without images, or if they cannot be counted."""
         values, squares = self.documents.image_values, self.documents.image_squares
-        tower = self.packing.cost_model.tower
-        if tower is None or values is None or squares is None:
+        if values is None or squares is None:
             return np.zeros(len(self.documents))
-        return tower(values, squares)
+        return self.packing.cost_model.tower(values, squares)
 
     def image_costs_behind(self, documents: Int64Array, shared: Int64Array) -> Float64Array:
         """FLOPs of the images of these documents that are not in their first `shared` rows, by their tokens, (M,)."""

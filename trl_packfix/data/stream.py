@@ -20,7 +20,6 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from ..planning.costs import TowerCosts
 from ..planning.packing import ELASTIC, Changes, Packing, changes, listed
 from ..planning.packs import PackPlan
 from ..planning.schedule import EMPTY
@@ -175,7 +174,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
         of_images = [document.get(ENCODED, TOKENS_ALONE).counts for document in documents]
         num_images, values, squares = np.array(of_images).T
-        image_costs = (packing.cost_model.tower or TowerCosts(0.0, 0.0))(values, squares)
+        image_costs = packing.cost_model.tower(values, squares)
         self.counts += StreamCounts(
             packs=len(packs),
             documents=len(documents),

@@ -77,7 +77,7 @@ class CostModel:
     chunks: tuple[tuple[int, float], ...] = ()  # the same where a token sees its own chunk only
     attention: tuple[Heads, ...] = field(default=(), compare=False)  # for sequence parallelism; (): not known
     mixers: tuple[Mixers, ...] = field(default=(), compare=False)
-    tower: TowerCosts | None = None  # None without a vision tower, or if its costs cannot be counted
+    tower: TowerCosts = TowerCosts(0.0, 0.0)  # also where its costs cannot be counted
 
     @property
     def heads(self) -> int | None:

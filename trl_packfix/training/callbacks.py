@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -97,10 +96,9 @@ class BeforeFirstStep(TrainerCallback):
             isolation = packed_model.prove(run.model_wrapped)
         report = run.packing_report
         assert report is not None  # made with the training loader
-        if self._data.shares_prefixes and packed_model.is_proved:
-            reason = prove_prefixes(run, self._data, run.model_wrapped)
-            if reason is not None and report.prefixes is not None:
-                report = replace(report, prefixes=replace(report.prefixes, refused=reason))
+        reason = prove_prefixes(run, self._data, run.model_wrapped)
+        if reason is not None and report.prefixes is not None:
+            report = replace(report, prefixes=replace(report.prefixes, refused=reason))
         step = StepComparison("not compared: isolation was not proved")
         if isolation.passed:
             prove_degrees(run, self._data.degrees)
@@ -212,12 +210,7 @@ class StreamCallback(TrainerCallback):
         args = self._run.args
         if args.world_size == 1:
             return
-        stream, images = self._run.train_dataset, self._data.images
-        if images is not None:
-            first = images.first_of_stream(stream, args)
-        else:
-            first = np.asarray(next(iter(stream))["input_ids"]).tolist()
-        firsts = gather_object([first])
+        firsts = gather_object([self._data.images.first_of_stream(self._run.train_dataset)])
         other = [rank for rank in range(args.world_size) if firsts[rank] != firsts[0]]
         if other:
             raise ValueError(

@@ -20,15 +20,12 @@ from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX
 from ..data.dataset_checks import check_tokenised
 from ..data.documents import Documents
-from ..data.image_collator import PaddedImageCollator
 from ..data.image_rows import ImageRows
-from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, PaddedCollator
+from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler
 from ..data.reader import TokenReader
 from ..data.row_values import SOURCES, RowValues, RowValuesCollator, read_row_values
 from ..data.spans import Overlong
-from ..data.stream_reader import read_whole
 from ..layout import layout_of
-from ..samples.checks import columns_of
 from .checks import check_prepared
 from .images import check_padded_images
 from .loading import TrainingData
@@ -65,29 +62,24 @@ class Evaluation(Part):
 
     def loader(self, dataset: Any, needs_logits: bool, prepares: bool) -> DataLoader[Any] | None:
         """The loader of a set, or None for TRL's. `prepares`: TRL prepares such sets, so others are refused."""
-        table, images = dataset, self._data.images
-        if isinstance(dataset, IterableDataset):  # finite, and all of it is evaluated each time
-            if images is not None and "input_ids" not in columns_of(dataset):
-                table = images.table(dataset, self.args)
-            elif images is not None or self._is_text:
-                table = read_whole(dataset, self.args.source_column)
-        if self._evaluates_documents(table):
-            return self._evaluation_loader(table, needs_logits)
-        if prepares and self._is_text and isinstance(table, Dataset):
-            check_prepared(table, "eval")
+        if isinstance(dataset, IterableDataset) and self._reads_rows:  # finite, and all of it is evaluated each time
+            dataset = self._data.images.table(dataset)
+        if self._evaluates_documents(dataset):
+            return self._evaluation_loader(dataset, needs_logits)
+        if prepares and self._reads_rows and isinstance(dataset, Dataset):
+            check_prepared(dataset, "eval")
         return None
 
     @property
-    def _is_text(self) -> bool:
-        """Whether rows are text for TRL's own collator: there are no images, and the user has not set a collator."""
-        return isinstance(self._data.padded_collator, DataCollatorForLanguageModeling)
+    def _reads_rows(self) -> bool:
+        """Whether rows are those of packs, or text for TRL's own collator: the user has not set a collator."""
+        return self._data.packs_images or isinstance(self._data.padded_collator, DataCollatorForLanguageModeling)
 
     def _evaluates_documents(self, dataset: object) -> bool:
-        """Whether our loader reads this dataset: it is a table of tokens, and the user has not set a collator."""
-        if not isinstance(dataset, Dataset):
+        """Whether our loader reads this dataset: a table of tokens; with images TRL prepares no text either."""
+        if not (isinstance(dataset, Dataset) and self._reads_rows):
             return False
-        # With images TRL prepares neither images nor text alone
-        return self._data.images is not None or (self._is_text and "input_ids" in dataset.column_names)
+        return self._data.packs_images or "input_ids" in dataset.column_names
 
     def _packs_evaluation(self, needs_logits: bool) -> bool:
         if not self.args.packs_evaluation or (needs_logits and not self.args.prediction_loss_only):
@@ -101,7 +93,7 @@ class Evaluation(Part):
             with packed_model.attending(), self._run.compute_loss_context_manager():
                 if packed_model.isolation is None:
                     packed_model.prove(self._run.model)
-            if self._data.shares_prefixes and packed_model.is_proved and not packed_model.prefixes_are_proved:
+            if not packed_model.prefixes_are_proved:
                 prove_prefixes(self._run, self._data, self._run.model)
         return packed_model.is_proved
 
@@ -113,7 +105,7 @@ class Evaluation(Part):
     @property
     def _brings_together(self) -> bool:
         """Whether documents that begin alike are planned as one. To sort images, all would have to be processed."""
-        return self._shares_evaluation and self.args.share_prefixes == "family" and self._data.images is None
+        return self._shares_evaluation and self.args.share_prefixes == "family" and not self._data.packs_images
 
     def _evaluation_documents(self, reader: TokenReader | ImageRows) -> Documents:
         args = self.args
@@ -138,7 +130,7 @@ class Evaluation(Part):
         for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}).items():
             if self._evaluates_documents(dataset):
                 self._sources_to_evaluate(dataset)  # refuses a bad column
-                documents = self._evaluation_documents(self._data.read(dataset, "evaluation"))
+                documents = self._evaluation_documents(self._data.images.read(dataset, "evaluation"))
                 self._check_trained(documents, "eval" if name is None else f"eval_{name}")
 
     def _check_trained(self, documents: Documents, prefix: str) -> None:
@@ -187,10 +179,10 @@ class Evaluation(Part):
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader[Any]:
         args, ranks = self.args, self._data.ranks
-        if self._data.images is None or "input_ids" in dataset.column_names:
+        if "input_ids" in dataset.column_names:
             # Sets for `predict`, or with `skip_prepare_dataset`, were not checked before.
             check_tokenised(dataset, "evaluation", self._data.vocab_size, packing=args.packs_evaluation)
-        reader = self._data.read(dataset, "evaluation")
+        reader = self._data.images.read(dataset, "evaluation")
         documents = self._evaluation_documents(reader)
         values = self._sources_to_evaluate(dataset).taken(reader.conversations)
         rows = DocumentDataset(reader, documents, self._run._tokenizer.pad_token_id, values=values)
@@ -216,12 +208,8 @@ class Evaluation(Part):
         else:
             self._check_padded(documents, needs_logits)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, ranks.count)
-            if self._data.images is not None:
-                check_padded_images(self._run.accelerator, reader)
-                layout = self._data.images.examples.layout
-                collate = PaddedImageCollator(layout, self._run._tokenizer.pad_token_id)
-            else:
-                collate = PaddedCollator(self._data.padded_collator)
+            check_padded_images(self._run.accelerator, reader)
+            collate = self._data.images.padded(self._data.padded_collator)
         if values.sources is not None:
             collate = RowValuesCollator(collate, {SOURCES: SOURCES})
         return self._data.make_loader(rows, sampler, collate)
@@ -282,7 +270,7 @@ class Evaluation(Part):
     @property
     def is_exact(self) -> bool:
         """Whether metrics are computed from totals; otherwise they are TRL's."""
-        return self._loss_of_user is None and (self._data.packs_images or not self._run._is_vision_dataset)
+        return self._loss_of_user is None and not self._data.leaves_images
 
     @property
     def _loss_of_user(self) -> str | None:

@@ -87,8 +87,7 @@ class FirstStep:
         self.longest_compared: float = inf  # tokens; longer documents are compared later
 
     def _probe_of(self, model: nn.Module) -> Any:
-        images = None if self._data.images is None else self._data.images.examples
-        return make_probe(model, images, user_attention=self._run.packed_model.attention.previous)
+        return make_probe(model, self._data.images.examples, user_attention=self._run.packed_model.attention.previous)
 
     # What is compared
 
@@ -126,7 +125,7 @@ class FirstStep:
         if packed.products is None:
             return StepComparison(f"{text}; gradients are held by the engine, not compared", gap[0], problem=problem)
         text += f"; gradients {gap[1]:.0e} over {len(self._names)} parameters"
-        if self._run.aux_loss_enabled and self._data.images is not None:
+        if self._run.aux_loss_enabled and self._data.packs_images:
             text += "; the router loss is not compared with images"
         if limit[0] > FINE or limit[1] > FINE_GRADIENTS:
             text += f" (rounding alone makes {limit[0] / OF_ROUNDING:.0e} and {limit[1] / OF_ROUNDING:.0e})"
@@ -166,9 +165,9 @@ class FirstStep:
         """Two packs of this rank with unequal numbers of tokens, one of them of one document."""
         found, degree, index = first_documents(self._data, self._run.train_dataset)
         found = usable(found)
-        images = self._data.images
-        if images is not None and self._has_collectives:  # a row without images calls no tower, which others gather
-            has_images = [images.examples.images.has_images(each) for each in found]
+        examples = self._data.images.examples
+        if examples is not None and self._has_collectives:  # a row without images calls no tower, which others gather
+            has_images = [examples.images.has_images(each) for each in found]
             kind = self._summed(any(has_images)) == self._run.accelerator.num_processes
             found = [each for each, has in zip(found, has_images, strict=True) if has is kind]
         documents = chosen(found)
@@ -398,7 +397,7 @@ class FirstStep:
                     hooks.alpha = 0.0
                 with run.compute_loss_context_manager():
                     probe.silenced([probe.tokens(n) for n in (3, 5)])
-                run.aux_loss_enabled = run.aux_loss_enabled and self._data.images is None
+                run.aux_loss_enabled &= not self._data.packs_images
                 silent = [module for module in probe.inner.modules() if not module.training]
 
                 def silence(*call: Any) -> None:  # the trainer sets all modules to train mode, also those that draw

@@ -1,6 +1,7 @@
 """Images in packs, for the trainer: what is refused before work starts, and what the trainer is made of."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,48 +14,99 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..attention.models import base_model
 from ..compat import DDP, main_process_first
-from ..data.image_collator import PackedImages, RopeIndex
+from ..data.image_collator import PackedImages, PaddedImageCollator, RopeIndex
 from ..data.image_examples import ImageExamples
 from ..data.image_rows import ImageRows
+from ..data.loaders import PaddedCollator
+from ..data.model_costs import vision_tower, with_tower
+from ..data.prefix_collator import Compare
 from ..data.reader import TokenReader
 from ..data.stream_images import StreamImages
-from ..data.stream_reader import refuse_empty
+from ..data.stream_reader import StreamTokens, read_whole, refuse_empty
+from ..planning.costs import CostModel
 from ..samples.apply import count_turns
-from ..samples.checks import check_conversations
-from ..samples.encoded_images import undecoded
+from ..samples.checks import check_conversations, columns_of, has_images
 from ..samples.images import measure
 from ..samples.processor import RowProcessor
 from ..samples.row import column_of
 from ..samples.said import say_if_nothing_is_stripped, say_if_turns_do_not_end
 from ..samples.turns import TurnRule
 from .config import SFTConfig
+from .run import Part, Run
 
 
-class ImageData:
-    """What packing needs of the images of a run: of TRL's collator, and a model that no engine wraps yet."""
+class NoImages(Part):
+    """How the rows of a run are read, where packs have no images."""
 
-    def __init__(self, collate: DataCollatorForVisionLanguageModeling, model: nn.Module, per_turn: bool = False):
-        self.process = row_processor(collate, per_turn)
-        inner = base_model(model)
+    examples: ImageExamples | None = None
+    tower = nn.Module()  # the vision tower
+    compare: Compare | None = None  # see `PrefixCollator`
+
+    def read(self, dataset: Dataset, name: str) -> TokenReader | ImageRows:
+        """The rows of a table: tokens, or images and text, which are measured once."""
+        return TokenReader(dataset)
+
+    def of_stream(self, vocab_size: int | None) -> StreamTokens | StreamImages:
+        """How the rows of a stream become documents."""
+        return StreamTokens(vocab_size)
+
+    def first_of_stream(self, dataset: IterableDataset) -> Any:
+        """The first row, or a hash of it with its images as they are stored."""
+        return np.asarray(next(iter(dataset))["input_ids"]).tolist()
+
+    def table(self, dataset: IterableDataset) -> Dataset:
+        """All rows of a finite stream, as a table in memory with the columns that are read, and encoded images."""
+        return read_whole(dataset, self.args.weight_column, self.args.source_column)
+
+    def costs(self, costs: CostModel) -> CostModel:
+        """Costs of text, with those of images."""
+        return costs
+
+    def of_packs(self) -> PackedImages | None:
+        """What packs have of images: also a placeholder, if ranks would wait for each other in a pack without one."""
+        return None
+
+    def padded(self, collate: Callable[..., Any]) -> Callable[..., Any]:
+        """What makes a padded batch of documents; `collate` is TRL's collator."""
+        return PaddedCollator(collate)
+
+
+class ImageData(NoImages):
+    """The same with images: of TRL's collator, and a model that no engine wraps yet."""
+
+    examples: ImageExamples
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        self.process = row_processor(run.data_collator, self.args.per_turn)
+        self.compare = self.process.compare
+        inner = base_model(run.model)
         kind = type(inner.base_model)
         rope_index = RopeIndex(kind, inner.config) if hasattr(kind, "get_rope_index") else None
-        self.examples = ImageExamples(self.process, collate.dataset_text_field, rope_index)
+        self.examples = ImageExamples(self.process, run.data_collator.dataset_text_field, rope_index)
+        self.tower = vision_tower(inner) or nn.Module()
 
-    def of_stream(self, args: SFTConfig) -> StreamImages:
-        """How the rows of a stream become documents."""
-        rule = TurnRule.of(args) if args.per_turn else None
-        return StreamImages(self.process, args.dataset_text_field, rule, drops=args.bad_rows == "drop")
+    def read(self, dataset: Dataset, name: str) -> TokenReader | ImageRows:
+        if self._is_tokens(dataset):
+            return super().read(dataset, name)
+        return measure_rows(dataset, self.process, name, args=self.args, marks=name == "train")
 
-    def first_of_stream(self, dataset: IterableDataset, args: SFTConfig) -> str:
-        """A hash of the first row, with its images as they are stored."""
-        rows, _ = undecoded(dataset)
-        row = self.of_stream(args).encoded(next(iter(rows)))
-        return hashlib.sha256(repr(row).encode()).hexdigest()
+    def _is_tokens(self, dataset: Dataset | IterableDataset) -> bool:
+        return "input_ids" in columns_of(dataset) and not has_images(dataset)
 
-    def table(self, dataset: IterableDataset, args: SFTConfig) -> Dataset:
-        """All rows of a finite stream, as a table in memory with the columns that are read, and encoded images."""
-        rows, reading = self.of_stream(args).opened(dataset)
-        values = args.weight_column, args.source_column
+    def of_stream(self, vocab_size: int | None = None) -> StreamImages:
+        rule = TurnRule.of(self.args) if self.args.per_turn else None
+        return StreamImages(self.process, self.args.dataset_text_field, rule, drops=self.args.bad_rows == "drop")
+
+    def first_of_stream(self, dataset: IterableDataset) -> str:
+        rows, reading = self.of_stream().opened(dataset)
+        return hashlib.sha256(repr(reading.encoded(next(iter(rows)))).encode()).hexdigest()
+
+    def table(self, dataset: IterableDataset) -> Dataset:
+        if self._is_tokens(dataset):
+            return super().table(dataset)
+        rows, reading = self.of_stream().opened(dataset)
+        values = self.args.weight_column, self.args.source_column
         others, images = [], []
         for row in rows:
             encoded = reading.encoded(row)
@@ -65,12 +117,20 @@ class ImageData:
         pictures = Dataset.from_dict({"images": images}, Features({"images": [Image(mode=reading.mode)]}))
         return concatenate_datasets([Dataset.from_list(others), pictures], axis=1)
 
-    def of_packs(self, args: SFTConfig, accelerator: Accelerator) -> PackedImages:
-        """What packs have of images: also a placeholder, if ranks would wait for each other in a pack without one."""
+    def costs(self, costs: CostModel) -> CostModel:
+        model = base_model(self._run.model)
+        is_trained = any(parameter.requires_grad for parameter in self.tower.parameters())
+        return with_tower(costs, model.config, type(model), is_trained=is_trained)
+
+    def of_packs(self) -> PackedImages:
+        accelerator = self._run.accelerator
         needs_image = accelerator.num_processes > 1 and not (
-            accelerator.distributed_type in DDP and args.ddp_find_unused_parameters
+            accelerator.distributed_type in DDP and self.args.ddp_find_unused_parameters
         )
         return replace(self.examples.images, placeholder=self.examples.placeholder() if needs_image else None)
+
+    def padded(self, collate: Callable[..., Any]) -> Callable[..., Any]:
+        return PaddedImageCollator(self.examples.layout, self._run._tokenizer.pad_token_id)
 
 
 def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool) -> RowProcessor:

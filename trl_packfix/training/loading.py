@@ -19,7 +19,7 @@ from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..data.image_rows import ImageRows
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
-from ..data.model_costs import make_cost_model, vision_tower, with_tower
+from ..data.model_costs import make_cost_model
 from ..data.pack_collator import PackCollator
 from ..data.prefix_collator import PrefixCollator
 from ..data.reader import TokenReader, without_ignored_mask
@@ -35,7 +35,6 @@ from ..data.row_values import (
 from ..data.spans import drop_untrained, make_documents
 from ..data.stream import PackedStream
 from ..data.stream_loading import stream_loader
-from ..data.stream_reader import StreamTokens
 from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
@@ -46,7 +45,7 @@ from . import checks
 from .choices import Setup, text_config
 from .config import SFTConfig
 from .features import refuse
-from .images import ImageData, measure_rows
+from .images import ImageData, NoImages
 from .lora_inputs import LoraInputs
 from .noise import DocumentNoise
 from .planner import documents_of, make_planner, packing_of
@@ -75,14 +74,14 @@ class TrainingData(Part):
         super().__init__(run)
         self.vocab_size: int | None = getattr(text_config(model, args), "vocab_size", None)
         checks.check_prepared_sets(args, train_dataset, eval_dataset, vocab_size=self.vocab_size)
-        self.images: ImageData | None = None
+        self.images = NoImages(run)
+        self._rows = PackedDataCollator()  # makes the rows of packs in training
         self.turns: TurnCounts | None = None
         self.trained = Trained(what_is_trained(args, train_dataset), args.message_train_key)
         self.planner: EpochPlanner | None = None  # of a table, from when training starts
         self.stream: PackedStream | None = None  # the same of a stream
         self.stream_sources: StreamSources | None = None  # that this rank has met
         self.packs_images = args.packing and has_images(train_dataset)
-        self._shares_prefixes = False
 
     def attach(self) -> None:
         """Read the training set, and prepare the model for packs."""
@@ -95,16 +94,21 @@ class TrainingData(Part):
         self.unpacked_counts_first = run.model_accepts_loss_kwargs and not run._loss_shifts_labels
         self.padded_collator = run.data_collator
         if args.packing:
-            self._shares_prefixes = args.share_prefixes != "off"
             checks.check_quantisation(run.model, args.device.type)
             run.padding_free = True
             if self.packs_images:
-                self.images = ImageData(run.data_collator, run.model, args.per_turn)
-            run.data_collator = self.packed_collator(args.per_device_train_batch_size, self.shares_prefixes)
+                self.images = ImageData(run)
+            collate = self.packed_collator(args.per_device_train_batch_size, args.share_prefixes != "off")
+            run.data_collator, self._rows = collate, collate.rows
         self._read_training_set()
         if args.packing:
             run.packed_model = self.make_packed_model()
         self.constructed_with = checks.Constructed(args, run.model)
+
+    @property
+    def leaves_images(self) -> bool:
+        """Whether rows have images, of which TRL makes batches, because they are not packed."""
+        return self._run._is_vision_dataset and not self.packs_images
 
     # Tables
 
@@ -128,7 +132,7 @@ class TrainingData(Part):
                 names_sources = self.stream_sources is not None
                 self._run.data_collator = RowValuesCollator(self.padded_collator, keys, index, names_sources)
         elif not isinstance(dataset, IterableDataset):
-            self.reader = self.read(dataset, "train")
+            self.reader = self.images.read(dataset, "train")
             self.row_values = self.row_values.taken(self.reader.conversations)
             self.turns = self.reader.turns or self.turns
             with status(args, f"Cutting {len(self.reader):,} rows into documents"):
@@ -142,12 +146,6 @@ class TrainingData(Part):
             return self.trained.line(0, 0)
         counts = make_documents(TokenReader(dataset), max_length=None).ledger.given
         return self.trained.line(counts.trained_tokens, counts.tokens)
-
-    def read(self, dataset: Any, name: str) -> TokenReader | ImageRows:
-        """The rows of a table: tokens, or images and text, which are measured once."""
-        if self.images is None or ("input_ids" in dataset.column_names and not has_images(dataset)):
-            return TokenReader(dataset)
-        return measure_rows(dataset, self.images.process, name, args=self.args, marks=name == "train")
 
     def start(self) -> None:
         """Refuse what was changed since construction, and read a training set that was set since."""
@@ -205,11 +203,7 @@ class TrainingData(Part):
     @cached_property
     def cost_model(self) -> CostModel:
         model = base_model(self._run.model)
-        costs = make_cost_model(model.config, type(model))
-        tower = vision_tower(model) if self.packs_images else None
-        if tower is None:
-            return costs
-        return with_tower(costs, model.config, type(model), is_trained=any(p.requires_grad for p in tower.parameters()))
+        return self.images.costs(make_cost_model(model.config, type(model)))
 
     def make_loader(
         self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable[..., Any]
@@ -229,25 +223,23 @@ class TrainingData(Part):
         return ByLength(collate) if self.args.device.type == "cuda" and not self.args.torch_compile else collate
 
     def packed_collator(self, batch_size: int, shares: bool) -> PackCollator:
-        args, pad_token_id = self.args, self._run._tokenizer.pad_token_id
-        images = None if self.images is None else self.images.of_packs(args, self._run.accelerator)
-        if shares:
-            rows: PackedDataCollator = PrefixCollator(
-                args.pad_to_multiple_of,
-                pad_token_id,
-                # A router sees every token, also one on whose output no document is trained
-                keeps_last_rows=self._run.aux_loss_enabled,
-                compare=None if self.images is None else self.images.process.compare,
-            )
-        elif args.pad_documents_to_multiple_of is None:
-            rows = PackedDataCollator(args.pad_to_multiple_of, pad_token_id)
-        else:
-            assert args.max_length is not None  # `SFTConfig` refuses it without
-            multiple = args.pad_to_multiple_of or 1
-            most = args.tokens_per_rank or batch_size * args.max_length  # of a rank
-            num_tokens = -(-most // multiple) * multiple
-            rows = PackedDataCollator(num_tokens, pad_token_id, args.pad_documents_to_multiple_of, args.max_length)
-        return PackCollator(rows, images)
+        args, multiple, longest = self.args, self.args.pad_to_multiple_of, None
+        if args.pad_documents_to_multiple_of is not None:
+            longest = args.max_length
+            assert longest is not None  # `SFTConfig` refuses it without
+            most = args.tokens_per_rank or batch_size * longest  # of a rank
+            multiple = -(-most // (multiple or 1)) * (multiple or 1)
+        rows = PrefixCollator(
+            multiple,
+            self._run._tokenizer.pad_token_id,
+            args.pad_documents_to_multiple_of,
+            longest,
+            # A router sees every token, also one on whose output no document is trained
+            keeps_last_rows=self._run.aux_loss_enabled,
+            shares=shares,
+            compare=self.images.compare,
+        )
+        return PackCollator(rows, self.images.of_packs())
 
     @property
     def shares_prefixes(self) -> bool:
@@ -256,14 +248,11 @@ class TrainingData(Part):
         Set it to False where the model cannot, before the first batch is collated: loaders read it when they begin to
         iterate, because only then do their workers start.
         """
-        return self._shares_prefixes
+        return self._rows.shares
 
     @shares_prefixes.setter
     def shares_prefixes(self, shares: bool) -> None:
-        self._shares_prefixes = shares
-        collate = self._run.data_collator
-        if isinstance(collate, PackCollator) and isinstance(collate.rows, PrefixCollator):
-            collate.rows.shares = shares
+        self._rows.shares = shares
 
     @property
     def _loader_settings(self) -> dict[str, Any]:
@@ -288,7 +277,7 @@ class TrainingData(Part):
             self._run.train_dataset,
             packing_of(args, **self._of_run),
             rank=self.ranks.rank,
-            rows=StreamTokens(self.vocab_size) if self.images is None else self.images.of_stream(args),
+            rows=self.images.of_stream(self.vocab_size),
             pad_token_id=self._run._tokenizer.pad_token_id,
             num_workers=args.dataloader_num_workers,
             worker_kwargs=self._worker_kwargs,
@@ -317,7 +306,7 @@ class TrainingData(Part):
             own_hooks=hooks,
             shares_packs=args.tokens_per_rank is not None,
             shares_prefixes=args.share_prefixes != "off",
-            images=None if self.images is None else self.images.examples,
+            images=self.images.examples,
         )
         if args.packing and isinstance(self._run.train_dataset, Dataset) and self.documents.file is not None:
             plugin = self._run.accelerator.state.deepspeed_plugin

@@ -24,7 +24,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from ..attention.models import base_model
 from ..compat import parameters_summed_by_ranks, router_loss_coefficient, scores_tokens
 from ..data.collator import IGNORE_INDEX
-from ..data.model_costs import vision_tower
 from ..data.row_values import SOURCES, WEIGHTS
 from ..layout import Layout, Sizes, Targets, layout_of
 from ..planning.costs import LLAMA_7B
@@ -74,7 +73,7 @@ class Objective(Part):
     @property
     def is_ours(self) -> bool:
         """False for unpacked images and sequence parallelism: everything stays TRL's."""
-        return (self._data.packs_images or not self._run._is_vision_dataset) and self._run.get_sp_size() == 1
+        return not self._data.leaves_images and self._run.get_sp_size() == 1
 
     # The loss
 
@@ -288,15 +287,12 @@ class Objective(Part):
         flops = training_flops(costs, sizes.lengths.to(dtype), self.trained_share).sum()
         if sizes.saved is not None:
             flops = flops - training_flops(costs, sizes.saved.to(dtype), self.trained_share).sum()
-        if costs.tower is not None:
-            images = sequence_sizes(inputs).to(dtype)
-            flops = flops + 3 * costs.tower(images, images**2).sum()
-        return flops
+        images = sequence_sizes(inputs).to(dtype)
+        return flops + 3 * costs.tower(images, images**2).sum()
 
     @cached_property
     def trained_share(self) -> float:
-        tower = None if self._data.cost_model.tower is None else vision_tower(base_model(self._run.model))
-        return trained_share(self._run.model, without=tower)
+        return trained_share(self._run.model, without=self._data.images.tower)
 
     def gather_totals(self) -> None:
         """Update `_total_train_tokens` and `num_input_tokens_seen`. All ranks must call."""

@@ -16,8 +16,10 @@ logger = logging.get_logger(__name__)
 def prove_prefixes(run: Run, data: TrainingData, wrapped: nn.Module) -> str | None:
     """Prove that documents that begin alike are what they are alone; where they are not, pack documents whole.
 
-    All ranks must call it. The packed model must be proved. Returns why documents are packed whole; None if they share.
+    All ranks must call it. Returns why documents are packed whole; None if they share, or if nothing is to be proved.
     """
+    if not (data.shares_prefixes and run.packed_model.is_proved):
+        return None
     with run.packed_model.attending(), run.compute_loss_context_manager():
         reason = run.packed_model.prove_prefixes(wrapped)
     if reason is None:

@@ -14,7 +14,6 @@ from ..data.collator import PackedDataCollator
 from ..data.loaders import DocumentDataset, PackedBatchSampler, dummy_document
 from ..data.row_values import SOURCES, WEIGHTS, read_row_values
 from ..data.spans import make_documents
-from ..data.stream_reader import read_whole
 from ..isolation.isolation_report import PackingLeakError
 from ..layout import IGNORE_INDEX, READ, layout_of
 from ..planning.schedule import EMPTY
@@ -72,8 +71,8 @@ def first_documents(data: TrainingData, dataset: Any) -> tuple[list[Document], i
         degree = max(data.degrees, default=1)
         args, stream, found = data.args, dataset.take(NUM_CANDIDATES), list[Document]()
         try:
-            table = read_whole(stream, args.weight_column) if data.images is None else data.images.table(stream, args)
-            reader = data.read(table, "train")
+            table = data.images.table(stream)
+            reader = data.images.read(table, "train")
             values = read_row_values(table, args.weight_column, None, name="train")
             documents = make_documents(reader, args.max_length, args.effective_overlong)
             rows = DocumentDataset(reader, documents, values=values)
