@@ -289,7 +289,7 @@ def test_what_workers_get_can_be_sent_to_a_process_that_is_not_forked(eval_packi
         dataset, collate = pickle.loads(pickle.dumps((loader.dataset, loader.collate_fn)))
         indices = next(iter(loader.batch_sampler))
         expected = next(iter(loader))
-        found = collate([dataset[index] for index in indices])
+        found = collate(dataset.__getitems__(indices))
         assert found.keys() == expected.keys() and torch.equal(found["input_ids"], expected["input_ids"])
 
 
