@@ -157,8 +157,8 @@ def exchange_halo(rows: Tensor, width: int, degree: int) -> Tensor:
         )
     group = group_of(degree)
     index = dist.get_rank(group)
-    size = width * rows.shape[2]
-    send, receive = ([size if j == (index + step) % degree else 0 for j in range(degree)] for step in (1, -1))
+    send, receive = [0] * degree, [0] * degree
+    send[(index + 1) % degree] = receive[index - 1] = width * rows.shape[2]
     return _Exchange.apply(rows[:, -width:].reshape(-1), send, receive, group).view(1, width, -1)
 
 

@@ -118,15 +118,8 @@ class PackedForwardGuard(ModelHooks):
         # Only layers that transformers can checkpoint: each forward loops over them, and adapters have 1000s of modules
         self._layers = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
         self._has_wrappers = False
-        self._first = next(
-            (
-                (parent, name)
-                for parent in self.model.modules()
-                for name, module in parent.named_children()
-                if module in self._layers and not isinstance(module, PreTrainedModel)
-            ),
-            None,
-        )
+        names = {module: name for name, module in self.model.named_modules()}
+        self._first = next((names[each] for each in self._layers if not isinstance(each, PreTrainedModel)), "")
         takers, reads_images = [self.model, *self.fed], towers(self.model)
         before: list[tuple[list[nn.Module], Any]] = [
             (takers, self._enter),
@@ -169,8 +162,7 @@ class PackedForwardGuard(ModelHooks):
         """Add modules that FSDP has put around layers. It does so after the guard is installed: the first shows it."""
         if self._has_wrappers:
             return
-        place = self.model if self._first is None else self._first[0].get_submodule(self._first[1])
-        if any(OF_WRAPPER in vars(module) for module in place.modules()):
+        if any(OF_WRAPPER in vars(module) for module in self.model.get_submodule(self._first).modules()):
             self._layers += [module for module in self.model.modules() if OF_WRAPPER in vars(module)]
             self._has_wrappers = True
 

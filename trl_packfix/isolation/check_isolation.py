@@ -14,7 +14,7 @@ states are put together before they are compared. A model that passes alone may 
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from math import inf
 
@@ -97,10 +97,11 @@ def check_packs(
     other images. With a degree above 1 runs read keys that lie in other parts.
     """
     probe = make_probe(model, images, degree, user_attention=user_attention, shares=shares)
-    with probe.undisturbed():
-        guard = mark_packed_forwards(probe.inner) if probe.attention == ATTENTION_NAME else None
+    with probe.undisturbed(), ExitStack() as hooks:
         try:
-            if probe.degree > 1 and guard is None and has_attention(probe.inner):
+            if probe.attention == ATTENTION_NAME:
+                hooks.callback(mark_packed_forwards(probe.inner).remove)
+            elif probe.degree > 1 and has_attention(probe.inner):
                 raise CannotRun(f"attention {probe.attention!r} does not exchange tokens; {ATTENTION_NAME!r} does.")
             report, case = judge(probe, max_length)
             if case is not None or (examples := probe.image_examples()) is None:
@@ -110,9 +111,6 @@ def check_packs(
             return replace(seen, unreachable=report.unreachable, **largest)
         except CannotRun as error:
             return refused(probe, error)
-        finally:
-            if guard is not None:
-                guard.remove()
 
 
 def refused(probe: Probe, error: CannotRun) -> IsolationReport:

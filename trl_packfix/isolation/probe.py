@@ -20,7 +20,7 @@ from ..attention.mixers import tokens_summed_in_common
 from ..data.collator import PackedDataCollator
 from ..data.parts import cut_part
 from .probed_model import ONE_RANK, CannotRun, OneRank, ProbedModel, distance
-from .randomness import DrawWatcher
+from .randomness import watching_draws
 
 LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
 OVER_PARTS = (13, 1, 11, 28)  # the same for more than two ranks: the last one fills a part and goes on, 53 tokens
@@ -29,8 +29,6 @@ PADDING = 2  # tokens behind a document in a padded row
 READS_AHEAD = 1e-3  # a change of earlier states, relative to the largest, that is no rounding
 # Relative difference of gradients that is never rounding in fp64, where some modules compute in fp32
 FINEST = 1e-4
-# As many times the rounding of states is that of gradients; above the second nothing is compared
-FINER, COARSE_GRADIENT = 64, 1e-2
 Documents = list[Any]  # of a pack; in the probe for images they are no tensors
 Examples = tuple[Documents, list[Documents]]  # a pack, and the same pack with other documents in some places
 
@@ -220,17 +218,13 @@ class Probe(ProbedModel):
 
         They are routers with jitter or sampling, and NEFTune's noise. `undisturbed` restores the modes.
         """
-        watcher = DrawWatcher(self.inner, self.device)
-        watcher.install()
-        try:
+        with watching_draws(self.inner, self.device) as (kinds, dtypes):
             states = self.packed(documents)
-        finally:
-            watcher.remove()
-        self.dtype = max(watcher.dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        self.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         for module in self.inner.modules():
-            if type(module) in watcher.kinds:
+            if type(module) in kinds:
                 module.training = False  # not of its children: they may not draw
-        return self.packed(documents) if watcher.kinds else states
+        return self.packed(documents) if kinds else states
 
     def gradient(self, documents: list[Tensor]) -> float | None:
         """Largest gradient of one document's states with respect to the embeddings of the others.
@@ -238,16 +232,12 @@ class Probe(ProbedModel):
         With several ranks also the relative difference from the gradient of a document alone, if it is no rounding: a
         gradient that is not sent back to its rank moves no other document. None if the model does not support it.
         """
-        limit = None
-        if self.degree > 1:  # in half precision a rounding may choose other experts, so only what is lost is found
-            limit = FINER * self.rounding
-            limit = limit if limit < COARSE_GRADIENT else inf
         rows = torch.arange(sum(map(len, documents)), device=self.device).split([len(ids) for ids in documents])
         try:
             return self._wrong_gradient(
                 self._batch(documents, self.ranks),
                 [(ids, rows_of, 0) for ids, rows_of in zip(documents, rows, strict=True)],
-                limit=limit,
+                limit=self.ranks.gradient_limit(self.rounding),
                 rounding=tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps,
             )
         except KernelError:

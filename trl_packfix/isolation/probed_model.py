@@ -29,6 +29,8 @@ T = TypeVar("T")
 NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
 LARGEST_SCORES = 8 * 2**30  # bytes of the scores that `eager` may hold for a document alone
 DRAWS = 6  # random roundings to try: with a router the largest change is rare
+# As many times the rounding of states is that of gradients; above the second nothing is compared
+FINER, COARSE_GRADIENT = 64, 1e-2
 OF_ROUNDING = 3  # times the largest change of so few draws
 MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
 
@@ -69,6 +71,10 @@ class OneRank:
         """These places, as many together as one forward has backwards for."""
         return [places]
 
+    def gradient_limit(self, rounding: float) -> float | None:
+        """How far the gradient of a document may be from that alone; None if they are not compared."""
+        return None
+
 
 ONE_RANK = OneRank()
 
@@ -101,6 +107,10 @@ class Sharers(OneRank):
 
     def forwards(self, places: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         return [[rows] for rows in places]  # each has one backward, as in training
+
+    def gradient_limit(self, rounding: float) -> float | None:
+        # in half precision a rounding may choose other experts, so only what is lost is found
+        return FINER * rounding if FINER * rounding < COARSE_GRADIENT else inf
 
     def _joined(self, part: Tensor, dim: int) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self.degree)]

@@ -1,12 +1,11 @@
 """Watch a forward: which modules draw random numbers, by changes of the generator state, and the dtypes of outputs."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
-
-from ..attention.forwards import ModelHooks
 
 
 def device_state(device: torch.device) -> torch.Tensor | None:
@@ -23,49 +22,40 @@ def set_device_state(device: torch.device, state: torch.Tensor | None) -> None:
         torch.get_device_module(device).set_rng_state(state, *([] if device.type == "mps" else [device]))
 
 
-class DrawWatcher(ModelHooks):
-    """Records which modules draw random numbers, and the dtypes of outputs, while it is installed.
+@contextmanager
+def watching_draws(model: nn.Module, device: torch.device) -> Iterator[tuple[set[type[nn.Module]], set[torch.dtype]]]:
+    """Within this context, note the classes of the modules that draw random numbers, and the dtypes of all outputs.
 
     A draw is attributed to the innermost module that is running, its forward hooks included. The dtypes of the weights
     are not enough: accelerate runs fp32 weights under autocast inside the model's forward.
-
-    Attributes:
-        kinds: classes of the modules that drew.
     """
+    kinds, dtypes, running = set[type[nn.Module]](), set[torch.dtype](), list[nn.Module]()
 
-    def __init__(self, model: nn.Module, device: torch.device):
-        super().__init__()
-        self.model = model
-        self.kinds: set[type[nn.Module]] = set()
-        self.dtypes: set[torch.dtype] = set()
-        self._device = device
-        self._running: list[nn.Module] = []
+    def current() -> torch.Tensor:
+        state = device_state(device)
+        return torch.get_rng_state() if state is None else torch.cat([torch.get_rng_state(), state.cpu()])
 
-    def _register(self) -> list[RemovableHandle]:
-        self._last = self._state()
-        handles = []
-        for module in self.model.modules():
-            handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        return handles
+    last = current()
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._note()
-        self._running.append(module)
+    def note() -> None:
+        nonlocal last
+        before, last = last, current()
+        if running and not torch.equal(before, last):
+            kinds.add(type(running[-1]))
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        self._note()
-        self._running.pop()
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        note()
+        running.append(module)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        note()
+        running.pop()
         for value in output if isinstance(output, tuple) else [output]:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                self.dtypes.add(value.dtype)
+                dtypes.add(value.dtype)
 
-    def _note(self) -> None:
-        state = self._state()
-        if not torch.equal(state, self._last) and self._running:
-            self.kinds.add(type(self._running[-1]))
-        self._last = state
-
-    def _state(self) -> torch.Tensor:
-        state = device_state(self._device)
-        return torch.get_rng_state() if state is None else torch.cat([torch.get_rng_state(), state.cpu()])
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+        yield kinds, dtypes
