@@ -109,6 +109,8 @@ def wide_kernel() -> Callable[..., Tensor] | None:
 
 def attend_wide(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
     """The same for heads above 256 dimensions, by `wide_kernel`."""
+    if value.data_ptr() == key.data_ptr():
+        value = value.clone()  # it refuses keys that are the values
     value_dim, head_dim = value.shape[-1], max(320, -(-max(query.shape[-1], value.shape[-1]) // 64) * 64)
     states = (x[0].transpose(0, 1) for x in pad_head_dim(head_dim, query, key, value))  # (T, H, D)
     kernel: Any = wide_kernel()
