@@ -252,17 +252,6 @@ def test_lots_fall_the_same_in_every_run():
     assert len(drawn) == 2 and torch.equal(*drawn)
 
 
-def test_a_full_memory_is_no_verdict(monkeypatch):
-    model = build_tiny_model()
-
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(model.model.layers[1].mlp, "forward", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        check_isolation(model)
-
-
 @pytest.mark.parametrize("longest, said", [(0, "raises without packing, too"), (13, "refuses a pack")])
 def test_what_a_row_raises_is_no_fault_of_packs(longest, said):
     model = build_tiny_model()
