@@ -33,11 +33,9 @@ TEMPLATE = """\
 {{- '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
-TEXT = {
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+TEXT = SIZES | {
     "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -47,14 +45,7 @@ TEXT = {
     "eos_token_id": 2,
 }
 WINDOWED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
-TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 24,
-    "patch_size": 6,
-}
+TOWER = SIZES | {"num_attention_heads": 4, "image_size": 24, "patch_size": 6}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 QWEN_TOWER = {
     "depth": 2,
@@ -383,8 +374,9 @@ FAMILIES: dict[str, Family] = {
         WINDOWED
         | {"global_head_dim": 8, "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8}
         | {"use_bidirectional_attention": "vision"},
-        {name: TOWER[name] for name in TOWER if name != "image_size"}
-        | {"num_key_value_heads": 4, "head_dim": 8, "patch_size": 2, "position_embedding_size": 320},
+        SIZES
+        | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+        | {"patch_size": 2, "position_embedding_size": 320},
         named=GEMMA_NAMES,
     ),
     "paligemma": Family(
@@ -403,8 +395,9 @@ FAMILIES: dict[str, Family] = {
         ("<|image|>", "<|python_tag|>"),
         "<|image|>",
         {"model_type": "mllama_text_model", "num_hidden_layers": 3, "cross_attention_layers": [1]},
-        {name: TOWER[name] for name in TOWER if name != "num_attention_heads"}
-        | {"num_global_layers": 1, "attention_heads": 4, "intermediate_layers_indices": [0], "vision_output_dim": 64},
+        SIZES
+        | {"image_size": 24, "patch_size": 6, "num_global_layers": 1, "attention_heads": 4}
+        | {"intermediate_layers_indices": [0], "vision_output_dim": 64},
     ),
     "vipllava": Family(
         transformers.LlavaProcessor,
