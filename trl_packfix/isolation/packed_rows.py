@@ -75,9 +75,8 @@ class PackedRows(AroundCalls):
         self.model = base_model(model)
         self.fed = below_head(self.model) or [self.model]
         super().__init__(*self.fed)
-        if any(
-            isinstance(getattr(hook, "__self__", None), PackedRows) for hook in self.fed[0]._forward_pre_hooks.values()
-        ):
+        hooks = self.fed[0]._forward_pre_hooks.values()
+        if any(isinstance(getattr(hook, "__self__", None), PackedRows) for hook in hooks):
             raise ValueError(
                 f"`pack_forward` was called a second time for the same {type(self.model).__name__}. Its padded rows, "
                 "with which packs are compared, would be packs. Call `remove()` on what the first call returned."
@@ -120,8 +119,8 @@ class PackedRows(AroundCalls):
                 self._refuse(packed.attention.reason)
             elif not packed.is_proved:
                 self._refuse(report.summary())
-            elif self.collate.shares:
-                self._share_nothing(packed.prove_prefixes(wrapped))
+            elif self.collate.shares and (reason := packed.prove_prefixes(wrapped)) is not None:
+                self._share_nothing(reason)
         except KernelError as error:
             self._refuse(" ".join(str(error).split()))
         finally:
@@ -151,9 +150,7 @@ class PackedRows(AroundCalls):
             stacklevel=3,
         )
 
-    def _share_nothing(self, reason: str | None) -> None:
-        if reason is None:
-            return
+    def _share_nothing(self, reason: str) -> None:
         self.collate.shares, self.whole = False, reason
         warnings.warn(
             f"{type(self.model).__name__} computes a beginning that rows share once per row: {reason}. Set "

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.forwards import Call, ModelHooks
-from ..attention.packed_forward import PackedForward, entered, in_backward, running_forward
+from ..attention.packed_forward import PackedForward, entered, in_backward, running_forward, running_pack
 from ..attention.rows import Axes, DocumentRows, Group
 from ..compat import recorded_router_logits
 from .arguments import argument_leaves, output_leaves
@@ -198,14 +198,13 @@ class RestartedPositions(ModelHooks):
 
 def _running(module: nn.Module) -> PackedForward | None:
     """The packed forward whose documents this module must separate; None outside of packs and in repaired modules."""
-    running = running_forward()
-    if running is None and module.training and in_backward():
+    if running_forward() is None and module.training and in_backward():
         raise ValueError(
             f"{type(module).__name__} is repaired for packing and is recomputed in backward without the boundaries of "
             "its forward: the checkpointing is not transformers' own. Switch it off, and set "
             "`gradient_checkpointing=True`."
         )
-    return None if running is None or running.rows is not None else running
+    return running_pack()
 
 
 def is_sharded(module: nn.Module) -> bool:

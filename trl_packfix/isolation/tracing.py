@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,16 @@ class Leak:
     change: float  # largest of its outputs, relative to the largest value of each tensor
 
 
+class ShiftedPositions(NamedTuple):
+    """Positions that start differently in a pack: alone, those that module `name` gets at `place` start at `first`."""
+
+    name: str
+    place: str
+    axis: int  # of tokens
+    first: int
+
+
+Found = TypeVar("Found", Leak, ShiftedPositions)
 # By place: the token axis of a tensor, and its values as (T, rest). A record: inputs and outputs of a module's call
 Values = dict[str, tuple[int, Tensor]]
 Records = dict[str, list[tuple[Values, Values]]]
@@ -133,19 +143,10 @@ def find_wrong_parts(probe: Probe, tolerance: float) -> list[Leak]:
     return _smallest([largest[name] for name in modules if name in largest])
 
 
-def _smallest(leaks: list[Leak]) -> list[Leak]:
-    """Those that contain no other."""
-    names = [leak.name for leak in leaks]
-    return [leak for leak in leaks if not any(name != leak.name and _inside(name, leak.name) for name in names)]
-
-
-class ShiftedPositions(NamedTuple):
-    """Positions that start differently in a pack: alone, those that module `name` gets at `place` start at `first`."""
-
-    name: str
-    place: str
-    axis: int  # of tokens
-    first: int
+def _smallest(found: list[Found]) -> list[Found]:
+    """Those whose module contains that of no other."""
+    names = {each.name for each in found}
+    return [each for each in found if not any(_inside(name, each.name) for name in names - {each.name})]
 
 
 def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions]:
@@ -168,11 +169,7 @@ def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions
             first = {int(count[0]) for count in counts}
             if counts_up and len(first) == 1 and any(int(part[0]) not in first for part in parts):
                 shifted.append(ShiftedPositions(name, place, axis, first.pop()))
-    return [
-        outer
-        for outer in shifted
-        if not any(_inside(other.name, outer.name) for other in shifted if other is not outer)
-    ]
+    return _smallest(shifted)
 
 
 def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
