@@ -55,7 +55,7 @@ def test_a_row_is_a_document():
     targets = layout.targets(torch.tensor([[True, True, True], [False, False, False], [False, True, False]]))
     assert targets.trained.tolist() == [3, 0, 1]
     sizes = layout.sizes(targets.trained)
-    assert (sizes.tokens, sizes.computed, sizes.lengths.tolist(), sizes.saved) == (9, 9, [4, 0, 3], None)
+    assert (sizes.tokens, sizes.computed, sizes.lengths.tolist(), sizes.saved.tolist()) == (9, 9, [4, 0, 3], [0] * 3)
     assert layout.row_counts(targets.trained).tolist() == [[True] * 4, [False] * 4, [True] * 4]
 
 

@@ -63,7 +63,7 @@ class Sizes:
     tokens: Tensor  # of all documents, ()
     computed: Tensor  # rows of documents that this rank computes, ()
     lengths: Tensor  # tokens of each document that is trained, else 0, (N,)
-    saved: Tensor | None = None  # tokens of each document that are computed for another document, (N,)
+    saved: Tensor  # tokens of each document that are computed for another document, (N,)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -164,7 +164,8 @@ class Rows(Layout):
 
     def sizes(self, trained: Tensor) -> Sizes:
         mask = torch.ones_like(self.tokens) if self.attention_mask is None else self.attention_mask
-        return Sizes(mask.sum(), mask.sum(), mask.sum(-1) * (trained > 0))
+        lengths = mask.sum(-1) * (trained > 0)
+        return Sizes(mask.sum(), mask.sum(), lengths, torch.zeros_like(lengths))
 
     def predicting(self, document: int) -> Tensor:
         length = self.tokens.shape[1]
@@ -195,7 +196,7 @@ class Whole(Layout):
 
     def sizes(self, trained: Tensor) -> Sizes:
         lengths = self.cu_seq_lens.diff() * (trained > 0)
-        return Sizes(lengths.sum(), self.row_counts(trained).sum(), lengths)
+        return Sizes(lengths.sum(), self.row_counts(trained).sum(), lengths, torch.zeros_like(lengths))
 
     def predicting(self, document: int) -> Tensor:
         start, stop = self.cu_seq_lens[document : document + 2].tolist()

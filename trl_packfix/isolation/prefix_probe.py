@@ -95,7 +95,7 @@ class PrefixProbe(Probe):
         layout = layout_of(batch)
         saved = layout.sizes(torch.ones(layout.count, device=self.device)).saved
         rows = [layout.predicting(i).to(self.device) for i in range(len(documents))]
-        return batch["input_ids"].shape[1], rows, [0] * len(documents) if saved is None else saved.tolist()
+        return batch["input_ids"].shape[1], rows, saved.tolist()
 
 
 class ImagePrefixProbe(PrefixProbe, ImageProbe):

@@ -141,8 +141,7 @@ def _estimated_with_images(planner: EpochPlanner, reader: ImageRows) -> PrefixSa
         )
         assert documents.image_count is not None
         lengths, counts = documents.lengths[pack], documents.image_count[pack]
-        saved_rows = layout_of(batch).sizes(torch.ones(len(pack))).saved
-        shared = np.zeros(len(pack), dtype=np.int64) if saved_rows is None else saved_rows.numpy()
+        shared = layout_of(batch).sizes(torch.ones(len(pack))).saved.numpy()
         own = np.zeros(len(pack))  # the share of the images of a document that are computed in its run
         for run in runs:
             own[run.document] = 1 - run.images_before / max(run.num_images, 1)

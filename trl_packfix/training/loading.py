@@ -17,12 +17,11 @@ from ..data.by_length import ByLength
 from ..data.collator import PackedDataCollator
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..data.image_rows import ImageRows
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model
 from ..data.pack_collator import PackCollator
 from ..data.prefix_collator import PrefixCollator
-from ..data.reader import TokenReader, without_ignored_mask
+from ..data.reader import Rows, TokenReader, without_ignored_mask
 from ..data.row_values import (
     SOURCES,
     WEIGHTS,
@@ -38,6 +37,7 @@ from ..data.stream_loading import stream_loader
 from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
+from ..planning.packing import Packing
 from ..reporting.build import make_report, make_stream_report
 from ..samples.checks import has_images, what_is_trained
 from ..samples.row import Trained, TurnCounts
@@ -62,7 +62,7 @@ class TrainingData(Part):
     model is loaded. `attach` does what needs the model.
     """
 
-    reader: TokenReader | ImageRows  # with packing of a table, as are `documents`
+    reader: Rows  # with packing of a table, as are `documents`
     documents: Documents
     row_values: RowValues
     padded_collator: Callable[..., Any]  # of an unpacked run
@@ -182,10 +182,15 @@ class TrainingData(Part):
         return self.make_loader(rows, sampler, self.training_collator(self._value_columns))
 
     @property
+    def packing(self) -> Packing | None:
+        """How the training set is packed, from when training starts; None without packing."""
+        packs = self.planner or self.stream
+        return None if packs is None else packs.packing
+
+    @property
     def degrees(self) -> tuple[int, ...]:
         """How many ranks may share a pack in training; () without packing."""
-        packs = self.planner or self.stream
-        return () if packs is None else packs.packing.degrees
+        return () if self.packing is None else self.packing.degrees
 
     @property
     def _of_run(self) -> dict[str, Any]:

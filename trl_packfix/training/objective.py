@@ -27,7 +27,6 @@ from ..data.collator import IGNORE_INDEX
 from ..data.row_values import SOURCES, WEIGHTS
 from ..layout import Layout, Sizes, Targets, layout_of
 from ..planning.costs import LLAMA_7B
-from ..planning.strategies import STRATEGIES
 from ..samples.processor import sequence_sizes
 from .flops import own_peak_tflops, trained_share, training_flops
 from .groups import SamePackCheck
@@ -284,11 +283,11 @@ class Objective(Part):
         costs, dtype = self._data.cost_model, sum_dtype(sizes.lengths.device)
         if costs is LLAMA_7B:
             return sizes.lengths.new_zeros(())
-        flops = training_flops(costs, sizes.lengths.to(dtype), self.trained_share).sum()
-        if sizes.saved is not None:
-            flops = flops - training_flops(costs, sizes.saved.to(dtype), self.trained_share).sum()
+        computed, saved = (
+            training_flops(costs, tokens.to(dtype), self.trained_share).sum() for tokens in (sizes.lengths, sizes.saved)
+        )
         images = sequence_sizes(inputs).to(dtype)
-        return flops + 3 * costs.tower(images, images**2).sum()
+        return computed - saved + 3 * costs.tower(images, images**2).sum()
 
     @cached_property
     def trained_share(self) -> float:
@@ -308,10 +307,10 @@ class Objective(Part):
             return
         self.gather_totals()
         if self.totals.num_steps:
+            packing = self._data.packing
             capacity = None  # of strategies that do not fill micro-batches
-            if self.args.packing and not STRATEGIES[self.args.packing_strategy].keeps_steps:
-                assert self._run.packing_report is not None  # made with the training loader
-                capacity = self.args.tokens_per_rank or self._run.packing_report.capacity
+            if packing is not None and not packing.traits.keeps_steps:
+                capacity = packing.parallel.tokens_per_rank
             peak = self.args.peak_tflops or own_peak_tflops(self._run.accelerator.device, self._data.attention_dtype)
             logs |= self.totals.metrics(capacity, self.args.world_size, peak)
             if not self._run.aux_loss_enabled:
