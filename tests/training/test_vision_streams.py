@@ -15,6 +15,7 @@ from trl_packfix.data.stream import PackedStream
 from trl_packfix.data.stream_images import ENCODED, ProcessedPacks, StreamImages
 from trl_packfix.samples.conversation import COLUMNS
 from trl_packfix.training.groups import SamePackCheck
+from trl_packfix.training.run import DataRanks
 
 pytestmark = pytest.mark.slow
 
@@ -203,8 +204,9 @@ def test_packs_stay_in_order_and_are_compared_in_every_step(tmp_path, caplog):
     loader = run.get_train_dataloader()
     assert "dataloader_in_order=False was given; packs with images of a stream stay in order" in caplog.text
     assert loader.in_order
+    run.data.ranks = DataRanks.of(SimpleNamespace(process_index=0, world_size=2, tokens_per_rank=64), copies=1)
     check = SamePackCheck(run.data)
-    check.start(SimpleNamespace(world_size=2, tokens_per_rank=64, max_steps=9))
+    check.start(SimpleNamespace(max_steps=9))
     assert check.steps_left == 9
 
 

@@ -179,7 +179,7 @@ class FirstStep:
     def _packed(self, packs: list[PartOf]) -> _Step:
         run, model, keys = self._run, self._probe.model, [WEIGHTS] if self._run.args.weight_column else []
         batches = [self._probe.moved(self._data.training_collator(keys)(pack)) for pack in packs]
-        if run.accelerator.num_processes > 1 and (run.args.tokens_per_rank or self._data.ranks.copies > 1):
+        if self._data.ranks.may_share:
             check_same_packs(batches, self._data.ranks.copies)
         num_items = run._get_num_items_in_batch(batches, run.accelerator.device)
         run.current_gradient_accumulation_steps = len(batches)
@@ -400,7 +400,7 @@ class FirstStep:
                 run.aux_loss_enabled &= not self._data.packs_images
                 silent = [module for module in probe.inner.modules() if not module.training]
 
-                def silence(*call: Any) -> None:  # the trainer sets all modules to train mode, also those that draw
+                def silence(*call: object) -> None:  # the trainer sets all modules to train mode, also those that draw
                     for module in silent:
                         module.training = False
 

@@ -26,17 +26,14 @@ class SamePackCheck:
 
     def start(self, args: SFTConfig) -> None:
         """Called before training."""
-        is_stream = self._data.stream is not None
-        shares = args.world_size > 1 and args.tokens_per_rank is not None
-        self._copies = self._data.ranks.copies
-        is_checked = shares or self._copies > 1
-        self.steps_left = (args.max_steps if is_stream else NUM_CHECKED_STEPS) if is_checked else 0
+        steps = NUM_CHECKED_STEPS if self._data.stream is None else args.max_steps
+        self.steps_left = steps * self._data.ranks.may_share
 
     def check(self, batches: list[dict[str, Any]]) -> None:
         if not self.steps_left or not batches:
             return
         self.steps_left -= 1
-        check_same_packs(batches, self._copies)
+        check_same_packs(batches, self._data.ranks.copies)
 
 
 def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:

@@ -78,11 +78,13 @@ class DataRanks:
     count: int
     copies: int
     index: int  # of this process among the copies
+    may_share: bool  # whether several processes may have the same pack, or parts of it
 
     @classmethod
     def of(cls, args: SFTConfig, copies: int) -> "DataRanks":
         rank, index = divmod(args.process_index, copies)
-        return cls(rank, args.world_size // copies, copies, index)
+        may_share = copies > 1 or (args.world_size > 1 and args.tokens_per_rank is not None)
+        return cls(rank, args.world_size // copies, copies, index, may_share)
 
 
 class Part:
