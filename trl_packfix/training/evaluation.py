@@ -20,10 +20,8 @@ from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX
 from ..data.dataset_checks import check_tokenised
 from ..data.documents import Documents
-from ..data.image_rows import ImageRows
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler
-from ..data.reader import TokenReader
-from ..data.row_values import SOURCES, RowValues, RowValuesCollator, read_row_values
+from ..data.row_values import SOURCES, RowValuesCollator, read_row_values
 from ..data.spans import Overlong
 from ..layout import layout_of
 from .checks import check_prepared
@@ -107,11 +105,15 @@ class Evaluation(Part):
         """Whether documents that begin alike are planned as one. To sort images, all would have to be processed."""
         return self._shares_evaluation and self.args.share_prefixes == "family" and not self._data.packs_images
 
-    def _evaluation_documents(self, reader: TokenReader | ImageRows) -> Documents:
-        args = self.args
+    def _rows(self, dataset: Dataset) -> DocumentDataset:
+        """The documents of a set, with their sources. Refuses a bad column of these."""
+        args, column = self.args, self.args.source_column
+        named = column if column in dataset.column_names else None
+        values = read_row_values(dataset, None, named, name="evaluation")
+        reader = self._data.images.read(dataset, "evaluation")
         # One result per row: evaluation never splits or drops, whatever training does.
         overlong: Overlong = "raise" if args.overlong == "raise" else "truncate"
-        return cached_documents(
+        documents = cached_documents(
             reader,
             args.max_length,
             overlong,
@@ -119,6 +121,8 @@ class Evaluation(Part):
             keep_untrained=True,
             sorts_tokens=self._brings_together,
         )
+        pad_token_id = self._run._tokenizer.pad_token_id
+        return DocumentDataset(reader, documents, pad_token_id, values=values.taken(reader.conversations))
 
     def check_evaluation_sets(self) -> None:
         """Refuse evaluation sets without a trained token, if training would evaluate a loss on them."""
@@ -129,9 +133,7 @@ class Evaluation(Part):
         eval_dataset = self._run.eval_dataset
         for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}).items():
             if self._evaluates_documents(dataset):
-                self._sources_to_evaluate(dataset)  # refuses a bad column
-                documents = self._evaluation_documents(self._data.images.read(dataset, "evaluation"))
-                self._check_trained(documents, "eval" if name is None else f"eval_{name}")
+                self._check_trained(self._rows(dataset).documents, "eval" if name is None else f"eval_{name}")
 
     def _check_trained(self, documents: Documents, prefix: str) -> None:
         counts = documents.ledger.given
@@ -182,12 +184,10 @@ class Evaluation(Part):
         if "input_ids" in dataset.column_names:
             # Sets for `predict`, or with `skip_prepare_dataset`, were not checked before.
             check_tokenised(dataset, "evaluation", self._data.vocab_size, packing=args.packs_evaluation)
-        reader = self._data.images.read(dataset, "evaluation")
-        documents = self._evaluation_documents(reader)
-        values = self._sources_to_evaluate(dataset).taken(reader.conversations)
-        rows = DocumentDataset(reader, documents, self._run._tokenizer.pad_token_id, values=values)
+        rows = self._rows(dataset)
+        documents = rows.documents
         sampler: PackedBatchSampler | PaddedBatchSampler
-        collate: Any
+        collate: Callable[..., Any]
         if self._packs_evaluation(needs_logits):
             planner = make_planner(
                 args,
@@ -208,15 +208,11 @@ class Evaluation(Part):
         else:
             self._check_padded(documents, needs_logits)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, ranks.count)
-            check_padded_images(self._run.accelerator, reader)
+            check_padded_images(self._run.accelerator, rows.reader)
             collate = self._data.images.padded(self._data.padded_collator)
-        if values.sources is not None:
+        if rows.values.sources is not None:
             collate = RowValuesCollator(collate, {SOURCES: SOURCES})
         return self._data.make_loader(rows, sampler, collate)
-
-    def _sources_to_evaluate(self, dataset: Dataset) -> RowValues:
-        column = self.args.source_column
-        return read_row_values(dataset, None, column if column in dataset.column_names else None, name="evaluation")
 
     def run(
         self, loop: Callable[[], EvalLoopOutput], dataloader: DataLoader[Any], loss_only: bool, prefix: str

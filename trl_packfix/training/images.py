@@ -20,7 +20,7 @@ from ..data.image_rows import ImageRows
 from ..data.loaders import PaddedCollator
 from ..data.model_costs import vision_tower, with_tower
 from ..data.prefix_collator import Compare
-from ..data.reader import TokenReader
+from ..data.reader import Rows, TokenReader
 from ..data.stream_images import StreamImages
 from ..data.stream_reader import StreamTokens, read_whole, refuse_empty
 from ..planning.costs import CostModel
@@ -42,7 +42,7 @@ class NoImages(Part):
     tower = nn.Module()  # the vision tower
     compare: Compare | None = None  # see `PrefixCollator`
 
-    def read(self, dataset: Dataset, name: str) -> TokenReader | ImageRows:
+    def read(self, dataset: Dataset, name: str) -> Rows:
         """The rows of a table: tokens, or images and text, which are measured once."""
         return TokenReader(dataset)
 
@@ -86,7 +86,7 @@ class ImageData(NoImages):
         self.examples = ImageExamples(self.process, run.data_collator.dataset_text_field, rope_index)
         self.tower = vision_tower(inner) or nn.Module()
 
-    def read(self, dataset: Dataset, name: str) -> TokenReader | ImageRows:
+    def read(self, dataset: Dataset, name: str) -> Rows:
         if self._is_tokens(dataset):
             return super().read(dataset, name)
         return measure_rows(dataset, self.process, name, args=self.args, marks=name == "train")
@@ -163,7 +163,7 @@ def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SF
     return reader
 
 
-def check_padded_images(accelerator: Accelerator, reader: ImageRows | TokenReader) -> None:
+def check_padded_images(accelerator: Accelerator, reader: Rows) -> None:
     """Refuse padded evaluation in which a rank may have no image while ranks gather parameters together."""
     is_sharded = accelerator.distributed_type == DistributedType.FSDP or (
         accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3

@@ -18,8 +18,7 @@ from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 
 from ..data.epochs import EpochPlanner, Start
-from ..data.image_rows import ImageRows
-from ..data.reader import TokenReader
+from ..data.reader import Rows
 from ..data.stream_loading import resume, stream_file
 from ..planning.packing import ELASTIC, Changes, changes, listed
 from ..version import __version__
@@ -62,7 +61,7 @@ def progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tuple[Tr
     return state, (planner.trained(epoch, done), planner.start.trained if is_start else None)
 
 
-def settings_of(planner: EpochPlanner, reader: TokenReader | ImageRows) -> dict[str, Any]:
+def settings_of(planner: EpochPlanner, reader: Rows) -> dict[str, Any]:
     """All that decides which documents are in which optimizer step, under the names that a user sets."""
     documents = planner.documents
     return {
