@@ -7,7 +7,9 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from datasets import IterableDataset
 from torch import Tensor
 
 from ..data.collator import PackedDataCollator
@@ -62,7 +64,7 @@ def masked(document: Document) -> Document:
     return document | {"labels": np.full(length(document), IGNORE_INDEX)}
 
 
-def first_documents(data: TrainingData, dataset: Any) -> tuple[list[Document], int, int]:
+def first_documents(data: TrainingData, dataset: IterableDataset) -> tuple[list[Document], int, int]:
     """Documents of the first packs of this rank, or of the first rows of a stream `dataset`.
 
     Also how many ranks share a pack of them, and which of these this one is. These ranks get the same documents.
@@ -82,10 +84,9 @@ def first_documents(data: TrainingData, dataset: Any) -> tuple[list[Document], i
         return found, degree, data.ranks.rank % degree
     rows = DocumentDataset(data.reader, data.documents, values=data.row_values)
     packs = list(islice(PackedBatchSampler(data.planner, data.ranks.rank), data.args.gradient_accumulation_steps))
-    shared = max(packs, key=attrgetter("degree"))
-    if shared.degree > 1:
-        return rows.__getitems__(shared[:NUM_CANDIDATES]), shared.degree, shared.member
-    return rows.__getitems__([index for pack in packs for index in pack if index != EMPTY][:NUM_CANDIDATES]), 1, 0
+    first = max(packs, key=attrgetter("degree"))
+    indices = [index for pack in packs for index in pack if pack.degree == first.degree and index != EMPTY]
+    return rows.__getitems__(indices[:NUM_CANDIDATES]), first.degree, first.member
 
 
 def usable(documents: list[Document]) -> list[Document]:
@@ -129,7 +130,7 @@ def _shortened(document: Document) -> Document:
     return document | {name: np.asarray(document[name])[kept] for name in READ}
 
 
-def int64(values: Any) -> Tensor:
+def int64(values: npt.ArrayLike) -> Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int64))  # a copy: values of a table cannot be written
 
 
