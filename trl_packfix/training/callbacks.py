@@ -22,7 +22,6 @@ from ..data.model_memory import ROWS_PER_DOCUMENT
 from ..data.stream_state import StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import PackingReport, metrics
-from ..samples.checks import IMAGES
 from .choices import Setup
 from .evaluation import Evaluation
 from .features import experimental, refuse
@@ -65,9 +64,9 @@ class BeforeTraining(TrainerCallback):
         if args.eval_strategy != "no" or args.eval_on_start:
             self._evaluation.check_evaluation_sets()
 
-    def on_pre_optimizer_step(self, args: Any, *call: object, **kwargs: object) -> None:
+    def on_pre_optimizer_step(self, *call: object, **kwargs: object) -> None:
         if not self._objective.totals.is_scored:
-            refuse(Setup(args=args, own_loss=f"{type(self._run).__name__}.compute_loss"))
+            refuse(Setup(args=self._run.args, own_loss=f"{type(self._run).__name__}.compute_loss"))
 
 
 def backward_note(model: nn.Module, most_documents: int | None) -> str:
@@ -114,10 +113,8 @@ class BeforeFirstStep(TrainerCallback):
             text += backward_note(run.model, report.most_documents)
             if self._data.shares_prefixes:
                 text += f"; copied keys of shared prefixes take at most {COPIED_BYTES / 2**30:g} GiB, in one layer"
-        setup = Setup(args=args, columns=IMAGES if report.images is not None else (), model=base_model(run.model))
-        report = replace(
-            report, isolation=isolation, first_step=step.text, attention=text, experimental=experimental(setup)
-        )
+        tried = experimental(Setup(args=args, model=base_model(run.model)))
+        report = replace(report, isolation=isolation, first_step=step.text, attention=text, experimental=tried)
         run.packing_report = report
         if args.packing_report and run.is_world_process_zero():
             report.show()

@@ -32,7 +32,7 @@ def setup_of(kind: type[Run], arguments: dict[str, Any]) -> Setup:
     """What a trainer of this kind was given, for `refuse`, by the names of its arguments."""
     dataset, sampler = arguments["train_dataset"], cast(object, kind._get_train_sampler)
     return Setup(
-        columns=(dataset.column_names or ()) if isinstance(dataset, Dataset | IterableDataset) else (),
+        columns=getattr(dataset, "column_names", None) or (),
         own_sampler=None if sampler is trl.SFTTrainer._get_train_sampler else f"{kind.__name__}._get_train_sampler",
         **{each.name: arguments[each.name] for each in fields(Setup) if each.name in arguments},
     )
@@ -155,13 +155,11 @@ def check_replacement(dataset: object, before: Dataset | IterableDataset, vocab_
 
 
 def _kind(dataset: object) -> str:
-    images = " with images" if has_images(dataset) else ""
-    if isinstance(dataset, Dataset):
-        return f"a `Dataset`{images}"
-    return f"an `IterableDataset`{images}" if isinstance(dataset, IterableDataset) else f"{type(dataset).__name__}"
+    kinds: dict[type, str] = {Dataset: "a `Dataset`", IterableDataset: "an `IterableDataset`"}
+    return kinds.get(type(dataset), type(dataset).__name__) + " with images" * has_images(dataset)
 
 
-def check_prepared(dataset: Any, name: str) -> None:
+def check_prepared(dataset: Dataset | IterableDataset, name: str) -> None:
     """Refuse rows that were set as a dataset of the trainer and are not tokenised."""
     columns = get_dataset_column_names(dataset)
     if "input_ids" not in columns:

@@ -8,7 +8,7 @@ has its own `compute_loss` or `prediction_step`, evaluation is TRL's, and a warn
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -58,7 +58,7 @@ class Evaluation(Part):
         self._data, self._objective = data, objective
         self._own = own  # our class of trainers: a method that differs from its method is the user's
 
-    def loader(self, dataset: Any, needs_logits: bool, prepares: bool) -> DataLoader[Any] | None:
+    def loader(self, dataset: object, needs_logits: bool, prepares: bool) -> DataLoader[Any] | None:
         """The loader of a set, or None for TRL's. `prepares`: TRL prepares such sets, so others are refused."""
         if isinstance(dataset, IterableDataset) and self._reads_rows:  # finite, and all of it is evaluated each time
             dataset = self._data.images.table(dataset)
@@ -73,7 +73,7 @@ class Evaluation(Part):
         """Whether rows are those of packs, or text for TRL's own collator: the user has not set a collator."""
         return self._data.packs_images or isinstance(self._data.padded_collator, DataCollatorForLanguageModeling)
 
-    def _evaluates_documents(self, dataset: object) -> bool:
+    def _evaluates_documents(self, dataset: object) -> TypeGuard[Dataset]:
         """Whether our loader reads this dataset: a table of tokens; with images TRL prepares no text either."""
         if not (isinstance(dataset, Dataset) and self._reads_rows):
             return False

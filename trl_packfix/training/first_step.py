@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from ..attention.models import base_model
@@ -46,14 +47,13 @@ from .step_comparison import (
     chosen,
     first_documents,
     int64,
+    is_plain,
     is_text,
     length,
     longest_of,
     masked,
     num_trained,
-    plain_packs,
     relative_distance,
-    usable,
 )
 from .totals import TrainingTotals
 
@@ -164,7 +164,7 @@ class FirstStep:
     def _packs(self) -> list[PartOf]:
         """Two packs of this rank with unequal numbers of tokens, one of them of one document."""
         found, degree, index = first_documents(self._data, self._run.train_dataset)
-        found = usable(found)
+        found = [each for each in found if num_trained(each) and each.get(WEIGHTS, 1) > 0]  # that change the model
         examples = self._data.images.examples
         if examples is not None and self._has_collectives:  # a row without images calls no tower, which others gather
             has_images = [examples.images.has_images(each) for each in found]
@@ -247,12 +247,8 @@ class FirstStep:
 
     def _aux_loss(self, documents: list[Document]) -> Tensor:
         """The router loss of unpacked training, of these documents as padded rows."""
-        longest = max(map(length, documents))
-        ids = torch.zeros(len(documents), longest, dtype=torch.int64)
-        for row, document in zip(ids, documents, strict=True):
-            row[: length(document)] = int64(document["input_ids"])
-        lengths = torch.tensor([length(document) for document in documents])
-        mask = (torch.arange(longest) < lengths[:, None]).long()
+        tokens = [int64(document["input_ids"]) for document in documents]
+        ids, mask = (pad_sequence(rows, batch_first=True) for rows in (tokens, [*map(torch.ones_like, tokens)]))
         rows = {"input_ids": ids, "attention_mask": mask, "output_router_logits": True, "use_cache": False}
         with self._run.compute_loss_context_manager():
             return self._alone(**self._probe.moved(rows)).aux_loss
@@ -273,7 +269,7 @@ class FirstStep:
         """
         if self.longest_compared == inf or 2 * self.longest_compared > (self._run.args.max_length or inf):
             return
-        plain = plain_packs(batches)
+        plain = [batch for batch in batches if is_plain(batch)]
         most = self._most if self._has_collectives else int
         if most(max((int(batch["max_length_q"]) for batch in plain), default=0)) < 2 * self.longest_compared:
             return

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from accelerate.utils import gather
 
 from ..layout import layout_of
 from .config import SFTConfig
@@ -42,9 +42,8 @@ def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:
     All compare those of all, because ranks that read different documents may also choose different degrees.
     """
     own = torch.stack([_pack_of(batch) for batch in batches])
-    on_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(on_ranks, own)
-    for packs in zip(*(rank.tolist() for rank in on_ranks), strict=True):  # of one micro-step, rank after rank
+    on_ranks = gather(own[None])  # (ranks, micro-steps, 3)
+    for packs in on_ranks.transpose(0, 1).tolist():  # of one micro-step, rank after rank
         degree = max(pack[0] for pack in packs)
         size = max(degree, copies)
         if size == 1:

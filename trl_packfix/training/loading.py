@@ -69,7 +69,7 @@ class TrainingData(Part):
     unpacked_counts_first: bool  # TRL would divide an unpacked loss by the first label of each row, too: no target
     ranks: DataRanks
 
-    def __init__(self, run: Run, args: SFTConfig, model: Any, *, train_dataset: Any, eval_dataset: Any):
+    def __init__(self, run: Run, args: SFTConfig, model: Any, *, train_dataset: object, eval_dataset: object):
         require_gathers(args.world_size, args.device.type)  # before weights are loaded, and without packing, too
         super().__init__(run)
         self.vocab_size: int | None = getattr(text_config(model, args), "vocab_size", None)
@@ -121,23 +121,22 @@ class TrainingData(Part):
     def _read_training_set(self) -> None:
         """Weights and sources of the rows of `train_dataset` and, with packing, its documents."""
         args, dataset = self.args, self._run.train_dataset
+        self._dataset_read = dataset
         if isinstance(dataset, IterableDataset):
             self.stream_sources = None if args.source_column is None else StreamSources()
             self.row_values = RowValues()  # a stream is read, and checked, later
         else:  # prepared, so that rows may be shuffled or fewer than those given
             self.row_values = read_row_values(dataset, args.weight_column, args.source_column, name="train")
-        if not args.packing:
-            if keys := self._value_columns:  # rows have the two columns themselves
-                index = {value: i for i, value in enumerate(self.row_values.column_values)}
-                names_sources = self.stream_sources is not None
-                self._run.data_collator = RowValuesCollator(self.padded_collator, keys, index, names_sources)
-        elif not isinstance(dataset, IterableDataset):
-            self.reader = self.images.read(dataset, "train")
-            self.row_values = self.row_values.taken(self.reader.conversations)
-            self.turns = self.reader.turns or self.turns
-            with status(args, f"Cutting {len(self.reader):,} rows into documents"):
-                self.documents = documents_of(self.reader, args)
-        self._dataset_read = dataset
+            if args.packing:
+                self.reader = self.images.read(dataset, "train")
+                self.row_values = self.row_values.taken(self.reader.conversations)
+                self.turns = self.reader.turns or self.turns
+                with status(args, f"Cutting {len(self.reader):,} rows into documents"):
+                    self.documents = documents_of(self.reader, args)
+        if (keys := self._value_columns) and not args.packing:  # rows have the two columns themselves
+            index = {value: i for i, value in enumerate(self.row_values.column_values)}
+            names_sources = self.stream_sources is not None
+            self._run.data_collator = RowValuesCollator(self.padded_collator, keys, index, names_sources)
 
     def trained_line(self) -> str:
         """What is trained without packing, with the share of the tokens of a table."""

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerState
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_pt_utils import LabelSmoother
 
 from ..isolation.packed_model import PackedModel
 from ..reporting.report import PackingReport
@@ -39,7 +40,7 @@ class Run(Protocol):
 
     compute_loss_func: Callable[..., Any] | None
     compute_metrics: Callable[..., Any] | None
-    label_smoother: Any
+    label_smoother: LabelSmoother | None
     aux_loss_enabled: bool
     router_aux_loss_coef: float
     neftune_noise_alpha: float | None
@@ -52,9 +53,8 @@ class Run(Protocol):
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
 
-    def add_callback(self, callback: TrainerCallback) -> None: ...
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any: ...
+    def _get_train_sampler(self) -> Any: ...
     def get_sp_size(self) -> int: ...
     def get_tp_size(self) -> int: ...
     def is_world_process_zero(self) -> bool: ...

@@ -89,11 +89,6 @@ def first_documents(data: TrainingData, dataset: IterableDataset) -> tuple[list[
     return rows.__getitems__(indices[:NUM_CANDIDATES]), first.degree, first.member
 
 
-def usable(documents: list[Document]) -> list[Document]:
-    """Those that change the model."""
-    return [each for each in documents if num_trained(each) and each.get(WEIGHTS, 1) > 0]
-
-
 def chosen(documents: list[Document]) -> list[Document]:
     """`NUM_DOCUMENTS` of them, shortened: two that begin alike for longest, one with images, and short ones."""
     shortened = [_shortened(each) for each in documents] or [dummy_document(0)]
@@ -134,14 +129,10 @@ def int64(values: npt.ArrayLike) -> Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int64))  # a copy: values of a table cannot be written
 
 
-def plain_packs(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of text, whole, whose documents share no row."""
-    plain = []
-    for batch in batches:
-        layout, tensors = layout_of(batch), {name for name, value in batch.items() if isinstance(value, Tensor)}
-        if tensors <= OF_TEXT and layout.is_packed and layout.degree == 1 and not layout.shares_rows:
-            plain.append(batch)
-    return plain
+def is_plain(batch: dict[str, Any]) -> bool:
+    """Whether this is a pack of text, whole, whose documents share no row."""
+    layout, tensors = layout_of(batch), {name for name, value in batch.items() if isinstance(value, Tensor)}
+    return tensors <= OF_TEXT and layout.is_packed and not layout.weighs_rows
 
 
 def longest_of(batch: dict[str, Any]) -> Tensor:
