@@ -22,11 +22,13 @@ from ..reporting.build import make_report
 from ..reporting.columns import COLUMNS, KEYS, Column
 from ..reporting.report import MAX_LOST_SHARE, PackingReport
 from ..reporting.savings import estimated_savings
+from ..training.choices import Setup
 from ..training.config import SFTConfig, changed
+from ..training.features import refuse
 from ..training.planner import documents_of, make_planner
 from . import memory
 from .configs import Configs, read_run
-from .tokens import check_images, load_model_config, make_costs, read_documents
+from .tokens import load_model_config, make_costs, read_documents
 
 FORWARD_AND_BACKWARD = 3  # times the FLOPs of a forward pass
 MOST_MICRO_BATCHES = 2**20  # of a step; larger than any cluster, and a plan of it needs 0.1 GB
@@ -106,6 +108,8 @@ def forecasts(
 
 def planner_for(documents: Documents, config: SFTConfig, world_size: int, **settings: Any) -> EpochPlanner:
     """The planner of a run with this config; `settings` are those of `make_planner`."""
+    if documents.image_count is not None:
+        refuse(Setup(args=config, columns=("images",)))
     num = world_size * config.gradient_accumulation_steps
     if num > MOST_MICRO_BATCHES:
         raise ValueError(
@@ -213,8 +217,6 @@ def _plan(args: argparse.Namespace, given: Configs, lengths: list[int], *, conso
         ranks = args.world_size
         most += [size * possible_degrees(1, size, num, num_heads=cost_model.heads)[-1] for num in ranks]
     configs = configs_of(lengths or candidate_lengths(longest, min(most, default=None)))
-    for config in configs:
-        check_images(config, reader)
     found = forecasts(
         reader,
         configs,
@@ -266,11 +268,8 @@ def _show(console: Console, plans: list[Forecast], config: SFTConfig) -> None:
     console.print(f"lengths  {first.lengths.line()}")
     if first.images is not None:
         console.print(f"images   {first.images.line()} (in the first line of the table)")
-    size = f"{config.per_device_train_batch_size} x max_length tokens"
-    if config.tokens_per_rank is not None:
-        size = f"{config.tokens_per_rank:,} tokens per rank"
-    steps = f"accumulation {config.gradient_accumulation_steps}, balance {config.balance!r}"
-    console.print(f"micro-batches of {size}, {steps}")
+    steps = f"accumulation {first.accumulation}, balance {config.balance!r}"
+    console.print(f"micro-batches of {first.groups.each(first)}, {steps}")
     values = {column: [column.value(plan.report) for plan in plans] for column in (*KEYS, *COLUMNS) if column.heading}
     values |= {column: [column.value(plan) for plan in plans] for column in FORECAST}
     known = {column: found for column, found in values.items() if any(value is not None for value in found)}

@@ -55,12 +55,11 @@ def run(args: argparse.Namespace) -> int:
     from .configs import read_run
     from .forecast import planner_for
     from .lengths import LengthRows
-    from .tokens import check_images, load_model_config, load_tokenizer, make_costs, read_documents
+    from .tokens import load_model_config, load_tokenizer, make_costs, read_documents
 
     given = read_run(args)
     config = given.training
     reader = read_documents(given, args.tokenizer)
-    check_images(config, reader)
     costs = make_costs(load_model_config(given), reader)
     planner = planner_for(documents_of(reader, config), config, args.world_size, cost_model=costs)
     picture = None

@@ -26,9 +26,7 @@ from ..planning.costs import CostModel
 from ..samples.apply import without_bad_rows
 from ..samples.checks import IMAGES, check_conversations, has_images
 from ..samples.row import BAD_ROW, Cached
-from ..training.choices import Setup
 from ..training.config import SFTConfig
-from ..training.features import refuse
 from ..training.preparation import prepare_images, prepare_rows
 from .configs import Configs
 from .flags import MODEL, named
@@ -176,12 +174,6 @@ def joined(tables: Sequence[Dataset]) -> Dataset:
             "datasets with images, select the same columns."
         )
     return concatenate_datasets(tables) if len(tables) > 1 else tables[0]
-
-
-def check_images(config: SFTConfig, reader: Rows) -> None:
-    """Refuse settings that do not go with images, if rows have some."""
-    if reader.image_counts is not None:
-        refuse(Setup(args=config, columns=("images",)))
 
 
 def load_model_config(run: Configs) -> PreTrainedConfig | None:

@@ -82,13 +82,13 @@ class ShownPack:
     documents: list[ShownDocument]
     rank: int  # the first of `degree` ranks that share the pack
     degree: int
-    cu_seq_lens_k: list[int] | None
+    cu_seq_lens_k: list[int]  # empty without shared prefixes
 
     def to_dict(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         documents = [document.to_dict(tokenizer) for document in self.documents]
         values = {"place": self.place, "capacity": self.capacity, "cu_seq_lens": self.cu_seq_lens}
         values |= {"documents": documents}
-        if self.cu_seq_lens_k is not None:
+        if self.cu_seq_lens_k:
             values |= {"cu_seq_lens_k": self.cu_seq_lens_k}
             for shown, document in zip(documents, self.documents, strict=True):
                 shown["shared_tokens"] = document.shared
@@ -132,7 +132,7 @@ def _read_pack(planner: EpochPlanner, reader: Rows, slot: int) -> ShownPack:
     chosen = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]]
     read = DocumentDataset(reader, documents).__getitems__(chosen.tolist())
     prefixes = PrefixCollator(shares=packing.share_prefixes != "off", compare=reader.compare)
-    trained, keys, shared = prefixes(read), None, [0] * len(read)
+    trained, keys, shared = prefixes(read), [], [0] * len(read)
     if LAYOUT in trained:
         order, shared = prefixes.order(read)
         chosen, read, keys = chosen[order], [read[i] for i in order], trained["cu_seq_lens_k"].tolist()
@@ -176,9 +176,9 @@ def pack_text(
     text = Text()
     given = sum(document.num_tokens for document in pack.documents)
     size = f"{pack.cu_seq_lens[-1]:,} of {pack.capacity:,} tokens"
-    computed = "" if pack.cu_seq_lens_k is None else f" computed, for {given:,} of the documents"
+    computed = f" computed, for {given:,} of the documents" if pack.cu_seq_lens_k else ""
     text.append(f"{pack.place}: {len(pack.documents):,} documents, {size}{computed}\n", "bold")
-    for name, starts in (("cu_seq_lens", pack.cu_seq_lens), ("cu_seq_lens_k", pack.cu_seq_lens_k or [])):
+    for name, starts in (("cu_seq_lens", pack.cu_seq_lens), ("cu_seq_lens_k", pack.cu_seq_lens_k)):
         if starts:
             more = " ..." if len(starts) > num_documents + 1 else ""
             text.append(f"{name} {' '.join(map(str, starts[: num_documents + 1]))}{more}\n")

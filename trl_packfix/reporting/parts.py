@@ -34,6 +34,9 @@ class OwnPacks:
     def size(self, report: "PackingReport") -> str:
         return f"{report.capacity:,} tokens (batch size {report.batch_size} x max_length {report.max_length:,})"
 
+    def each(self, report: "PackingReport") -> str:
+        return f"{report.batch_size} x max_length tokens"
+
     def needs(self, report: "PackingReport") -> str:
         of = f"{report.capacity:,} tokens (batch size {report.batch_size} x {report.max_length:,})"
         return f"micro-batches of {of}: if that is too much, lower the batch size before max_length"
@@ -104,6 +107,9 @@ class SharedPacks:
     @property
     def exchange(self) -> str:
         return f", and {self.exchange_share:.1%} of it is the exchange"
+
+    def each(self, report: "PackingReport") -> str:
+        return f"{self.tokens_per_rank:,} tokens per rank"
 
     def needs(self, report: "PackingReport") -> str:
         groups = f"groups of up to {self.smallest_degree} ranks for the longest documents"
