@@ -23,6 +23,7 @@ from ..attention.rows import Axes, DocumentRows, Group
 from ..compat import recorded_router_logits
 from .arguments import argument_leaves, output_leaves
 from .axes import ModuleAxes
+from .tracing import ShiftedPositions
 
 # Beginnings of the argument names that pass boundaries on to kernels; a separate document has no boundaries
 BOUNDARY_NAMES = ("cu_seq", "max_length_", "max_seqlen", "seq_idx")
@@ -166,17 +167,17 @@ class RepairedModule(AroundCalls):
 
 
 class RestartedPositions(ModelHooks):
-    """Restarts the positions that `module` gets at `place` at `first` in each document, in packed forwards.
+    """Restarts `shifted` positions that `module` gets in each document, in packed forwards.
 
     For models that count positions over the whole pack (bart), or from another start than the batch does (roberta).
     """
 
-    def __init__(self, module: nn.Module, place: str, axis: int, *, first: int):
+    def __init__(self, module: nn.Module, shifted: ShiftedPositions):
         super().__init__()
-        self.module, self.place, self.axis, self.first = module, place, axis, first
+        self.module, self.shifted = module, shifted
 
     def __str__(self) -> str:
-        return f"with positions from {self.first} in each document"
+        return f"with positions from {self.shifted.first} in each document"
 
     def _register(self) -> list[RemovableHandle]:
         return [self.module.register_forward_pre_hook(self._enter, with_kwargs=True)]
@@ -186,13 +187,15 @@ class RestartedPositions(ModelHooks):
         if running is None:
             return None
         leaves, tree = argument_leaves(module, args, kwargs)
-        values = [value for _, value in leaves]
-        for i, (place, positions) in enumerate(leaves):
-            if place == self.place:
+        _, at, axis, first = self.shifted
+        values = []
+        for place, value in leaves:
+            if place == at:
                 bounds = running.cu_seq_lens_q
                 # where the document of each token starts; without `output_size` the host would wait for their sum
-                starts = torch.repeat_interleave(bounds[:-1], bounds.diff(), output_size=positions.shape[self.axis])
-                values[i] = positions - positions.index_select(self.axis, starts) + self.first
+                starts = torch.repeat_interleave(bounds[:-1], bounds.diff(), output_size=value.shape[axis])
+                value = value - value.index_select(axis, starts) + first
+            values.append(value)
         return tree_unflatten(values, tree)
 
 

@@ -44,7 +44,7 @@ class RepairSearch:
     def __init__(self, probe: Probe, guard: PackedForwardGuard, max_length: int | None):
         self.probe, self.guard, self.max_length = probe, guard, max_length
         self._sites: dict[type[nn.Module], _Site] = {}
-        self._restarted: list[tuple[str, RestartedPositions]] = []
+        self._restarted: list[RestartedPositions] = []
         self._modules = dict(probe.inner.named_modules())
 
     def run(self) -> IsolationReport:
@@ -78,25 +78,22 @@ class RepairSearch:
         return report
 
     def give_up(self) -> None:
-        for site in self._sites.values():
-            site.remove()
+        for hooks in self.hooks:
+            hooks.remove()
         self._sites.clear()
-        for _, restarted in self._restarted:
-            restarted.remove()
         self._restarted.clear()
         self.guard.ignores_masks = False
 
     @property
     def hooks(self) -> list[ModelHooks]:
         """Of all current repairs, in the order of installation."""
-        restarted: list[ModelHooks] = [hooks for _, hooks in self._restarted]
-        return restarted + [module for site in self._sites.values() for module in site.repaired]
+        return [*self._restarted, *(module for site in self._sites.values() for module in site.repaired)]
 
     @property
     def repairs(self) -> list[Repair]:
         restarted: dict[tuple[str, str], list[str]] = {}
-        for name, each in self._restarted:
-            restarted.setdefault((type(each.module).__name__, str(each)), []).append(name)
+        for each in self._restarted:
+            restarted.setdefault((type(each.module).__name__, str(each)), []).append(each.shifted.name)
         repaired = [((kind.__name__, str(site.mode)), site.names) for kind, site in self._sites.items()]
         return [Repair(kind, names[0], len(names), way) for (kind, way), names in [*restarted.items(), *repaired]]
 
@@ -113,10 +110,9 @@ class RepairSearch:
             shifted = find_shifted(self.probe, [self.probe.tokens(n) for n in LENGTHS])
         except CannotRun:
             return False
-        for name, place, axis, first in shifted:
-            restarted = RestartedPositions(self._modules[name], place, axis, first=first)
-            restarted.install()
-            self._restarted.append((name, restarted))
+        self._restarted += [RestartedPositions(self._modules[each.name], each) for each in shifted]
+        for each in self._restarted:
+            each.install()
         return bool(self._restarted)
 
     def _outermost(self, name: str) -> str:
