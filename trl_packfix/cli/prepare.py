@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from uuid import uuid4
+from tempfile import TemporaryDirectory
 
 from ..version import __version__
 from . import flags
@@ -116,14 +115,12 @@ def _all_or_nothing(output: Path) -> Iterator[Path]:
     output = output.resolve()  # a link stays, and what it points to is written
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        folder = output.parent / f".{output.name}-{uuid4().hex}"
-        folder.mkdir()
-        try:
+        beside = TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent, ignore_cleanup_errors=True)
+        with beside as name:
+            folder = Path(name, output.name)
+            folder.mkdir()
             yield folder
             folder.rename(output)  # over a folder that is empty; the system refuses it over any other
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
     except OSError as error:
         raise ValueError(
             f"`--output {output}` was given, and writing failed: {error}. What was written is removed. Free space on "
