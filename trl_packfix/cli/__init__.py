@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_parser(subparsers)
     args, more_flags = parser.parse_known_args(argv)
     args.more_flags = more_flags  # of a run, whose names are known only when its config is imported
-    if more_flags and not hasattr(args, "takes_more_flags"):
+    if more_flags and args.command == "recipes":
         names = [word.partition("=")[0] for word in more_flags if word.startswith("-")]
         command = subparsers.choices[args.command]
         known = [name for action in command._actions for name in action.option_strings]

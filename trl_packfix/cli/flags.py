@@ -62,7 +62,6 @@ def add_command(subparsers: Subparsers, name: str, usage: str, *, epilog: str, *
     parser.add_argument(
         "--config", action="append", default=[], metavar="FILE.yaml", help="config file of a training run"
     )
-    parser.set_defaults(takes_more_flags=True)
     return parser
 
 

@@ -12,13 +12,12 @@ from .flags import Subparsers, named
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
+    subparsers.add_parser(
         "train",
         help="fine-tune on packed documents: the flags and config files of `trl sft`, and the fields of packing",
         add_help=False,  # the flags are those of TRL's config classes, which are imported only when it runs
         allow_abbrev=False,
     )
-    parser.set_defaults(takes_more_flags=True)
 
 
 def run(args: argparse.Namespace) -> int:
