@@ -11,6 +11,7 @@ import torch
 from support import zoo
 from support.models import DYNAMIC, build_tiny_model, longrope
 from support.runs import texts, trainer
+from support.versions import enable_checkpointing
 from sweep.judge import packed
 from torch.utils.checkpoint import checkpoint
 
@@ -224,3 +225,21 @@ def test_router_logits_of_repaired_layers_are_those_of_the_tokens():
     found = model(**batch, output_router_logits=True).router_logits
     for logits, of_documents in zip(found, zip(*alone, strict=True), strict=True):
         torch.testing.assert_close(logits, torch.cat(of_documents), rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_recomputes_a_repaired_module_without_its_router_logits():
+    """transformers records them in forward only, and what they save must not be missed in the recomputation."""
+    model, batch = build_tiny_model("qwen3_moe"), pack([12, 3, 1, 11])
+    for layer in model.model.layers:
+        layer.mlp.forward = lambda states, forward=layer.mlp.forward: forward(states).cumsum(dim=1)
+    assert packed_model(model).prove(model).repaired[0].module == "Qwen3MoeSparseMoeBlock"
+
+    def gradients():
+        model.zero_grad()
+        out = model.train()(**batch, output_router_logits=True)
+        sum(x.square().mean() for x in (out.logits, *out.router_logits)).backward()
+        return {name: each.grad for name, each in model.named_parameters()}
+
+    expected = gradients()
+    enable_checkpointing(model, False)
+    torch.testing.assert_close(gradients(), expected, rtol=1e-4, atol=1e-6)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
@@ -128,7 +129,9 @@ class RepairedModule(AroundCalls):
         if num_routers:  # of each router the logits of all batches, with their padding, become those of the pack
             of_rows = recorded[num_before:]
             of_routers = [of_rows[i::num_routers] for i in range(num_routers)]
-            recorded[num_before:] = [rows.join(logits, Axes((0,), 0)) for logits in of_routers]
+            # A checkpoint that computes this again records no logits: what it saves here it would look for in vain
+            with saved_tensors_hooks(lambda x: x, lambda x: x):
+                recorded[num_before:] = [rows.join(logits, Axes((0,), 0)) for logits in of_routers]
         first, tree = output_leaves(output)
         values = zip(*([value for _, value in output_leaves(each)[0]] for each in outputs), strict=True)
         joined = [self._join(place, [*each], rows) for (place, _), each in zip(first, values, strict=True)]
