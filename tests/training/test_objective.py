@@ -212,6 +212,14 @@ def test_padding_and_empty_micro_batches_add_nothing_to_the_router_statistic(pad
     assert run.state.log_history[-2]["aux_loss"] == pytest.approx(expected - nll, rel=1e-4)
 
 
+def test_padding_adds_nothing_to_the_router_statistic_of_an_evaluation(tmp_path):
+    found = [
+        experts(tmp_path, halves(3), eval_packing=True, **padding).evaluate(halves(3))["eval_aux_loss"]
+        for padding in ({}, {"pad_to_multiple_of": 64}, {"pad_documents_to_multiple_of": 16})
+    ]
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+
+
 # What is logged
 
 

@@ -296,13 +296,9 @@ class Evaluation(Part):
                 with objective.router_logits(inputs) as router_logits:
                     outputs = model(**inputs, fused_lm_head=True)
                 if self._run.aux_loss_enabled:
-                    aux_loss = outputs.aux_loss
-                    if layout.weighs_rows:
-                        # zero on ranks after the first of a group, so the mean over ranks counts it once
-                        aux_loss = layout.degree * objective.aux_loss(
-                            outputs, layout, targets.trained, router_logits=router_logits
-                        )
-                    aux_loss = self._run.accelerator.gather(aux_loss).mean().item()
+                    aux_loss = objective.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
+                    # zero on ranks after the first of a group, so the mean over ranks counts it once
+                    aux_loss = self._run.accelerator.gather(layout.degree * aux_loss).mean().item()
                     self._run._metrics["eval"]["aux_loss"].append(aux_loss)
                 return self._totals.add(outputs, targets, sources).float(), None, None
             labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
