@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 import pyarrow as pa
@@ -30,12 +30,10 @@ from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.families import (
     KEYS_PER_CAPACITY,
     TARGETS_PER_CAPACITY,
-    common_tokens,
     make_pieces,
     share_order,
     shared_by_neighbours,
     sort_by_tokens,
-    sort_key,
 )
 from trl_packfix.planning.schedule import imbalance
 from trl_packfix.reporting import savings
@@ -59,10 +57,15 @@ def sorted_by_tokens(documents, block=1):
     return sort_by_tokens(np.array([len(each) for each in documents]), read, block)
 
 
+def sort_key(tokens):
+    return [*tokens, families.END]
+
+
 def naive_order(documents):
     """Documents, and the common tokens of neighbours, as `sorted` has them."""
-    order = sorted(range(len(documents)), key=[sort_key(each) for each in documents].__getitem__)
-    return order, [0, *(common_tokens(documents[a], documents[b]) for a, b in pairwise(order))]
+    order = sorted(range(len(documents)), key=lambda i: sort_key(documents[i]))
+    pairs = (zip(documents[a], documents[b], strict=False) for a, b in pairwise(order))
+    return order, [0, *(sum(takewhile(bool, (one == other for one, other in pair))) for pair in pairs)]
 
 
 @st.composite
@@ -91,7 +94,7 @@ def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block, seed):
     order, common = naive_order(documents)
     assert found.order.tolist() == order and found.common.tolist() == common
     lengths = np.array([len(each) for each in documents])
-    assert shared_by_neighbours(found.common, lengths[found.order]).tolist() == share_order(documents)[1]
+    assert share_order(documents) == (order, shared_by_neighbours(found.common, lengths[found.order]).tolist())
     groups = np.random.default_rng(seed).integers(-1, 3, len(documents))
     order, common = [], []
     for members in (np.flatnonzero(groups == group) for group in range(3)):

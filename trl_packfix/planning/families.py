@@ -18,7 +18,6 @@ second copies make families of their own, the third ones too, and so on.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -39,28 +38,8 @@ TARGETS_PER_CAPACITY = 16
 
 END = 2**32 - 1  # in place of the tokens behind the end of a document: sorts after all of them
 BLOCK = 2**22  # tokens that are compared at a time, 16 MiB, if each document may have the fewest
+BLOCK_OF_PACK = 2**13  # the same among the documents of a pack
 WIDTHS = 16, 2**16  # fewest and most tokens of a document in a block
-
-
-def sort_key(tokens: npt.NDArray[np.integer]) -> bytes:
-    """Sorts documents by their tokens; a document comes *after* those that begin with all of it.
-
-    Behind them, what is left of it is one row, its last token, which predicts nothing.
-
-    >>> sort_key(np.array([7, 8, 9])) < sort_key(np.array([7, 8])) < sort_key(np.array([7, 9]))
-    True
-    """
-    return np.ascontiguousarray(tokens, dtype=">u4").tobytes() + b"\xff\xff\xff\xff"
-
-
-def common_tokens(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> int:
-    """Tokens with which both documents begin.
-
-    >>> common_tokens(np.array([7, 8, 9]), np.array([7, 8, 5, 6]))
-    2
-    """
-    shorter = min(len(a), len(b))
-    return int(np.append(a[:shorter] != b[:shorter], True).argmax())
 
 
 def share_order(
@@ -71,10 +50,17 @@ def share_order(
     >>> share_order([np.array([7, 9]), np.array([7, 8, 9, 5]), np.array([7, 8, 9, 4, 3])], min_shared=1)
     ([2, 1, 0], [0, 2, 0])
     """
-    order = sorted(range(len(documents)), key=[sort_key(tokens) for tokens in documents].__getitem__)
-    common = [0, *(common_tokens(documents[before], documents[own]) for before, own in pairwise(order))]
-    lengths = np.array([len(documents[i]) for i in order], dtype=np.int64)
-    return order, shared_by_neighbours(np.array(common[: len(order)]), lengths, min_shared).tolist()
+    lengths = np.array([len(tokens) for tokens in documents], dtype=np.int64)
+
+    def read(chosen: Int64Array, first: int, width: int) -> npt.NDArray[np.uint32]:
+        block = np.full((len(chosen), width), END, dtype=">u4")
+        for row, i in zip(block, chosen.tolist(), strict=True):
+            tokens = documents[i][first : first + width]
+            row[: len(tokens)] = tokens
+        return block
+
+    found = sort_by_tokens(lengths, read, BLOCK_OF_PACK)
+    return found.order.tolist(), shared_by_neighbours(found.common, lengths[found.order], min_shared).tolist()
 
 
 def shared_by_neighbours(common: Int64Array, lengths: Int64Array, min_shared: int = MIN_SHARED) -> Int64Array:
@@ -86,7 +72,11 @@ def shared_by_neighbours(common: Int64Array, lengths: Int64Array, min_shared: in
 
 @dataclass(frozen=True, eq=False)
 class TokenOrder:
-    """Documents sorted by their tokens, as `sort_key` sorts them; documents of the same tokens by their number."""
+    """Documents sorted by their tokens; documents of the same tokens by their number.
+
+    A document comes *after* those that begin with all of it. Behind them, what is left of it is one row, its last
+    token, which predicts nothing.
+    """
 
     order: Int64Array  # shape (M,)
     common: Int64Array  # tokens with which each begins as the one before it does, shape (M,); 0 for the first
