@@ -67,4 +67,5 @@ def saved_and_loaded(state: Any) -> Any:
 def rewrite(file: Path, arrays: Arrays) -> None:
     """A cache file with these arrays in its place, and with their seal; who has mapped the old one keeps it."""
     file.unlink()
-    assert write_arrays(file, arrays)
+    write_arrays(file, arrays)
+    assert file.is_file()

@@ -49,8 +49,8 @@ def read_or_make(file: Path | None, make: Callable[[], Arrays]) -> Arrays:
         if (cached := read_arrays_if_whole(file)) is not None:  # another process was first
             return cached
         arrays = make()
-        is_cached = write_arrays(file, arrays)
-    cached = read_arrays_if_whole(file) if is_cached else None  # mapped
+        write_arrays(file, arrays)
+    cached = read_arrays_if_whole(file)  # mapped
     return arrays if cached is None else cached
 
 
@@ -80,8 +80,8 @@ def read_arrays(file: Path) -> Arrays:
     return {name: column.values.to_numpy() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
 
-def write_arrays(file: Path, arrays: Arrays) -> bool:
-    """Write flat arrays of numbers, and delete old packs in the same folder; whether the file exists now."""
+def write_arrays(file: Path, arrays: Arrays) -> None:
+    """Write flat arrays of numbers, and delete old packs in the same folder."""
     columns = [pa.LargeListArray.from_arrays([0, len(values)], pa.array(values)) for values in arrays.values()]
     batch = pa.RecordBatch.from_arrays(columns, names=list(arrays))
 
@@ -92,13 +92,12 @@ def write_arrays(file: Path, arrays: Arrays) -> bool:
         with temporary.open("ab") as stream:
             stream.write(seal)
 
-    is_written = write_atomically(file, write)
+    write_atomically(file, write)
     for pattern, age in ((f"{PACKS}-*", PACKS_LIFETIME), (f"{PREFIX}-*.tmp", TEMPORARY_LIFETIME)):
         for old in file.parent.glob(pattern):
             with contextlib.suppress(OSError):  # another rank was faster
                 if time.time() - old.stat().st_mtime > age:
                     old.unlink()
-    return is_written
 
 
 def _seal(file: Path, body: np.ndarray) -> bytes:
@@ -107,26 +106,24 @@ def _seal(file: Path, body: np.ndarray) -> bytes:
     return digest.digest()
 
 
-def write_atomically(file: Path, write: Callable[[Path], None]) -> bool:
-    """Call `write` with the name of a new file, then give that file the name `file`; whether it exists now.
+def write_atomically(file: Path, write: Callable[[Path], None]) -> None:
+    """Call `write` with the name of a new file, then give that file the name `file`.
 
     Several ranks may write the same file at once. The first one to finish wins.
     """
     if file.is_file():
-        return True
+        return
     temporary = file.with_name(f"{PREFIX}-{secrets.token_hex(8)}.tmp")  # nobody can place a link there
     try:
         write(temporary)
         try:
             os.link(temporary, file)
         except FileExistsError:
-            return file.is_file()
+            pass
         except OSError:  # a file system without links
             temporary.replace(file)
-        return True
     except OSError as error:  # e.g. a read-only disk: training works without the cache
         logger.info("%s is not cached for the next start: %s", file.name, error)
-        return False
     finally:
         _remove(temporary)
 
