@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..data.reader import Rows
-from ..planning.arrays import Int64Array
+from ..planning.arrays import BoolArray, Int64Array
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ class LengthRows(Rows):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def bad_rows(self) -> None:
-        return None
+    def bad_rows(self) -> BoolArray:
+        return np.zeros(len(self), dtype=bool)
 
     def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
         return stop - start

@@ -211,7 +211,7 @@ def save_measured(parts: list[Dataset], processor: str, config: SFTConfig, *, ou
     if config.bad_rows == "drop":
         reader = measured(table, processor, config)
         bad, rows = reader.bad_rows(), reader.conversations
-        if bad is not None:  # of a conversation, the turns that can be rendered are kept
+        if bad.any():  # of a conversation, the turns that can be rendered are kept
             table = table.select(np.flatnonzero(~bad) if rows is None else np.unique(rows[~bad]))
     table.save_to_disk(output, num_proc=config.dataset_num_proc)
     reader = measured(load_from_disk(str(output)), processor, config)

@@ -51,10 +51,9 @@ class Rows(ABC):
         """The Arrow files that the table is mapped from; [] for a table in memory."""
         return [Path(file["filename"]) for file in self._table.cache_files]
 
-    def bad_rows(self) -> BoolArray | None:
-        """Which rows could not be tokenised; None if every row could."""
-        bad = bad_rows(self._table)
-        return bad if bad is not None and bad.any() else None
+    def bad_rows(self) -> BoolArray:
+        """Which rows could not be tokenised."""
+        return bad_rows(self._table)
 
     def digests(self, rows: Int64Array) -> bytes | None:
         """Hashes of the documents of these rows; None if the tokens are at hand."""

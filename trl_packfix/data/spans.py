@@ -88,9 +88,7 @@ def make_documents(
     """
     spans = _table_spans(reader)
     ledger = spans.ledger
-    bad = reader.bad_rows()
-    if bad is not None:
-        spans = spans.without(bad[spans.row], "bad_row")
+    spans = spans.without(reader.bad_rows()[spans.row], "bad_row")
     spans = spans.without(spans.lengths == 0, "empty")
     if not keep_untrained:
         # Before cutting: documents that never had a target are not counted as lost by the cut.

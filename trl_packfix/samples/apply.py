@@ -185,7 +185,6 @@ def count_turns(
     A sample is a row or, if it is split, a turn, and the columns say of which row.
     """
     bad = bad_rows(samples)
-    assert bad is not None  # every map that makes samples makes the column
     row_of = column_of(samples, ROW) if is_split else np.arange(len(samples))
     trains = column_of(samples, TURN) >= 0 if is_split else ~bad
     left = mask_counts(samples) if is_split else MaskCounts()
@@ -226,7 +225,6 @@ def without_bad_rows(dataset: Any) -> Any:
     """The rows that have tokens, of a table or a stream, without the column `BAD_ROW`."""
     if isinstance(dataset, IterableDataset):
         return dataset.filter(not_, input_columns=BAD_ROW).remove_columns(BAD_ROW)
-    bad = bad_rows(dataset)
-    if bad is not None and bad.any():
+    if (bad := bad_rows(dataset)).any():
         dataset = dataset.select(np.flatnonzero(~bad))
-    return dataset if bad is None else dataset.remove_columns(BAD_ROW)
+    return dataset.remove_columns(BAD_ROW) if BAD_ROW in dataset.column_names else dataset

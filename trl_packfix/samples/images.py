@@ -135,7 +135,7 @@ def measure(
         )
         measures = run(1)
     bad = bad_rows(measures)
-    if bad is not None and bad.any() and not drops:
+    if bad.any() and not drops:
         first = np.flatnonzero(bad)[:NUM_SHOWN]
         raise ValueError(
             f"{bad.sum()} of {len(measures)} rows of the {name} dataset with images cannot be processed; the first "

@@ -104,10 +104,10 @@ def mask_counts(samples: Dataset) -> MaskCounts:
     return MaskCounts(*(int(column_of(samples, name).sum()) for name in NUMBERS[2:]))
 
 
-def bad_rows(dataset: Dataset) -> npt.NDArray[np.bool_] | None:
-    """Which rows have a reason in the column `BAD_ROW`, shape (R,); None if the dataset has no such column."""
+def bad_rows(dataset: Dataset) -> npt.NDArray[np.bool_]:
+    """Which rows have a reason in the column `BAD_ROW`, shape (R,); none if the dataset has no such column."""
     if BAD_ROW not in dataset.column_names:
-        return None
+        return np.zeros(len(dataset), dtype=bool)
     reasons = dataset.select_columns(BAD_ROW).with_format("arrow")[:][BAD_ROW]
     return pc.fill_null(pc.not_equal(reasons, ""), False).to_numpy()
 
