@@ -61,9 +61,6 @@ class EpochPlanner:
 
     def __post_init__(self) -> None:
         packing = self._first_packing = self.packing
-        if packing.shares_families:
-            assert not packing.traits.cuts_blocks, "the config refuses it"
-            assert self.documents.tokens is not None, "documents are not sorted by their tokens"
         if packing.traits.keeps_steps:
             self.num_steps = packing.num_steps(len(self.documents))
             unit = f"{len(self.documents)} documents"
@@ -104,20 +101,20 @@ class EpochPlanner:
 
     @cached_property
     def _units(self) -> Units:
-        tokens = self.documents.tokens
-        if self.packing.shares_families and tokens is not None:
-            return self.pieces(tokens)
-        return Units(self.documents.lengths, self.packing.cost_model, self.image_costs)
+        if not self.packing.shares_families:
+            return Units(self.documents.lengths, self.packing.cost_model, self.image_costs)
+        assert self.documents.tokens is not None, "documents are not sorted by their tokens"
+        return self.pieces(self.documents.tokens)
 
     def units(self, epoch: int = 0) -> Units:
         """What is planned as one: documents, or with `share_prefixes="family"` pieces of families.
 
         With `minibatch` these are families of the documents of each step, so every epoch has others.
         """
-        if not self.packing.shares_families or not self.packing.traits.keeps_steps:
+        tokens = self.documents.tokens
+        if tokens is None or not self.packing.traits.keeps_steps or not self.packing.shares_families:
             return self._units
-        assert self.documents.tokens is not None
-        of_steps = self.documents.tokens.within(self.packing.kept_steps(self._unpacked_order(epoch)))
+        of_steps = tokens.within(self.packing.kept_steps(self._unpacked_order(epoch)))
         return self.pieces(of_steps, splits_copies=False)
 
     # The steps of a run
@@ -128,10 +125,9 @@ class EpochPlanner:
         if start.trained is None:
             return
         remaining, packing = np.flatnonzero(~start.trained), self.packing
-        if len(remaining):
-            others = replace(packing, seed=packing.seed + start.epoch)
-            rest = EpochPlanner(self.documents.taken(~start.trained), others, may_be_empty=True)
-        if not len(remaining) or not rest.num_steps:
+        others = replace(packing, seed=packing.seed + start.epoch)
+        rest = EpochPlanner(self.documents.taken(~start.trained), others, may_be_empty=True)
+        if not rest.num_steps:
             self.start = Start(start.epoch + 1, start.first_step + start.num_steps)
             return
         schedule, micro_steps = rest.schedule(0), start.num_steps * packing.accumulation
@@ -214,7 +210,6 @@ class EpochPlanner:
         return replace(schedule, order=order, offsets=offsets)
 
     def pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
-        """Families of these documents as units of this plan."""
         documents, packing = self.documents, self.packing
         return make_pieces(
             tokens,
