@@ -25,6 +25,15 @@ def check_count(name: str, value: int) -> None:
         )
 
 
+def check_rank(rank: int, world_size: int) -> None:
+    check_count("world_size", world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"`rank={rank}` was given with `world_size={world_size}`. Ranks count from 0 to {world_size - 1}, so there "
+            "are no documents for this one. Set `rank` to the data-parallel rank of this process."
+        )
+
+
 def check_max_length(max_length: int | None, batch_size: int) -> None:
     if max_length is None:
         raise ValueError(

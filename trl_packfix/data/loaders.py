@@ -23,7 +23,14 @@ from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Synchronisation
 from .cache import cached_documents
 from .collator import IGNORE_INDEX, PackedDataCollator
-from .dataset_checks import check_choice, check_count, check_max_length, check_not_padded, check_overlong
+from .dataset_checks import (
+    check_choice,
+    check_count,
+    check_max_length,
+    check_not_padded,
+    check_overlong,
+    check_rank,
+)
 from .documents import Documents
 from .epochs import EpochPlanner
 from .model_costs import make_cost_model
@@ -170,69 +177,43 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     """Packed batches of a tokenised dataset for any training loop: plan, sampler and collator in one `DataLoader`.
 
     Each pass over the loader is the next epoch and has its own plan; `loader.set_epoch(epoch)` chooses an epoch. The
-    batches of all ranks together hold every document that is not dropped once per epoch. Call
-    `prepare_for_packing(model)` once, so that the model reads the boundaries and documents are proved isolated.
+    batches of all ranks together hold every document that is not dropped once per epoch. `len()` counts micro-batches,
+    a multiple of `gradient_accumulation_steps`. Call `prepare_for_packing(model)` once, so that the model reads the
+    boundaries and documents are proved isolated.
 
     Args:
         dataset: a `datasets.Dataset` with `input_ids` and optionally `labels`, `seq_lengths`.
-        max_length: largest number of tokens of a document.
-        batch_size: a pack holds at most `batch_size * max_length` tokens.
+        max_length, batch_size: most tokens of a document; a pack holds at most `batch_size * max_length`.
         strategy: "stream", "bfd", "bfd_split", "wrapped" or "minibatch".
-        overlong: "truncate", "split", "drop" or "raise" documents longer than `max_length`; None: what the strategy
-            implies.
+        overlong: "truncate", "split", "drop" or "raise" longer documents; None: what the strategy implies.
         gradient_accumulation_steps: micro-batches per optimizer step.
         rank, world_size: this data-parallel rank, and the number of data-parallel ranks.
         seed, shuffle: of the order of documents; without shuffling it is that of the table.
-        synchronisation: "step" if ranks wait for each other only at the end of a step (DDP, ZeRO-1); "micro" if they
-            do after every micro-batch.
-        cost_model: the config of the model, from which costs are computed; default: the costs of a Llama with 7B
-            parameters.
-        collate: default `PackedDataCollator()`.
-        dataloader_kwargs: for `torch.utils.data.DataLoader` (`num_workers`, `pin_memory`, ...).
-
-    Returns:
-        A `DataLoader` with `len()` micro-batches, a multiple of `gradient_accumulation_steps`.
+        synchronisation: "step" if ranks wait for each other only after a step (DDP, ZeRO-1); else "micro".
+        cost_model: the config of the model, from which costs are computed; default: those of a 7B Llama.
+        collate, dataloader_kwargs: default `PackedDataCollator()`; for `DataLoader` (`num_workers`, ...).
 
     Raises:
         ValueError: unknown or contradictory arguments, `rank` outside [0, world_size), or padded rows.
 
     >>> dataset = Dataset.from_dict({"input_ids": [[1] * 5, [2] * 3, [3] * 4, [4] * 2]})
-    >>> sorted(batch["input_ids"].shape for batch in packed_dataloader(dataset, max_length=7))
+    >>> [batch["input_ids"].shape for batch in packed_dataloader(dataset, max_length=7)]
     [torch.Size([1, 7]), torch.Size([1, 7])]
     """
     check_choice("strategy", strategy, STRATEGIES)
     check_choice("overlong", overlong, (None, *get_args(Overlong)))
     check_choice("synchronisation", synchronisation, get_args(Synchronisation))
     check_overlong("strategy", strategy, overlong)
-    counts = {"batch_size": batch_size, "gradient_accumulation_steps": gradient_accumulation_steps}
-    for name, count in (counts | {"world_size": world_size}).items():
-        check_count(name, count)
+    check_count("batch_size", batch_size)
+    check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+    check_rank(rank, world_size)
     check_max_length(max_length, batch_size)
-    if not 0 <= rank < world_size:
-        raise ValueError(
-            f"`rank={rank}` was given with `world_size={world_size}`. Ranks count from 0 to {world_size - 1}, so there "
-            "are no documents for this one. Set `rank` to the data-parallel rank of this process."
-        )
-    reader = TokenReader(dataset)
+    reader, traits = TokenReader(dataset), STRATEGIES[strategy]
     check_not_padded(dataset, "given")
-    documents = cached_documents(
-        reader, max_length, overlong or STRATEGIES[strategy].overlong, wrapped=STRATEGIES[strategy].cuts_blocks
-    )
-    packing = Packing(
-        strategy=strategy,
-        batch_size=batch_size,
-        max_length=max_length,
-        accumulation=gradient_accumulation_steps,
-        world_size=world_size,
-        seed=seed,
-        shuffle=shuffle,
-        synchronisation=synchronisation,
-        cost_model=cost_model if isinstance(cost_model, CostModel) else make_cost_model(cost_model),
-    )
-    return document_loader(
-        DocumentDataset(reader, documents),
-        PackedBatchSampler(EpochPlanner(documents, packing), rank),
-        collate or PackedDataCollator(),
-        device=None,  # the caller moves batches
-        **dataloader_kwargs,
-    )
+    documents = cached_documents(reader, max_length, overlong or traits.overlong, wrapped=traits.cuts_blocks)
+    how: dict[str, Any] = {"strategy": strategy, "seed": seed, "shuffle": shuffle, "synchronisation": synchronisation}
+    how |= {"batch_size": batch_size, "accumulation": gradient_accumulation_steps, "world_size": world_size}
+    costs = cost_model if isinstance(cost_model, CostModel) else make_cost_model(cost_model)
+    planner = EpochPlanner(documents, Packing(max_length=max_length, cost_model=costs, **how))
+    rows, sampler = DocumentDataset(reader, documents), PackedBatchSampler(planner, rank)
+    return document_loader(rows, sampler, collate or PackedDataCollator(), device=None, **dataloader_kwargs)
