@@ -61,9 +61,7 @@ class SequenceParallel:
     """How the ranks of a run share packs. Without sequence parallelism each has its own."""
 
     tokens_per_rank: int  # C, most tokens of a pack on one rank
-    smallest: int = (
-        1  # S, the smallest degree that holds a document of `max_length`; packs are planned for groups of it
-    )
+    smallest: int = 1  # S, the smallest degree that holds a document of `max_length`: packs are planned for it
     degrees: tuple[int, ...] = (1,)  # those that may be chosen, ascending; S is one of them
     fill: float = 1.0  # packs are planned to this share of the tokens that the ranks hold
     speeds: Speeds = field(default_factory=Speeds)
