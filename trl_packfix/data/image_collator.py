@@ -110,16 +110,11 @@ class PackedImages:
     def __call__(self, documents: list[dict[str, Any]], runs: list[Run], position_ids: Tensor) -> dict[str, Any]:
         """The entries of the batch of these runs; `position_ids` are those of the text, (1, T)."""
         entries = {}
-        for name in self.layout.tokens:
-            if any(name in document for document in documents):
-                row = torch.zeros(position_ids.shape, dtype=torch.int64)
-                start = 0
-                for i, first, *_ in runs:
-                    stop = start + len(documents[i]["input_ids"]) - first
-                    if name in documents[i]:
-                        row[:, start:stop] = documents[i][name][:, first:]
-                    start = stop
-                entries[name] = row
+        for name in self.layout.tokens & set[str]().union(*documents):
+            texts = [torch.zeros(1, len(document["input_ids"]), dtype=torch.int64) for document in documents]
+            parts = [documents[i].get(name, texts[i])[:, first:] for i, first, *_ in runs]
+            missing = position_ids.shape[1] - sum(part.shape[1] for part in parts)  # padding
+            entries[name] = F.pad(torch.cat(parts, dim=1), (0, missing))
         with_images = [
             documents[i] if before == 0 else images_between(documents[i], before, num, num=num)
             for i, _, before, num in runs
@@ -134,3 +129,6 @@ class PackedImages:
             rest = position_ids[0, sum(part.shape[1] for part in positions) :].expand(3, -1)  # padding
             entries["position_ids"] = torch.cat([position_ids[None], torch.cat([*positions, rest], dim=1)[:, None]])
         return entries
+
+
+NO_IMAGES = PackedImages(ImageLayout(frozenset(), {}))

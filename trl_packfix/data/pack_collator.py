@@ -7,21 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from .collator import PackedDataCollator
-from .image_collator import PackedImages
+from .image_collator import NO_IMAGES, PackedImages
 from .parts import PartOf, cut_part
 
 
 @dataclass
 class PackCollator:
     rows: PackedDataCollator  # a `PrefixCollator` shares common beginnings
-    images: PackedImages | None = None
+    images: PackedImages = NO_IMAGES
 
     def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
         part = PartOf.like(pack, pack)
-        if self.images is None:
-            batch, _ = self.rows.collate(part, part.degree)
-            return cut_part(batch, part.degree, part.member)
         documents = self.images.with_placeholder(part)
         batch, runs = self.rows.collate(documents, part.degree)
         batch |= self.images(documents, runs, batch["position_ids"])
-        return cut_part(batch, part.degree, part.member, has_images=True)
+        return cut_part(batch, part.degree, part.member, has_images=bool(self.images.layout.images))

@@ -15,7 +15,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..attention.models import base_model
 from ..compat import DDP, main_process_first
-from ..data.image_collator import PackedImages, PaddedImageCollator, RopeIndex
+from ..data.image_collator import NO_IMAGES, PackedImages, PaddedImageCollator, RopeIndex
 from ..data.image_examples import ImageExamples
 from ..data.image_rows import ImageRows
 from ..data.loaders import PaddedCollator
@@ -63,9 +63,9 @@ class NoImages(Part):
         """Costs of text, with those of images."""
         return costs
 
-    def of_packs(self) -> PackedImages | None:
+    def of_packs(self) -> PackedImages:
         """What packs have of images: also a placeholder, if ranks would wait for each other in a pack without one."""
-        return None
+        return NO_IMAGES
 
     def padded(self, collate: Callable[..., Any]) -> Callable[..., Any]:
         """What makes a padded batch of documents; `collate` is TRL's collator."""
