@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -53,7 +53,7 @@ class Method:
         return f"{'LoRA' if self.lora else 'full'}, {self.engine}"
 
 
-METHODS = tuple(Method(lora, engine) for lora in (False, True) for engine in ("DDP", "ZeRO-2", "ZeRO-3"))
+METHODS = tuple(Method(lora, engine) for lora in (False, True) for engine in get_args(Engine))
 
 
 @dataclass(frozen=True)
@@ -251,15 +251,13 @@ def _saved(model: PreTrainedModel, autocast: bool) -> Saved:
     def end(module: nn.Module, args: tuple[Any, ...], out: object) -> None:
         layers[-1] += totals["tokens"]
 
-    handles = []
     for layer in _layers(model):
-        handles += [layer.register_forward_pre_hook(begin, with_kwargs=True), layer.register_forward_hook(end)]
+        layer.register_forward_pre_hook(begin, with_kwargs=True)
+        layer.register_forward_hook(end)
     ids = torch.zeros(1, TOKENS, dtype=torch.long)
     context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
     with context, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         model.base_model(input_ids=ids, use_cache=False)
-    for handle in handles:
-        handle.remove()
     others = totals["tokens"] - sum(layers)
     per_layer, per_input = (tuple(size / TOKENS for size in sizes) for sizes in (layers, inputs))
     return Saved(per_layer, per_input, others / TOKENS, totals["casts"], is_cached=autocast)

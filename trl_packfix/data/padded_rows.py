@@ -19,8 +19,6 @@ from .prefix_collator import PrefixCollator
 
 
 class RowsOfBatch(NamedTuple):
-    """A padded batch as one pack."""
-
     pack: dict[str, Any]  # without labels
     rows: Tensor  # of the pack that hold each token, int64, (N,)
     cells: Tensor  # the place of each token in the padded batch, row after row, int64, (N,)

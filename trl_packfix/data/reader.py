@@ -138,9 +138,7 @@ class _ListColumn:
 
     @cached_property
     def lengths(self) -> Int64Array:
-        lengths = np.empty(self.begins[-1], dtype=np.int64)
-        for offsets, begin, end in zip(self.offsets, self.begins, self.begins[1:], strict=False):
-            np.subtract(offsets[1:], offsets[:-1], out=lengths[begin:end])
+        lengths = np.concatenate([np.zeros(0, np.int64), *map(np.diff, self.offsets)])
         return lengths if self.indices is None else lengths[self.indices]
 
     def read(self, row: int, start: int, stop: int) -> np.ndarray:

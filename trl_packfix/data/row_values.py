@@ -54,8 +54,7 @@ def read_row_values(dataset: Dataset, weight_column: str | None, source_column: 
     weights = None if weight_column is None else read_weights(dataset, weight_column, name)
     if source_column is None:
         return RowValues(weights)
-    sources, names, column_values = read_sources(dataset, source_column, name)
-    return RowValues(weights, sources, names, column_values)
+    return RowValues(weights, *read_sources(dataset, source_column, name))
 
 
 def read_weights(dataset: Dataset, column: str, name: str) -> npt.NDArray[np.float32]:

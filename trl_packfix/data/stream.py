@@ -274,7 +274,6 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         }
 
     def _changed(self, state: dict[str, Any]) -> Changes:
-        """The settings that differ from those that the state was saved with."""
         return changes(state["settings"] | {"version": state["version"]}, self.settings | {"version": STATE_VERSION})
 
     def continues(self, state: dict[str, Any]) -> bool:

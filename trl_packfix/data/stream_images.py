@@ -38,8 +38,6 @@ ENCODED = "encoded"  # key of a waiting document
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """What a waiting document is made of."""
-
     text: str  # of the row, all but the images: JSON
     images: tuple[EncodedImage, ...]  # of the row
     start: int  # the part of the row's tokens that the document has
@@ -51,7 +49,6 @@ class EncodedRow:
         return len(self.text) + sum(image.num_bytes for image in self.images)
 
     def process(self, process: RowProcessor) -> dict[str, Any]:
-        """The document, with what the processor makes of its images."""
         document = process(json.loads(self.text) | {"images": list(self.images)})
         return process.cut(document, self.start, self.stop)
 

@@ -39,7 +39,6 @@ def stream_loader(
 
 
 def stream_file(checkpoint: str | Path, rank: int) -> Path:
-    """The file in a checkpoint that holds the state of one rank's stream."""
     return Path(checkpoint) / f"packed_stream_{rank}.pt"
 
 

@@ -58,7 +58,6 @@ def packed(documents: Sequence[DocumentTokens]) -> dict[str, Any]:
 
 
 def unpacked(state: dict[str, Any]) -> list[DocumentTokens]:
-    """The inverse of `packed`."""
     lengths = state["lengths"].tolist()
     columns = {name: [part.numpy().copy() for part in state[name].split(lengths)] for name in TOKENS if lengths}
     if WEIGHTS in state:

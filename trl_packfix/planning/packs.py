@@ -133,7 +133,6 @@ def plan_blocks(
 
 
 def reordered(plan: PackPlan, rng: np.random.Generator) -> PackPlan:
-    """The same packs in another order."""
     members, sizes = select_packs(plan.order, np.diff(plan.offsets), rng.permutation(plan.num_packs))
     return _plan(members, sizes, plan.lengths, capacity=plan.capacity)
 

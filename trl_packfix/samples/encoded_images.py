@@ -40,7 +40,6 @@ class EncodedImage:
         return 0 if self.data is None else len(self.data)
 
     def decode(self) -> Any:
-        """The image as `datasets` decodes it."""
         return Image(mode=self.mode).decode_example({"path": self.path, "bytes": self.data})
 
 
@@ -76,7 +75,6 @@ def packed_images(images: Sequence[Sequence[EncodedImage]]) -> dict[str, Any]:
 
 
 def unpacked_images(packed: dict[str, Any]) -> list[tuple[EncodedImage, ...]]:
-    """The inverse of `packed_images`."""
     images, start, data = [], 0, packed["data"].numpy().tobytes()
     for path, mode, size in zip(packed["paths"], packed["modes"], packed["sizes"], strict=True):
         images.append(EncodedImage(path, None if size < 0 else data[start : start + size], mode))

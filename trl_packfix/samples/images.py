@@ -170,7 +170,6 @@ class AssistantCollator(DataCollatorForVisionLanguageModeling):
 
 
 def masking_collator(collate: DataCollatorForVisionLanguageModeling, rule: TurnRule) -> AssistantCollator:
-    """TRL's collator of rows with images, with the mask of assistant turns."""
     if not masks_images(collate):
         raise ValueError(
             f"`assistant_only_loss=True` was given with images, TRL {trl.__version__} and transformers "

@@ -32,8 +32,6 @@ Row: TypeAlias = Mapping[str, Any]
 
 
 class Recipe:
-    """Makes the samples of a row."""
-
     tokenizer: Tokenizer
     chat_template: str | None = None  # in place of the tokenizer's own
     consumes: Collection[str] = COLUMNS  # the columns that a sample does not have beside what is made
@@ -181,7 +179,6 @@ def recipe_of(
     completion_only_loss: bool,
     formatting_func: Callable[[dict[str, Any]], str] | None,
 ) -> Recipe:
-    """How the rows of a dataset that is not tokenised become samples."""
     if formatting_func is None and args.assistant_only_loss and has_conversations(dataset):
         return Masked(TurnRule.of(args), tokenizer, training_template(tokenizer), completion_only_loss)
     if formatting_func is None and args.per_turn:

@@ -150,7 +150,6 @@ class TurnRule:
 
 
 def has_markers(chat_template: object) -> bool:
-    """Whether a chat template marks what the assistant writes."""
     return isinstance(chat_template, str) and MARKERS.search(chat_template) is not None
 
 
