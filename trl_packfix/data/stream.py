@@ -157,11 +157,10 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self._has_ended = False
         while True:
             # After the last arrival, the packs of the remaining buffer are closed together and wait for their steps.
-            while len(self._closed) < packing.num_bins or self._has_ended:
-                pack = next(packs, None)
-                if pack is None:
+            for positions in packs:
+                self._closed.append([self._waiting.pop(position) for position in positions])
+                if len(self._closed) >= packing.num_bins and not self._has_ended:
                     break
-                self._closed.append([self._waiting.pop(position) for position in pack])
             if not self._closed:
                 return
             step = [self._closed.popleft() for _ in range(min(packing.num_bins, len(self._closed)))]

@@ -188,12 +188,10 @@ def _spread(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int6
     spread = [*(pack.tolist() for pack in packs), *([] for _ in range(num - len(packs)))]
     # of documents of one length those of all packs in turn
     units = [(int(lengths[unit]), place, i, unit) for i, pack in enumerate(spread) for place, unit in enumerate(pack)]
-    shortest_first = iter(sorted(units))
-    for pack in spread:
-        found = None if pack else next((unit for unit in shortest_first if len(spread[unit[2]]) > 1), None)
-        if found is not None:
-            pack.append(found[3])
-            spread[found[2]].remove(found[3])
+    shortest_first = (unit for unit in sorted(units) if len(spread[unit[2]]) > 1)
+    for empty, (*_, i, unit) in zip([pack for pack in spread if not pack], shortest_first, strict=False):
+        empty.append(unit)
+        spread[i].remove(unit)
     return [np.array(pack, dtype=np.int64) for pack in spread]
 
 
