@@ -47,9 +47,11 @@ def test_collator_flattens_documents_and_pads_with_one_document(lengths, multipl
     assert "attention_mask" not in batch and batch["use_cache"] is False
 
 
-def test_collator_takes_lists_tensors_and_missing_labels():
+def test_collator_takes_lists_tensors_missing_labels_masks_of_ones_and_a_mask_beside_labels():
     batch = PackedDataCollator()([{"input_ids": [1, 2]}, {"input_ids": torch.tensor([3, 4]), "labels": [-100, 4]}])
     assert batch["labels"].tolist() == [[-100, 2, -100, 4]]
+    columns = {"attention_mask": [1, 1, 1], "completion_mask": [0, 0, 1], "labels": [-100, -100, 3]}
+    assert PackedDataCollator()([{"input_ids": [1, 2, 3]} | columns])["labels"].tolist() == [[-100, -100, 3]]
 
 
 @pytest.mark.parametrize("document", [{"input_ids": []}, {"input_ids": [1, 2], "labels": [1]}])
@@ -71,8 +73,3 @@ def test_collator_refuses_documents_without_one_label_per_token(document):
 def test_collator_refuses_columns_that_it_would_ignore(columns, message):
     with pytest.raises(ValueError, match=message):
         PackedDataCollator()([{"input_ids": [1, 2, 3]} | columns])
-
-
-def test_collator_takes_an_attention_mask_of_ones_and_a_mask_beside_labels():
-    columns = {"attention_mask": [1, 1, 1], "completion_mask": [0, 0, 1], "labels": [-100, -100, 3]}
-    assert PackedDataCollator()([{"input_ids": [1, 2, 3]} | columns])["labels"].tolist() == [[-100, -100, 3]]

@@ -53,9 +53,7 @@ MODELS = {
     # layers with other numbers of heads, without an indexer of their own, and with one that selects blocks
     "laguna": {
         **MOE,
-        "shared_expert_intermediate_size": 48,
-        "num_attention_heads_per_layer": [4, 8, 8],
-        "sliding_window": 32,
+        **{"shared_expert_intermediate_size": 48, "num_attention_heads_per_layer": [4, 8, 8], "sliding_window": 32},
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
@@ -140,11 +138,8 @@ HYBRIDS = {
     "falcon_h1": {**GROUPS, "mamba_d_ssm": 256},
     "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 64, "n_groups": 2, "chunk_size": 64, "expand": 2},
     "kimi_linear": {
-        "layer_types": MIXED,
-        "mlp_layer_types": ["dense"] * 4,
-        "linear_num_heads": 4,
-        "linear_head_dim": 32,
-        "num_key_value_heads": 4,
+        **{"layer_types": MIXED, "mlp_layer_types": ["dense"] * 4, "num_key_value_heads": 4},
+        **{"linear_num_heads": 4, "linear_head_dim": 32},
     },
     "mamba": {"state_size": 16},
 }
@@ -245,13 +240,9 @@ def test_without_a_config_it_is_a_llama_of_7b():
 # Configs whose fields have another value in each layer, which cannot be read from the whole config, or are lists.
 BY_LAYER = {
     "gemma4_text": shrink(CONFIG_MAPPING["gemma4_text"]()),
-    "hunyuan_v1_moe": {
-        **SIZE,
-        **MOE,
-        "moe_intermediate_size": [48] * 3,
-        "moe_topk": [2] * 3,
-        "num_shared_expert": [1] * 3,
-    },
+    "hunyuan_v1_moe": SIZE
+    | MOE
+    | {"moe_intermediate_size": [48] * 3, "moe_topk": [2] * 3, "num_shared_expert": [1] * 3},
 }
 
 

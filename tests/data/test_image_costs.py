@@ -37,9 +37,6 @@ def costs_of(model):
     return with_tower(make_cost_model(model.config), model.config)
 
 
-# The vision tower
-
-
 @pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
 def test_one_rank_counts_the_tower_under_zero3(family):
@@ -86,9 +83,6 @@ def test_what_cannot_be_counted_is_said_and_not_balanced(caplog):
     report = make_report(planner, found)
     assert not planner.image_costs.any() and report.images.tower_share is None
     assert any("vision tower: cost not known, so not balanced" in text for _, text in report.lines())
-
-
-# Balance
 
 
 def documents_with_images(num: int = 2000) -> Documents:
@@ -162,9 +156,6 @@ def test_the_report_has_the_imbalance_of_both_parts():
     lines = dict(make_report(planner, found).lines())
     assert f"{counts.sum()} in {(counts > 0).sum()} documents" in lines["images"]
     assert f"of the vision tower alone {images.tower_imbalance:.3f}" in lines["imbalance"]
-
-
-# The log
 
 
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])

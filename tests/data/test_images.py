@@ -44,9 +44,6 @@ def read(family: str, dataset: Dataset = ROWS, **settings) -> ImageRows:
     return measured(family, dataset, **settings)
 
 
-# Lengths
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lengths_are_those_of_the_rows_in_a_batch_of_trl(family):
     collate = DataCollatorForVisionLanguageModeling(build_processor(family))
@@ -155,9 +152,6 @@ def test_a_document_is_split_outside_its_images(family):
     assert small.ledger.dropped["overlong"].documents > 0
 
 
-# Bad rows
-
-
 def broken(tmp_path) -> Dataset:
     def encoded(image, kind="PNG", share=1.0):
         buffer = io.BytesIO()
@@ -204,9 +198,6 @@ def test_a_transform_and_a_changed_image_are_refused():
     found.lengths = found.lengths + 1
     with pytest.raises(ValueError, match=rf"(?s)Row {row} of the dataset.*were? measured|must not change"):
         found.read(row, 0, found.lengths[row])
-
-
-# Collating
 
 
 LAYOUTS = {
@@ -273,9 +264,6 @@ def test_a_pack_without_images_gets_one_where_ranks_must_call_the_tower():
     assert len(collate([found.read(mixed, 0, found.lengths[mixed])])["cu_seq_lens_q"]) == 2
 
 
-# The probe
-
-
 @gemma3_leaks
 def test_images_in_equal_places_hide_a_leak_that_the_probe_finds():
     """gemma3 takes the places of images from the first document of a pack: right if all are alike."""
@@ -303,8 +291,6 @@ def test_positions_over_the_whole_row_are_found():
     report = check_isolation(model, 512, images=examples)
     assert not (report.isolated and report.equal)
 
-
-# Packs against each document alone
 
 # The sweep judges the rest, see tests/cli/test_check.py
 REST = ("mllama", "qwen3_5_moe", "glm4v_moe", "vipllava")

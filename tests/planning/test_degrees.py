@@ -112,9 +112,6 @@ def test_an_optimizer_step_keeps_its_documents_whatever_the_degrees(num, seed, a
     assert len({step_hash(run, epoch) for run in runs}) == 1
 
 
-# The model of time
-
-
 @pytest.mark.parametrize("flops, degree", [(0.0, 1), (1e15, 4)])
 def test_a_short_document_with_large_images_takes_as_many_ranks_as_a_long_one(flops, degree):
     """By its rows it would not end later than the others."""
@@ -178,9 +175,6 @@ def test_a_model_without_attention_pays_for_exchanges(model_type):
     assert (chosen[0] == 1).mean() > 0.7 and chosen[0].max() == 2 and (chosen[1] > 2).mean() > 0.7
 
 
-# What a run may use
-
-
 def test_degrees_divide_the_ranks_and_leave_each_rank_a_head():
     assert possible_degrees(64, 16, 24) == (1, 2, 4, 8)
     assert possible_degrees(16, 16, 7) == (1,)
@@ -189,9 +183,6 @@ def test_degrees_divide_the_ranks_and_leave_each_rank_a_head():
         possible_degrees(64, 16, 6, num_heads=8)
     with pytest.raises(ValueError, match=r"max_length=256.*the model has 8 attention heads.*Set `max_length` to 128"):
         planner([5, 6], 64, 16, max_length=256)
-
-
-# Loader, restart
 
 
 def test_a_loader_reads_its_parts_and_goes_on_after_skipped_batches():
@@ -217,8 +208,6 @@ def test_a_restart_knows_another_number_of_tokens_per_rank():
     before, now = (planner([5, 6], 4, each).packing.settings("table") for each in (16, 32))
     assert changes(before, now) == {"tokens_per_rank": (16, 32)} and "tokens_per_rank" not in ELASTIC
 
-
-# Settings
 
 PARTS = {"tokens_per_rank": 16, "per_device_train_batch_size": 1}
 

@@ -76,9 +76,6 @@ def tampered(file):
     rewrite(file, arrays | {"order": np.concatenate([arrays["order"][:-2], arrays["order"][-2:][::-1]])})
 
 
-# What is kept
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_kept_is_what_would_be_planned(strategy, tmp_path):
     documents = made(tmp_path, wrapped=strategy == "wrapped")

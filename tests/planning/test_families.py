@@ -83,9 +83,6 @@ def token_lists(draw):
     return found
 
 
-# The order of documents by their tokens
-
-
 @settings(max_examples=100, deadline=None)
 @given(documents=token_lists(), block=st.sampled_from([1, 10**6]), seed=st.integers(0, 2**32))
 def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block, seed):
@@ -116,9 +113,6 @@ def test_no_token_is_read_beyond_the_first_difference_and_its_block():
 
     sort_by_tokens(np.array([len(each) for each in documents]), counted, block=1)
     assert 2 * 1001 <= sum(read) <= 2 * (1001 + 16) + 50 * 16
-
-
-# Pieces
 
 
 @settings(max_examples=100, deadline=None)
@@ -237,9 +231,6 @@ def test_a_system_prompt_does_not_make_one_family():
     assert np.bincount(pieces.family[lengths > 90]).max() == 2, "a family has another chat"
 
 
-# Plans
-
-
 def chats(num=60, seed=0, beginning=20, longest=250):
     """Samples of chats, one per turn, shuffled, as tokens."""
     rng = np.random.default_rng(seed)
@@ -303,9 +294,6 @@ def test_balance_knows_the_cost_of_pieces():
     assert waiting["step"] < 0.002 * waiting["none"], "more than measured (0.0005); balanced by rows it is 0.009"
 
 
-# Tables and caches
-
-
 def test_documents_with_labels_that_are_not_tokens_share_nothing():
     tokens = [np.arange(50), np.arange(50), np.arange(60), np.arange(40)]
     labels = [each.tolist() for each in tokens]
@@ -360,9 +348,6 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch,
     assert np.array_equal(start("off")[1].order, off.order)
     with pytest.raises(AttributeError):
         cached_documents(TokenReader(load_from_disk(tmp_path)), 200, sorts_tokens=True)  # not cached yet
-
-
-# Numbers
 
 
 def report(share_prefixes, reader=READER, documents=DOCUMENTS, **changes):
@@ -438,9 +423,6 @@ def test_what_cannot_be_shared_has_no_line_and_a_large_table_is_estimated(monkey
     assert found.prefixes.in_families == pytest.approx(whole, abs=0.1)
 
 
-# Settings
-
-
 def test_a_restart_with_families_is_refused_and_one_with_other_packs_is_said(caplog):
     off, pack, family = (report(name)[1] for name in ("off", "pack", "family"))
     state = {"settings": settings_of(off, READER), "engine": "none", "epoch": 0, "global_step": 2}
@@ -450,9 +432,6 @@ def test_a_restart_with_families_is_refused_and_one_with_other_packs_is_said(cap
         continued("checkpoint-2", state, settings_of(family, READER), planner=family)
     continued("checkpoint-2", state, settings_of(pack, READER), planner=pack)
     assert "`share_prefixes` was 'off' and is 'pack'" in caplog.text
-
-
-# Training and the command line
 
 
 @pytest.mark.parametrize("name", ["off", "pack"])

@@ -56,9 +56,6 @@ def documents(draw, max_size=150, max_capacity=60, most_of_capacity=1.0):
     return draw(st.lists(st.integers(1, longest), max_size=max_size)), capacity
 
 
-# --- best-fit decreasing ----------------------------------------------------------------------------------------------
-
-
 def best_fit_decreasing_by_item(lengths: list[int], capacity: int) -> list[list[int]]:
     """One document at a time into the fullest pack with room; of equally full ones, the one that became so first."""
     packs, space, since = [], [], []
@@ -108,9 +105,6 @@ def test_bfd_rng_exchanges_equal_lengths_and_shuffles_packs():
         first, second = (packs_of(plan_bfd(lengths, 60, np.random.default_rng(seed))) for seed in (0, 1))
         assert first != second
         assert ({frozenset(pack) for pack in first} != {frozenset(pack) for pack in second}) == exchanged
-
-
-# --- stream -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -218,9 +212,6 @@ def test_arrivals_fill_packs_of_few_documents_as_the_whole_set_does(lengths):
         assert [rest[pack].tolist() for pack in resumed] == packs[num:]
 
 
-# --- lower bound ------------------------------------------------------------------------------------------------------
-
-
 def bound_by_definition(lengths: list[int], capacity: int) -> int:
     """L2 of Martello and Toth, threshold by threshold."""
     best = 0
@@ -238,9 +229,6 @@ def bound_by_definition(lengths: list[int], capacity: int) -> int:
 def test_lower_bound_is_l2(case):
     lengths, capacity = case
     assert plan_bfd(lengths, capacity, None).lower_bound == bound_by_definition(lengths, capacity)
-
-
-# --- plan_packs -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", PLANNED)
@@ -268,9 +256,6 @@ def test_full_and_tiny_documents(strategy):
     assert plan_packs([8] * 5, 8, strategy).num_packs == 5
     assert plan_packs([1] * 17, 8, strategy).num_packs == 3
     assert plan_packs([3], 10**12, strategy).num_packs == 1  # no array of `capacity` entries
-
-
-# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -304,9 +289,6 @@ def test_messages(arguments, parts):
         plan_packs(**({"lengths": [1, 2, 3], "capacity": 8} | arguments))
     for part in parts:
         assert part in str(error.value)
-
-
-# --- structure --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes

@@ -117,8 +117,6 @@ class EpochPlanner:
         of_steps = tokens.within(self.packing.kept_steps(self._unpacked_order(epoch)))
         return self.pieces(of_steps, splits_copies=False)
 
-    # The steps of a run
-
     def begin(self, start: Start) -> None:
         """Continue a run: plan anew what `start` has not trained of its epoch."""
         self.start, self._rest = start, None
@@ -170,8 +168,6 @@ class EpochPlanner:
         schedule = self.schedule(epoch)
         trained[schedule.order[: schedule.offsets[num_steps * self.packing.bins.num_slots]]] = True
         return trained
-
-    # Epochs
 
     def schedule(self, epoch: int) -> Schedule:
         """Documents of every step, micro-batch and rank of an epoch; none in the steps trained under other plans."""
