@@ -50,9 +50,6 @@ def numbers(micro_batch) -> list[int]:
     return [int(d["input_ids"][0]) - FIRST_ID for d in micro_batch if d["input_ids"][0] >= FIRST_ID]
 
 
-# Whole
-
-
 @pytest.mark.parametrize(
     "num_shards, tokens_per_rank, degrees", [(1, 32, (1, 2, 4)), (2, 32, (2,)), (4, 64, (1,)), (4, 16, (1, 2, 4))]
 )
@@ -109,9 +106,6 @@ def test_what_would_lose_documents_is_refused(caplog):
     assert "1 shards, which 9 ranks cannot share evenly" in caplog.text
 
 
-# Order and memory
-
-
 def test_nothing_is_remembered_of_documents_that_are_gone(monkeypatch):
     remembered, num, buffer_size = 4096, 20 * 4096, 50
     monkeypatch.setattr("trl_packfix.planning.exact_fill.MAX_REMEMBERED", remembered)
@@ -142,9 +136,6 @@ def test_no_more_than_the_buffer_and_a_chunk_waits():
         state = stream.state_dict(stream.num_steps)
         assert 100 <= len(state["documents"]["lengths"]) <= 100 + CHUNK
     assert stream.num_steps == 100
-
-
-# The rule for documents is that of documents.py
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "split", "drop"])
@@ -187,8 +178,6 @@ def test_bad_documents_are_refused_when_they_come(columns, settings, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         list(islice(make_stream(dataset, batch_size=1, max_length=20, **settings), 3))
 
-
-# Restart of the packer
 
 TABLE = numbered(drawn(700))
 SIZE = {"batch_size": 2, "max_length": 64, "buffer_size": 60}
@@ -404,8 +393,6 @@ def test_documents_keep_their_sources_and_weights_on_other_ranks():
         assert document["document_sources"] == f"from {number % 3}" and document["document_weights"] == number
 
 
-# In the trainer
-
 FORMS = {
     "text": lambda: texts(),
     "conversational_prompt": lambda: Dataset.from_list([{"prompt": PROMPT, "completion": ANSWER}] * 5),
@@ -515,9 +502,6 @@ def test_a_leaking_model_is_refused_on_a_stream(tmp_path):
     run = trainer(tmp_path, texts().to_iterable_dataset(), model="bloom", max_steps=1, on_leak="raise")
     with pytest.raises(PackingLeakError):
         run.train()
-
-
-# Evaluation
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -68,9 +68,6 @@ def pairs(table):
     return [(row["input_ids"], row["labels"]) for row in table]
 
 
-# One conversation
-
-
 @st.composite
 def conversations(draw):
     """Rounds of a question, up to three tool calls with their results, and an answer; each turn may think."""
@@ -212,9 +209,6 @@ def test_forms_of_rows():
         Conversation.from_row(row).sample(3, TOKENIZERS["qwen3"])  # it thinks although its prompt says that it does not
 
 
-# Through the trainer
-
-
 def run_per_turn(folder, data, template="qwen3", **settings):
     settings = {"max_length": 512, "per_turn": True, "processing_class": tokenizer_with(template)} | settings
     return trainer(folder, data, **settings)
@@ -307,9 +301,6 @@ def test_one_condition_makes_the_template_of_deepseek_r1_keep_the_thoughts_of_th
     assert "T1." in texts[0] and "T1." not in texts[1] and "A1." in texts[1] and "T2." in texts[1]
 
 
-# Turns that cannot be rendered
-
-
 BAD = [user("x"), answer("<think>\nthoughts\n</think>\n\nno"), user("y"), answer("yes")]
 
 
@@ -359,8 +350,6 @@ def test_streams_are_split_while_they_are_read(tmp_path):
     assert all(document in expected for batch in batches for document in batch) and sum(map(len, batches)) > 4
 
 
-# Refusals
-
 MESSAGES, TEXT = Dataset.from_list([{"messages": chat(1)}] * 2), Dataset.from_dict({"text": ["a"]})
 PAIR = Dataset.from_dict({"prompt": ["a"], "completion": ["b"]})
 FOREIGN = Dataset.from_list([{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}])
@@ -393,9 +382,6 @@ def test_what_has_no_turns_is_refused(name, tmp_path):
     data, settings, said = GIVEN[name]
     with pytest.raises(ValueError, match=f"(?s)`per_turn=True`.*{said}|{said.partition('.*')[0]}.*`per_turn=True`.*"):
         trainer(tmp_path, data, per_turn=True, **settings)
-
-
-# The command line
 
 
 def test_prepare_and_plan_count_conversations_and_turns(tmp_path, capsys):

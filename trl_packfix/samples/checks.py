@@ -21,7 +21,6 @@ TRAIN_KEYS = ("weight", "train", "training")  # of messages: OpenAI's name, and 
 
 
 def has_images(dataset: object) -> bool:
-    """Whether a dataset has a column of images, as TRL names them."""
     return any(name in IMAGES for name in columns_of(dataset))
 
 

@@ -170,7 +170,6 @@ def with_role(message: Message, key: str) -> Message:
 
 
 def plain_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
-    """The tokenizer of a processor; a tokenizer as it is."""
     return tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
 
 

@@ -100,7 +100,6 @@ def column_of(samples: Dataset, name: str) -> npt.NDArray[np.int64]:
 
 
 def mask_counts(samples: Dataset) -> MaskCounts:
-    """The assistant turns of all rows."""
     return MaskCounts(*(int(column_of(samples, name).sum()) for name in NUMBERS[2:]))
 
 

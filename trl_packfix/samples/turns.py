@@ -76,7 +76,6 @@ class TurnRule:
         return cls(args.message_train_key, args.assistant_turns, args.train_empty_thinking)
 
     def choose(self, conversation: Conversation) -> Chosen:
-        """The turns of a conversation that are trained."""
         key, messages, turns, context = self.message_train_key, conversation.messages, conversation.turns, set()
         for turn in turns:
             weight = None if key is None else messages[turn].get(key)
