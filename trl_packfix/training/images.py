@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset, Features, Image, IterableDataset, concatenate_datasets
 from torch import nn
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..attention.models import base_model
@@ -166,7 +165,9 @@ def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SF
 
 def check_padded_images(accelerator: Accelerator, reader: Rows) -> None:
     """Refuse padded evaluation in which a rank may have no image while ranks gather parameters together."""
-    is_sharded = accelerator.distributed_type == DistributedType.FSDP or is_deepspeed_zero3_enabled()
+    is_sharded = accelerator.distributed_type == DistributedType.FSDP or (
+        accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3
+    )
     stops = reader.image_stops
     if not is_sharded or accelerator.num_processes == 1 or stops is None or stops.all() or not stops.any():
         return
