@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from .flags import did_you_mean, refuse_unknown_flags
+from .flags import did_you_mean
 from .gpu_environment import set_gpu_environment
 
 COMMANDS = ("plan", "show", "prepare", "check", "train", "recipes")
@@ -44,7 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "train":
         set_gpu_environment()
     try:
-        refuse_unknown_flags(args)
         code: int = modules[args.command].run(args)
         sys.stdout.flush()
         return code

@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from ..training.config import SFTConfig, changed
-from .flags import SHORT, named, refuse_unknown
+from ..training.foreign_keys import hints, other_defaults
+from .flags import SHORT, did_you_mean, named
 from .mixture import MixtureConfig, check_types
 
 # Smallest and largest value that is no error of the run; no field may be "not a number"
@@ -144,7 +145,7 @@ def parse(
     if others is not None:
         words = _with_values(words, parser)
         parser.add_argument("words", nargs="*")
-    refuse_unknown(_not_of_launcher([name for name in settings if name not in known]), suggested, settings.keys())
+    _refuse_unknown([name for name in settings if name not in known], suggested, settings.keys())
     check_types(settings, kinds, "in the config file", texts=True)
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words} | settings.keys()
     if "tokens_per_rank" in given:  # it sets the size of micro-batches
@@ -162,7 +163,7 @@ def parse(
             error.add_note(NOTE)
         raise
     names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
-    refuse_unknown(_not_of_launcher(names or unknown), suggested, given)
+    _refuse_unknown(names or unknown, suggested, given)
     if names:
         PartialState().print(
             f"Not used: {', '.join(names)}. `trl sft` passes this to `accelerate launch`. Here, give it to the "
@@ -277,6 +278,14 @@ class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
         return super().construct_mapping(node, deep)
 
 
-def _not_of_launcher(names: list[str]) -> list[str]:
+def _refuse_unknown(names: list[str], known: list[str], given: Set[str]) -> None:
+    """Refuse names that are neither a field nor a flag of TRL's launcher, with what keys of other trainers are here."""
     launcher = {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"} if names else set()
-    return [name for name in names if name not in launcher]
+    wrong = [name for name in names if name not in launcher]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(f'`{name}`' for name in wrong)} was given, as a flag or in the config file"
+            f"{did_you_mean([name for name in wrong if not hints([name])], known)}. No field of SFTConfig, "
+            f"ModelConfig, ScriptArguments or the dataset mixture has this name, so it would be ignored.{hints(wrong)}"
+            f"{other_defaults(given)} Correct or remove it; `trl-packfix train --help` lists all flags."
+        )
