@@ -22,7 +22,8 @@ BF16 = {"dtype": torch.bfloat16, "device_type": "cuda"}
 def machine(monkeypatch):
     """A CUDA machine as the choice sees it; setting a name asks for no GPU."""
 
-    def describe(flash_attn=False, problem=None, capability=None):
+    def describe(flash_attn=False, problem=None, capability=None, ffpa_attn=False):
+        monkeypatch.setattr(choosing, "wide_kernel", lambda: ffpa_attn or None)
         monkeypatch.setattr(choosing, "is_flash_attn_2_available", lambda: flash_attn)
         monkeypatch.setattr(choosing, "cuda_varlen_problem", lambda: problem or capability)
         monkeypatch.setattr(choosing, "capability_problem", lambda: capability)
@@ -108,6 +109,12 @@ OLD = {"flash_attn": True, "capability": "compute capability 7.5 is below 8.0"} 
     [
         ("llama", {"head_dim": 512}, {}, "heads have up to 512 dimensions and the kernels take 256.*install ffpa-attn"),
         ("llama", {"head_dim": 512}, {"flash_attn": True}, "heads .* 512 dimensions.*install"),  # it would refuse them
+        (
+            "gpt_oss",
+            {"head_dim": 512},
+            {"ffpa_attn": True},
+            "heads have up to 512 dimensions",
+        ),  # it would drop the sinks
         ("llama", {}, {"problem": "torch is built for ROCm"}, "torch is built for ROCm"),
         ("llama", {}, OLD, "compute capability 7.5"),
         ("gemma2", {}, OLD, "compute capability 7.5"),  # on newer GPUs flash-attn has what its softcap needs

@@ -311,7 +311,8 @@ def wide_stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_
     """As ffpa-attn's `ffpa_attn_varlen_func`, with its limits: (T, H, D) -> (T, H, D)."""
     lengths = cu_seqlens_q.diff().tolist()
     assert q.shape[-1] == v.shape[-1] >= 320 and q.shape[-1] % 64 == 0 and cu_seqlens_q.dtype == torch.int32
-    assert max_seqlen_q == max_seqlen_k >= max(lengths) and options.pop("causal") and options.pop("enable_gqa")
+    assert k.data_ptr() != v.data_ptr() and max_seqlen_q == max_seqlen_k >= max(lengths)
+    assert options.pop("causal") and options.pop("enable_gqa")
     query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
     return attend_by_document(query, key, value, lengths, scale=options.pop("softmax_scale"), **options)[0].transpose(
         0, 1
@@ -346,7 +347,7 @@ def test_gemma_4_is_flash_where_it_can_be(installed, tiny_model, monkeypatch):
         found = packed.prove(model)
     assert packed.is_proved and found.max_gradient == 0 and not packed.repaired, found.summary()
     assert packed.attention.name == varlen.ATTENTION_NAME and packed.attention.is_flash is installed
-    assert ("ffpa-attn for wider heads" in packed.attention.reason) is installed
+    assert ("ffpa-attn for wider heads without a window" in packed.attention.reason) is installed
     # The layer with windows is on torch's kernels
     assert calls.forwards and heads == {("wide_stand_in", 320) if installed else ("attend_by_document", 264)}
 
@@ -361,6 +362,13 @@ def test_wide_heads_with_other_features_run_document_by_document(monkeypatch):
     assert not varlen._runs_wide(states[..., :256], states[..., :256], plain)
     for feature in ({"window": 3}, {"sinks": torch.zeros(2)}, {"softcap": 5.0}, {"dropout": 0.1}):
         assert not varlen._runs_wide(states, states, plain | feature)
+
+
+def test_keys_may_be_the_values_of_wide_heads(monkeypatch):
+    monkeypatch.setattr(kernels, "wide_kernel", lambda: wide_stand_in)
+    query, key, _ = random_inputs(head_dim=320)
+    out = kernels.attend_wide(query, key, key, BOUNDS, max(LENGTHS), 0.1)
+    assert largest_difference([out], [attend_by_document(query, key, key, LENGTHS, scale=0.1)]) < 1e-12
 
 
 # The attention function: when a call is packed, and where its boundaries come from

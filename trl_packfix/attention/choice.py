@@ -185,7 +185,7 @@ def _choose_on_cuda(
     compatible = getattr(model, "_compatible_flash_implementations", None)
     takes_fa2 = model._supports_flash_attn and (compatible is None or "flash_attention_2" in compatible)
     fits_fa2 = takes_fa2 and not has_sinks and old_gpu is None and widest <= MAX_CUDA_HEAD_DIM
-    obstacles, remedies = _obstacles(config, widest)
+    obstacles, remedies = _obstacles(config, widest, has_sinks)
     if is_flash_attn_2_available() and fits_fa2 and not refused and needs_varlen is None:
         try:
             set_attention(model, "flash_attention_2")
@@ -201,7 +201,7 @@ def _choose_on_cuda(
         active = activated_in_torch()
         kernels = "the FlashAttention-2 kernels built into torch"
         kernels = kernels if active is None else f"{active}, which is activated in torch"
-        kernels += ", and ffpa-attn for wider heads" * (widest > MAX_CUDA_HEAD_DIM)
+        kernels += ", and ffpa-attn for wider heads without a window" * (widest > MAX_CUDA_HEAD_DIM)
         return AttentionChoice(ATTENTION_NAME, True, previous, kernels + refused)
     reason = f"{'; '.join(obstacles)}: {BY_DOCUMENT}{refused}"
     flash = f" For flash attention {', or '.join(remedies)}." if remedies and old_gpu is None else ""
@@ -209,7 +209,7 @@ def _choose_on_cuda(
     return AttentionChoice(ATTENTION_NAME, False, previous, reason)
 
 
-def _obstacles(config: PreTrainedConfig, widest: int) -> tuple[list[str], list[str]]:
+def _obstacles(config: PreTrainedConfig, widest: int, has_sinks: bool) -> tuple[list[str], list[str]]:
     """Why the kernels of `packfix_varlen` on CUDA do not compute this model, and what makes it run on flash."""
     obstacles, remedies = [], []
     if (problem := cuda_varlen_problem()) is not None:
@@ -221,9 +221,10 @@ def _obstacles(config: PreTrainedConfig, widest: int) -> tuple[list[str], list[s
     for name, rate in dropped_weights(config).items():
         obstacles.append(f"the kernels built into torch have no dropout ({name}={rate})")
         remedies.append(f"load the model with {name}=0.0, or install flash-attn ({INSTALL})")
-    if widest > MAX_CUDA_HEAD_DIM and wide_kernel() is None:
+    if widest > MAX_CUDA_HEAD_DIM and (has_sinks or wide_kernel() is None):
         obstacles.append(
             f"heads have up to {widest} dimensions and the kernels take {MAX_CUDA_HEAD_DIM} (narrower layers use them)"
         )
-        remedies.append("install ffpa-attn, whose kernels take more dimensions (pip install ffpa-attn)")
+        if not has_sinks:
+            remedies.append("install ffpa-attn, whose kernels take more dimensions (pip install ffpa-attn)")
     return obstacles, remedies
