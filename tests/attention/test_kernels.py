@@ -36,12 +36,17 @@ def judged(tmp_path_factory):
 @pytest.mark.processes
 @current_models
 @pytest.mark.parametrize("model_type", CALLS)
-def test_a_pack_equals_its_documents_on_the_kernels(model_type, judged):
-    """In fp64 to rounding: nothing is repaired, and no document reaches another."""
+def test_documents_are_what_they_are_alone_on_the_kernels(model_type, judged):
+    """In fp64 to rounding: nothing is repaired, and no document reaches another, also if they share prefixes."""
     row = judged[model_type]
     assert row["proved"] and row["right"] and not row["unpacked"] and row["repairs"] == [], row
     assert row["exact"] < 1e-13, row
     assert set(row["calls"]) == CALLS[model_type] and row["silent"] == [], row
+    if model_type == "jamba":
+        assert "a scan that cannot begin with the state of a prefix" in row["shared_refusal"], row
+        return
+    assert 0 < row["shared"] < 1e-13, row
+    assert any("initial_state" in call for call in row["shared_calls"]) is (model_type != "lfm2"), row
 
 
 @pytest.mark.slow
@@ -51,19 +56,6 @@ def test_what_the_kernel_of_mamba2_rounds_is_no_leak(tmp_path):
     (row,) = rows_of("on_kernels.py", tmp_path, "rounding", "bamba")
     assert row["isolated"] and row["equal"] and row["gradient"] == 0.0, row
     assert not row["strictly"] and row["strict_gradient"] > 0, row
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@current_models
-@pytest.mark.parametrize("model_type", CALLS)
-def test_documents_that_share_prefixes_are_what_they_are_alone_on_the_kernels(model_type, judged):
-    row = judged[model_type]
-    if model_type == "jamba":
-        assert "a scan that cannot begin with the state of a prefix" in row["shared_refusal"], row
-        return
-    assert 0 < row["shared"] < 1e-13, row
-    assert any("initial_state" in call for call in row["shared_calls"]) is (model_type != "lfm2"), row
 
 
 @pytest.fixture(scope="module")

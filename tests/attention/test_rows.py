@@ -31,24 +31,16 @@ def tensor(layout, num_tokens):
 
 @settings(deadline=None)
 @given(LENGTHS, BUDGETS, st.sampled_from(LAYOUTS))
-def test_join_is_the_inverse_of_split(lengths, budget, layout):
-    axes, shape = layout
-    packed = tensor(shape, sum(lengths))
-    rows = DocumentRows(lengths, CPU, budget)
-    batches = [group.split(packed, axes) for group in rows.groups]
-    assert torch.equal(rows.join(batches, axes), packed)
-
-
-@settings(deadline=None)
-@given(LENGTHS, BUDGETS, st.sampled_from(LAYOUTS))
-def test_a_row_holds_its_document_and_nothing_of_another(lengths, budget, layout):
+def test_a_row_holds_its_document_and_nothing_of_another_and_rows_are_joined_again(lengths, budget, layout):
     axes, shape = layout
     packed = tensor(shape, sum(lengths))
     (axis,) = axes.tokens
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     owners = owner.view([-1 if i == axis else 1 for i in range(packed.dim())]).expand_as(packed)
-    for group in DocumentRows(lengths, CPU, budget).groups:
+    rows, batches = DocumentRows(lengths, CPU, budget), []
+    for group in rows.groups:
         values, whose = group.split(packed, axes), group.split(owners.contiguous(), axes)
+        batches.append(values)
         size = values.shape[axes.batch] // group.num_rows
         for row, length in enumerate(group.lengths):
             here = [x.narrow(axes.batch, row * size, size) for x in (values, whose)]
@@ -56,6 +48,7 @@ def test_a_row_holds_its_document_and_nothing_of_another(lengths, budget, layout
             if axis != axes.batch:
                 start = group.starts[row]
                 assert torch.equal(here[0].narrow(axis, 0, length), packed.narrow(axis, start, length))
+    assert torch.equal(rows.join(batches, axes), packed)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(1, 500))

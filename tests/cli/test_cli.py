@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
 from support.models import build_tokenizer
-from support.runs import stock, trainer
+from support.runs import all_documents, stock, trainer
 
 from trl_packfix import cli
 from trl_packfix.cli import COMMANDS, main, tokens
@@ -242,7 +242,7 @@ def test_code_of_a_model_runs_with_the_flag_and_nobody_is_asked(command, own_mod
 
 
 def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, printed):
-    """In `prepare`, `plan` and `show`, with a tokenizer and without: the tokens that a training run trains."""
+    """In packs, `prepare`, `plan` and `show`, with a tokenizer and without: the tokens that TRL trains unpacked."""
     rng = np.random.default_rng(0)
     rows = [rng.integers(4, 260, n).tolist() for n in rng.integers(4, 30, 20)]
     masks = {name: [rng.integers(0, 2, len(row)).tolist() for row in rows] for name in MASKS}
@@ -257,6 +257,10 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, pri
         words = [] if flag is None else ["--completion-only-loss", str(flag).lower()]
         labels = stock(tmp_path, data, max_length=None, completion_only_loss=flag).train_dataset["labels"]
         trained = sum(label != -100 for row in labels for label in row[1:])
+        packed = trainer(tmp_path, data, completion_only_loss=flag)
+        assert ("labels" in packed.train_dataset.column_names) == (len(names) == 2 and flag)  # else made when read
+        documents = [(row, [-100, *own[1:]]) for row, own in zip(rows, labels, strict=True)]
+        assert all_documents(packed) == sorted(each for each in documents if set(each[1]) != {-100})
         assert printed("prepare", file, *tokenizer, "--output", folder, *words)["trained_tokens"] == trained
         table = load_from_disk(folder)
         assert "labels" not in table.column_names or table["labels"] == labels

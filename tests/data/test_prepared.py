@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, load_from_disk
 from support.planners import rewrite
-from support.runs import all_documents, documents_of, texts, trainer
+from support.runs import documents_of, texts, trainer
 
 from trl_packfix.data.cache import cached_documents, cached_token_range
 from trl_packfix.data.cache_files import read_arrays
@@ -112,22 +112,3 @@ def test_a_second_start_writes_nothing_and_trains_on_the_same(tmp_path, form):
     assert len(list((tmp_path / "data").glob("cache-packfix-spans-*"))) == 1
     # documents that are tokenised already are not written once more
     assert any((tmp_path / "data").glob("cache-*.arrow")) is (form == "text")
-
-
-def test_documents_with_masks_are_packed_as_trl_labels_them(tmp_path):
-    """Labels are made from a mask as they are read; without packing TRL writes them."""
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(3, 200, n) for n in rng.integers(2, 30, 40)]
-    masks = {name: [rng.integers(0, 2, len(row)) for row in rows] for name in ("completion_mask", "assistant_masks")}
-    for names, settings in (
-        (["completion_mask"], {"completion_only_loss": True}),
-        (["completion_mask"], {"completion_only_loss": False}),
-        (["assistant_masks"], {}),
-        (["completion_mask", "assistant_masks"], {"completion_only_loss": True}),
-        (["completion_mask", "assistant_masks"], {"completion_only_loss": False}),
-    ):
-        data = Dataset.from_dict({"input_ids": rows} | {name: masks[name] for name in names})
-        packed, padded = (trainer(tmp_path, data, packing=packing, **settings) for packing in (True, False))
-        assert ("labels" in packed.train_dataset.column_names) == (len(names) == 2 and settings["completion_only_loss"])
-        expected = [(row["input_ids"], [-100, *row["labels"][1:]]) for row in padded.train_dataset]
-        assert all_documents(packed) == sorted(expected)

@@ -28,8 +28,8 @@ from trl_packfix.layout import LAYOUT
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads, Mixers, TowerCosts, with_scans
 from trl_packfix.planning.degrees import GroupTimes, Step, modelled_time
 from trl_packfix.planning.packing import ELASTIC, changes
-from trl_packfix.planning.parallel import SequenceParallel, Speeds, possible_degrees
-from trl_packfix.planning.units import Bins, Units
+from trl_packfix.planning.parallel import Speeds, possible_degrees
+from trl_packfix.planning.units import Units
 from trl_packfix.training.checks import check_before_loading
 from trl_packfix.training.choices import Setup
 from trl_packfix.training.planner import make_planner
@@ -110,15 +110,6 @@ def test_an_optimizer_step_keeps_its_documents_whatever_the_degrees(num, seed, a
         for kwargs in ({}, {"speeds": CHEAP}, {"cost_model": FREE}, {"degrees": (4,)}, {"balance": "none"})
     ]
     assert len({step_hash(run, epoch) for run in runs}) == 1
-
-
-@pytest.mark.parametrize("flops, degree", [(0.0, 1), (1e15, 4)])
-def test_a_short_document_with_large_images_takes_as_many_ranks_as_a_long_one(flops, degree):
-    """By its rows it would not end later than the others."""
-    rows, parallel = np.full(8, 4), SequenceParallel(tokens_per_rank=64, smallest=1, degrees=(1, 2, 4))
-    units, members = Units(rows, MODEL, np.eye(8)[3] * flops), np.arange(8)
-    step = Step(members, units, Bins(capacity=64, world_size=4), parallel=parallel)
-    assert step.best_degree(members, 1).degrees == [degree]
 
 
 def test_the_exchange_sends_what_ulysses_sends():

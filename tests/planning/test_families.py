@@ -120,7 +120,8 @@ def test_no_token_is_read_beyond_the_first_difference_and_its_block():
 def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_their_rows(documents, spare):
     lengths = np.array([len(each) for each in documents])
     capacity = int(lengths.max()) + spare
-    pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, cost_model=COSTS, room=capacity)
+    model = replace(COSTS, attention=(Heads(1, 6, 2, 64, 64),))  # 6 heads: two on some of 4 ranks
+    pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, cost_model=model, room=capacity)
     assert sorted(pieces.order.tolist()) == list(range(len(documents)))
     firsts = np.minimum.reduceat(pieces.order, pieces.offsets[:-1])
     assert (np.diff(firsts) > 0).all()
@@ -131,22 +132,13 @@ def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_thei
         assert order == [*range(len(members))], "not sorted by tokens"
         own = [(int(lengths[members[j]]), s) for j, s in zip(order, shared, strict=True)]
         assert pieces.rows[i] == sum(n - s for n, s in own) <= capacity
-        # position p costs what the first p + 1 tokens cost beyond the first p
-        steps = np.diff(COSTS(np.arange(lengths.max() + 1)))
-        assert pieces.costs()[i] == pytest.approx(sum(steps[s:n].sum() for n, s in own), rel=1e-12)
+        for degree in (1, 4):  # position p costs what the first p + 1 tokens cost beyond the first p
+            steps = np.diff(model.shared_by(degree)(np.arange(lengths.max() + 1)))
+            assert pieces.costs(degree)[i] == pytest.approx(sum(steps[s:n].sum() for n, s in own), rel=1e-12)
         assert len(members) == 1 or sum(n for n, s in own if n - s > 1) <= KEYS_PER_CAPACITY * capacity
         assert len(members) == 1 or lengths[members].sum() - len(members) <= TARGETS_PER_CAPACITY * capacity
         for (before, _), (n, s) in pairwise(own):
             assert 2 * s >= max(before, n)
-
-
-def test_a_piece_costs_at_each_degree_what_is_computed_of_it():
-    documents = [np.append(np.arange(60), i) for i in range(3)]
-    model = CostModel(per_token=3.0, per_pair=1.0, attention=(Heads(1, 6, 2, 64, 64),))  # 6 heads: two on some of 4
-    pieces = make_pieces(sorted_by_tokens(documents), np.full(3, 61), np.full(3, 60), cost_model=model, room=200)
-    for degree, uneven in ((1, 1), (2, 1), (4, 4 / 3)):  # 61 rows, then two of each other document
-        pairs = sum(range(1, 62)) + 2 * (60 + 61)
-        assert pieces.costs(degree)[0] == pytest.approx(3.0 * 65 + uneven * pairs)
 
 
 def test_a_family_is_cut_where_it_has_too_many_rows_keys_or_targets(monkeypatch):
@@ -456,10 +448,8 @@ def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monke
 
 def test_plan_forecasts_what_sharing_computes(tmp_path, capsys):
     forest().select_columns(["input_ids", "labels"]).save_to_disk(tmp_path)
-    words, plans = (
-        ["plan", str(tmp_path), *"--max-length 96 --batch-size 4 --world-size 2 --strategy stream".split()],
-        {},
-    )
+    words = f"plan {tmp_path} --max-length 96 --batch-size 4 --world-size 2 --strategy stream".split()
+    plans = {}
     for name in ("off", "pack", "family"):
         assert main([*words, "--share_prefixes", name, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -484,17 +474,7 @@ def test_show_draws_shared_beginnings_once(name, ranks, capsys, tmp_path):
     alike = [stem] * 12  # where two meet, the last row of one is not computed
     documents = [*alike, *([*stem[:60], *range(100 + i, 115 + i)] for i in range(12))]
     Dataset.from_dict({"input_ids": documents}).save_to_disk(tmp_path)
-    words = [
-        "show",
-        str(tmp_path),
-        "--max-length",
-        "256",
-        "--strategy",
-        "bfd",
-        "--share-prefixes",
-        name,
-        *ranks.split(),
-    ]
+    words = f"show {tmp_path} --max-length 256 --strategy bfd --share-prefixes {name} {ranks}".split()
     assert main([*words, "--packs", "99", "--json"]) == 0
     packs, reader, num_without_rows = json.loads(capsys.readouterr().out), TokenReader(load_from_disk(tmp_path)), 0
     assert any(pack.get("cu_seq_lens_k", pack["cu_seq_lens"]) != pack["cu_seq_lens"] for pack in packs)
