@@ -15,10 +15,8 @@ from sweep import image_families
 from sweep import model_types as sweeping
 from sweep import page as compatibility
 from sweep.model_types import NOT_TESTED, VERDICTS, sweep_type
-from transformers import LlamaConfig
 
 from trl_packfix.cli import main
-from trl_packfix.cli.check_model import tiny_model
 from trl_packfix.isolation.packed_model import PackedModel
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -130,11 +128,3 @@ def test_a_leak_that_is_repaired_is_exit_code_0_and_needs_no_weights(saved, tmp_
     (tmp_path / "config.json").write_text((saved / "bloom" / "config.json").read_text())
     found = printed("check", tmp_path, "--config-only")
     assert found["verdict"] == "REPAIRED" and "BloomAttention" in found["repaired"][0] and found["in_training"]["equal"]
-
-
-@pytest.mark.parametrize("more", [{}, {"layer_pattern": "MEM*"}])
-def test_a_text_is_not_cut_to_the_number_of_layers(more):
-    """ "silu" in four layers is no list of layers; a pattern with a character for each is one."""
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 256}
-    tiny = tiny_model(LlamaConfig(num_hidden_layers=4, **sizes, **more)).config
-    assert tiny.num_hidden_layers == 2 and tiny.hidden_act == "silu" and getattr(tiny, "layer_pattern", "ME") == "ME"

@@ -217,10 +217,12 @@ def own_model(tmp_path):
     folder, name = tmp_path / "own_model", "transformers import PreTrainedTokenizerFast\nclass OwnTokenizer"
     build_tokenizer().save_pretrained(folder)
     (folder / "tokenization_own.py").write_text(f"from {name}(PreTrainedTokenizerFast):\n    pass\n")
-    code = "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    code = "from transformers import LlamaConfig, LlamaForCausalLM\n"
+    code += "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    code += "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
     (folder / "configuration_own.py").write_text(code)
-    config = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
-    config |= {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 8}
+    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "configuration_own.OwnModel"}
+    config = {"model_type": "own", "auto_map": classes, "num_hidden_layers": 2}
     (folder / "config.json").write_text(json.dumps(config))
     settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "OwnTokenizer"}
     settings |= {"auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
@@ -228,17 +230,19 @@ def own_model(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("command", ["plan", "show", "prepare"])
+@pytest.mark.parametrize("command", ["plan", "show", "prepare", "check"])
 def test_code_of_a_model_runs_with_the_flag_and_nobody_is_asked(command, own_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on standard input"))
     (tmp_path / "rows.jsonl").write_text('{"text": "some text"}\n' * 5)
     words = [command, str(tmp_path / "rows.jsonl"), "--model", str(own_model)]
+    words = ["check", str(own_model), "--config-only"] if command == "check" else words
     for number, flags in enumerate(([], ["--trust-remote-code"], ["--trust_remote_code"])):
         new = tmp_path / f"new{number}"
         more = ["--output", str(new)] if command == "prepare" else ["--max-length", "64"]
         assert main([*words, *more, *flags]) == (0 if flags else 2)
         printed = capsys.readouterr()
-        assert "trained" in printed.out if flags else "trust_remote_code" in printed.err and not new.exists()
+        said = "PACKED" if command == "check" else "trained"
+        assert said in printed.out if flags else "trust_remote_code" in printed.err and not new.exists()
 
 
 def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, printed):

@@ -203,6 +203,8 @@ def test_only_sizes_shrink():
     assert {name: getattr(found, name) for name in granite} == granite and found.attention_multiplier == 0.0078125
     jitter = AutoConfig.for_model("phimoe", router_jitter_noise=0.01, rope_parameters={"rope_theta": 1e4})
     assert tiny_model(jitter).config.router_jitter_noise == 0.01
+    silu = AutoConfig.for_model("llama", num_hidden_layers=4, layer_pattern="MEM*")  # a character for each layer
+    assert (tiny_model(silu).config.hidden_act, tiny_model(silu).config.layer_pattern) == ("silu", "ME")
     nope = AutoConfig.for_model("smollm3", no_rope_layers=[1, 1, 1, 0] * 9, pad_token_id=0)
     assert tiny_model(nope).config.no_rope_layers == [1, 1, 1, 0] and tiny_model(nope).config.num_hidden_layers == 4
 
@@ -215,34 +217,6 @@ def test_a_layer_of_each_kind_stays():
     ]
     gemma = AutoConfig.for_model("gemma3_text", num_hidden_layers=26)
     assert tiny_model(gemma).config.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
-
-
-def test_code_of_its_own_is_refused_without_a_question(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it was asked on standard input"))
-    auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
-    name = literal(tmp_path, {"model_type": "own", "auto_map": auto_map})
-    for more in ([], ["--config-only"]):
-        assert main(["check", name, *more]) == 2
-        assert "trust_remote_code" in capsys.readouterr().err
-
-
-OWN = """
-from transformers import LlamaConfig, LlamaForCausalLM
-class OwnConfig(LlamaConfig):
-    model_type = "own"
-class OwnModel(LlamaForCausalLM):
-    config_class = OwnConfig
-"""
-
-
-def test_code_of_its_own_runs_where_it_is_trusted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    (tmp_path / "own.py").write_text(OWN)
-    name = literal(tmp_path, {"model_type": "own", "auto_map": auto_map, "num_hidden_layers": 2})
-    assert main(["check", name, "--config-only", "--trust-remote-code", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["verdict"] == "PACKED"
 
 
 def test_what_cannot_be_built_is_a_message(tmp_path, capsys):

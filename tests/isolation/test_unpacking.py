@@ -31,12 +31,13 @@ def test_any_documents_come_back_in_order(lengths):
 
 def test_padding_is_bounded_by_grouping_documents_of_similar_length():
     model = build_tiny_model("llama", attn_implementation="sdpa")
-    unpacked = UnpackedForward(model)
-    unpacked.install()
+    UnpackedForward(model).install()
+    computed = []
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: computed.append(args[0].shape[:-1].numel()))
     with torch.no_grad():
         model(**pack([200] + [5] * 60)[1])
     # as rows of one batch these 500 tokens would be 61 x 200
-    assert unpacked.num_tokens == 500 and unpacked.num_padded < 2 * 500
+    assert 500 <= sum(computed) < 2 * 500
 
 
 def test_a_forward_that_raises_leaves_nothing_behind():

@@ -119,11 +119,6 @@ class DocumentRows:
             shared_end += longest
         self._place, self._shared = place.to(device), shared.to(device)
 
-    @property
-    def num_padded(self) -> int:
-        """Tokens of all batches, padding included."""
-        return sum(group.num_rows * group.longest for group in self.groups)
-
     def join(self, batches: list[Tensor], axes: Axes) -> Tensor:
         """Convert the tensors of all groups to one of the packed row, without padding: the inverse of `Group.split`."""
         (axis,) = axes.tokens

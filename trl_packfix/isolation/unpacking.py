@@ -35,7 +35,6 @@ class UnpackedForward(AroundCalls):
     def __init__(self, model: nn.Module):
         self.model = base_model(model)
         super().__init__(backbone(self.model))
-        self.num_tokens = self.num_padded = 0  # of all packs so far; that the backbone computed for them
         self._boundaries: list[Tensor | None] = []  # per running forward of the whole model
 
     def _register(self) -> list[RemovableHandle]:
@@ -65,8 +64,6 @@ class UnpackedForward(AroundCalls):
         budget = inf if is_sharded(module) else tokens.shape[1]
         lengths = [length for length in boundaries.diff().tolist() if length]  # empty documents pad their number
         documents = DocumentRows(lengths, tokens.device, undivided(budget), padding=PADDING)
-        self.num_tokens += tokens.shape[1]
-        self.num_padded += documents.num_padded
 
         def inputs(group: Group) -> dict[str, Any]:
             sizes = torch.tensor(group.lengths, device=tokens.device)
