@@ -8,14 +8,12 @@ from support.vision import build_model, examples_of
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from trl_packfix import PackingLeakError
 from trl_packfix.attention import image_parts
 from trl_packfix.attention.forwards import _take_boundaries
 from trl_packfix.attention.image_parts import TowerDivision, cut_to_part, divide, outermost
 from trl_packfix.attention.models import towers
 from trl_packfix.attention.tower_attention import TOWER_ATTENTION
 from trl_packfix.isolation.image_probe import HIGH, SQUARE, WIDE
-from trl_packfix.isolation.packed_model import PackedModel
 
 DIVIDED = "llava llava_next llava_onevision idefics2 idefics3 internvl qwen2_5_vl qwen3_vl glm4v".split()
 
@@ -133,14 +131,3 @@ def test_what_cannot_be_cut_is_refused(value):
     message = r"`deepstack_features` of shape \(5, 3\) enters.*4 tokens.*holds 2.*Set `tokens_per_rank=None`"
     with pytest.raises(ValueError, match=message):
         cut_to_part(whole, 2, 0)
-
-
-def test_ranks_do_not_share_packs_of_a_model_that_runs_on_rows():
-    """Models that see images in both directions: no part has all tokens of an image."""
-    model = build_model("paligemma")
-    packed = PackedModel(
-        model, torch.float32, "cpu", 512, on_leak="unpack", shares_packs=True, images=examples_of("paligemma")
-    )
-    packed.prove(model)
-    with pytest.raises(PackingLeakError, match=r"shared by 2 ranks, and the model is unpacked.*`tokens_per_rank=None`"):
-        packed.prove_degree(model, 2)

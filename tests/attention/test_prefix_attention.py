@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import select_attention
 from support.strict_varlen import StrictVarlen
-from support.versions import enable_checkpointing
 from test_attention import MODELS, largest_gradient_error
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from trl_packfix.attention import flash, runs, varlen
 from trl_packfix.attention.flash import visible_keys
@@ -250,19 +248,6 @@ def test_each_document_is_as_alone(model_type, most_bytes, tiny_model, float64_t
         assert_equal_alone(model, alone)
     launches = len(calls.forwards)
     assert launches > 2 if most_bytes == 1 else launches == (0 if most_bytes is None else 2)
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "of FSDP"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss"])
-def test_checkpointed_layers_get_the_shared_keys_again(model_type, kind, tiny_model, float64_throughout):
-    model, alone = prepared(tiny_model, model_type, dtype=torch.float64)
-    if kind == "of FSDP":  # as accelerate does after the trainer has prepared the model
-        for i, layer in enumerate(model.model.layers):
-            model.model.layers[i] = checkpoint_wrapper(layer)
-    else:
-        enable_checkpointing(model, kind == "reentrant")
-    model.enable_input_require_grads()
-    assert_equal_alone(model, alone)
 
 
 # Boundaries of runs, where a document's are expected

@@ -10,13 +10,10 @@ import pytest
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from support import zoo
 from support.models import build_tiny_model, select_attention
-from support.versions import current_models
 from transformers import LlamaConfig
 
-from trl_packfix import PackedDataCollator, PackingLeakError, packed_dataloader, plan_packs, prepare_for_packing
-from trl_packfix.attention.choice import own_attention
+from trl_packfix import PackingLeakError, packed_dataloader, plan_packs, prepare_for_packing
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B
@@ -101,39 +98,6 @@ REFUSED = [
 def test_wrong_arguments_are_refused_as_the_config_refuses_them(given, message):
     with pytest.raises(ValueError, match=message):
         packed_dataloader(**{"dataset": dataset(), "max_length": 32} | given)
-
-
-def trained(model, batches):
-    """Logits of all batches and the gradients of the sum of their losses."""
-    logits, num_targets = [], 0
-    for batch in batches:
-        output = model(**{**batch, "use_cache": False})
-        targets = (batch["labels"][:, 1:] != -100).sum()
-        (output.loss * targets).backward()
-        logits.append(output.logits[0].detach())
-        num_targets += targets
-    assert num_targets > 60
-    gradients = [weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]
-    model.zero_grad()
-    return torch.cat(logits), torch.cat(gradients)
-
-
-# Layers that read the mask, that have a mask of their own, and states that run on from document to document
-PREPARED = ("glm_moe_dsa", "deepseek_v32", "axk2", "dots3_note", "hy_v4", "biogpt", "bloom", "mamba")
-
-
-@pytest.mark.parametrize("model_type", [pytest.param(name, marks=current_models) for name in PREPARED])
-def test_after_prepare_for_packing_the_first_pack_is_right(model_type):
-    model = zoo.build_model(model_type)
-    torch.manual_seed(0)
-    documents = [torch.randint(10, 60, (1, num_tokens)) for num_tokens in (23, 9, 40)]
-    alone = trained(model, ({"input_ids": document, "labels": document} for document in documents))
-    choice = prepare_for_packing(model)
-    assert choice.reason and choice.name == own_attention(model)
-    pack = PackedDataCollator()([{"input_ids": document[0]} for document in documents])
-    packed = trained(model, [pack])
-    for expected, found in zip(alone, packed, strict=True):
-        assert expected.norm() > 0 and (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_prepare_for_packing_refuses_or_says_what_it_repaired():

@@ -70,6 +70,8 @@ TYPES = {
     "zamba": Wanted(mixers=MAMBA1 - {"mamba_inner_fn"}),
 }
 NEW = {
+    # Layers that read the mask or have a mask of their own
+    **dict.fromkeys("glm_moe_dsa deepseek_v32 axk2 dots3_note hy_v4 biogpt".split(), Wanted()),
     "bailing_hybrid": Wanted(mixers=KIMI),
     "kimi_linear": Wanted(mixers=KIMI, shares=True),
     **dict.fromkeys("inkling_text lfm3".split(), Wanted(mixers={CONVOLUTION})),
