@@ -406,25 +406,6 @@ def test_boundaries_from_any_source():
         check(Layer().eval())
 
 
-@pytest.mark.parametrize("on_cuda", [False, True])
-def test_chunks_and_windows_that_only_layer_types_name(on_cuda, monkeypatch):
-    """Documents longer than a chunk of Llama 4, which its mask alone knows; on CUDA in one launch."""
-    monkeypatch.setattr(flash, "CUDA_DTYPES", (torch.float64,))
-    monkeypatch.setattr(varlen, "runs_flash", lambda *args, **kwargs: on_cuda)
-    layer, (query, key, value) = Layer(), random_inputs()
-    layer.config = SimpleNamespace(
-        layer_types=["chunked_attention", "sliding_attention", "full_attention"],
-        attention_chunk_size=16,
-        sliding_window=16,
-    )
-    chunks = [min(16, n - start) for n in LENGTHS for start in range(0, n, 16)]
-    for layer.layer_idx, (lengths, window) in enumerate([(chunks, None), (LENGTHS, 16), (LENGTHS, None)]):
-        with StrictVarlen() as calls:
-            out, _ = varlen_attention(layer, query, key, value, None, scaling=1.0, **FROM_KWARGS)
-        want = dense_attention(query, key, value, lengths, 1.0, window=window).transpose(1, 2)
-        assert largest_difference([out], [want]) < 1e-12 and len(calls.forwards) == on_cuda
-
-
 def test_autocast_decides_the_dtype():
     query, key, value, sinks = random_inputs(sinks=True, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import build_tiny_model
 from support.planners import make_stream, one_pass, saved_and_loaded
-from support.runs import ANSWER, PROMPT, all_documents, documents_of, texts, trainer, weights
+from support.runs import ANSWER, PROMPT, all_documents, documents_of, texts, trainer
 from support.versions import continues_streams
 from transformers import TrainerCallback
 
@@ -414,21 +414,6 @@ def test_a_stream_trains_on_the_documents_of_the_table(form, tmp_path):
     assert run.state.global_step == 2 and np.isfinite(run.state.log_history[-1]["train_loss"])
 
 
-def test_a_restart_of_the_trainer_is_exact(tmp_path):
-    common = {"max_steps": 16, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "shuffle_dataset": True}
-    stream = texts(60).to_iterable_dataset(2)
-    whole = trainer(tmp_path, stream, save_strategy="steps", save_steps=11, **common)
-    whole.train()
-    assert whole.packing_report.num_documents > 60, "the stream did not begin again"
-    resumed = trainer(tmp_path / "resumed", stream, **common)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-11"))
-    assert torch.equal(weights(whole), weights(resumed)) and resumed.state.epoch == whole.state.epoch
-    assert resumed.packing_report.ledger == whole.packing_report.ledger
-    logs = ([log for log in run.state.log_history if "loss" in log] for run in (whole, resumed))
-    tokens, after = ({log["step"]: log["num_tokens"] for log in each} for each in logs)
-    assert tokens == after and 0 < tokens[11] < tokens[12]
-
-
 def test_the_report_counts_the_tokens_that_were_trained_not_those_that_were_read(tmp_path):
     rng = np.random.default_rng(0)
     rows = [rng.integers(4, 260, n) for n in rng.integers(2, 40, 300)]
@@ -453,6 +438,7 @@ def test_the_report_counts_the_tokens_that_were_trained_not_those_that_were_read
     resumed = trainer(tmp_path / "resumed", stream, max_steps=5)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.packing_report.num_trained_tokens == report.num_trained_tokens
+    assert resumed.packing_report.ledger == report.ledger and resumed.state.epoch == whole.state.epoch
 
 
 def test_a_checkpoint_without_a_position_of_the_stream_is_refused(tmp_path):
