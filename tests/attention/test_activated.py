@@ -14,6 +14,7 @@ import torch.nn.attention
 from support.models import build_tiny_model
 from support.strict_varlen import ATEN, StrictVarlen
 from test_prefix_attention import pack_of
+from test_varlen import outputs_and_gradients, random_inputs
 from torch.nn.attention import _fa3
 
 from trl_packfix.attention import choice, varlen
@@ -69,18 +70,6 @@ def fa3(monkeypatch):
     sys.path_importer_cache.clear()
 
 
-def tensors(num_tokens, heads=4, kv_heads=2, dim=64):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, h, num_tokens, dim, generator=generator).bfloat16() for h in (heads, kv_heads, kv_heads)]
-
-
-def outcome(function, given):
-    given = [x.clone().requires_grad_() for x in given]
-    out = function(*given)
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-    return [out, *torch.autograd.grad(out, given, grad)]
-
-
 def shared_runs():
     documents = [{"input_ids": [*range(1, 9 * n), *([100 + n] * 5)]} for n in range(1, 7)]
     batch = PrefixCollator()(documents)
@@ -110,9 +99,9 @@ CALLS = {
 def test_our_calls_fit_its_functions(name, fa3):
     num_tokens, function = CALLS[name]
     with StrictVarlen() as fa2:
-        wanted = outcome(function, tensors(num_tokens))
+        wanted = outputs_and_gradients(function, random_inputs(num_tokens, head_dim=64, dtype=torch.bfloat16))
     with Dispatched() as mode:
-        found = outcome(function, tensors(num_tokens))
+        found = outputs_and_gradients(function, random_inputs(num_tokens, head_dim=64, dtype=torch.bfloat16))
     on_fa2 = len(fa2.forwards), len(fa2.backwards)
     assert (fa3.calls["forward"], fa3.calls["backward"]) == on_fa2 and min(on_fa2) > 0 and not mode.forwards
     for mine, theirs in zip(found, wanted, strict=True):

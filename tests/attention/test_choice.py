@@ -101,6 +101,7 @@ def test_precedence_on_cuda(model_type, settings, users, flash_attn, expected, t
     assert choice == AttentionChoice(expected, True, users, choice.reason)
 
 
+DROPS = r"no dropout \({}=0.1\).*load the model with {}=0.0, or install flash-attn"
 OLD = {"flash_attn": True, "capability": "compute capability 7.5 is below 8.0"}  # flash-attn needs the same
 
 
@@ -109,25 +110,13 @@ OLD = {"flash_attn": True, "capability": "compute capability 7.5 is below 8.0"} 
     [
         ("llama", {"head_dim": 512}, {}, "heads have up to 512 dimensions and the kernels take 256.*install ffpa-attn"),
         ("llama", {"head_dim": 512}, {"flash_attn": True}, "heads .* 512 dimensions.*install"),  # it would refuse them
-        (
-            "gpt_oss",
-            {"head_dim": 512},
-            {"ffpa_attn": True},
-            "heads have up to 512 dimensions",
-        ),  # it would drop the sinks
+        # ffpa-attn would drop the sinks
+        ("gpt_oss", {"head_dim": 512}, {"ffpa_attn": True}, "heads have up to 512 dimensions"),
         ("llama", {}, {"problem": "torch is built for ROCm"}, "torch is built for ROCm"),
         ("llama", {}, OLD, "compute capability 7.5"),
         ("gemma2", {}, OLD, "compute capability 7.5"),  # on newer GPUs flash-attn has what its softcap needs
         ("gemma2", {}, {}, r"no softcap \(attn_logit_softcapping=50.0\).*For flash attention install flash-attn \("),
-        *(
-            (
-                kind,
-                {name: 0.1},
-                {},
-                rf"no dropout \({name}=0.1\).*load the model with {name}=0.0, or install flash-attn",
-            )
-            for kind, name in DROPOUT.items()
-        ),
+        *((kind, {name: 0.1}, {}, DROPS.format(name, name)) for kind, name in DROPOUT.items()),
     ],
 )
 def test_what_no_flash_kernel_computes_runs_document_by_document(

@@ -39,14 +39,7 @@ def test_parts_end_to_end_are_the_pack_and_labels_are_shifted_over_their_borders
     assert torch.equal(following[:, :-1], whole["labels"][:, 1:]) and following[0, -1] == IGNORE_INDEX
     assert all(part["cu_seq_lens_q"] is whole["cu_seq_lens_q"] for part in parts)
 
-    held = [part[LAYOUT] for part in parts]
-    assert [part.is_first for part in held] == [True] + [False] * (degree - 1)
-    index = torch.cat([part.following for part in held], 1)
-    assert torch.equal(index[:, :-1], whole["seq_idx"][:, 1:].long())
-    expected = [max(length - max(prompt, 1), 0) for length in lengths]
-    for part in held:  # each knows of all trained tokens, wherever they lie
-        assert part.trained.tolist()[: len(lengths)] == expected and not part.trained[len(lengths) :].any()
-        assert part.num_tokens == num_tokens
+    assert all(part[LAYOUT].num_tokens == num_tokens for part in parts)
 
 
 def test_the_checksum_is_that_of_the_whole_pack():

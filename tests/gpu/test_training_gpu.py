@@ -37,23 +37,14 @@ def lengths(num=48):
     return np.random.default_rng(1).integers(2, 65, num)
 
 
-def trained(folder, model_type="llama", lora=False, data=None, attn_implementation=None, **settings):
-    model = build_tiny_model(
-        model_type,
-        **SIZES,
-        **HEADS[model_type],
-        **({"attn_implementation": attn_implementation} if attn_implementation else {}),
-    )
+def trained(folder, model_type="llama", lora=False, data=None, **settings):
+    model = build_tiny_model(model_type, **SIZES, **HEADS[model_type])
     peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)} if lora else {}
-    defaults = {
-        "packing_strategy": "minibatch",
-        "per_device_train_batch_size": 8,
-        "max_steps": 3,
-        "use_cpu": not ON_GPU,
-    }
+    defaults = {"packing_strategy": "minibatch", "per_device_train_batch_size": 8, "max_steps": 3}
     # With 0.1 three steps on random adapters of gemma3 magnify rounding: unpacked bf16 training is 0.6 from fp32
     learning_rate = 0.01 if lora else 0.1
     defaults |= {"optim": "sgd", "learning_rate": learning_rate, "max_grad_norm": 0.0, "bf16": True}
+    defaults["use_cpu"] = not ON_GPU
     torch.manual_seed(0)
     run = trainer(folder, documents(lengths()) if data is None else data, model, peft, **(defaults | settings))
     start = weights(run).cpu()
