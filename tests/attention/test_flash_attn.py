@@ -58,16 +58,11 @@ def test_a_pack_with_images_on_the_flash_path(family, judged_images):
     assert row["calls"]["varlen"] > 10 and row["silent"] == [], row
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    return rows_of("on_flash_attn.py", folder, "train", str(folder / "output"))
-
-
 @pytest.mark.slow
 @pytest.mark.processes
-def test_trainings_on_the_flash_path(trained):
+def test_trainings_on_the_flash_path(tmp_path):
     """Full and LoRA, without and with both kinds of checkpointing, fp32 weights under bf16 autocast."""
+    trained = rows_of("on_flash_attn.py", tmp_path, "train", str(tmp_path / "output"))
     assert len(trained) == 12
     without = {(row["type"], row["lora"]): row for row in trained if row["checkpointing"] == "none"}
     for row in trained:

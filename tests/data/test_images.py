@@ -31,7 +31,6 @@ from trl_packfix.data.image_rows import ImageRows
 from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.spans import make_documents
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.isolation.probe import Probe
 from trl_packfix.samples.images import measure
 from trl_packfix.samples.processor import RowProcessor
 
@@ -40,15 +39,11 @@ pytestmark = pytest.mark.slow
 ROWS = rows(12)
 
 
-def read(family: str, dataset: Dataset = ROWS, **settings) -> ImageRows:
-    return measured(family, dataset, **settings)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lengths_and_padded_batches_are_those_of_trl(family):
     collate = DataCollatorForVisionLanguageModeling(build_processor(family))
     batch = collate([dict(row) for row in ROWS])
-    found = read(family)
+    found = measured(family, ROWS)
     assert found.lengths.tolist() == batch["attention_mask"].sum(1).tolist()
     everything = np.arange(len(found))
     trained = found.count_trained(everything, 0 * everything, found.lengths)
@@ -91,17 +86,17 @@ def test_a_row_is_one_document_for_every_form_of_trl():
 
 def test_measures_are_cached_beside_the_data(tmp_path, monkeypatch):
     ROWS.save_to_disk(tmp_path)
-    first = read("llava", Dataset.load_from_disk(str(tmp_path)))
+    first = measured("llava", Dataset.load_from_disk(str(tmp_path)))
     assert first.files
 
     def never(*args):
         pytest.fail("the processor ran again")
 
     monkeypatch.setattr(RowProcessor, "__call__", never)
-    again = read("llava", Dataset.load_from_disk(str(tmp_path)))
+    again = measured("llava", Dataset.load_from_disk(str(tmp_path)))
     assert again.lengths.tolist() == first.lengths.tolist() and again.fingerprint == first.fingerprint
     monkeypatch.undo()
-    other = read("idefics3", Dataset.load_from_disk(str(tmp_path)))
+    other = measured("idefics3", Dataset.load_from_disk(str(tmp_path)))
     assert other.lengths.tolist() != first.lengths.tolist(), "another processor found the same file"
     documents = cached_documents(first, 200)
     assert documents.fingerprint and documents.file is not None
@@ -109,7 +104,7 @@ def test_measures_are_cached_beside_the_data(tmp_path, monkeypatch):
 
 
 def test_a_document_is_truncated_behind_its_images_or_dropped():
-    found = read("qwen2_5_vl")
+    found = measured("qwen2_5_vl", ROWS)
     limit = int(np.median(found.image_stops[found.image_stops > 0]))
     documents = make_documents(found, limit)
     assert (documents.stop >= found.image_stops[documents.row]).all() and documents.lengths.max() == limit
@@ -127,7 +122,7 @@ def test_a_document_is_truncated_behind_its_images_or_dropped():
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "idefics3"])
 def test_a_document_is_split_outside_its_images(family):
     """Fragments have the tokens, labels and images of their document in order; one with a larger image is dropped."""
-    found = read(family)
+    found = measured(family, ROWS)
     largest = int(np.diff(np.stack(found._spans[1:]), axis=0).max())
     limits = (n for n in range(largest, 400) if all(found.cuts(row, n) for row in range(len(found))))
     limit = next(limits)  # the largest image, with the tokens around it
@@ -184,7 +179,7 @@ def test_a_bad_row_is_named_with_its_reason(tmp_path, row, reason):
     dataset = broken(tmp_path).select([0, row])
     said = rf"(?s)1 of 2 rows of the train dataset.*Row 1: .*({reason}).*`bad_rows=\"drop\"`"
     with pytest.raises(ValueError, match=said):
-        read("llava", dataset)
+        measured("llava", dataset)
 
 
 def test_bad_rows_are_dropped_and_counted(tmp_path):
@@ -198,7 +193,7 @@ def test_a_transform_and_a_changed_image_are_refused():
     process = processor_of("llava")
     with pytest.raises(ValueError, match=r"(?s)12 rows has images and a transform.*another image at each reading"):
         measure(ROWS.with_transform(lambda row: row), process, "train", num_proc=None, drops=False)
-    found = read("qwen2_5_vl")
+    found = measured("qwen2_5_vl", ROWS)
     row = int(np.flatnonzero(found.image_stops)[0])
     found.lengths = found.lengths + 1
     with pytest.raises(ValueError, match=rf"(?s)Row {row} of the dataset.*were? measured|must not change"):
@@ -223,7 +218,7 @@ def test_the_layout_of_a_processor_is_learned(family):
 
 
 def test_a_pack_without_images_gets_one_where_ranks_must_call_the_tower():
-    found = read("llava")
+    found = measured("llava", ROWS)
     examples = ImageExamples(processor_of("llava"))
     images = PackedImages(examples.layout, placeholder=examples.placeholder())
     collate = PackCollator(PackedDataCollator(), images)
@@ -235,24 +230,6 @@ def test_a_pack_without_images_gets_one_where_ranks_must_call_the_tower():
     assert added == len(images.placeholder["input_ids"]) and (batch["labels"][0, -added:] == -100).all()
     mixed = int(np.flatnonzero(found.image_stops)[0])
     assert len(collate([found.read(mixed, 0, found.lengths[mixed])])["cu_seq_lens_q"]) == 2
-
-
-@gemma3_leaks
-def test_images_in_equal_places_hide_a_leak_that_the_probe_finds():
-    """gemma3 takes the places of images from the first document of a pack: right if all are alike."""
-    model = build_model("gemma3").train()
-    examples = image_families.make_examples("gemma3", model)
-    probe = Probe(model)
-    head, tail = probe.tokens(5), probe.tokens(9)
-    alike = [examples.joined([head, examples.image(112, 112), tail]) for _ in range(3)]
-    with probe.undisturbed():
-        states = probe.states(examples.packed(alike))[0].split([len(each["input_ids"]) for each in alike])
-        # token types of all documents, so that masks are made as in training
-        alone = [probe.states(examples.alone(each))[0] for each in alike]
-    assert max((found - own).abs().max() for found, own in zip(states, alone, strict=True)) < 1e-5
-    report = check_isolation(model, 512, images=examples)
-    assert not report.isolated and report.max_change > 0.1 and report.max_difference > 0.1
-    assert check_isolation(model, 512).isolated, "text alone shows nothing"
 
 
 def test_positions_over_the_whole_row_are_found():

@@ -7,7 +7,6 @@ import re
 import tracemalloc
 from collections import Counter
 from itertools import chain, islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +31,6 @@ from trl_packfix.planning.packs import plan_stream
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 FIRST_ID = 10  # a document is its number + FIRST_ID, repeated
 
 

@@ -50,12 +50,7 @@ def test_the_models_own_masks_pass_too(model, attention):
     assert report.isolated and report.equal and report.attention == attention
 
 
-LEAKING = {
-    "mamba": "mixer",
-    "mpt": "attn",
-    "rwkv": "time_shift",
-    **dict.fromkeys(("bloom", "falcon"), "self_attention"),
-}
+LEAKING = {"mamba": "mixer", "mpt": "attn", "rwkv": "time_shift"} | dict.fromkeys(["bloom", "falcon"], "self_attention")
 
 
 @pytest.mark.parametrize("model, where", LEAKING.items())

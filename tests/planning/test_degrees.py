@@ -58,18 +58,14 @@ def planner(lengths, world_size=4, tokens_per_rank=16, max_length=64, strategy="
     )
 
 
-worlds = st.sampled_from([(4, 16), (8, 8), (8, 16), (12, 16), (8, 64), (1, 64), (2, 32)])  # ranks, tokens per rank
-speeds = st.sampled_from([DEAR, CHEAP])
-
-
 @settings(max_examples=120, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     num=st.integers(1, 100),
     seed=st.integers(0, 99),
-    world=worlds,
+    world=st.sampled_from([(4, 16), (8, 8), (8, 16), (12, 16), (8, 64), (1, 64), (2, 32)]),  # ranks, tokens per rank
     accumulation=st.integers(1, 5),
-    speeds=speeds,
+    speeds=st.sampled_from([DEAR, CHEAP]),
     epoch=st.integers(0, 1),
     costs=st.sampled_from((MODEL, HYBRID)),
 )
