@@ -54,7 +54,7 @@ def test_rope_that_depends_on_length_is_computed_for_each_document(rope, dtype):
 def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, monkeypatch):
     """Falcon computes ALiBi of a row in bfloat16, which counts to 256: repaired attention is wrong behind that."""
     if not is_seen:
-        monkeypatch.setattr("trl_packfix.isolation.check_isolation.FAR", ())
+        monkeypatch.setattr("trl_packfix.isolation.check_isolation.FAR", 0)
     torch.manual_seed(0)
     model, batch = build_tiny_model("falcon", alibi=True), pack([600, 40])
     with torch.no_grad():

@@ -146,7 +146,7 @@ class Probe(ProbedModel):
 
     def alone(self, ids: Tensor, large: bool = False) -> Tensor:
         """Last hidden states of a document in unpacked training of the model as it was given: (n,) -> (n, hidden)."""
-        with self.evaluating(), self.as_given(len(ids)), torch.no_grad():
+        with self.unpacked(len(ids)), torch.no_grad():
             return self.states(self.row(ids), large)[0][: len(ids)]
 
     def rows(self, ids: Tensor) -> None:
@@ -194,7 +194,7 @@ class Probe(ProbedModel):
             first, second = self.states(self._rows(rows, padded))[:, :7]
             return self.on_any_rank(distance([first], [second]) > READS_AHEAD * first.abs().max().item())
 
-        with self.evaluating(), self.as_given(len(ids)), torch.no_grad():
+        with self.unpacked(len(ids)), torch.no_grad():
             self.reads_ahead = moves(padded=False)
             if not self.reads_ahead:
                 return False
@@ -227,17 +227,24 @@ class Probe(ProbedModel):
         return self.packed(documents) if kinds else states
 
     def gradient(self, documents: list[Tensor]) -> float | None:
-        """Largest gradient of one document's states with respect to the embeddings of the others.
+        """Largest gradient of one document's states with respect to the embeddings of another before it.
 
-        With several ranks also the relative difference from the gradient of a document alone, if it is no rounding: a
-        gradient that is not sent back to its rank moves no other document. None if the model does not support it.
+        One backward is of the documents whose index has a bit set, and for each pair there is a bit in which they
+        differ. With several ranks one is of each document, and what differs from the gradient of a document alone, if
+        it is no rounding, counts, too: a gradient that is not sent back to its rank moves no other document. None if
+        the model does not support it.
         """
         rows = torch.arange(sum(map(len, documents)), device=self.device).split([len(ids) for ids in documents])
+        places: list[tuple[Any, Tensor, int]] = [(ids, of_one, 0) for ids, of_one in zip(documents, rows, strict=True)]
+        limit = self.ranks.gradient_limit(self.rounding)
+        if limit is None:
+            bits = range((len(rows) - 1).bit_length())
+            places = [(None, torch.cat([one for i, one in enumerate(rows) if i >> bit & 1]), 0) for bit in bits]
         try:
             return self._wrong_gradient(
                 self._batch(documents, self.ranks),
-                [(ids, rows_of, 0) for ids, rows_of in zip(documents, rows, strict=True)],
-                limit=self.ranks.gradient_limit(self.rounding),
+                places,
+                limit=limit,
                 rounding=tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps,
             )
         except KernelError:
@@ -258,7 +265,7 @@ class Probe(ProbedModel):
         """
         largest = 0.0
         gradients = self.embedding_gradients(batch, [rows[first:] for _, rows, first in places], self.ranks)
-        if gradients is None or (limit is None and len(gradients[0]) != sum(len(rows) for _, rows, _ in places)):
+        if gradients is None or (limit is None and len(gradients[0]) != batch["input_ids"].shape[1]):
             return None  # in the second case the backbone gets documents as padded rows, not the pack
         for gradient, (ids, rows, first) in zip(gradients, places, strict=True):
             mine = gradient[rows]
@@ -266,7 +273,7 @@ class Probe(ProbedModel):
             others, scale = gradient.abs().max().item(), mine.abs().max().item()
             if limit is not None:
                 own = torch.arange(first, len(rows), device=self.device)
-                with self.evaluating(), self.as_given(len(ids)):
+                with self.unpacked(len(ids)):
                     found = self.embedding_gradients(self.row(ids), [own])
                 if found is None:
                     return None

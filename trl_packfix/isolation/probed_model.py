@@ -153,6 +153,7 @@ class ProbedModel:
         if user_attention is None or "flash" in user_attention:
             user_attention = own_attention(self.inner)
         self.user_attention = default_attention(self.inner) if user_attention == ATTENTION_NAME else user_attention
+        self._is_unpacked = False
         self.degree = degree
         self.ranks = Sharers(degree) if degree > 1 else ONE_RANK
 
@@ -237,6 +238,19 @@ class ProbedModel:
         finally:
             for module in training:
                 module.training = True
+
+    @contextmanager
+    def unpacked(self, length: int) -> Iterator[None]:
+        """Within this context rows of up to `length` tokens run as in unpacked training. Inside another, no effect."""
+        if self._is_unpacked:
+            yield
+            return
+        self._is_unpacked = True
+        try:
+            with self.evaluating(), self.as_given(length):
+                yield
+        finally:
+            self._is_unpacked = False
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ compute long documents in another way.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from ..attention.models import base_model
-from ..data.collator import PackedDataCollator
 from ..data.parts import PartOf
 from ..data.row_values import WEIGHTS
 from ..isolation.gradients import SMALL, gaps, gradient_products, largest_gap
@@ -94,6 +94,7 @@ class FirstStep:
     def compare(self) -> StepComparison:
         """Train a few documents packed and unpacked, without an optimizer step."""
         self._probe = self._probe_of(self._run.model_wrapped)
+        self._silent: list[nn.Module] | None = None  # modules that draw in train mode, once they are known
         model = self._probe.model
         self._alone: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         named = {name: each for name, each in base_model(self._run.model).named_parameters() if each.requires_grad}
@@ -110,7 +111,7 @@ class FirstStep:
             fine = torch.finfo(dtype).eps if self._run.is_fsdp_enabled and dtype.itemsize < 4 else FINE
             limit = self._probe.limits_of_rounding(
                 gap,
-                [fine, FINE_GRADIENTS],
+                [fine, max(FINE_GRADIENTS, self._probe.rounding)],
                 lambda: self._gaps(self._packed(packs), packed),
                 by_channel=True,
             )
@@ -119,7 +120,7 @@ class FirstStep:
                 problem = self._what_differs(packs, packed, unpacked, limit=limit)
         self._run.model.zero_grad(set_to_none=True)
         self.longest_compared = self._most(max(length(each) for pack in packs for each in pack))
-        if not self._has_collectives:  # then each rank compares longer documents when it meets them
+        if not self._has_collectives and self._alone is not model:  # each rank compares them when it meets them
             self._probe = self._probe_of(self._alone)
         text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked ({gap[0]:.0e})"
         if packed.products is None:
@@ -127,7 +128,7 @@ class FirstStep:
         text += f"; gradients {gap[1]:.0e} over {len(self._names)} parameters"
         if self._run.aux_loss_enabled and self._data.packs_images:
             text += "; the router loss is not compared with images"
-        if limit[0] > FINE or limit[1] > FINE_GRADIENTS:
+        if limit[0] > FINE or limit[1] > max(FINE_GRADIENTS, self._probe.rounding):
             text += f" (rounding alone makes {limit[0] / OF_ROUNDING:.0e} and {limit[1] / OF_ROUNDING:.0e})"
         return StepComparison(text, *gap, problem=problem)
 
@@ -139,7 +140,7 @@ class FirstStep:
             return f"the loss is that of {kind.__name__}.compute_loss"
         return None if self._objective.is_ours else "the loss is TRL's"
 
-    @property
+    @cached_property
     def _has_gradients(self) -> bool:
         """Whether gradients can be read between two backward passes: not where an engine holds or divides them."""
         run = self._run
@@ -215,13 +216,12 @@ class FirstStep:
         divisor = self._summed(parts) / copies
         run.model.zero_grad(set_to_none=True)
         total = 0.0
-        for document, factor in zip(documents, factors, strict=True):
-            with self._as_given([document]):  # layers may be computed again in the backward
+        with self._probe.unpacked(max(map(length, documents))):  # layers may be computed again in the backward
+            for document, factor in zip(documents, factors, strict=True):
                 total += self._backward(self._row_loss(document) * factor / divisor)
-        if run.aux_loss_enabled:
-            num_packs = self._summed(owns * len(packs)) / copies
-            for pack in packs:
-                with self._as_given(pack):
+            if run.aux_loss_enabled:
+                num_packs = self._summed(owns * len(packs)) / copies
+                for pack in packs:
                     total += self._backward(self._aux_loss(pack) * owns * run.router_aux_loss_coef / num_packs)
         return _Step(self._summed(total) / copies, self._products(is_summed=False))
 
@@ -253,19 +253,14 @@ class FirstStep:
         with self._run.compute_loss_context_manager():
             return self._alone(**self._probe.moved(rows)).aux_loss
 
-    @contextmanager
-    def _as_given(self, documents: list[Document]) -> Iterator[None]:
-        with self._probe.evaluating(), self._probe.as_given(max(map(length, documents))):
-            yield
-
     # Longer documents
 
     def compare_longer(self, batches: list[dict[str, Any]]) -> None:
-        """Compare the longest document of a step, if it is twice as long as any before: packed and alone, in a forward.
+        """Compare the states of the longest document of a step, alone and packed, if it is twice as long as any before.
 
         Documents are read from packs of one rank; of those with images, shared prefixes or parts no length is compared.
         Where an engine divides the model, all ranks take part. A document that does not fit alone ends the search.
-        Raises `PackingLeakError` if its tokens have other probabilities in a pack.
+        Raises `PackingLeakError` if its states are others in a pack.
         """
         if self.longest_compared == inf or 2 * self.longest_compared > (self._run.args.max_length or inf):
             return
@@ -278,12 +273,13 @@ class FirstStep:
         if longest < 2 * self.longest_compared:  # constant shapes name `max_length` as the longest
             return
         try:
-            with self._undisturbed(), torch.no_grad():
-                before = self._probe.tokens(NUM_BEFORE)
-                alone, packed = (self._log_probs(document, before=each) for each in (before[:0], before))
+            with self._undisturbed(), self._run.compute_loss_context_manager(), torch.no_grad():
+                pack = [self._probe.tokens(NUM_BEFORE), document]
+                alone = self._probe.alone(document, large=True)
+                packed = self._probe.packed(pack, large=True)[1]
                 gap = relative_distance(packed, alone)
                 (limit,) = self._probe.limits_of_rounding(
-                    [gap], [FINE], lambda: [relative_distance(self._log_probs(document, before=before), packed)]
+                    [gap], [FINE], lambda: [relative_distance(self._probe.packed(pack, large=True)[1], packed)]
                 )
                 is_beyond = self._probe.is_beyond([gap], [limit])
         except torch.OutOfMemoryError:
@@ -295,26 +291,12 @@ class FirstStep:
             return
         if is_beyond:
             raise PackingLeakError(
-                f"A document of {len(document):,} tokens was computed packed and alone, and its log-probabilities "
+                f"A document of {len(document):,} tokens was computed packed and alone, and its last hidden states "
                 f"differ by {gap:.1e} (rounding explains {limit:.1e}); of up to {self.longest_compared:,} tokens "
                 f"they did not. So above some length this model computes packs as another one. Set `max_length` to "
                 f"{self.longest_compared}, or `packing=False`, and please report it with this message."
             )
         self.longest_compared = longest
-
-    def _log_probs(self, document: Tensor, *, before: Tensor) -> Tensor:
-        """Of each token of a document but the first, (n - 1,), in fp64: alone, or in a pack behind another document."""
-        packed = len(before) > 0
-        if packed:
-            batch = self._probe.moved(PackedDataCollator()([{"input_ids": before}, {"input_ids": document}]))
-        else:
-            batch = self._probe.row(document)
-            padding = (0, batch["input_ids"].shape[1] - len(document))
-            batch["labels"] = F.pad(document[None].to(self._probe.device), padding, value=IGNORE_INDEX)
-        alone = self._as_given([{"input_ids": document}])
-        with nullcontext() if packed else alone, self._run.compute_loss_context_manager():
-            log_probs = self._alone(**batch, fused_lm_head=True).log_probs
-        return log_probs.flatten()[len(before) : len(before) + len(document) - 1].double()
 
     @property
     def _has_collectives(self) -> bool:
@@ -391,13 +373,14 @@ class FirstStep:
             with run.packed_model.attending(), probe.undisturbed():
                 for hooks in noise:
                     hooks.alpha = 0.0
-                with run.compute_loss_context_manager():
-                    probe.silenced([probe.tokens(n) for n in (3, 5)])
+                if self._silent is None:
+                    with run.compute_loss_context_manager():
+                        probe.silenced([probe.tokens(n) for n in (3, 5)])
+                    self._silent = [module for module in probe.inner.modules() if not module.training]
                 run.aux_loss_enabled &= not self._data.packs_images
-                silent = [module for module in probe.inner.modules() if not module.training]
 
                 def silence(*call: object) -> None:  # the trainer sets all modules to train mode, also those that draw
-                    for module in silent:
+                    for module in self._silent or ():
                         module.training = False
 
                 with probe.inner.register_forward_pre_hook(silence):

@@ -21,7 +21,7 @@ from ..layout import IGNORE_INDEX, READ, layout_of
 from ..planning.schedule import EMPTY
 from .loading import TrainingData
 
-NUM_CANDIDATES, NUM_DOCUMENTS = 32, 4  # documents that are read, and of a pack
+NUM_CANDIDATES, NUM_DOCUMENTS = 32, 3  # documents that are read, and of a pack
 HALF = 16  # tokens of a document's beginning, and around its first trained one
 MOST_TOKENS = 512  # of a document with images, which is not shortened
 
