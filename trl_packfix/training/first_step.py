@@ -109,9 +109,10 @@ class FirstStep:
             gap, dtype = self._gaps(packed, unpacked), self._data.attention_dtype
             # Under FSDP2 in half precision the model's own logits are rounded, those of the loss are not
             fine = torch.finfo(dtype).eps if self._run.is_fsdp_enabled and dtype.itemsize < 4 else FINE
+            fine_gradients = max(FINE_GRADIENTS, self._probe.rounding)
             limit = self._probe.limits_of_rounding(
                 gap,
-                [fine, max(FINE_GRADIENTS, self._probe.rounding)],
+                [fine, fine_gradients],
                 lambda: self._gaps(self._packed(packs), packed),
                 by_channel=True,
             )
@@ -128,7 +129,7 @@ class FirstStep:
         text += f"; gradients {gap[1]:.0e} over {len(self._names)} parameters"
         if self._run.aux_loss_enabled and self._data.packs_images:
             text += "; the router loss is not compared with images"
-        if limit[0] > FINE or limit[1] > max(FINE_GRADIENTS, self._probe.rounding):
+        if limit[0] > FINE or limit[1] > fine_gradients:
             text += f" (rounding alone makes {limit[0] / OF_ROUNDING:.0e} and {limit[1] / OF_ROUNDING:.0e})"
         return StepComparison(text, *gap, problem=problem)
 
