@@ -89,6 +89,18 @@ class Documents:
     def lengths(self) -> Int64Array:
         return self.stop - self.start
 
+    def count(self, mask: BoolArray | None = None) -> Count:
+        chosen = slice(None) if mask is None else mask
+        lengths, trained = self.lengths[chosen], self.trained[chosen]
+        return Count(len(lengths), int(lengths.sum()), int(trained.sum()))
+
+    def without(self, mask: BoolArray, reason: str) -> "Documents":
+        """The others; those of the mask are dropped and counted."""
+        if not mask.any():
+            return self
+        self.ledger.dropped[reason] = self.ledger.dropped.get(reason, Count()) + self.count(mask)
+        return self.taken(~mask)
+
     def taken(self, chosen: BoolArray) -> "Documents":
         """The `chosen` documents, numbered anew from 0. The ledger stays that of all."""
         number, tokens, file = np.cumsum(chosen) - 1, self.tokens, self.file

@@ -5,13 +5,13 @@ change spans; no token is rewritten. The ledger counts the documents and tokens 
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 from datasets import Dataset
 
-from ..planning.arrays import BoolArray, Int64Array
+from ..planning.arrays import Int64Array
 from ..samples.row import NUM_SHOWN
 from .documents import Count, Documents, Ledger
 from .reader import Rows, TokenReader
@@ -20,48 +20,6 @@ logger = logging.getLogger(__name__)
 
 Overlong = Literal["truncate", "split", "drop", "raise"]
 TruncationMode = Literal["keep_start", "keep_end"]
-
-
-@dataclass
-class _Spans:
-    """The spans of the documents, while policies are applied to them."""
-
-    reader: Rows
-    ledger: Ledger
-    row: Int64Array
-    start: Int64Array
-    stop: Int64Array
-    trained: Int64Array
-
-    @property
-    def lengths(self) -> Int64Array:
-        return self.stop - self.start
-
-    def count(self, mask: BoolArray | None = None) -> Count:
-        chosen = slice(None) if mask is None else mask
-        lengths, trained = self.lengths[chosen], self.trained[chosen]
-        return Count(len(lengths), int(lengths.sum()), int(trained.sum()))
-
-    def without(self, mask: BoolArray, reason: str) -> "_Spans":
-        """The others; those of the mask are dropped and counted."""
-        if not mask.any():
-            return self
-        self.ledger.dropped[reason] = self.ledger.dropped.get(reason, Count()) + self.count(mask)
-        columns = {name: getattr(self, name)[~mask] for name in ("row", "start", "stop", "trained")}
-        return replace(self, **columns)
-
-    def split(self, fragments: Int64Array, start: Int64Array, stop: Int64Array) -> "_Spans":
-        """`fragments[i]` spans in place of document i; `start` and `stop` count tokens inside the document."""
-        base = np.repeat(self.start, fragments)
-        row, start, stop = np.repeat(self.row, fragments), base + start, base + stop
-        pieces = replace(self, row=row, start=start, stop=stop, trained=np.repeat(self.trained, fragments))
-        changed = np.repeat(fragments > 1, fragments)
-        pieces.trained[changed] = self.reader.count_trained(row[changed], start[changed], stop[changed])
-        before, after = self.count(fragments > 1), pieces.count(changed)
-        assert before.tokens == after.tokens
-        self.ledger.split = Count(before.documents, 0, before.trained_tokens - after.trained_tokens)
-        self.ledger.fragments = after.documents
-        return pieces
 
 
 def make_documents(
@@ -93,24 +51,20 @@ def make_documents(
     if not keep_untrained:
         # Before cutting: documents that never had a target are not counted as lost by the cut.
         spans = spans.without(spans.trained == 0, "untrained")
-    block = None
     if wrapped:
         assert max_length is not None
-        spans = _cut_into_blocks(spans, max_length)
-        block = (np.cumsum(spans.lengths) - spans.lengths) // max_length
+        spans = _cut_into_blocks(spans, reader, max_length)
     elif max_length is not None:
         if reader.image_stops is not None and overlong == "truncate":
             spans = _without_cut_images(spans, reader.image_stops, max_length, keeps_rows=keep_untrained)
-        spans = _apply_overlong(spans, max_length, overlong=overlong, truncation_mode=truncation_mode)
+        spans = _apply_overlong(spans, reader, max_length, overlong=overlong, truncation_mode=truncation_mode)
     if not keep_untrained:
-        trained = spans.trained > 0
-        block = block[trained] if block is not None else None
-        spans = spans.without(~trained, "untrained")
+        spans = spans.without(spans.trained == 0, "untrained")
     ledger.kept = spans.count()
-    if not len(spans.row) and not may_be_empty:
+    if not len(spans) and not may_be_empty:
         refuse_no_documents(ledger, f"The dataset has {len(reader)} rows", max_length)
     of_images: dict[str, Any] = reader.of_images(spans.row, spans.start, spans.stop)
-    return Documents(spans.row, spans.start, spans.stop, spans.trained, ledger, block, **of_images)
+    return replace(spans, **of_images)
 
 
 def refuse_no_documents(ledger: Ledger, counted: str, max_length: int | None) -> None:
@@ -134,8 +88,8 @@ def drop_untrained(dataset: Dataset) -> Dataset:
     return dataset.select(documents.row)
 
 
-def _table_spans(reader: Rows) -> _Spans:
-    """One span per row, or one per entry of `seq_lengths`."""
+def _table_spans(reader: Rows) -> Documents:
+    """One per row, or one per entry of `seq_lengths`."""
     packed = reader.seq_lengths()
     if packed is None:
         row = np.arange(len(reader))
@@ -156,17 +110,33 @@ def _table_spans(reader: Rows) -> _Spans:
             )
         stop = np.cumsum(lengths) - np.repeat(np.cumsum(total) - total, per_row)
         start = stop - lengths
-    spans = _Spans(reader, Ledger(), row, start, stop, reader.count_trained(row, start, stop))
+    spans = Documents(row, start, stop, reader.count_trained(row, start, stop), Ledger())
     spans.ledger.given = spans.count()
     return spans
 
 
-def _without_cut_images(spans: _Spans, image_stops: Int64Array, max_length: int, *, keeps_rows: bool) -> _Spans:
-    """Drop documents whose images end behind `max_length`: truncating them would cut an image."""
-    cut = image_stops[spans.row] > max_length
+def _split(spans: Documents, reader: Rows, *, fragments: Int64Array, start: Int64Array) -> Documents:
+    """`fragments[i]` documents in place of document i, each from `start`, counted inside it, to the next."""
+    stop = np.append(start[1:], 0)
+    stop[np.cumsum(fragments) - 1] = spans.lengths
+    base, row = np.repeat(spans.start, fragments), np.repeat(spans.row, fragments)
+    start, stop = base + start, base + stop
+    pieces = replace(spans, row=row, start=start, stop=stop, trained=np.repeat(spans.trained, fragments))
+    changed = np.repeat(fragments > 1, fragments)
+    pieces.trained[changed] = reader.count_trained(row[changed], start[changed], stop[changed])
+    before, after = spans.count(fragments > 1), pieces.count(changed)
+    spans.ledger.split = Count(before.documents, 0, before.trained_tokens - after.trained_tokens)
+    spans.ledger.fragments = after.documents
+    return pieces
+
+
+def _without_cut_images(spans: Documents, stops: Int64Array, max_length: int, *, keeps_rows: bool) -> Documents:
+    """Drop documents whose images stop behind `max_length`: truncating them would cut an image."""
+    stops = stops[spans.row]
+    cut = stops > max_length
     if keeps_rows and cut.any():
         where = np.flatnonzero(cut)[:NUM_SHOWN]
-        named = ", ".join(f"{spans.row[i]} (images up to token {image_stops[spans.row[i]]})" for i in where)
+        named = ", ".join(f"{spans.row[i]} (images up to token {stops[i]})" for i in where)
         raise ValueError(
             f"{cut.sum()} of {len(cut)} documents of an evaluation set have images that end behind "
             f"`max_length={max_length}`; the first are in rows {named}. An image cannot be cut, and evaluation gives a "
@@ -175,7 +145,9 @@ def _without_cut_images(spans: _Spans, image_stops: Int64Array, max_length: int,
     return spans.without(cut, "overlong")
 
 
-def _apply_overlong(spans: _Spans, max_length: int, *, overlong: Overlong, truncation_mode: str) -> _Spans:
+def _apply_overlong(
+    spans: Documents, reader: Rows, max_length: int, *, overlong: Overlong, truncation_mode: str
+) -> Documents:
     long = spans.lengths > max_length
     if not long.any():
         return spans
@@ -189,19 +161,18 @@ def _apply_overlong(spans: _Spans, max_length: int, *, overlong: Overlong, trunc
         )
     if overlong == "drop":
         return spans.without(long, "overlong")
-    if overlong == "split" and spans.reader.image_stops is not None:
-        return _split_outside_images(spans, long, max_length)
+    if overlong == "split" and reader.image_stops is not None:
+        return _split_outside_images(spans, reader, max_length)
     if overlong == "split":
-        fragments = np.where(long, -(-spans.lengths // max_length), 1)
-        offset = _index_in_group(fragments) * max_length
-        return spans.split(fragments, offset, np.minimum(offset + max_length, np.repeat(spans.lengths, fragments)))
+        fragments = -(-spans.lengths // max_length)
+        return _split(spans, reader, fragments=fragments, start=_index_in_group(fragments) * max_length)
     start, stop = spans.start.copy(), spans.stop.copy()
     if truncation_mode == "keep_start":
         stop[long] = start[long] + max_length
     else:
         start[long] = stop[long] - max_length
     trained = spans.trained.copy()
-    trained[long] = spans.reader.count_trained(spans.row[long], start[long], stop[long])
+    trained[long] = reader.count_trained(spans.row[long], start[long], stop[long])
     cut = replace(spans, start=start, stop=stop, trained=trained)
     before, after = spans.count(long), cut.count(long)
     lost = before.tokens - after.tokens, before.trained_tokens - after.trained_tokens
@@ -209,28 +180,28 @@ def _apply_overlong(spans: _Spans, max_length: int, *, overlong: Overlong, trunc
     return cut
 
 
-def _split_outside_images(spans: _Spans, long: BoolArray, max_length: int) -> _Spans:
+def _split_outside_images(spans: Documents, reader: Rows, max_length: int) -> Documents:
     """Split documents so that no image is cut; drop those with an image of more than `max_length` tokens."""
     edges_of = [
-        spans.reader.cuts(row, max_length) if is_long else [0, length]
-        for row, length, is_long in zip(spans.row.tolist(), spans.lengths.tolist(), long.tolist(), strict=True)
+        reader.cuts(row, max_length) if length > max_length else [0, length]
+        for row, length in zip(spans.row.tolist(), spans.lengths.tolist(), strict=True)
     ]
     spans = spans.without(np.array([edges is None for edges in edges_of]), "overlong")
     kept = [edges for edges in edges_of if edges is not None]
     fragments = np.array([len(edges) - 1 for edges in kept], dtype=np.int64)
     start = np.array([place for edges in kept for place in edges[:-1]], dtype=np.int64)
-    stop = np.array([place for edges in kept for place in edges[1:]], dtype=np.int64)
-    return spans.split(fragments, start, stop)
+    return _split(spans, reader, fragments=fragments, start=start)
 
 
-def _cut_into_blocks(spans: _Spans, max_length: int) -> _Spans:
-    """Cut the concatenation of all documents at every multiple of `max_length` tokens."""
-    lengths = spans.lengths
-    begin = np.cumsum(lengths) - lengths  # offset of each document in the concatenation
+def _cut_into_blocks(spans: Documents, reader: Rows, max_length: int) -> Documents:
+    """Cut the concatenation of all documents at every multiple of `max_length` tokens; `block` counts the blocks."""
+    end = np.cumsum(spans.lengths)  # of each document in the concatenation
+    begin = end - spans.lengths
     first_block = begin // max_length
-    fragments = (begin + lengths - 1) // max_length - first_block + 1
+    fragments = (end - 1) // max_length - first_block + 1
     edge = (np.repeat(first_block, fragments) + _index_in_group(fragments)) * max_length - np.repeat(begin, fragments)
-    return spans.split(fragments, np.maximum(edge, 0), np.minimum(edge + max_length, np.repeat(lengths, fragments)))
+    pieces = _split(spans, reader, fragments=fragments, start=np.maximum(edge, 0))
+    return replace(pieces, block=(np.cumsum(pieces.lengths) - pieces.lengths) // max_length)
 
 
 def _index_in_group(counts: Int64Array) -> Int64Array:
