@@ -13,8 +13,7 @@ from trl_packfix.data.documents import Documents
 from trl_packfix.data.epochs import EpochPlanner, unpacked_order
 from trl_packfix.data.loaders import PackedBatchSampler
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.spans import make_documents
-from trl_packfix.data.token_order import token_order
+from trl_packfix.data.spans import make_documents, token_order
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads, TowerCosts
 from trl_packfix.planning.families import share_order
 from trl_packfix.planning.packing import Packing

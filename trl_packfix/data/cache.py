@@ -18,8 +18,7 @@ from .cache_files import PREFIX, SUFFIX, Arrays, read_or_make
 from .documents import Documents
 from .image_rows import ImageRows
 from .reader import Rows, TokenReader
-from .spans import Overlong, make_documents
-from .token_order import token_order
+from .spans import Overlong, make_documents, token_order
 
 NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
 

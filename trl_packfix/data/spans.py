@@ -1,4 +1,4 @@
-"""Compute which spans of the table are documents. Documents are cut, split, dropped and counted only here.
+"""Compute which spans of the table are documents, and sort them. They are cut, split, dropped and counted only here.
 
 A document is a span (row, start, stop) of the tokenised table. Truncating, splitting, dropping and cutting into blocks
 change spans; no token is rewritten. The ledger counts the documents and tokens that each of them affects.
@@ -12,8 +12,10 @@ import numpy as np
 from datasets import Dataset
 
 from ..planning.arrays import Int64Array
+from ..planning.families import TokenOrder, sort_by_tokens
 from ..samples.row import NUM_SHOWN
 from .documents import Count, Documents, Ledger
+from .image_rows import ImageRows
 from .reader import Rows, TokenReader
 
 logger = logging.getLogger(__name__)
@@ -207,3 +209,29 @@ def _cut_into_blocks(spans: Documents, reader: Rows, max_length: int) -> Documen
 def _index_in_group(counts: Int64Array) -> Int64Array:
     """Index of each element in its group, for groups of these sizes: [2, 3] -> [0, 1, 0, 1, 2]."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def token_order(reader: TokenReader | ImageRows, documents: Documents, chosen: Int64Array | None = None) -> TokenOrder:
+    """The documents, or the `chosen` ones by number, sorted by their tokens, read up to the first difference of two.
+
+    For common prefixes; images are compared by content. A document with labels that are neither its tokens nor -100
+    shares nothing: a shared row has one next token. Such documents come last, with nothing in common.
+    """
+    row, start, stop = documents.row, documents.start, documents.stop
+    chosen = np.arange(len(documents)) if chosen is None else chosen
+    tokens = reader.compared if isinstance(reader, ImageRows) else reader
+    may_share = tokens.labels_are_tokens(row[chosen], start[chosen], stop[chosen])
+    numbers, others = chosen[may_share], chosen[~may_share]
+
+    def read(places: np.ndarray, first: int, width: int) -> np.ndarray:
+        wanted = numbers[places]
+        return tokens.read_block(row[wanted], start[wanted] + first, stop[wanted], width=width)
+
+    by_tokens = sort_by_tokens(documents.lengths[numbers], read)
+    order, common = numbers[by_tokens.order], by_tokens.common
+    if isinstance(reader, ImageRows):
+        size = documents.lengths[order]
+        before = np.concatenate([[0], size[:-1]])[: len(size)]
+        is_same = (common == size) & (common == before)  # nothing of such a document is laid into a pack
+        common = np.where(is_same, common, reader.outside_images(row[order], start[order], common))
+    return TokenOrder(np.concatenate([order, others]), np.concatenate([common, np.zeros_like(others)]))

@@ -9,8 +9,8 @@ ends the run.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import repeat
 from math import prod
 from typing import Any
@@ -24,25 +24,52 @@ from ..planning.packing import ELASTIC, Changes, Packing, changes, listed
 from ..planning.packs import PackPlan
 from ..planning.schedule import EMPTY
 from ..planning.units import Units
+from ..samples.encoded_images import packed_images, unpacked_images
 from .collator import IGNORE_INDEX
+from .documents import Ledger
 from .loaders import dummy_document
 from .parts import PartOf
+from .row_values import SOURCES, WEIGHTS
 from .spans import refuse_no_documents
-from .stream_images import ENCODED, TOKENS_ALONE, StreamImages
+from .stream_images import ENCODED, TOKENS_ALONE, EncodedRow, StreamImages
 from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, StreamTokens, part_of, share_of_rank
-from .stream_state import StreamCounts, packed, unpacked
 from .threads import wait_for_threads_before_forks
 
 logger = logging.getLogger(__name__)
 
 TOKENS = StreamTokens()
 MOST_BYTES = 2**28  # of the rows with images of these documents: encoded images, and text
+COLUMNS = ("input_ids", "labels")  # of the documents in a state
 STATE_VERSION = 4  # raise it when the contents of the state change
 # With other values of these and of `ELASTIC`, the rest of a pass is divided anew. `num_shards` is that of a rank.
 READ = ("rank", "num_workers", "num_shards")
 SAVED = ("num_steps", "num_passes", "num_arrived", "counts", "micro_steps", "parts", "rest", "count")
 Pack = list[DocumentTokens]
 Part = tuple[list[tuple[int, int]], int]  # of the stream: its path, see `part_of`, and the epoch of its order
+
+
+@dataclass(frozen=True)
+class StreamCounts:
+    """Totals of all passes."""
+
+    ledger: Ledger = field(default_factory=Ledger)  # of the documents read; all else is of trained packs
+    packs: int = 0
+    documents: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    images: int = 0
+    with_images: int = 0  # documents
+    most_images: int = 0  # in a pack
+    tower_flops: float = 0.0
+    language_flops: float = 0.0
+
+    def __add__(self, other: "StreamCounts") -> "StreamCounts":
+        totals = {name: mine + getattr(other, name) for name, mine in vars(self).items()}
+        return StreamCounts(**totals | {"most_images": max(self.most_images, other.most_images)})
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "StreamCounts":
+        return cls(**values | {"ledger": Ledger.from_dict(values["ledger"])})
 
 
 class PackedStream(torch.utils.data.IterableDataset[Any]):
@@ -349,3 +376,35 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
 
 def _identity(chunk: Chunk) -> Chunk:
     return chunk
+
+
+def packed(documents: Sequence[DocumentTokens]) -> dict[str, Any]:
+    """Documents as few values that `torch.load` reads with `weights_only`."""
+    first = documents[0] if documents else {}
+    state: dict[str, Any] = {"lengths": torch.tensor([len(document["input_ids"]) for document in documents])}
+    for name in COLUMNS if documents else ():
+        state[name] = torch.from_numpy(np.concatenate([document[name] for document in documents]))
+    if WEIGHTS in first:
+        state[WEIGHTS] = torch.tensor([document[WEIGHTS] for document in documents], dtype=torch.float32)
+    if SOURCES in first:
+        state[SOURCES] = [document[SOURCES] for document in documents]
+    if ENCODED in first:
+        rows = [document[ENCODED] for document in documents]
+        state[ENCODED] = [(row.text, row.start, row.stop, row.counts) for row in rows]
+        state["images"] = packed_images([row.images for row in rows])
+    return state
+
+
+def unpacked(state: dict[str, Any]) -> list[DocumentTokens]:
+    lengths = state["lengths"].tolist()
+    columns = {name: [part.numpy().copy() for part in state[name].split(lengths)] for name in COLUMNS if lengths}
+    if WEIGHTS in state:
+        columns[WEIGHTS] = list(state[WEIGHTS].numpy())
+    if SOURCES in state:
+        columns[SOURCES] = state[SOURCES]
+    if ENCODED in state:
+        of_rows = zip(state[ENCODED], unpacked_images(state["images"]), strict=True)
+        columns[ENCODED] = [
+            EncodedRow(text, images, start, stop, tuple(counts)) for (text, start, stop, counts), images in of_rows
+        ]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

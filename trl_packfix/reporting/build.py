@@ -6,8 +6,7 @@ import numpy as np
 
 from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
-from ..data.stream import PackedStream
-from ..data.stream_state import StreamCounts
+from ..data.stream import PackedStream, StreamCounts
 from ..planning.schedule import imbalance, rank_costs
 from .packs import first_packs
 from .parts import ImageNumbers, LengthHistogram, SharedPacks

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..data.epochs import EpochPlanner
-from ..data.stream import PackedStream
-from ..data.stream_state import StreamCounts
+from ..data.stream import PackedStream, StreamCounts
 from ..planning.arrays import Int64Array
 from ..planning.degrees import modelled_time
 from ..planning.schedule import Schedule, imbalance

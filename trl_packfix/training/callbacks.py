@@ -19,7 +19,7 @@ from ..attention.choice import head_dim
 from ..attention.models import base_model, head_counts, text_config
 from ..attention.runs import COPIED_BYTES
 from ..data.model_memory import ROWS_PER_DOCUMENT
-from ..data.stream_state import StreamCounts
+from ..data.stream import StreamCounts
 from ..reporting.build import make_stream_report
 from ..reporting.report import PackingReport, metrics
 from .choices import Setup
