@@ -145,15 +145,24 @@ def one_first(file: Path) -> Iterator[None]:
 
     The system unlocks when a process ends, however it does. Where nothing can be locked, no process waits.
     """
-    path = lock_of(file)
+    path, start, is_said = lock_of(file), time.monotonic(), False
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             lock = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, lock)
-            if _locked(lock, fcntl.LOCK_EX):
+            is_first = _locked(lock, fcntl.LOCK_EX)
+            if is_first:
                 stack.callback(_remove, path)  # who comes later finds `file`
-            else:
-                _wait_for(lock, file)
+            while not (is_first or _locked(lock, fcntl.LOCK_SH)):
+                waited = time.monotonic() - start
+                if waited > LONGEST_WAIT:
+                    message = "%s was not made in %d s by the process that began it. It is made here."
+                    logger.warning(message, file, waited)
+                    break
+                if waited > LONGEST_WAIT / 20 and not is_said:
+                    logger.warning("Waiting for another process, which makes %s.", file)
+                    is_said = True
+                time.sleep(0.05)
         yield
 
 
@@ -163,16 +172,3 @@ def _locked(lock: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _wait_for(lock: int, file: Path) -> None:
-    start, is_said = time.monotonic(), False
-    while not _locked(lock, fcntl.LOCK_SH):
-        waited = time.monotonic() - start
-        if waited > LONGEST_WAIT:
-            logger.warning("%s was not made in %d s by the process that began it. It is made here.", file, waited)
-            return
-        if waited > LONGEST_WAIT / 20 and not is_said:
-            logger.warning("Waiting for another process, which makes %s.", file)
-            is_said = True
-        time.sleep(0.05)
