@@ -46,7 +46,10 @@ def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = Non
         return LLAMA_7B
     try:
         model = built(text_class, config_part)
-        return with_scans(with_pairs_of(text, 2.0 * active_parameters(model)), scans_of(model))
+        scans = (_scan(module) for _, module in model.named_modules(remove_duplicate=False))
+        layers = Counter(scan for scan in scans if scan is not None)
+        mixers = tuple(scan._replace(layers=number) for scan, number in layers.items())
+        return with_scans(with_pairs_of(text, 2.0 * active_parameters(model)), mixers)
     except Exception as error:  # any error of the model's own code; costs only affect the balance of ranks
         logger.warning(
             f"{text_class.__name__} could not be built from its config alone ({type(error).__name__}: {error}), so "
@@ -147,18 +150,11 @@ def active_parameters(model: PreTrainedModel) -> float:
     return total
 
 
-def scans_of(model: nn.Module) -> tuple[Mixers, ...]:
-    """The scans of the recurrent layers of a model, read from the modules that have decays (`A_log`).
-
-    Counted is what kernels compute, in chunks. transformers' code in torch repeats the keys of Mamba-2 for each head. A
-    layer of another kind is not counted.
-    """
-    scans = [_scan(module) for _, module in model.named_modules(remove_duplicate=False)]
-    layers = Counter(scan for scan in scans if scan is not None)
-    return tuple(scan._replace(layers=number) for scan, number in layers.items())
-
-
 def _scan(module: nn.Module) -> Mixers | None:
+    """The scan of a recurrent layer, which has decays (`A_log`); None of a layer of another kind.
+
+    Counted is what kernels compute, in chunks. transformers' code in torch repeats the keys of Mamba-2 for each head.
+    """
     decays = getattr(module, "A_log", None)
     if not isinstance(decays, nn.Parameter):
         return None

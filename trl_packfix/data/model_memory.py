@@ -206,30 +206,9 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 def saved_in_forward(model: PreTrainedModel, autocast: bool) -> Saved:
     """What autograd saves in a forward without the LM head. The model, on the meta device, gets fake tensors."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # torch logs an error that it also raises
-    try:
-        with FakeTensorMode():
-            make_fake(model)
-            return _saved(model, autocast)
-    finally:
-        log.setLevel(level)
-
-
-def make_fake(model: nn.Module) -> None:
-    """Tensors of the CPU without memory: autocast does not know the meta device."""
-    copies: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if tensor not in copies:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-                is_weight = isinstance(tensor, nn.Parameter)
-                copies[tensor] = nn.Parameter(copy, tensor.requires_grad) if is_weight else copy
-            setattr(module, name, copies[tensor])
-
-
-def _saved(model: PreTrainedModel, autocast: bool) -> Saved:
+    fake = FakeTensorMode()
+    with fake:
+        make_fake(model)
     weights = {_storage(p)[0] for p in model.parameters()}
     seen: dict[int, Any] = {}  # storage -> itself, so that no other gets its address
     totals = {"tokens": 0, "casts": 0}
@@ -254,13 +233,30 @@ def _saved(model: PreTrainedModel, autocast: bool) -> Saved:
     for layer in _layers(model):
         layer.register_forward_pre_hook(begin, with_kwargs=True)
         layer.register_forward_hook(end)
-    ids = torch.zeros(1, TOKENS, dtype=torch.long)
-    context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
-    with context, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        model.base_model(input_ids=ids, use_cache=False)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # torch logs an error that it also raises
+    try:
+        context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+        with fake, context, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            model.base_model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
+    finally:
+        log.setLevel(level)
     others = totals["tokens"] - sum(layers)
     per_layer, per_input = (tuple(size / TOKENS for size in sizes) for sizes in (layers, inputs))
     return Saved(per_layer, per_input, others / TOKENS, totals["casts"], is_cached=autocast)
+
+
+def make_fake(model: nn.Module) -> None:
+    """Tensors of the CPU without memory: autocast does not know the meta device."""
+    copies: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if tensor not in copies:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+                is_weight = isinstance(tensor, nn.Parameter)
+                copies[tensor] = nn.Parameter(copy, tensor.requires_grad) if is_weight else copy
+            setattr(module, name, copies[tensor])
 
 
 def _storage(tensor: Tensor) -> tuple[int, Any]:
