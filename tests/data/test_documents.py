@@ -8,8 +8,8 @@ from datasets import Dataset, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.spans import make_documents
 
 
 def table(lengths, untrained=lambda row, position: False):

@@ -15,10 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from trl_packfix import SFTTrainer
-from trl_packfix.data.documents import Count, Documents, Ledger
+from trl_packfix.data.documents import Count, Documents, Ledger, make_documents
 from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.model_costs import make_cost_model, vision_tower, with_tower
-from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.costs import CostModel, Heads, TowerCosts
 from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.parallel import Speeds

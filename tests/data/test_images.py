@@ -25,11 +25,11 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packfix import PackedDataCollator, check_isolation
 from trl_packfix.data.cache import cached_documents
+from trl_packfix.data.documents import make_documents
 from trl_packfix.data.image_collator import PackedImages, PaddedImageCollator
 from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.image_rows import ImageRows
 from trl_packfix.data.pack_collator import PackCollator
-from trl_packfix.data.spans import make_documents
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.samples.images import measure
 from trl_packfix.samples.processor import RowProcessor

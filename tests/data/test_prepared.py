@@ -9,8 +9,8 @@ from support.runs import documents_of, texts, trainer
 
 from trl_packfix.data.cache import cached_documents, cached_token_range
 from trl_packfix.data.cache_files import read_arrays
+from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.spans import make_documents
 
 
 def saved(folder, num=40):

@@ -21,8 +21,8 @@ from support.runs import ANSWER, PROMPT, all_documents, documents_of, texts, tra
 from support.versions import continues_streams
 from transformers import TrainerCallback
 
+from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.spans import make_documents
 from trl_packfix.data.stream_loading import resume, stream_file
 from trl_packfix.data.stream_reader import CHUNK, StreamTokens
 from trl_packfix.planning.exact_fill import Packer

@@ -12,9 +12,8 @@ from support.planners import make_epochs
 from support.prefixes import forest
 
 from trl_packfix.data.cache import cached_documents
-from trl_packfix.data.documents import Documents, Ledger
+from trl_packfix.data.documents import Documents, Ledger, make_documents
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.spans import make_documents
 from trl_packfix.planning.schedule import EMPTY
 from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.training.checkpoints import read_trained, save_trained

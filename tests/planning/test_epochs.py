@@ -254,7 +254,7 @@ def test_other_code_does_not_find_the_plans(tmp_path):
 
     found = [code()]
     assert found[0] == CODE
-    for changed in ("planning/balance.py", "data/spans.py", "data/reader.py"):
+    for changed in ("planning/balance.py", "data/documents.py", "data/reader.py"):
         with (tmp_path / "trl_packfix" / changed).open("a") as file:
             file.write("# another way\n")
         found.append(code())

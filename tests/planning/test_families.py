@@ -19,9 +19,9 @@ from support.runs import trainer
 from trl_packfix.cli import main
 from trl_packfix.data import epochs
 from trl_packfix.data.cache import cached_documents
+from trl_packfix.data.documents import make_documents, token_order
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.spans import make_documents, token_order
 from trl_packfix.layout import LAYOUT
 from trl_packfix.planning import families
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads

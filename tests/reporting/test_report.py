@@ -14,8 +14,8 @@ from support.planners import make_epochs, make_stream
 from support.runs import texts, trainer, weights
 
 from trl_packfix.cli.forecast import Forecast
+from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.spans import make_documents
 from trl_packfix.reporting.build import make_report, make_stream_report
 from trl_packfix.reporting.report import metrics
 from trl_packfix.training.callbacks import backward_note

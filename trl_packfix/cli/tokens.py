@@ -17,11 +17,10 @@ from transformers import (
 )
 
 from ..data.collator import IGNORE_INDEX
-from ..data.documents import Ledger
+from ..data.documents import Ledger, make_documents
 from ..data.image_rows import ImageRows
 from ..data.model_costs import make_cost_model, with_tower
 from ..data.reader import Rows, TokenReader, mask_columns, without_ignored_mask
-from ..data.spans import make_documents
 from ..planning.costs import CostModel
 from ..samples.apply import without_bad_rows
 from ..samples.checks import IMAGES, check_conversations, has_images

@@ -15,10 +15,9 @@ from datasets import is_caching_enabled
 
 from ..samples.row import CODE
 from .cache_files import PREFIX, SUFFIX, Arrays, read_or_make
-from .documents import Documents
+from .documents import Documents, Overlong, make_documents, token_order
 from .image_rows import ImageRows
 from .reader import Rows, TokenReader
-from .spans import Overlong, make_documents, token_order
 
 NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
 

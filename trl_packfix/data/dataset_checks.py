@@ -7,8 +7,8 @@ from datasets import Dataset
 
 from ..planning.strategies import STRATEGIES, Strategy
 from .cache import cached_token_range
+from .documents import Overlong
 from .reader import TokenReader, mask_columns
-from .spans import Overlong
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> None:

@@ -31,13 +31,12 @@ from .dataset_checks import (
     check_overlong,
     check_rank,
 )
-from .documents import Documents
+from .documents import Documents, Overlong
 from .epochs import EpochPlanner
 from .model_costs import make_cost_model
 from .parts import PartOf
 from .reader import Rows, TokenReader
 from .row_values import RowValues
-from .spans import Overlong
 from .threads import wait_for_threads_before_forks
 
 

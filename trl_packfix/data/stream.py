@@ -26,11 +26,10 @@ from ..planning.schedule import EMPTY
 from ..planning.units import Units
 from ..samples.encoded_images import packed_images, unpacked_images
 from .collator import IGNORE_INDEX
-from .documents import Ledger
+from .documents import Ledger, refuse_no_documents
 from .loaders import dummy_document
 from .parts import PartOf
 from .row_values import SOURCES, WEIGHTS
-from .spans import refuse_no_documents
 from .stream_images import ENCODED, TOKENS_ALONE, EncodedRow, StreamImages
 from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, StreamTokens, part_of, share_of_rank
 from .threads import wait_for_threads_before_forks

@@ -26,10 +26,9 @@ from ..samples.processor import RowProcessor, images_of
 from ..samples.row import BAD_ROW, ROW
 from ..samples.turns import TurnRule
 from .collator import IGNORE_INDEX
-from .documents import Documents
+from .documents import Documents, make_documents
 from .image_rows import ImageRows
 from .parts import PartOf
-from .spans import make_documents
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,9 @@ from ..compat import state_is_exact
 from ..planning.packing import Packing
 from ..samples.row import BAD_ROW
 from .dataset_checks import check_tokens
-from .documents import Documents, Ledger
+from .documents import Documents, Ledger, make_documents
 from .reader import TokenReader
 from .row_values import SOURCES, read_row_values
-from .spans import make_documents
 from .stream_images import StreamImages
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..data.documents import token_order
 from ..data.epochs import EpochPlanner
 from ..data.image_rows import ImageRows
 from ..data.prefix_collator import PrefixCollator
 from ..data.reader import Rows, TokenReader
-from ..data.spans import token_order
 from ..layout import layout_of
 from ..planning.arrays import Int64Array
 from ..planning.families import Pieces, SharePrefixes, TokenOrder, shared_by_neighbours

@@ -14,7 +14,7 @@ import trl
 from transformers import TrainingArguments
 
 from ..data.dataset_checks import check_choice, check_count, check_max_length, check_overlong
-from ..data.spans import Overlong, TruncationMode
+from ..data.documents import Overlong, TruncationMode
 from ..isolation.packed_model import OnLeak
 from ..planning.families import SharePrefixes
 from ..planning.strategies import STRATEGIES, Strategy

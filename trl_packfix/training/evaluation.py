@@ -19,10 +19,9 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from ..data.cache import cached_documents
 from ..data.collator import IGNORE_INDEX
 from ..data.dataset_checks import check_tokenised
-from ..data.documents import Documents
+from ..data.documents import Documents, Overlong
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler
 from ..data.row_values import SOURCES, RowValuesCollator, read_row_values
-from ..data.spans import Overlong
 from ..layout import layout_of
 from .checks import check_prepared
 from .images import check_padded_images

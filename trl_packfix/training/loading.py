@@ -15,7 +15,7 @@ from ..attention.models import base_model
 from ..compat import declare_whole_sizes, require_gathers
 from ..data.by_length import ByLength
 from ..data.collator import PackedDataCollator
-from ..data.documents import Documents
+from ..data.documents import Documents, drop_untrained, make_documents
 from ..data.epochs import EpochPlanner
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model
@@ -31,7 +31,6 @@ from ..data.row_values import (
     check_row_values,
     read_row_values,
 )
-from ..data.spans import drop_untrained, make_documents
 from ..data.stream import PackedStream
 from ..data.stream_loading import stream_loader
 from ..data.threads import wait_for_threads_at_exit

@@ -13,9 +13,9 @@ from datasets import IterableDataset
 from torch import Tensor
 
 from ..data.collator import PackedDataCollator
+from ..data.documents import make_documents
 from ..data.loaders import DocumentDataset, PackedBatchSampler, dummy_document
 from ..data.row_values import SOURCES, WEIGHTS, read_row_values
-from ..data.spans import make_documents
 from ..isolation.isolation_report import PackingLeakError
 from ..layout import IGNORE_INDEX, READ, layout_of
 from ..planning.schedule import EMPTY
