@@ -14,7 +14,6 @@ from ..compat import main_process_first
 from . import said
 from .checks import NUM_OF_STREAM, check_raw_dataset, columns_of
 from .conversation import Conversation, Tokenizer, plain_tokenizer
-from .reasons import reason, refuse
 from .recipes import Recipe, recipe_of
 from .row import (
     BAD_ROW,
@@ -29,6 +28,8 @@ from .row import (
     bad_rows,
     column_of,
     mask_counts,
+    reason,
+    refuse,
 )
 from .turns import Settings
 

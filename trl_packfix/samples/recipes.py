@@ -23,8 +23,7 @@ from trl.chat_template_utils import get_training_chat_template
 from ..layout import IGNORE_INDEX
 from .checks import check_conversations, columns_of, has_conversations, has_images
 from .conversation import COLUMNS, Conversation, Tokenizer, num_same, plain_tokenizer, with_chat_roles
-from .reasons import reason, refuse
-from .row import NUM_SHOWN, MaskCounts, Sample, UnknownTurnError
+from .row import NUM_SHOWN, MaskCounts, Sample, UnknownTurnError, reason, refuse
 from .turns import Chosen, Settings, TurnRule, has_markers
 
 NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row

@@ -50,9 +50,9 @@ def say_what_is_left_out(dataset: Dataset | IterableDataset, name: str, recipe: 
     """
     tokenizer, per_turn = recipe.tokenizer, recipe.splits
     for fields in FIELDS:
-        rows, count = _holding(dataset, fields)
+        rows, conversations, count = _holding(dataset, recipe, fields)
         holders = []
-        for conversation in _conversations(rows, recipe.chat_template, fields):
+        for conversation in conversations:
             held = [i for i, message in enumerate(conversation.messages) if any(map(message.get, fields))]
             holders += [(conversation, i) for i in sorted({*held[:2], *held[-2:]})]
         left_out = [holder for holder in holders if _is_left_out(*holder, fields, tokenizer=tokenizer, alone=per_turn)]
@@ -67,8 +67,8 @@ def say_what_is_left_out(dataset: Dataset | IterableDataset, name: str, recipe: 
                 "messages in a sample are rendered as without it. The model never sees what is left out. Set %s.",
                 *(count, name, names, len(left_out), len(holders), advice),
             )
-    rows, count = _holding(dataset, ("role",), ROLES)
-    for conversation in _conversations(rows, recipe.chat_template, ("role",)):
+    _, conversations, count = _holding(dataset, recipe, ("role",), values=ROLES)
+    for conversation in conversations:
         renamed = [with_role(message, "role") for message in conversation.messages]
         texts = [_text(conversation, messages, tokenizer) for messages in (conversation.messages, renamed)]
         if None not in texts and texts[0] != texts[1]:
@@ -98,30 +98,27 @@ def _text(conversation: Conversation, messages: list[Message], tokenizer: Tokeni
         return None
 
 
-def _conversations(
-    rows: Iterable[Mapping[str, Any]], chat_template: str | None, fields: tuple[str, ...]
-) -> list[Conversation]:
-    """Conversations of different shapes: of the roles in order, and which messages hold a field."""
+def _holding(
+    dataset: Dataset | IterableDataset, recipe: Recipe, keys: tuple[str, ...], *, values: Collection[str] | None = None
+) -> tuple[list[Mapping[str, Any]], list[Conversation], str]:
+    """Some rows whose messages hold one of the keys, with one of the values if they are given; and how many rows do.
+
+    Beside the rows, conversations of different shapes: of the roles in order, and which messages hold a key.
+    """
+    holding, of = rows_holding(dataset, keys, values)
+    drawn = np.unique(np.linspace(0, len(holding) - 1, NUM_DRAWN).astype(int)) if len(holding) else ()
+    rows = [holding[int(i)] for i in drawn]
     shapes: dict[object, Conversation] = {}
     for row in rows:
         try:
             conversation = Conversation.from_row(row)
-            shape = tuple((message["role"], any(map(message.get, fields))) for message in conversation.messages)
+            shape = tuple((message["role"], any(map(message.get, keys))) for message in conversation.messages)
         except Exception:
             continue  # a bad row, named elsewhere
-        if chat_template is not None:
-            conversation.arguments.setdefault("chat_template", chat_template)
+        if recipe.chat_template is not None:
+            conversation.arguments.setdefault("chat_template", recipe.chat_template)
         shapes.setdefault(shape, conversation)
-    return list(shapes.values())[:NUM_RENDERED]
-
-
-def _holding(
-    dataset: Dataset | IterableDataset, keys: tuple[str, ...], values: Collection[str] | None = None
-) -> tuple[list[Mapping[str, Any]], str]:
-    """Some rows whose messages hold one of the keys, with one of the values if they are given; and how many rows do."""
-    rows, of = rows_holding(dataset, keys, values)
-    drawn = np.unique(np.linspace(0, len(rows) - 1, NUM_DRAWN).astype(int)) if len(rows) else ()
-    return [rows[int(i)] for i in drawn], f"{len(rows)} of {of}"
+    return rows, list(shapes.values())[:NUM_RENDERED], f"{len(holding)} of {of}"
 
 
 def say_if_turns_do_not_end(
