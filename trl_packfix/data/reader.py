@@ -116,11 +116,9 @@ class _ListColumn:
         self.offsets: list[np.ndarray] = []
         self.begins = [0]  # first row of each chunk, and the number of rows
         self.indices = indices
+        if pa.types.is_fixed_size_list(kind):
+            column = column.cast(pa.large_list(kind.value_type))  # adds offsets
         for chunk in column.chunks:
-            if pa.types.is_fixed_size_list(kind):
-                offsets = np.arange(chunk.offset, chunk.offset + len(chunk) + 1, dtype=np.int64) * kind.list_size
-            else:
-                offsets = chunk.offsets.to_numpy()
             values = chunk.values
             if pa.types.is_null(values.type) and not len(values):
                 values = values.cast(pa.int64())  # all rows are empty, so the type is null
@@ -133,7 +131,7 @@ class _ListColumn:
                     "rows, or write integers."
                 )
             self.values.append(values.to_numpy(zero_copy_only=True))
-            self.offsets.append(offsets)
+            self.offsets.append(chunk.offsets.to_numpy())
             self.begins.append(self.begins[-1] + len(chunk))
 
     @cached_property
