@@ -90,27 +90,19 @@ class PrefixCollator(PackedDataCollator):
         self, documents: Sequence[dict[str, Any]], degree: int = 1
     ) -> tuple[dict[str, Any], list[Run], list[npt.NDArray[Any]]]:
         """Also the rows of each document's tokens, (n,); each token has one with `keeps_last_rows` only."""
-        if self.shares:
-            tokens, labels = self._read(documents)
-            order, shared, compared = self._order(documents, tokens, labels)
-            if any(shared):
-                runs, rows_of = self._lay_out(order, shared, compared)
-                return self._batch(tokens, labels, order, runs=runs, rows_of=rows_of, degree=degree), runs, rows_of
-        batch, runs = super().collate(documents, degree)
-        bounds = np.cumsum([0] + [len(document["input_ids"]) for document in documents])
-        return batch, runs, [np.arange(start, stop) for start, stop in pairwise(bounds)]
-
-    def _lay_out(
-        self, order: list[int], shared: list[int], compared: list[Compared]
-    ) -> tuple[list[Run], list[npt.NDArray[Any]]]:
-        """The runs of a pack, and the rows of each document; the arguments are those of `_order`."""
-        runs: list[Run] = []
+        tokens, labels = self._read(documents)
+        order, shared, compared = self._order(documents, tokens, labels) if self.shares else ([], [], [])
+        if not any(shared):
+            batch, runs = super().collate(documents, degree)
+            bounds = np.cumsum([0, *map(len, tokens)])
+            return batch, runs, [np.arange(start, stop) for start, stop in pairwise(bounds)]
+        runs = []
         rows = np.zeros(0, dtype=np.int64)  # of the document before
         rows_of = [rows] * len(order)
         num_rows = 0
         for i, num_shared in zip(order, shared, strict=True):
             first = min(num_shared, len(rows))
-            num_own = len(compared[i].tokens) - first
+            num_own = len(tokens[i]) - first
             if num_own == 1 and first and not self.keeps_last_rows:
                 num_own = 0
             rows = rows_of[i] = np.concatenate([rows[:first], np.arange(num_rows, num_rows + num_own)])
@@ -118,7 +110,7 @@ class PrefixCollator(PackedDataCollator):
             if num_own:
                 images = compared[i].images
                 runs.append(Run(i, first, sum(start < first for start, _ in images), len(images)))
-        return runs, rows_of
+        return self._batch(tokens, labels, order, runs=runs, rows_of=rows_of, degree=degree), runs, rows_of
 
     def _batch(
         self,

@@ -1,10 +1,9 @@
 """Pack a stream: a bounded buffer in arrival order, whole optimizer steps for every rank, and the state to resume from.
 
 For a table, whose lengths are known, `epochs.py` and `loaders.py` do this. Documents are packed as they arrive, oldest
-first. Each pack is closed by an exact fill from at most `buffer_size` waiting
-documents. As at the end of an epoch, the packs of the last step of a pass are split between the micro-batches of all
-ranks, so every document is in exactly one pack of a pass. Then the next pass begins. Passes do not end: `max_steps`
-ends the run.
+first. Each pack is closed by an exact fill from at most `buffer_size` waiting documents. As at the end of an epoch, the
+packs of the last step of a pass are split between the micro-batches of all ranks, so every document is in exactly one
+pack of a pass. Then the next pass begins. Passes do not end: `max_steps` ends the run.
 """
 
 import logging
@@ -224,7 +223,15 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         """Number of tokens of each document, in arrival order. `_waiting` holds it by its position in this order."""
         position = len(self._waiting)
         yield from [len(document["input_ids"]) for document in self._waiting.values()]
-        for chunk in self._chunks():
+        parts = [part_of(self.dataset, path) for path, _ in self.parts]
+        for part, (_, epoch) in zip(parts, self.parts, strict=True):
+            part.set_epoch(epoch)  # a shuffled dataset gets a new order
+        columns = self.weight_column, self.source_column
+        reader = StreamReader(parts, list(self._readers), self.packing, self.rows, *columns)
+        # Without a generator the loader would draw from torch's global one, and dropout would change.
+        generator = torch.Generator().manual_seed(self.num_passes)
+        how = {"collate_fn": _identity, "num_workers": self.num_workers} | self.worker_kwargs
+        for chunk in DataLoader(reader, batch_size=None, generator=generator, **how) if parts else ():
             self._readers[chunk.reader] = chunk.state
             self.counts += StreamCounts(chunk.ledger)
             self.num_arrived += len(chunk.documents)
@@ -232,19 +239,6 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             position += len(chunk.documents)
             yield from [len(document["input_ids"]) for document in chunk.documents]
         self._has_ended = True
-
-    def _chunks(self) -> Iterator[Chunk]:
-        parts = [part_of(self.dataset, path) for path, _ in self.parts]
-        for part, (_, epoch) in zip(parts, self.parts, strict=True):
-            part.set_epoch(epoch)  # a shuffled dataset gets a new order
-        if not parts:
-            return
-        columns = self.weight_column, self.source_column
-        reader = StreamReader(parts, list(self._readers), self.packing, self.rows, *columns)
-        # Without a generator the loader would draw from torch's global one, and dropout would change.
-        generator = torch.Generator().manual_seed(self.num_passes)
-        how = {"collate_fn": _identity, "num_workers": self.num_workers} | self.worker_kwargs
-        yield from DataLoader(reader, batch_size=None, generator=generator, **how)
 
     # State: every document that was read and not trained yet, and the positions of the readers.
 

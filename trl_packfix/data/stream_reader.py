@@ -159,25 +159,22 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
             # Workers take turns, and this one was one turn ahead when the state was saved.
             yield Chunk([], Ledger(), unread[0], self.states[unread[0]])
         for number in unread:
-            yield from self._part(number)
-
-    def _part(self, number: int) -> Iterator[Chunk]:
-        state, dataset = self.states[number], self.parts[number]
-        is_exact = state_is_exact(dataset)
-        position = state.position if is_exact else None
-        dataset.load_state_dict(position)
-        # Not `iter(dataset)`: in a worker that would split the part between the workers once more.
-        batches = dataset.iter(batch_size=self.rows.chunk)
-        if position is None and state.examples:
-            # The dataset's state is not exact, or was not where the run was saved: read this pass from its beginning.
-            next(islice(batches, -(-state.examples // self.rows.chunk) - 1, None), None)
-        examples, chunks = state.examples, state.chunks
-        for batch in batches:
-            documents, ledger = self._documents(batch, examples)
-            examples, chunks = examples + len(next(iter(batch.values()))), chunks + 1
-            position = dataset.state_dict() if is_exact else None
-            yield Chunk(documents, ledger, number, ReaderState(position, examples, chunks))
-        yield Chunk([], Ledger(), number, ReaderState(None, examples, chunks + 1, done=True))
+            state, dataset = self.states[number], self.parts[number]
+            is_exact = state_is_exact(dataset)
+            position = state.position if is_exact else None
+            dataset.load_state_dict(position)
+            # Not `iter(dataset)`: in a worker that would split the part between the workers once more.
+            batches = dataset.iter(batch_size=self.rows.chunk)
+            if position is None and state.examples:
+                # The dataset's state is not exact, or was not where the run was saved: read this pass from its start.
+                next(islice(batches, -(-state.examples // self.rows.chunk) - 1, None), None)
+            examples, chunks = state.examples, state.chunks
+            for batch in batches:
+                documents, ledger = self._documents(batch, examples)
+                examples, chunks = examples + len(next(iter(batch.values()))), chunks + 1
+                position = dataset.state_dict() if is_exact else None
+                yield Chunk(documents, ledger, number, ReaderState(position, examples, chunks))
+            yield Chunk([], Ledger(), number, ReaderState(None, examples, chunks + 1, done=True))
 
     def _documents(self, batch: dict[str, Any], first: int) -> tuple[list[DocumentTokens], Ledger]:
         columns = self.weight_column, self.source_column
