@@ -13,7 +13,7 @@ from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data import by_length
 from trl_packfix.data.by_length import ByLength, launches
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.data.pack_collator import PackCollator
+from trl_packfix.data.loaders import PackCollator
 from trl_packfix.data.parts import PartOf
 from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
 from trl_packfix.layout import LAYOUT, layout_of

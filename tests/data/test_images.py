@@ -29,7 +29,7 @@ from trl_packfix.data.documents import make_documents
 from trl_packfix.data.image_collator import PackedImages, PaddedImageCollator
 from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.image_rows import ImageRows
-from trl_packfix.data.pack_collator import PackCollator
+from trl_packfix.data.loaders import PackCollator
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.samples.images import measure
 from trl_packfix.samples.processor import RowProcessor

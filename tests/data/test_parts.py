@@ -10,7 +10,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from trl_packfix import PackedDataCollator
 from trl_packfix.data.collator import IGNORE_INDEX
-from trl_packfix.data.pack_collator import PackCollator
+from trl_packfix.data.loaders import PackCollator
 from trl_packfix.data.parts import PER_TOKEN, PartOf, cut_part
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import LAYOUT

@@ -19,9 +19,8 @@ from transformers import AutoConfig
 from trl_packfix import PackedDataCollator
 from trl_packfix.data.documents import Documents, Ledger, make_documents
 from trl_packfix.data.epochs import EpochPlanner
-from trl_packfix.data.loaders import DocumentDataset, PackedBatchSampler, document_loader
+from trl_packfix.data.loaders import DocumentDataset, PackCollator, PackedBatchSampler, document_loader
 from trl_packfix.data.model_costs import make_cost_model
-from trl_packfix.data.pack_collator import PackCollator
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.layout import LAYOUT
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads, Mixers, TowerCosts, with_scans

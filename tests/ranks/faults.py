@@ -19,7 +19,7 @@ from trl_packfix.attention import exchange, forwards, image_parts, mixer_prefixe
 from trl_packfix.attention.exchange import HeadExchange
 from trl_packfix.attention.image_parts import TowerDivision
 from trl_packfix.attention.packed_forward import PackedForward, running_forward
-from trl_packfix.data import image_collator, pack_collator, stream
+from trl_packfix.data import image_collator, loaders, stream
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.image_collator import PackedImages
 from trl_packfix.data.prefix_collator import Compared
@@ -153,7 +153,7 @@ IMAGES: dict[str, Fault] = {
         "exchanged",
         lambda right, *given: tree_map_only(torch.Tensor, lambda tensor: tensor.roll(1, 0), right(*given)),
     ),
-    "other_images": changed(pack_collator, "cut_part", images_in_other_order),
+    "other_images": changed(loaders, "cut_part", images_in_other_order),
 }
 
 
@@ -282,7 +282,7 @@ TRAINING: dict[str, Fault] = {
         Objective, "_loss", lambda right, *given: (lambda loss, outputs: (loss / 2, outputs))(*right(*given))
     ),
     "totals_of_one_rank": lambda: mock.patch("accelerate.Accelerator.reduce", lambda self, sums, reduction: sums),
-    "late_shift": changed(pack_collator, "cut_part", late_shift),
+    "late_shift": changed(loaders, "cut_part", late_shift),
     # Every member of a group counts documents and statistics
     "counted_by_all": lambda: mock.patch.object(Layout, "is_first", True),
     "statistic_of_parts": changed(objective, "group_load_balancing", statistic_of_parts),

@@ -14,7 +14,7 @@ from support.vision import PICTURES, QUESTIONS, SGD, build_model, examples_of, m
 from trl_packfix.attention.packed_forward import packed_forwards
 from trl_packfix.data.documents import token_order
 from trl_packfix.data.image_examples import ImageExamples
-from trl_packfix.data.pack_collator import PackCollator
+from trl_packfix.data.loaders import PackCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.packed_model import PackedModel

@@ -61,14 +61,15 @@ class PaddedImageCollator:
         return batch
 
 
+@dataclass
 class RopeIndex:
     """The positions of a document, (3, tokens), on models that count images in time, height and width (M-RoPE).
 
     `get_rope_index` of the model's class needs the config only, so no weights are sent to the workers of a data loader.
     """
 
-    def __init__(self, model_class: type[Any], config: Any):
-        self.model_class, self.config = model_class, config
+    model_class: type[Any]
+    config: Any
 
     def __call__(self, document: dict[str, Any]) -> Tensor:
         tokens = torch.from_numpy(np.asarray(document["input_ids"], dtype=np.int64))[None]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..samples.processor import RowProcessor
-from .collator import IGNORE_INDEX, READ, PackedDataCollator, Run
+from .collator import IGNORE_INDEX, READ, Run
 from .image_collator import ImageLayout, PackedImages, RopeIndex
-from .pack_collator import PackCollator
+from .loaders import PackCollator
 from .prefix_collator import PrefixCollator
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ class ImageExamples:
 
         With `shares` documents share every common beginning.
         """
-        rows = PackedDataCollator(pad_to_multiple_of)
-        if shares:
-            rows = PrefixCollator(pad_to_multiple_of, min_shared=1, compare=self.process.compare)
+        rows = PrefixCollator(pad_to_multiple_of, min_shared=1, shares=shares, compare=self.process.compare)
         batch = PackCollator(rows, self.images)(documents)
         return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
 

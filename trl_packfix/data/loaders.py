@@ -33,8 +33,9 @@ from .dataset_checks import (
 )
 from .documents import Documents, Overlong
 from .epochs import EpochPlanner
+from .image_collator import NO_IMAGES, PackedImages
 from .model_costs import make_cost_model
-from .parts import PartOf
+from .parts import PartOf, cut_part
 from .reader import Rows, TokenReader
 from .row_values import RowValues
 from .threads import wait_for_threads_before_forks
@@ -115,6 +116,24 @@ class PaddedBatchSampler:
         for turn in range(len(self)):
             first = (turn * self.num_processes + self.rank) * self.batch_size
             yield [i if i < self.num_documents else EMPTY for i in range(first, first + self.batch_size)]
+
+
+@dataclass
+class PackCollator:
+    """Documents -> the batch of a pack that a rank computes: tokens, common beginnings, images, the part of the rank.
+
+    Only the rows pad, in one place: T is a multiple of the setting and of the number of ranks that share the pack.
+    """
+
+    rows: PackedDataCollator  # a `PrefixCollator` shares common beginnings
+    images: PackedImages = NO_IMAGES
+
+    def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
+        part = PartOf.like(pack, pack)
+        documents = self.images.with_placeholder(part)
+        batch, runs = self.rows.collate(documents, part.degree)
+        batch |= self.images(documents, runs, batch["position_ids"])
+        return cut_part(batch, part.degree, part.member, has_images=bool(self.images.layout.images))
 
 
 @dataclass

@@ -17,9 +17,8 @@ from ..data.by_length import ByLength
 from ..data.collator import PackedDataCollator
 from ..data.documents import Documents, drop_untrained, make_documents
 from ..data.epochs import EpochPlanner
-from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler, document_loader
+from ..data.loaders import DocumentDataset, PackCollator, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model
-from ..data.pack_collator import PackCollator
 from ..data.prefix_collator import PrefixCollator
 from ..data.reader import Rows, TokenReader, without_ignored_mask
 from ..data.row_values import (
