@@ -7,8 +7,7 @@ from datasets import Dataset, load_from_disk
 from support.planners import rewrite
 from support.runs import documents_of, texts, trainer
 
-from trl_packfix.data.cache import cached_documents, cached_token_range
-from trl_packfix.data.cache_files import read_arrays
+from trl_packfix.data.cache import cached_documents, cached_token_range, read_arrays
 from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
 

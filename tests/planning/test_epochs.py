@@ -21,9 +21,8 @@ from support.planners import make_epochs, rewrite
 from support.runs import trainer
 
 import trl_packfix
-from trl_packfix.data import cache, cache_files, epochs
-from trl_packfix.data.cache import cached_documents, cached_token_range
-from trl_packfix.data.cache_files import SUFFIX, read_arrays, read_or_make, write_arrays
+from trl_packfix.data import cache, epochs
+from trl_packfix.data.cache import SUFFIX, cached_documents, cached_token_range, read_arrays, read_or_make, write_arrays
 from trl_packfix.data.documents import COLUMNS, Count, Documents, Ledger
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import CostModel
@@ -141,18 +140,18 @@ def test_one_process_plans_and_the_others_wait_for_its_file(tmp_path, monkeypatc
 
 def test_a_folder_that_cannot_be_written_makes_no_process_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda folder, mode: (folder, mode) != (tmp_path, os.W_OK))
-    monkeypatch.setattr(cache_files, "one_first", None)
+    monkeypatch.setattr(cache, "one_first", None)
     assert array_in(tmp_path / "x", lambda: np.arange(5)).tolist() == [0, 1, 2, 3, 4] and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_process_that_ends_or_stops_while_it_plans_makes_no_other_wait(tmp_path, monkeypatch, caplog, is_killed):
-    monkeypatch.setattr(cache_files, "LONGEST_WAIT", 1)
+    monkeypatch.setattr(cache, "LONGEST_WAIT", 1)
     file = tmp_path / f"x{SUFFIX}"
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        with cache_files.one_first(file):
+        with cache.one_first(file):
             os.write(writer, b"x")
             os.kill(os.getpid(), signal.SIGKILL if is_killed else signal.SIGSTOP)
     os.read(reader, 1)
@@ -168,11 +167,11 @@ def test_no_file_is_written_through_a_link(tmp_path, monkeypatch):
     victim, names = tmp_path / "victim", iter(("ab", "cd"))
     victim.write_text("precious")
     (tmp_path / "cache-packfix-ab.tmp").symlink_to(victim)
-    monkeypatch.setattr(cache_files.secrets, "token_hex", lambda _: next(names))
+    monkeypatch.setattr(cache.secrets, "token_hex", lambda _: next(names))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert array_in(tmp_path / f"x{SUFFIX}", lambda: np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     assert victim.read_text() == "precious"
-    cache_files.lock_of(tmp_path / f"y{SUFFIX}").symlink_to(tmp_path / "new")
+    cache.lock_of(tmp_path / f"y{SUFFIX}").symlink_to(tmp_path / "new")
     assert is_mapped(array_in(tmp_path / f"y{SUFFIX}", lambda: np.arange(5))) and not (tmp_path / "new").exists()
 
 
@@ -304,7 +303,7 @@ def test_plans_that_nobody_asked_for_are_removed_and_stay_with_those_who_read_th
     expected = reading.schedule(0).order.copy()
     files = [reading.file(kind, 0) for kind in ("plan", "schedule")] + [tmp_path / "cache-packfix-x.tmp"]
     files[2].touch()
-    long_ago = time.time() - cache_files.PACKS_LIFETIME - 60
+    long_ago = time.time() - cache.PACKS_LIFETIME - 60
     for file in files:
         os.utime(file, (long_ago, long_ago))
     planner(documents)  # asks for the plan
@@ -323,7 +322,7 @@ def test_the_first_to_finish_is_believed_and_never_replaced(tmp_path):
         path.write_text("late")
 
     for _ in range(2):
-        cache_files.write_atomically(file, late)
+        cache.write_atomically(file, late)
         assert file.read_text() == "of another rank" and list(tmp_path.iterdir()) == [file]
 
     def interrupted(path):
@@ -331,7 +330,7 @@ def test_the_first_to_finish_is_believed_and_never_replaced(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache_files.write_atomically(tmp_path / "y.npy", interrupted)
+        cache.write_atomically(tmp_path / "y.npy", interrupted)
     assert list(tmp_path.iterdir()) == [file]
 
 

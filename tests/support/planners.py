@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from datasets import IterableDataset
 
-from trl_packfix.data.cache_files import Arrays, write_arrays
+from trl_packfix.data.cache import Arrays, write_arrays
 from trl_packfix.data.documents import Documents
 from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.stream import PackedStream

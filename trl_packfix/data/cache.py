@@ -1,24 +1,49 @@
-"""Cache spans of documents and ranges of token ids, in small files beside the dataset.
+"""Cache files beside the dataset, written atomically. Plans and schedules unused for a week are deleted.
 
 A second start reads no token before the first batch. Nothing is cached for a dataset without files, or with caching
 disabled (`datasets.disable_caching()`).
+
+Every cache of this package depends on its code: another version may cut, measure, plan or estimate differently. So
+`CODE` (`samples/row.py`) is part of every file name, also of those that `datasets` makes (`Cached`).
+
+A file holds named arrays as an Arrow file, and behind them a hash of its name and content: what a disk lost, or what
+was copied under another name, is made again. It is memory-mapped, so all ranks of a node share one copy in memory. An
+existing file is never replaced: on network storage, a process that has mapped the replaced file would be killed.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
+import logging
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from datasets import is_caching_enabled
 
 from ..samples.row import CODE
-from .cache_files import PREFIX, SUFFIX, Arrays, read_or_make
-from .documents import Documents, Overlong, make_documents, token_order
+from .documents import Documents, Overlong, TruncationMode, make_documents, token_order
 from .image_rows import ImageRows
 from .reader import Rows, TokenReader
 
+logger = logging.getLogger(__name__)
+Arrays = dict[str, np.ndarray]
+
+PREFIX = "cache-packfix"
+PACKS = f"{PREFIX}-packs"
+SUFFIX = ".arrays"
+PACKS_LIFETIME = 7 * 24 * 3600  # seconds after the last use until cached packs are deleted
+TEMPORARY_LIFETIME = 3600  # seconds after the last write until a temporary file is deleted
+LONGEST_WAIT = 600  # seconds for another process of the node that makes a file
+NUM_SEALED = hashlib.sha256().digest_size  # bytes
 NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
 
 
@@ -27,7 +52,7 @@ def cached_documents(
     max_length: int | None,
     overlong: Overlong = "truncate",
     *,
-    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start",
+    truncation_mode: TruncationMode = "keep_start",
     wrapped: bool = False,
     keep_untrained: bool = False,
     sorts_tokens: bool = False,
@@ -77,3 +102,143 @@ def _file(reader: Rows, name: str, settings: dict[str, Any]) -> Path | None:
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([CODE, reader.fingerprint, stats, settings], sort_keys=True)
     return files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{SUFFIX}"
+
+
+def read_or_make(file: Path | None, make: Callable[[], Arrays]) -> Arrays:
+    """The arrays in the file; if it does not exist or is damaged, what `make` makes, which is written there.
+
+    One process of a node makes it, and the others wait. Where it cannot be written, each process makes its own.
+    """
+    if file is None:
+        return make()
+    if (cached := read_arrays_if_whole(file)) is not None:
+        return cached
+    if not os.access(file.parent, os.W_OK):
+        return make()
+    with one_first(file):
+        if (cached := read_arrays_if_whole(file)) is not None:  # another process was first
+            return cached
+        arrays = make()
+        write_arrays(file, arrays)
+    cached = read_arrays_if_whole(file)  # mapped
+    return arrays if cached is None else cached
+
+
+def read_arrays_if_whole(file: Path) -> Arrays | None:
+    """The arrays in the file; None if it does not exist, or is damaged and now deleted."""
+    try:
+        arrays = read_arrays(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read (%s: %s) and is made again.", file, type(error).__name__, error)
+        _remove(file)
+        return None
+    if file.name.startswith(PACKS):
+        with contextlib.suppress(OSError):  # another user's file: that user's runs set its time
+            os.utime(file)  # the time of the last use
+    return arrays
+
+
+def read_arrays(file: Path) -> Arrays:
+    """The arrays of the file, mapped. An OSError or a ValueError says that it is not as it was written."""
+    content = np.memmap(file, np.uint8, "r")
+    body = content[:-NUM_SEALED]
+    if _seal(file, body) != content[-NUM_SEALED:].tobytes():
+        raise ValueError("it is not as it was written")
+    batch = pa.ipc.open_file(pa.py_buffer(body)).get_batch(0)
+    return {name: column.values.to_numpy() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+
+
+def write_arrays(file: Path, arrays: Arrays) -> None:
+    """Write flat arrays of numbers, and delete old packs in the same folder."""
+    columns = [pa.LargeListArray.from_arrays([0, len(values)], pa.array(values)) for values in arrays.values()]
+    batch = pa.RecordBatch.from_arrays(columns, names=list(arrays))
+
+    def write(temporary: Path) -> None:
+        with temporary.open("xb") as stream, pa.ipc.new_file(stream, batch.schema) as writer:
+            writer.write(batch)
+        seal = _seal(file, np.memmap(temporary, np.uint8, "r"))
+        with temporary.open("ab") as stream:
+            stream.write(seal)
+
+    write_atomically(file, write)
+    for pattern, age in ((f"{PACKS}-*", PACKS_LIFETIME), (f"{PREFIX}-*.tmp", TEMPORARY_LIFETIME)):
+        for old in file.parent.glob(pattern):
+            with contextlib.suppress(OSError):  # another rank was faster
+                if time.time() - old.stat().st_mtime > age:
+                    old.unlink()
+
+
+def _seal(file: Path, body: np.ndarray) -> bytes:
+    digest = hashlib.sha256(file.name.encode())
+    digest.update(body.data)
+    return digest.digest()
+
+
+def write_atomically(file: Path, write: Callable[[Path], None]) -> None:
+    """Call `write` with the name of a new file, then give that file the name `file`.
+
+    Several ranks may write the same file at once. The first one to finish wins.
+    """
+    if file.is_file():
+        return
+    temporary = file.with_name(f"{PREFIX}-{secrets.token_hex(8)}.tmp")  # nobody can place a link there
+    try:
+        write(temporary)
+        try:
+            os.link(temporary, file)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            temporary.replace(file)
+    except OSError as error:  # e.g. a read-only disk: training works without the cache
+        logger.info("%s is not cached for the next start: %s", file.name, error)
+    finally:
+        _remove(temporary)
+
+
+def _remove(file: Path) -> None:
+    with contextlib.suppress(OSError):
+        file.unlink()
+
+
+def lock_of(file: Path) -> Path:
+    """In the temporary folder, because not every network storage has locks."""
+    name = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"{PREFIX}-{os.getuid()}-{name}.lock"
+
+
+@contextlib.contextmanager
+def one_first(file: Path) -> Iterator[None]:
+    """Run the block in one process of this node first, for the same `file`; the others wait, then run it at once.
+
+    The system unlocks when a process ends, however it does. Where nothing can be locked, no process waits.
+    """
+    path, start, is_said = lock_of(file), time.monotonic(), False
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            lock = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, lock)
+            is_first = _locked(lock, fcntl.LOCK_EX)
+            if is_first:
+                stack.callback(_remove, path)  # who comes later finds `file`
+            while not (is_first or _locked(lock, fcntl.LOCK_SH)):
+                waited = time.monotonic() - start
+                if waited > LONGEST_WAIT:
+                    message = "%s was not made in %d s by the process that began it. It is made here."
+                    logger.warning(message, file, waited)
+                    break
+                if waited > LONGEST_WAIT / 20 and not is_said:
+                    logger.warning("Waiting for another process, which makes %s.", file)
+                    is_said = True
+                time.sleep(0.05)
+        yield
+
+
+def _locked(lock: int, kind: int) -> bool:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

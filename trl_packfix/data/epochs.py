@@ -22,7 +22,7 @@ from ..planning.packs import PackPlan, reordered
 from ..planning.schedule import Schedule
 from ..planning.units import Units
 from ..samples.row import CODE
-from .cache_files import PACKS, SUFFIX, Arrays, read_or_make
+from .cache import PACKS, SUFFIX, Arrays, read_or_make
 from .documents import Documents
 
 MANY = 50_000  # documents from which on plans are cached: planning takes 0.1 s on one rank and 0.4 s on eight

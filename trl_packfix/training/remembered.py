@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..data.cache_files import PREFIX, SUFFIX, read_arrays_if_whole, write_arrays
+from ..data.cache import PREFIX, SUFFIX, read_arrays_if_whole, write_arrays
 from ..isolation.isolation_report import IsolationReport
 from ..isolation.probed_model import gathered
 from ..samples.row import CODE
