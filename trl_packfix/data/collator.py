@@ -1,4 +1,13 @@
-"""Documents -> one packed batch. Only here the first label of a document becomes -100."""
+"""Documents -> one packed batch. Only here the first label of a document becomes -100.
+
+A pack is one row of T tokens that holds N documents one after the other. Only this module computes encodings of their
+boundaries, from the lengths of the documents, so all encodings agree.
+
+    lengths       [3, 2]             one entry per document                  (N,)
+    position_ids  [0, 1, 2, 0, 1]    restart at each document                (T,)
+    cu_seq_lens   [0, 3, 5]          where each document starts, and the end (N + 1,)
+    seq_idx       [0, 0, 0, 1, 1]    which document a token belongs to       (T,)
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +21,24 @@ import torch
 
 from ..layout import IGNORE_INDEX as IGNORE_INDEX
 from ..layout import READ as READ
-from . import boundaries
 
 MASKS = ("completion_mask", "assistant_masks")  # 1 marks a trained token; used if there are no labels
+
+
+def cu_seq_lens(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
+    """int32, as varlen kernels need it."""
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
+def position_ids(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+    bounds = cu_seq_lens(lengths).astype(np.int64)
+    # [0, 1, 2, 3, 4] minus the start of each token's document, [0, 0, 0, 3, 3]
+    return np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
+
+
+def seq_idx(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
+    """int32, as linear attention kernels need it."""
+    return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
 
 
 class Run(NamedTuple):
@@ -92,22 +116,22 @@ class PackedDataCollator:
             targets[:num_tokens] = input_ids[:num_tokens]
         else:
             np.concatenate(labels, out=targets[:num_tokens], casting="same_kind")
-        bounds = boundaries.cu_seq_lens(lengths)
+        bounds = cu_seq_lens(lengths)
         targets[bounds[:-1]] = IGNORE_INDEX
         if self.pad_documents_to_multiple_of:
             bounds = np.pad(bounds, (0, -len(lengths) % self.pad_documents_to_multiple_of), mode="edge")
 
-        cu_seq_lens = torch.from_numpy(bounds)
+        boundaries = torch.from_numpy(bounds)
         max_length = max(longest, min(self.max_length or 0, num_tokens + padding))
         batch = {
             "input_ids": torch.from_numpy(input_ids)[None],
             "labels": torch.from_numpy(targets)[None],
-            "position_ids": torch.from_numpy(boundaries.position_ids(lengths))[None],
-            "cu_seq_lens_q": cu_seq_lens,
-            "cu_seq_lens_k": cu_seq_lens,
+            "position_ids": torch.from_numpy(position_ids(lengths))[None],
+            "cu_seq_lens_q": boundaries,
+            "cu_seq_lens_k": boundaries,
             "max_length_q": max_length,
             "max_length_k": max_length,
-            "seq_idx": torch.from_numpy(boundaries.seq_idx(lengths))[None],
+            "seq_idx": torch.from_numpy(seq_idx(lengths))[None],
             "use_cache": False,
         }
         return batch, [Run(i) for i in range(len(documents))]

@@ -288,11 +288,19 @@ def _apply_overlong(
         )
     if overlong == "drop":
         return spans.without(long, "overlong")
-    if overlong == "split" and reader.image_stops is not None:
-        return _split_outside_images(spans, reader, max_length)
-    if overlong == "split":
+    if overlong == "split" and reader.image_stops is None:
         fragments = -(-spans.lengths // max_length)
         return _split(spans, reader, fragments=fragments, start=_index_in_group(fragments) * max_length)
+    if overlong == "split":  # no image is cut; documents with an image of more than `max_length` tokens are dropped
+        edges_of = [
+            reader.cuts(row, max_length) if length > max_length else [0, length]
+            for row, length in zip(spans.row.tolist(), spans.lengths.tolist(), strict=True)
+        ]
+        spans = spans.without(np.array([edges is None for edges in edges_of]), "overlong")
+        kept = [edges for edges in edges_of if edges is not None]
+        fragments = np.array([len(edges) - 1 for edges in kept], dtype=np.int64)
+        start = np.array([place for edges in kept for place in edges[:-1]], dtype=np.int64)
+        return _split(spans, reader, fragments=fragments, start=start)
     start, stop = spans.start.copy(), spans.stop.copy()
     if truncation_mode == "keep_start":
         stop[long] = start[long] + max_length
@@ -305,19 +313,6 @@ def _apply_overlong(
     lost = before.tokens - after.tokens, before.trained_tokens - after.trained_tokens
     spans.ledger.truncated = Count(before.documents, *lost)
     return cut
-
-
-def _split_outside_images(spans: Documents, reader: Rows, max_length: int) -> Documents:
-    """Split documents so that no image is cut; drop those with an image of more than `max_length` tokens."""
-    edges_of = [
-        reader.cuts(row, max_length) if length > max_length else [0, length]
-        for row, length in zip(spans.row.tolist(), spans.lengths.tolist(), strict=True)
-    ]
-    spans = spans.without(np.array([edges is None for edges in edges_of]), "overlong")
-    kept = [edges for edges in edges_of if edges is not None]
-    fragments = np.array([len(edges) - 1 for edges in kept], dtype=np.int64)
-    start = np.array([place for edges in kept for place in edges[:-1]], dtype=np.int64)
-    return _split(spans, reader, fragments=fragments, start=start)
 
 
 def _cut_into_blocks(spans: Documents, reader: Rows, max_length: int) -> Documents:

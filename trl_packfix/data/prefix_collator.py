@@ -25,8 +25,7 @@ from torch import Tensor
 
 from ..layout import LAYOUT, Compared, Runs
 from ..planning.families import MIN_SHARED, share_order
-from . import boundaries
-from .collator import IGNORE_INDEX, PackedDataCollator, Run
+from .collator import IGNORE_INDEX, PackedDataCollator, Run, cu_seq_lens, position_ids, seq_idx
 
 Compare = Callable[[Sequence[dict[str, Any]]], list[Compared]]
 
@@ -149,12 +148,12 @@ class PrefixCollator(PackedDataCollator):
         return {
             "input_ids": row(np.concatenate(stretches)),
             "labels": row(targets),
-            "position_ids": row(boundaries.position_ids(q_lengths) + np.repeat(firsts, q_lengths)),
-            "cu_seq_lens_q": torch.from_numpy(boundaries.cu_seq_lens(q_lengths)),
-            "cu_seq_lens_k": torch.from_numpy(boundaries.cu_seq_lens(k_lengths)),
+            "position_ids": row(position_ids(q_lengths) + np.repeat(firsts, q_lengths)),
+            "cu_seq_lens_q": torch.from_numpy(cu_seq_lens(q_lengths)),
+            "cu_seq_lens_k": torch.from_numpy(cu_seq_lens(k_lengths)),
             "max_length_q": max(q_lengths),
             "max_length_k": max(k_lengths),
-            "seq_idx": torch.from_numpy(boundaries.seq_idx(q_lengths))[None],
+            "seq_idx": torch.from_numpy(seq_idx(q_lengths))[None],
             "use_cache": False,
             LAYOUT: Runs(
                 kv_index=torch.from_numpy(np.concatenate(keys)),
