@@ -20,7 +20,6 @@ from ..samples.apply import columns_of_batch
 from ..samples.checks import IMAGES
 from ..samples.conversation import COLUMNS
 from ..samples.encoded_images import EncodedImage, undecoded
-from ..samples.image_sizes import depends_on_sizes
 from ..samples.images import CHECKED, Processed, features_of
 from ..samples.processor import RowProcessor, images_of
 from ..samples.row import BAD_ROW, ROW
@@ -70,7 +69,7 @@ class StreamImages:
     _every: int = field(init=False, default=CHECKED)
 
     def __post_init__(self) -> None:
-        self._every = CHECKED if depends_on_sizes(self.process.processor) else 1
+        self._every = CHECKED if self.process.depends_on_sizes else 1
 
     def opened(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamImages"]:
         """The stream with its images as they are stored, and how its rows become documents."""

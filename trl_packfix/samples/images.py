@@ -2,7 +2,7 @@
 
 Only what a processor makes of a row says how many tokens an image has, so it runs once for every row before training,
 and the numbers that planning needs are cached, but no pixels. Images are decoded then, since a broken one must be found
-before training. They are not processed where another of the same size was (`image_sizes`), except in every 16th row,
+before training. They are not processed where another of the same size was (`SizeProcessor`), except in every 16th row,
 whose numbers are compared. A worker of the data loader later runs the processor again, and must get the same tokens.
 """
 
@@ -21,7 +21,6 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from ..compat import masks_images
 from .apply import columns_of_batch
 from .conversation import Conversation
-from .image_sizes import depends_on_sizes
 from .processor import RowProcessor, images_of, with_images
 from .recipes import Recipe, Row, samples_of_turns, training_template
 from .row import BAD_ROW, NUM_SHOWN, NUMBERS, Cached, MaskCounts, Sample, bad_rows
@@ -124,7 +123,7 @@ def measure(
             desc=f"Measuring {name} dataset",
         )
 
-    every = CHECKED if depends_on_sizes(process.processor) else 1
+    every = CHECKED if process.depends_on_sizes else 1
     measures = run(every)
     differs = np.flatnonzero(measures["differs"])
     if len(differs):

@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -17,7 +17,6 @@ from ..compat import training_every_token
 from ..layout import IGNORE_INDEX, READ, Compared
 from .conversation import plain_tokenizer
 from .encoded_images import EncodedImage
-from .image_sizes import SizeProcessor
 
 IMAGES_FROM = 2**31  # numbers that stand for images where documents are compared: above all tokens
 # Marks tokens of images where a processor returns it: 1 is an image, 0 is text
@@ -34,6 +33,13 @@ class RowProcessor:
 
     def __reduce__(self) -> tuple[object, ...]:
         return RowProcessor, (self._collate,)  # without the sizes known so far: `datasets` hashes it to find its cache
+
+    @property
+    def depends_on_sizes(self) -> bool:
+        """Whether the shapes of processed images may be taken from images of the same sizes."""
+        # Those of others than transformers may look at what an image shows
+        image_processor = getattr(self.processor, "image_processor", None)
+        return type(image_processor).__module__.partition(".")[0] == "transformers"
 
     @cached_property
     def by_size(self) -> "RowProcessor":
@@ -216,3 +222,57 @@ def _hash_of_images(digest: Any, images: list[Any]) -> bytes:
         pixels = np.asarray(image)
         digest.update(f"{pixels.dtype} {pixels.shape}".encode() + pixels.tobytes())
     return bytes(digest.digest())
+
+
+class SizeProcessor:
+    """An image processor that remembers the shapes of what it returned for images of some sizes, without the content.
+
+    How many tokens an image gets depends on its width and height in every image processor of transformers. So images of
+    one size are processed once, and the others of that size get arrays of the same shapes without content. The first of
+    a size is a plain image of one colour: if the result depends on more than the size, it differs from that of the
+    user's images.
+    """
+
+    def __init__(self, image_processor: Any):
+        self._image_processor = image_processor
+        self._known: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # while a copy is made there is no `_image_processor` yet
+            raise AttributeError(name)
+        return getattr(self._image_processor, name)
+
+    def __call__(self, images: object, **kwargs: object) -> Any:
+        from PIL import Image  # a requirement of data with images only
+
+        try:
+            sizes = _each(images, lambda image: (image.size, image.mode))
+        except TypeError:  # arrays, for example
+            return self._image_processor(images=images, **kwargs)
+        key = repr((sizes, sorted(kwargs.items(), key=str)))
+        if key not in self._known:
+            plain = _each(images, lambda image: Image.new(image.mode, image.size, 1))
+            outputs = self._image_processor(images=plain, **kwargs)
+            self._known[key] = type(outputs)({name: _shape(value) for name, value in outputs.items()})
+        return copy.copy(self._known[key])
+
+
+def _each(images: object, function: Callable[[Any], object]) -> object:
+    """The function of each image, nested as the images are. TypeError: something else than images of PIL."""
+    from PIL import Image
+
+    if isinstance(images, Image.Image):
+        return function(images)
+    if not isinstance(images, list | tuple):
+        raise TypeError(f"not an image: {type(images).__name__}")
+    return [_each(image, function) for image in images]
+
+
+def _shape(value: Any) -> Any:
+    """Of pixels and masks: the shape, and for each image or tile whether it is not padding. It needs no memory."""
+    if not isinstance(value, Tensor) or (value.dim() < 4 and not value.is_floating_point()):
+        return value  # the sizes and grids of images, by which placeholders are expanded
+    inner = min(value.dim(), 3 if value.dim() > 3 else 2)
+    outer = value.shape[: value.dim() - inner]
+    is_image = value.reshape(*outer, -1).any(-1).to(value.dtype)
+    return is_image.reshape(*outer, *[1] * inner).expand(value.shape)
