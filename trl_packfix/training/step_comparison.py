@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from datasets import IterableDataset
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..data.collator import PackedDataCollator
 from ..data.documents import make_documents
@@ -136,13 +137,14 @@ def is_plain(batch: dict[str, Any]) -> bool:
 
 
 def longest_of(batch: dict[str, Any]) -> Tensor:
-    """The tokens of the longest document of a pack, (n,)."""
+    """The tokens of the longest document of a pack with a trained token, (n,): padding of constant shapes has none."""
     bounds = batch["cu_seq_lens_q"]
-    first = int(bounds.diff().argmax())
+    trained = F.pad((batch["labels"][0] != IGNORE_INDEX).cumsum(0), (1, 0))[bounds].diff()
+    first = int((bounds.diff() * (trained > 0)).argmax())
     return batch["input_ids"][0, bounds[first] : bounds[first + 1]].cpu()
 
 
 def relative_distance(one: Tensor, other: Tensor) -> float:
     """Relative to the spread of the values: those of an untrained model are nearly equal."""
-    gap = float((one - other).norm() / (other - other.mean()).norm().clamp(min=torch.finfo(torch.float64).tiny))
+    gap = float((one - other).norm() / (other - other.mean()).norm().clamp(min=torch.finfo(other.dtype).tiny))
     return gap if gap == gap else inf
