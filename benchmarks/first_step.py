@@ -19,10 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.training import callbacks
 from trl_packfix.training.first_step import FirstStep
 
 SHAPE = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
-PARTS = {"prove": PackedModel, "compare": FirstStep, "compare_longer": FirstStep}
+PARTS = {"check_fused_head": callbacks, "prove": PackedModel, "compare": FirstStep, "compare_longer": FirstStep}
 QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "gradient_checkpointing": False}
 SETTINGS = {"max_length": 1024, "max_steps": 1, "per_device_train_batch_size": 1} | QUIET
 

@@ -145,7 +145,7 @@ class Runs:
 
     def __init__(self, probe: Probe, documents: Documents):
         self.probe, self.documents = probe, documents
-        self._base = probe.silenced(documents)
+        self._base = probe.silenced(lambda: probe.packed(documents))
         with probe.unpacked(max(map(len, documents))):
             self._alone = {id(one): probe.alone(one) for one in documents}
         self.scale = max(states.abs().max().item() for states in self._base)

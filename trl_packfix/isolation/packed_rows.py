@@ -289,7 +289,7 @@ class PackedRows(AroundCalls):
                 # The wrapper by which accelerate runs a forward under autocast remembers in one place what was on
                 # before: a forward within a forward would leave autocast on after both.
                 with torch.autocast(self.model.device.type, enabled=False):
-                    probe.silenced([probe.tokens(n) for n in (3, 5)])
+                    probe.silenced(lambda: probe.packed([probe.tokens(n) for n in (3, 5)]))
                 padded, first = run(in_pack=False), run(in_pack=True)
                 gaps = _gaps(padded, first)
                 limits = probe.limits_of_rounding(

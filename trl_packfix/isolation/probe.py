@@ -4,12 +4,12 @@ A `Case` is what is compared. `check_isolation.py` judges the cases, and `tracin
 information crosses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ PADDING = 2  # tokens behind a document in a padded row
 READS_AHEAD = 1e-3  # a change of earlier states, relative to the largest, that is no rounding
 # Relative difference of gradients that is never rounding in fp64, where some modules compute in fp32
 FINEST = 1e-4
+T = TypeVar("T")
 Documents = list[Any]  # of a pack; in the probe for images they are no tensors
 Examples = tuple[Documents, list[Documents]]  # a pack, and the same pack with other documents in some places
 
@@ -90,6 +91,7 @@ class Probe(ProbedModel):
     Attributes:
         reads_ahead: whether a token changes earlier states of its document, in the rows of unpacked TRL.
         dtype: the coarsest of the outputs of modules, from the first run of `silenced`.
+        silent: the modules that draw random numbers in training mode, from there, too.
     """
 
     dtype: torch.dtype
@@ -98,6 +100,7 @@ class Probe(ProbedModel):
     def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
         super().__init__(model, degree, user_attention)
         self.reads_ahead = False
+        self.silent: list[nn.Module] = []
         self._generator = torch.Generator().manual_seed(0)
         special = set(_special_tokens(self.inner.config)) | set(_special_tokens(self.config))
         num_tokens = self.config.vocab_size
@@ -168,8 +171,8 @@ class Probe(ProbedModel):
         return None
 
     def row(self, ids: Tensor) -> dict[str, Any]:
-        """The batch of a document alone: (1, n), or (1, n + PADDING) where the model needs padding."""
-        return self._rows(ids[None], self._is_padded)
+        """The batch of a document alone, (1, n), or of several of equal length, (B, n), with PADDING if needed."""
+        return self._rows(ids.reshape(-1, ids.shape[-1]), self._is_padded)
 
     def _rows(self, ids: Tensor, padded: bool) -> dict[str, Any]:
         """The unpacked batch of rows of equal length, (B, n)."""
@@ -213,18 +216,22 @@ class Probe(ProbedModel):
         batch = cut_part(self._collate([{"input_ids": ids} for ids in documents]), ranks.degree, ranks.index)
         return self.moved({name: value for name, value in batch.items() if name not in ("labels", "shift_labels")})
 
-    def silenced(self, documents: Documents) -> list[Tensor]:
-        """`packed`, after modules that still draw random numbers were set to eval mode; `dtype` is noted.
+    def silenced(self, run: Callable[[], T]) -> T:
+        """What `run` returns, after modules that draw random numbers in it were set to eval mode; `dtype` is noted.
 
         They are routers with jitter or sampling, and NEFTune's noise. `undisturbed` restores the modes.
         """
         with watching_draws(self.inner, self.device) as (kinds, dtypes):
-            states = self.packed(documents)
+            found = run()
         self.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        for module in self.inner.modules():
-            if type(module) in kinds:
-                module.training = False  # not of its children: they may not draw
-        return self.packed(documents) if kinds else states
+        self.silent = [module for module in self.inner.modules() if type(module) in kinds]
+        self.silence()
+        return run() if kinds else found
+
+    def silence(self, *call: object) -> None:
+        """Set what `silenced` found to eval mode again, as a hook of the model's forward, too."""
+        for module in self.silent:
+            module.training = False  # not of its children: they may not draw
 
     def gradient(self, documents: list[Tensor]) -> float | None:
         """Largest gradient of one document's states with respect to the embeddings of another before it.

@@ -94,7 +94,6 @@ class FirstStep:
     def compare(self) -> StepComparison:
         """Train a few documents packed and unpacked, without an optimizer step."""
         self._probe = self._probe_of(self._run.model_wrapped)
-        self._silent: list[nn.Module] | None = None  # modules that draw in train mode, once they are known
         model = self._probe.model
         self._alone: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         named = {name: each for name, each in base_model(self._run.model).named_parameters() if each.requires_grad}
@@ -105,7 +104,7 @@ class FirstStep:
         if not self._summed(sum(map(num_trained, packs[0]))):
             return StepComparison("not compared with unpacked training: no trained token in the first documents")
         with self._undisturbed():
-            packed, unpacked = self._packed(packs), self._unpacked(packs)
+            packed, unpacked = self._probe.silenced(lambda: self._packed(packs)), self._unpacked(packs)
             gap, dtype = self._gaps(packed, unpacked), self._data.attention_dtype
             # Under FSDP2 in half precision the model's own logits are rounded, those of the loss are not
             fine = torch.finfo(dtype).eps if self._run.is_fsdp_enabled and dtype.itemsize < 4 else FINE
@@ -122,7 +121,8 @@ class FirstStep:
         self._run.model.zero_grad(set_to_none=True)
         self.longest_compared = self._most(max(length(each) for pack in packs for each in pack))
         if not self._has_collectives and self._alone is not model:  # each rank compares them when it meets them
-            self._probe = self._probe_of(self._alone)
+            silent, self._probe = self._probe.silent, self._probe_of(self._alone)
+            self._probe.silent = silent
         text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked ({gap[0]:.0e})"
         if packed.products is None:
             return StepComparison(f"{text}; gradients are held by the engine, not compared", gap[0], problem=problem)
@@ -215,36 +215,48 @@ class FirstStep:
             parts += weight * (num_trained(document) > 0 if by_document else num_trained(document))
         copies = self._data.ranks.copies
         divisor = self._summed(parts) / copies
+        together: dict[int, list[int]] = {}  # rows of equal length, but where each forward waits for other ranks
+        for i, document in enumerate(documents):
+            is_alone = self._has_collectives or self._data.packs_images
+            together.setdefault(-i if is_alone else length(document), []).append(i)
         run.model.zero_grad(set_to_none=True)
         total = 0.0
         with self._probe.unpacked(max(map(length, documents))):  # layers may be computed again in the backward
-            for document, factor in zip(documents, factors, strict=True):
-                total += self._backward(self._row_loss(document) * factor / divisor)
+            for places in together.values():
+                losses = self._row_losses([documents[i] for i in places])
+                total += self._backward((losses * losses.new_tensor([factors[i] for i in places])).sum() / divisor)
             if run.aux_loss_enabled:
                 num_packs = self._summed(owns * len(packs)) / copies
                 for pack in packs:
                     total += self._backward(self._aux_loss(pack) * owns * run.router_aux_loss_coef / num_packs)
         return _Step(self._summed(total) / copies, self._products(is_summed=False))
 
-    def _row_loss(self, document: Document) -> Tensor:
-        """The sum of the loss over the trained tokens of a document, by the model's own logits."""
+    def _row_losses(self, documents: list[Document]) -> Tensor:
+        """The sum of the loss over the trained tokens of each document, (B,), by the model's own logits.
+
+        Documents of equal length are rows of one batch; one with images is alone.
+        """
         run, args = self._run, self._run.args
-        labels = int64(document["labels"])[1:].to(self._probe.device)
-        without_weight = {name: value for name, value in document.items() if name != WEIGHTS}
-        row = self._probe.row(int64(document["input_ids"]) if is_text(document) else ImageDocument(without_weight))
-        is_trained = labels != IGNORE_INDEX
+        labels = torch.stack([int64(document["labels"])[1:] for document in documents]).to(self._probe.device)
+        if is_text(documents[0]):
+            tokens = [int64(document["input_ids"]) for document in documents]
+            row = self._probe.row(torch.stack(tokens) if len(tokens) > 1 else tokens[0])
+        else:
+            without_weight = {name: value for name, value in documents[0].items() if name != WEIGHTS}
+            row = self._probe.row(ImageDocument(without_weight))
         with run.compute_loss_context_manager():
             if not self._objective.has_own_logits:  # of which the user was told
-                padded = F.pad(labels, (1, row["input_ids"].shape[1] - len(labels) - 1), value=IGNORE_INDEX)
-                scored = self._alone(**row, labels=padded[None], fused_lm_head=True)
-                return -scored.log_probs.float().sum()
-            logits = self._alone(**row).logits[0, : len(labels)]
-        log_probs = F.log_softmax(logits[is_trained].float(), dim=-1)
-        of_labels = log_probs.gather(-1, labels[is_trained][:, None])
+                padded = F.pad(labels, (1, row["input_ids"].shape[1] - labels.shape[1] - 1), value=IGNORE_INDEX)
+                return -self._alone(**row, labels=padded, fused_lm_head=True).log_probs.float().sum(-1)
+            logits = self._alone(**row).logits[:, : labels.shape[1]]
+        log_probs = F.log_softmax(logits.float(), dim=-1)
+        of_labels = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
         if args.loss_type == "dft":
-            return -(of_labels * of_labels.exp().detach()).sum()
-        share = args.label_smoothing_factor
-        return -((1 - share) * of_labels.sum() + share * log_probs.mean(-1).sum())
+            losses = of_labels * of_labels.exp().detach()
+        else:
+            share = args.label_smoothing_factor
+            losses = (1 - share) * of_labels + share * log_probs.mean(-1)
+        return -losses.where(labels != IGNORE_INDEX, 0).sum(-1)
 
     def _aux_loss(self, documents: list[Document]) -> Tensor:
         """The router loss of unpacked training, of these documents as padded rows."""
@@ -374,17 +386,9 @@ class FirstStep:
             with run.packed_model.attending(), probe.undisturbed():
                 for hooks in noise:
                     hooks.alpha = 0.0
-                if self._silent is None:
-                    with run.compute_loss_context_manager():
-                        probe.silenced([probe.tokens(n) for n in (3, 5)])
-                    self._silent = [module for module in probe.inner.modules() if not module.training]
                 run.aux_loss_enabled &= not self._data.packs_images
-
-                def silence(*call: object) -> None:  # the trainer sets all modules to train mode, also those that draw
-                    for module in self._silent or ():
-                        module.training = False
-
-                with probe.inner.register_forward_pre_hook(silence):
+                # The trainer sets all modules to train mode, also those that draw
+                with probe.inner.register_forward_pre_hook(probe.silence):
                     yield
         finally:
             objective.totals = totals

@@ -30,7 +30,7 @@ from ..isolation.probed_model import CannotRun, refusals
 
 CHUNK = 1024  # labels whose logits are in memory together
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # TRL 1.16 reads the first only
-LARGEST_LOGIT = 100.0  # at which heads are compared, too: a cap does not change the small ones of an untrained model
+LARGEST_LOGIT = 200.0  # up to which heads are compared: a cap does not change the small ones of an untrained model
 MASKED = 6e4  # a larger logit is that of a token that the model never predicts (chameleon: images)
 
 
@@ -137,36 +137,35 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     """
     if is_deepspeed_zero3_enabled():
         return True
-    probe, factor, calls, is_own = Probe(wrapped), 1.0, list[nn.Module](), True
-    ids = probe.tokens(9)[None].to(probe.device)
+    probe, calls = Probe(wrapped), list[nn.Module]()
+    factors = torch.logspace(0, 5, 6, base=4, device=probe.device)  # of the states of a row, so logits get large
+    ids = probe.tokens(9).to(probe.device).expand(len(factors), -1)
 
     def scale(module: nn.Module, args: object, output: Any) -> Any:
         calls.append(module)
         if isinstance(output, tuple):
-            return (output[0] * factor, *output[1:])
-        if output.get("last_hidden_state") is not None:
-            output["last_hidden_state"] = output["last_hidden_state"] * factor
+            return (output[0] * factors[:, None, None].to(output[0].dtype), *output[1:])
+        if (states := output.get("last_hidden_state")) is not None:
+            output["last_hidden_state"] = states * factors[:, None, None].to(states.dtype)
         return output
 
     handle = backbone(model).register_forward_hook(scale)  # both ways to the head pass it
     try:
         with probe.evaluating(), torch.no_grad(), refusals():
-            for _ in range(2):  # at the logits as they are, and at large ones
-                logits = wrapped(input_ids=ids, use_cache=False).logits[:, :-1].float()
-                found = wrapped(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.float()
-                size = logits[logits.abs() < MASKED].abs().max().item()
-                gap = (logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0] - found).abs().max().item()
-                is_own = gap <= 1e-5 + 2 * size * max(1e-4, 8 * torch.finfo(dtype).eps)  # rounding of such numbers
-                factor = LARGEST_LOGIT / max(size, 1e-30)
-                if not is_own or factor <= 1:
-                    break
+            logits = wrapped(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            found = wrapped(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.float()
     except (CannotRun, KernelError):  # it takes no row without padding; the first step raises what else is wrong
         return True
     finally:
         handle.remove()
+    sizes = logits.abs().masked_fill(logits.abs() >= MASKED, 0).amax((1, 2))
+    gaps = (logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0] - found).abs().amax(1)
+    differs = ~(gaps <= 1e-5 + 2 * sizes * max(1e-4, 8 * torch.finfo(dtype).eps))  # rounding of such numbers
+    differs[1:] &= sizes[1:] <= LARGEST_LOGIT
     # A forward that passes the backbone by is that of another model, which the probe refuses
-    if is_own or not calls:
+    if not differs.any() or not calls:
         return True
+    gap, size = gaps[differs][0].item(), sizes[differs][0].item()
     warnings.warn(
         f"The loss of {type(model).__name__} reads TRL's fused LM head. Its log-probabilities differ from those of "
         f"the model's own logits by {gap:.2g} at logits of {size:.2g}: one of them has a scale, a cap, a bias or a "
