@@ -26,6 +26,7 @@ from trl_packfix.isolation.probe import Probe
 from trl_packfix.training import objective
 from trl_packfix.training.first_step import FirstStep
 from trl_packfix.training.objective import Objective
+from trl_packfix.training.step_comparison import longest_of
 
 LENGTHS = (60, 13, 200, 33, 7, 90, 41, 120) * 2
 END = build_tokenizer().eos_token_id
@@ -354,3 +355,9 @@ def test_lengths_are_compared_when_they_double(tmp_path):
     with mock.patch.object(Probe, "alone", note):
         trainer.train()
     assert trainer.first_step.longest_compared >= 105 and 2 <= len(seen) <= 4, seen
+
+
+def test_padding_is_no_long_document():
+    lengths, collate = (5, 7, 40), PackedDataCollator()
+    documents = [{"input_ids": torch.full((n,), n), "labels": torch.full((n,), n if n < 40 else -100)} for n in lengths]
+    assert longest_of(collate(documents)).tolist() == [7] * 7
