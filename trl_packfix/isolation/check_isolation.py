@@ -286,7 +286,7 @@ def _smallest_gap(probe: Probe, case: Case) -> float:
 
     def run(states: Callable[[Probe], list[Tensor]], draw: int | None) -> Tensor:
         rounding = nullcontext() if draw is None else probe.rounded_otherwise(draw)
-        with FirstOfTies(), rounding:  # type: ignore[no-untyped-call]
+        with FirstOfTies(), rounding:
             return torch.cat(states(probe))
 
     first, gaps = [run(case.first, draw) for draw in (None, *range(DRAWS))], []

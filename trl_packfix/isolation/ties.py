@@ -19,6 +19,9 @@ class FirstOfTies(TorchDispatchMode):
     [1, 0, 2]
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         return (_first if function is torch.ops.aten.topk.default else function)(*args, **(kwargs or {}))
 

@@ -35,6 +35,7 @@ from ..isolation.image_probe import ImageDocument
 from ..isolation.isolation_report import PackingLeakError
 from ..isolation.prefix_probe import make_probe
 from ..isolation.probed_model import OF_ROUNDING
+from ..isolation.ties import FirstOfTies
 from ..layout import IGNORE_INDEX
 from .groups import check_same_packs
 from .loading import TrainingData
@@ -96,6 +97,9 @@ class FirstStep:
         self._probe = self._probe_of(self._run.model_wrapped)
         model = self._probe.model
         self._alone: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        below = self._probe if self._alone is model else self._probe_of(self._alone)
+        # Whether a forward waits for other ranks
+        self._has_collectives = self._run.accelerator.num_processes > 1 and below.has_engine
         named = {name: each for name, each in base_model(self._run.model).named_parameters() if each.requires_grad}
         self._names, self._parameters = [*named], [*named.values()]
         if (why := self._why_not()) is not None:
@@ -117,12 +121,15 @@ class FirstStep:
             )
             problem = None
             if self._probe.is_beyond(gap, limit):
-                problem = self._what_differs(packs, packed, unpacked, limit=limit)
+                with FirstOfTies():
+                    packed, unpacked = self._packed(packs), self._unpacked(packs)
+                    gap = self._gaps(packed, unpacked)
+                    if self._probe.is_beyond(gap, limit):
+                        problem = self._what_differs(packs, packed, unpacked, limit=limit)
         self._run.model.zero_grad(set_to_none=True)
         self.longest_compared = self._most(max(length(each) for pack in packs for each in pack))
-        if not self._has_collectives and self._alone is not model:  # each rank compares them when it meets them
-            silent, self._probe = self._probe.silent, self._probe_of(self._alone)
-            self._probe.silent = silent
+        if not self._has_collectives:  # each rank compares them when it meets them
+            below.silent, self._probe = self._probe.silent, below
         text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked ({gap[0]:.0e})"
         if packed.products is None:
             return StepComparison(f"{text}; gradients are held by the engine, not compared", gap[0], problem=problem)
@@ -288,13 +295,17 @@ class FirstStep:
         try:
             with self._undisturbed(), self._run.compute_loss_context_manager(), torch.no_grad():
                 pack = [self._probe.tokens(NUM_BEFORE), document]
-                alone = self._probe.alone(document, large=True)
-                packed = self._probe.packed(pack, large=True)[1]
+
+                def in_pack() -> Tensor:
+                    return self._probe.packed(pack, large=True)[1]
+
+                alone, packed = self._probe.alone(document, large=True), in_pack()
                 gap = relative_distance(packed, alone)
-                (limit,) = self._probe.limits_of_rounding(
-                    [gap], [FINE], lambda: [relative_distance(self._probe.packed(pack, large=True)[1], packed)]
-                )
-                is_beyond = self._probe.is_beyond([gap], [limit])
+                (limit,) = self._probe.limits_of_rounding([gap], [FINE], lambda: [relative_distance(in_pack(), packed)])
+                if is_beyond := self._probe.is_beyond([gap], [limit]):
+                    with FirstOfTies():
+                        gap = relative_distance(in_pack(), self._probe.alone(document, large=True))
+                        is_beyond = self._probe.is_beyond([gap], [limit])
         except torch.OutOfMemoryError:
             logger.warning(
                 f"A document of {len(document):,} tokens does not fit unpacked, so it is not compared with unpacked "
@@ -310,13 +321,6 @@ class FirstStep:
                 f"{self.longest_compared}, or `packing=False`, and please report it with this message."
             )
         self.longest_compared = longest
-
-    @property
-    def _has_collectives(self) -> bool:
-        """Whether a forward waits for other ranks."""
-        run = self._run
-        divides = run.is_deepspeed_enabled or run.is_fsdp_enabled or run.get_tp_size() > 1
-        return run.accelerator.num_processes > 1 and divides
 
     # Gradients and ranks
 
