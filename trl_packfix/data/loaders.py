@@ -23,14 +23,7 @@ from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Synchronisation
 from .cache import cached_documents
 from .collator import IGNORE_INDEX, PackedDataCollator
-from .dataset_checks import (
-    check_choice,
-    check_count,
-    check_max_length,
-    check_not_padded,
-    check_overlong,
-    check_rank,
-)
+from .dataset_checks import check_choice, check_count, check_max_length, check_not_padded, check_overlong, check_rank
 from .documents import Documents, Overlong
 from .epochs import EpochPlanner
 from .image_collator import NO_IMAGES, PackedImages

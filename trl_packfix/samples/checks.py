@@ -239,13 +239,10 @@ def _messages_with(messages: pa.Array, key: str, values: Collection[str] | None)
         return has
     contents = pc.struct_field(messages, key)
     kind = contents.type
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    if values is not None and not is_text:
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        held = pc.not_equal(contents, "") if values is None else pc.is_in(contents, pa.array(values, kind))
+    elif values is not None:
         return has
-    if values is not None:
-        held = pc.is_in(contents, pa.array(values, kind))
-    elif is_text:
-        held = pc.not_equal(contents, "")
     elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
         held = pc.greater(pc.list_value_length(contents), 0)
     else:
