@@ -111,23 +111,27 @@ def read_or_make(file: Path | None, make: Callable[[], Arrays]) -> Arrays:
     """
     if file is None:
         return make()
-    if (cached := read_arrays_if_whole(file)) is not None:
+    if (cached := read_arrays(file)) is not None:
         return cached
     if not os.access(file.parent, os.W_OK):
         return make()
     with one_first(file):
-        if (cached := read_arrays_if_whole(file)) is not None:  # another process was first
+        if (cached := read_arrays(file)) is not None:  # another process was first
             return cached
         arrays = make()
         write_arrays(file, arrays)
-    cached = read_arrays_if_whole(file)  # mapped
+    cached = read_arrays(file)  # mapped
     return arrays if cached is None else cached
 
 
-def read_arrays_if_whole(file: Path) -> Arrays | None:
-    """The arrays in the file; None if it does not exist, or is damaged and now deleted."""
+def read_arrays(file: Path) -> Arrays | None:
+    """The arrays in the file, mapped; None if it does not exist, or is damaged and now deleted."""
     try:
-        arrays = read_arrays(file)
+        content = np.memmap(file, np.uint8, "r")
+        body = content[:-NUM_SEALED]
+        if _seal(file, body) != content[-NUM_SEALED:].tobytes():
+            raise ValueError("it is not as it was written")
+        batch = pa.ipc.open_file(pa.py_buffer(body)).get_batch(0)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -137,16 +141,6 @@ def read_arrays_if_whole(file: Path) -> Arrays | None:
     if file.name.startswith(PACKS):
         with contextlib.suppress(OSError):  # another user's file: that user's runs set its time
             os.utime(file)  # the time of the last use
-    return arrays
-
-
-def read_arrays(file: Path) -> Arrays:
-    """The arrays of the file, mapped. An OSError or a ValueError says that it is not as it was written."""
-    content = np.memmap(file, np.uint8, "r")
-    body = content[:-NUM_SEALED]
-    if _seal(file, body) != content[-NUM_SEALED:].tobytes():
-        raise ValueError("it is not as it was written")
-    batch = pa.ipc.open_file(pa.py_buffer(body)).get_batch(0)
     return {name: column.values.to_numpy() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
 

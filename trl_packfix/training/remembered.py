@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..data.cache import PREFIX, SUFFIX, read_arrays_if_whole, write_arrays
+from ..data.cache import PREFIX, SUFFIX, read_arrays, write_arrays
 from ..isolation.isolation_report import IsolationReport
 from ..isolation.probed_model import gathered
 from ..samples.row import CODE
@@ -46,7 +46,7 @@ class RememberedProofs:
         """
         key = hashlib.sha256(repr([case, self.settings, *_decisive(wrapped, model)]).encode()).hexdigest()
         file = self.folder / f"{PREFIX}-proof-{key[:16]}{SUFFIX}"
-        arrays = read_arrays_if_whole(file)
+        arrays = read_arrays(file)
         if all(gathered(arrays is not None)) and arrays is not None:
             return IsolationReport(**json.loads(arrays["report"].tobytes()))
         report = prove()
