@@ -76,9 +76,9 @@ def test_a_repair_around_the_decoder_is_seen_in_long_packs():
     with probe.undisturbed():
         axes = learn_axes(probe, ["model"])["model"]
         documents = [probe.tokens(n) for n in (7, 20, 9)]
-        before = probe.packed(documents, large=True)
+        before = probe.packed(documents)
         RepairedModule(model.model, axes, Mode(rows=False, positions=True)).install()
-        after = probe.packed(documents, large=True)
+        after = probe.packed(documents)
     assert [len(states) for states in after] == [7, 20, 9] and before[1].shape == after[1].shape
 
 

@@ -157,9 +157,9 @@ class Runs:
     def gap(self, case: Case) -> Gap:
         """How far the documents that both runs have are apart."""
         if case.documents is not self._last[0]:
-            self._last = case.documents, self.probe.packed(case.documents, case.large)
-        is_known = case.alone and not case.large
-        second = [self._alone[id(case.others[0])]] if is_known else case.second(self.probe)
+            self._last = case.documents, self.probe.packed(case.documents)
+        known = self._alone.get(id(case.others[0])) if case.alone else None
+        second = case.second(self.probe) if known is None else [known]
         return distance([self._last[1][i] for i, _ in case.same], second) / self.scale, case
 
     def explains(self, gap: float) -> bool:

@@ -69,13 +69,13 @@ class PrefixProbe(Probe):
         documents = [*(torch.cat([trunk, end]) for end in ends), torch.cat([trunk[:BRANCH], self.tokens(6)])]
         return documents, [replaced(documents, {1: torch.cat([trunk, self.tokens(12)])})]
 
-    def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
+    def packed(self, documents: list[Tensor], gradient: bool = False) -> list[Tensor]:
         num_rows, rows, _ = self._shared(documents)
-        states = self._of_rows(documents, num_rows, large=large, gradient=gradient)
+        states = self._of_rows(documents, num_rows, gradient=gradient)
         return [states[rows_of_one] for rows_of_one in rows]
 
-    def alone(self, ids: Tensor, large: bool = False) -> Tensor:
-        return super().alone(ids, large)[:-1]
+    def alone(self, ids: Tensor) -> Tensor:
+        return super().alone(ids)[:-1]
 
     def gradient(self, documents: list[Tensor]) -> float | None:
         """Largest gradient of one document's states with respect to the embeddings of rows that are not its own.

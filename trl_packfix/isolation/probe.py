@@ -41,7 +41,7 @@ class Case:
     Attributes:
         documents: the pack of the first run.
         others: that of the second, in which some documents are different; or one document, which runs alone.
-        large: whether the packs are long; see `ProbedModel.states`.
+        large: whether the packs are long, so that recording all modules would need too much memory.
     """
 
     documents: Documents
@@ -69,14 +69,14 @@ class Case:
 
     def first(self, probe: "Probe") -> list[Tensor]:
         """The states of these documents in the first run."""
-        states = probe.packed(self.documents, self.large)
+        states = probe.packed(self.documents)
         return [states[i] for i, _ in self.same]
 
     def second(self, probe: "Probe") -> list[Tensor]:
         """The same in the second run."""
         if self.alone:
-            return [probe.alone(self.others[0], self.large)]
-        states = probe.packed(self.others, self.large)
+            return [probe.alone(self.others[0])]
+        states = probe.packed(self.others)
         return [states[j] for _, j in self.same]
 
 
@@ -132,25 +132,25 @@ class Probe(ProbedModel):
         documents = [self.tokens(7), self.tokens(threshold), self.tokens(9)]
         return documents, [replaced(documents, {1: self.tokens(8)})]
 
-    def packed(self, documents: list[Tensor], large: bool = False, gradient: bool = False) -> list[Tensor]:
+    def packed(self, documents: list[Tensor], gradient: bool = False) -> list[Tensor]:
         """Last hidden states of each document in one pack, (length, hidden) each."""
         lengths = [len(ids) for ids in documents]
         padded = -(-sum(lengths) // self.degree) * self.degree
-        states = self._of_rows(documents, padded, large=large, gradient=gradient)
+        states = self._of_rows(documents, padded, gradient=gradient)
         return list(states[: sum(lengths)].split(lengths))
 
-    def _of_rows(self, documents: list[Tensor], num_rows: int, *, large: bool, gradient: bool) -> Tensor:
+    def _of_rows(self, documents: list[Tensor], num_rows: int, *, gradient: bool) -> Tensor:
         """Last hidden states of the rows of a pack, of all ranks that share it, (rows, hidden)."""
         with torch.set_grad_enabled(gradient):
-            states = self.ranks.states(lambda: self.states(self._batch(documents, self.ranks), large))[0]
+            states = self.ranks.states(lambda: self.states(self._batch(documents, self.ranks)))[0]
         if len(states) != num_rows:
             raise CannotRun(f"the LM head gets {len(states)} states for a pack of {num_rows} tokens")
         return states
 
-    def alone(self, ids: Tensor, large: bool = False) -> Tensor:
+    def alone(self, ids: Tensor) -> Tensor:
         """Last hidden states of a document in unpacked training of the model as it was given: (n,) -> (n, hidden)."""
         with self.unpacked(len(ids)), torch.no_grad():
-            return self.states(self.row(ids), large)[0][: len(ids)]
+            return self.states(self.row(ids))[0][: len(ids)]
 
     def rows(self, ids: Tensor) -> None:
         """Run rows without boundaries, (B, n), with the attention of packs."""

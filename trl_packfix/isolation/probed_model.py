@@ -157,13 +157,11 @@ class ProbedModel:
         self.degree = degree
         self.ranks = Sharers(degree) if degree > 1 else ONE_RANK
 
-    def states(
-        self, batch: dict[str, Any], large: bool = False, *, from_backbone: bool = False, model: Any = None
-    ) -> Tensor:
-        """The input of the LM head, (B, T, hidden), from a forward of the whole wrapped model, or of `model`.
+    def states(self, batch: dict[str, Any], *, from_backbone: bool = False, model: Any = None) -> Tensor:
+        """The last hidden states, (B, T, hidden), from a forward of the whole wrapped model, or of `model`.
 
-        For a `large` pack the output of the backbone, with the logits of one token only: all of them would be T x V.
-        `from_backbone` gives it for any pack.
+        They are the output of the backbone, with the logits of one token only: all of them would be T x V. Of a model
+        that computes all logits they are the input of the LM head, unless `from_backbone`.
         """
         caught: list[Tensor] = []
         below = below_head(self.inner)  # a repaired module may call a decoder more than once
@@ -171,7 +169,7 @@ class ProbedModel:
         head = self.inner.get_output_embeddings()
         hooks = ExitStack()
         # the head of a reward model is no LM head
-        if head is None or (below and (from_backbone or (large and takes_few))):
+        if head is None or (below and (from_backbone or takes_few)):
             # An index, not a number: given a number, layers that share keys (Gemma 4) compute the last tokens only
             batch |= {"logits_to_keep": torch.zeros(1, dtype=torch.int64, device=self.device)} if takes_few else {}
             for backbone in below or [self.inner]:

@@ -297,14 +297,14 @@ class FirstStep:
                 pack = [self._probe.tokens(NUM_BEFORE), document]
 
                 def in_pack() -> Tensor:
-                    return self._probe.packed(pack, large=True)[1]
+                    return self._probe.packed(pack)[1]
 
-                alone, packed = self._probe.alone(document, large=True), in_pack()
+                alone, packed = self._probe.alone(document), in_pack()
                 gap = relative_distance(packed, alone)
                 (limit,) = self._probe.limits_of_rounding([gap], [FINE], lambda: [relative_distance(in_pack(), packed)])
                 if is_beyond := self._probe.is_beyond([gap], [limit]):
                     with FirstOfTies():
-                        gap = relative_distance(in_pack(), self._probe.alone(document, large=True))
+                        gap = relative_distance(in_pack(), self._probe.alone(document))
                         is_beyond = self._probe.is_beyond([gap], [limit])
         except torch.OutOfMemoryError:
             logger.warning(
