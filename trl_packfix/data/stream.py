@@ -23,7 +23,7 @@ from ..planning.packing import ELASTIC, Changes, Packing, changes, listed
 from ..planning.packs import PackPlan
 from ..planning.schedule import EMPTY
 from ..planning.units import Units
-from ..samples.encoded_images import packed_images, unpacked_images
+from ..samples.processor import EncodedImage
 from .collator import IGNORE_INDEX
 from .documents import Ledger, refuse_no_documents
 from .loaders import dummy_document
@@ -384,7 +384,17 @@ def packed(documents: Sequence[DocumentTokens]) -> dict[str, Any]:
     if ENCODED in first:
         rows = [document[ENCODED] for document in documents]
         state[ENCODED] = [(row.text, row.start, row.stop, row.counts) for row in rows]
-        state["images"] = packed_images([row.images for row in rows])
+        # Each image once. By identity: comparing images would compare their bytes
+        different = {id(image): image for row in rows for image in row.images}
+        places, images = {key: i for i, key in enumerate(different)}, different.values()
+        data = b"".join(image.data or b"" for image in images)
+        state["images"] = {
+            "numbers": [[places[id(image)] for image in row.images] for row in rows],
+            "paths": [image.path for image in images],
+            "modes": [image.mode for image in images],
+            "sizes": [-1 if image.data is None else len(image.data) for image in images],
+            "data": torch.from_numpy(np.frombuffer(data, np.uint8).copy()),
+        }
     return state
 
 
@@ -396,8 +406,13 @@ def unpacked(state: dict[str, Any]) -> list[DocumentTokens]:
     if SOURCES in state:
         columns[SOURCES] = state[SOURCES]
     if ENCODED in state:
-        of_rows = zip(state[ENCODED], unpacked_images(state["images"]), strict=True)
+        given, images, start = state["images"], [], 0
+        data = given["data"].numpy().tobytes()
+        for path, mode, size in zip(given["paths"], given["modes"], given["sizes"], strict=True):
+            images.append(EncodedImage(path, None if size < 0 else data[start : start + size], mode))
+            start += max(size, 0)
         columns[ENCODED] = [
-            EncodedRow(text, images, start, stop, tuple(counts)) for (text, start, stop, counts), images in of_rows
+            EncodedRow(text, tuple(images[number] for number in numbers), first, stop, tuple(counts))
+            for (text, first, stop, counts), numbers in zip(state[ENCODED], given["numbers"], strict=True)
         ]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

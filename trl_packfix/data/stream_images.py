@@ -13,15 +13,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Image, IterableDataset
 
 from ..planning.packing import Packing
 from ..samples.apply import columns_of_batch
 from ..samples.checks import IMAGES
 from ..samples.conversation import COLUMNS
-from ..samples.encoded_images import EncodedImage, undecoded
 from ..samples.images import CHECKED, Processed, features_of
-from ..samples.processor import RowProcessor, images_of
+from ..samples.processor import EncodedImage, RowProcessor, images_of
 from ..samples.row import BAD_ROW, ROW
 from ..samples.turns import TurnRule
 from .collator import IGNORE_INDEX
@@ -63,7 +62,7 @@ class StreamImages:
     text_field: str = "text"  # the column of plain text
     rule: TurnRule | None = None  # makes a document of each assistant turn; None: a row is one
     drops: bool = False  # rows that cannot be processed
-    mode: str | None = None  # to which images are converted
+    mode: str | None = None  # to which the feature of the images converts them
     # Rows that are read together: the first is processed, and compared with what the sizes of images give
     chunk: ClassVar[int] = CHECKED
     _every: int = field(init=False, default=CHECKED)
@@ -72,9 +71,19 @@ class StreamImages:
         self._every = CHECKED if self.process.depends_on_sizes else 1
 
     def opened(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamImages"]:
-        """The stream with its images as they are stored, and how its rows become documents."""
-        dataset, mode = undecoded(dataset)
-        return dataset, replace(self, mode=mode)
+        """The stream with its images encoded as they are stored, and how its rows become documents.
+
+        Without features the dataset gives what it was made of, so its images may be decoded still.
+        """
+        dataset, mode = dataset.with_format(None), None
+        if dataset.features is None:
+            return dataset, replace(self, mode=None)
+        for name in IMAGES:
+            feature = dataset.features.get(name)
+            while feature is not None and not isinstance(feature, Image):  # of a list
+                feature = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+            mode = mode if feature is None else feature.mode
+        return dataset.decode(False), replace(self, mode=mode)
 
     def read(
         self, batch: dict[str, list[Any]], table: Dataset, packing: Packing

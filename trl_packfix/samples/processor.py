@@ -3,12 +3,13 @@
 import copy
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from datasets import Image
 from torch import Tensor
 from transformers import ProcessorMixin
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
@@ -16,7 +17,6 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from ..compat import training_every_token
 from ..layout import IGNORE_INDEX, READ, Compared
 from .conversation import plain_tokenizer
-from .encoded_images import EncodedImage
 
 IMAGES_FROM = 2**31  # numbers that stand for images where documents are compared: above all tokens
 # Marks tokens of images where a processor returns it: 1 is an image, 0 is text
@@ -152,6 +152,39 @@ class RowProcessor:
         }
 
 
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image as a dataset stores it: the bytes of its file, or where they are.
+
+    So it is in memory while its document waits, and in checkpoints. A decoded image has 3 bytes per pixel, and what a
+    processor makes of it 12 and more. A JPEG file has less than one.
+    """
+
+    path: str | None  # None if there are bytes only
+    data: bytes | None = None  # None if they are read from `path`
+    mode: str | None = None  # to which the decoded image is converted; None: the mode that it has
+
+    @classmethod
+    def of(cls, image: Any, mode: str | None = None) -> "EncodedImage":
+        """An image in a form that `datasets` gives: bytes and path, a path, or decoded. Decoding refuses others."""
+        from PIL import Image as Pillow  # a requirement of data with images only
+
+        if isinstance(image, Pillow.Image | np.ndarray):
+            # A copy has no file and no format, so `datasets` encodes it without loss
+            image = Image().encode_example(image.copy())
+        if isinstance(image, str):
+            return cls(image, mode=mode)
+        path, data = (image.get("path"), image.get("bytes")) if isinstance(image, dict) else (None, None)
+        return cls(path if data is None else None, data, mode)
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.data is None else len(self.data)
+
+    def decode(self) -> Any:
+        return Image(mode=self.mode).decode_example({"path": self.path, "bytes": self.data})
+
+
 def images_of(row: Mapping[str, Any]) -> list[Any]:
     """The images of a row of the dataset; [] if it has none."""
     images = [row["image"]] if "image" in row else row.get("images")
@@ -243,7 +276,7 @@ class SizeProcessor:
         return getattr(self._image_processor, name)
 
     def __call__(self, images: object, **kwargs: object) -> Any:
-        from PIL import Image  # a requirement of data with images only
+        from PIL import Image as Pillow  # a requirement of data with images only
 
         try:
             sizes = _each(images, lambda image: (image.size, image.mode))
@@ -251,7 +284,7 @@ class SizeProcessor:
             return self._image_processor(images=images, **kwargs)
         key = repr((sizes, sorted(kwargs.items(), key=str)))
         if key not in self._known:
-            plain = _each(images, lambda image: Image.new(image.mode, image.size, 1))
+            plain = _each(images, lambda image: Pillow.new(image.mode, image.size, 1))
             outputs = self._image_processor(images=plain, **kwargs)
             self._known[key] = type(outputs)({name: _shape(value) for name, value in outputs.items()})
         return copy.copy(self._known[key])
@@ -259,9 +292,9 @@ class SizeProcessor:
 
 def _each(images: object, function: Callable[[Any], object]) -> object:
     """The function of each image, nested as the images are. TypeError: something else than images of PIL."""
-    from PIL import Image
+    from PIL import Image as Pillow
 
-    if isinstance(images, Image.Image):
+    if isinstance(images, Pillow.Image):
         return function(images)
     if not isinstance(images, list | tuple):
         raise TypeError(f"not an image: {type(images).__name__}")
