@@ -43,7 +43,7 @@ class EncodedRow:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.text) + sum(image.num_bytes for image in self.images)
+        return len(self.text) + sum(len(image.data or b"") for image in self.images)
 
     def process(self, process: RowProcessor) -> dict[str, Any]:
         document = process(json.loads(self.text) | {"images": list(self.images)})

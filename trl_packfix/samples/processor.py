@@ -177,10 +177,6 @@ class EncodedImage:
         path, data = (image.get("path"), image.get("bytes")) if isinstance(image, dict) else (None, None)
         return cls(path if data is None else None, data, mode)
 
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self.data is None else len(self.data)
-
     def decode(self) -> Any:
         return Image(mode=self.mode).decode_example({"path": self.path, "bytes": self.data})
 
