@@ -24,9 +24,9 @@ from transformers import BertConfig, BertForSequenceClassification, TrainerCallb
 
 from trl_packfix import PackingLeakError, pack_forward
 from trl_packfix.attention.packed_forward import packed_forwards
-from trl_packfix.data.padded_rows import pack_rows
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation import packed_rows
+from trl_packfix.isolation.packed_rows import pack_rows
 from trl_packfix.layout import LAYOUT
 
 pytestmark = pytest.mark.slow
