@@ -23,11 +23,11 @@ from transformers import TrainerCallback
 
 from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.data.stream_loading import resume, stream_file
 from trl_packfix.data.stream_reader import CHUNK, StreamTokens
 from trl_packfix.planning.exact_fill import Packer
 from trl_packfix.planning.packing import NAMES
 from trl_packfix.planning.packs import plan_stream
+from trl_packfix.training.restart import resume, stream_file
 
 pytestmark = pytest.mark.slow
 

@@ -1,5 +1,6 @@
 """The data of a training run: documents, planner, loaders, and the model that takes their packs."""
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cached_property
@@ -31,7 +32,7 @@ from ..data.row_values import (
     read_row_values,
 )
 from ..data.stream import PackedStream
-from ..data.stream_loading import stream_loader
+from ..data.stream_images import ProcessedPacks
 from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
@@ -50,6 +51,8 @@ from .planner import documents_of, make_planner, packing_of
 from .progress import status
 from .remembered import RememberedProofs
 from .run import DataRanks, Part, Run
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingData(Part):
@@ -288,7 +291,18 @@ class TrainingData(Part):
         )
         self._run.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)
         collate = self.training_collator(self._value_columns, names_sources=True)
-        return stream_loader(stream, collate, worker_kwargs=self._worker_kwargs, **self._loader_settings)
+        settings = self._loader_settings
+        if stream.rows.process is None:
+            settings["num_workers"] = 0  # these processes run the processor of images; the stream has its own
+        if settings["num_workers"]:
+            settings |= self._worker_kwargs
+        if not settings.pop("in_order", True) and stream.rank == 0:
+            logger.warning(
+                "dataloader_in_order=False was given; packs with images of a stream stay in order, because a restart "
+                "goes on behind the last one."
+            )
+        stream.num_ahead = settings["num_workers"] * (settings.get("prefetch_factor") or 2)
+        return document_loader(ProcessedPacks(stream.rows.process), stream, collate, **settings)
 
     # The model
 

@@ -19,7 +19,7 @@ from datasets import IterableDataset
 
 from ..data.epochs import EpochPlanner, Start
 from ..data.reader import Rows
-from ..data.stream_loading import resume, stream_file
+from ..data.stream import PackedStream
 from ..planning.packing import ELASTIC, Changes, changes, listed
 from ..version import __version__
 from . import checkpoints
@@ -329,3 +329,40 @@ class Restart(Part):
         self._run.accelerator.wait_for_everyone()
         if self.args.should_save:
             checkpoints.save_state(Path(folder), state, self._earlier_files)
+
+
+def stream_file(checkpoint: str | Path, rank: int) -> Path:
+    return Path(checkpoint) / f"packed_stream_{rank}.pt"
+
+
+def resume(stream: PackedStream, checkpoint: str, num_steps: int, *, num_skipped: int, ignore_data_skip: bool) -> None:
+    """Set the stream to its state after `num_steps` steps. The Trainer then discards `num_skipped` batches."""
+    if ignore_data_skip:
+        stream.begin(num_steps)
+        return
+    state = _saved(checkpoint, stream.rank, stream) if stream_file(checkpoint, stream.rank).is_file() else None
+    if state is None or not stream.continues(state):
+        first = _saved(checkpoint, 0, stream)
+        states = [_saved(checkpoint, rank, stream) for rank in range(first["settings"]["world_size"])]
+        state = stream.merged(states)
+        if stream.rank == 0:
+            waiting = sum(len(one["documents"]["lengths"]) for one in states[:: first["count"]])
+            how = "every rank reads all of it" if state["count"] > stream.num_alike else "divided between the ranks"
+            logger.warning(
+                f"Resuming a stream of {len(states)} ranks on {stream.packing.world_size}: {waiting:,} documents that "
+                f"wait for a pack, and the rest of pass {state['num_passes'] + 1}, are packed anew ({how}). Random "
+                "numbers (dropout) differ."
+            )
+    stream.load_state_dict(state, num_skipped)
+
+
+def _saved(checkpoint: str, rank: int, stream: PackedStream) -> dict[str, Any]:
+    file = stream_file(checkpoint, rank)
+    if not file.is_file():
+        raise ValueError(
+            f"`resume_from_checkpoint={checkpoint!r}` was given on {stream.packing.world_size} ranks and has no "
+            f"`{file.name}`, the position in the stream of rank {rank}. It is on another node, and another number of "
+            "ranks needs the positions of all. Copy all of it to every node, or set `ignore_data_skip=True` to start "
+            "the stream from its beginning."
+        )
+    return torch.load(file, weights_only=True)
