@@ -75,12 +75,13 @@ def columns_of(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
-def table_of(
-    rows: list[Row], columns: tuple[str, ...] = (), text: Callable[[Any], str] = str, title: str = ""
-) -> Table:
+def scientific(value: object) -> str:
+    return f"{value:.1e}" if isinstance(value, float) else str(value)
+
+
+def table_of(rows: list[Row], columns: tuple[str, ...] = (), text: Callable[[Any], str] = str) -> Table:
     """A line for each row, with all columns or with these. What a row lacks stays empty."""
-    table = Table(title=title or None, title_justify="left")
-    names = columns or columns_of(rows)
+    table, names = Table(), columns or columns_of(rows)
     for name in names:
         table.add_column(name, justify="right" if isinstance(rows[0].get(name), int | float) else "left")
     for row in rows:

@@ -5,7 +5,7 @@
     python benchmarks/gradients.py --csv gradients.csv
 
 Training: tiny random models, five steps of SGD through the trainers, the same documents in every optimizer step
-(`tests/support/equivalence.py`). The reference is TRL's unpacked, padded run. It is compared with
+(`benchmarks/equivalence.py`). The reference is TRL's unpacked, padded run. It is compared with
   ours         trl_packfix, packed with `minibatch`
   TRL          TRL with `padding_free=True`: the same documents per micro-batch, flattened
   regrouped    TRL unpacked, the same documents per step in other micro-batches: the size of rounding errors
@@ -28,12 +28,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for a 
 import itertools
 
 import torch
-from common import Row, describe, hide_progress, make_console, make_parser, write_csv
+from common import Row, describe, hide_progress, make_console, make_parser, scientific, table_of, write_csv
+from equivalence import ADAPTERS, MODELS, NUM_STEPS, Case, train
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from support.double import in_double
-from support.equivalence import ADAPTERS, MODELS, Case, errors, train
 from support.models import build_tiny_model, select_attention
 from torch import Tensor
 from torch.nn import functional
@@ -51,12 +50,9 @@ LENGTHS = (1, 40, 7, 100, 16, 33)  # tokens; some are longer than the windows of
 
 def all_cases() -> list[Case]:
     return [
-        Case(model, adapter, accumulation, checkpointing, dtype)
+        Case(*settings, dtype)
         for dtype in WEIGHT_TARGETS
-        for model in MODELS
-        for adapter in ADAPTERS
-        for accumulation in (1, 4)
-        for checkpointing in (False, True)
+        for settings in itertools.product(MODELS, ADAPTERS, (1, 4), (False, True))
     ]
 
 
@@ -71,20 +67,22 @@ def quick_cases() -> list[Case]:
 
 def training_errors(case: Case) -> Row:
     """One row: the errors of all three runs against the unpacked one."""
-    reference = losses, change, _ = train(case, "unpacked")
+    losses, change, _ = train(case, "unpacked")
     assert change.norm() > 0.1, f"{case}: nothing was trained, so nothing is compared"
     assert losses[-1] < losses[0], f"{case}: training diverges, so rounding grows without bound"
-    batch, accumulation = case.micro_batches("unpacked")
     row: Row = {
         "part": "training",
         "model": case.model,
         "adapter": case.adapter,
-        "micro_batches": f"{batch} x {accumulation}",
+        "micro_batches": "{} x {}".format(*case.micro_batches("unpacked")),
         "checkpointing": case.checkpointing,
         "dtype": str(case.dtype).removeprefix("torch."),
     }
     for trainer, name in COMPARED.items():
-        loss, weights = errors(case, trainer, reference)
+        found, moved, _ = train(case, trainer)
+        assert len(found) == len(losses) == NUM_STEPS
+        loss = max(abs(a - b) for a, b in zip(found, losses, strict=True))
+        weights = ((moved - change).norm() / change.norm()).item()
         row |= {f"{name}_loss": loss / min(losses), f"{name}_weights": weights}
     row["in_target"] = row["ours_loss"] <= LOSS_TARGET and row["ours_weights"] <= WEIGHT_TARGETS[case.dtype]
     return row
@@ -92,12 +90,9 @@ def training_errors(case: Case) -> Row:
 
 def logits_and_gradients(model: PreTrainedModel, batch: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """Per document of the batch: its logits (tokens, vocabulary) and the gradient of its summed loss, flattened."""
-    labels = batch.pop("labels")[0]
-    bounds = batch["cu_seq_lens_q"].tolist()
+    labels, found, parameters = batch.pop("labels")[0], [], list(model.parameters())
     logits = model(**batch, use_cache=False).logits[0]
-    found = []
-    parameters = list(model.parameters())
-    for start, stop in itertools.pairwise(bounds):
+    for start, stop in itertools.pairwise(batch["cu_seq_lens_q"].tolist()):
         loss = functional.cross_entropy(logits[start : stop - 1], labels[start + 1 : stop], reduction="sum")
         # a document of one token has no target: its logits get a gradient here
         loss = loss + logits[stop - 1].logsumexp(0)
@@ -134,17 +129,10 @@ def document_errors(model_type: str) -> Row:
     return row
 
 
-def table_of(rows: list[Row], keys: tuple[str, ...], figures: list[str]) -> Table:
-    table = Table(*keys, *(name.replace("_", " ") for name in figures), "in target")
-    for row in rows:
-        cells = ["yes" if row[key] is True else "no" if row[key] is False else str(row[key]) for key in keys]
-        table.add_row(*cells, *(f"{row[name]:.1e}" for name in figures), "yes" if row["in_target"] else "NO")
-    return table
-
-
-def worst(rows: list[Row], figures: list[str]) -> list[Row]:
+def worst(rows: list[Row]) -> list[Row]:
     """One row per model and dtype: the largest of every figure."""
     groups: dict[tuple[str, str], list[Row]] = {}
+    figures = [name for name, value in rows[0].items() if isinstance(value, float)]
     for row in rows:
         groups.setdefault((row["dtype"], row["model"]), []).append(row)
     return [
@@ -165,21 +153,17 @@ def main() -> None:
     console.print(describe())
 
     documents = [document_errors(model) for model in MODELS]
-    figures = [f"{name}_{what}" for name in ("ours", "TRL") for what in ("logits", "gradients")]
     console.print("[bold]Documents[/], packed against alone in float64, relative; target 1e-10")
-    console.print(table_of(documents, ("model",), figures))
+    console.print(table_of(documents, text=scientific))
 
     cases = quick_cases() if args.quick else all_cases()
-    progress = Console(stderr=True)
-    training = [training_errors(case) for case in track(cases, "training", console=progress, transient=True)]
-    figures = [f"{name}_{what}" for name in COMPARED.values() for what in ("loss", "weights")]
+    cases = track(cases, "training", console=Console(stderr=True), transient=True)
+    training = list(map(training_errors, cases))
     console.print("[bold]Training[/], against the unpacked run; targets: loss 1e-6, weights 1e-5, in float64 1e-6")
-    console.print(table_of(training, ("dtype", "model", "adapter", "micro_batches", "checkpointing"), figures))
+    console.print(table_of(training, text=scientific))
     console.print("[bold]Largest error[/] over the cases")
-    console.print(table_of(worst(training, figures), ("dtype", "model", "cases"), figures))
-    in_target = sum(row["in_target"] for row in training)
-    console.print(f"{in_target} of {len(training)} cases within the targets")
-
+    console.print(table_of(worst(training), text=scientific))
+    console.print(f"{sum(row['in_target'] for row in training)} of {len(training)} cases within the targets")
     write_csv(args.csv, documents + training)
 
 

@@ -28,8 +28,8 @@ from pathlib import Path
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 import torch
-from common import Row, describe, hide_progress, make_console, make_parser, table_of, write_csv
-from support.equivalence import HYBRIDS, Case, train
+from common import Row, describe, hide_progress, make_console, make_parser, scientific, table_of, write_csv
+from equivalence import HYBRIDS, Case, train
 from support.launch import fork_ranks
 
 SITE = Path(__file__).resolve().parents[1] / "tests" / "support" / "kernel_site"
@@ -108,8 +108,7 @@ def main() -> None:
             command = [sys.executable, __file__, "--models", *args.models, "--worker", str(folder), str(num_ranks)]
             subprocess.run(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, check=True)
         rows = rows_of(Path(name), args.models)
-    text = lambda value: f"{value:.1e}" if isinstance(value, float) else str(value)  # noqa: E731
-    make_console(120).print(table_of(rows, text=text))
+    make_console(120).print(table_of(rows, text=scientific))
     write_csv(args.csv, rows)
 
 

@@ -102,11 +102,3 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTT
         change = torch.cat([(p.detach().double() - before[name]).flatten() for name, p in trained.items()])
     losses = [entry["loss"] for entry in runner.state.log_history if "loss" in entry]
     return losses, change, runner
-
-
-def errors(case: Case, trainer: str, reference: tuple[list[float], torch.Tensor]) -> tuple[float, float]:
-    """Largest difference of a loss, and relative difference of the weight change, against the reference run."""
-    losses, change, _ = train(case, trainer)
-    assert len(losses) == len(reference[0]) == NUM_STEPS
-    loss_error = max(abs(a - b) for a, b in zip(losses, reference[0], strict=True))
-    return loss_error, ((change - reference[1]).norm() / reference[1].norm()).item()
