@@ -15,24 +15,6 @@ from ..samples.turns import TurnRule
 from .reader import Rows, TokenReader
 
 
-def _with_neighbours(first: Int64Array, stop: Int64Array, is_special: BoolArray) -> list[tuple[int, int]]:
-    """The spans of images with the special tokens next to them; of those between two images each gets a half."""
-    spans = []
-    low, high = np.append(0, stop)[:-1], np.append(first, len(is_special))[1:]
-    for start, behind, least, most in zip(first.tolist(), stop.tolist(), low.tolist(), high.tolist(), strict=True):
-        before, after = start, behind
-        while before > least and is_special[before - 1]:
-            before -= 1
-        while after < most and is_special[after]:
-            after += 1
-        if before == least > 0:
-            before = start - (start - least + 1) // 2
-        if after == most < len(is_special):
-            after = behind + (most - behind) // 2
-        spans.append((before, after))
-    return spans
-
-
 class ImageRows(Rows):
     """The documents of a dataset with images: `Rows` for planning, from what was measured.
 
@@ -98,8 +80,8 @@ class ImageRows(Rows):
     def cuts(self, row: int, max_length: int) -> list[int] | None:
         """Where the document of a row is cut into fragments of at most `max_length` tokens, from 0 to its length.
 
-        An image, with the special tokens around it, is in one fragment; all images are where tiles of one are told
-        apart. None if that has more tokens.
+        An image, with the special tokens around it, is in one fragment; of those between two images each gets a half.
+        All images are in one fragment where tiles of one are told apart. None if that has more tokens.
         """
         of_row, first, stop = self._spans
         place = slice(*np.searchsorted(of_row, [row, row + 1]))
@@ -108,7 +90,19 @@ class ImageRows(Rows):
         first, stop = first[place], stop[place]
         if len(first) != self.image_counts[row]:
             first, stop = first[:1], stop[-1:]
-        images = _with_neighbours(first, stop, is_special)
+        images = []
+        low, high = np.append(0, stop)[:-1], np.append(first, len(tokens))[1:]
+        for start, behind, least, most in zip(first.tolist(), stop.tolist(), low.tolist(), high.tolist(), strict=True):
+            before, after = start, behind
+            while before > least and is_special[before - 1]:
+                before -= 1
+            while after < most and is_special[after]:
+                after += 1
+            if before == least > 0:
+                before = start - (start - least + 1) // 2
+            if after == most < len(tokens):
+                after = behind + (most - behind) // 2
+            images.append((before, after))
         edges = [0]
         while edges[-1] < len(tokens):
             end = min(edges[-1] + max_length, len(tokens))

@@ -209,16 +209,16 @@ def saved_in_forward(model: PreTrainedModel, autocast: bool) -> Saved:
     fake = FakeTensorMode()
     with fake:
         make_fake(model)
-    weights = {_storage(p)[0] for p in model.parameters()}
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
     seen: dict[int, Any] = {}  # storage -> itself, so that no other gets its address
     totals = {"tokens": 0, "casts": 0}
     layers: list[int] = []
     inputs: list[int] = []
 
     def note(tensor: Tensor) -> Tensor:
-        place, storage = _storage(tensor)
-        if place not in seen and place not in weights:
-            seen[place] = storage
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen and storage._cdata not in weights:
+            seen[storage._cdata] = storage
             totals["casts" if storage.nbytes() % TOKENS else "tokens"] += storage.nbytes()
         return tensor
 
@@ -257,11 +257,6 @@ def make_fake(model: nn.Module) -> None:
                 is_weight = isinstance(tensor, nn.Parameter)
                 copies[tensor] = nn.Parameter(copy, tensor.requires_grad) if is_weight else copy
             setattr(module, name, copies[tensor])
-
-
-def _storage(tensor: Tensor) -> tuple[int, Any]:
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage
 
 
 def predict_peak(

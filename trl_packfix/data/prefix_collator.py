@@ -60,16 +60,12 @@ class PrefixCollator(PackedDataCollator):
     def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[Run]]:
         return self.collate_with_rows(documents, degree)[:2]
 
-    def order(self, documents: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        """As `share_order`, with the documents that share nothing because of their labels at the end.
+    def order(self, documents: Sequence[dict[str, Any]]) -> tuple[list[int], list[int], list[Compared]]:
+        """As `share_order`, with the documents that share nothing because of their labels at the end; what is compared.
 
         A document that would begin to differ in an image shares what is before it.
         """
-        return self._order(documents, *self._read(documents))[:2]
-
-    def _order(
-        self, documents: Sequence[dict[str, Any]], tokens: list[npt.NDArray[Any]], labels: list[npt.NDArray[Any]]
-    ) -> tuple[list[int], list[int], list[Compared]]:
+        tokens, labels = self._read(documents)
         compared = [Compared(ids) for ids in tokens] if self.compare is None else self.compare(documents)
         may_share = [
             i
@@ -90,7 +86,7 @@ class PrefixCollator(PackedDataCollator):
     ) -> tuple[dict[str, Any], list[Run], list[npt.NDArray[Any]]]:
         """Also the rows of each document's tokens, (n,); each token has one with `keeps_last_rows` only."""
         tokens, labels = self._read(documents)
-        order, shared, compared = self._order(documents, tokens, labels) if self.shares else ([], [], [])
+        order, shared, compared = self.order(documents) if self.shares else ([], [], [])
         if not any(shared):
             batch, runs = super().collate(documents, degree)
             bounds = np.cumsum([0, *map(len, tokens)])

@@ -134,7 +134,7 @@ def _read_pack(planner: EpochPlanner, reader: Rows, slot: int) -> ShownPack:
     prefixes = PrefixCollator(shares=packing.share_prefixes != "off", compare=reader.compare)
     trained, keys, shared = prefixes(read), [], [0] * len(read)
     if LAYOUT in trained:
-        order, shared = prefixes.order(read)
+        order, shared, _ = prefixes.order(read)
         chosen, read, keys = chosen[order], [read[i] for i in order], trained["cu_seq_lens_k"].tolist()
     # Each document whole, as the picture and the text show it
     batch = PackedDataCollator()([{name: row[name] for name in READ if name in row} for row in read])
