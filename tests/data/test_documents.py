@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,10 +103,12 @@ def test_labels_are_made_from_a_mask_where_there_are_none():
 
 
 def test_views_share_memory_with_the_dataset():
-    data = table([4, 4])
-    reader = TokenReader(data)
-    assert np.shares_memory(reader.read(1, 0, 4)["input_ids"], reader.read(1, 2, 4)["input_ids"])
-    assert not reader.read(1, 0, 4)["input_ids"].flags.writeable
+    data = table([4, 4, 4]).select(range(1, 3))
+    one_size = data.cast(Features({name: List(Value("int64"), length=4) for name in data.column_names}))
+    for reader in (TokenReader(data), TokenReader(one_size)):
+        tokens = reader.read(1, 0, 4)["input_ids"]
+        assert np.shares_memory(tokens, reader.read(1, 2, 4)["input_ids"]) and not tokens.flags.writeable
+        assert tokens.tolist() == data[1]["input_ids"] and reader.lengths.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize(

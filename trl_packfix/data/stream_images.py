@@ -45,10 +45,6 @@ class EncodedRow:
     def num_bytes(self) -> int:
         return len(self.text) + sum(len(image.data or b"") for image in self.images)
 
-    def process(self, process: RowProcessor) -> dict[str, Any]:
-        document = process(json.loads(self.text) | {"images": list(self.images)})
-        return process.cut(document, self.start, self.stop)
-
 
 TOKENS_ALONE = EncodedRow("", (), 0, 0, (0, 0, 0))
 """Of a document without `ENCODED`."""
@@ -152,7 +148,8 @@ class ProcessedPacks(torch.utils.data.Dataset[Any]):
         for document in micro_batch:
             if encoded := document.get(ENCODED):
                 assert self.process is not None
-                processed = encoded.process(self.process)
+                whole = self.process(json.loads(encoded.text) | {"images": list(encoded.images)})
+                processed = self.process.cut(whole, encoded.start, encoded.stop)
                 if not np.array_equal(processed["input_ids"], document["input_ids"]):
                     raise ValueError(
                         f"A document of the stream with {len(encoded.images)} images has "
