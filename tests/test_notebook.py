@@ -1,8 +1,6 @@
 """examples/tour.ipynb runs from top to bottom in a Jupyter kernel, and is stored with the outputs of such a run."""
 
-import base64
 import json
-import re
 import runpy
 from pathlib import Path
 
@@ -12,9 +10,6 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "examples" / "tour.ipynb"
-PNG = b"\x89PNG"
-# Progress, warnings, and paths of a machine
-NOISE = r"it/s|examples/s|Warning|WARNING|\[RANK|(?<![\w.:])/(?:tmp|home|root|Users|usr|opt|work|var)/"
 VALUES = """import json
 values = {"before": before, "after": after, "losses": list(losses.values())}
 print(json.dumps(values | {"leaks": len(leaking.leaks), "isolated": leaking.isolated}))"""
@@ -47,17 +42,3 @@ def test_the_tour_learns_and_shows(ran):
     assert losses[0] == pytest.approx(values["after"], abs=1e-5)
     stored = json.loads(NOTEBOOK.read_text())
     assert outputs(ran) == outputs(stored), "stored with other outputs than it has: run `python tools/notebook.py`"
-
-
-def test_the_notebook_is_stored_with_its_outputs_and_without_noise():
-    notebook = json.loads(NOTEBOOK.read_text())
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)) and len(cells) >= 8
-    shown = [output["data"] for cell in cells for output in cell["outputs"] if "data" in output]
-    (picture,) = [data["image/png"] for data in shown if "image/png" in data]
-    assert base64.b64decode("".join(picture)).startswith(PNG)
-    printed = ["".join(output["text"]) for cell in cells for output in cell["outputs"] if "text" in output]
-    printed += ["".join(text) for data in shown for kind, text in data.items() if kind.startswith("text/")]
-    assert "Packing report" in "".join(printed) and re.search(NOISE, "Map: 10 examples/s, in /tmp/x")
-    assert not [re.search(NOISE, text).group() for text in printed if re.search(NOISE, text)]
-    assert NOTEBOOK.stat().st_size < 300_000

@@ -23,15 +23,6 @@ def test_both_surveys_agree_on_the_release_that_they_share():
     assert len(column) > 250 and column == stock
 
 
-def test_a_change_is_between_two_verdicts():
-    table = {
-        ("one", "causal"): {"5.9.0": "leaks", "5.16.0": "isolated"},
-        ("two", "causal"): {"5.9.0": "not judged", "5.16.0": "isolated"},
-        ("new", "causal"): {"5.9.0": "", "5.16.0": "leaks"},
-    }
-    assert releases.changes(table, "causal") == {("5.9.0", "5.16.0", "leaks", "isolated"): ["one"]}
-
-
 @pytest.mark.skipif(transformers.__version__ != "5.23.0", reason="the column is that of transformers 5.23.0")
 @pytest.mark.parametrize("model_type", ["llama", "opt", "bamba"])
 def test_the_verdict_of_a_type_is_that_of_the_table(model_type, tmp_path):
