@@ -332,7 +332,8 @@ def test_a_model_that_computes_long_documents_in_another_way_is_refused(tmp_path
     values["text_config"]["index_topk"] = 256
     config = AutoConfig.for_model(**{name: value for name, value in values.items() if not name.startswith("_")})
     model = zoo.random_model(lambda: AutoModelForImageTextToText.from_config(config))
-    trainer = make(tmp_path, model, rows((60, 400)), max_length=410, gradient_accumulation_steps=1)
+    settings = {"max_length": 410, "gradient_accumulation_steps": 1, "on_leak": "repair"}
+    trainer = make(tmp_path, model, rows((60, 400)), **settings)
     with (
         mock.patch.object(check_isolation, "thresholds", lambda *given: ({}, [])),
         pytest.raises(PackingLeakError, match="A document of 400 tokens was computed packed and alone"),
