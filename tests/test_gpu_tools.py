@@ -49,9 +49,9 @@ TRAIN = "import runpy; sys.argv = ['train.py', '--help']; runpy.run_path('exampl
 IMPORTS = ["import conftest", "import throughput_gpu", "import evidence_parts", TRAIN]
 IMPORTS += ["from trl_packfix.cli import main; main(['train', '--help'])"]
 LOOKS = [(code, {"CUDA_VISIBLE_DEVICES": "4,5"}, "4 expandable_segments:True") for code in IMPORTS]
-LOOKS += [(TRAIN, {}, "0 expandable_segments:True")]
 LOOKS += [
-    (TRAIN, {"CUDA_VISIBLE_DEVICES": "4,5", "RANK": "0", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "4,5 None")
+    (TRAIN, {}, "0 expandable_segments:True"),
+    (TRAIN, {"CUDA_VISIBLE_DEVICES": "4,5", "RANK": "0", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "4,5 None"),
 ]
 
 
@@ -79,12 +79,6 @@ def opened(folder):
     return table, list(csv.DictReader(io.StringIO(text)))
 
 
-@pytest.fixture
-def benchmarks(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))  # the imports set it
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-
-
 PLAYED = """
 import json, pathlib, sys, time
 folder, names = pathlib.Path(sys.argv[sys.argv.index("--out") + 1]), sys.argv[sys.argv.index("--parts") + 1 :]
@@ -105,8 +99,10 @@ for name in names:
 """
 
 
-def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, benchmarks, capfd):
+def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, capfd):
     """Without figures, or because it hangs or crashes; what it gave before is kept."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))  # the import sets it
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import evidence
 
     states = {"not a number": "failed", "hangs": "stopped", "crashes": "failed", "last": "passed"}

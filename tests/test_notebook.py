@@ -21,19 +21,14 @@ def outputs(notebook):
     return [[output.get("name") or tuple(sorted(output["data"])) for output in cell["outputs"]] for cell in cells]
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """The notebook after a run, with the values of some of its variables printed by one more cell."""
+@pytest.mark.sweep
+def test_the_tour_learns_and_shows(tmp_path):
+    """With the values of some of its variables printed by one more cell."""
     pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    notebook.cells.append(nbformat.v4.new_code_cell(VALUES))
-    runpy.run_path(str(ROOT / "tools" / "notebook.py"))["run"](notebook, str(tmp_path_factory.mktemp("tour")))
-    return notebook
-
-
-@pytest.mark.sweep
-def test_the_tour_learns_and_shows(ran):
+    ran = nbformat.read(NOTEBOOK, as_version=4)
+    ran.cells.append(nbformat.v4.new_code_cell(VALUES))
+    runpy.run_path(str(ROOT / "tools" / "notebook.py"))["run"](ran, str(tmp_path))
     values = json.loads(ran.cells.pop().outputs[0].text)
     assert values["after"] < values["before"] - 0.5
     assert values["leaks"] and not values["isolated"]

@@ -144,7 +144,13 @@ class SmolProcessor(transformers.SmolVLMProcessor):
         return ProcessorMixin.apply_chat_template(self, *args, **kwargs)
 
 
-class GemmaProcessor(transformers.Gemma4Processor):
+try:
+    from transformers import Gemma4Processor
+except ImportError:  # transformers 5.16 needs torchvision for it
+    Gemma4Processor = ProcessorMixin
+
+
+class GemmaProcessor(Gemma4Processor):
     """Gemma 4 on images."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None):

@@ -90,7 +90,8 @@ def machine_settings() -> dict[str, Any]:
     """Defaults for this launcher and machine. A YAML file and flags override them."""
     gpu = torch.cuda.is_available()
     if "CROSS_SIZE" not in os.environ:  # only the deepspeed launcher sets it
-        cpu = {} if gpu else torch.cpu.get_capabilities()  # bf16 is twice as fast where it is not emulated
+        # bf16 is twice as fast where it is not emulated, which older versions of torch do not say
+        cpu: dict[str, Any] = {} if gpu else getattr(torch.cpu, "get_capabilities", dict)()
         return {} if gpu else {"use_cpu": True, "bf16": any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16"))}
     # As `accelerate launch --use_deepspeed` does. Unlike a default for `--deepspeed`, this also sets the number of
     # ranks on machines without a GPU, where transformers passes no backend. An explicit `--deepspeed` overrides it.
