@@ -105,7 +105,7 @@ def main() -> int:
             tell(rows[-1], ".1e")
     columns = columns_of(rows)
     text = lambda value: f"{value:.1e}" if isinstance(value, float) else str(value)  # noqa: E731
-    make_console(120).print(table_of(rows, columns, text, "Packs on the kernels, relative differences"))
+    make_console(120).print("Packs on the kernels, relative differences", table_of(rows, columns, text))
     write_csv(options.csv, [row | versions for row in rows])
     return int(any(row["right"] == "NO" for row in rows))
 
