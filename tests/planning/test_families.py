@@ -23,7 +23,7 @@ from trl_packfix.data.documents import make_documents, token_order
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.layout import LAYOUT
-from trl_packfix.planning import families
+from trl_packfix.planning import arrays, families
 from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads
 from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.families import (
@@ -47,7 +47,7 @@ COSTS = CostModel(per_token=3.0, per_pair=1.0, windows=((8, 0.5),), chunks=((16,
 
 def sorted_by_tokens(documents, block=1):
     def read(chosen, first, width):
-        found = np.full((len(chosen), width), families.END, dtype=">u4")
+        found = np.full((len(chosen), width), arrays.END, dtype=">u4")
         for row, i in enumerate(chosen.tolist()):
             tokens = documents[i][first : first + width]
             found[row, : len(tokens)] = tokens
@@ -57,7 +57,7 @@ def sorted_by_tokens(documents, block=1):
 
 
 def sort_key(tokens):
-    return [*tokens, families.END]
+    return [*tokens, arrays.END]
 
 
 def naive_order(documents):
@@ -310,7 +310,7 @@ def test_documents_with_labels_that_are_not_tokens_share_nothing():
 def test_blocks_of_tokens_are_those_of_the_rows():
     tokens = [np.arange(5), np.arange(10, 13), np.arange(20, 27)]
     reader = TokenReader(Dataset.from_dict({"input_ids": [each.tolist() for each in tokens]}).select([2, 0, 1]))
-    end = families.END
+    end = arrays.END
     found = reader.read_block(np.array([0, 2, 1, 1]), np.array([2, 1, 5, 0]), np.array([7, 3, 5, 4]), width=4)
     assert found.tolist() == [[22, 23, 24, 25], [11, 12, end, end], [end] * 4, [0, 1, 2, 3]]
 

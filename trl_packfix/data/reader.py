@@ -17,8 +17,7 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..planning.arrays import BoolArray, Int64Array
-from ..planning.families import END
+from ..planning.arrays import END, BoolArray, Int64Array
 from ..samples.row import BAD_ROW, TurnCounts, bad_rows
 from .collator import IGNORE_INDEX, MASKS
 from .prefix_collator import Compare

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import BoolArray, Float64Array, Int64Array
+from .arrays import END, BoolArray, Float64Array, Int64Array
 from .costs import CostModel
 from .units import Units
 
@@ -36,7 +36,6 @@ KEYS_PER_CAPACITY = 8
 TARGETS_PER_CAPACITY = 16
 """Times the room of a piece: most trained tokens of it. Rows do not bound them, and all of them are in one step."""
 
-END = 2**32 - 1  # in place of the tokens behind the end of a document: sorts after all of them
 BLOCK = 2**22  # tokens that are compared at a time, 16 MiB, if each document may have the fewest
 BLOCK_OF_PACK = 2**13  # the same among the documents of a pack
 WIDTHS = 16, 2**16  # fewest and most tokens of a document in a block
