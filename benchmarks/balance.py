@@ -4,8 +4,8 @@
     python benchmarks/balance.py --measured                     # two real ranks on this CPU, about 2 minutes
 
 Modelled: imbalance is the sum over micro-steps of the largest rank cost over the sum of the mean cost, with the cost
-model of Llama 2 7B, 4 micro-batches per step (`--accumulation`), one plan (`stream`, whole steps only) for all methods
-of a row:
+model of Llama 2 7B, 4 micro-batches per step (`--accumulation`), one plan (`stream`, packs as they are closed, whole
+steps only, so that all packs are full) for all methods of a row:
   random            packs in the order of the plan, as in TRL; `balance="none"`
   micro             `balance="step"`, ranks wait after every micro-batch (ZeRO-2, ZeRO-3, FSDP)
   step              `balance="step"`, ranks wait once per step (DDP, ZeRO-1)
@@ -47,9 +47,8 @@ from support.bounds import imbalance_bound
 
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B
-from trl_packfix.planning.packs import PackPlan
+from trl_packfix.planning.packs import PackPlan, plan_stream
 from trl_packfix.planning.schedule import Schedule, imbalance, schedule_packs
-from trl_packfix.planning.strategies import plan_packs
 from trl_packfix.planning.units import Bins, Units
 
 ACCUMULATION = 4
@@ -78,11 +77,16 @@ def draw(name: str, num: int, real: dict[str, np.ndarray], seed: int = 0) -> np.
     return lengths.astype(np.int64)
 
 
+def as_closed(lengths: np.ndarray, capacity: int) -> PackPlan:
+    """Packs of `stream` in the order in which they are closed. One that is not full is the last, in no whole step."""
+    return plan_stream(lengths, np.random.default_rng([0, 0]).permutation(len(lengths)), capacity)
+
+
 def modelled(name: str, capacity: int, world_size: int, accumulation: int, real: dict[str, np.ndarray]) -> Row:
     slots = accumulation * world_size
     mean = np.minimum(draw(name, 20_000, real, seed=1), capacity).mean()
     lengths = np.minimum(draw(name, int((STEPS[world_size] + 0.3) * slots * capacity / mean), real), capacity)
-    plan = plan_packs(lengths, capacity)
+    plan = as_closed(lengths, capacity)
     num_steps = plan.num_packs // slots
 
     def made(balance: str, synchronisation: str) -> Schedule:
@@ -199,7 +203,7 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
 
     capacity, num_steps = 65_536 // SCALE, 4
     lengths = np.clip(draw("long", 2_400, {}) // SCALE, 2, capacity)
-    plan, costs = plan_packs(lengths, capacity), make_cost_model(config)
+    plan, costs = as_closed(lengths, capacity), make_cost_model(config)
     schedules = {
         balance: schedule_packs(
             plan,

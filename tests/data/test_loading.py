@@ -74,7 +74,9 @@ def test_rows_shuffled_in_blocks_are_read_block_by_block():
         return [len({row // size for row in rows(batch)}) for batch in loader]
 
     assert max(touched(packed_dataloader(table.select(order), 256, shuffle=False))) <= 2
-    assert min(touched(packed_dataloader(table, 256))[:-1]) == 6, "blocks make no difference"
+    assert sorted(touched(packed_dataloader(table, 256)))[1] == 6, (
+        "blocks make no difference"
+    )  # [0] may be a short pack
 
 
 PADDED = Dataset.from_dict({"input_ids": [[5, 6, 0]], "attention_mask": [[1, 1, 0]]})

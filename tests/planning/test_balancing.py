@@ -9,8 +9,8 @@ from support.bounds import imbalance_bound
 from trl_packfix.planning.balance import deal
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.packing import Packing
+from trl_packfix.planning.packs import plan_stream
 from trl_packfix.planning.schedule import Schedule, imbalance, rank_costs, schedule_packs
-from trl_packfix.planning.strategies import plan_packs
 from trl_packfix.planning.units import Bins, Units
 
 ACCUMULATION = 4
@@ -28,7 +28,8 @@ def long_mix(num: int, capacity: int, seed: int = 0) -> np.ndarray:
 
 def schedules(lengths, capacity, world_size, accumulation=ACCUMULATION, model=LLAMA_7B, drop_last=False):
     """By (balance, synchronisation), on one plan."""
-    plan, found = plan_packs(lengths, capacity), {}
+    order = np.random.default_rng([0, 0]).permutation(len(lengths))
+    plan, found = plan_stream(lengths, order, capacity), {}  # a pack that is not full is the last, in no whole step
     slots = accumulation * world_size
     steps = plan.num_packs // slots if drop_last else -(-plan.num_packs // slots)
     sizes = {"capacity": capacity, "accumulation": accumulation, "world_size": world_size, "drop_last": drop_last}

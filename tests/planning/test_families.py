@@ -185,7 +185,7 @@ def test_copies_are_in_pieces_of_their_own_and_visited_far_apart(documents, seed
 
 
 def test_copies_of_a_row_are_not_one_update():
-    """They are spread over the epoch."""
+    """They share a step no more often than in unpacked training."""
     once = chats(100)
     _, documents = sorted_documents(once * 4)
 

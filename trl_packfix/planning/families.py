@@ -190,7 +190,7 @@ class Pieces(Units):
         return piece[begins], np.concatenate([[0], np.cumsum(begins)])[offsets]
 
     def visited(self, order: Int64Array) -> Int64Array:
-        """A random order, changed so that pieces of the same documents are far from each other; shape (P,)."""
+        """A random order, changed so that pieces of the same documents are far apart and share no pack; shape (P,)."""
         place = np.empty(len(self))
         place[order] = np.arange(len(self)) / max(len(self), 1)
         return np.argsort((place[self.original] + self.distance) % 1, kind="stable")

@@ -114,9 +114,9 @@ class Packing:
         if self.traits.plan is None:
             assert block is not None, "documents are not cut into blocks"
             return plan_blocks(block, rows, self.batch_size, capacity=self.planned_capacity, rng=self.rng(epoch))
-        draws_order = self.rng(epoch)
-        order = np.arange(len(rows)) if draws_order is None else units.visited(draws_order.permutation(len(rows)))
-        return self.traits.plan(rows, self.planned_capacity, order=order, rng=self.rng(epoch))
+        rng = self.rng(epoch)
+        order = np.arange(len(rows)) if rng is None else units.visited(rng.permutation(len(rows)))
+        return self.traits.plan(rows, self.planned_capacity, order=order, rng=rng)
 
     def pack_stream(
         self, lengths: Iterable[int], bytes_of: Callable[[int], int] | None = None, most_bytes: float = np.inf

@@ -5,8 +5,9 @@ Integers and numpy only; no token is read, and nothing here knows of torch or da
 
     lengths  [5, 3, 4, 2]   capacity 7   ->   order [0, 3, 2, 1], offsets [0, 2, 4]:   packs {5, 2} and {4, 3}
 
-Two plans are made here. `stream` keeps the order in which documents are visited, up to a bounded buffer. `bfd` is
-best-fit decreasing over all documents at once.
+Two plans are made here. `stream` packs documents in the order in which they are visited, up to a bounded buffer. `bfd`
+is best-fit decreasing over all documents at once. With a random generator, both return their packs in random order:
+planners close packs of short and of long documents at different times, and a table would be trained in that order.
 """
 
 from dataclasses import dataclass
@@ -95,12 +96,22 @@ def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | N
     return _plan(members, sizes, lengths, capacity=capacity)
 
 
-def plan_stream(lengths: npt.ArrayLike, order: Int64Array, capacity: int, *, buffer_size: int = 1000) -> PackPlan:
-    """Packs of a `Packer` in the visiting order given, a permutation of range(N); see there.
+def plan_stream(
+    lengths: npt.ArrayLike,
+    order: Int64Array,
+    capacity: int,
+    *,
+    rng: np.random.Generator | None = None,
+    buffer_size: int = 1000,
+) -> PackPlan:
+    """Packs of a `Packer` for documents that are visited in the order given, a permutation of range(N); see there.
 
-    None waits for more than `buffer_size` packs, because each pack takes the oldest document of the buffer. Below four
-    documents per pack, the first 16 buffers are packed both ways, and if best-fit decreasing needs fewer packs there,
-    the whole order is packed so (`carry_over`).
+    With `rng` packs come in random order, else as they are closed. They are closed while no document waits for more
+    than `buffer_size` packs, because each pack takes the oldest document of the buffer. But short documents close a
+    pack more often than long ones, so the packs that are closed last hold long ones.
+
+    Below four documents per pack, the first 16 buffers are packed both ways, and if best-fit decreasing needs fewer
+    packs there, the whole order is packed so (`carry_over`).
 
     >>> plan_stream([4, 5, 3, 2], order=np.arange(4), capacity=7).order.tolist()
     [0, 2, 1, 3]
@@ -118,6 +129,8 @@ def plan_stream(lengths: npt.ArrayLike, order: Int64Array, capacity: int, *, buf
         elif len(pilot) < len(arriving):
             packs = None
     members, sizes = packs or fill_exactly(arriving, capacity, buffer_size)
+    if rng is not None:
+        members, sizes = select_packs(members, sizes, rng.permutation(len(sizes)))
     return _plan(order[members], sizes, lengths, capacity=capacity)
 
 

@@ -19,6 +19,7 @@ class StrategyTraits:
 
     # (lengths, capacity, order, rng) -> packs of at most `capacity` tokens with every document once. `order` is the one
     # in which documents are visited, a permutation, shape (N,). `rng` draws everything else; None without shuffling.
+    # With `rng`, packs are in an order that does not depend on the lengths of their documents.
     # Only what cuts blocks or keeps steps is planned elsewhere, and has none.
     plan: Callable[..., PackPlan] | None = None
     overlong: Literal["truncate", "split"] = "truncate"  # where `overlong` is unset
@@ -36,7 +37,8 @@ _USE_THE_TRAINER = "use the trainer or packed_dataloader with packing_strategy={
 
 STRATEGIES: dict[Strategy, StrategyTraits] = {
     "stream": StrategyTraits(
-        plan=lambda lengths, capacity, *, order, rng: plan_stream(lengths, order, capacity), packs_streams=True
+        plan=lambda lengths, capacity, *, order, rng: plan_stream(lengths, order, capacity, rng=rng),
+        packs_streams=True,
     ),
     "bfd": StrategyTraits(plan=_bfd),
     "bfd_split": StrategyTraits(
@@ -57,8 +59,8 @@ def plan_packs(
     Args:
         lengths: tokens of each document, integers from 1 to `capacity`, shape (N,).
         capacity: most tokens a pack may hold.
-        strategy: `stream` visits documents in a random order and keeps to it (see `plan_stream`); `bfd` packs
-            the whole set at once (see `plan_bfd`).
+        strategy: `stream` packs neighbours in a random order of the documents (see `plan_stream`); `bfd` packs the
+            whole set at once (see `plan_bfd`). Packs come in random order.
         seed, epoch: non-negative integers; another epoch gives another plan.
 
     Raises:
@@ -88,5 +90,5 @@ def plan_packs(
             )
     assert traits.plan is not None  # else lengths are not enough
     lengths = checked_lengths(lengths, capacity)
-    order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
-    return traits.plan(lengths, capacity, order=order, rng=np.random.default_rng([seed, epoch]))
+    rng = np.random.default_rng([seed, epoch])
+    return traits.plan(lengths, capacity, order=rng.permutation(len(lengths)), rng=rng)

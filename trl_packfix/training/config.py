@@ -55,8 +55,8 @@ class SFTConfig(trl.SFTConfig):
 
     Parameters:
         packing_strategy (`str`, *optional*, defaults to `"stream"`):
-            Which documents share a pack. `"stream"` keeps the shuffled order and is planned anew every epoch, `"bfd"`
-            is best-fit decreasing over the whole dataset, `"bfd_split"` the same with long documents split,
+            Which documents share a pack. `"stream"` packs neighbours in a shuffled order, anew every epoch, `"bfd"` is
+            best-fit decreasing over the whole dataset, `"bfd_split"` the same with long documents split,
             `"wrapped"` cuts the concatenation of all documents every `max_length` tokens (fragments of different
             documents do not see each other), `"minibatch"` trains in every optimizer step on the documents of the
             unpacked run, without its padding. `padding_free=True` without `packing` means `"minibatch"`.

@@ -1,0 +1,142 @@
+"""Packs of a table are trained in random order: the lengths of a step say nothing about its place in the epoch."""
+
+import numpy as np
+import pytest
+from support.planners import make_epochs
+
+from trl_packfix.data.documents import Documents, Ledger
+from trl_packfix.data.epochs import Start
+from trl_packfix.planning.families import TokenOrder
+from trl_packfix.planning.packs import PackPlan, plan_stream
+from trl_packfix.planning.strategies import STRATEGIES, plan_packs
+
+LONGEST = 512
+AT_MAXIMUM = np.linspace(0.3, 0.85, 20)  # shares of the documents that are cut there, one for each seed
+FAR = 4.0  # standard deviations of a random order
+
+
+def lengths_of(num: int, seed: int) -> np.ndarray:
+    """Tokens of documents of which a share, another one for each seed, is cut at the longest."""
+    rng = np.random.default_rng(seed)
+    drawn = np.clip(rng.lognormal(np.log(LONGEST / 3), 0.6, num), 2, LONGEST - 1).astype(np.int64)
+    return np.where(rng.random(num) < AT_MAXIMUM[seed % len(AT_MAXIMUM)], LONGEST, drawn)
+
+
+class Trend:
+    """How far the mean lengths of steps are from a random order of the same steps, over several epochs.
+
+    In a random order of S values the correlation of place and value has mean 0 and variance 1 / (S - 1), and the sum of
+    squares between eighths of the epoch is 7 / (S - 1) of the whole sum.
+    """
+
+    def __init__(self) -> None:
+        self.correlations: list[float] = []  # in standard deviations
+        self.eighths: list[float] = []  # squares between eighths over those that a random order has
+
+    def add(self, means: np.ndarray) -> None:
+        assert len(means) >= 24, "too few steps to see an order"
+        assert means.std() > 0.01 * LONGEST, "all steps have the same mean length"
+        num, centred = len(means), means - means.mean()
+        self.correlations.append(np.corrcoef(np.arange(num), means)[0, 1] * np.sqrt(num - 1))
+        between = sum(len(eighth) * eighth.mean() ** 2 for eighth in np.array_split(centred, 8))
+        self.eighths.append(between / (centred @ centred * 7 / (num - 1)))
+
+    @property
+    def problems(self) -> set[str]:
+        num, found = len(self.correlations), set()
+        assert num >= 5, "too few epochs to tell an order from chance"
+        squares = np.square(self.correlations)
+        if abs(np.sum(self.correlations)) > FAR * np.sqrt(num):
+            found.add("steps of long documents come early or late")
+        if squares.mean() > 1 + FAR * np.sqrt(2 / num):
+            found.add("lengths drift in single epochs")
+        if np.mean(self.eighths) > 1 + FAR * np.sqrt(2 / 7 / num):
+            found.add("eighths of an epoch differ")
+        return found
+
+
+def means_of_packs(plan: PackPlan) -> np.ndarray:
+    return np.add.reduceat(plan.lengths[plan.order], plan.offsets[:-1]) / np.diff(plan.offsets)
+
+
+def means_of_steps(plan, epoch: int, first: int = 0) -> np.ndarray:
+    """Mean length of the documents of each step of an epoch, from step `first` on."""
+    schedule, lengths = plan.schedule(epoch), plan.documents.lengths
+    return np.array([lengths[schedule.step_documents(step)].mean() for step in range(first, schedule.num_steps)])
+
+
+def documents_of(lengths: np.ndarray, strategy: str = "stream", shares: bool = False) -> Documents:
+    """Documents of a table; with `shares`, neighbours in it of about the same length begin alike."""
+    num, zero = len(lengths), np.zeros(len(lengths), np.int64)
+    block = (np.cumsum(lengths) - 1) // LONGEST if STRATEGIES[strategy].cuts_blocks else None
+    tokens = None
+    if shares:
+        common = np.where(np.arange(num) % 3, np.minimum(lengths, np.roll(lengths, 1)) - 1, 0)
+        tokens = TokenOrder(np.arange(num), common)
+    return Documents(np.arange(num), zero, lengths, lengths - 1, Ledger(), block, tokens=tokens)
+
+
+@pytest.mark.parametrize("num", [300, 1000, 4000, 40_000])
+def test_packs_of_a_table_of_any_size_are_in_random_order(num):
+    planned, closed = Trend(), Trend()
+    for seed in range(0, 20, 4 if num > 10_000 else 1):
+        lengths, capacity = lengths_of(num, seed), (1 + seed % 4) * LONGEST
+        planned.add(means_of_packs(plan_packs(lengths, capacity, seed=seed)))
+        closed.add(means_of_packs(plan_stream(lengths, np.random.default_rng(seed).permutation(num), capacity)))
+    assert planned.problems == set()
+    assert closed.problems, "packs are closed in random order, so this test would not see an order of lengths"
+
+
+RUNS = {strategy: {"strategy": strategy} for strategy in STRATEGIES} | {
+    "several ranks": {"strategy": "stream", "world_size": 2, "accumulation": 2},
+    "as they come": {"strategy": "stream", "world_size": 2, "balance": "none"},
+    "the last step dropped": {"strategy": "stream", "accumulation": 3, "drop_last": True},
+    "groups of ranks": {"strategy": "stream", "batch_size": 1, "world_size": 2, "tokens_per_rank": LONGEST // 2},
+    "families": {"strategy": "stream", "share_prefixes": "family"},
+}
+
+
+def epochs_of(run: str, seed: int, num: int = 400, **changed):
+    how = {"batch_size": 2, "max_length": LONGEST, "seed": seed} | RUNS[run] | changed
+    shares = how.get("share_prefixes") == "family"
+    return make_epochs(documents_of(lengths_of(num, seed), how["strategy"], shares), **how)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_steps_of_every_run_are_in_random_order(run):
+    trend = Trend()
+    for seed in range(20):
+        plan = epochs_of(run, seed)
+        if plan.packing.shares_families:
+            assert len(plan.units()) < 0.9 * len(plan.documents), "hardly any families"
+        trend.add(means_of_steps(plan, epoch=seed % 3))
+    assert trend.problems == set()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_rest_of_an_epoch_on_other_ranks_is_in_random_order(run):
+    trend = Trend()
+    for seed in range(20):
+        before = epochs_of(run, seed, num=600)
+        epoch, step = seed % 2, before.num_steps // 4
+        first_step = epoch * before.num_steps
+        now = epochs_of(run, seed, num=600, batch_size=1)
+        now.begin(Start(epoch, first_step, step, before.trained(epoch, step)))
+        trend.add(means_of_steps(now, epoch, first=step))
+    assert trend.problems == set()
+
+
+@pytest.mark.parametrize("strategy", [name for name, traits in STRATEGIES.items() if traits.plan is not None])
+def test_without_shuffling_packs_are_in_the_order_of_the_table(strategy):
+    plan = epochs_of("stream", 0, strategy=strategy, shuffle=False)
+    schedule = plan.schedule(1)
+    oldest = [int(schedule.step_documents(step).min()) for step in range(schedule.num_steps)]
+    assert oldest[: len(oldest) // 2] == sorted(oldest)[: len(oldest) // 2]
+    assert np.array_equal(schedule.order, plan.schedule(0).order)
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    once, again, other = (epochs_of("stream", seed) for seed in (3, 3, 4))
+    assert np.array_equal(once.schedule(2).order, again.schedule(2).order)
+    assert not np.array_equal(once.schedule(2).order, once.schedule(1).order)
+    assert not np.array_equal(once.schedule(2).order, other.schedule(2).order)
