@@ -126,6 +126,20 @@ def test_the_rest_of_an_epoch_on_other_ranks_is_in_random_order(run):
     assert trend.problems == set()
 
 
+def test_packs_that_are_halved_keep_their_places():
+    """An epoch of fewer packs than steps halves some. A pack of one long document is never halved."""
+    trend = Trend()
+    for seed in range(20):
+        documents = documents_of(lengths_of(400, seed % 8))
+        plan = make_epochs(documents, "stream", max_length=LONGEST, seed=seed)
+        num_packs = plan.packing.plan(plan.units(), 1).num_packs
+        plan.num_steps = num_packs + num_packs // 8
+        means = means_of_steps(plan, 1)
+        assert len(means) > num_packs, "no pack is halved"
+        trend.add(means)
+    assert trend.problems == set()
+
+
 @pytest.mark.parametrize("strategy", [name for name, traits in STRATEGIES.items() if traits.plan is not None])
 def test_without_shuffling_packs_are_in_the_order_of_the_table(strategy):
     plan = epochs_of("stream", 0, strategy=strategy, shuffle=False)

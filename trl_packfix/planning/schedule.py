@@ -196,24 +196,38 @@ def _spread(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int6
 
 
 def split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int64Array]:
-    """Halve the packs with the most tokens until there are `num`, or no pack has two documents."""
+    """Halve the packs with the most tokens until there are `num`, or no pack has two documents.
+
+    A pack of one long document is never halved, so halves hold short ones. They are spread over the epoch, as packs
+    are: each takes the place of its pack, and of packs with as many tokens not the first is halved, but that with the
+    smallest number of a document at its beginning.
+
+    >>> packs = [np.array([3]), np.array([1, 0, 2]), np.array([4, 5])]
+    >>> [pack.tolist() for pack in split_up_to(packs, np.array([2, 3, 1, 9, 3, 2]), 4)]
+    [[3], [1], [0, 2], [4, 5]]
+    """
     if len(packs) >= num:
         return packs
-    heap = [(-int(lengths[pack].sum()), i) for i, pack in enumerate(packs) if len(pack) > 1]
+
+    def entry(i: int) -> tuple[int, int, int]:
+        return -int(lengths[packs[i]].sum()), int(packs[i][0]), i
+
+    heap = [entry(i) for i, pack in enumerate(packs) if len(pack) > 1]
     heapq.heapify(heap)
-    packs = list(packs)
+    packs, place = list(packs), list(range(len(packs)))
     while len(packs) < num and heap:
-        _, i = heapq.heappop(heap)
+        *_, i = heapq.heappop(heap)
         longest_first = packs[i][np.argsort(-lengths[packs[i]], kind="stable")]
         rows = lengths[longest_first]
         halves = least_loaded(rows, rows, 2, capacity=int(rows.sum()))
         assert halves is not None
         packs[i] = longest_first[halves[0]]
         packs.append(longest_first[halves[1]])
+        place.append(place[i])
         for half in (i, len(packs) - 1):
             if len(packs[half]) > 1:
-                heapq.heappush(heap, (-int(lengths[packs[half]].sum()), half))
-    return packs
+                heapq.heappush(heap, entry(half))
+    return [packs[i] for i in sorted(range(len(packs)), key=place.__getitem__)]
 
 
 def _schedule(steps: Iterable[list[Int64Array]], bins: Bins, num_skipped: int) -> Schedule:
