@@ -476,6 +476,7 @@ def test_the_report_says_what_is_known(tmp_path, capsys):
     before, after = capsys.readouterr().out.split("Packing report\n")[1:]
     for text in (before, after):
         assert "a stream of unknown length" in text and "3 (max_steps)" in text and "passed: changing" in text
+        assert "uneven lengths in the first and last documents of each pass" in " ".join(text.split())
     assert "  efficiency " not in before and "truncated" not in before
     for text in (r"read +300 documents", r"trained .* in 3 packs", "efficiency", "trained tokens are lost: raise"):
         assert re.search(text, after), text

@@ -21,7 +21,10 @@ def _line(label: str, part: Any, *given: object) -> Lines:
 
 def _documents(report: "PackingReport") -> Lines:
     yield from _line("conversations", report.turns)
-    text = "a stream of unknown length; packed in arrival order, read again from its start at its end"
+    text = (
+        "a stream of unknown length; packed in arrival order, with uneven lengths in the first and last documents of "
+        "each pass; read again from its start at its end"
+    )
     if report.num_rows is not None:
         packs = "" if report.num_packs is None else f" -> {report.num_packs:,} packs ({report.strategy})"
         text = f"{report.num_documents:,} of {report.num_rows:,} rows, {report.num_tokens:,} tokens{packs}"
