@@ -5,22 +5,24 @@ import json
 import math
 from contextlib import nullcontext
 from functools import partial
+from math import inf
 
 import pytest
 import torch
 from support import zoo
 from support.models import DYNAMIC, build_tiny_model, longrope
 from support.runs import texts, trainer
-from support.versions import enable_checkpointing
+from support.versions import enable_checkpointing, newest_models
 from sweep.judge import packed
 from torch.utils.checkpoint import checkpoint
 
 from trl_packfix import check_isolation
 from trl_packfix.attention.packed_forward import PackedForward
+from trl_packfix.attention.rows import DocumentRows
 from trl_packfix.isolation.axes import ModuleAxes, learn_axes
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import Probe
-from trl_packfix.isolation.repair import MODES, Mode, RepairedModule
+from trl_packfix.isolation.repair import MODES, Mode, RepairedModule, ValueOfBatches
 
 
 def packed_model(model, **settings):
@@ -225,6 +227,50 @@ def test_router_logits_of_repaired_layers_are_those_of_the_tokens():
     found = model(**batch, output_router_logits=True).router_logits
     for logits, of_documents in zip(found, zip(*alone, strict=True), strict=True):
         torch.testing.assert_close(logits, torch.cat(of_documents), rtol=1e-4, atol=1e-5)
+
+
+@newest_models
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
+@pytest.mark.parametrize("index_topk", [6, 4096])
+def test_indices_as_wide_as_a_document_stay_with_the_documents_of_a_repaired_module(index_topk, reentrant):
+    """Layers of hy_v4_vl pass on indices (B, L, min(k, L)) of rows of L tokens, which are no rows of the pack."""
+    model, pristine = (zoo.build_model("hy_v4_vl", "image-text") for _ in range(2))
+    for each in (model, pristine):
+        each.config.get_text_config().index_topk = index_topk
+        for module in each.modules():
+            if hasattr(module, "index_topk"):
+                module.index_topk = index_topk
+    repaired = packed_model(model).prove(model).repaired
+    assert [repair.module for repair in repaired] == ["HYV4VLAttention"]
+    model.train()
+    if reentrant is not None:
+        enable_checkpointing(model, reentrant)
+        model.enable_input_require_grads()
+    for lengths in ([9, 6], [7, 12, 5], [2, 3, 4]):
+        batch = pack(lengths)
+        model.zero_grad()
+        pristine.zero_grad()
+        found = model(**batch).logits
+        rows = batch["input_ids"].split(lengths, dim=1)
+        wanted = torch.cat([pristine(input_ids=ids, use_cache=False).logits for ids in rows], dim=1)
+        weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(0))
+        for logits in (found, wanted):
+            (logits * weights).sum().backward()
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        alone = dict(pristine.named_parameters())
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                scale = max(alone[name].grad.abs().max().item(), 1e-3)
+                assert (parameter.grad - alone[name].grad).abs().max() <= 1e-4 * scale, name
+
+
+def test_a_value_of_other_batches_is_refused():
+    whole, divided = (DocumentRows([5, 2], torch.device("cpu"), budget) for budget in (inf, 0))
+    value = ValueOfBatches(divided, [torch.zeros(1, 5, 5), torch.ones(1, 2, 2)])
+    assert value.select(divided, 1).sum() == 4
+    with pytest.raises(ValueError, match=r"shape \(1, 5, 5\).*computed in 2 batches.*it computes 1.*on_leak"):
+        value.select(whole, 0)
 
 
 def test_a_checkpoint_recomputes_a_repaired_module_without_its_router_logits():

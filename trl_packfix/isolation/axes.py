@@ -20,6 +20,7 @@ from .probed_model import CannotRun
 Sizes = dict[str, tuple[int, ...] | int]  # shapes of tensors and values of integers, by place
 PACKS = ((13, 5, 29), (13, 5, 35))  # documents of two packs: 47 and 53 tokens, primes
 ROWS = ((1, 17), (1, 23), (2, 23))  # (rows, tokens) of batches without boundaries
+SHORTEST = (1, 1)  # the same for axes that grow up to a limit, which may be reached at 17 tokens
 
 
 class NotLearned(Exception):
@@ -33,6 +34,8 @@ class ModuleAxes:
     inputs: dict[str, Axes | None]  # None if no axis indexes tokens
     outputs: dict[str, Axes | None]
     numbers: set[str] = field(default_factory=set)  # places of integer arguments that hold the number of tokens
+    # Places of outputs that have an axis beside the tokens which depends on their number, such as top-k indices
+    widening: set[str] = field(default_factory=set)
 
 
 def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
@@ -42,7 +45,9 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
     """
     modules = {name: probe.inner.get_submodule(name) for name in names}
     packs = [_watch(modules, partial(probe.packed, [probe.tokens(k) for k in n])) for n in PACKS]
-    rows = [_watch(modules, partial(probe.rows, torch.stack([probe.tokens(n)] * b))) for b, n in ROWS]
+    *rows, shortest = [
+        _watch(modules, partial(probe.rows, torch.stack([probe.tokens(n)] * b))) for b, n in (*ROWS, SHORTEST)
+    ]
     totals = [sum(lengths) for lengths in PACKS]
     axes = {}
     for name in names:
@@ -59,13 +64,16 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
                 continue
             tokens = _growing(name, place, size, other=other, totals=totals)
             inputs[place] = _axes(tokens, size, [sizes.get(place) for sizes in ins])
-        outputs = {}
+        outputs, widening = {}, set()
+        _, of_one_token = shortest.get(name, ({}, {}))
         for place in set.intersection(*(set(sizes) for sizes in outs)):
             one, longer, double = (sizes[place] for sizes in outs)
             if isinstance(one, tuple) and isinstance(longer, tuple):
                 tokens = _growing(name, place, one, other=longer, totals=[n for _, n in ROWS[:2]])
                 outputs[place] = _axes(tokens, longer, [one, longer, double])
-        axes[name] = ModuleAxes(inputs, outputs, numbers)
+                if _widens(tokens, one, of_one_token.get(place)):
+                    widening.add(place)
+        axes[name] = ModuleAxes(inputs, outputs, numbers, widening)
     return axes
 
 
@@ -78,6 +86,17 @@ def _growing(
     if any((size[i], other[i]) != tuple(totals) for i in axes) or len(axes) > 2:
         raise NotLearned(f"{name}: {place} of shape {size} grows to {other} with {totals[0]} to {totals[1]} tokens")
     return axes
+
+
+def _widens(tokens: tuple[int, ...], size: tuple[int, ...], shortest: tuple[int, ...] | int | None) -> bool:
+    """Whether an axis that is not one of `tokens` differs between a row of tokens, of shape `size`, and one token.
+
+    >>> _widens((1,), (1, 17, 6), (1, 1, 1)), _widens((1,), (1, 17, 32), (1, 1, 32))
+    (True, False)
+    """
+    if not isinstance(shortest, tuple) or len(shortest) != len(size):
+        return False  # the model takes no single token, or returns it in another form
+    return any(size[i] != shortest[i] for i in range(len(size)) if i not in tokens)
 
 
 def _axes(tokens: tuple[int, ...], size: tuple[int, ...], rows: list[tuple[int, ...] | int | None]) -> Axes | None:

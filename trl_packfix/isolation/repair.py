@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.forwards import Call, ModelHooks
 from ..attention.packed_forward import PackedForward, entered, in_backward, running_forward, running_pack
-from ..attention.rows import Axes, DocumentRows, Group
+from ..attention.rows import Axes, DocumentRows
 from ..compat import recorded_router_logits
 from .arguments import argument_leaves, output_leaves
 from .axes import ModuleAxes
@@ -59,6 +59,36 @@ class Repair:
 
     def __str__(self) -> str:
         return f"{self.count} {self.module} ({self.first}) {self.way}"
+
+
+@dataclass(frozen=True)
+class ValueOfBatches:
+    """A value without a form in a pack, as a repaired module returned it for each batch of documents.
+
+    An example are the top-k indices (B, L, min(k, L)) of rows of L tokens: they are as wide as the rows are long, and
+    they count the tokens of one row. A repaired module that gets this value as an argument reads the part of its own
+    batch. Any other use raises, because this is not a tensor.
+
+    Attributes:
+        rows: the batches.
+        values: one tensor per batch, of any shapes.
+    """
+
+    rows: DocumentRows
+    values: list[Tensor]
+
+    def select(self, rows: DocumentRows, index: int) -> Tensor:
+        """Return the value of batch `index` of `rows`.
+
+        Raises ValueError if the value was computed in other batches.
+        """
+        if rows is not self.rows:
+            raise ValueError(
+                f"a repaired module got a value of shape {tuple(self.values[0].shape)} that another repaired module "
+                f"computed in {len(self.rows.groups)} batches of documents, and it computes {len(rows.groups)}: it is "
+                'unknown how to divide such a value again. Set on_leak="unpack".'
+            )
+        return self.values[index]
 
 
 class AroundCalls(ModelHooks):
@@ -116,15 +146,15 @@ class RepairedModule(AroundCalls):
         self._is_sharded = self._is_sharded or is_sharded(module)
         budget = (inf if self._is_sharded else running.num_tokens) if self.mode.rows else 0
         rows, forwards = running.documents(budget)
-        inputs = self._inputs(module, args, kwargs, group=rows.groups[0])
+        inputs = self._inputs(module, args, kwargs, rows=rows, index=0)
         num_before = len(recorded_router_logits())
         with entered(forwards[0]):  # the module's forward runs between the two hooks
             output = yield inputs
         outputs, recorded = [output], recorded_router_logits()
         num_routers = len(recorded) - num_before
-        for group, forward in zip(rows.groups[1:], forwards[1:], strict=True):
+        for index, forward in enumerate(forwards[1:], start=1):
             with entered(forward):
-                args_here, kwargs_here = self._inputs(module, args, kwargs, group=group)
+                args_here, kwargs_here = self._inputs(module, args, kwargs, rows=rows, index=index)
                 outputs.append(module.forward(*args_here, **kwargs_here))
         if num_routers:  # of each router the logits of all batches, with their padding, become those of the pack
             of_rows = recorded[num_before:]
@@ -137,12 +167,18 @@ class RepairedModule(AroundCalls):
         joined = [self._join(place, [*each], rows) for (place, _), each in zip(first, values, strict=True)]
         yield tree_unflatten(joined, tree)
 
-    def _inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, group: Group) -> Call:
+    def _inputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: DocumentRows, index: int
+    ) -> Call:
+        """Return the arguments of the call for batch `index` of `rows`."""
+        group = rows.groups[index]
         leaves, tree = argument_leaves(module, args, kwargs)
         values = []
         for place, value in leaves:
             if place.startswith(BOUNDARY_NAMES) or (place == "position_ids" and not self.mode.positions):
                 value = None
+            elif isinstance(value, ValueOfBatches):
+                value = value.select(rows, index)
             elif isinstance(value, Tensor):
                 # TRL's loss calls the backbone directly, and passes positions even if the whole model does not.
                 axes = self.axes.inputs.get(place, POSITIONS if place == "position_ids" else None)
@@ -163,10 +199,14 @@ class RepairedModule(AroundCalls):
         if not tensors:
             return values[0]
         axes = self.axes.outputs.get(place)
+        if axes is not None and len(axes.tokens) == 1 and place not in self.axes.widening:
+            return rows.join(tensors, axes)
+        # Indices count the tokens of a row. They have no gradient, which an object that is no tensor would hide from
+        # a reentrant checkpoint.
+        if axes is not None and not tensors[0].is_floating_point():
+            return ValueOfBatches(rows, tensors)
         # Final states of rows and attention weights have no form in a pack: None, so that their use raises.
-        if axes is None or len(axes.tokens) != 1:
-            return tensors[0] if tensors[0].dim() == 0 and len(tensors) == 1 else None
-        return rows.join(tensors, axes)
+        return tensors[0] if tensors[0].dim() == 0 and len(tensors) == 1 else None
 
 
 class RestartedPositions(ModelHooks):
