@@ -185,6 +185,7 @@ def test_guard_is_removable_and_survives_errors(tiny_model):
     [
         ({"attention_mask": torch.ones(1, 148)}, r"4 documents came with attention_mask of shape \(1, 148\).*Feed one"),
         ({"past_key_values": ()}, r"4 documents came with past_key_values.*documents would see each other.*Feed one"),
+        ({"cache": ()}, r"4 documents came with cache: .*documents would see each other.*Feed one"),
         ({"use_cache": True}, r"came with use_cache=True.*ignores boundaries.*Set use_cache=False"),
         ({"use_cache": None}, r"came with the config's use_cache=True.*Set use_cache=False"),
         ({"input_ids": torch.ones(2, 148, dtype=torch.long)}, r"came with 2 rows.*which one is unknown.*Feed one"),

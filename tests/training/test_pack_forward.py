@@ -20,7 +20,7 @@ from support.rounding import tolerance
 from support.rows import build_model, build_trainer, train
 from support.runs import start_weights
 from support.vision import make
-from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
+from transformers import BertConfig, BertForSequenceClassification, DynamicCache, TrainerCallback
 
 from trl_packfix import PackingLeakError, pack_forward
 from trl_packfix.attention.packed_forward import packed_forwards
@@ -198,6 +198,7 @@ def calls():
     ids, mask = batch["input_ids"], batch["attention_mask"]
     return {
         "with a cache": {**batch, "use_cache": True},
+        "with an empty cache": {**batch, "use_cache": False, "past_key_values": DynamicCache()},
         "in the default of evaluation": dict(batch),
         "without a mask": {"input_ids": ids, "use_cache": False},
         "with a mask of pairs": {"input_ids": ids, "attention_mask": mask[:, None, None].expand(4, 1, 32, 32).bool()},

@@ -24,6 +24,7 @@ from .models import backbone, base_model, has_attention, text_config, towers
 from .packed_forward import (
     ATTENTION_NAME,
     BOUNDARIES,
+    CACHE_NAMES,
     CU_SEQ_LENS,
     FEED_A_PACK,
     PackedForward,
@@ -243,7 +244,7 @@ def _check_packed_batch(
             f"documents. Set attn_implementation='sdpa', which packing replaces with {ATTENTION_NAME}, or "
             "share_prefixes='off'."
         )
-    for name in ("attention_mask", "past_key_values"):
+    for name in ("attention_mask", *CACHE_NAMES):
         if (value := kwargs.get(name)) is not None:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise ValueError(

@@ -26,6 +26,8 @@ ATTENTION_NAME = "packfix_varlen"
 # The entries of a packed batch that hold boundaries, except position_ids
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 BOUNDARIES = (*CU_SEQ_LENS, "seq_idx")
+# The argument of a model that holds the cache of generation: its name up to transformers 5.23, and from 5.24 on
+CACHE_NAMES = ("past_key_values", "cache")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 FEED_A_PACK = (

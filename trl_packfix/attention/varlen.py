@@ -38,7 +38,15 @@ from .kernels import (
     wide_kernel,
 )
 from .packed_forward import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
-from .packed_forward import BOUNDARIES, CU_SEQ_LENS, FEED_A_PACK, PackedForward, in_backward, running_forward
+from .packed_forward import (
+    BOUNDARIES,
+    CACHE_NAMES,
+    CU_SEQ_LENS,
+    FEED_A_PACK,
+    PackedForward,
+    in_backward,
+    running_forward,
+)
 from .runs import attend_pack_on_cuda, attend_shared_on_cpu
 
 # Arguments of an attention function, besides those in its signature, that are read here or change no result. Any other
@@ -47,7 +55,7 @@ KNOWN_ARGUMENTS = frozenset(
     {
         *BOUNDARIES,
         *("position_ids", "sliding_window", "is_causal", "position_bias"),  # read
-        *("cache", "cache_position", "past_key_values", "use_cache"),  # refused in packs, or of generation
+        *(*CACHE_NAMES, "cache_position", "use_cache"),  # refused in packs, or of generation
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
         *("num_items_in_batch", "logits_to_keep", "labels", "deterministic"),
     }

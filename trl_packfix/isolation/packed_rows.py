@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from ..attention.choice import own_attention, set_attention
 from ..attention.kernel_errors import KernelError
 from ..attention.models import base_model, below_head, text_config
+from ..attention.packed_forward import CACHE_NAMES
 from ..data.prefix_collator import PrefixCollator
 from ..layout import Layout
 from .isolation_report import PackingLeakError
@@ -42,7 +43,7 @@ from .unpacking import joined
 
 POOLED = "pooler_output"  # of a backbone: one value per row, which a pack does not have
 OF_STATES = ("output_hidden_states", "output_attentions")
-OF_ROWS = ("input_ids", "attention_mask", "use_cache", "past_key_values")  # inputs in whose place a pack comes
+OF_ROWS = ("input_ids", "attention_mask", "use_cache", *CACHE_NAMES)  # inputs in whose place a pack comes
 
 
 class RowsOfBatch(NamedTuple):
@@ -259,7 +260,8 @@ class PackedRows(AroundCalls):
             return False
         if use_cache is None:  # training does not use a cache
             use_cache = not module.training and getattr(text_config(self.model), "use_cache", False)
-        if use_cache or any(inputs.get(name) for name in OF_STATES) or inputs.get("past_key_values") is not None:
+        has_cache = use_cache or any(inputs.get(name) is not None for name in CACHE_NAMES)
+        if has_cache or any(inputs.get(name) for name in OF_STATES):
             return False
         rest = _of_pack(inputs)
         others = [name for name, value in rest.items() if isinstance(value, Tensor) and value.dim() > 0]
