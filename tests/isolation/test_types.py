@@ -120,6 +120,30 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
     assert not wanted.repaired or not check_isolation(model, max_length=64).passed, "rest restores the model"
 
 
+def test_the_judge_takes_no_rounding_for_an_error(monkeypatch):
+    """The gated delta rule computes in fp32 in every dtype. In fp64 its rounding would still be that of fp32."""
+    model, pristine = (zoo.build_model("qwen3_5_text") for _ in range(2))
+    packed_model = PackedModel(model, torch.float32, "cpu", 64)
+    packed_model.prove(model)
+    assert packed_model.prove_prefixes(model) is None
+    judge = PrefixJudge(pristine)
+    rounded = judge.compare(model, torch.float32).error
+    assert rounded > 1e-6
+    monkeypatch.setattr("sweep.judge.TOLERANCE", rounded / 10)  # so that fp32 decides nothing, as for lara_mini
+    found = judge.judge(model)
+    assert found.dtype is torch.float64
+    assert found.right, found
+    assert next(model.parameters()).dtype is torch.float32
+
+    def leak(module, args, output):  # smaller than the rounding of fp32
+        return output + rounded / 10 * output.roll(1, dims=1)
+
+    model.model.layers[0].mlp.register_forward_hook(leak)
+    found = judge.judge(model)
+    assert found.dtype is torch.float64
+    assert not found.right, found
+
+
 @pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
 @pytest.mark.parametrize(
     "model_type, settings", [("llama", {"enforce_flash_attention": False}), ("bloom", {"on_leak": "unpack"})]

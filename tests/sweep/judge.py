@@ -11,12 +11,14 @@ results of the probe.
 
 import resource
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from support.double import in_double
 from support.zoo import FIRST_WORD, VOCABULARY, WIDTH
 from torch import Tensor, nn
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -106,7 +108,7 @@ class Judge:
         """Compare packs on `model`, in training mode, with unpacked training of the model as it was given.
 
         `feed` makes a batch of documents (default: that of training). If the error in fp32 may be rounding, the
-        comparison is repeated in fp64.
+        comparison is repeated in fp64, in which also computes what the model computes in fp32 in any dtype.
         """
         found = self._compare(model, self._packs if feed is None else feed, torch.float32)
         if found.right or found.decisive > PLAIN:
@@ -120,8 +122,9 @@ class Judge:
     def compare(self, model: nn.Module, dtype: torch.dtype, feed: Feed | None = None) -> Judgement:
         """The same in this dtype; the model is in fp32 before and after it."""
         try:
-            self._compute_truths(dtype)
-            return self._compare(model.to(dtype), self._packs if feed is None else feed, dtype)
+            with throughout(dtype, model, self.pristine):
+                self._compute_truths(dtype)
+                return self._compare(model.to(dtype), self._packs if feed is None else feed, dtype)
         finally:
             model.float()
             self.pristine.float()
@@ -226,6 +229,26 @@ class PrefixJudge(Judge):
         targets = torch.cat([ids[1:] for ids in documents])
         nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
         return logits.detach()
+
+
+@contextmanager
+def throughout(dtype: torch.dtype, *models: nn.Module) -> Iterator[None]:
+    """Within this context, models compute in `dtype` only, in fp64 also what they compute in fp32 in any dtype.
+
+    The gated delta rule, norms and routers are such islands of fp32: their rounding would be taken for a leak.
+    """
+    if dtype is not torch.float64:
+        yield
+        return
+    before = [model.config._experts_implementation for model in models]
+    for model in models:
+        model.set_experts_implementation("eager")  # the grouped matrix product has no float64
+    try:
+        with in_double():
+            yield
+    finally:
+        for model, implementation in zip(models, before, strict=True):
+            model.set_experts_implementation(implementation)
 
 
 def unseen_lengths(hidden_size: int, generator: torch.Generator) -> dict[str, list[int]]:
