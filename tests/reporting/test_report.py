@@ -1,6 +1,7 @@
 """What the report says about losses and about the optimisation, and where it is kept."""
 
 import copy
+import importlib.metadata
 import json
 from dataclasses import replace
 from itertools import islice
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from packaging.version import Version
 from support.models import build_tiny_model
 from support.planners import make_epochs, make_stream
 from support.runs import texts, trainer, weights
 
+from trl_packfix import compat
 from trl_packfix.cli.forecast import Forecast
 from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
@@ -65,6 +68,19 @@ def test_memory_for_many_short_documents_is_told(tmp_path, tiny_model):
     model = tiny_model("llama", hidden_size=4096, num_attention_heads=32, intermediate_size=8, num_hidden_layers=0)
     assert "needs 2.0 GiB more for the 1,024 documents of the fullest micro-batch" in backward_note(model, 1024)
     assert backward_note(model, 100) == backward_note(model, None) == ""
+
+
+def test_libraries_newer_than_the_tested_ones_are_told_in_one_line(tmp_path, monkeypatch):
+    installed = {name: Version(importlib.metadata.version(name)).public for name in ("torch", "transformers")}
+    monkeypatch.setattr(compat, "TESTED_VERSIONS", {**installed, "a library that is not installed": "1.0"})
+    assert "not tested with" not in dict(report(tmp_path, table([2, 2])).lines())
+    monkeypatch.setattr(compat, "TESTED_VERSIONS", {"torch": "99.0", "transformers": "5.1.0", "trl": "1.0.9"})
+    found = report(tmp_path, table([2, 2]))
+    transformers, trl = (importlib.metadata.version(name) for name in ("transformers", "trl"))
+    told = f"transformers {transformers} (tested: 5.1.0), trl {trl} (tested: 1.0.9)"
+    assert dict(found.lines())["not tested with"] == told
+    stream = table([2, 2] * 8).to_iterable_dataset()
+    assert dict(report(tmp_path, stream, max_steps=1).lines())["not tested with"] == told
 
 
 def test_what_packing_changes_is_one_sentence(tmp_path):

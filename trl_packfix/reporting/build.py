@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..compat import libraries_newer_than_tested
 from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
 from ..data.stream import PackedStream, StreamCounts
@@ -56,6 +57,7 @@ def make_report(planner: EpochPlanner, reader: Rows, *, unpacked_counts_first: b
         shared=shared,
         images=ImageNumbers.of_table(planner),
         ledger=documents.ledger,
+        newer_libraries=libraries_newer_than_tested(),
         lengths=LengthHistogram.of(reader.lengths if packed_rows is None else packed_rows[1]),
         sample=PlanSample([pack.without_tokens() for pack in first_packs(planner, reader)], costs),
     )
@@ -81,6 +83,7 @@ def make_stream_report(
         shared=SharedPacks.of_stream(stream, micro_steps or {}),
         images=ImageNumbers.of_stream(stream, counts),
         ledger=counts.ledger,
+        newer_libraries=libraries_newer_than_tested(),
     )
 
 

@@ -106,6 +106,8 @@ def _cuts(report: "PackingReport") -> Lines:
 def _model(report: "PackingReport") -> Lines:
     if report.experimental:
         yield "experimental", f"{', '.join(report.experimental)}: several GPUs have not run this yet"
+    if report.newer_libraries:
+        yield "not tested with", ", ".join(report.newer_libraries)
     yield "attention", report.attention
     if report.isolation is not None:
         if report.isolation.repaired:

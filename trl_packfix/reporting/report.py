@@ -61,6 +61,7 @@ class PackingReport:
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
     - `experimental`: what was set and several GPUs have not run yet.
+    - `newer_libraries`: installed libraries that are newer than those this package was tested with.
 
     The length of a stream is not known (`num_rows` is None). Its counts are those of the documents read so far, in all
     passes, and the report is made again when training ends.
@@ -108,6 +109,7 @@ class PackingReport:
     isolation: IsolationReport | None = None
     first_step: str | None = None
     experimental: tuple[str, ...] = ()
+    newer_libraries: tuple[str, ...] = ()
     sample: PlanSample | None = field(default=None, repr=False)
 
     @property
