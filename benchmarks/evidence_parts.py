@@ -184,7 +184,7 @@ def tests(machine: Machine) -> Rows:
         os.environ["GPU_TESTS_ON_CPU"] = "1"
         selections = {
             "training": ("test_training_gpu.py", "packed_training and llama and full and chosen and non-reentrant"),
-            "repair": ("test_repair_gpu.py", "falcon"),
+            "repair": ("test_repair_gpu.py", "bloom"),
         }
     wrong = []
     for name, (file, selected) in selections.items():

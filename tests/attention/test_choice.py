@@ -175,7 +175,7 @@ def test_cuda_varlen_problem(built, capability, hip, problem, monkeypatch):
     assert found is None if problem is None else problem in found
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "bloom", "falcon"])
+@pytest.mark.parametrize("model_type", ["mamba", "bloom", "mpt"])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_attention_code_of_its_own_is_left_alone(model_type, device_type, tiny_model):
     model = tiny_model(model_type)

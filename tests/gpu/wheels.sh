@@ -11,7 +11,7 @@ mkdir -p "$dir"
 platforms=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
 for n in 28 27 26 24 17; do platforms+=(--platform "manylinux_2_${n}_x86_64"); done
 python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" -d "$dir" \
-    trl==1.16.0 peft==0.21.2 transformers==5.23.0 datasets==5.2.0 liger-kernel==0.8.5 dill==0.4.1 multiprocess==0.70.19 \
+    trl==1.16.0 peft==0.21.2 transformers==5.24.0 datasets==5.2.0 liger-kernel==0.8.5 dill==0.4.1 multiprocess==0.70.19 \
     fsspec==2026.9.0 hjson==3.1.0 pydantic==2.14.3 pydantic_core==2.50.4 annotated-types==0.8.0 typing-inspection==0.4.5 \
     typing-extensions huggingface_hub==2.4.0 tokenizers==0.23.3 hf-xet==1.8.0 httpx2 httpcore2 h11 truststore click rich \
     markdown-it-py mdurl

@@ -10,6 +10,7 @@ from math import inf
 import pytest
 import torch
 from support import zoo
+from support.examples import leaking_example
 from support.models import DYNAMIC, build_tiny_model, longrope
 from support.runs import texts, trainer
 from support.versions import enable_checkpointing, newest_models
@@ -54,7 +55,7 @@ def test_rope_that_depends_on_length_is_computed_for_each_document(rope, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, monkeypatch):
-    """Falcon computes ALiBi of a row in bfloat16, which counts to 256: repaired attention is wrong behind that."""
+    """Falcon computes ALiBi of a row in bfloat16, which counts to 256: in a longer row attention is wrong."""
     if not is_seen:
         monkeypatch.setattr("trl_packfix.isolation.check_isolation.FAR", 0)
     torch.manual_seed(0)
@@ -65,7 +66,7 @@ def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, monkeypatch):
     assert report.isolated and report.equal
     with torch.no_grad():
         error = (model.eval()(**batch).logits[:, -40:] - alone).abs().max() / alone.abs().max()
-    assert [repair.module for repair in report.repaired] == ["FalconModel" if is_seen else "FalconAttention"]
+    assert ([repair.module for repair in report.repaired] == ["FalconModel"]) == is_seen
     assert (error < 1e-5) == is_seen
 
 
@@ -122,7 +123,7 @@ def gradients(model, batch):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_layer_is_recomputed_with_the_documents_of_its_own_forward(reentrant):
     """Two packs pass forward before either goes back: the last boundaries are not those of the first."""
-    model = build_tiny_model("falcon")
+    model = build_tiny_model(leaking_example().model_type)
     packed = packed_model(model)
     packed.prove(model)
     torch.manual_seed(0)
@@ -138,10 +139,11 @@ def test_a_layer_is_recomputed_with_the_documents_of_its_own_forward(reentrant):
 
 
 def test_recomputation_without_its_boundaries_raises():
-    model = build_tiny_model("falcon")
+    example = leaking_example()
+    model = build_tiny_model(example.model_type)
     packed_model(model).prove(model)
     model.train()
-    layer = model.transformer.h[0]
+    layer = example.layer_of(model)
     layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # of the user's own code
     batch = pack([9, 4, 7])
     loss = model(**batch, labels=batch["input_ids"]).loss
@@ -150,8 +152,8 @@ def test_recomputation_without_its_boundaries_raises():
 
 
 def test_forwards_that_are_no_packs_are_left_alone():
-    model, pristine = (build_tiny_model("falcon").eval() for _ in range(2))
-    packed_model(model).prove(model)
+    model, pristine = (build_tiny_model(leaking_example().model_type).eval() for _ in range(2))
+    assert packed_model(model).prove(model).repaired
     model.eval()
     ids = torch.randint(16, 128, (2, 11))
     mask = torch.tensor([[1] * 11, [1] * 7 + [0] * 4])
@@ -162,12 +164,14 @@ def test_forwards_that_are_no_packs_are_left_alone():
 
 
 def test_a_repaired_model_can_be_copied_and_saved(tmp_path):
-    model = build_tiny_model("falcon")
+    example = leaking_example()
+    model = build_tiny_model(example.model_type)
     packed_model(model).prove(model)
     assert check_isolation(copy.deepcopy(model), max_length=64).error is None
     model.save_pretrained(tmp_path / "saved")
     plain = type(model).from_pretrained(tmp_path / "saved")
-    assert not plain.transformer.h[0].self_attention._forward_hooks
+    assert example.attention_of(model)._forward_hooks
+    assert not example.attention_of(plain)._forward_hooks
 
 
 def test_documents_one_after_the_other_are_refused_where_parameters_are_sharded():
@@ -183,9 +187,10 @@ def test_documents_one_after_the_other_are_refused_where_parameters_are_sharded(
 
 
 def test_arguments_that_the_probe_has_not_seen_are_refused():
-    model = build_tiny_model("falcon")
+    example = leaking_example()
+    model = build_tiny_model(example.model_type)
     packed_model(model).prove(model)
-    attention = model.transformer.h[0].self_attention
+    attention = example.attention_of(model)
     attention.register_forward_pre_hook(
         lambda m, args, kwargs: (args, kwargs | {"head_mask": torch.ones(1)}), with_kwargs=True, prepend=True
     )
@@ -194,10 +199,11 @@ def test_arguments_that_the_probe_has_not_seen_are_refused():
 
 
 def test_the_report_says_what_was_repaired_and_the_state_keeps_it(tmp_path, capsys):
-    run = trainer(tmp_path, texts(), model="falcon", max_steps=1, packing_report=True)
+    example = leaking_example()
+    run = trainer(tmp_path, texts(), model=example.model_type, max_steps=1, packing_report=True)
     run.train()
     shown = capsys.readouterr().out
-    assert "2 FalconAttention (transformer.h.0.self_attention) as rows of a padded batch" in shown
+    assert f"2 {example.module} ({example.first}) as rows of a padded batch" in shown
     assert "passed: " in shown and "UNPACKED" not in shown
     assert "isolation/max_change" not in shown and "train_loss" in shown, "the report shows these numbers"
     run.save_state()
@@ -208,12 +214,12 @@ def test_the_report_says_what_was_repaired_and_the_state_keeps_it(tmp_path, caps
 
 
 def test_padding_stays_bounded_in_a_repaired_module():
-    model = build_tiny_model("falcon")
+    example = leaking_example()
+    model = build_tiny_model(example.model_type)
     packed_model(model).prove(model)
     seen = []
-    model.transformer.h[0].self_attention.dense.register_forward_hook(
-        lambda m, args, out: seen.append(math.prod(out.shape[:-1]))
-    )
+    linear = next(each for each in example.attention_of(model).modules() if isinstance(each, torch.nn.Linear))
+    linear.register_forward_hook(lambda m, args, out: seen.append(math.prod(out.shape[:-1])))
     model(**pack([200] + [5] * 60))
     assert len(seen) == 2 and max(seen) <= 500 and sum(seen) < 2 * 500  # as rows of one batch: 61 x 200
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.examples import leaking_example
 from support.models import DYNAMIC, build_tiny_model
 from support.runs import texts, trainer
 from sweep.judge import packed
@@ -65,7 +66,8 @@ def test_router_logits_come_without_padding():
 
 
 def test_the_report_says_that_and_why(tmp_path, capsys):
-    run = trainer(tmp_path, texts(), model="falcon", max_steps=1, packing_report=True, on_leak="unpack")
+    model = build_tiny_model(leaking_example().model_type)
+    run = trainer(tmp_path, texts(), model=model, max_steps=1, packing_report=True, on_leak="unpack")
     run.train()
     shown = " ".join(capsys.readouterr().out.split())
     assert "UNPACKED, documents as rows of padded batches, because documents move each other by" in shown
@@ -73,7 +75,8 @@ def test_the_report_says_that_and_why(tmp_path, capsys):
 
 
 def test_evaluation_of_a_leaking_model_before_training_is_right(tmp_path):
-    kwargs = {"model": build_tiny_model("falcon"), "trainer_kwargs": {"eval_dataset": texts(20, seed=1)}}
+    model = build_tiny_model(leaking_example().model_type)
+    kwargs = {"model": model, "trainer_kwargs": {"eval_dataset": texts(20, seed=1)}}
     packed = trainer(tmp_path, texts(), **kwargs)
     plain = trainer(tmp_path, texts(), packing=False, **kwargs)
     between = trainer(tmp_path, texts(), packing=False, eval_packing=True, **kwargs)

@@ -194,7 +194,7 @@ QUESTIONS = {"data": "questions", "shares": 384, "accumulation": 4, "ours": PACK
 OF_TOWERS = {"data": "images", "accumulation": 3}
 ONE = ("one",)
 STATIC, UNPACKED = {"pad_documents_to_multiple_of": 16}, {"on_leak": "unpack"}
-REPAIRED = ("falcon", "mpt", "bart", "rwkv")
+REPAIRED = ("mpt", "bart", "rwkv")
 NATIVE = ("qwen2_5_vl", "llava", "llava_onevision", "idefics2", "smolvlm", "internvl", "mistral3")
 NATIVE += ("glm4v", "qwen3_5")
 IMAGE_FAULTS = ("compared_by_placeholder", "images_of_other_rows")
@@ -342,8 +342,10 @@ ROWS: dict[str, Row] = {
     "one_static_experts": Row("experts", num=10, accumulation=1, given=ROUTED, ours=STATIC, engines=ONE),
     # Modules that are repaired, models whose documents become rows, and layers that begin anew in each document
     **{f"one_{name}": Row(name, engines=ONE) for name in (*REPAIRED, "mamba2", "kimi_linear")},
-    **{f"one_{name}_as_rows": Row(name, ours=UNPACKED, engines=ONE) for name in ("falcon", "bart")},
-    "one_falcon_lora_as_rows": Row("falcon", "lora", ours=UNPACKED | CHECKPOINTED, engines=ONE),
+    **{f"one_{name}_as_rows": Row(name, ours=UNPACKED, engines=ONE) for name in ("leaking", "bart")},
+    "one_bloom_lora_as_rows": Row(
+        "leaking", "lora", given={"learning_rate": 4.0}, ours=UNPACKED | CHECKPOINTED, engines=ONE
+    ),
     "one_bloom_lora": Row("leaking", "lora", given={"learning_rate": 4.0}, engines=ONE),
     "one_jamba_lora": Row("jamba", "inputs", given=NO_ROUTER_LOSS, engines=ONE),
     "one_qwen3_next": Row("qwen3_next", given=NO_ROUTER_LOSS, engines=ONE),

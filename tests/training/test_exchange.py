@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks.exchange import HEADS
-from support.models import build_tiny_model
+from support import zoo
+from support.examples import leaking_example, type_with_own_attention
 from support.runs import texts, trainer
 from torch import nn
 
@@ -121,15 +122,16 @@ def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():
 
 
 @pytest.mark.parametrize(
-    "model_type, on_leak, sizes, reason",
+    "find_type, on_leak, reason",
     [
-        ("bloom", "repair", {}, r"these modules are repaired: .*BloomAttention"),
-        ("bloom", "unpack", {}, r"the model is unpacked: UNPACKED"),
-        ("gptj", "repair", {"n_embd": 32, "n_head": 4, "rotary_dim": 4}, r"the attention of the model is 'eager'"),
+        (lambda: leaking_example().model_type, "repair", r"these modules are repaired: .*Attention"),
+        (lambda: leaking_example().model_type, "unpack", r"the model is unpacked: UNPACKED"),
+        (type_with_own_attention, "repair", r"the attention of the model is 'eager'"),
     ],
+    ids=["repaired", "unpacked", "own attention"],
 )
-def test_models_that_were_changed_to_be_packed_are_not_shared(model_type, on_leak, sizes, reason):
-    model = build_tiny_model(model_type, **sizes)
+def test_models_that_were_changed_to_be_packed_are_not_shared(find_type, on_leak, reason):
+    model = zoo.build_model(find_type())
     packed_model = PackedModel(model, torch.float32, "cpu", 64, on_leak=on_leak)
     assert packed_model.prove(model).isolated
     with pytest.raises(PackingLeakError, match=rf"A pack was to be shared by 2 ranks, and {reason}.*tokens_per_rank"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import vision
+from support.examples import leaking_example
 from support.models import build_tiny_model
 from support.runs import texts, trainer
 from test_objective import OwnLoss, first_step
@@ -15,13 +16,14 @@ from trl_packfix.training.noise import DocumentNoise
 pytestmark = pytest.mark.slow
 
 ALPHA = 5.0
+LEAKING = "leaking_example()"  # evaluated in the test: it builds models
 WITH_IMAGES = vision.ROWS.filter(lambda row: row["images"])
 CASES = {
     "packs": {},
     "a loss of a subclass": {"trainer_class": OwnLoss},
     "constant shapes": {"pad_documents_to_multiple_of": 16},
-    "rows": {"model": "falcon", "on_leak": "unpack"},  # longest first, in several calls
-    "rows of constant shapes": {"model": "bloom", "on_leak": "unpack", "pad_documents_to_multiple_of": 16},
+    "rows": {"model": LEAKING, "on_leak": "unpack"},  # longest first, in several calls
+    "rows of constant shapes": {"model": LEAKING, "on_leak": "unpack", "pad_documents_to_multiple_of": 16},
     "images": {"family": "llava"},
     "rows with images": {"family": "paligemma", "dataset": WITH_IMAGES, "on_leak": "unpack"},
 }
@@ -46,6 +48,8 @@ def test_alone_a_document_has_it_by_transformers():
 @pytest.mark.parametrize("name", CASES)
 def test_a_document_has_the_noise_that_it_has_alone(name, tmp_path):
     settings = {"neftune_noise_alpha": ALPHA, "per_device_train_batch_size": 6} | CASES[name]
+    if settings.get("model") == LEAKING:
+        settings["model"] = leaking_example().model_type
     run = vision.make(tmp_path, **settings) if "family" in settings else trainer(tmp_path, texts(12), **settings)
     (batch,), num_items = first_step(run)
     run.packed_model.prove(run.model)

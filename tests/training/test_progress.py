@@ -5,6 +5,8 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from support.examples import leaking_example
+from support.models import build_tiny_model
 from support.runs import texts, trainer
 
 from trl_packfix.cli import main
@@ -31,8 +33,10 @@ def test_progress_is_shown_on_rank_0_unless_switched_off(tmp_path, capsys):
 
 
 def test_a_repair_names_what_is_repaired(tmp_path, capsys):
-    text = said(capsys, tmp_path, model="falcon", disable_tqdm=False)
-    assert "Repairing FalconAttention on FalconForCausalLM: forward " in text
+    example = leaking_example()
+    text = said(capsys, tmp_path, model=example.model_type, disable_tqdm=False)
+    model_class = type(build_tiny_model(example.model_type)).__name__
+    assert f"Repairing {example.module} on {model_class}: forward " in text
 
 
 def test_an_error_ends_the_display(capsys):

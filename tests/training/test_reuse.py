@@ -6,6 +6,7 @@ import pytest
 import torch
 import trl
 from packaging.version import Version
+from support.examples import leaking_example
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
 from support.versions import TRL, enable_checkpointing, is_checkpointing
@@ -104,7 +105,7 @@ def test_attention_set_between_trainers_is_what_the_model_gets_back(tmp_path):
 
 
 def test_a_run_that_fails_gives_the_model_back(tmp_path):
-    model = build_tiny_model("falcon")
+    model = build_tiny_model(leaking_example().model_type)
     run = build("packed", model, tmp_path, on_leak="raise")
     with pytest.raises(PackingLeakError):
         run.train()
@@ -115,7 +116,7 @@ def test_a_run_that_fails_gives_the_model_back(tmp_path):
     assert not check_isolation(model, max_length=64).isolated
 
 
-@pytest.mark.parametrize("model_type", ["llama", "falcon"])
+@pytest.mark.parametrize("model_type", ["llama", "bloom"])
 def test_a_deep_copy_of_a_trained_model(model_type, tmp_path):
     """TRL binds the copy's forward to the original, so that it computes with the original's weights."""
     first = build("packed", build_tiny_model(model_type), tmp_path)
