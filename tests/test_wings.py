@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from support.examples import leaking_example
 
 import trl_packfix
 
@@ -171,8 +172,8 @@ REPAIR = """
 def test_it_can_be_repaired():
     from trl_packfix import prepare_for_packing
 
-    model = FalconForCausalLM(FalconConfig(**SIZES, vocab_size=300))
-    assert "repaired: 2 FalconAttention" in prepare_for_packing(model, max_length=64).reason
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=300))
+    assert "repaired: 2 LlamaAttention" in prepare_for_packing(model, max_length=64).reason
 """
 
 
@@ -185,8 +186,11 @@ def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, 
     assert not [name for name in ("trl", "peft", "datasets", "accelerate", "pyarrow") if (libraries / name).exists()]
     example = (ROOT / "examples" / "test_isolation.py").read_text()
     (tmp_path / "test_llama.py").write_text(example)
-    (tmp_path / "test_falcon.py").write_text(example.replace("Llama", "Falcon") + REPAIR)
-    run = run_with(python, libraries, "-m", "pytest", "-q", "test_llama.py", "test_falcon.py")
+    leaking = leaking_example()
+    leaking_test = (example + REPAIR).replace("Llama", leaking.module.removesuffix("Attention"))
+    (tmp_path / "test_leaking.py").write_text(leaking_test)
+    run = run_with(python, libraries, "-m", "pytest", "-q", "test_llama.py", "test_leaking.py")
     assert run.returncode == 1, run.stdout + run.stderr
     assert "2 failed, 3 passed" in run.stdout
-    assert "PackingLeakError" in run.stdout and "self_attention (FalconAttention)" in run.stdout
+    assert "PackingLeakError" in run.stdout
+    assert f"{leaking.first} ({leaking.module})" in run.stdout
