@@ -3,7 +3,10 @@
 `python dev/upstream/verify.py` also runs the programs of several processes, and each with its patch.
 """
 
+import importlib.util
 import re
+import shutil
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +20,22 @@ pytestmark = pytest.mark.skipif(
     any(version(name) != PINNED[name] for name in ("trl", "transformers", "accelerate", "peft")),
     reason="dev/upstream.md is about the versions in constraints.txt",
 )
+
+
+@pytest.mark.skipif(not shutil.which("patch"), reason="needs the program `patch`")
+@pytest.mark.parametrize("patch", sorted(ROOT.glob("dev/upstream/*.patch")), ids=lambda file: file.stem)
+def test_a_patch_fits_the_tested_versions(patch, tmp_path):
+    """Whether it mends the defect is what `python dev/upstream/verify.py` says."""
+    names = re.findall(r"^--- a/(\S+)", patch.read_text(), re.MULTILINE)
+    assert names
+    for name in names:
+        found = importlib.util.find_spec(name.partition("/")[0])
+        if found is None:
+            pytest.skip(f"{name} is not installed")
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(found.origin).parent.parent / name, tmp_path / name)
+    run = subprocess.run(["patch", "-p1", "--fuzz=0", "-i", patch], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda file: file.stem)

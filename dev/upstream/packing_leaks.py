@@ -1,6 +1,6 @@
 """transformers, TRL: packing lets documents see each other on a quarter of the model types, without a warning.
 
-Users who set `packing=True` on one of 53 of 189 causal types (opt, falcon, bloom, gpt_oss, mamba, ...) train documents
+Users who set `packing=True` on one of 50 of 196 causal types (opt, bloom, gpt_oss, mamba, ...) train documents
 on the content of other documents. `position_ids` alone separate documents, and these types build no mask from them. The
 patch is that of OPT; TRL could refuse types that it has not tested. All types: docs/compatibility.csv.
 """
