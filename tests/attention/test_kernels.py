@@ -21,7 +21,7 @@ MAMBA1 = {CONVOLUTION, "selective_scan_fn()"}
 CALLS = {
     "qwen3_5_text": DELTA, "olmo_hybrid": DELTA, "lfm2": {CONVOLUTION}, "bamba": MAMBA2, "falcon_h1": MAMBA2,
     "nemotron_h": MAMBA2, "jamba": MAMBA1,
-    # transformers 5.23 does not pass the boundaries on to its scan
+    # transformers 5.24 does not pass the boundaries on to its scan
     "kimi_linear": {CONVOLUTION, "chunk_kda(cu_seqlens)"},
 }  # fmt: skip
 

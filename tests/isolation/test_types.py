@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import zoo
 from support.double import in_double
-from support.versions import FALCON_IS_ISOLATED, current_models
+from support.versions import IS_5_24, current_models
 from sweep.judge import Judge, PrefixJudge, packed
 
 from trl_packfix import check_isolation
@@ -49,7 +49,7 @@ TYPES = {
     **dict.fromkeys("gemma3_text gpt_oss".split(), Wanted(shares=True, static=True)),
     "llama4_text": Wanted(static=True),
     # Repaired
-    "falcon": Wanted({} if FALCON_IS_ISOLATED else {"FalconAttention": ROWS}),
+    "falcon": Wanted({} if IS_5_24 else {"FalconAttention": ROWS}),
     "bloom": Wanted({"BloomAttention": ROWS}, shares=False),
     "mpt": Wanted({"MptAttention": ROWS}),
     "minimax": Wanted({"MiniMaxLightningAttention": ROWS}, shares=False),
@@ -69,16 +69,17 @@ TYPES = {
     "mamba": Wanted(mixers=MAMBA1, shares=False, static=True),
     "zamba": Wanted(mixers=MAMBA1 - {"mamba_inner_fn"}),
 }
+INKLING2 = {
+    "Inkling2DynamicShortConvolution": ROWS,
+    "Inkling2RelativeLogits": "with positions from 0 in each document",
+}
 NEW = {
     # Layers that read the mask or have a mask of their own
     **dict.fromkeys("glm_moe_dsa deepseek_v32 axk2 dots3_note hy_v4 biogpt".split(), Wanted()),
     "bailing_hybrid": Wanted(mixers=KIMI),
     "kimi_linear": Wanted(mixers=KIMI, shares=True),
     **dict.fromkeys("inkling_text lfm3".split(), Wanted(mixers={CONVOLUTION})),
-    "inkling2_text": Wanted(
-        {"Inkling2DynamicShortConvolution": ROWS, "Inkling2RelativeLogits": "with positions from 0 in each document"},
-        {CONVOLUTION},
-    ),
+    "inkling2_text": Wanted({} if IS_5_24 else INKLING2, {CONVOLUTION}),
     "qwen4_exp_text": Wanted({"Qwen4ExpTextPLELayer": ROWS}, DELTA),
 }
 

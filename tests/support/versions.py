@@ -45,7 +45,8 @@ continues_streams = pytest.mark.skipif(
 # Images of gemma3 in a pack
 GEMMA3_LEAKS = Version("5.20") <= TRANSFORMERS
 gemma3_leaks = pytest.mark.skipif(not GEMMA3_LEAKS, reason="transformers 5.16 and 5.17 keep the images of gemma3 apart")
-FALCON_IS_ISOLATED = Version("5.24") <= TRANSFORMERS
+# In packs of stock TRL, Falcon and the images of PaliGemma are isolated there, and Inkling 2 needs no repair here
+IS_5_24 = Version("5.24") <= TRANSFORMERS
 # What is kept for backward can be chosen there
 selects_checkpoints = pytest.mark.skipif(
     Version("5.20") > TRANSFORMERS, reason="transformers below 5.20 has no selective activation checkpointing"

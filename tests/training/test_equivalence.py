@@ -15,16 +15,16 @@ from ranks.engines import weights_of
 from ranks.table import IN_ONE, NUM_STEPS, REPAIRED, ROWS, STATIC
 from ranks.training import make_trainer, train
 from support.rounding import LIMIT, tolerance
-from support.versions import GEMMA3_LEAKS, current_models, scores_tokens, trl_trains
+from support.versions import GEMMA3_LEAKS, IS_5_24, current_models, scores_tokens, trl_trains
 from test_on_ranks import check_logs, difference, folder, key, logged, reference, rounding, unpacked
 
 from trl_packfix.isolation.packed_model import PackedModel
 
 pytestmark = [pytest.mark.slow, trl_trains]
 # Documents see each other in a pack, so they are rows of padded batches
-AS_ROWS = ("paligemma", *["gemma3"] * GEMMA3_LEAKS)
+AS_ROWS = (*["paligemma"] * (not IS_5_24), *["gemma3"] * GEMMA3_LEAKS)
 # Attention of their own in packs
-OWN_ATTENTION = (*REPAIRED, "leaking", "minimax_m3_vl_text", "mamba", "mamba2")
+OWN_ATTENTION = (*REPAIRED, "leaking", "minimax_m3_vl_text", "mamba", "mamba2", "paligemma")
 MARKS = {"one_dft": scores_tokens, "one_prefixes_dft": scores_tokens}
 MARKS |= {"one_kimi_linear": current_models, "one_minimax_m3": current_models}
 NAMES = [pytest.param(name, marks=MARKS.get(name, ())) for name in IN_ONE]

@@ -25,7 +25,7 @@ CASES = {
     "rows": {"model": LEAKING, "on_leak": "unpack"},  # longest first, in several calls
     "rows of constant shapes": {"model": LEAKING, "on_leak": "unpack", "pad_documents_to_multiple_of": 16},
     "images": {"family": "llava"},
-    "rows with images": {"family": "paligemma", "dataset": WITH_IMAGES, "on_leak": "unpack"},
+    "rows with images": {"family": "gemma4", "dataset": WITH_IMAGES, "on_leak": "unpack"},
 }
 
 
