@@ -47,9 +47,11 @@ class Noting(Numbered):
 
     notes = None
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        print(json.dumps([self.state.global_step, document_ids(inputs)]), file=self.notes, flush=True)
-        return super().training_step(model, inputs, num_items_in_batch)
+    def get_batch_samples(self, *given):
+        batches, num_items = super().get_batch_samples(*given)
+        for batch in batches:
+            print(json.dumps([self.state.global_step, document_ids(batch)]), file=self.notes, flush=True)
+        return batches, num_items
 
 
 def rank_main(folder: Path, name: str, attempt: int, *, rank: int, ranks: int, port: str, **settings: int) -> None:

@@ -52,12 +52,13 @@ def document_ids(batch: dict) -> list[int]:
 
 
 class Numbered(trl_packfix.SFTTrainer):
-    """Notes the engine that trains and the documents of every micro-batch that reaches it."""
+    """Notes the engine that trains and the documents of every micro-batch of its steps."""
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        self.engine = engine_of(model)
-        self.seen.append(document_ids(inputs))
-        return super().training_step(model, inputs, num_items_in_batch)
+    def get_batch_samples(self, *given):
+        batches, num_items = super().get_batch_samples(*given)
+        self.engine = engine_of(self.model_wrapped)
+        self.seen += map(document_ids, batches)
+        return batches, num_items
 
 
 class Reversed(Numbered):

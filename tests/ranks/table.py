@@ -139,6 +139,7 @@ class Row:
     dtype: torch.dtype = torch.float32
     proves: bool = True  # False where another row has the same model and engine, and its proof on parts of packs
     evaluates: bool = False  # the loss of evaluation after training is compared, too
+    code: str = ""  # the user's loss or step, of `support/user_code.py`
     finds: str = ""  # a fault in gradients that the proof must find on the model as the engine wraps it
     faults: tuple[str, ...] = ()  # of `faults.py`, which the comparison must find
 
@@ -161,7 +162,7 @@ class Row:
         of_model = {"ours": {"packing": False}, "dtype": self.dtype}
         if self.data == "screens":
             return Row(self.model, data="screens_by_hand", **of_model)
-        return Row(self.model, self.adapter, self.data, self.num, self.given, **of_model)
+        return Row(self.model, self.adapter, self.data, self.num, self.given, code=self.code, **of_model)
 
     def documents(self, seed: int = 0) -> Dataset:
         found = documents(self.data, seed)
@@ -206,6 +207,7 @@ ROWS: dict[str, Row] = {
     "lora": Row(adapter="lora", ours=CHECKPOINTED, engines=("zero2", "zero3")),
     "tied": Row("tied", ours=CHECKPOINTED, engines=("zero3", "fsdp2"), evaluates=True),
     "idle": Row(num=3, accumulation=2, engines=("ddp", "zero3", "fsdp2")),
+    "idle_own_loss": Row(num=3, accumulation=2, code="share_func", engines=("ddp", "zero3")),
     "unpacked": Row("leaking", ours=UNPACKED),
     # Parameters are gathered per call of a module, and ranks hold other numbers of documents
     "repaired": Row("leaking", engines=("zero3", "fsdp2")),

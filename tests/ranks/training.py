@@ -16,9 +16,10 @@ from accelerate.utils import gather_object
 from packaging.version import Version
 from support import engine_state, vision
 from support.models import build_tokenizer
+from support.user_code import USER_CODE
 from support.versions import TRL
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PrinterCallback
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PrinterCallback, TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import trl_packfix
@@ -40,23 +41,34 @@ RATES |= dict.fromkeys(("attention", "language", "towers"), 1.0) | {"ia3": 100.0
 class Packed(trl_packfix.SFTTrainer):
     """Notes the engine, and of every micro-batch the degree and the shapes."""
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        self.engine, layout = engine_of(model), layout_of(inputs)
-        self.seen.append((layout.degree, layout.index, layout.count))
-        self.shapes.add((layout.degree, inputs["input_ids"].shape[1], inputs.get("max_length_q")))
-        self.with_images.append("pixel_values" in inputs)
-        with self.counted_in_tower():
-            return super().training_step(model, inputs, num_items_in_batch)
+    def get_batch_samples(self, *given):
+        batches, num_items = super().get_batch_samples(*given)
+        self.engine = engine_of(self.model_wrapped)
+        for batch in batches:
+            layout = layout_of(batch)
+            self.seen.append((layout.degree, layout.index, layout.count))
+            self.shapes.add((layout.degree, batch["input_ids"].shape[1], batch.get("max_length_q")))
+            self.with_images.append("pixel_values" in batch)
+        return batches, num_items
 
-    @contextmanager
-    def counted_in_tower(self):
-        """Count the tiles or patches that the vision tower computes on this rank."""
-        modules = self.accelerator.unwrap_model(self.model).named_modules()
+
+class CountTiles(TrainerCallback):
+    """Counts the tiles or patches that the vision tower computes on this rank in optimizer steps."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.handles = trainer, []
+
+    def on_step_begin(self, *call, **kwargs):
+        modules = self.trainer.accelerator.unwrap_model(self.trainer.model).named_modules()
         first = [module for name, module in modules if name.endswith(("patch_embed", "patch_embedding"))]
-        handles = [m.register_forward_pre_hook(lambda m, args: self.computed.append(len(args[0]))) for m in first]
-        yield
-        for handle in handles:
+        self.handles = [module.register_forward_pre_hook(self.count) for module in first]
+
+    def on_step_end(self, *call, **kwargs):
+        for handle in self.handles:
             handle.remove()
+
+    def count(self, module, args):
+        self.trainer.computed.append(len(args[0]))
 
 
 def save_model(folder: Path, name: str) -> None:
@@ -104,6 +116,8 @@ def make_trainer(
 ) -> Any:
     """A trainer of a row on the ranks of `engine`, with the data and settings of the row, or with others."""
     data = row.documents() if data is None else data
+    make_class, loss_func, _ = USER_CODE[row.code]
+    cls = make_class(cls)
     size = ceil(row.size / (data_ranks_of(engine) * row.micro_batches))
     settings = COMMON | {"per_device_train_batch_size": size, "gradient_accumulation_steps": row.micro_batches}
     settings |= {"learning_rate": RATES[row.adapter]} if row.adapter else {}
@@ -141,8 +155,10 @@ def make_trainer(
         processing_class=processor_of(row),
         peft_config=copy.copy(ADAPTERS[row.adapter]) if row.adapter else None,
         callbacks=callbacks,
+        compute_loss_func=loss_func,
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(CountTiles(trainer))
     set_adapters(trainer.model)
     trainer.engine, trainer.seen, trainer.shapes, trainer.computed, trainer.with_images = None, [], set(), [], []
     if not row.proves:

@@ -224,13 +224,15 @@ def test_a_family_that_parts_behind_an_image_computes_the_image_again(tmp_path):
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_training_computes_what_plan_estimates(family, tmp_path):
     run, seen = make(tmp_path, family, QUESTIONS, **(SGD | SHARED)), []
-    step = run.training_step
+    fetch = run.get_batch_samples
 
-    def counted(model, inputs, *rest):
-        seen.append(len(inputs["pixel_values"] if family == "llava" else inputs["image_grid_thw"]))
-        return step(model, inputs, *rest)
+    def counted(*given):
+        batches, num_items = fetch(*given)
+        for inputs in batches:
+            seen.append(len(inputs["pixel_values"] if family == "llava" else inputs["image_grid_thw"]))
+        return batches, num_items
 
-    run.training_step = counted
+    run.get_batch_samples = counted
     run.train()
     shares = [entry["computed_share"] for entry in run.state.log_history if "computed_share" in entry]
     assert run.data.shares_prefixes and max(seen) <= 3 and max(shares) < 0.7

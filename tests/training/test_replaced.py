@@ -13,17 +13,19 @@ ROWS = texts(40)
 
 def with_documents(run):
     """Collects what each `train()` is given: sorted tokens of every document."""
-    documents, step = [], run.training_step
+    documents, fetch = [], run.get_batch_samples
 
-    def training_step(model, inputs, *args, **kwargs):
-        if run.args.packing:
-            documents.extend(tokens for tokens, _ in documents_of(inputs))
-        else:
-            rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
-            documents.extend(tokens[mask].tolist() for tokens, mask in rows)
-        return step(model, inputs, *args, **kwargs)
+    def noting(*given):
+        batches, num_items = fetch(*given)
+        for inputs in batches:
+            if run.args.packing:
+                documents.extend(tokens for tokens, _ in documents_of(inputs))
+            else:
+                rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
+                documents.extend(tokens[mask].tolist() for tokens, mask in rows)
+        return batches, num_items
 
-    run.training_step = training_step
+    run.get_batch_samples = noting
     return documents
 
 

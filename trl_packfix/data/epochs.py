@@ -102,7 +102,8 @@ class EpochPlanner:
     @cached_property
     def _units(self) -> Units:
         if not self.packing.shares_families:
-            return Units(self.documents.lengths, self.packing.cost_model, self.image_costs)
+            documents = self.documents
+            return Units(documents.lengths, self.packing.cost_model, self.image_costs, targets=documents.trained)
         assert self.documents.tokens is not None, "documents are not sorted by their tokens"
         return self.pieces(self.documents.tokens)
 

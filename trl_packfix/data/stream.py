@@ -199,11 +199,12 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         of_images = [document.get(ENCODED, TOKENS_ALONE).counts for document in documents]
         num_images, values, squares = np.array(of_images).T
         image_costs = packing.cost_model.tower(values, squares)
+        targets = np.array([np.count_nonzero(each["labels"][1:] != IGNORE_INDEX) for each in documents])
         self.counts += StreamCounts(
             packs=len(packs),
             documents=len(documents),
             tokens=int(lengths.sum()),
-            trained_tokens=sum(int(np.count_nonzero(each["labels"][1:] != IGNORE_INDEX)) for each in documents),
+            trained_tokens=int(targets.sum()),
             images=int(num_images.sum()),
             with_images=int(np.count_nonzero(num_images)),
             most_images=int(np.add.reduceat(num_images, offsets[:-1]).max()),
@@ -211,7 +212,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             language_flops=float(packing.cost_model(lengths).sum()),
         )
         plan = PackPlan(np.arange(len(documents)), offsets, lengths, packing.capacity)
-        schedule = packing.schedule(plan, Units(lengths, packing.cost_model, image_costs), 1)
+        units = Units(lengths, packing.cost_model, image_costs, targets=targets)
+        schedule = packing.schedule(plan, units, 1)
         self.micro_steps = dict(Counter(self.micro_steps) + Counter(schedule.degrees.tolist()))
         dummy, rank = dummy_document(self.pad_token_id), self.rank % self.count
         return [

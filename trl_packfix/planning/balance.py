@@ -89,6 +89,34 @@ def least_loaded(
     return [np.array(units, dtype=np.int64) for units in slots.documents] if min(slots.room, default=0) >= 0 else None
 
 
+def even_targets(packs: list[Int64Array], units: Units, num: int, *, capacity: int) -> list[Int64Array]:
+    """Deal the units of `packs` again, to packs with numbers of trained tokens that are as even as is found.
+
+    Where the loss is a mean over each micro-batch, a token of a pack with few trained tokens counts more. Returns at
+    least `num` packs, of at most `capacity` rows each: the given ones if no other way to fit them is more even.
+
+    >>> units = Units(np.array([6, 4, 2]), CostModel(per_token=1.0, per_pair=0.0), targets=np.array([6, 4, 2]))
+    >>> [pack.tolist() for pack in even_targets([np.array([0, 1]), np.array([2])], units, 2, capacity=10)]
+    [[0], [1, 2]]
+    """
+    assert units.targets is not None, "the trained tokens of units are not known"
+    members = np.concatenate(packs)
+    longest_first = members[np.argsort(-units.rows[members], kind="stable")]
+    rows, targets = units.rows[longest_first], units.targets[longest_first]
+    candidates = [packs + [members[:0]] * (num - len(packs))]
+    attempts = [
+        least_loaded(rows, targets, num, capacity=capacity),
+        deal(rows, targets.astype(float), capacity=capacity, world_size=num, num_slots=num, by_rank=False),
+    ]
+    candidates += [[longest_first[places] for places in attempt] for attempt in attempts if attempt is not None]
+
+    def spread(candidate: list[Int64Array]) -> int:
+        sums = [int(units.targets[pack].sum()) for pack in candidate]  # type: ignore[index]  # asserted above
+        return max(sums) - min(sums)
+
+    return min(candidates, key=spread)
+
+
 def deal(
     lengths: Int64Array, cost: Float64Array, *, capacity: int, world_size: int, num_slots: int, by_rank: bool
 ) -> list[Int64Array] | None:

@@ -256,6 +256,7 @@ def make_pieces(
         np.add.reduceat(size - shared, starts)[by_first],
         cost_model,
         np.add.reduceat(image_costs(tokens.order, shared), starts)[by_first],
+        targets=np.add.reduceat(trained[tokens.order], starts)[by_first],
         order=tokens.order[places],
         offsets=np.concatenate([[0], np.cumsum(sizes)]),
         lengths=size[places],

@@ -58,6 +58,8 @@ class Packing:
     degrees: tuple[int, ...] = field(default=(), metadata=FREE)  # that may be chosen; given as (): all possible ones
     speeds: Speeds | None = field(default=None, metadata=FREE | {"name": "exchange_speeds"})
     cost_model: CostModel = field(default=LLAMA_7B, metadata=FREE)
+    # Where the user computes the loss, which may be a mean over each micro-batch
+    evens_targets: bool = field(default=False, metadata=FREE)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "degrees", self.parallel.degrees)

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
-from .balance import balanced, least_loaded
+from .balance import balanced, even_targets, least_loaded
 from .packs import PackPlan, plan_bfd
 from .units import Bins, Synchronisation, Units
 
@@ -114,7 +114,9 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
     [[[0, 1]], [[2]]]
     """
     steps, num_skipped = packs_of_steps(plan, units.rows, num_steps, bins=bins)
-    if bins.balance == "step":
+    if bins.evens_targets:
+        steps = (even_targets(step, units, len(step), capacity=bins.capacity) for step in steps)
+    elif bins.balance == "step":
         steps = (balanced(step, units, bins) for step in steps)
     none = np.zeros(0, np.int64)
     return _schedule((step + [none] * (bins.num_slots - len(step)) for step in steps), bins, num_skipped)
@@ -142,6 +144,7 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
 
     They fill as few micro-batches as the capacity allows, evenly over ranks. The Trainer runs all G micro-batches of a
     step, so each of the others gets one short document. This is the online minibatch packing of arXiv 2407.09105.
+    Where trained tokens are evened out, the units fill as many micro-batches as the unpacked run does.
 
     A step of S slots has at most S * B documents for some B, each of at most `capacity / B` tokens, or pieces of them
     (`families.py`). In a piece, each document but the first adds at most half of that, so k documents have at most
@@ -159,6 +162,10 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
 
     def slots(members: Int64Array) -> list[Int64Array]:
         packs = _few_packs(members, units.rows, bins)
+        if bins.evens_targets:
+            num_filled = min(-(-len(members) // bins.batch_size), bins.num_slots)
+            packs = even_targets(packs, units, num_filled, capacity=bins.capacity)
+            return packs + [members[:0]] * (bins.num_slots - len(packs))
         if bins.balance == "step":
             packs = balanced(packs, units, replace(bins, accumulation=len(packs) // bins.world_size))
         return _spread(packs, units.rows, bins.num_slots)

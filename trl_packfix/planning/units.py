@@ -28,6 +28,8 @@ class Bins:
     balance: Balance = "step"  # deals the units of a step by cost, so that ranks finish together; "none": as they come
     synchronisation: Synchronisation = "micro"  # ranks wait for each other after every micro-batch, or after the step
     drop_last: bool = False  # leave out the last incomplete step
+    evens_targets: bool = False  # evens out the trained tokens of the bins instead of their cost
+    batch_size: int = 1  # documents per micro-batch of the unpacked run
 
     @property
     def num_slots(self) -> int:
@@ -46,6 +48,7 @@ class Units:
     rows: Int64Array  # of each unit, shape (U,); those of a document are its tokens
     cost_model: CostModel
     image_costs: Float64Array | float = 0.0  # FLOPs of the images of each unit in the vision tower, shape (U,)
+    targets: Int64Array | None = None  # trained tokens of each unit, shape (U,); None of units that are never evened
     _costs: dict[int, Float64Array] = field(init=False, repr=False, default_factory=dict)
 
     def __len__(self) -> int:

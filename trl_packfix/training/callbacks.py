@@ -1,5 +1,6 @@
 """Callbacks of the trainer: before the first step, in it, and with each checkpoint."""
 
+import logging
 import re
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,8 @@ from .proofs import prove_degrees, prove_prefixes
 from .run import Run
 from .step_comparison import StepComparison
 
+logger = logging.getLogger(__name__)
+
 MUCH_GIB = 0.5  # memory that is worth a line in the report
 LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
     "isolation/max_change": ("relative", "largest change of a document when another one changes"),
@@ -59,10 +62,20 @@ class BeforeTraining(TrainerCallback):
                 self._objective.has_own_logits = check_fused_head(
                     run.model_wrapped, base_model(run.model), self._data.attention_dtype
                 )
-        if not args.packing:  # the report of packing has this line
+        if args.packing:
+            self._warn_of_uneven_micro_batches()
+        else:  # the report of packing has this line
             run.accelerator.print(f"Trained tokens: {self._data.trained_line()}")
         if args.eval_strategy != "no" or args.eval_on_start:
             self._evaluation.check_evaluation_sets()
+
+    def _warn_of_uneven_micro_batches(self) -> None:
+        planner, schedule, trained = self._data.planner, None, None
+        if planner is not None:
+            schedule, trained = planner.schedule(planner.start.epoch), self._data.documents.trained
+        warning = self._run.user_code.describe_uneven_micro_batches(schedule, trained)
+        if warning is not None and self._run.is_world_process_zero():
+            logger.warning(warning)
 
     def on_pre_optimizer_step(self, *call: object, **kwargs: object) -> None:
         if not self._objective.totals.is_scored:
@@ -91,10 +104,12 @@ class BeforeFirstStep(TrainerCallback):
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:
         run, args, packed_model = self._run, self._run.args, self._run.packed_model
+        if run.packing_report is None:  # made with the loader of this package
+            refuse(Setup(args=args, own_loader=f"{type(run).__name__}.get_train_dataloader"))
         with run.compute_loss_context_manager(), proof_status(args, packed_model):
             isolation = packed_model.prove(run.model_wrapped)
         report = run.packing_report
-        assert report is not None  # made with the training loader
+        assert report is not None
         reason = prove_prefixes(run, self._data, run.model_wrapped)
         if reason is not None and report.prefixes is not None:
             report = replace(report, prefixes=replace(report.prefixes, refused=reason))

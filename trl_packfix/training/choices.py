@@ -37,8 +37,9 @@ class Setup:
     processing_class: object = None
     peft_config: Any = None
     accelerator: Accelerator | None = None
-    own_sampler: str | None = None  # as `own_loss`, a method of a subclass that replaces ours
+    own_sampler: str | None = None  # as the two below, a method of a subclass that replaces ours
     own_loss: str | None = None
+    own_loader: str | None = None
 
     @property
     def is_stream(self) -> bool:
@@ -229,6 +230,11 @@ OWN_LOSS = Choice(
     "a `compute_loss` that does not call `super().compute_loss`",
     lambda setup: setup.own_loss and f"`{setup.own_loss}`, which does not call `super().compute_loss`,",
     "change what `super().compute_loss` returns",
+)
+OWN_LOADER = Choice(
+    "a `get_train_dataloader` that does not call `super().get_train_dataloader`",
+    lambda setup: setup.own_loader and f"`{setup.own_loader}`, which does not call `super().get_train_dataloader`,",
+    "change what `super().get_train_dataloader` returns",
 )
 OWN_SAMPLER = Choice(
     "a subclass with `_get_train_sampler`", lambda setup: setup.own_sampler and f"`{setup.own_sampler}`", "remove it"

@@ -96,6 +96,8 @@ FEATURES = (
             of.COLLATOR: "A pack needs a collator that keeps document boundaries, and any other would lose them",
             of.OWN_SAMPLER: "Packs are planned from the lengths of all documents and no sampler is called, so the "
             "method would be ignored",
+            of.OWN_LOADER: "Packs are planned for the loader of this trainer, and other batches may have no "
+            "boundaries, or leave documents out",
             of.SAMPLING: "Packs are made of documents of all lengths and balanced over ranks by `balance`, so batches "
             "by length have no meaning",
             of.DIVIDED: "Every rank reads its own packs, and one pack of shape (1, T) cannot be divided",

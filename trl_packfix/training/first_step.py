@@ -131,6 +131,8 @@ class FirstStep:
         if not self._has_collectives:  # each rank compares them when it meets them
             below.silent, self._probe = self._probe.silent, below
         text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked ({gap[0]:.0e})"
+        if (method := f"{type(self._run).__name__}.training_step") in self._run.user_code.methods:
+            text += f", without {method}, which is not tested"
         if packed.products is None:
             return StepComparison(f"{text}; gradients are held by the engine, not compared", gap[0], problem=problem)
         text += f"; gradients {gap[1]:.0e} over {len(self._names)} parameters"
@@ -141,11 +143,11 @@ class FirstStep:
         return StepComparison(text, *gap, problem=problem)
 
     def _why_not(self) -> str | None:
-        kind, run = type(self._run), self._run
+        run = self._run
         if run.compute_loss_func is not None:
             return "`compute_loss_func` gets a whole batch, so its loss need not be a sum over documents"
-        if not kind.compute_loss.__module__.startswith(__package__):
-            return f"the loss is that of {kind.__name__}.compute_loss"
+        if (method := f"{type(run).__name__}.compute_loss") in run.user_code.methods:
+            return f"the loss is that of {method}"
         return None if self._objective.is_ours else "the loss is TRL's"
 
     @cached_property

@@ -200,6 +200,7 @@ class TrainingData(Part):
             "world_size": self.ranks.count,
             "synchronisation": checks.synchronisation(self._run.accelerator, base_model(self._run.model)),
             "batch_size": self._run._train_batch_size,  # lowered by `auto_find_batch_size`
+            "evens_targets": bool(self._run.user_code.names) and self.args.balance == "step",
         }
 
     def make_planner(self) -> EpochPlanner:

@@ -35,6 +35,7 @@ from .loading import TrainingData
 from .routers import check_router_loss, group_load_balancing
 from .run import Part, Run
 from .totals import TrainingTotals, sum_dtype
+from .user_code import has_trained_tokens
 
 NUM_DUMMY_TOKENS = 2
 
@@ -134,6 +135,15 @@ class Objective(Part):
                 return loss, model(**{key: value for key, value in inputs.items() if key != "labels"})
         return loss
 
+    def dummy_loss(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: object = None) -> Tensor:
+        """Return 0, the loss of a micro-batch without a trained token, with gradients of 0 for all parameters.
+
+        The forward runs because other ranks wait for its collective calls. Nothing is added to the log.
+        """
+        self._run.packed_model.check_attends(inputs)
+        inputs["use_cache"] = False
+        return -model(**inputs, fused_lm_head=True).log_probs.sum()
+
     def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
         of_user = self._run.compute_loss_func
@@ -149,6 +159,9 @@ class Objective(Part):
         with_logits = model(**{key: value for key, value in inputs.items() if key not in ("labels", "shift_labels")})
         with torch.no_grad():
             outputs = model(**inputs, fused_lm_head=True)
+        if of_user is not None and self.args.packing and not has_trained_tokens(inputs):
+            # Of a dummy, the user's mean would be 0 / 0. The forwards ran, because other ranks wait for them
+            return with_logits.logits.masked_fill(outputs.label_mask.new_ones(()).bool(), 0).sum(), outputs
         if of_user is not None:
             return of_user(with_logits, inputs.get("labels"), num_items_in_batch=num_items), outputs
         if self._run.aux_loss_enabled:  # which TRL does not train with label smoothing

@@ -56,6 +56,7 @@ from .loading import TrainingData, unpacked_rows
 from .objective import Objective, check_one_document_per_row
 from .progress import say_deepspeed_offloads
 from .restart import Restart
+from .user_code import UserCode
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -108,6 +109,7 @@ class SFTTrainer(trl.SFTTrainer):
     packed_model: PackedModel
     data: TrainingData
     training_objective: Objective  # transformers sets `objective` in a search of hyperparameters
+    user_code: UserCode
     evaluation: Evaluation
     restart: Restart
 
@@ -145,6 +147,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.packing_report = None
         self.data = data = TrainingData(self, args, model, train_dataset=train_dataset, eval_dataset=eval_dataset)
         self.training_objective = Objective(self, data, compute_loss_func)
+        self.user_code = UserCode(self, SFTTrainer, self.training_objective.dummy_loss)
         self.evaluation = Evaluation(self, data, self.training_objective, own=SFTTrainer)
         self.restart = Restart(self, data)
         self._has_own_collator = data_collator is not None
@@ -243,7 +246,7 @@ class SFTTrainer(trl.SFTTrainer):
         resume_from_checkpoint = self.restart.choose(resume_from_checkpoint)
         say_deepspeed_offloads(self.accelerator)
         try:
-            with compiles_checkpointed_layers(self.args):
+            with compiles_checkpointed_layers(self.args), self.user_code.without_dummies():
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:  # transformers calls no callback for a run that fails
             if self.args.packing:
@@ -317,6 +320,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.training_objective.totals.start_fetch()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.training_objective.same_pack.check(batches)
+        self.user_code.begin_step(batches)
         if self.args.packing:
             self.first_step.compare_longer(batches)
         return batches, num_items

@@ -1,0 +1,192 @@
+"""The user's own loss and step on packs, beside stock TRL on padded batches of the same documents.
+
+Each kind of user code is written as transformers' and TRL's documentation write it, once, and runs on both trainers.
+Accumulation is 3, and the last step of the epoch has fewer micro-batches, so a packed run has dummies.
+"""
+
+import logging
+from math import isfinite
+
+import numpy as np
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from support.models import build_tiny_model
+from support.runs import stock, trainer, weights
+from support.user_code import USER_CODE, with_mean, with_step
+
+from trl_packfix import SFTTrainer
+from trl_packfix.planning.balance import even_targets
+from trl_packfix.planning.costs import LLAMA_7B
+from trl_packfix.planning.schedule import Schedule
+from trl_packfix.planning.units import Units
+from trl_packfix.training.user_code import uneven_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def documents(num=20, seed=0):
+    """Documents of 4 to 60 tokens, all of them trained."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(4, 260, rng.integers(4, 60)).tolist() for _ in range(num)]
+    return Dataset.from_dict({"input_ids": rows, "labels": rows})
+
+
+SETTINGS = {"learning_rate": 0.05, "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+SETTINGS |= {"num_train_epochs": 2, "gradient_accumulation_steps": 3, "seed": 7}
+
+
+def run_both(folder, name, data=None, **settings):
+    """A packed run with user code and stock TRL's unpacked one, both trained."""
+    make_class, loss_func, _ = USER_CODE[name]
+    settings, data = SETTINGS | settings, documents() if data is None else data
+    extra = {"trainer_kwargs": {"compute_loss_func": loss_func}}
+    packed = trainer(
+        folder, data, trainer_class=make_class(SFTTrainer), packing_strategy="minibatch", **extra, **settings
+    )
+    config = {"config_class": trl.SFTConfig, "packing": False}
+    unpacked = trainer(folder, data, trainer_class=make_class(trl.SFTTrainer), **config, **extra, **settings)
+    for run in (packed, unpacked):
+        run.train()
+    return packed, unpacked
+
+
+def difference(packed, unpacked):
+    """Of the weights, relative to what the unpacked run changes."""
+    start = torch.cat([p.detach().flatten() for p in build_tiny_model("llama").parameters()])
+    return float((weights(packed) - weights(unpacked)).norm() / (weights(unpacked) - start).norm())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, (*_, is_mean) in USER_CODE.items() if not is_mean])
+def test_user_code_that_sums_trains_as_unpacked(name, tmp_path):
+    packed, unpacked = run_both(tmp_path, name, per_device_train_batch_size=4)
+    assert difference(packed, unpacked) < 5e-6
+    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (packed, unpacked)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, (*_, is_mean) in USER_CODE.items() if is_mean])
+def test_means_of_one_document_train_as_unpacked(name, tmp_path):
+    """With one document per micro-batch both runs take the same means. Dummies of the last step must not count."""
+    packed, unpacked = run_both(tmp_path, name, per_device_train_batch_size=1)
+    assert len(packed.train_dataset) % 3 != 0, "no dummy"
+    assert difference(packed, unpacked) < 5e-6
+
+
+def tokens_of_steps(run):
+    return [entry["num_tokens"] for entry in run.state.log_history if "num_tokens" in entry]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["minibatch", "stream"])
+def test_means_of_packs_are_near_those_of_unpacked_training(strategy, tmp_path):
+    """Packs as they come would be 2.0 of an update away from the unpacked run (micro-batches of 143, 145, 4 tokens)."""
+    settings = SETTINGS | {"num_train_epochs": 1, "per_device_train_batch_size": 4}
+    seen = []
+
+    class Noting(with_mean(SFTTrainer)):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            seen.append((self.state.global_step, int((inputs["labels"] != -100).sum())))
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    run = trainer(tmp_path, documents(), trainer_class=Noting, packing_strategy=strategy, **settings)
+    run.train()
+    for step in range(run.state.global_step):
+        counts = [count for at, count in seen if at == step]
+        assert len(counts) > 1, "a step of one micro-batch is even"
+        assert max(counts) < 1.1 * min(counts)
+    if strategy == "minibatch":
+        unpacked = stock(tmp_path, documents(), **settings)
+        unpacked.train()
+        ours, theirs = (tokens_of_steps(each) for each in (run, unpacked))
+        assert ours == theirs
+
+
+def test_what_remains_uneven_is_said_once_with_its_number(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "trl_packfix"):
+        run = trainer(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1, **SETTINGS)
+        run.train()
+    schedule, trained = run.data.planner.schedule(0), run.data.documents.trained
+    _, _, gap = uneven_weights(schedule, trained)
+    (text,) = [record.getMessage() for record in caplog.records if "micro-batch" in record.getMessage()]
+    assert text.startswith("`MeanLoss.compute_loss` computes the loss of packs. In the first epoch they hold ")
+    assert f"counts up to {gap:.0%} more or less" in text
+    assert "Divide a sum over trained tokens by `num_items_in_batch`" in text
+
+
+def test_nothing_is_said_without_user_code_or_of_steps_of_one_micro_batch(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "trl_packfix"):
+        trainer(tmp_path, documents(), max_steps=1, gradient_accumulation_steps=3).train()
+        trainer(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1).train()
+    assert not [record for record in caplog.records if "micro-batch" in record.getMessage()]
+
+
+def test_uneven_weights_are_those_of_a_mean_of_means():
+    """Micro-batches of 10 and 30 trained tokens, then 20 and a dummy: 1/10 and 1/30 for 2/40 each."""
+    schedule = Schedule(np.arange(3), np.array([0, 1, 2, 3, 3]), accumulation=2, world_size=1)
+    most, fewest, gap = uneven_weights(schedule, np.array([10, 30, 20]))
+    assert most == 30
+    assert fewest == 10
+    assert gap == pytest.approx(1.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30), st.integers(1, 5))
+def test_even_targets_keeps_units_and_capacity_and_is_never_less_even(units, num):
+    rows = np.array([max(pair) for pair in units])
+    targets = np.array([min(pair) for pair in units])
+    members = np.arange(len(units))
+    given_packs = [members[i::num] for i in range(num)]
+    capacity = max(int(rows[pack].sum()) for pack in given_packs)
+    packs = even_targets(given_packs, Units(rows, LLAMA_7B, targets=targets), num, capacity=capacity)
+
+    def spread(packs):
+        sums = [targets[pack].sum() for pack in packs]
+        return max(sums) - min(sums)
+
+    assert sorted(np.concatenate(packs).tolist()) == members.tolist()
+    assert len(packs) == num
+    assert max(rows[pack].sum() for pack in packs) <= capacity
+    assert spread(packs) <= spread(given_packs)
+
+
+def test_families_are_evened_out_too(tmp_path):
+    """A family has the trained tokens of all its documents."""
+    begin = list(range(10, 50))
+    data = Dataset.from_dict({"input_ids": [begin + [60 + i] * (1 + i % 9) for i in range(40)]})
+    settings = {"share_prefixes": "family", "packing_strategy": "minibatch", "gradient_accumulation_steps": 2}
+    run = trainer(tmp_path, data, trainer_class=USER_CODE["penalty"][0](SFTTrainer), max_steps=1, **settings)
+    assert isfinite(run.train().training_loss)
+    units = run.data.planner.units(0)
+    assert len(units) < len(data), "no families"
+    assert units.targets.sum() == run.data.documents.trained.sum()
+
+
+def test_a_loader_of_the_users_own_is_refused(tmp_path):
+    class OwnLoader(SFTTrainer):
+        def get_train_dataloader(self):
+            loader = torch.utils.data.DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
+            return self.accelerator.prepare(loader)
+
+    with pytest.raises(
+        ValueError, match=r"`OwnLoader.get_train_dataloader`, which does not call .* given with packing"
+    ):
+        trainer(tmp_path, documents(), trainer_class=OwnLoader).train()
+
+
+def test_a_loader_that_wraps_ours_trains(tmp_path):
+    class Wrapped(SFTTrainer):
+        def get_train_dataloader(self):
+            return super().get_train_dataloader()
+
+    assert isfinite(trainer(tmp_path, documents(), trainer_class=Wrapped, max_steps=1).train().training_loss)
+
+
+def test_the_report_says_that_the_users_step_is_not_tested(tmp_path):
+    run = trainer(tmp_path, documents(), trainer_class=with_step(SFTTrainer), max_steps=1)
+    run.train()
+    assert "without OwnStep.training_step, which is not tested" in run.packing_report.first_step
