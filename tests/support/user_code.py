@@ -1,6 +1,7 @@
 """Losses and steps as users write them, for TRL's `SFTTrainer` and ours alike."""
 
-from torch.nn.functional import cross_entropy
+from torch import no_grad
+from torch.nn.functional import cross_entropy, kl_div
 
 
 def token_losses(logits, labels):
@@ -60,6 +61,23 @@ def with_penalty(base):
             return loss + 1e-3 * sum((p**2).sum() for p in model.parameters())
 
     return Penalised
+
+
+def with_teacher(base):
+    class Distilling(base):
+        """Learns the distribution of `self.teacher` on all trained tokens."""
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs["labels"]
+            inputs = {name: value for name, value in inputs.items() if name != "labels"}
+            with no_grad():
+                taught = self.teacher(**inputs).logits[:, :-1].log_softmax(-1)
+            learned = model(**inputs).logits[:, :-1].log_softmax(-1)
+            gaps = kl_div(learned, taught, log_target=True, reduction="none").sum(-1)
+            loss = (gaps * (labels[:, 1:] != -100)).sum() / num_items_in_batch
+            return (loss, None) if return_outputs else loss
+
+    return Distilling
 
 
 def with_step(base):

@@ -4,6 +4,7 @@ Each kind of user code is written as transformers' and TRL's documentation write
 Accumulation is 3, and the last step of the epoch has fewer micro-batches, so a packed run has dummies.
 """
 
+import copy
 import logging
 from math import isfinite
 
@@ -15,10 +16,11 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models import build_tiny_model
-from support.runs import stock, trainer, weights
-from support.user_code import USER_CODE, with_mean, with_step
+from support.runs import start_weights, stock, trainer, weights
+from support.user_code import USER_CODE, with_mean, with_step, with_teacher
+from transformers import TrainerCallback
 
-from trl_packfix import SFTTrainer
+from trl_packfix import PackingLeakError, SFTTrainer, prepare_for_packing
 from trl_packfix.planning.balance import even_targets
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.planning.schedule import Schedule
@@ -54,9 +56,9 @@ def run_both(folder, name, data=None, **settings):
     return packed, unpacked
 
 
-def difference(packed, unpacked):
+def difference(packed, unpacked, model_type="llama"):
     """Of the weights, relative to what the unpacked run changes."""
-    start = torch.cat([p.detach().flatten() for p in build_tiny_model("llama").parameters()])
+    start = start_weights(model_type)
     return float((weights(packed) - weights(unpacked)).norm() / (weights(unpacked) - start).norm())
 
 
@@ -190,3 +192,135 @@ def test_the_report_says_that_the_users_step_is_not_tested(tmp_path):
     run = trainer(tmp_path, documents(), trainer_class=with_step(SFTTrainer), max_steps=1)
     run.train()
     assert "without OwnStep.training_step, which is not tested" in run.packing_report.first_step
+
+
+# Other models in a step
+
+
+def run_with_teacher(folder, base, model_type, prepares=True, **settings):
+    run = trainer(
+        folder,
+        documents(),
+        model_type,
+        trainer_class=with_teacher(base),
+        **SETTINGS | {"num_train_epochs": 1} | settings,
+    )
+    run.teacher = build_tiny_model(model_type, seed=9).eval()
+    if base is SFTTrainer and prepares:
+        prepare_for_packing(run.teacher, max_length=64)
+    run.train()
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "opt"])
+def test_a_prepared_teacher_teaches_each_document(model_type, tmp_path):
+    """OPT's positions ignore `position_ids`, so documents of a pack would see each other in an unprepared teacher."""
+    packed = run_with_teacher(tmp_path, SFTTrainer, model_type, packing_strategy="minibatch")
+    unpacked = run_with_teacher(
+        tmp_path, trl.SFTTrainer, model_type, config_class=trl.SFTConfig, packing=False, max_length=64
+    )
+    assert difference(packed, unpacked, model_type) < 1e-5
+
+
+def test_an_unprepared_teacher_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM was called .* a pack of \d+ documents.*prepare_for_packing"
+    ):
+        run_with_teacher(tmp_path, SFTTrainer, "llama", prepares=False, max_steps=1)
+
+
+def test_the_trained_model_without_boundaries_is_refused(tmp_path):
+    class WithoutBoundaries(SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(input_ids=inputs["input_ids"], labels=inputs["labels"]).loss
+
+    with pytest.raises(ValueError, match=r"without their boundaries.*model\(\*\*inputs\)"):
+        trainer(tmp_path, documents(), trainer_class=WithoutBoundaries, max_steps=1).train()
+
+
+def test_a_model_of_single_documents_and_own_embeddings_are_not_refused(tmp_path):
+    """A teacher that gets each document alone is right, and so is a table of weights by token."""
+
+    class Alone(SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            lengths = inputs["cu_seq_lens_q"].diff().tolist()
+            with torch.no_grad():
+                for tokens in inputs["input_ids"].split(lengths, dim=1):
+                    self.teacher(input_ids=tokens)
+            self.token_weights(inputs["input_ids"])
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    run = trainer(tmp_path, documents(), trainer_class=Alone, max_steps=1)
+    run.teacher = build_tiny_model("llama", seed=9).eval()
+    run.token_weights = torch.nn.Embedding(300, 1)
+    assert isfinite(run.train().training_loss)
+
+
+def test_a_deep_copy_that_would_compute_with_the_original_is_refused(tmp_path):
+    run = trainer(tmp_path, documents(), trainer_class=with_teacher(SFTTrainer), max_steps=1)
+    run.teacher = copy.deepcopy(run.model).eval()
+    with pytest.raises(ValueError, match=r"A deep copy of a LlamaForCausalLM .*`del copy.forward`"):
+        run.train()
+    del run.teacher.forward
+    prepare_for_packing(run.teacher, max_length=64)
+    assert isfinite(run.train().training_loss)
+
+
+# Callbacks that change the model
+
+
+class SetsAttention(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 2:
+            model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.slow
+def test_attention_that_a_callback_sets_is_set_back_in_packs(tmp_path):
+    """With sdpa, documents of packs see each other on OPT: 0.1 of an update and more."""
+    settings = SETTINGS | {"num_train_epochs": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    extra = {"trainer_kwargs": {"callbacks": [SetsAttention()]}}
+    packed = trainer(tmp_path, documents(), "opt", packing_strategy="minibatch", **extra, **settings)
+    with pytest.warns(UserWarning, match=r"attn_implementation='sdpa' was set .*'packfix_varlen' is set again"):
+        packed.train()
+    unpacked = stock(tmp_path, documents(), "opt", **extra, **settings)
+    unpacked.train()
+    assert difference(packed, unpacked, "opt") < 1e-5
+
+
+class Swaps(TrainerCallback):
+    """Replaces a module before the second step."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            model.model.layers[0].mlp = self.make(model.model.layers[0].mlp)
+
+
+class Shifted(torch.nn.Module):
+    """Adds to each token what it computed of the token 8 before it, also across documents."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states):
+        states = self.inner(states)
+        return states + torch.nn.functional.pad(states, (0, 0, 8, 0))[:, : states.shape[1]]
+
+
+def test_a_module_that_a_callback_swaps_in_is_tested(tmp_path, caplog):
+    swaps = {"trainer_kwargs": {"callbacks": [Swaps(copy.deepcopy)]}}
+    with caplog.at_level(logging.WARNING, "trl_packfix"):
+        trainer(tmp_path, documents(), max_steps=3, **swaps).train()
+    (text,) = [record.getMessage() for record in caplog.records if "were changed" in record.getMessage()]
+    assert text.startswith("Modules of LlamaForCausalLM were changed before optimizer step 2, so documents in packs")
+
+
+def test_a_leaking_module_that_a_callback_swaps_in_is_refused(tmp_path):
+    swaps = {"trainer_kwargs": {"callbacks": [Swaps(Shifted)]}}
+    with pytest.raises(PackingLeakError):
+        trainer(tmp_path, documents(), max_steps=3, on_leak="raise", **swaps).train()

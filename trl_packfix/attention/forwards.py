@@ -109,6 +109,7 @@ class PackedForwardGuard(ModelHooks):
         super().__init__()
         self.model, self.fed = model, fed
         self.ignores_masks = False
+        self.before_pack: Callable[[], None] | None = None  # called at the beginning of each packed forward
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
         self._layers: list[nn.Module] = []
         self.mixers = MixerNames(model)
@@ -149,6 +150,8 @@ class PackedForwardGuard(ModelHooks):
             running = running_forward()
             if running is None or running.cu_seq_lens_q is not kwargs.get("cu_seq_lens_q"):
                 # no other guard recorded it
+                if self.before_pack is not None:
+                    self.before_pack()
                 running = _check_packed_batch(model, args, kwargs, layout=layout)
                 running = replace(running, ignores_masks=self.ignores_masks, mixers=self.mixers)
                 self._recorded = running

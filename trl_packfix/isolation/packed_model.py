@@ -155,6 +155,13 @@ class PackedModel:
             return self.unpack(wrapped, why=report.summary())
         return self.isolation
 
+    def prove_changed(self, wrapped: nn.Module) -> IsolationReport:
+        """Choose attention and prove again, for a model whose modules have changed since the last proof."""
+        self.rest()
+        self._forget()
+        self._choose()
+        return self.prove(wrapped)
+
     def unpack(self, wrapped: nn.Module, why: str) -> IsolationReport:
         """Run documents as rows of padded batches from now on, and probe the model so."""
         for hooks in self._hooks:
@@ -280,7 +287,7 @@ class PackedModel:
     def _report(self, wrapped: nn.Module, degree: int = 1, *, with_prefixes: bool = False) -> IsolationReport:
         name, previous, images = self.attention.name, self.attention.previous, self.images
         settings: dict[str, Any] = {"images": images, "user_attention": previous, "shares": with_prefixes}
-        prove = partial(check_packs, wrapped, self.max_length, degree, **settings)
+        prove = self._as_test(partial(check_packs, wrapped, self.max_length, degree, **settings))
         if self.recall is None or images is not None or self.repaired or self.is_unpacked:
             report = prove()
         else:
@@ -300,7 +307,7 @@ class PackedModel:
             self._search = search = RepairSearch(probe, self._guard, self.max_length)
             try:
                 with probe.undisturbed():
-                    report = search.run()
+                    report = self._as_test(search.run)()
             except OwnAttentionError:
                 search.give_up()
                 continue
@@ -324,6 +331,33 @@ class PackedModel:
         if self._unpacked is not None:
             return [*self.own_hooks, self._unpacked]
         return [*self.own_hooks, self._guard, *([] if self._search is None else self._search.hooks)]
+
+    def _as_test(self, test: Callable[[], IsolationReport]) -> Callable[[], IsolationReport]:
+        """Make a test, which may set other attention, that is not disturbed by `_restore_attention`."""
+
+        def run() -> IsolationReport:
+            self._guard.before_pack = None
+            try:
+                return test()
+            finally:
+                self._guard.before_pack = self._restore_attention
+
+        return run
+
+    def _restore_attention(self) -> None:
+        """Set the attention that was tested again if another one was set since `attend`, with a warning."""
+        current, tested = own_attention(self.model), self.attention.name
+        if current == tested:
+            return
+        set_attention(self.model, tested)
+        if self._takes_towers:
+            set_tower_attention(base_model(self.model), TOWER_ATTENTION)
+        warnings.warn(
+            f"attn_implementation={current!r} was set on the model during training, and packs were tested with "
+            f"{tested!r}: other attention may ignore the boundaries of documents. {tested!r} is set again. To read "
+            "attention maps, set yours around the forward of a padded batch only.",
+            stacklevel=2,
+        )
 
     def attend(self) -> None:
         """Set the model up for packs; without effect if it is."""

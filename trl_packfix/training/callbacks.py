@@ -101,6 +101,26 @@ class BeforeFirstStep(TrainerCallback):
 
     def __init__(self, run: Run, data: TrainingData, first_step: FirstStep):
         self._run, self._data, self._first_step = run, data, first_step
+        self._modules: list[int] = []  # those that were tested, by identity
+
+    def on_step_begin(self, *call: object, **kwargs: object) -> None:
+        """Prove isolation again if modules of the model were replaced, added or removed since the last proof."""
+        run, modules = self._run, self._identities()
+        if modules == self._modules or run.packed_model.is_unpacked:  # rows of padded batches need no proof
+            return
+        self._modules = modules
+        with run.compute_loss_context_manager():
+            isolation = run.packed_model.prove_changed(run.model_wrapped)
+        isolation.raise_if_leaking(run.args.on_leak)
+        prove_prefixes(run, self._data, run.model_wrapped)
+        prove_degrees(run, self._data.degrees)
+        logger.warning(
+            f"Modules of {type(base_model(run.model)).__name__} were changed before optimizer step "
+            f"{run.state.global_step + 1}, so documents in packs were tested again: {isolation.summary()}."
+        )
+
+    def _identities(self) -> list[int]:
+        return [id(module) for module in base_model(self._run.model).modules()]
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:
         run, args, packed_model = self._run, self._run.args, self._run.packed_model
@@ -136,6 +156,7 @@ class BeforeFirstStep(TrainerCallback):
             report.save(str(args.output_dir))
         isolation.raise_if_leaking(args.on_leak)
         step.raise_if_different()
+        self._modules = self._identities()
         # Loggers get these, and the log history writes them to trainer_state.json; printed, they are in the report
         handler, callbacks = run.callback_handler, run.callback_handler.callbacks
         if args.packing_report:

@@ -163,7 +163,8 @@ class Objective(Part):
             # Of a dummy, the user's mean would be 0 / 0. The forwards ran, because other ranks wait for them
             return with_logits.logits.masked_fill(outputs.label_mask.new_ones(()).bool(), 0).sum(), outputs
         if of_user is not None:
-            return of_user(with_logits, inputs.get("labels"), num_items_in_batch=num_items), outputs
+            with self._run.user_code.other_models_checked(inputs):
+                return of_user(with_logits, inputs.get("labels"), num_items_in_batch=num_items), outputs
         if self._run.aux_loss_enabled:  # which TRL does not train with label smoothing
             outputs.aux_loss = with_logits.aux_loss
         targets, num_classes = layout_of(inputs).targets(outputs.label_mask), with_logits.logits.shape[-1]

@@ -12,7 +12,7 @@ for padded batches. A packed step differs from these in two ways:
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..data.collator import IGNORE_INDEX
 from ..planning.schedule import Schedule
+from .other_models import refused_if_unprepared
 from .run import Part, Run
 
 OWN_METHODS = ("training_step", "compute_loss")  # of a trainer, by which a step is computed
@@ -76,6 +77,13 @@ class UserCode(Part):
         finally:
             self._methods_in_training = None
 
+    def other_models_checked(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Refuse models that are not prepared for packs, if the user's code calls them with the tokens of `inputs`.
+
+        Compiled layers would be compiled again with the hook, so runs with `torch_compile` are not checked.
+        """
+        return nullcontext() if self.args.torch_compile else refused_if_unprepared(inputs)
+
     def begin_step(self, batches: list[dict[str, Any]]) -> None:
         """Count the micro-batches of an optimizer step on which the user's code will run."""
         if self.args.packing and self.methods:
@@ -87,7 +95,9 @@ class UserCode(Part):
         if has_trained_tokens(inputs):
             # transformers divides losses that are means by it, and an unpacked step has no dummies
             run.current_gradient_accumulation_steps = self._num_filled
-            return self._users_step(model, inputs, num_items_in_batch)
+            inputs["use_cache"] = False  # other models get these inputs, too
+            with self.other_models_checked(inputs):
+                return self._users_step(model, inputs, num_items_in_batch)
         with _attribute(run, "compute_loss", self._dummy_loss):
             return self._own.training_step(run, model, inputs, num_items_in_batch)  # type: ignore[attr-defined]
 
