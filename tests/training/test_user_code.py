@@ -15,6 +15,7 @@ import trl
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig
 from support.models import build_tiny_model
 from support.runs import start_weights, stock, trainer, weights
 from support.user_code import USER_CODE, with_mean, with_step, with_teacher
@@ -324,3 +325,79 @@ def test_a_leaking_module_that_a_callback_swaps_in_is_refused(tmp_path):
     swaps = {"trainer_kwargs": {"callbacks": [Swaps(Shifted)]}}
     with pytest.raises(PackingLeakError):
         trainer(tmp_path, documents(), max_steps=3, on_leak="raise", **swaps).train()
+
+
+# Hooks that the tests before the first step meet
+
+
+def fuse_optimizer(run):
+    """Step in the backward, as PyTorch's recipe and transformers' layer-wise optimizers do; counts the steps."""
+    run.num_hooked = 0
+    optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in run.model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+        run.num_hooked += 1
+
+    for parameter in run.model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def schedule_gradients(run):
+    """Scale gradients by a schedule that counts its own calls."""
+    run.num_hooked = 0
+
+    def scale(gradient):
+        run.num_hooked += 1
+        return gradient * (1 + 0.1 * (run.num_hooked // 21))
+
+    for parameter in run.model.parameters():
+        parameter.register_hook(scale)
+
+
+@pytest.mark.parametrize("register", [fuse_optimizer, schedule_gradients])
+def test_hooks_on_gradients_run_as_often_as_in_unpacked_training(register, tmp_path):
+    settings = SETTINGS | {"num_train_epochs": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
+    settings["learning_rate"] = 0.0 if register is fuse_optimizer else 0.05
+    packed = trainer(tmp_path, documents(), packing_strategy="minibatch", **settings)
+    unpacked = stock(tmp_path, documents(), **settings)
+    for run in (packed, unpacked):
+        register(run)
+        run.train()
+    assert packed.num_hooked == unpacked.num_hooked > 0
+    assert difference(packed, unpacked) < 1e-5
+    assert f"hooks on gradients left out: {register.__name__}" in packed.packing_report.first_step
+
+
+def test_forward_hooks_run_in_the_tests_and_the_report_says_so(tmp_path):
+    run = trainer(tmp_path, documents(), max_steps=1)
+
+    def observe(module, args, output):
+        pass
+
+    run.model.model.embed_tokens.register_forward_hook(observe)
+    run.train()
+    assert "forward hooks ran, and count their calls in the tests, too: " in run.packing_report.first_step
+    assert "observe of model.embed_tokens" in run.packing_report.first_step
+
+
+def test_a_forward_hook_that_trains_is_refused(tmp_path):
+    run = trainer(tmp_path, documents(), max_steps=1)
+
+    def train(module, args, output):
+        with torch.no_grad():
+            module.weight.mul_(0.99)
+
+    run.model.model.embed_tokens.register_forward_hook(train)
+    with pytest.raises(ValueError, match=r"changed parameters of LlamaForCausalLM.*train of model.embed_tokens"):
+        run.train()
+
+
+def test_no_hooks_are_named_without_any(tmp_path):
+    """Neither those of this package nor those of the libraries."""
+    run = trainer(
+        tmp_path, documents(), max_steps=1, trainer_kwargs={"peft_config": LoraConfig(target_modules=["q_proj"])}
+    )
+    run.train()
+    assert "hook" not in run.packing_report.first_step

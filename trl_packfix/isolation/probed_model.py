@@ -23,6 +23,7 @@ from ..attention.tower_attention import towers_as_given
 from ..attention.varlen import ATTENTION_NAME
 from ..layout import Layout
 from .randomness import device_state, set_device_state
+from .user_hooks import gradient_hooks_aside
 
 T = TypeVar("T")
 # Texts of errors where `autograd.grad` is not supported: reentrant checkpointing, models that recompute or detach
@@ -254,8 +255,9 @@ class ProbedModel:
     def undisturbed(self) -> Iterator[None]:
         """Within this context, the model is in train mode with dropout rate 0, as in training without randomness.
 
-        On exit buffers, random state and modes are restored. Under FSDP2 parameters are sharded again, which the root
-        module otherwise does only after a backward pass; under ZeRO-3 those of modules into which no gradient flows.
+        The user's hooks on gradients are left out. On exit buffers, random state and modes are restored. Under FSDP2
+        parameters are sharded again, which the root module otherwise does only after a backward pass; under ZeRO-3
+        those of modules into which no gradient flows.
         """
         inner = self.inner
         modes = [(module, module.training) for module in inner.modules()]
@@ -267,7 +269,7 @@ class ProbedModel:
         ]
         buffers = [(buffer, buffer.clone()) for buffer in inner.buffers()]
         state = device_state(self.device)
-        with torch.random.fork_rng(devices=[]), all_in_one_batch():
+        with torch.random.fork_rng(devices=[]), all_in_one_batch(), gradient_hooks_aside(inner):
             try:
                 inner.train()
                 for module, name, _ in rates:

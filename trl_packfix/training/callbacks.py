@@ -21,6 +21,8 @@ from ..attention.models import base_model, head_counts, text_config
 from ..attention.runs import COPIED_BYTES
 from ..data.model_memory import ROWS_PER_DOCUMENT
 from ..data.stream import StreamCounts
+from ..isolation.isolation_report import IsolationReport
+from ..isolation.user_hooks import describe_hooks, parameters_unchanged
 from ..reporting.build import make_stream_report
 from ..reporting.report import PackingReport, metrics
 from .choices import Setup
@@ -126,30 +128,20 @@ class BeforeFirstStep(TrainerCallback):
         run, args, packed_model = self._run, self._run.args, self._run.packed_model
         if run.packing_report is None:  # made with the loader of this package
             refuse(Setup(args=args, own_loader=f"{type(run).__name__}.get_train_dataloader"))
-        with run.compute_loss_context_manager(), proof_status(args, packed_model):
-            isolation = packed_model.prove(run.model_wrapped)
+        model = base_model(run.model)
+        with parameters_unchanged(model):
+            isolation, step = self._prove_and_compare()
         report = run.packing_report
         assert report is not None
-        reason = prove_prefixes(run, self._data, run.model_wrapped)
-        if reason is not None and report.prefixes is not None:
-            report = replace(report, prefixes=replace(report.prefixes, refused=reason))
-        step = StepComparison("not compared: isolation was not proved")
-        if isolation.passed:
-            prove_degrees(run, self._data.degrees)
-            step = self._first_step.compare()
-        shares = self._data.shares_prefixes or max(self._data.degrees, default=1) > 1  # then rows cannot be padded
-        if step.problem is not None and args.on_leak != "raise" and not (shares or packed_model.is_unpacked):
-            isolation = packed_model.unpack(run.model_wrapped, why=f"in the first step {step.problem}")
-            unpacked = self._first_step.compare() if isolation.passed else step
-            step = step if unpacked.problem is not None else unpacked
         attention = packed_model.attention
         text = f"{attention.name}: {attention.reason}"
         if attention.is_flash:
             text += backward_note(run.model, report.most_documents)
             if self._data.shares_prefixes:
                 text += f"; copied keys of shared prefixes take at most {COPIED_BYTES / 2**30:g} GiB, in one layer"
-        tried = experimental(Setup(args=args, model=base_model(run.model)))
-        report = replace(report, isolation=isolation, first_step=step.text, attention=text, experimental=tried)
+        tried = experimental(Setup(args=args, model=model))
+        first_step = step.text + describe_hooks(model)
+        report = replace(report, isolation=isolation, first_step=first_step, attention=text, experimental=tried)
         run.packing_report = report
         if args.packing_report and run.is_world_process_zero():
             report.show()
@@ -173,6 +165,25 @@ class BeforeFirstStep(TrainerCallback):
             }
         )
         handler.callbacks = callbacks
+
+    def _prove_and_compare(self) -> tuple[IsolationReport, StepComparison]:
+        """Prove isolation, shared prefixes and parts of packs, and compare the first step with unpacked training."""
+        run, args, packed_model = self._run, self._run.args, self._run.packed_model
+        with run.compute_loss_context_manager(), proof_status(args, packed_model):
+            isolation = packed_model.prove(run.model_wrapped)
+        reason, report = prove_prefixes(run, self._data, run.model_wrapped), run.packing_report
+        if reason is not None and report is not None and report.prefixes is not None:
+            run.packing_report = replace(report, prefixes=replace(report.prefixes, refused=reason))
+        step = StepComparison("not compared: isolation was not proved")
+        if isolation.passed:
+            prove_degrees(run, self._data.degrees)
+            step = self._first_step.compare()
+        shares = self._data.shares_prefixes or max(self._data.degrees, default=1) > 1  # then rows cannot be padded
+        if step.problem is not None and args.on_leak != "raise" and not (shares or packed_model.is_unpacked):
+            isolation = packed_model.unpack(run.model_wrapped, why=f"in the first step {step.problem}")
+            unpacked = self._first_step.compare() if isolation.passed else step
+            step = step if unpacked.problem is not None else unpacked
+        return isolation, step
 
     def on_save(self, *call: object, **kwargs: object) -> None:
         run, report = self._run, self._run.packing_report

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
+from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from ..attention.models import base_model
@@ -155,6 +156,8 @@ class FirstStep:
         """Whether gradients can be read between two backward passes: not where an engine holds or divides them."""
         run = self._run
         if run.accelerator.distributed_type == DistributedType.DEEPSPEED or self._objective.summed_by_ranks:
+            return False
+        if run.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):  # their backward is the optimizer step
             return False
         is_sharded = any(isinstance(module, FSDPModule) for module in self._alone.modules())
         return run.get_tp_size() == 1 and (not run.is_fsdp_enabled or is_sharded)
