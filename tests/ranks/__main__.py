@@ -81,6 +81,9 @@ def whole() -> Scenarios:
     ddp(s.refused, "other_packs", row=parts, data=lambda: reversed_on_odd_ranks(parts.documents()))
     ddp(s.refused, "other_second_pass", row=parts, data=s.other_second_pass, max_steps=6)
     ddp(s.refused, "other_images", row=ROWS["parts_prefixes_llava"], fault="other_images")
+    ddp(s.refused, "other_rows", row=Row(), data=s.rows_of_each_rank)
+    later = {"packing_strategy": "stream", "logging_steps": 2, "max_steps": 4}
+    ddp(s.refused, "later_rows", row=Row(), data=s.later_rows_of_each_rank, **later)
     ddp(s.refused, "other_stream", row=Row(), data=s.stream_of_each_rank, packing_strategy="stream")
     add("ddp4", s.refused, "own_shards", row=ROWS["parts_stream_shards"], fault="own_shards")
     of_row = partial(add, "tp", s.refused)

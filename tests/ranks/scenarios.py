@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from support import engine_state
 from support.models import build_tokenizer
 from support.versions import load_on_cpu_ranks
@@ -217,6 +217,18 @@ def reversed_on_odd_ranks(dataset: Dataset) -> Dataset:
 
 def stream_of_each_rank() -> IterableDataset:
     return Row().documents().to_iterable_dataset().shuffle(seed=dist.get_rank(), buffer_size=50)
+
+
+def rows_of_each_rank() -> Dataset:
+    """A split that is drawn without a seed."""
+    return Row().documents().train_test_split(test_size=3, seed=dist.get_rank())["train"]
+
+
+def later_rows_of_each_rank() -> IterableDataset:
+    """A stream that begins with the same row on all ranks, and of which rank 1 reads other rows later."""
+    data = Row().documents()
+    later = reversed_on_odd_ranks(data.select(range(2, len(data))))
+    return concatenate_datasets([data.select(range(2)), later]).to_iterable_dataset()
 
 
 def other_second_pass() -> IterableDataset:

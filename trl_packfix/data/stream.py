@@ -7,6 +7,7 @@ pack of a pass. Then the next pass begins. Passes do not end: `max_steps` ends t
 """
 
 import logging
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -41,7 +42,7 @@ COLUMNS = ("input_ids", "labels")  # of the documents in a state
 STATE_VERSION = 4  # raise it when the contents of the state change
 # With other values of these and of `ELASTIC`, the rest of a pass is divided anew. `num_shards` is that of a rank.
 READ = ("rank", "num_workers", "num_shards")
-SAVED = ("num_steps", "num_passes", "num_arrived", "counts", "micro_steps", "parts", "rest", "count")
+SAVED = ("num_steps", "num_passes", "num_arrived", "counts", "micro_steps", "parts", "rest", "count", "digest")
 Pack = list[DocumentTokens]
 Part = tuple[list[tuple[int, int]], int]  # of the stream: its path, see `part_of`, and the epoch of its order
 
@@ -105,6 +106,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     parts: list[Part]
     rest: bool  # of a pass of other ranks
     count: int  # ranks, neighbours, that read the same in this pass
+    digest: int  # checksum of the tokens of all documents so far, in the order of the packs
 
     def __init__(
         self,
@@ -141,6 +143,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         """Begin with the first document of the stream; `num_steps` optimizer steps were trained before."""
         self._closed, self._waiting = deque[Pack](), dict[int, DocumentTokens]()
         self.num_steps, self.num_passes, self.counts, self.micro_steps = num_steps, 0, StreamCounts(), {}
+        self.digest = 0
         self._begin_pass()
         self._start, self._num_skipped = self._snapshot(), 0
         self._snapshots = {num_steps: self._start}
@@ -195,6 +198,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         """Packs of one optimizer step, for all ranks that read the same -> micro-batches of this rank; counts them."""
         documents = [document for pack in packs for document in pack]
         lengths = np.array([len(document["input_ids"]) for document in documents])
+        for document in documents:
+            self.digest = zlib.crc32(np.ascontiguousarray(document["input_ids"]).data, self.digest)
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
         of_images = [document.get(ENCODED, TOKENS_ALONE).counts for document in documents]
         num_images, values, squares = np.array(of_images).T

@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback, TrainerControl
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -35,6 +35,7 @@ from .objective import Objective
 from .progress import proof_status
 from .proofs import prove_degrees, prove_prefixes
 from .run import Run
+from .same_data import check_same_stream
 from .step_comparison import StepComparison
 
 logger = logging.getLogger(__name__)
@@ -263,6 +264,12 @@ class StreamCallback(TrainerCallback):
                 "different ones, documents are trained twice or never. Give `shuffle` a `seed`, and all ranks the same "
                 "files."
             )
+
+    def on_step_end(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
+        """Compare what ranks have read, in steps after which all ranks wait for each other anyway."""
+        stream = self._data.stream
+        if self._run.args.world_size > 1 and stream is not None and (control.should_log or control.should_save):
+            check_same_stream(stream, self._run.state.global_step)
 
     def on_save(self, *call: object, **kwargs: object) -> None:
         self._report()

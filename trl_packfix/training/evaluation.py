@@ -30,6 +30,7 @@ from .objective import Objective
 from .planner import make_planner
 from .proofs import prove_degrees, prove_prefixes
 from .run import Part, Run
+from .same_data import check_same_documents
 from .totals import EvaluationTotals, scores_of
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class Evaluation(Part):
             keep_untrained=True,
             sorts_tokens=self._brings_together,
         )
+        check_same_documents(documents, "The evaluation set", args.world_size)
         pad_token_id = self._run._tokenizer.pad_token_id
         return DocumentDataset(reader, documents, pad_token_id, values=values.taken(reader.conversations))
 

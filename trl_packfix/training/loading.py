@@ -51,6 +51,7 @@ from .planner import documents_of, make_planner, packing_of
 from .progress import status
 from .remembered import RememberedProofs
 from .run import DataRanks, Part, Run
+from .same_data import check_same_documents
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,7 @@ class TrainingData(Part):
                 self.turns = self.reader.turns or self.turns
                 with status(args, f"Cutting {len(self.reader):,} rows into documents"):
                     self.documents = documents_of(self.reader, args)
+                check_same_documents(self.documents, "The training set", args.world_size)
         if (keys := self._value_columns) and not args.packing:  # rows have the two columns themselves
             index = {value: i for i, value in enumerate(self.row_values.column_values)}
             names_sources = self.stream_sources is not None
