@@ -234,6 +234,6 @@ FEATURES = (
         conflicts={
             of.CHUNKED: "That loss, the default of TRL below 1.15, computes no logits, which the function needs"
         },
-        page="packing.md",
+        page="user_code.md",
     ),
 )
