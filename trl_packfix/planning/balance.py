@@ -95,6 +95,7 @@ def even_targets(packs: list[Int64Array], units: Units, num: int, *, capacity: i
     Where the loss is a mean over each micro-batch, a token of a pack with few trained tokens counts more. Returns at
     least `num` packs, of at most `capacity` rows each: the given ones if no other way to fit them is more even.
 
+    >>> from .costs import CostModel
     >>> units = Units(np.array([6, 4, 2]), CostModel(per_token=1.0, per_pair=0.0), targets=np.array([6, 4, 2]))
     >>> [pack.tolist() for pack in even_targets([np.array([0, 1]), np.array([2])], units, 2, capacity=10)]
     [[0], [1, 2]]
