@@ -27,6 +27,8 @@ from .row import NUM_SHOWN, MaskCounts, Sample, UnknownTurnError, reason, refuse
 from .turns import Chosen, Settings, TurnRule, has_markers
 
 NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row
+# Bound here: a script may set `trl.SFTTrainer` to a class of ours, whose method calls this module
+prepare_by_trl: Callable[..., Any] = trl.SFTTrainer._prepare_dataset
 Row: TypeAlias = Mapping[str, Any]
 
 
@@ -198,8 +200,8 @@ def recipe_of(
     trainer = SimpleNamespace(  # what TRL's method reads of its trainer
         _tokenizer=plain_tokenizer(tokenizer), chat_template=None, completion_only_loss=completion_only_loss
     )
-    prepare: Callable[..., Recorded] = trl.SFTTrainer._prepare_dataset
-    steps = prepare(trainer, recorded, tokenizer, settings, False, formatting_func, name).steps
+    prepared: Recorded = prepare_by_trl(trainer, recorded, tokenizer, settings, False, formatting_func, name)
+    steps = prepared.steps
     return Whole(steps, tokenizer, args.dataset_text_field, {column for _, removed in steps for column in removed})
 
 

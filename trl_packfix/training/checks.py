@@ -27,13 +27,15 @@ from .config import SFTConfig
 from .features import refuse
 from .run import Run
 
+sampler_of_trl: object = trl.SFTTrainer._get_train_sampler  # bound here: a script may replace the class in `trl`
+
 
 def setup_of(kind: type[Run], arguments: dict[str, Any]) -> Setup:
     """What a trainer of this kind was given, for `refuse`, by the names of its arguments."""
     dataset, sampler = arguments["train_dataset"], cast(object, kind._get_train_sampler)
     return Setup(
         columns=getattr(dataset, "column_names", None) or (),
-        own_sampler=None if sampler is trl.SFTTrainer._get_train_sampler else f"{kind.__name__}._get_train_sampler",
+        own_sampler=None if sampler is sampler_of_trl else f"{kind.__name__}._get_train_sampler",
         **{each.name: arguments[each.name] for each in fields(Setup) if each.name in arguments},
     )
 

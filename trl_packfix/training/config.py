@@ -28,6 +28,7 @@ from .progress import say_deepspeed_communicates
 Weighting = Literal["token", "document"]
 BadRows = Literal["raise", "drop"]
 
+ConfigOfTrl = trl.SFTConfig  # bound here: a script may set `trl.SFTConfig` to ours
 SPEEDS = ("flops", "within", "between", "latency_within", "latency_between", "ranks_per_node")
 
 
@@ -233,7 +234,7 @@ def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
         return SFTConfig(default_output_dir)
     if isinstance(args, SFTConfig):
         return copy.copy(args)
-    if isinstance(args, trl.SFTConfig):
+    if isinstance(args, ConfigOfTrl):
         # Copied field by field: constructing it again would run `__post_init__` a second time.
         ours = object.__new__(SFTConfig)
         vars(ours).update({each.name: each.default for each in fields(SFTConfig)} | vars(args))
