@@ -82,6 +82,7 @@ ARGUMENTS += ("processing_class", "formatting_func", "peft_config", "accelerator
 MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
     of.PACKING: {"packing": True},
     of.NO_PACKING: {"packing": False},
+    of.PACKED_EVALUATION: {"eval_packing": True},
     of.TOKENS_PER_RANK: {"tokens_per_rank": 64},
     of.IN_PACKS: {"share_prefixes": "pack"},
     of.IN_FAMILIES: {"share_prefixes": "family"},

@@ -95,6 +95,11 @@ def _strategies(which: Callable[[StrategyTraits], bool]) -> Choice:
 
 PACKING = Choice("packing", lambda setup: "packing" if setup.packs else None, "set `packing=False`")
 NO_PACKING = Choice("`packing=False`", lambda setup: None if setup.packs else "`packing=False`", "set `packing=True`")
+PACKED_EVALUATION = Choice(
+    "`eval_packing=True`",
+    lambda setup: "`eval_packing=True`" if getattr(setup.args, "eval_packing", None) else None,
+    "leave `eval_packing` unset",
+)
 TOKENS_PER_RANK = _setting("tokens_per_rank")
 NO_PARTS = Choice(
     "no `tokens_per_rank`",

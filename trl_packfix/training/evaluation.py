@@ -17,7 +17,6 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from ..data.cache import cached_documents
-from ..data.collator import IGNORE_INDEX
 from ..data.dataset_checks import check_tokenised
 from ..data.documents import Documents, Overlong
 from ..data.loaders import DocumentDataset, PackedBatchSampler, PaddedBatchSampler
@@ -287,26 +286,26 @@ class Evaluation(Part):
             self._run.packed_model.check_attends(inputs)
         inputs["use_cache"] = False
         layout = layout_of(inputs)
-        targets = layout.targets(inputs["labels"][:, 1:] != IGNORE_INDEX) if "labels" in inputs else None
-        sources = None if targets is None else objective.sources_of(targets)
         with torch.no_grad(), self._run.compute_loss_context_manager():
             if loss_only:
-                assert targets is not None
                 if self._run.aux_loss_enabled:
                     inputs["output_router_logits"] = True
                 with objective.router_logits(inputs) as router_logits:
                     outputs = model(**inputs, fused_lm_head=True)
+                targets = layout.targets(outputs.label_mask)
                 if self._run.aux_loss_enabled:
                     aux_loss = objective.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
                     # zero on ranks after the first of a group, so the mean over ranks counts it once
                     aux_loss = self._run.accelerator.gather(layout.degree * aux_loss).mean().item()
                     self._run._metrics["eval"]["aux_loss"].append(aux_loss)
-                return self._totals.add(outputs, targets, sources).float(), None, None
+                return self._totals.add(outputs, targets, objective.sources_of(targets)).float(), None, None
             labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
             logits = model(**inputs).logits
             loss = None
-            if targets is not None:
-                loss = self._totals.add(scores_of(logits, labels, shift_labels), targets, sources).float()
+            if labels is not None:
+                scores: Any = scores_of(logits, labels, shift_labels)
+                targets = layout.targets(scores.label_mask)
+                loss = self._totals.add(scores, targets, objective.sources_of(targets)).float()
         if self._has_equal_batches:
             copies, index = self._data.ranks.copies, self._data.ranks.index
             logits, labels = (part if part is None else part.chunk(copies)[index] for part in (logits, labels))

@@ -56,6 +56,7 @@ ON_SEVERAL_DEVICES = "The boundaries of a pack are on one device, and modules on
 _STREAM_SO_FAR = "a stream is known only as far as it has been read"
 _LOSS_OF_TRL = "There the loss is TRL's, which counts tokens of all rows together"
 _NO_PLACE = "What a row has belongs to its document, and where documents are in a batch of this collator is not known"
+_BEFORE_A_ROW = "Virtual tokens are put once before a row, so the documents of a pack would share them or lose them"
 _SHARED_ROWS = {
     of.LOSS_FUNCTION: "It gets one label per row, and a shared row is a target of several documents, so it would count "
     "once and not once for each",
@@ -105,8 +106,7 @@ FEATURES = (
             "per token (the difference was 0.7 % in a small run)",
             of.ENCODER_DECODER: "The encoder of an encoder-decoder reads a whole document at once, and this trainer "
             "trains causal language models",
-            of.VIRTUAL_TOKENS: "Virtual tokens are put once before a row, so the documents of a pack would share them "
-            "or lose them",
+            of.VIRTUAL_TOKENS: _BEFORE_A_ROW,
             of.VIDEO_OR_SOUND: "Video and audio belong to rows, and a pack has one row for many documents",
             of.CONTEXT_PARALLELISM: "It replaces attention by its own, which divides a row between ranks as if it were "
             "one document, so documents of a pack would attend across their boundaries",
@@ -122,6 +122,7 @@ FEATURES = (
         remedies={of.OFFLOADING_ON_CPU: "Leave `activation_offloading` unset: it fails without packing, too"},
         page="packing.md",
     ),
+    Feature(choice=of.PACKED_EVALUATION, conflicts={of.VIRTUAL_TOKENS: _BEFORE_A_ROW}, page="packing.md"),
     Feature(
         choice=of.TOKENS_PER_RANK,
         conflicts={

@@ -29,6 +29,7 @@ from ..isolation.probe import Probe
 from ..isolation.probed_model import CannotRun, refusals
 
 CHUNK = 1024  # labels whose logits are in memory together
+NUM_TOKENS = 9  # of a row in which heads are compared
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # TRL 1.16 reads the first only
 LARGEST_LOGIT = 200.0  # up to which heads are compared: a cap does not change the small ones of an untrained model
 MASKED = 6e4  # a larger logit is that of a token that the model never predicts (chameleon: images)
@@ -129,7 +130,7 @@ def cap_fused_head(model: PreTrainedModel) -> None:
 
 
 def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Whether the log-probabilities of the fused LM head are those of the model's own logits, on nine tokens.
+    """Whether the log-probabilities of the fused LM head are those of the model's own logits, on `NUM_TOKENS`.
 
     All ranks must call it with the model as it is `wrapped`, and the `dtype` in which it computes. It warns if they
     differ by more than rounding: TRL trains such a model, but not with the logits that it generates from. Under ZeRO-3
@@ -139,7 +140,7 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
         return True
     probe, calls = Probe(wrapped), list[nn.Module]()
     factors = torch.logspace(0, 5, 6, base=4, device=probe.device)  # of the states of a row, so logits get large
-    ids = probe.tokens(9).to(probe.device).expand(len(factors), -1)
+    ids = probe.tokens(NUM_TOKENS).to(probe.device).expand(len(factors), -1)
 
     def scale(module: nn.Module, args: object, output: Any) -> Any:
         calls.append(module)
@@ -152,8 +153,9 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     handle = backbone(model).register_forward_hook(scale)  # both ways to the head pass it
     try:
         with probe.evaluating(), torch.no_grad(), refusals():
-            logits = wrapped(input_ids=ids, use_cache=False).logits[:, :-1].float()
-            found = wrapped(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.float()
+            # Prompt tuning puts virtual tokens before each row, which have logits, too
+            logits = wrapped(input_ids=ids, use_cache=False).logits[:, -NUM_TOKENS:-1].float()
+            found = wrapped(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[:, 1 - NUM_TOKENS :].float()
     except (CannotRun, KernelError):  # it takes no row without padding; the first step raises what else is wrong
         return True
     finally:

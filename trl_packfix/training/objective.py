@@ -124,8 +124,8 @@ class Objective(Part):
                 steps = 1 if num_items_in_batch is None else self._num_statistics
                 loss = loss + self._run.router_aux_loss_coef * aux_loss / steps
         aux_sum = targets.trained.new_zeros(()) if aux_loss is None else aux_loss
-        sums = [targets.of(outputs.entropy).sum(), targets.of(outputs.is_top1).sum(), aux_sum]
-        self.totals.add(self.totals.OF_OUTPUTS, [*sums, outputs.label_mask.new_ones(())])
+        scores = [targets.of(values).sum() for values in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
+        self.totals.add(self.totals.OF_OUTPUTS, [*scores, aux_sum])
         self.totals.is_scored = True
         if (sources := self.sources_of(targets)) is not None:
             losses, is_trained = targets.of(-outputs.log_probs), targets.of(outputs.label_mask)

@@ -26,7 +26,7 @@ class TrainingTotals:
     # `tokens` are those of documents, `computed` those of them that the model computes: fewer if prefixes are shared.
     # `micro_batches` counts packs, `rows` their parts: as many unless ranks share packs.
     OF_BATCHES = ("trained_tokens", "tokens", "computed", "row_tokens", "documents", "micro_batches", "rows", "flops")
-    OF_OUTPUTS = ("entropy", "correct", "aux_loss", "scored")
+    OF_OUTPUTS = ("entropy", "correct", "scored", "aux_loss")  # `scored` counts labels
 
     def __init__(self, sources: Sequence[str] = (), shares_prefixes: bool = False) -> None:
         self.shares_prefixes = shares_prefixes
@@ -122,11 +122,12 @@ class TrainingTotals:
         `capacity` is in tokens on one rank; without one, `efficiency` is the share of real tokens in the rows.
         """
         sums, elapsed = self.window, time.perf_counter() - (self.started or time.perf_counter())
-        trained, micro_batches = max(sums["trained_tokens"], 1.0), sums["micro_batches"]
+        # Of the labels that were scored: a subclass may change those of the batch, and prompt tuning adds one to a row
+        scored, micro_batches = max(sums["scored"], 1.0), sums["micro_batches"]
         capacities = sums["row_tokens"] if capacity is None else sums["rows"] * capacity
         of_outputs = {
-            "entropy": sums["entropy"] / trained,
-            "mean_token_accuracy": sums["correct"] / trained,
+            "entropy": sums["entropy"] / scored,
+            "mean_token_accuracy": sums["correct"] / scored,
             "aux_loss": sums["aux_loss"] / max(micro_batches, 1.0),
         }
         speed = {}
@@ -223,12 +224,13 @@ class EvaluationTotals:
 
 
 def scores_of(logits: Tensor, labels: Tensor, shift_labels: Tensor | None = None) -> TokenScores:
-    """The scores of full logits, (B, T, V), with labels (B, T).
+    """The scores of full logits, (B, T, V) or more rows than labels, with labels (B, T).
 
     `shift_labels` (B, T) are the labels of the next token, of a part of a pack: the last one is not in `labels`.
     """
     if shift_labels is None:
-        logits, shift_labels = logits[:, :-1], labels[:, 1:]
+        num_virtual = logits.shape[1] - labels.shape[1]  # tokens of prompt tuning before each row, without labels
+        logits, shift_labels = logits[:, :-1], F.pad(labels, (num_virtual, 0), value=IGNORE_INDEX)[:, 1:]
     logits = logits.float()
     log_probs = F.log_softmax(logits, dim=-1)
     mask = shift_labels != IGNORE_INDEX
