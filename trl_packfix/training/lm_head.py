@@ -1,8 +1,9 @@
 """Log-probability, entropy and rank of each label without the (T, V) logits: TRL's fused LM head, or ours.
 
-From 1.16 on TRL has one (`compat.scores_tokens`); below that ours gives the same numbers. Both compute what the model's
-own forward does behind its head (scale, cap, bias) from the names of config fields, so their numbers are compared with
-the model's own logits before training. T tokens, H hidden size, V vocabulary.
+From 1.16 on TRL has one (`compat.scores_tokens`); below that, and where it cannot read the head, ours gives the same
+numbers. Both compute what the model's own forward does behind its head (scale, cap, bias) from the names of config
+fields, so their numbers are compared with the model's own logits before training. T tokens, H hidden size, V
+vocabulary.
 """
 
 import inspect
@@ -13,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -24,6 +26,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from ..attention.kernel_errors import KernelError
 from ..attention.models import backbone
+from ..compat import scores_tokens
 from ..data.collator import IGNORE_INDEX
 from ..isolation.probe import Probe
 from ..isolation.probed_model import CannotRun, refusals
@@ -45,6 +48,18 @@ class TokenScores(ModelOutput):
     is_top1: Tensor | None = None  # whether the label is the most likely token
     label_mask: Tensor | None = None  # whether the label is trained
     aux_loss: Tensor | None = None  # the load-balancing statistic of a mixture of experts
+
+
+def score_tokens(model: PreTrainedModel) -> None:
+    """Let the model score labels by TRL's fused LM head, or by ours where TRL has none that reads this head.
+
+    TRL's reads `bias`, which a head in which peft trains some tokens (`trainable_token_indices` with tied embeddings)
+    does not have.
+    """
+    if scores_tokens() and not isinstance(model.get_output_embeddings(), TrainableTokensWrapper):
+        cap_fused_head(model)
+    else:
+        add_token_scores(model)
 
 
 def add_token_scores(model: PreTrainedModel) -> None:

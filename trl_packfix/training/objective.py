@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ..attention.models import base_model
-from ..compat import parameters_summed_by_ranks, router_loss_coefficient, scores_tokens
+from ..compat import parameters_summed_by_ranks, router_loss_coefficient
 from ..data.collator import IGNORE_INDEX
 from ..data.row_values import SOURCES, WEIGHTS
 from ..layout import Layout, Sizes, Targets, layout_of
@@ -30,7 +30,7 @@ from ..planning.costs import LLAMA_7B
 from ..samples.processor import sequence_sizes
 from .flops import own_peak_tflops, trained_share, training_flops
 from .groups import SamePackCheck
-from .lm_head import add_token_scores, cap_fused_head
+from .lm_head import score_tokens
 from .loading import TrainingData
 from .routers import check_router_loss, group_load_balancing
 from .run import Part, Run
@@ -38,8 +38,6 @@ from .totals import TrainingTotals, sum_dtype
 from .user_code import has_trained_tokens
 
 NUM_DUMMY_TOKENS = 2
-
-score_tokens = cap_fused_head if scores_tokens() else add_token_scores
 
 
 class Objective(Part):
