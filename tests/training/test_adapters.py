@@ -1,11 +1,15 @@
-"""Adapters that would never learn are refused after the first step, no others; inputs of LoRA are not cast twice."""
+"""Adapters that would never learn are refused after the first step, no others; inputs of LoRA are not cast twice.
+
+New tokens of tied embeddings are trained.
+"""
 
 import pytest
 import torch
-from peft import LoKrConfig, LoraConfig
+from peft import LoKrConfig, LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
+from transformers import TrainerCallback
 
 from trl_packfix.attention.packed_forward import running_forward
 from trl_packfix.training.lora_inputs import LoraInputs
@@ -36,13 +40,98 @@ def test_adapters_that_a_kernel_leaves_out_are_refused(layers, packing, tmp_path
     if layers == (0, 1):
         name = r"`base_model\.model\.model\.layers\.\*\.mlp\.down_proj`"
         message = rf"No adapter of {name} got a gradient.*`down_proj` from `target_modules`"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as error:
             run.train()
+        assert ("`packing=True`" in str(error.value)) is not packing
         assert run.state.global_step == 0
     else:
         run.train()
     hooks = [hook for m in run.model.modules() for hook in m._forward_hooks.values()]
     assert not any("AdaptersLearn" in repr(hook) for hook in hooks)
+
+
+class Detached(Fused):
+    """Calls the projection, and hides it from autograd."""
+
+    def forward(self, states):
+        return self.down_proj(self.up_proj(states).relu()).detach()
+
+
+def test_adapters_that_run_without_a_way_to_the_loss_are_refused(tmp_path):
+    model = build_tiny_model()
+    for layer in model.model.layers:
+        layer.mlp = Detached(layer.mlp)
+    run = trainer(tmp_path, texts(), model, {"peft_config": LORA}, packing=False, max_steps=1)
+    with pytest.raises(
+        ValueError, match=r"No adapter of .*`.*\.mlp\.down_proj` \(and of 1 other\(s\)\) got a gradient"
+    ):
+        run.train()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_adapters_whose_first_gradient_is_zero_are_trained(packing, tmp_path):
+    """B of LoRA starts at zero, so A of the others has no gradient where the projections behind them are zero, too."""
+    model = build_tiny_model()
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    run = trainer(tmp_path, texts(), model, {"peft_config": LORA}, packing=packing, max_steps=3, learning_rate=1e-2)
+    adapters = {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}
+    late: list[str] = []
+
+    class FirstGradients(TrainerCallback):
+        def on_pre_optimizer_step(self, *call, **kwargs):
+            if run.state.global_step == 0:
+                late.extend(name for name in adapters if not run.model.get_parameter(name).grad.any())
+
+    run.add_callback(FirstGradients())
+    run.train()
+    assert any("q_proj" in name for name in late)
+    assert all(not torch.equal(run.model.get_parameter(name), start) for name, start in adapters.items())
+
+
+NEW = (68, 90)  # "a" and "w" of the tokenizer, which stand for new tokens
+
+
+def with_new_tokens():
+    config = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[*NEW], task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    return get_peft_model(build_tiny_model(tie_word_embeddings=True), config)
+
+
+def by_hand(rows, rate):
+    """The weights after one step of plain torch on the model's own logits."""
+    model = with_new_tokens()
+    labels = [torch.tensor([row["input_ids"]]) for row in rows]
+    num_trained = sum(ids.shape[1] - 1 for ids in labels)
+    for ids in labels:
+        log_probs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        (-log_probs.gather(1, ids[0, 1:, None]).sum() / num_trained).backward()
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter -= rate * parameter.grad
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_new_tokens_of_tied_embeddings_are_trained(packing, tmp_path):
+    """They are in the head, too, which is not the module that TRL's fused head reads."""
+    settings = {"max_steps": 1, "learning_rate": 1.0, "optim": "sgd", "max_grad_norm": 0.0, "packing": packing}
+    run = trainer(tmp_path, texts(4), with_new_tokens(), per_device_train_batch_size=4, **settings)
+    start, expected = weights(run), by_hand(run.train_dataset, rate=1.0)
+    run.train()
+    found = {name: p for name, p in run.model.named_parameters() if "trainable_tokens_delta" in name}
+    assert len(found) == 1
+    assert (weights(run) - expected).norm() < 1e-5 * (expected - start).norm()
+    run.evaluate(run.train_dataset)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_new_tokens_that_the_first_step_has_not_are_trained_later(packing, tmp_path):
+    config = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5], task_type="CAUSAL_LM")
+    run = trainer(tmp_path, texts(), trainer_kwargs={"peft_config": config}, packing=packing, max_steps=1)
+    run.train()
+    assert run.state.global_step == 1
 
 
 def test_adapters_of_modules_that_did_not_run_may_learn_later(tmp_path):

@@ -198,7 +198,9 @@ class AdaptersLearn(TrainerCallback):
     """Refuses adapters that get no gradient in the first optimizer step, though the modules around them ran.
 
     Fused kernels of Mamba-2 leave out an adapter on the output projection. Adapters on modules that did not run may get
-    their gradients later, and engines that hold gradients elsewhere (DeepSpeed) show none.
+    their gradients later. So may adapters that ran and have a gradient of zero: the projection behind them starts at
+    zero, or no document of the step has the token that is trained. Engines that hold gradients elsewhere (DeepSpeed)
+    show none.
     """
 
     def __init__(self) -> None:
@@ -211,15 +213,16 @@ class AdaptersLearn(TrainerCallback):
             return
         modules = dict(kwargs["model"].named_modules())
         self._adapters = {name: module for name, module in modules.items() if isinstance(module, BaseTunerLayer)}
-        for parent in {name.rpartition(".")[0] for name in self._adapters}:
-            note = partial(lambda name, *call: self._ran.add(name), parent)
-            self._handles.append(modules[parent].register_forward_hook(note))
+        for name in {*self._adapters, *(name.rpartition(".")[0] for name in self._adapters)}:
+            note = partial(lambda name, *call: self._ran.add(name), name)
+            self._handles.append(modules[name].register_forward_hook(note))
 
-    def on_pre_optimizer_step(self, *call: object, **kwargs: object) -> None:
+    def on_pre_optimizer_step(self, args: Any, *call: object, **kwargs: object) -> None:
         for handle in self._handles:
             handle.remove()
         adapters, self._adapters, self._handles = self._adapters or {}, {}, []
-        learns = {name: learning for name, module in adapters.items() if (learning := _learns(module)) is not None}
+        trained = {name: parameters for name, module in adapters.items() if (parameters := _trained(module))}
+        learns = {name: _learn(parameters, ran=name in self._ran) for name, parameters in trained.items()}
         if not any(learns.values()):
             return
         dead = {re.sub(r"\d+", "*", name) for name in learns if name.rpartition(".")[0] in self._ran}
@@ -227,22 +230,25 @@ class AdaptersLearn(TrainerCallback):
         if dead:
             name = min(dead)
             named = f"`{name}`" + (f" (and of {len(dead) - 1} other(s))" if len(dead) > 1 else "")
+            instead = "" if args.packing else ", or train with `packing=True`, where Mamba-2 calls it"
             raise ValueError(
                 f"No adapter of {named} got a gradient in the first optimizer step, though the modules around "
-                "them ran: a fused kernel reads the weights under the adapters, which would stay as they are. Remove "
-                f"`{name.rpartition('.')[2]}` from `target_modules`, or train with `packing=True`, where this layer "
-                "runs by itself."
+                "them ran. So what they compute does not reach the loss, and they would stay as they are. For example, "
+                "a fused kernel reads the weights under its adapters and does not call them. Remove "
+                f"`{name.rpartition('.')[2]}` from `target_modules`{instead}."
             )
 
 
-def _learns(adapter: BaseTunerLayer) -> bool | None:
-    """Whether a trained parameter of the adapter has a gradient; None if none is trained."""
+def _trained(adapter: BaseTunerLayer) -> list[nn.Parameter]:
+    """The trained parameters of the adapter, without those of the layer below it."""
     base = {id(parameter) for parameter in adapter.get_base_layer().parameters()}
-    trained = [p for p in adapter.parameters() if p.requires_grad and id(p) not in base]  # type: ignore[attr-defined]
-    if not trained:
-        return None
+    return [p for p in adapter.parameters() if p.requires_grad and id(p) not in base]  # type: ignore[attr-defined]
+
+
+def _learn(parameters: list[nn.Parameter], *, ran: bool) -> bool:
+    """Whether one of them has a gradient; if their adapter did not run, one that is not zero."""
     # Of a sharded parameter only whether it has one: a part of it may be zero
-    return any(p.grad is not None and (isinstance(p.grad, DTensor) or bool(p.grad.any())) for p in trained)
+    return any(p.grad is not None and (ran or isinstance(p.grad, DTensor) or bool(p.grad.any())) for p in parameters)
 
 
 class StreamCallback(TrainerCallback):
