@@ -8,7 +8,7 @@ import torch
 import trl
 from datasets import Dataset
 from support.models import build_tiny_model
-from support.runs import trainer
+from support.runs import trainer, weights
 from support.versions import current_models, scores_tokens
 from support.zoo import shrink
 from torch.nn import functional as F
@@ -279,6 +279,40 @@ def test_what_is_logged_is_right(settings, tmp_path):
         assert num_tokens == 2 * sum(map(len, run.train_dataset["input_ids"]))
     end = run.state.log_history[-1]
     assert end["train_samples_per_second"] == pytest.approx(48 / end["train_runtime"], rel=1e-3)
+
+
+class OwnLabels:
+    """Trains every other token of the labels only."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        labels = inputs["labels"].masked_fill(inputs["input_ids"] % 2 == 0, -100)
+        return super().compute_loss(model, inputs | {"labels": labels}, *args, **kwargs)
+
+
+@scores_tokens
+@pytest.mark.parametrize("settings", [{"packing": False}, {"packing_strategy": "minibatch"}], ids=str)
+def test_scores_are_means_over_the_labels_that_a_subclass_trains(settings, tmp_path):
+    of_trl, logs = {"config_class": trl.SFTConfig, "packing": False}, []
+    for kind, given in ((SFTTrainer, settings), (trl.SFTTrainer, of_trl)):
+        subclass = type("Own", (OwnLabels, kind), {})
+        run = trainer(tmp_path, halves(), trainer_class=subclass, max_steps=3, **given)
+        run.train()
+        logs.append([entry for entry in run.state.log_history if "loss" in entry])
+    assert len(logs[0]) == 3
+    for ours, expected in zip(*logs, strict=True):
+        for name in ("loss", "entropy", "mean_token_accuracy"):
+            assert ours[name] == pytest.approx(expected[name], rel=1e-4)
+
+
+def test_smoothing_is_that_of_the_constructed_smoother(tmp_path):
+    """As in TRL, a share that is set later changes nothing. In packs it is refused (`test_replaced.py`)."""
+    ends = []
+    for share in (0.1, 0.3):
+        run = trainer(tmp_path, halves(), label_smoothing_factor=0.1, packing=False, max_steps=2)
+        run.args.label_smoothing_factor = share
+        run.train()
+        ends.append(weights(run))
+    assert torch.equal(*ends)
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

@@ -106,12 +106,13 @@ def check_prepared_sets(
 # What is changed after the trainer is constructed
 
 FIXED = ("packing", "padding_free")  # the constructor decides by these what the trainer is made of
-# Settings by which the constructor cuts documents, chooses collators and prepares the model
+# Settings by which the constructor makes labels, cuts documents, chooses collators and prepares the model
 FIXED_WITH_PACKING = (
     *FIXED,
     *"packing_strategy max_length overlong truncation_mode bad_rows per_turn share_prefixes tokens_per_rank".split(),
     *"pad_to_multiple_of pad_documents_to_multiple_of document_weighting weight_column source_column on_leak".split(),
-    *"enforce_flash_attention neftune_noise_alpha".split(),
+    *"enforce_flash_attention neftune_noise_alpha label_smoothing_factor use_liger_kernel".split(),
+    *"assistant_only_loss completion_only_loss assistant_turns train_empty_thinking".split(),
 )
 
 
@@ -128,9 +129,10 @@ class Constructed:
         changed = changes(self._settings, {name: getattr(args, name) for name in names})
         if changed:
             raise ValueError(
-                f"`trainer.args` was changed after the trainer was constructed: {listed(changed)}. Documents are "
-                "cut and the model is prepared by these settings when the trainer is constructed, so the change would "
-                "not be honoured. Construct the trainer with the new settings."
+                f"`trainer.args` was changed after the trainer was constructed: {listed(changed)}. Labels "
+                "are made, documents are cut, and the model and its loss are prepared by these settings when the "
+                "trainer is constructed, so the change would not be honoured. Construct the trainer with the new "
+                "settings."
             )
         if base_model(model) is not self._model:
             raise ValueError(

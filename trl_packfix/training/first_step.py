@@ -266,7 +266,7 @@ class FirstStep:
         if args.loss_type == "dft":
             losses = of_labels * of_labels.exp().detach()
         else:
-            share = args.label_smoothing_factor
+            share = 0.0 if run.label_smoother is None else run.label_smoother.epsilon
             losses = (1 - share) * of_labels + share * log_probs.mean(-1)
         return -losses.where(labels != IGNORE_INDEX, 0).sum(-1)
 

@@ -187,16 +187,18 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     gap, size = gaps[differs][0].item(), sizes[differs][0].item()
     warnings.warn(
         f"The loss of {type(model).__name__} reads TRL's fused LM head. Its log-probabilities differ from those of "
-        f"the model's own logits by {gap:.2g} at logits of {size:.2g}: one of them has a scale, a cap, a bias or a "
-        "mask that the other leaves out. Pass `compute_loss_func`, which gets the model's own logits, to train "
-        "with these.",
+        f"the model's own logits by {gap:.2g} at logits of {size:.2g}. For example, one of them has a scale, a cap, a "
+        "bias or a mask that the other leaves out. Pass `compute_loss_func`, which gets the model's own logits, to "
+        "train with these.",
         stacklevel=2,
     )
     return False
 
 
 def _scores(head: Any, states: Tensor, labels: Tensor, scale: float, softcap: float | None) -> Any:
-    weight, bias = head.weight, head.bias
+    # `weight` of a head in which peft trains some tokens has them in their places
+    weight = head.weight
+    bias = head.original_module.bias if isinstance(head, TrainableTokensWrapper) else head.bias
     if isinstance(weight, DTensor):  # FSDP2; gathered once, not once per chunk
         weight = weight.full_tensor()
         bias = None if bias is None else bias.full_tensor()

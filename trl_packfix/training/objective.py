@@ -73,6 +73,12 @@ class Objective(Part):
         """False for unpacked images and sequence parallelism: everything stays TRL's."""
         return not self._data.leaves_images and self._run.get_sp_size() == 1
 
+    @property
+    def smoothing(self) -> float:
+        """The share of all tokens in the loss of a label: that of the smoother which transformers has constructed."""
+        smoother = self._run.label_smoother
+        return 0.0 if smoother is None or self.args.loss_type == "dft" else smoother.epsilon
+
     # The loss
 
     def start(self) -> None:
@@ -145,8 +151,7 @@ class Objective(Part):
     def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
         of_user = self._run.compute_loss_func
-        is_smoothed = self._run.label_smoother is not None and self.args.loss_type != "dft"
-        if of_user is None and not is_smoothed:
+        if of_user is None and not self.smoothing:
             outputs = model(**inputs, fused_lm_head=True)
             targets = layout_of(inputs).targets(outputs.label_mask)
             per_token_loss = -outputs.log_probs  # (B, T - 1), zero where nothing is trained
@@ -167,7 +172,7 @@ class Objective(Part):
             outputs.aux_loss = with_logits.aux_loss
         targets, num_classes = layout_of(inputs).targets(outputs.label_mask), with_logits.logits.shape[-1]
         nll, total = _smoothed(with_logits.logits, inputs)
-        share = self.args.label_smoothing_factor
+        share = self.smoothing
         mean_nll = self._mean(nll, targets, outputs.label_mask, num_items=num_items)
         mean_total = self._mean(total, targets, outputs.label_mask, num_items=num_items, num_classes=num_classes)
         return (1 - share) * mean_nll + share * mean_total, outputs

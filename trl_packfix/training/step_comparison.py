@@ -49,7 +49,9 @@ class StepComparison:
         if self.problem is not None:
             raise PackingLeakError(
                 f"A few documents of the run were trained packed and unpacked before the first step: {self.problem}. "
-                "So packs would train another model. Set `packing=False`, and please report it with this message."
+                "So packs would train otherwise than rows, by more than rounding. For example, a module takes a mean "
+                "over a batch, or a hook takes a pack for one document. Set `packing=False`, and please report it with "
+                "this message."
             )
 
 
