@@ -191,6 +191,8 @@ FILES = {  # the config file -> the message
     "": "The file holds nothing",
     "max_length: [1]": "`max_length: [1]` was given in the config file. It has the type list",
     "bf16: {}": "It has the type dict, and the field holds bool",
+    "bf16: auto": "`bf16: auto` was given in the config file. It has the type str, and the field holds bool",
+    "max_length: 5k": "It has the type str, and the field holds int",
     "max_steps: 1.5": "It has the type float, and the field holds int",
     "{learning_rat: 1.0, num_processes: 4}": "`learning_rat` was given, as a flag or in the config file (did you",
     "dataset_name: {one.jsonl: 2}": "It is one name or path, or a list of them",

@@ -25,7 +25,7 @@ FORMS = {
     "conversations": (*SHAREGPT, {}, r"`conversations\[0\]` \(user\) has no `value`"),
     "no messages": (GOOD, {"messages": []}, {}, "`messages` is an empty list; IndexError"),
     "prompts": (PAIR, PAIR | {"prompt": NO_CONTENT[:1]}, {}, r"`prompt\[0\]` \(user\) has no `content`"),
-    "tools": (GOOD | {"tools": "[]"}, GOOD | {"tools": "[{"}, {}, "Row 3: JSONDecodeError: Expecting property name"),
+    "tools": (GOOD | {"tools": "[]"}, GOOD | {"tools": "[{"}, {}, "Row 3: `tools` is a text that is not JSON; JSONDec"),
     "silent": (PAIR, PAIR | {"completion": SILENT}, {"assistant_only_loss": True}, "Row 3: no assistant tokens under"),
 }
 BAD = [3, 8]

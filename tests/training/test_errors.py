@@ -39,6 +39,9 @@ ARGUMENTS = [
     (PARTS | {"exchange_speeds": {"within": 0}}, r"each a number above 0, and 'within' is not"),
     (PARTS | {"exchange_speeds": {"bandwidth": 1}}, r"by flops, within.*'bandwidth' is not one"),
     (PARTS | {"exchange_speeds": "fast"}, "'fast' is not one of them"),
+    ({"max_length": "512"}, r"`max_length='512'` was given\. It is a text.* Set `max_length` to 512, without quotes"),
+    ({"learning_rate": "1e-5"}, r"`learning_rate='1e-5'` was given.* Set `learning_rate` to 1e-05, without quotes"),
+    ({"bf16": "auto"}, r"`bf16='auto'` was given\. Any text counts as true.* Set `bf16` to True or False, or leave it"),
     ({"packing_strategy": "best"}, r"`packing_strategy='best'` was given.*no such choice.*'stream', 'bfd'"),
     (
         {"truncation_mode": "keep_last"},
@@ -186,7 +189,7 @@ def test_tokenizer_without_eos_is_refused_for_plain_text_only(tmp_path):
     tokenizer = build_tokenizer()
     tokenizer.eos_token = None
     kwargs = {"processing_class": tokenizer}
-    with pytest.raises(ValueError, match="no EOS token, and the train dataset of 8 rows is plain text.*Set"):
+    with pytest.raises(ValueError, match="no EOS token, and 8 of 8 rows of the train dataset are plain text.*Set"):
         SFTTrainer(build_tiny_model(), config(tmp_path), train_dataset=TEXTS, **kwargs)
     chat = Dataset.from_list([{"messages": PROMPT + ANSWER}] * 2)
     SFTTrainer(build_tiny_model(), config(tmp_path), train_dataset=chat, **kwargs)

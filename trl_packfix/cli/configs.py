@@ -21,7 +21,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 from ..training.config import SFTConfig, changed
 from ..training.foreign_keys import hints, other_defaults
 from .flags import SHORT, did_you_mean, named
-from .mixture import MixtureConfig, check_types
+from .mixture import TRUTHS, MixtureConfig, check_types
 
 # Smallest and largest value that is no error of the run; no field may be "not a number"
 RANGES = {
@@ -37,7 +37,6 @@ NOTE = (
     "Packing is on, which is the default of this command and not of `trl sft`. To train without it, set "
     "`--packing false`, or `packing: false` in the config file."
 )
-TRUTHS = ("true", "false", "yes", "no", "t", "f", "y", "n", "1", "0")
 
 DESCRIPTION = """\
 Fine-tune a language model on packed documents: the flags of `trl sft`, and the fields of packing.

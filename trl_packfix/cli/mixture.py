@@ -14,6 +14,8 @@ from ..training.foreign_keys import hints
 from .flags import did_you_mean
 from .sources import FORMATS, load_named, load_rows
 
+TRUTHS = ("true", "false", "yes", "no", "t", "f", "y", "n", "1", "0")  # texts of switches
+
 
 @dataclass
 class SourceConfig(DatasetConfig):
@@ -86,12 +88,25 @@ def check_types(settings: dict[str, Any], kinds: Iterable[type], where: str, *, 
         if name not in settings or not {*types} <= {int, float, bool, str, type(None)}:
             continue
         allowed = {*types} | ({str} if texts else set()) | ({int} if {*types} & {float, bool} else set())
-        if type(value := settings[name]) not in allowed:
+        value = settings[name]
+        is_unreadable = isinstance(value, str) and not any(_reads(value, kind) for kind in types)
+        if type(value) not in allowed or is_unreadable:
             expected = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in types)
             raise ValueError(
                 f"`{name}: {value}` was given {where}. It has the type {type(value).__name__}, and the field holds "
                 f"{expected}. Correct it, or remove it for the default."
             )
+
+
+def _reads(text: str, kind: type) -> bool:
+    """Whether argparse makes a value of this type of the text."""
+    if kind is bool:
+        return text.lower() in TRUTHS
+    try:
+        kind(text)
+    except (TypeError, ValueError):  # the type of None takes no text
+        return False
+    return True
 
 
 def _entry(entry: object) -> SourceConfig:

@@ -205,14 +205,19 @@ def refuse_no_documents(ledger: Ledger, counted: str, max_length: int | None) ->
     )
 
 
-def drop_untrained(dataset: Dataset) -> Dataset:
-    """The rows of a tokenised dataset that have a trained token, for unpacked training."""
-    documents = make_documents(TokenReader(dataset), max_length=None)
-    if len(documents) == len(dataset):
-        return dataset
-    dropped = len(dataset) - len(documents)
-    logger.warning("%d of %d documents have no trained token and are dropped from training.", dropped, len(dataset))
-    return dataset.select(documents.row)
+def drop_untrained(dataset: Dataset, num_given: int, max_length: int | None) -> Dataset:
+    """The rows of a tokenised dataset that have a trained token, for unpacked training.
+
+    They were cut to `max_length`, and some of the `num_given` rows may be dropped for it already.
+    """
+    documents = make_documents(TokenReader(dataset), max_length=None, may_be_empty=True)
+    dropped = num_given - len(documents)
+    if not len(documents):
+        ledger = Ledger(given=Count(num_given), dropped={"untrained": Count(dropped)})
+        refuse_no_documents(ledger, f"The dataset has {num_given} rows", max_length)
+    if dropped:
+        logger.warning("%d of %d documents have no trained token and are dropped from training.", dropped, num_given)
+    return dataset if len(documents) == len(dataset) else dataset.select(documents.row)
 
 
 def _table_spans(reader: Rows) -> Documents:

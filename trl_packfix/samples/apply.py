@@ -12,7 +12,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 
 from ..compat import main_process_first
 from . import said
-from .checks import NUM_OF_STREAM, check_raw_dataset, columns_of
+from .checks import NUM_OF_STREAM, check_chat_template, check_raw_dataset, columns_of
 from .conversation import Conversation, Tokenizer, plain_tokenizer
 from .recipes import Recipe, recipe_of
 from .row import (
@@ -68,10 +68,13 @@ def make_samples(
     if isinstance(dataset, Dataset):
         plain = plain_tokenizer(tokenizer)
         check_raw_dataset(dataset, name, plain, args=args, is_formatted=formatting_func is not None)
+    if formatting_func is None:
+        check_chat_template(dataset, name, tokenizer)
     with said.Repeats() as repeats:
         recipe = recipe_of(dataset, name, args, tokenizer, completion_only_loss, formatting_func)
         if formatting_func is None:
             said.say_what_is_renamed(dataset, name)
+            said.say_if_prompt_is_unread(dataset, name, args.dataset_text_field)
             if is_training_set and args.process_index == 0:
                 said.say_what_is_left_out(dataset, name, recipe)
         made = _applied(recipe, dataset, name, args=args, marks=marks, is_training_set=is_training_set)
@@ -85,16 +88,19 @@ def _applied(
     columns, drops = columns_of(dataset), args.bad_rows == "drop"
     consumed = [column for column in columns if column in recipe.consumes]
     others = [column for column in columns if column not in consumed]
-    kwargs: dict[str, object] = {"recipe": recipe, "repeated": others if recipe.splits else []}
-    settings = {"with_indices": True, "batched": True, "remove_columns": columns if recipe.splits else consumed}
+    kwargs: dict[str, object] = {"recipe": recipe}
+    settings = {"with_indices": True, "batched": True}
     says_end = is_training_set and recipe.setting
     if isinstance(dataset, IterableDataset):
         kwargs |= {"name": name, "drops": drops, "repeats": said.Repeats()}
-        stream = dataset.map(_columns_of_stream, batch_size=1, fn_kwargs=kwargs, **settings)
+        # Rows of a stream may have other columns than the first
+        consumed = consumed if dataset.column_names is not None else [*recipe.consumes]
+        stream = dataset.map(_columns_of_stream, batch_size=1, remove_columns=consumed, fn_kwargs=kwargs, **settings)
         if says_end:
             said.say_if_turns_do_not_end(stream.take(NUM_OF_STREAM), name, recipe.tokenizer, setting=recipe.setting)
         return Made(without_bad_rows(stream) if drops and not marks else stream, recipe)
     numbers = dict.fromkeys(NUMBERS if recipe.setting else (), Value("int64"))
+    kwargs["repeated"] = others if recipe.splits else []
     with main_process_first():
         samples = dataset.map(
             Cached(columns_of_batch),
@@ -102,6 +108,7 @@ def _applied(
             features=Features({column: dataset.features[column] for column in others} | TOKENS | numbers),
             num_proc=args.dataset_num_proc,
             desc=f"Tokenizing {'each assistant turn of ' if recipe.splits else ''}{name} dataset",
+            remove_columns=columns if recipe.splits else consumed,
             fn_kwargs=kwargs,
             **settings,
         )
@@ -159,12 +166,13 @@ def _columns_of_stream(
     indices: list[int],
     name: str,
     *,
+    recipe: Recipe,
     drops: bool,
     repeats: said.Repeats,
-    **kwargs: Any,
 ) -> dict[str, list[Any]]:
+    repeated = [column for column in batch if column not in recipe.consumes] if recipe.splits else []
     with repeats:
-        columns = columns_of_batch(batch, indices, **kwargs)
+        columns = columns_of_batch(batch, indices, recipe, repeated=repeated)
     for why in columns[BAD_ROW] if not drops else ():
         if why:
             raise ValueError(

@@ -1,6 +1,7 @@
 """Rows that are refused before any is tokenised: none, no text, no conversations, messages whose weight is not read."""
 
 import json
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,14 +10,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from . import texts
+from .conversation import Tokenizer
 from .row import NUM_SHOWN
 from .turns import Settings
+
+logger = logging.getLogger(__name__)
 
 MESSAGES = ("messages", "conversations", "prompt", "completion")  # columns that may hold lists of messages
 NUM_OF_STREAM = 4  # rows of a stream to look at
 IMAGES = ("image", "images")  # columns of images, as TRL names them
+PLACEHOLDER = "<image>"  # of an image in a text of LLaVA's
 TRAIN_KEYS = ("weight", "train", "training")  # of messages: OpenAI's name, and those of axolotl
 
 
@@ -34,6 +40,24 @@ def columns_of(dataset: object) -> list[str]:
 def has_transform(dataset: object) -> bool:
     """Whether reading the rows of a table runs a function of the user; TRL refuses to prepare such a table."""
     return isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
+
+
+def without_format(dataset: Any) -> Any:
+    """The dataset whose rows are Python objects, also if it was given `with_format` of pandas, Arrow or tensors.
+
+    Another object is returned as it is, and so is a table with a transform; of a dictionary, each dataset is meant.
+    """
+    if isinstance(dataset, dict):
+        return {name: without_format(each) for name, each in dataset.items()}
+    is_formatted = isinstance(dataset, Dataset) and dataset.format["type"] not in (None, "custom")
+    if isinstance(dataset, IterableDataset):
+        is_formatted = dataset._formatting is not None  # there is no public accessor
+    return dataset.with_format(None) if is_formatted else dataset
+
+
+def first_rows(stream: IterableDataset) -> list[dict[str, Any]]:
+    """The first rows of a stream, whose images are not decoded. Each may have columns of its own."""
+    return list((stream.decode(False) if stream.features else stream).take(NUM_OF_STREAM))
 
 
 def check_rows(dataset: object, name: str) -> None:
@@ -58,9 +82,9 @@ def check_raw_dataset(
     If a formatting function will make the text, text columns are not checked.
     """
     check_rows(dataset, name)
-    columns, names_rows = dataset.column_names, args.bad_rows == "raise"
-    texts = [] if is_formatted else _text_columns(dataset, args.dataset_text_field)
-    if not texts and not is_formatted:
+    names_rows = args.bad_rows == "raise"
+    forms = [] if is_formatted else [*texts.forms_of_table(dataset, args.dataset_text_field)]
+    if not forms and not is_formatted:
         typed_columns = ", ".join(f"`{field.name}` ({field.type})" for field in dataset.features.arrow_schema)
         raise ValueError(
             f"The {name} dataset of {len(dataset)} rows has the columns {typed_columns}. TRL tokenises `messages` "
@@ -68,25 +92,26 @@ def check_raw_dataset(
             f"`completion`, or the text in `{args.dataset_text_field}`; the dataset has none of these. Rename or "
             "reshape a column, or set `dataset_text_field` to the column that holds the text."
         )
-    for column in texts if names_rows else ():
-        if dataset.data.column(column).null_count:  # counts all rows of the table, selected or not, without a copy
-            values = dataset.select_columns(column).with_format("arrow")[:][column]
-            missing = np.flatnonzero(values.is_null().to_numpy())
-            if len(missing):
-                raise ValueError(
-                    f"{len(missing)} of {len(dataset)} rows of the {name} dataset hold None in `{column}`; the first "
-                    f"are {missing[:NUM_SHOWN].tolist()}. None cannot be tokenised. Remove these rows "
-                    "(`dataset.select`), or fill in the missing text."
-                )
-    is_chat = "prompt" in columns and getattr(dataset.features["prompt"], "dtype", None) != "string"
-    if tokenizer.eos_token is None and not is_chat and not {"messages", "conversations"} & {*columns}:
+    bare = np.flatnonzero(~np.any([has for _, has in forms], axis=0))
+    if len(bare) and forms and names_rows:
+        columns = dict.fromkeys(column for columns, _ in forms for column in columns)
+        named = " and ".join(f"`{column}`" for column in columns if texts.missing(dataset, column)[bare].any())
         raise ValueError(
-            f"The tokenizer ({type(tokenizer).__name__}) has no EOS token, and the {name} dataset of {len(dataset)} "
-            "rows is plain text. Every document must end with EOS, or the model never learns to stop. Set "
-            "`eos_token` in the config, or `tokenizer.eos_token`."
+            f"{len(bare)} of {len(dataset)} rows of the {name} dataset hold None in {named}; the first are "
+            f"{bare[:NUM_SHOWN].tolist()}. None cannot be tokenised. Remove these rows (`dataset.select`), or fill in "
+            "the missing text."
         )
-    if args.assistant_only_loss and names_rows and "messages" in columns:
-        silent = np.flatnonzero(~rows_with(dataset, "role", ("messages",), values=("assistant",)))
+    num_plain = sum(int(has.sum()) for columns, has in forms if not texts.is_list(dataset, columns[0]))
+    num_plain = len(dataset) if is_formatted else num_plain
+    if tokenizer.eos_token is None and num_plain:
+        raise ValueError(
+            f"The tokenizer ({type(tokenizer).__name__}) has no EOS token, and {num_plain} of {len(dataset)} rows of "
+            f"the {name} dataset are plain text. Every document must end with EOS, or the model never learns to stop. "
+            "Set `eos_token` in the config, or `tokenizer.eos_token`."
+        )
+    if args.assistant_only_loss and names_rows and "messages" in dataset.column_names:
+        has_others = np.any([has for (column, *_), has in forms if column in ("prompt", "conversations")], axis=0)
+        silent = np.flatnonzero(~has_others & ~rows_with(dataset, "role", ("messages",), values=("assistant",)))
         if len(silent):
             raise ValueError(
                 f"`assistant_only_loss=True` was given and {len(silent)} of {len(dataset)} rows of the {name} dataset "
@@ -95,29 +120,74 @@ def check_raw_dataset(
             )
 
 
-def _text_columns(dataset: Dataset, text_field: str) -> list[str]:
-    """The columns that TRL tokenises, chosen as TRL does; [] if there are none."""
-    columns = dataset.column_names
-    if "prompt" in columns:
-        return ["prompt", "completion"] if "completion" in columns else []
-    for column, key in (("conversations", "from"), ("messages", "role")):
-        if column in columns:
-            first = dataset.select_columns(column).with_format(None)[0][column]
-            # An empty first row tells nothing about the others. A row that is None is refused later, with its number.
-            if not first or (isinstance(first, list) and isinstance(first[0], dict) and key in first[0]):
-                return [column]
-    return [text_field] if text_field in columns else []
+def check_chat_template(dataset: Dataset | IterableDataset, name: str, tokenizer: Tokenizer) -> None:
+    """Refuse conversations if no chat template makes a text of them."""
+    own = type(tokenizer).apply_chat_template
+    needs_template = own in (PreTrainedTokenizerBase.apply_chat_template, ProcessorMixin.apply_chat_template)
+    if tokenizer.chat_template is not None or not needs_template or "chat_template_kwargs" in columns_of(dataset):
+        return
+    if has_conversations(dataset):
+        raise ValueError(
+            f"The {name} dataset has conversations (columns {columns_of(dataset)}), and the tokenizer "
+            f"({type(tokenizer).__name__}) has no chat template, as that of a base model. Without one, messages do not "
+            "become text. Set `chat_template_path` to a `.jinja` file or to a model whose template is to be trained, "
+            "for example the instruct version of this model."
+        )
+
+
+def check_texts_with_images(dataset: object, name: str, processor: object, *, per_turn: bool) -> None:
+    """Refuse rows with images whose texts TRL's collator cannot read; warn of `<image>` that stays a text."""
+    if not isinstance(dataset, Dataset) or not has_images(dataset) or has_transform(dataset):
+        return
+    forms = [(columns, has) for columns, has in texts.forms_of_table(dataset, "") if has.any()]
+    if not per_turn and any(columns == ("conversations",) for columns, _ in forms):
+        raise ValueError(
+            f"The {name} dataset of {len(dataset)} rows has images and `conversations`. The collator of images reads "
+            "`messages` with `role` and `content`. Convert the rows: "
+            '`dataset.map(trl.maybe_convert_to_chatml, remove_columns="conversations")`.'
+        )
+    columns = [column for form, _ in forms for column in form]
+    num_rows = int(np.any([_with_text(dataset, column, PLACEHOLDER) for column in columns], axis=0).sum())
+    if not num_rows:
+        return
+    count = f"{num_rows} of {len(dataset)} rows of the {name} dataset with images"
+    cause = (
+        f"have messages whose `content` is a text with `{PLACEHOLDER}`, as LLaVA writes it. TRL puts a placeholder for "
+        "each image before the text of the first user message"
+    )
+    remedy = (
+        f"Remove `{PLACEHOLDER}` from the texts, or write `content` as a list of parts with "
+        '`{"type": "image"}` where the image belongs'
+    )
+    if getattr(processor, "image_token", None) == PLACEHOLDER:
+        raise ValueError(f"{count} {cause}, so the processor would look for more images than there are. {remedy}.")
+    logger.warning(f"{count} {cause}, and `{PLACEHOLDER}` would be trained as a text. {remedy}.")
+
+
+def _with_text(dataset: Dataset, column: str, text: str) -> npt.NDArray[np.bool_]:
+    """Which rows have a message in this column whose `content` is a text with this one, shape (rows,)."""
+    has, start = np.zeros(len(dataset), bool), 0
+    for chunk in dataset.select_columns(column).with_format("arrow")[:][column].chunks:
+        messages = chunk.flatten() if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type) else chunk
+        for key in ("content", "value"):
+            if not pa.types.is_struct(messages.type) or messages.type.get_field_index(key) < 0:
+                continue
+            contents = pc.struct_field(messages, key)
+            if pa.types.is_string(contents.type) or pa.types.is_large_string(contents.type):
+                found = pc.fill_null(pc.match_substring(contents, text), False)
+                has[start + pc.list_parent_indices(chunk).filter(found).to_numpy()] = True
+        start += len(chunk)
+    return has
 
 
 def has_conversations(dataset: Any) -> bool:
-    """Whether the rows of a dataset that is not tokenised are conversations. A malformed row is found later."""
-    columns = columns_of(dataset)
-    texts = ["prompt", "completion"] if "prompt" in columns else ["messages", "conversations"]
-    present = [column for column in texts if column in columns]
-    if present in ([], ["prompt"]) or "input_ids" in columns or has_transform(dataset):
+    """Whether rows of a dataset that is not tokenised, of a stream one of the first, are conversations."""
+    if "input_ids" in columns_of(dataset) or has_transform(dataset):
         return False  # TRL refuses a transform
-    row: dict[str, object] = next(iter(dataset.select_columns(present)), {})
-    return not any(isinstance(value, str) for value in row.values())
+    if isinstance(dataset, Dataset):
+        forms = texts.forms_of_table(dataset, "")
+        return any(texts.is_list(dataset, columns[-1]) and has.any() for columns, has in forms)
+    return isinstance(dataset, IterableDataset) and any(map(texts.is_conversation, first_rows(dataset)))
 
 
 def check_conversations(dataset: Dataset | IterableDataset, name: str, setting: str = "per_turn") -> None:
@@ -158,13 +228,17 @@ def check_turns(args: Settings, train_dataset: object, eval_dataset: object, *, 
 
 def _check_unread(dataset: Dataset | IterableDataset, name: str, *, key: str, own: str | None) -> None:
     """Refuse messages that a key leaves out of training if the key is not read: another one is, or none."""
-    columns = columns_of(dataset)
-    trained = [column for column in ("completion", "messages", "conversations") if column in columns]  # no prompt
-    if not trained or "input_ids" in columns:
+    trained = ("completion", "messages", "conversations")  # no prompt
+    if "input_ids" in columns_of(dataset):
         return
-    count, (rows, of) = 0, rows_holding(dataset.select_columns(trained), (key,))
+    if isinstance(dataset, Dataset):  # without images, which would be decoded
+        present = [column for column in trained if column in dataset.column_names]
+        if not present:
+            return
+        dataset = dataset.select_columns(present)
+    count, (rows, of) = 0, rows_holding(dataset, (key,))
     for row in rows:
-        messages = [m for column in trained for m in row[column] or () if isinstance(m, dict)]
+        messages = [m for column in trained for m in row.get(column) or () if isinstance(m, dict)]
         count += any(m.get(key) == 0 and (key == own or own not in m) for m in messages)
     if count:
         cause, remedy = f"`message_train_key={own!r}` reads another key", f"`message_train_key={key!r}`"
@@ -205,7 +279,7 @@ def rows_holding(
 ) -> tuple[Sequence[Mapping[str, Any]], str]:
     """The rows that hold one of the keys, and how many were looked at; of a stream, the first."""
     if isinstance(dataset, IterableDataset):
-        first = list(dataset.take(NUM_OF_STREAM))
+        first = first_rows(dataset)
         rows = [row for row in first if any(holds([row], key, values) for key in keys)]
         return rows, f"the first {len(first)} rows"
     places = np.flatnonzero(np.any([rows_with(dataset, key, values=values) for key in keys], axis=0))

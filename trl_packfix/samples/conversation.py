@@ -23,6 +23,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import maybe_convert_to_chatml, prepare_multimodal_messages
 
 from ..layout import IGNORE_INDEX
+from .row import UnknownTurnError
+from .texts import is_conversation, with_one_text
 
 COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs")  # of a conversation
 NUM_SHOWN = 60  # characters of a rendered turn that a message shows
@@ -46,9 +48,11 @@ class Conversation:
 
         Each image is put into its message: that with its placeholder or, if messages are plain text, the user's first.
         """
+        row = with_one_text({name: row[name] for name in COLUMNS if name in row})
+        if not is_conversation(row):
+            raise UnknownTurnError("the text of the row is no list of messages, so it has no assistant turn")
         # TRL renames keys in place, and the rows of a stream may be objects of the user
-        known = copy.deepcopy({name: row[name] for name in COLUMNS if name in row})
-        row = maybe_convert_to_chatml(with_chat_roles(known))
+        row = maybe_convert_to_chatml(with_chat_roles(copy.deepcopy(row)))
         tools = row.get("tools")
         arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
         arguments.update(row.get("chat_template_kwargs") or ())
@@ -155,7 +159,8 @@ def with_chat_roles(row: dict[str, Any]) -> dict[str, Any]:
     """A row with the roles of `conversations` with `from` and `value` renamed: `human` to `user`, `gpt` to `assistant`.
 
     TRL renames the keys and keeps the names of the roles. Most chat templates know `user` and `assistant`, and write
-    `human` and `gpt` into the text.
+    `human` and `gpt` into the text. Messages are copied, because TRL renames keys in place, and the rows of a stream
+    may be objects of the user.
     """
     messages = row.get("conversations")
     if not isinstance(messages, list):
@@ -166,7 +171,7 @@ def with_chat_roles(row: dict[str, Any]) -> dict[str, Any]:
 def with_role(message: Message, key: str) -> Message:
     """The message with its role, under this key, as chat templates name it."""
     role = message.get(key)
-    return message | {key: ROLES[role]} if isinstance(role, str) and role in ROLES else message
+    return message | ({key: ROLES[role]} if isinstance(role, str) and role in ROLES else {})
 
 
 def plain_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:

@@ -9,8 +9,8 @@ tables and streams.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeAlias
@@ -24,6 +24,7 @@ from ..layout import IGNORE_INDEX
 from .checks import check_conversations, columns_of, has_conversations, has_images
 from .conversation import COLUMNS, Conversation, Tokenizer, num_same, plain_tokenizer, with_chat_roles
 from .row import NUM_SHOWN, MaskCounts, Sample, UnknownTurnError, reason, refuse
+from .texts import text_columns, with_one_text
 from .turns import Chosen, Settings, TurnRule, has_markers
 
 NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row
@@ -53,16 +54,14 @@ Step: TypeAlias = tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[str, .
 
 @dataclass(frozen=True)
 class Recorded:
-    """Replaces a dataset while TRL prepares it: `map` records a step, and iterating applies all steps to each row.
+    """Replaces a dataset of one row while TRL prepares it: `map` records a step, and iterating applies all to the row.
 
-    Iterating yields the rows that can be prepared, or refuses them all. TRL reads the first to choose its steps.
+    TRL reads the row to choose its steps.
     """
 
-    rows: Iterable[Row]
-    name: str
-    text_field: str
+    row: Row
     steps: tuple[Step, ...] = ()
-    column_names = None  # unknown before a row is read, as for a stream
+    column_names = None  # unknown before the row is read, as for a stream
 
     def map(
         self,
@@ -76,18 +75,7 @@ class Recorded:
         return replace(self, steps=(*self.steps, (partial(function, **fn_kwargs or {}), removed)))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        problems: list[tuple[int, str]] = []
-        number, num_good = -1, 0
-        for number, row in enumerate(self.rows):
-            try:
-                sample = _applied(self.steps, row)
-            except Exception as error:
-                problems.append((number, reason(row, error, self.text_field)))
-            else:
-                num_good += 1
-                yield sample
-        if not num_good:
-            refuse(self.name, problems[:NUM_SHOWN], len(problems), total=number + 1)
+        yield _applied(self.steps, self.row)
 
 
 def _applied(steps: tuple[Step, ...], row: Row) -> dict[str, Any]:
@@ -99,16 +87,50 @@ def _applied(steps: tuple[Step, ...], row: Row) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Whole(Recipe):
-    """One sample of a row, by the functions that TRL's `_prepare_dataset` would map over the dataset."""
+    """One sample of a row, by the functions that TRL's `_prepare_dataset` would map over a dataset of such rows.
 
-    steps: tuple[Step, ...]
+    TRL chooses them by the first row. Here they are chosen by the first good row of each form: text, messages, or
+    either as prompt and completion.
+    """
+
     tokenizer: Tokenizer
+    completion_only: bool
     text_field: str
-    consumes: Collection[str]
+    formatting_func: Callable[[dict[str, Any]], str] | None = None
+    consumes: Collection[str] = ("conversations",)  # as in TRL, which makes `messages` of them
+    trl_version: str = trl.__version__  # `datasets` finds samples again only with the same functions of TRL
+    _steps: dict[object, tuple[Step, ...]] = field(default_factory=dict, compare=False)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without the steps known so far: `datasets` hashes it to find its cache
+        return Whole, tuple(getattr(self, each.name) for each in fields(self) if each.name != "_steps")
 
     def samples(self, row: Row, number: int) -> list[Sample]:
-        sample = _applied(self.steps, row)
+        columns = text_columns(row, self.text_field)
+        row = with_one_text(row, self.text_field) if self.formatting_func is None else dict(row)
+        form = columns, bool(columns) and isinstance(row[columns[-1]], list)
+        if form not in self._steps:
+            self._steps[form] = self._steps_of(copy.deepcopy(row))  # TRL renames keys in place
+        sample = _applied(self._steps[form], row)
         return [Sample.of(sample["input_ids"], sample["labels"])]
+
+    def _steps_of(self, row: Row) -> tuple[Step, ...]:
+        recorded = Recorded(row)
+        if self.formatting_func is None:
+            recorded = recorded.map(with_chat_roles)
+        trainer = SimpleNamespace(  # what TRL's method reads of its trainer
+            _tokenizer=plain_tokenizer(self.tokenizer), chat_template=None, completion_only_loss=self.completion_only
+        )
+        settings = SimpleNamespace(  # and of its config
+            dataset_text_field=self.text_field,
+            assistant_only_loss=False,
+            max_length=None,
+            shuffle_dataset=False,
+            dataset_num_proc=None,
+        )
+        recorded = prepare_by_trl(trainer, recorded, self.tokenizer, settings, False, self.formatting_func, "")
+        next(iter(recorded))  # if the row is bad, other steps may be those of its form
+        return recorded.steps
 
 
 @dataclass(frozen=True)
@@ -191,18 +213,16 @@ def recipe_of(
                 "training set an empty column `images`, or remove the column here."
             )
         return EachTurn(TurnRule.of(args), tokenizer)
-    rows = dataset if isinstance(dataset, Dataset) else dataset.take(NUM_TRIED)
-    recorded = Recorded(rows, name, args.dataset_text_field)
-    if formatting_func is None:
-        recorded = recorded.map(with_chat_roles)
-    settings: Any = copy.copy(args)
-    settings.max_length, settings.shuffle_dataset, settings.assistant_only_loss = None, False, False
-    trainer = SimpleNamespace(  # what TRL's method reads of its trainer
-        _tokenizer=plain_tokenizer(tokenizer), chat_template=None, completion_only_loss=completion_only_loss
-    )
-    prepared: Recorded = prepare_by_trl(trainer, recorded, tokenizer, settings, False, formatting_func, name)
-    steps = prepared.steps
-    return Whole(steps, tokenizer, args.dataset_text_field, {column for _, removed in steps for column in removed})
+    recipe = Whole(tokenizer, completion_only_loss, args.dataset_text_field, formatting_func)
+    problems: list[tuple[int, str]] = []
+    for number, row in enumerate(dataset if isinstance(dataset, Dataset) else dataset.take(NUM_TRIED)):
+        try:
+            recipe.samples(row, number)
+        except Exception as error:
+            problems.append((number, reason(row, error, recipe.text_field)))
+        else:
+            return recipe
+    refuse(name, problems[:NUM_SHOWN], len(problems), total=len(problems))
 
 
 def training_template(processing_class: Tokenizer) -> str | None:

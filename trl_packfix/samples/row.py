@@ -1,15 +1,19 @@
 """What a recipe makes of a row, or why it makes nothing of it; and the counts of the rows of a table."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 from datasets import Dataset
+
+from .texts import NoTextError, text_columns
 
 BAD_ROW = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
 # Columns while turns are counted: the number of the row, and attributes of `Sample` and `MaskCounts`
@@ -96,11 +100,17 @@ class UnknownTurnError(ValueError):
 def refuse(name: str, first: list[tuple[int, str]], count: int, *, total: int) -> NoReturn:
     """Raise a ValueError that names the `first` of `count` bad rows, with the reason of the first."""
     row, why = first[0]
+    if count == total:
+        remedy = "Give rows of the form that it needs, or set `chat_template_path` to a template that takes these."
+    else:
+        remedy = (
+            "Correct or remove these rows (`dataset.select`), set `chat_template_path` to a template that takes them, "
+            'or set `bad_rows="drop"`, which drops and counts them as long as other rows remain.'
+        )
     raise ValueError(
         f"{count} of {total} rows of the {name} dataset cannot be tokenised; the first are "
         f"{[number for number, _ in first]}. Row {row}: {why}. Every row must go through the chat template and the "
-        "tokenizer. Correct or remove these rows (`dataset.select`), set `chat_template_path` to a template that takes "
-        'them, or set `bad_rows="drop"`, which drops and counts them as long as other rows remain.'
+        f"tokenizer. {remedy}"
     )
 
 
@@ -108,9 +118,11 @@ def reason(row: Mapping[str, object], error: Exception, text_field: str = "") ->
     """Why a row cannot be tokenised: the missing or malformed field, if one is found, and the error."""
     if isinstance(error, UnknownTurnError):
         return str(error)
-    text = next(iter(str(error).splitlines()), "")[:200].rstrip(". ")
     gap = next(_gaps(row, text_field), None)
-    return (f"{gap}; " if gap else "") + f"{type(error).__name__}: {text}"
+    if gap and isinstance(error, NoTextError):
+        return gap
+    text = next(iter(str(error).splitlines()), "").rstrip(". ")
+    return (f"{gap}; " if gap else "") + f"{type(error).__name__}: {shorten(text, 300, placeholder=' ...')}"
 
 
 def _gaps(row: Mapping[str, object], text_field: str) -> Iterator[str]:
@@ -120,7 +132,8 @@ def _gaps(row: Mapping[str, object], text_field: str) -> Iterator[str]:
         return "None" if value is None else f"of type {type(value).__name__}"
 
     columns = ("messages", "conversations", "prompt", "completion", text_field)
-    for column in (column for column in columns if column in row):
+    read = text_columns(row, text_field) or columns
+    for column in (column for column in columns if column in row and column in read):
         value = row[column]
         if isinstance(value, str) and column not in ("messages", "conversations"):
             continue
@@ -143,6 +156,11 @@ def _gaps(row: Mapping[str, object], text_field: str) -> Iterator[str]:
                     yield f"`{column}[{i}]` ({role}) has no `{names[1]}`"
                 elif not isinstance(content, str | list):
                     yield f"`{column}[{i}]` ({role}) has a `{names[1]}` that is {kind(content)}"
+    if isinstance(tools := row.get("tools"), str):
+        try:
+            json.loads(tools)
+        except ValueError:
+            yield "`tools` is a text that is not JSON"
 
 
 def column_of(samples: Dataset, name: str) -> npt.NDArray[np.int64]:

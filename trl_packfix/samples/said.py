@@ -14,10 +14,11 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from ..layout import IGNORE_INDEX
-from .checks import holds, rows_holding, rows_with
+from .checks import columns_of, first_rows, holds, rows_holding, rows_with
 from .conversation import NUM_SHOWN, ROLES, Conversation, Message, Tokenizer, plain_tokenizer, with_role
 from .recipes import Recipe
 from .row import ROW, column_of
+from .texts import forms_of_table, text_columns
 
 logger = logging.getLogger(__name__)
 trl_logger = logging.getLogger("trl.trainer.sft_trainer")
@@ -40,6 +41,21 @@ def say_what_is_renamed(dataset: Dataset | IterableDataset, name: str) -> None:
             "%d of %d rows of the %s dataset have the roles `human` or `gpt` in `conversations`. They are renamed to "
             "`user` and `assistant`, which chat templates know.",
             *(num_rows, len(dataset), name),
+        )
+
+
+def say_if_prompt_is_unread(dataset: Dataset | IterableDataset, name: str, text_field: str) -> None:
+    """Warn that a column `prompt` without a `completion` is not tokenised beside another text."""
+    columns = columns_of(dataset)
+    if "prompt" in columns and "completion" not in columns:
+        if isinstance(dataset, Dataset):
+            forms = [form for form, has in forms_of_table(dataset, text_field) if has.any()]
+        else:
+            forms = [text_columns(row, text_field) for row in first_rows(dataset)]
+        read = " and ".join(f"`{column}`" for column in dict.fromkeys(column for form in forms for column in form))
+        logger.warning(
+            "The %s dataset has a column `prompt` and no `completion`. %s is tokenised, and `prompt` is not.",
+            *(name, read),
         )
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -190,6 +191,7 @@ class SFTConfig(trl.SFTConfig):
                     f"`{name}={value}` was given. It begins like JSON and cannot be read: {error}. Write names and "
                     """texts in double quotes and the whole in single ones: '{"name": 1.0}'."""
                 ) from error
+        _refuse_texts(self)
         say_deepspeed_communicates(self)
         unset = [setting.name for setting in fields(self) if getattr(self, setting.name) is setting.default]
         with warnings.catch_warnings():
@@ -226,6 +228,27 @@ CHOICES: dict[str, Collection[str | None]] = {
     name: _texts(get_type_hints(SFTConfig)[name]) for name in SFTConfig.__annotations__
 }
 CHOICES |= {"packing_strategy": STRATEGIES.keys(), "truncation_mode": get_args(TruncationMode)}
+# The types of fields that hold no text
+NO_TEXTS = {name: {*(get_args(hint) or (hint,))} for name, hint in get_type_hints(SFTConfig).items()}
+NO_TEXTS = {name: types for name, types in NO_TEXTS.items() if types <= {bool, int, float, type(None)}}
+
+
+def _refuse_texts(args: SFTConfig) -> None:
+    """Refuse texts where numbers or switches belong: numbers fail where they are used, and switches are true."""
+    for name, types in NO_TEXTS.items():
+        value = getattr(args, name)
+        if not isinstance(value, str) or name == "packing":  # of which `check_config` knows more
+            continue
+        cause = "It is a text, and this field holds a number"
+        remedy = "a number"
+        if bool in types:
+            cause, remedy = "Any text counts as true, also this one", "True or False"
+        for kind in types & {int, float}:
+            with suppress(ValueError):
+                remedy = f"{kind(value)}, without quotes"
+        raise ValueError(
+            f"`{name}={value!r}` was given. {cause}. Set `{name}` to {remedy}, or leave it unset for the default."
+        )
 
 
 def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:

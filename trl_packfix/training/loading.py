@@ -38,7 +38,7 @@ from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
 from ..planning.packing import Packing
 from ..reporting.build import make_report, make_stream_report
-from ..samples.checks import has_images, what_is_trained
+from ..samples.checks import check_texts_with_images, has_images, what_is_trained
 from ..samples.row import Trained, TurnCounts
 from . import checks
 from .choices import Setup, text_config
@@ -102,6 +102,9 @@ class TrainingData(Part):
                 self.images = ImageData(run)
             collate = self.packed_collator(args.per_device_train_batch_size, args.share_prefixes != "off")
             run.data_collator, self._rows = collate, collate.rows
+        eval_sets = run.eval_dataset if isinstance(run.eval_dataset, dict) else {"eval": run.eval_dataset}
+        for name, dataset in [("train", run.train_dataset), *eval_sets.items()]:
+            check_texts_with_images(dataset, name, run.processing_class, per_turn=args.per_turn)
         self._read_training_set()
         if args.packing:
             run.packed_model = self.make_packed_model()
@@ -341,10 +344,16 @@ class TrainingData(Part):
         return torch.float16 if self.args.fp16 else base_model(self._run.model).dtype
 
 
-def unpacked_rows(dataset: Dataset | IterableDataset, name: str, args: SFTConfig) -> Dataset | IterableDataset:
-    """The rows of an unpacked training set that have a trained token, with their weights and sources checked."""
+def unpacked_rows(
+    dataset: Dataset | IterableDataset, given: Dataset | IterableDataset, name: str, *, args: SFTConfig
+) -> Dataset | IterableDataset:
+    """The rows of an unpacked training set that have a trained token, with their weights and sources checked.
+
+    `given` are the rows before TRL has cut them to `max_length`, and has dropped those without a trained token.
+    """
     if isinstance(dataset, Dataset):
-        return drop_untrained(dataset)
+        assert isinstance(given, Dataset)
+        return drop_untrained(dataset, len(given), args.max_length)
     if args.weight_column is None and args.source_column is None:
         return dataset
     kwargs = {"weight_column": args.weight_column, "source_column": args.source_column, "name": name}

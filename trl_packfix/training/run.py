@@ -33,6 +33,7 @@ class Run(Protocol):
     train_dataset: Any
     eval_dataset: Any
     data_collator: Any
+    processing_class: Any
     _tokenizer: Any
     _is_vision_dataset: bool
     padding_free: bool

@@ -43,7 +43,7 @@ from ..data.reader import mask_columns, without_ignored_mask
 from ..isolation.packed_model import PackedModel
 from ..reporting.report import PackingReport, complete_card, is_on_hub
 from ..samples.apply import make_samples
-from ..samples.checks import check_rows, has_transform
+from ..samples.checks import check_rows, has_transform, without_format
 from ..samples.images import count_turns_of_images, masking_collator
 from ..samples.turns import TurnRule
 from . import checks
@@ -138,6 +138,8 @@ class SFTTrainer(trl.SFTTrainer):
         if args.padding_free and not args.packing:
             # TRL's own check would refuse `padding_free` with a `max_length`
             args.packing, args.packing_strategy = True, "minibatch"
+        given["train_dataset"] = train_dataset = without_format(train_dataset)
+        given["eval_dataset"] = eval_dataset = without_format(eval_dataset)
         checks.check_before_loading(checks.setup_of(type(self), given))
         if args.use_liger_kernel:  # as TRL does from 1.16 on: its default is a loss that replaces the model's forward
             args.liger_kernel_config = (args.liger_kernel_config or {}) | {"fused_linear_cross_entropy": False}
@@ -188,6 +190,7 @@ class SFTTrainer(trl.SFTTrainer):
         is_training_set, self._prepares_training_set = self._prepares_training_set, False
         args = copy.copy(args)
         args.assistant_only_loss = self._assistant_only
+        dataset = without_format(dataset)  # that of `evaluate` was not given before
         check_rows(dataset, dataset_name)
         is_tokenised = "input_ids" in get_dataset_column_names(dataset)
         if is_tokenised and isinstance(dataset, Dataset):
@@ -198,12 +201,15 @@ class SFTTrainer(trl.SFTTrainer):
                     # TRL would write all tokens a second time as labels, row by row. The reader makes them instead.
                     return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
         if not is_tokenised and not has_transform(dataset):  # TRL refuses a transform
+            completion_only_loss = self.completion_only_loss
+            if is_training_set and args.completion_only_loss is None:
+                completion_only_loss = True  # of each row with a completion; TRL chooses by the first row
             made = make_samples(
                 dataset,
                 dataset_name,
                 args,
                 tokenizer=processing_class,
-                completion_only_loss=self.completion_only_loss,
+                completion_only_loss=completion_only_loss,
                 formatting_func=formatting_func,
                 # With packing, dropped training rows stay as documents without tokens, so that they are counted.
                 marks=packing and is_training_set,
@@ -216,8 +222,9 @@ class SFTTrainer(trl.SFTTrainer):
         if packing or (not is_training_set and not self._has_own_collator):
             # TRL would truncate here, and drop rows without a trained token. Documents are cut later, as spans.
             args.max_length = None
+        given = dataset
         dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
-        return dataset if packing or not is_training_set else unpacked_rows(dataset, dataset_name, args)
+        return dataset if packing or not is_training_set else unpacked_rows(dataset, given, dataset_name, args=args)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()

@@ -1,0 +1,197 @@
+"""Each row is tokenised by its own form, whatever the first row is: as stock TRL does with rows of this form alone."""
+
+import itertools
+import json
+import logging
+
+import pytest
+from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
+from support import vision
+from support.models import build_tokenizer
+from support.runs import TOOL, all_documents, stock, trainer
+
+pytestmark = pytest.mark.slow
+
+
+def chat(i):
+    return [{"role": "user", "content": f"hi {i}"}, {"role": "assistant", "content": f"hello {i}"}]
+
+
+FORMS = {
+    "chat": lambda i: {"messages": chat(i)},
+    "text": lambda i: {"text": f"plain {i}"},
+    "pair": lambda i: {"prompt": f"word {i}", "completion": f" more {i}"},
+    "from": lambda i: {"conversations": [{"from": m["role"], "value": m["content"]} for m in chat(i + 50)]},
+}
+NUM = 5  # rows of each form
+FIRST = [[*FORMS][i:] + [*FORMS][:i] for i in range(len(FORMS))]  # each form is the first once
+
+
+def rows_of(form):
+    return [FORMS[form](i) for i in range(NUM)]
+
+
+def samples(rows):
+    return [(row["input_ids"], row["labels"]) for row in rows]
+
+
+KNOWN = {}
+
+
+def of_stock(folder, form):
+    if form not in KNOWN:
+        KNOWN[form] = samples(stock(folder, Dataset.from_list(rows_of(form))).train_dataset)
+    return KNOWN[form]
+
+
+def table(forms):
+    return concatenate_datasets([Dataset.from_list(rows_of(form)) for form in forms])
+
+
+def interleaved(forms):
+    streams = [IterableDataset.from_generator(rows_of, gen_kwargs={"form": form}) for form in forms]
+    return interleave_datasets(streams, stopping_strategy="all_exhausted")
+
+
+def in_turn(forms):
+    """A stream whose rows have the columns of their form only, and no types."""
+    return IterableDataset.from_generator(lambda: itertools.chain(*zip(*map(rows_of, forms), strict=True)))
+
+
+DATASETS = {"table": table, "interleaved": interleaved, "in turn": in_turn}
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+@pytest.mark.parametrize("forms", FIRST, ids="first".join)
+def test_rows_of_several_forms_are_tokenised_as_each_form_alone(kind, forms, tmp_path):
+    run = trainer(tmp_path, DATASETS[kind](forms), packing=False, max_steps=1, shuffle_dataset=False)
+    expected = [of_stock(tmp_path, form) for form in forms]
+    in_order = itertools.chain(*expected) if kind == "table" else itertools.chain(*zip(*expected, strict=True))
+    assert samples(run.train_dataset) == list(in_order)
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+def test_rows_of_several_forms_train_in_packs(kind, tmp_path):
+    run = trainer(tmp_path, DATASETS[kind](FIRST[1]), max_steps=2)
+    run.train()
+    assert run.state.global_step == 2
+    if kind == "table":
+        expected = itertools.chain(*(of_stock(tmp_path, form) for form in FORMS))
+        assert all_documents(run) == sorted((tokens, [-100, *labels[1:]]) for tokens, labels in expected)
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+@pytest.mark.parametrize("setting", ["assistant_only_loss", "per_turn"])
+def test_rows_without_an_assistant_are_bad_rows_where_it_is_trained(kind, setting, tmp_path):
+    dataset, settings = DATASETS[kind](["text", "chat"]), {setting: True, "packing": False, "max_steps": 1}
+    said = "5 of 10 rows.*no assistant" if (kind, setting) == ("table", "assistant_only_loss") else "`messages` is None"
+    said = "no text to tokenise" if kind == "in turn" else said
+    with pytest.raises(ValueError, match=said):
+        list(trainer(tmp_path, dataset, **settings).train_dataset)
+    run = trainer(tmp_path, dataset, bad_rows="drop", **settings, shuffle_dataset=False)
+    texts = [build_tokenizer().decode([t for t in row["labels"] if t != -100]) for row in run.train_dataset]
+    assert [text.removesuffix("\n").removesuffix("<|im_end|>") for text in texts] == [f"hello {i}" for i in range(NUM)]
+
+
+BAD = {"chat": {"messages": []}, "text": {"text": None}, "pair": {"prompt": None, "completion": " m"}}
+BAD["from"] = {"conversations": []}
+
+
+@pytest.mark.parametrize("kind", ["table", "stream"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_bad_first_row_is_dropped_as_any_other(form, kind, tmp_path):
+    features = Dataset.from_list(rows_of(form)).features
+    dataset = Dataset.from_list([BAD[form], *rows_of(form)], features=features)
+    dataset = dataset.to_iterable_dataset() if kind == "stream" else dataset
+    settings = {"packing": False, "max_steps": 1, "shuffle_dataset": False}
+    run = trainer(tmp_path, dataset, bad_rows="drop", **settings)
+    assert samples(run.train_dataset) == of_stock(tmp_path, form)
+    with pytest.raises(ValueError, match="(?i)(row 0|first are .0.)"):
+        list(trainer(tmp_path, dataset, **settings).train_dataset)
+
+
+BESIDE = {"prompt": "hi", "prompt_id": "7"}
+PREFERENCES = {"prompt": "hi", "chosen": chat(8), "rejected": "no"}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("others", [BESIDE, PREFERENCES], ids=["ultrachat", "ultrafeedback"])
+@pytest.mark.parametrize("form", ["chat", "text"])
+def test_a_prompt_without_a_completion_is_left_out_and_named(form, others, is_stream, tmp_path, caplog):
+    dataset = Dataset.from_list([row | others for row in rows_of(form)])
+    dataset = dataset.to_iterable_dataset() if is_stream else dataset
+    run = trainer(tmp_path, dataset, packing=False, max_steps=1, shuffle_dataset=False)
+    assert samples(run.train_dataset) == of_stock(tmp_path, form)
+    column = "messages" if form == "chat" else "text"
+    assert f"has a column `prompt` and no `completion`. `{column}` is tokenised, and `prompt` is not." in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{}, {"assistant_only_loss": True}, {"per_turn": True}], ids=str)
+def test_tools_that_are_an_empty_text_are_no_tools(settings, tmp_path):
+    settings = settings | {"packing": False, "shuffle_dataset": False, "max_length": 500}
+    runs = [
+        trainer(tmp_path, Dataset.from_list([row | tools for row in rows_of("chat")]), **settings)
+        for tools in ({}, {"tools": ""}, {"tools": "\n"}, {"tools": TOOL})
+    ]
+    plain, empty, blank, with_tools = (samples(run.train_dataset) for run in runs)
+    assert empty == plain
+    assert blank == plain
+    assert with_tools != plain
+    bad = Dataset.from_list([row | {"tools": json.dumps([])[:1]} for row in rows_of("chat")])
+    with pytest.raises(ValueError, match="Row 0: `tools` is a text that is not JSON.*Give rows of the form"):
+        trainer(tmp_path, bad, **settings)
+
+
+@pytest.mark.parametrize("format_type", ["pandas", "numpy", "torch", "arrow"])
+@pytest.mark.parametrize("form", ["chat", "text"])
+def test_the_format_of_a_dataset_does_not_matter(form, format_type, tmp_path):
+    formatted = Dataset.from_list(rows_of(form)).with_format(format_type)
+    kwargs = {"trainer_kwargs": {"eval_dataset": {"one": formatted}}, "packing": False, "shuffle_dataset": False}
+    run = trainer(tmp_path, formatted, **kwargs)
+    assert samples(run.train_dataset) == of_stock(tmp_path, form)
+    assert samples(run.eval_dataset["one"]) == of_stock(tmp_path, form)
+    stream = Dataset.from_list(rows_of(form)).to_iterable_dataset().with_format(format_type)
+    run = trainer(tmp_path, stream, packing=False, max_steps=1)
+    assert samples(run.train_dataset) == of_stock(tmp_path, form)
+    assert run.evaluate(formatted)["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_conversations_need_a_chat_template(is_stream, tmp_path):
+    def prepared(form):
+        dataset, tokenizer = Dataset.from_list(rows_of(form)), build_tokenizer()
+        tokenizer.chat_template = None
+        dataset = dataset.to_iterable_dataset() if is_stream else dataset
+        return trainer(tmp_path, dataset, processing_class=tokenizer, packing=False, max_steps=1).train_dataset
+
+    with pytest.raises(ValueError, match="has no chat template.*messages do not become text. Set `chat_template_path`"):
+        prepared("chat")
+    assert len(list(prepared("text"))) == NUM
+
+
+def test_rows_that_unpacked_trl_drops_are_counted(tmp_path, caplog):
+    rows = [{"prompt": "long " * (90 if i < 3 else 2), "completion": " x"} for i in range(12)]
+    run = trainer(tmp_path, Dataset.from_list(rows), packing=False, max_length=16)
+    assert len(run.train_dataset) == 9
+    assert "3 of 12 documents have no trained token and are dropped" in caplog.text
+    with pytest.raises(ValueError, match=r"has 3 rows .*no document remains .*3 untrained; `max_length=16`"):
+        trainer(tmp_path, Dataset.from_list(rows[:3]), packing=False, max_length=16)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_placeholders_that_llava_writes_into_texts_are_refused_or_named(packing, tmp_path, caplog):
+    def made(family, rows):
+        dataset = Dataset.from_list([{"images": vision.PICTURES[:1]} | row for row in rows])
+        return vision.make(tmp_path, family, dataset, packing=packing, max_length=400)
+
+    named = chat(0)[:1][0] | {"content": "<image>\nwhat?"}
+    chats = [{"messages": [named, chat(0)[1]]}, FORMS["chat"](1)] * 4
+    with pytest.raises(ValueError, match="4 of 8 rows .*`<image>`.*more images than there are. Remove `<image>`"):
+        made("llava", chats)
+    with caplog.at_level(logging.WARNING):
+        made("qwen2_5_vl", chats[1::2])
+        assert "LLaVA" not in caplog.text
+        made("qwen2_5_vl", chats)
+    assert "`<image>` would be trained as a text" in caplog.text
+    with pytest.raises(ValueError, match="8 rows has images and `conversations`.*maybe_convert_to_chatml"):
+        made("llava", [FORMS["from"](i) for i in range(8)])
