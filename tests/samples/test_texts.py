@@ -116,14 +116,21 @@ PREFERENCES = {"prompt": "hi", "chosen": chat(8), "rejected": "no"}
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("others", [BESIDE, PREFERENCES], ids=["ultrachat", "ultrafeedback"])
-@pytest.mark.parametrize("form", ["chat", "text"])
-def test_a_prompt_without_a_completion_is_left_out_and_named(form, others, is_stream, tmp_path, caplog):
-    dataset = Dataset.from_list([row | others for row in rows_of(form)])
+def test_a_prompt_without_a_completion_beside_messages_is_left_out_and_named(others, is_stream, tmp_path, caplog):
+    dataset = Dataset.from_list([row | others for row in rows_of("chat")])
     dataset = dataset.to_iterable_dataset() if is_stream else dataset
     run = trainer(tmp_path, dataset, packing=False, max_steps=1, shuffle_dataset=False)
-    assert samples(run.train_dataset) == of_stock(tmp_path, form)
-    column = "messages" if form == "chat" else "text"
-    assert f"has a column `prompt` and no `completion`. `{column}` is tokenised, and `prompt` is not." in caplog.text
+    assert samples(run.train_dataset) == of_stock(tmp_path, "chat")
+    assert "has a column `prompt` and no `completion`. `messages` is tokenised, and `prompt` is not." in caplog.text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_prompt_without_a_completion_beside_a_text_is_refused(is_stream, tmp_path):
+    dataset = Dataset.from_list([row | BESIDE for row in rows_of("text")])
+    dataset = dataset.to_iterable_dataset() if is_stream else dataset
+    said = "a prompt without a completion" if is_stream else "5 of 5 rows .*a `prompt` and no `completion`.*Rename"
+    with pytest.raises(ValueError, match=said):
+        trainer(tmp_path, dataset, packing=False, max_steps=1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"assistant_only_loss": True}, {"per_turn": True}], ids=str)

@@ -93,6 +93,14 @@ def check_raw_dataset(
             "reshape a column, or set `dataset_text_field` to the column that holds the text."
         )
     bare = np.flatnonzero(~np.any([has for _, has in forms], axis=0))
+    halves = bare[~texts.missing(dataset, "prompt")[bare]] if "prompt" in dataset.column_names else bare[:0]
+    if len(halves) and forms and names_rows and "completion" not in dataset.column_names:
+        raise ValueError(
+            f"{len(halves)} of {len(dataset)} rows of the {name} dataset have a `prompt` and no `completion`; the "
+            f"first are {halves[:NUM_SHOWN].tolist()}. TRL tokenises `prompt` with `completion`, and whether the text "
+            f"in `{args.dataset_text_field}` has the prompt is not known. Rename the column of the answers to "
+            "`completion`, or remove the column `prompt`."
+        )
     if len(bare) and forms and names_rows:
         columns = dict.fromkeys(column for columns, _ in forms for column in columns)
         named = " and ".join(f"`{column}`" for column in columns if texts.missing(dataset, column)[bare].any())

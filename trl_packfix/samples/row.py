@@ -119,8 +119,8 @@ def reason(row: Mapping[str, object], error: Exception, text_field: str = "") ->
     if isinstance(error, UnknownTurnError):
         return str(error)
     gap = next(_gaps(row, text_field), None)
-    if gap and isinstance(error, NoTextError):
-        return gap
+    if isinstance(error, NoTextError):
+        return gap or str(error)
     text = next(iter(str(error).splitlines()), "").rstrip(". ")
     return (f"{gap}; " if gap else "") + f"{type(error).__name__}: {shorten(text, 300, placeholder=' ...')}"
 

@@ -26,7 +26,7 @@ class NoTextError(ValueError):
 def text_columns(row: Mapping[str, Any], text_field: str) -> Columns:
     """The columns of a row that are tokenised, chosen in TRL's order of those that are not None; () if there are none.
 
-    A prompt without a completion is not tokenised.
+    A prompt without a completion is not tokenised, nor is a text beside it, which may or may not have it.
 
     >>> text_columns({"prompt": "What?", "messages": [{"role": "user", "content": "What?"}]}, "text")
     ('messages',)
@@ -40,7 +40,7 @@ def text_columns(row: Mapping[str, Any], text_field: str) -> Columns:
         # What an empty list should have held is not known: its row is bad
         if isinstance(messages, list) and (not messages or (isinstance(messages[0], dict) and key in messages[0])):
             return (column,)
-    return (text_field,) if text_field != "prompt" and row.get(text_field) is not None else ()
+    return (text_field,) if row.get("prompt") is None and row.get(text_field) is not None else ()
 
 
 def with_one_text(row: Mapping[str, Any], text_field: str = "") -> dict[str, Any]:
@@ -50,7 +50,8 @@ def with_one_text(row: Mapping[str, Any], text_field: str = "") -> dict[str, Any
     """
     columns = text_columns(row, text_field)
     if not columns:
-        raise NoTextError("the row has no text to tokenise")
+        is_half = row.get("prompt") is not None
+        raise NoTextError("a prompt without a completion" if is_half else "no text to tokenise")
     unused = {*TEXTS, text_field} - {*columns}
     unused |= {name for name in ("tools", "chat_template_kwargs") if name in row and _is_empty(row[name])}
     return {name: row[name] for name in row if name not in unused}
@@ -76,6 +77,8 @@ def forms_of_table(dataset: Dataset, text_field: str) -> Iterator[tuple[Columns,
     forms += [(text_field,)] if text_field in kinds and text_field != "prompt" else []
     for columns in forms:
         has = rest & ~np.any([missing(dataset, column) for column in columns], axis=0)
+        if columns == (text_field,) and "prompt" in kinds:
+            has &= missing(dataset, "prompt")
         yield columns, has
         rest &= ~has
 
