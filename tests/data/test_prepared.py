@@ -1,9 +1,11 @@
 """A second start: nothing is tokenised, cut or looked through again, and what was kept is what would be made."""
 
+import os
+
 import datasets
 import numpy as np
 import pytest
-from datasets import Dataset, load_from_disk
+from datasets import Dataset, concatenate_datasets, load_from_disk
 from support.planners import rewrite
 from support.runs import documents_of, texts, trainer
 
@@ -83,6 +85,41 @@ def test_the_spans_of_another_file_are_not_those_of_its_fingerprint(tmp_path):
     changed = reader_of(tmp_path)
     assert changed.fingerprint == TokenReader(other).fingerprint
     assert cached_documents(changed, 30).lengths.tolist() == [3]
+
+
+def test_a_file_of_the_same_size_and_time_is_another(tmp_path):
+    """As after a copy that sets the time."""
+    for name, tokens in (("one", [[5, 6, 7], [8, 9]]), ("other", [[5, 6], [7, 8, 9]])):
+        table = Dataset.from_dict({"input_ids": tokens})
+        table._fingerprint = "0" * 16
+        table.save_to_disk(tmp_path / name)
+    assert cached_documents(reader_of(tmp_path / "one"), 30).lengths.tolist() == [3, 2]
+    file, other = (tmp_path / name / "data-00000-of-00001.arrow" for name in ("one", "other"))
+    before = file.stat()
+    assert other.stat().st_size == before.st_size
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(file)
+    assert file.stat().st_mtime_ns == before.st_mtime_ns
+    assert cached_documents(reader_of(tmp_path / "one"), 30).lengths.tolist() == [2, 3]
+
+
+def test_the_fingerprint_has_tokens_of_every_document_and_not_how_they_are_stored():
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(3, 200, n) for n in rng.integers(2, 60, 3000)]
+    whole = Dataset.from_dict({"input_ids": rows})
+    halves = [Dataset.from_dict({"input_ids": part}) for part in (rows[:1200], rows[1200:])]
+    order = rng.permutation(3000)
+    sorted_again = whole.select(order).flatten_indices().select(np.argsort(order))
+    prints = [cached_documents(TokenReader(table), 40).fingerprint for table in (whole, sorted_again)]
+    prints += [cached_documents(TokenReader(concatenate_datasets(halves)), 40).fingerprint]
+    assert prints == prints[:1] * 3
+    changed = rng.permutation(3000)[:10]
+    for i in changed:
+        for place in (0, min(len(rows[i]), 40) - 1):  # behind 40 tokens it is cut
+            other = [row.copy() for row in rows[: i + 1]]
+            other[i][place] += 1
+            table = Dataset.from_dict({"input_ids": [*other, *rows[i + 1 :]]})
+            assert cached_documents(TokenReader(table), 40).fingerprint != prints[0]
 
 
 def test_tables_in_memory_and_disabled_caching_leave_nothing(tmp_path):

@@ -13,7 +13,7 @@ from support.runs import texts, trainer, weights
 
 from trl_packfix.training import checkpoints, restart
 from trl_packfix.training.checkpoints import FILE, TRAINED, begin, choose_checkpoint, damage
-from trl_packfix.training.restart import continued
+from trl_packfix.training.restart import SAMPLE, continued
 
 pytestmark = pytest.mark.slow
 
@@ -138,6 +138,21 @@ def test_other_documents_or_batches_are_refused(change, folder):
     if change == "seed":
         again = resume(folder, "checkpoint-10", **settings, ignore_data_skip=True)
         assert again.state.global_step == again.state.max_steps
+
+
+def test_tokens_of_every_document_are_compared_where_the_checkpoint_has_them(run, folder):
+    file = folder / "checkpoint-10" / FILE
+    state = json.loads(file.read_text())
+    del state["hash"]
+    sample = state["settings"][SAMPLE]
+    assert len(sample) == 64
+    state["settings"][SAMPLE] = sample[::-1]
+    file.write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=f"`sample of every document` was {sample[:-9:-1]}"):
+        resume(folder, "checkpoint-10")
+    del state["settings"][SAMPLE]
+    file.write_text(json.dumps(state))
+    assert torch.equal(weights(resume(folder, "checkpoint-10")), weights(run))
 
 
 def test_a_checkpoint_of_an_earlier_version_does_not_say_what_was_trained(folder):

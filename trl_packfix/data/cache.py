@@ -44,7 +44,9 @@ PACKS_LIFETIME = 7 * 24 * 3600  # seconds after the last use until cached packs 
 TEMPORARY_LIFETIME = 3600  # seconds after the last write until a temporary file is deleted
 LONGEST_WAIT = 600  # seconds for another process of the node that makes a file
 NUM_SEALED = hashlib.sha256().digest_size  # bytes
-NUM_SAMPLED = 1000  # documents whose tokens enter the fingerprint
+NUM_SAMPLED = 1000  # documents of which all tokens enter the fingerprint
+NUM_OF_DOCUMENT = 16  # tokens of every document that enter it
+SAMPLED_AT_ONCE = 2**16  # documents, in memory
 
 
 def cached_documents(
@@ -79,18 +81,28 @@ def cached_token_range(reader: TokenReader) -> tuple[int, int]:
 
 
 def _fingerprint(reader: Rows, documents: Documents) -> str:
-    """Hash of all spans, of the number of trained tokens in each, and of the tokens of 1000 evenly spaced documents."""
+    """Two hashes, joined by "-".
+
+    The first is of all spans, of the number of trained tokens in each, and of the tokens of 1,000 evenly spaced
+    documents. The second is of 16 evenly spaced tokens of every document. Of images both have all pixels.
+    """
     hashed = [documents.row, documents.start, documents.stop, documents.trained]
     hashes = reader.digests(documents.row)  # those with images are not read again
+    samples = hashlib.sha256(hashes or b"")
     if hashes is None:
+        assert isinstance(reader, TokenReader)
         for i in np.linspace(0, len(documents) - 1, min(len(documents), NUM_SAMPLED)).astype(int):
             span = reader.read(documents.row[i], documents.start[i], documents.stop[i])
             hashed += [span["input_ids"], span["labels"]]
+        for first in range(0, len(documents), SAMPLED_AT_ONCE):
+            part = slice(first, first + SAMPLED_AT_ONCE)
+            columns = documents.row[part], documents.start[part], documents.stop[part]
+            samples.update(reader.read_evenly(*columns, num=NUM_OF_DOCUMENT).data)
     digest = hashlib.sha256()
     for values in hashed:
         digest.update(np.ascontiguousarray(values, dtype="<i8").data)
     digest.update(hashes or b"")
-    return digest.hexdigest()
+    return f"{digest.hexdigest()}-{samples.hexdigest()}"
 
 
 def _file(reader: Rows, name: str, settings: dict[str, Any]) -> Path | None:
@@ -98,8 +110,10 @@ def _file(reader: Rows, name: str, settings: dict[str, Any]) -> Path | None:
     files = reader.files
     if not files or not is_caching_enabled():
         return None
-    # Sizes and times are part of the key: the fingerprint does not change when a file is overwritten by hand.
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    # Sizes and times are part of the key: the fingerprint does not change when a file is overwritten by hand. A tool
+    # that copies may set the time of the last write (mtime), but not that of the last change (ctime).
+    found = [(file.name, file.stat()) for file in files]
+    stats = [(file, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in found]
     key = json.dumps([CODE, reader.fingerprint, stats, settings], sort_keys=True)
     return files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{SUFFIX}"
 

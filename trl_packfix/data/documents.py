@@ -92,7 +92,7 @@ class Documents:
     image_squares: Int64Array | None = None
     image_start: Int64Array | None = None  # the first token of an image in a document; 0 without
     image_stop: Int64Array | None = None  # the one after the last
-    fingerprint: str = ""  # hash of the documents, by which a restart compares them; empty if they were only counted
+    fingerprint: str = ""  # hashes of the documents, by which a restart compares them; empty if they were only counted
     file: Path | None = None  # their cache file; plans are cached beside it
 
     def __len__(self) -> int:

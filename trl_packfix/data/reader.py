@@ -271,6 +271,17 @@ class TokenReader(Rows):
             block[i, size[i] :] = END
         return block
 
+    def read_evenly(self, row: Int64Array, start: Int64Array, stop: Int64Array, *, num: int) -> npt.NDArray[np.int64]:
+        """`num` evenly spaced tokens of each span, from its first to its last, little-endian, shape (N, num).
+
+        No span may be empty. Of shorter ones tokens are repeated.
+        """
+        tokens = np.empty((len(row), num), dtype="<i8")
+        steps = (stop - start - 1)[:, None] * np.arange(num) // (num - 1)
+        for values, spans, base in self._tokens.by_chunk(row):
+            tokens[spans] = values[(base + start[spans])[:, None] + steps[spans]]
+        return tokens
+
     def labels_are_tokens(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> BoolArray:
         """Whether each label of a span is -100 or its own token, shape (N,); with the memory of `count_labels`."""
         are_tokens = np.ones(len(row), dtype=bool)

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 # Optimizer steps may have the same documents for other values of these. The hash of the steps decides.
 ADJUSTABLE = ELASTIC | {"share_prefixes"}
 WEIGHTS = "weights of the rows"
+SAMPLE = "sample of every document"
 
 
 # What is saved
@@ -64,11 +65,13 @@ def progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tuple[Tr
 def settings_of(planner: EpochPlanner, reader: Rows) -> dict[str, Any]:
     """All that decides which documents are in which optimizer step, under the names that a user sets."""
     documents = planner.documents
+    fingerprint, _, sample = documents.fingerprint.partition("-")
     return {
         "rows of the dataset": len(reader),
         "documents": len(documents),
         "tokens": int(documents.lengths.sum()),
-        "fingerprint of the documents": documents.fingerprint,
+        "fingerprint of the documents": fingerprint,
+        SAMPLE: sample,
         **planner.packing.settings("table"),
     }
 
@@ -81,7 +84,8 @@ def continued(checkpoint: str, state: dict[str, Any], settings: dict[str, Any], 
 
     Returns the settings for which it is planned anew. Others are refused.
     """
-    before, changed = state["settings"], changes(state["settings"], settings)
+    before = {SAMPLE: settings[SAMPLE]} | state["settings"]  # an earlier version has not saved it
+    changed = changes(before, settings)
     fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
     epoch, (trained, trained_before) = state["epoch"], state.get("trained", (None, None))
     if not fixed:
