@@ -135,6 +135,10 @@ REFUSED = {  # words -> the message
     "plan a.txt --model model --max-length 9999": "has 4096 positions",
     "plan a.txt --share-prefixes pack": "`--share-prefixes pack` was given with the lengths of 3 documents",
     "plan bad.txt": "as a file of lengths",
+    "plan twice.csv --model model": "2 of its 3 columns have the name 'text'",
+    "plan lengths.csv": "2 of its 2 columns have the name 'length'",
+    "plan below": "token ids from -1 to 9. Ids are rows of the embedding",
+    "plan above": "token ids from 5 to 1000000000. Ids",
     "plan rows.xml": "Files named .xml are not supported",
     "plan rows.jsonl --model model --split test": "`--split test` was given",
     "plan a.txt --split test": "`--split test` was given",
@@ -162,10 +166,13 @@ REFUSED = {  # words -> the message
 def test_what_cannot_be_done_is_exit_code_2(words, workplace, monkeypatch, capsys):
     """For `check` and `plan` the exit code 1 is an answer."""
     monkeypatch.chdir(workplace)
-    for name, text in {"a.txt": "10 20 30", "bad.txt": "10 -20", "rows.xml": "<a/>"}.items():
+    tables = {"twice.csv": "text,id,text\na,1,b\n", "lengths.csv": "length,length\n3,4\n"}
+    for name, text in (tables | {"a.txt": "10 20 30", "bad.txt": "10 -20", "rows.xml": "<a/>"}).items():
         Path(name).write_text(text)
     tokens = {"input_ids": [[1, 2, 3]]}
     Dataset.from_dict(tokens).save_to_disk("saved")
+    Dataset.from_dict({"input_ids": [[5, -1, 9]]}).save_to_disk("below")
+    Dataset.from_dict({"input_ids": [[5, 10**9]]}).save_to_disk("above")
     Dataset.from_dict(tokens | {"labels": [[-100, 2, 3]]}).save_to_disk("labelled")
     DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk("splits")
     assert main(words.split()) == 2

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..data.reader import Rows
 from ..planning.arrays import BoolArray, Int64Array
+from .sources import check_header
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ def _values(path: Path) -> Any:
         names = [name.strip() for name in next(rows, [])]
         if len(names) == 1 and names[0].isdigit():
             return [*names, *(row[0] for row in rows)]
+        check_header(str(path), names)
         column = next((i for i, name in enumerate(names) if name in ("length", "lengths")), None)
         if column is None:
             return None

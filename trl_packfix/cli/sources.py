@@ -1,6 +1,7 @@
 """Datasets by path or name: files, folders of `save_to_disk` or `trl-packfix prepare`, and the hub."""
 
-from collections.abc import Iterable, Iterator
+import csv
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -53,6 +54,9 @@ def load_local(name: str, streaming: bool = False) -> Any:
             f"`{name}` was given as a dataset. Files named {path.suffix or 'without a suffix'} are not supported. "
             f"Give one of {SUFFIXES}, a folder written by `save_to_disk`, or a name on the hub."
         )
+    if path.suffix == ".csv":
+        with in_utf8(name), path.open(newline="", encoding="utf-8-sig") as file:
+            check_header(name, next(csv.reader(file), []))
     try:
         return load_dataset(FORMATS[path.suffix], data_files=name, split="train", streaming=streaming)
     except (DatasetGenerationError, ValueError, StopIteration) as error:
@@ -62,6 +66,17 @@ def load_local(name: str, streaming: bool = False) -> Any:
             f"`{name}` was given as a dataset of {path.stat().st_size} bytes. It cannot be read: {reason}. Correct "
             "it, or write it again; often writing it was interrupted."
         ) from error
+
+
+def check_header(name: str, columns: Sequence[str]) -> None:
+    """Refuse a CSV file in which two columns have the same name."""
+    twice = next((column for i, column in enumerate(columns) if column in columns[:i]), None)
+    if twice is not None:
+        raise ValueError(
+            f"`{name}` was given, and {columns.count(twice)} of its {len(columns)} columns have the name {twice!r}. "
+            "One of them would be read under this name, and it is not known which is meant. Rename the others, or "
+            "remove them."
+        )
 
 
 def check_paths(words: Iterable[str]) -> None:

@@ -16,6 +16,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+from ..data.cache import cached_token_range
 from ..data.collator import IGNORE_INDEX
 from ..data.documents import Ledger, make_documents
 from ..data.image_rows import ImageRows
@@ -33,6 +34,7 @@ from .lengths import LengthRows, read_lengths
 from .mixture import load_mixture
 from .sources import check_split, in_utf8, load_rows
 
+MOST_IDS = 2**24  # the largest vocabularies have 2**18 to 2**20
 TOKENIZER = "a folder with a tokenizer or its name on the hub, and `--trust-remote-code` if it has code that you trust"
 
 
@@ -57,6 +59,8 @@ def tokenised(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, confi
             "given. Lengths count tokens, so text must be tokenised. Set `--tokenizer` or `--model` to the name "
             "or the folder of the tokenizer that you will train with."
         )
+    else:
+        check_id_range(dataset)
     masks = mask_columns(without_ignored_mask(dataset, config.completion_only_loss))
     masks = [] if "labels" in dataset.column_names else masks
     for name in masks:
@@ -67,6 +71,17 @@ def tokenised(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, confi
         dataset = dataset.map(Cached(_labels), fn_kwargs=given, num_proc=config.dataset_num_proc, desc=what)
     names = ("input_ids", "labels", "seq_lengths", BAD_ROW, config.weight_column, config.source_column)
     return dataset.select_columns([name for name in names if name in dataset.column_names])
+
+
+def check_id_range(dataset: Dataset) -> None:
+    """Refuse token ids that no vocabulary has: below 0, or `MOST_IDS` and above."""
+    low, high = cached_token_range(TokenReader(dataset.select_columns("input_ids")))
+    if low < 0 or high >= MOST_IDS:
+        raise ValueError(
+            f"The dataset of {len(dataset)} rows has token ids from {low} to {high}. Ids are rows of the embedding of "
+            f"a model, so they begin with 0, and no vocabulary has {MOST_IDS:,} of them. Correct the column "
+            "`input_ids`; with `--model` ids are compared with those of its tokenizer."
+        )
 
 
 def _labels(row: dict[str, Any], masks: list[str]) -> dict[str, Any]:
