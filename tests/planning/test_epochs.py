@@ -5,8 +5,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +27,8 @@ from trl_packfix.planning.costs import CostModel
 from trl_packfix.planning.families import TokenOrder
 from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.parallel import Speeds
-from trl_packfix.samples.row import CODE, Cached
+from trl_packfix.samples import row
+from trl_packfix.samples.row import CODE, Cached, hash_sources
 
 STRATEGIES = ["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
 PACKS = "cache-packfix-packs-*"
@@ -241,23 +240,31 @@ def test_every_setting_has_its_own_file(tmp_path):
     assert plans == other.keys() - places - {"speeds", "degrees", "share_prefixes"}
 
 
-@pytest.mark.processes
-def test_other_code_does_not_find_the_plans(tmp_path):
-    """Ranks that find a file and ranks that do not must have the same schedule."""
-    shutil.copytree(Path(trl_packfix.__file__).parent, tmp_path / "trl_packfix")
-    command = [sys.executable, "-P", "-c", "from trl_packfix.samples.row import CODE; print(CODE)"]
+def test_each_file_of_the_package_is_part_of_the_code(tmp_path):
+    """Each cache depends on `CODE`: a plan that some ranks find and others make must be the same on all of them."""
+    copy = tmp_path / "trl_packfix"
+    shutil.copytree(Path(trl_packfix.__file__).parent, copy)
+    hashes = [hash_sources(copy)]
+    assert CODE.startswith(hashes[0])
+    for file in sorted(copy.rglob("*.py")):
+        right = file.read_text()
+        file.write_text(right + "# another way\n")
+        hashes.append(hash_sources(copy))
+        file.write_text(right)
+    assert len(hashes) > 100
+    assert len(set(hashes)) == len(hashes)
+    assert hash_sources(copy) == hashes[0]
+    (copy / "compat.py").rename(copy / "others.py")
+    assert hash_sources(copy) not in hashes
 
-    def code():
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, check=True)
-        return done.stdout.decode().strip()
 
-    found = [code()]
-    assert found[0] == CODE
-    for changed in ("planning/balance.py", "data/documents.py", "data/reader.py"):
-        with (tmp_path / "trl_packfix" / changed).open("a") as file:
-            file.write("# another way\n")
-        found.append(code())
-    assert len(set(found)) == 4
+@pytest.mark.parametrize("library", ["numpy", "torch", "transformers", "trl", "tokenizers", "jinja2"])
+def test_another_version_of_a_library_is_other_code(monkeypatch, library):
+    right = row._hash_versions()
+    assert CODE.endswith(right)
+    installed = row.version
+    monkeypatch.setattr(row, "version", lambda name: "9.9.9" if name == library else installed(name))
+    assert row._hash_versions() != right
 
 
 def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):

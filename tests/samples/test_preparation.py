@@ -1,7 +1,9 @@
 """Rows that are prepared without a trainer are those of a trainer, which leaves the tokenizer to TRL's constructor."""
 
+import importlib
+
 import pytest
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from support.models import build_tokenizer
 from support.runs import ANSWER, PROMPT, config, trainer
 
@@ -57,3 +59,22 @@ def test_rows_and_tokenizer_are_those_of_a_trainer(data, settings, tmp_path):
 def what(rows, tokenizer):
     tokens = [[list(each) for each in rows[name]] for name in ("input_ids", "labels")]
     return tokens, tokenizer.chat_template, tokenizer.eos_token, tokenizer.pad_token
+
+
+def test_another_formatting_function_of_the_same_name_makes_other_tokens(tmp_path, monkeypatch):
+    """`datasets` hashes a function of a module by its name."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.dont_write_bytecode", True)  # both files are written in the same second
+    Dataset.from_dict({"a": ["ab c", "d"]}).save_to_disk(tmp_path / "data")
+    code = tmp_path / "edited_formatting.py"
+    code.write_text("def formatted(row): return row['a']")
+    module = importlib.import_module("edited_formatting")
+
+    def lengths():
+        run = trainer(tmp_path, load_from_disk(tmp_path / "data"), trainer_kwargs={"formatting_func": module.formatted})
+        return [len(tokens) for tokens in run.train_dataset["input_ids"]]
+
+    first = lengths()
+    code.write_text("def formatted(row): return row['a'] * 2")
+    importlib.reload(module)
+    assert sum(lengths()) > sum(first)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib import import_module
 from types import ModuleType
 from unittest import mock
 
@@ -18,6 +19,7 @@ from training.test_first_step import rows
 
 from trl_packfix import PackingLeakError, SFTConfig, SFTTrainer
 from trl_packfix.isolation.check_isolation import Runs
+from trl_packfix.training import remembered
 
 
 @pytest.fixture
@@ -99,6 +101,55 @@ def test_what_differs_is_proved(folder, settings):
     assert start(folder, **made)[1] == 1
     made = settings | {"model": settings["model"]()} if callable(settings.get("model")) else settings
     assert start(folder, **made)[1] == 0  # and is remembered, too
+
+
+def test_other_code_of_this_package_proves_again(folder, monkeypatch):
+    """`CODE` is a hash of every file of the package (tests/planning/test_epochs.py)."""
+    start(folder)
+    monkeypatch.setattr(remembered, "CODE", "of another version")
+    assert start(folder)[1] == 1
+    assert start(folder)[1] == 0
+
+
+def test_code_beside_that_of_a_module_proves_again(folder, tmp_path, monkeypatch):
+    """Code that is edited in place keeps its version."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "edited_ops.py").write_text("SCALE = 1.0\n")
+    (tmp_path / "edited_model.py").write_text(EDITED)
+    kind = import_module("edited_model").Edited
+    assert [start(folder, of_class(kind))[1] for _ in range(2)] == [1, 0]
+    (tmp_path / "edited_ops.py").write_text("SCALE = 1.5\n")
+    assert start(folder, of_class(kind))[1] == 1
+
+
+EDITED = """
+import transformers
+from edited_ops import SCALE
+__version__ = "1.0"
+class Edited(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+"""
+
+
+def test_another_hook_proves_again(folder):
+    def with_hook(scale):
+        model = build_tiny_model("llama", vocab_size=64)
+        code = f"lambda module, args, output: output * {scale}"
+        model.model.norm.register_forward_hook(eval(code))
+        return model
+
+    assert [start(folder, with_hook(scale))[1] for scale in (1.0, 1.0, 2.0)] == [1, 0, 1]
+
+
+def test_a_kernel_that_is_installed_proves_again(folder, tmp_path, monkeypatch):
+    """It is not loaded before it runs, so no module has its version."""
+    monkeypatch.syspath_prepend(tmp_path)
+    installed = tmp_path / "causal_conv1d-1.6.0.dist-info"
+    installed.mkdir()
+    assert [start(folder)[1] for _ in range(2)] == [1, 0]
+    installed.rename(tmp_path / "causal_conv1d-1.6.1.dist-info")
+    assert start(folder)[1] == 1
 
 
 @pytest.mark.parametrize("package", ["transformers", "torch", "peft"])

@@ -3,8 +3,9 @@
 A second start reads no token before the first batch. Nothing is cached for a dataset without files, or with caching
 disabled (`datasets.disable_caching()`).
 
-Every cache of this package depends on its code: another version may cut, measure, plan or estimate differently. So
-`CODE` (`samples/row.py`) is part of every file name, also of those that `datasets` makes (`Cached`).
+Every cache of this package depends on its code and on that of its libraries: another version may cut, measure, plan or
+estimate differently. So `CODE` (`samples/row.py`), a hash of all files of the package and of the versions of these
+libraries, is part of every file name, also of those that `datasets` makes (`Cached`).
 
 A file holds named arrays as an Arrow file, and behind them a hash of its name and content: what a disk lost, or what
 was copied under another name, is made again. It is memory-mapped, so all ranks of a node share one copy in memory. An

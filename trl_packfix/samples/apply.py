@@ -27,6 +27,7 @@ from .row import (
     TurnCounts,
     bad_rows,
     column_of,
+    hash_modules_of,
     mask_counts,
     reason,
     refuse,
@@ -77,13 +78,22 @@ def make_samples(
             said.say_if_prompt_is_unread(dataset, name, args.dataset_text_field)
             if is_training_set and args.process_index == 0:
                 said.say_what_is_left_out(dataset, name, recipe)
-        made = _applied(recipe, dataset, name, args=args, marks=marks, is_training_set=is_training_set)
+        users_code = hash_modules_of(formatting_func, tokenizer)
+        settings: dict[str, Any] = {"marks": marks, "is_training_set": is_training_set, "users_code": users_code}
+        made = _applied(recipe, dataset, name, args=args, **settings)
     repeats.say(name)
     return made
 
 
 def _applied(
-    recipe: Recipe, dataset: Dataset | IterableDataset, name: str, *, args: Settings, marks: bool, is_training_set: bool
+    recipe: Recipe,
+    dataset: Dataset | IterableDataset,
+    name: str,
+    *,
+    args: Settings,
+    marks: bool,
+    is_training_set: bool,
+    users_code: str,
 ) -> Made:
     columns, drops = columns_of(dataset), args.bad_rows == "drop"
     consumed = [column for column in columns if column in recipe.consumes]
@@ -103,7 +113,7 @@ def _applied(
     kwargs["repeated"] = others if recipe.splits else []
     with main_process_first():
         samples = dataset.map(
-            Cached(columns_of_batch),
+            Cached(columns_of_batch, users_code=users_code),
             batch_size=CONVERSATIONS_AT_ONCE if recipe.splits else ROWS_AT_ONCE,
             features=Features({column: dataset.features[column] for column in others} | TOKENS | numbers),
             num_proc=args.dataset_num_proc,

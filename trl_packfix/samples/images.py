@@ -23,7 +23,7 @@ from .apply import columns_of_batch
 from .conversation import Conversation
 from .processor import RowProcessor, images_of, with_images
 from .recipes import Recipe, Row, samples_of_turns, training_template
-from .row import BAD_ROW, NUM_SHOWN, NUMBERS, Cached, MaskCounts, Sample, bad_rows
+from .row import BAD_ROW, NUM_SHOWN, NUMBERS, Cached, MaskCounts, Sample, bad_rows, hash_modules_of
 from .turns import PARTS, TurnRule, parts
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def measure(
 
     def run(every: int) -> Dataset:
         return dataset.map(
-            Cached(columns_of_batch),
+            Cached(columns_of_batch, users_code=hash_modules_of(process.processor)),
             with_indices=True,
             batched=True,
             batch_size=1,

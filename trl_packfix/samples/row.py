@@ -2,8 +2,12 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NoReturn
@@ -181,10 +185,49 @@ def bad_rows(dataset: Dataset) -> npt.NDArray[np.bool_]:
     return pc.fill_null(pc.not_equal(reasons, ""), False).to_numpy()
 
 
-_PACKAGE = Path(__file__).parents[1]
-_FILES = sorted(file for wing in ("planning", "samples", "data") for file in (_PACKAGE / wing).glob("*.py"))
+# Libraries whose code decides what is cached: tokens, lengths of images, random orders
+_LIBRARIES = ("datasets", "jinja2", "numpy", "pillow", "tokenizers", "torch", "torchvision", "transformers", "trl")
+
+
+def hash_sources(package: Path) -> str:
+    """Hash the names and the content of all Python files in the folder of a package."""
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(package)} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _hash_versions() -> str:
+    """Hash the installed versions of the libraries whose code decides what is cached."""
+    installed = []
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):  # torchvision is needed for some images only
+            installed.append(f"{name} {version(name)}")
+    return hashlib.sha256("\n".join(installed).encode()).hexdigest()
+
+
 # Computed at import: the source files may change during the run
-CODE = hashlib.sha256(b"".join([np.__version__.encode(), *(file.read_bytes() for file in _FILES)])).hexdigest()
+CODE = f"{hash_sources(Path(__file__).parents[1])} {_hash_versions()}"
+
+
+def hash_modules_of(*users: object) -> str:
+    """Hash the files of the modules that define these functions, classes or objects of the user.
+
+    `datasets` hashes what a module defines by its name, so code that was changed would find the rows of the code before
+    it. Definitions of the script itself (`__main__`) are left out: `datasets` hashes their code.
+    """
+    digest = hashlib.sha256()
+    for user in users:
+        while isinstance(user, partial):
+            user = user.func
+        module = sys.modules.get(getattr(user, "__module__", None) or "")
+        file = getattr(module, "__file__", None)
+        if file is not None and user.__module__ != "__main__":
+            with suppress(OSError):  # a module in an archive
+                digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -196,6 +239,7 @@ class Cached:
 
     function: Callable[..., Any]
     code: str = CODE
+    users_code: str = ""  # of what the function calls, see `hash_modules_of`
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.function(*args, **kwargs)

@@ -1,9 +1,16 @@
 """Remember the proofs of a model in files beside the dataset, so that the next start does not prove the same again.
 
 A proof is remembered if it passed on the model as it was given: without a repair, and without images. The name of its
-file is a hash of what it depends on: modules, their code and simple attributes, parameters, configs, attention, engine,
-device, and the versions of all packages that are loaded. A function that was replaced while the program runs cannot be
-seen here; the comparison of the first step, which is made at every start, runs it.
+file is a hash of what it depends on:
+
+- the code of this package (every file), and the versions of all packages that are loaded or installed, kernels among
+  them;
+- the modules of the model, their code, hooks and simple attributes, parameters, configs, attention, engine, device;
+- the files of the classes of these modules, and the files beside them, because a version says nothing about a package
+  whose code is edited in place.
+
+A function that was replaced while the program runs, or that a class calls from another folder without a version, cannot
+be seen here. The comparison of the first step, which is made at every start, runs it.
 """
 
 import hashlib
@@ -12,6 +19,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -61,6 +69,8 @@ def _decisive(wrapped: nn.Module, model: Any) -> Iterator[Any]:
     device = next(model.parameters()).device.type
     versions = {name: _version(name) for name in [*sys.modules] if "." not in name}
     yield CODE, sorted((name, version) for name, version in versions.items() if version is not None)
+    # A kernel may be loaded only when it first runs. The names of these folders hold the name and the version
+    yield sorted({folder.name for place in sys.path for folder in Path(place).glob("*-info")})
     yield device, dist.is_initialized() and dist.get_world_size()
     # torch.get_float32_matmul_precision() raises once one of these was set, as `tf32=True` does
     yield [each.matmul.fp32_precision for each in (torch.backends.cuda, torch.backends.mkldnn)]
@@ -69,24 +79,29 @@ def _decisive(wrapped: nn.Module, model: Any) -> Iterator[Any]:
     yield model.config.to_json_string(use_diff=False)
     kinds = {type(module) for module in wrapped.modules()}
     yield sorted((f"{kind.__module__}.{kind.__qualname__}", repr(_compiled(kind.forward))) for kind in kinds)
-    yield sorted(_own_files(kinds))
+    yield sorted(_hashes_of_code(kinds))
     for name, module in model.named_modules():
         yield name, sorted((key, value) for key, value in vars(module).items() if isinstance(value, SIMPLE))
         yield type(module).__qualname__, _compiled(vars(module).get("forward"))
+    for module in wrapped.modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        yield [_compiled(getattr(hook, "func", hook)) for hook in hooks]  # of a partial, the function
     for name, values in [*model.named_parameters(), *model.named_buffers()]:
         yield name, tuple(values.shape), str(values.dtype), values.requires_grad
 
 
-def _own_files(kinds: set[type[nn.Module]]) -> set[str]:
-    """The content of the files of these classes, and of their bases, in packages that have no version."""
-    found = set()
-    for each in {each for kind in kinds for each in kind.__mro__}:
-        if _version(each.__module__.partition(".")[0]) is None:
-            try:
-                found.add(hashlib.sha256(Path(inspect.getfile(each)).read_bytes()).hexdigest())
-            except (OSError, TypeError):  # built in, or typed in a notebook
-                found.add(repr([_compiled(value) for value in vars(each).values()]))
-    return found
+def _hashes_of_code(kinds: set[type[nn.Module]]) -> set[str]:
+    """Hash each Python file in the folders that define these classes and their bases."""
+    hashes, folders = set(), set()
+    for base in {base for kind in kinds for base in kind.__mro__}:
+        try:
+            folders.add(Path(inspect.getfile(base)).parent)
+        except (OSError, TypeError):  # built in, or typed in a notebook
+            hashes.add(repr([_compiled(value) for value in vars(base).values()]))
+    for file in {file for folder in folders for file in folder.glob("*.py")}:
+        with suppress(OSError):  # it belongs to another user
+            hashes.add(hashlib.sha256(file.read_bytes()).hexdigest())
+    return hashes
 
 
 def _version(package: str) -> str | None:
@@ -101,5 +116,12 @@ def _compiled(function: Any) -> Any:
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else function
     if not isinstance(code, CodeType):
         return None
-    constants = [_compiled(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    constants = [_constant(each) for each in code.co_consts]
     return code.co_code.hex(), code.co_names, code.co_varnames, constants
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return _compiled(value)
+    # The order of a set of texts differs between processes
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
