@@ -21,8 +21,9 @@ BEGIN = """\
 # What is logged
 
 To the console, to every logger (`report_to`) and to `log_history` in `trainer_state.json`, beside what transformers
-logs. Values of a training are since its last log; a key without a value is not logged. `loss` is the mean over the
-trained tokens of each optimizer step. A key that is renamed works under both names for one minor version.
+logs. Values of a training are since its last log; in its last line, which `train()` returns as `metrics`, they are of
+all steps since it began or was resumed. A key without a value is not logged. `loss` is the mean over the trained tokens
+of each optimizer step. A key that is renamed works under both names for one minor version.
 """
 
 

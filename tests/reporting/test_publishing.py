@@ -16,7 +16,7 @@ from support.runs import config, trainer
 from trl_packfix import SFTTrainer
 from trl_packfix.reporting.parts import LengthHistogram
 from trl_packfix.reporting.report import metrics, show_lines
-from trl_packfix.training.totals import TrainingTotals
+from trl_packfix.training.totals import Span, TrainingTotals
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,9 +85,8 @@ def test_every_key_of_the_log_is_on_the_page_and_no_other(run):
     assert {"loss/NAME", "trained_tokens/NAME", "eval_loss/NAME", "packing/efficiency", "isolation/tolerance"} <= logged
     assert len(logged) > 30
     totals = TrainingTotals(sources=("NAME",), shares_prefixes=True)
-    totals.window = dict.fromkeys(totals.window, 1.0)
-    totals.start_fetch()
-    by_totals = set(totals.metrics(capacity=8, peak_tflops=1.0)) | {"num_tokens", "train_samples_per_second"}
+    span = Span(dict.fromkeys(totals.window.sums, 1.0), seconds=1.0)
+    by_totals = set(totals.metrics(span, capacity=8, peak_tflops=1.0)) | {"num_tokens", "train_samples_per_second"}
     assert by_totals == set(made["PARTS"]["In each log of a training"])
     assert all(unit and meaning for keys in made["PARTS"].values() for unit, meaning in keys.values())
 

@@ -315,6 +315,26 @@ def test_smoothing_is_that_of_the_constructed_smoother(tmp_path):
     assert torch.equal(*ends)
 
 
+def test_the_last_line_is_of_the_whole_training(tmp_path):
+    """The last window has one step of five: `train()` returns what the run did."""
+    rows = halves().add_column("source", [f"s{i % 2}" for i in range(24)])
+    settings = {"logging_steps": 4, "max_steps": 5, "gradient_accumulation_steps": 2, "source_column": "source"}
+    run = trainer(tmp_path, rows, learning_rate=0.0, **settings)
+    seen = recorded(run)
+    metrics = run.train().metrics
+    (window,) = [entry for entry in run.state.log_history if "loss" in entry]
+    lengths = [length for batch in seen for length in lengths_of(batch)]
+    trained = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in seen)
+    assert metrics["trained_tokens"] == trained
+    assert trained > window["trained_tokens"]
+    assert metrics["documents_per_step"] == pytest.approx(len(lengths) / 5, abs=0.01)
+    assert metrics["trained_tokens/s0"] + metrics["trained_tokens/s1"] == trained
+    seconds = sum(lengths) / metrics["tokens_per_second"]
+    of_window = sum(length for batch in seen[:8] for length in lengths_of(batch)) / window["tokens_per_second"]
+    assert of_window < seconds < metrics["train_runtime"]
+    assert run.state.log_history[-1]["tokens_per_second"] == metrics["tokens_per_second"]
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_the_share_of_time_without_data_is_logged(is_slow, tmp_path):
     run = trainer(tmp_path, halves(), logging_steps=2, max_steps=4)

@@ -318,22 +318,23 @@ class Objective(Part):
         self._run.state.num_input_tokens_seen += round(seen[str(self.args.include_num_input_tokens_seen)])
 
     def add_metrics(self, logs: dict[str, float], start_time: float | None) -> None:
-        """Add to `logs` what was trained since the last log. All ranks must call."""
+        """Add to `logs` what was trained since the last log; at the end, in the whole training. All ranks must call."""
         is_end = "train_runtime" in logs
         if not (self.is_ours and (is_end or ("loss" in logs and start_time is not None))):
             return
         self.gather_totals()
-        if self.totals.num_steps:
+        window = self.totals.end_window()
+        span = self.totals.training if is_end else window
+        if span.num_steps:
             packing = self._data.packing
             capacity = None  # of strategies that do not fill micro-batches
             if packing is not None and not packing.traits.keeps_steps:
                 capacity = packing.parallel.tokens_per_rank
             peak = self.args.peak_tflops or own_peak_tflops(self._run.accelerator.device, self._data.attention_dtype)
-            logs |= self.totals.metrics(capacity, self.args.world_size, peak)
+            logs |= self.totals.metrics(span, capacity=capacity, num_ranks=self.args.world_size, peak_tflops=peak)
             if not self._run.aux_loss_enabled:
                 logs.pop("aux_loss", None)
             logs["num_tokens"] = self._run._total_train_tokens
-            self.totals.start_window()
         if is_end and logs["train_runtime"]:
             logs["train_samples_per_second"] = round(self.totals.num_documents / logs["train_runtime"], 3)
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,22 @@ from ..data.collator import IGNORE_INDEX
 from ..data.row_values import MAX_SOURCES, StreamSources
 from ..layout import Targets
 from .lm_head import TokenScores
+
+
+@dataclass
+class Span:
+    """Some optimizer steps: those since the last log, or all of a training."""
+
+    sums: dict[str, float]  # by name, over all ranks
+    num_steps: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0  # seconds for batches, on this rank
+
+    def add(self, other: "Span") -> None:
+        self.sums = {name: value + other.sums.get(name, 0.0) for name, value in self.sums.items()}
+        self.num_steps += other.num_steps
+        self.seconds += other.seconds
+        self.waited += other.waited
 
 
 class TrainingTotals:
@@ -41,7 +58,8 @@ class TrainingTotals:
         self._pending_of_stream: Tensor | None = None  # by source of a stream, as this rank numbers them
         self.num_documents = 0  # over all ranks
         self.is_scored = False  # outputs were added in this optimizer step
-        self.start_window()
+        self.training = Span(dict.fromkeys(self._names, 0.0))  # all windows that have ended
+        self._start_window()
 
     def _name_sources(self, sources: Sequence[str]) -> None:
         self.sources = sources
@@ -49,25 +67,32 @@ class TrainingTotals:
         self._groups = [group for group in (self.OF_BATCHES, self.OF_OUTPUTS, self._of_sources) if group]
         self._names = [name for group in self._groups for name in group]
 
-    def start_window(self) -> None:
+    def _start_window(self) -> None:
         """Begin a window, of what is summed up to the next log."""
-        self.window = dict.fromkeys(self._names, 0.0)  # over all ranks
-        self.num_steps = 0
-        self.started: float | None = None  # set by the next fetch: evaluation and checkpoints do not count
-        self.waited = 0.0  # seconds for batches, on this rank
+        self.window = Span(dict.fromkeys(self._names, 0.0))
+        self._started: float | None = None  # set by the next fetch: evaluation and checkpoints do not count
         self._fetching = time.perf_counter()
+
+    def end_window(self) -> Span:
+        """Add the window to those of the training, and begin another. Returns the one that ends."""
+        window = self.window
+        if self._started is not None:
+            window.seconds = time.perf_counter() - self._started
+        self.training.add(window)
+        self._start_window()
+        return window
 
     def start_fetch(self) -> None:
         """Called before the batches of the next optimizer step are fetched."""
         self._fetching = time.perf_counter()
-        if self.started is None:
-            self.started = self._fetching
+        if self._started is None:
+            self._started = self._fetching
 
     def start_step(self) -> None:
         """Called when these batches are fetched."""
-        self.num_steps += 1
+        self.window.num_steps += 1
         self.is_scored = False
-        self.waited += time.perf_counter() - self._fetching
+        self.window.waited += time.perf_counter() - self._fetching
 
     def add(self, names: tuple[str, ...], values: list[Tensor]) -> None:
         """Sums of one micro-batch on this rank, scalars in the order of `names`."""
@@ -98,7 +123,7 @@ class TrainingTotals:
         sums = torch.cat([part.to(accelerator.device) for part in parts])
         gathered = dict(zip(self._names, (accelerator.reduce(sums, reduction="sum") / copies).tolist(), strict=True))
         self._pending = {}
-        self.window = {name: self.window[name] + value for name, value in gathered.items()}
+        self.window.add(Span(gathered))
         self.num_documents += round(gathered["documents"])
         return gathered
 
@@ -107,21 +132,23 @@ class TrainingTotals:
         everyone: list[list[str]] = gather_object([[*own]])
         names = sorted({name for of_rank in everyone for name in of_rank})
         if names != self.sources:
-            before = self.window
             self._name_sources(names)
-            self.window = dict.fromkeys(self._names, 0.0) | before
+            for span in (self.window, self.training):
+                span.sums = dict.fromkeys(self._names, 0.0) | span.sums
         sums, self._pending_of_stream = self._pending_of_stream, None
         if sums is not None and names:
             ordered = sums.new_zeros(2, len(names))
             ordered[:, [names.index(name) for name in own]] = sums[:, : len(own)]
             self._pending[self._of_sources] = ordered.flatten()
 
-    def metrics(self, capacity: int | None, num_ranks: int = 1, peak_tflops: float | None = None) -> dict[str, float]:
-        """The values logged for the window.
+    def metrics(
+        self, span: Span, *, capacity: int | None, num_ranks: int = 1, peak_tflops: float | None = None
+    ) -> dict[str, float]:
+        """Compute the values that are logged for the steps of `span`.
 
         `capacity` is in tokens on one rank; without one, `efficiency` is the share of real tokens in the rows.
         """
-        sums, elapsed = self.window, time.perf_counter() - (self.started or time.perf_counter())
+        sums, elapsed = span.sums, span.seconds
         # Of the labels that were scored: a subclass may change those of the batch, and prompt tuning adds one to a row
         scored, micro_batches = max(sums["scored"], 1.0), sums["micro_batches"]
         capacities = sums["row_tokens"] if capacity is None else sums["rows"] * capacity
@@ -139,10 +166,10 @@ class TrainingTotals:
                 speed["mfu"] = _rounded(sums["flops"] / elapsed / num_ranks / 1e12 / peak_tflops)
         return (of_outputs if sums["scored"] else {}) | {
             "trained_tokens": round(sums["trained_tokens"]),
-            "documents_per_step": round(sums["documents"] / max(self.num_steps, 1), 2),
+            "documents_per_step": round(sums["documents"] / max(span.num_steps, 1), 2),
             "efficiency": round(sums["computed"] / max(capacities, 1.0), 4),
             "tokens_per_second": round(sums["tokens"] / elapsed, 1) if elapsed else 0.0,
-            "data_wait": round(self.waited / elapsed, 4) if elapsed else 0.0,
+            "data_wait": round(span.waited / elapsed, 4) if elapsed else 0.0,
             **speed,
             **source_metrics(self.sources, [sums[name] for name in self._of_sources]),
         }
