@@ -70,7 +70,9 @@ OURS = {
     "nan without a target": "masked",
     "long packs weigh less": "labels",
     "padding trained": "scale",
+    "no shift": "scale",
 }
+WITHOUT_SHIFT = ("one document without a mask", "padding trained", "no shift")  # found without a reference, too
 
 
 def collate(found: list[dict[str, list[int]]], fault: str = "") -> dict[str, Tensor]:
@@ -118,8 +120,12 @@ def losses(model: Model, batch: dict[str, Tensor], fault: str) -> tuple[Tensor, 
         mask = torch.roll(labels != IGNORE, -1)
         mask[-1] = False
         targets = torch.roll(ids, -1).masked_fill(~mask, IGNORE)
+    elif fault == "no shift":
+        targets = labels
     elif fault != "Megatron-LM#5682":
         targets = targets.masked_fill(ends, IGNORE)
+    if fault == "targets of the inputs":
+        targets = torch.roll(ids, -1).masked_fill(targets == IGNORE, IGNORE)
     if fault == "first target of a pack lost" and int(owner.max()) > 0:
         targets[(targets != IGNORE).nonzero()[:1, 0]] = IGNORE
     found = functional.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE)

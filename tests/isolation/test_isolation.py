@@ -44,6 +44,24 @@ def test_the_summary_says_the_result_before_the_numbers():
     assert capped.summary() == "documents move each other by 7.0e-01; rounding explains more than the cap of 0.5"
 
 
+def test_a_model_that_is_isolated_and_not_equal_is_not_called_isolated_in_the_error():
+    report = replace(judged(build_tiny_model("llama"), max_length=64), equal=False, max_difference=0.1)
+    assert report.isolated
+    assert not report.passed
+    with pytest.raises(PackingLeakError) as error:
+        report.raise_if_leaking()
+    assert "no document changes another" not in str(error.value).lower()
+    assert "The model computes a document in a pack differently" in str(error.value)
+
+
+def test_what_a_repeated_run_explains_has_a_cap(monkeypatch):
+    """The run is that of a model that draws random numbers, or whose states are not finite."""
+    monkeypatch.setattr(isolation.Runs, "_moved", lambda self: float("inf"))
+    report = check_isolation(build_tiny_model("mamba"), max_length=64)
+    assert report.tolerance == MAX_NOISE
+    assert not report.isolated
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_the_models_own_masks_pass_too(model, attention):

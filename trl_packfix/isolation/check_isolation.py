@@ -29,7 +29,7 @@ from .image_probe import ImageExamples
 from .isolation_report import IsolationReport
 from .prefix_probe import make_probe
 from .probe import LENGTHS, SPARE, Case, Documents, Examples, Probe
-from .probed_model import DRAWS, CannotRun, distance, exact
+from .probed_model import DRAWS, MAX_NOISE, CannotRun, distance, exact
 from .thresholds import thresholds
 from .ties import FirstOfTies
 from .tracing import Leak, find_leaks, find_origins, find_wrong_parts
@@ -176,7 +176,8 @@ class Runs:
         """Add to the rounding of one sum what a repeated run changes."""
         if not self._is_repeated:
             self._is_repeated = True
-            self.rounding += 8 * self._moved()
+            # Without the cap, a model that draws random numbers, or whose states are not finite, would explain any leak
+            self.rounding = min(self.rounding + 8 * self._moved(), MAX_NOISE)
             self.tolerance = max(self.tolerance, self.rounding)
 
     def _moved(self) -> float:

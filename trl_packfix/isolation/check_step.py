@@ -4,6 +4,7 @@
 labels, loss, and the weights of micro-batches and ranks. A right step obeys laws that need no knowledge of the loop:
 
     scale      one document alone is trained with the gradient of its own loss
+    shift      a label is predicted from the tokens before it
     isolation  neighbours whose labels are masked do not move a document
     content    nor do they if nothing but the given boundaries says where documents end
     labels     a pack is the sum of its documents
@@ -18,7 +19,7 @@ vectors stand for it: no copy of the gradients is needed.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ IGNORE_INDEX = -100
 FACTOR = 10.0  # of the measured rounding, which is one sample of many
 FINEST = 1e-6  # relative; sums in fp32 may agree by chance
 NUM_DRAWS = 3
-COARSE = 0.05  # a tolerance that hides errors worth finding
+NUM_SHOWN = 5  # parameters that are named
+COARSE = 0.05  # a tolerance above it hides errors worth finding: nothing is said to hold
 
 Document = dict[str, list[int]]
 
@@ -40,7 +42,7 @@ Document = dict[str, list[int]]
 class Law:
     """A law, and how far the step is from it."""
 
-    name: str  # "scale", "isolation", "content", "labels", "order", "grouping" or "masked"
+    name: str  # "scale", "shift", "isolation", "content", "labels", "order", "grouping" or "masked"
     error: float  # relative difference of gradients; infinite if they are not finite or the step raised
     sentence: str  # what it says, or what the step raised
 
@@ -51,7 +53,8 @@ class StepReport:
 
     Attributes:
         laws: in the order in which they name a cause: the first broken one is the cause, later ones may follow from it.
-        tolerance: relative; ten times what rounding alone was measured to make.
+        tolerance: relative; ten times what rounding alone, or a repeated step, was measured to make.
+        unseen: what these laws could not see here, and why, as sentences.
 
     >>> from trl_packfix.isolation.check_step import Law
     >>> StepReport((Law("scale", 2e-7, "..."), Law("labels", 0.3, "...")), tolerance=1e-6).broken
@@ -60,24 +63,31 @@ class StepReport:
 
     laws: tuple[Law, ...]
     tolerance: float
+    unseen: tuple[str, ...] = ()
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """Names of the broken laws, the cause first."""
-        return tuple(law.name for law in self.laws if not law.error <= self.tolerance)
+        """Names of the broken laws, the cause first. A law is broken if its error is not finite, too."""
+        return tuple(law.name for law in self.laws if not (isfinite(law.error) and law.error <= self.tolerance))
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the tolerance is at most 5 %: above it an error worth finding could hide."""
+        return self.tolerance <= COARSE
 
     @property
     def holds(self) -> bool:
-        """Whether no law is broken."""
-        return not self.broken
+        """Whether the step could be judged and no law is broken."""
+        return self.is_judged and not self.broken
 
     def __str__(self) -> str:
+        verdict = "holds" if self.is_judged else "unknown"
         rows = [
-            f"{'BROKEN' if law.name in self.broken else 'holds ':<7} {law.name:<10} {law.error:.1e}  {law.sentence}"
+            f"{'BROKEN' if law.name in self.broken else verdict:<7} {law.name:<10} {law.error:.1e}  {law.sentence}"
             for law in self.laws
         ]
-        seen = "" if self.tolerance < COARSE else "; smaller errors are not seen: run it in fp32"
-        return "\n".join([*rows, f"rounding explains {self.tolerance:.1e}{seen}"])
+        rows.append(f"tolerance {self.tolerance:.1e}" + ("" if self.is_judged else ": nothing can be said to hold"))
+        return "\n".join([*rows, *(f"not seen: {sentence}" for sentence in self.unseen)])
 
 
 def check_step(
@@ -90,8 +100,9 @@ def check_step(
 ) -> StepReport:
     """Test which law a packed training step breaks.
 
-    The loss must be a mean over the trained tokens of the step. Switch off what makes a gradient random or no sum over
-    documents: dropout, clipping, an auxiliary loss of a router. Gradients are left in the parameters.
+    The loss must be a mean over the trained tokens of the step, and the model causal. Switch off what makes a gradient
+    random or no sum over documents: dropout, clipping, an auxiliary loss of a router. Where equal steps differ by more
+    than 0.5 %, nothing is said to hold. Gradients are left in the parameters.
 
     In a distributed run every rank calls it with the same documents, and `step` ends with gradients that are equal on
     all ranks, as DDP leaves them, or sharded (`DTensor`).
@@ -103,8 +114,8 @@ def check_step(
         documents: four or more, of unequal lengths, as dicts of lists `input_ids` and `labels` of one length, not
             shifted; labels of -100 are not trained.
         model: its parameters with `requires_grad` are compared.
-        reference: the summed loss of one document, computed by the model itself. Without it a factor that is always
-            there cannot be seen.
+        reference: the summed loss of one document, computed by the model itself. Without it a factor or a term that is
+            always there cannot be seen.
 
     Raises:
         ValueError: the documents are too few or too alike, or the step leaves no gradient.
@@ -135,7 +146,10 @@ def check_step(
             "`model`. Laws are tested on gradients. Let it run the backward, leave out `optimizer.zero_grad()` at its "
             "end, and give the model whose parameters it trains."
         )
-    return StepReport(tuple(probe.laws()), max(FINEST, FACTOR * probe.rounding()))
+    laws = tuple(probe.laws())
+    repeated = probe.repeated()
+    tolerance = max(FINEST, FACTOR * max(repeated, probe.rounding()))
+    return StepReport(laws, tolerance, tuple(probe.unseen(laws, tolerance, repeated)))
 
 
 class _Probe:
@@ -163,6 +177,9 @@ class _Probe:
             pairs = zip(self.each_alone, documents, strict=True)
             gap = max(largest_gap(found, self.alone(each)) for found, each in pairs)
             yield Law("scale", gap, "one document alone has the gradient of its own loss")
+        by_last_input = self.moved_by_last_input()
+        if by_last_input is not None:
+            yield Law("shift", by_last_input, "a label is predicted from the tokens before it")
         gap = self.moved(documents, range(len(documents)))
         yield Law("isolation", gap, "masked neighbours do not move a document")
         varied = {kind: self.moved(each, (0, 2)) for kind, each in _variations(documents).items()}
@@ -186,6 +203,53 @@ class _Probe:
         except Exception as error:  # of the loop under test
             gap, sentence = inf, f"{sentence}; the step raised {type(error).__name__}: {error}"
         yield Law("masked", gap, sentence)
+
+    def moved_by_last_input(self) -> float | None:
+        """How much the last token of a document, as an input, moves the gradient of its own label.
+
+        A right step predicts the label from the tokens before it, so that this input changes nothing. None if that
+        cannot be seen: the step takes the values of its targets from the inputs, or all tokens are equal.
+        """
+        longest = max(self.documents, key=lambda each: len(each["input_ids"]))
+        tokens, last = longest["input_ids"], longest["input_ids"][-1]
+        others = [token for each in self.documents for token in each["input_ids"] if token != last]
+        if not others:
+            return None
+        untrained = [IGNORE_INDEX] * (len(tokens) - 1)
+        document = {"input_ids": tokens, "labels": [*untrained, last]}
+        wanted = self.summed([[document]])
+        other_label = self.summed([[document | {"labels": [*untrained, others[0]]}]])
+        if largest_gap(other_label, wanted) <= COARSE:
+            return None
+        return largest_gap(self.summed([[document | {"input_ids": [*tokens[:-1], others[0]]}]]), wanted)
+
+    def unseen(self, laws: Sequence[Law], tolerance: float, repeated: float) -> Iterator[str]:
+        """What the laws cannot see on this step and model, and why."""
+        if not isfinite(tolerance):
+            yield "any error, because gradients are not finite"
+        elif FACTOR * repeated > COARSE:
+            rates = {name: each.p for name, each in self.model.named_modules() if _drops(each)}
+            named = ", ".join(f"`{name}` with p={rate}" for name, rate in rates.items())
+            cause = f"dropout is on in {named}" if named else "for example dropout"
+            yield (
+                f"errors below {tolerance:.0%}, because two equal steps differ by {repeated:.1%}: the step draws "
+                f"random numbers ({cause}). Switch them off"
+            )
+        elif tolerance > COARSE:
+            yield f"errors below {tolerance:.0%}, because rounding explains them. Run it in fp32"
+        if self.reference is None:
+            yield "a factor or a term that every document has. Give `reference`"
+        if "shift" not in [law.name for law in laws]:
+            yield "whether a label is predicted from the tokens before it: the step takes targets from `input_ids`"
+        trained = [name for name, each in self.model.named_parameters() if each.requires_grad]
+        reached = torch.stack(self.each_alone).ne(0).any(-1).any(0).tolist()
+        missed = [name for name, has_gradient in zip(trained, reached, strict=True) if not has_gradient]
+        if missed:
+            shown = ", ".join(f"`{name}`" for name in missed[:NUM_SHOWN]) + (", ..." if len(missed) > NUM_SHOWN else "")
+            yield (
+                f"{len(missed)} of {len(trained)} parameters, to which no document gives a gradient ({shown}): they "
+                "are not trained, for example because their output is detached"
+            )
 
     def products(self, run: Callable[[], Any]) -> Tensor:
         """Of the gradients that `run` leaves."""
@@ -233,6 +297,10 @@ class _Probe:
                 gaps.append(largest_gap(found, factor * wanted) if factor > 0 else inf)
         return max(gaps)
 
+    def repeated(self) -> float:
+        """How far two equal steps are apart."""
+        return largest_gap(self.summed([self.documents]), self.summed([self.documents]))
+
     def rounding(self) -> float:
         """What half a unit in the last place of every module's output changes in a step, the largest of some draws."""
         wanted, found = self.summed([self.documents]), 0.0
@@ -259,6 +327,12 @@ def _noise(model: nn.Module, seed: int) -> Iterator[None]:
             if not any(each.children()):
                 hooks.enter_context(each.register_forward_hook(disturb))
         yield
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module is a dropout that is switched on."""
+    rate = getattr(module, "p", 0.0)
+    return module.training and "Dropout" in type(module).__name__ and isinstance(rate, float) and rate > 0
 
 
 def _num_trained(document: Document) -> int:

@@ -28,7 +28,8 @@ class IsolationReport:
     """The result of the leak probe on one model.
 
     Attributes:
-        isolated: whether no document changed another.
+        isolated: whether no document changed another, of those that the test changed. Packs are right only if they are
+            `equal`, too: see `passed`.
         equal: whether each document in a pack has the states that it has alone. A model can be isolated and still
             wrong, e.g. if positions do not restart.
         max_change: largest change of a document when another changed, relative to the largest hidden state.
@@ -153,7 +154,10 @@ class IsolationReport:
             why = f"Information crosses in {where}." if where else "Documents would be mixed in packed training."
         else:
             finding = f"differ from themselves alone by {self.max_difference:.1e} (rounding: {self.rounding})"
-            why = "No document changes another, but the model computes them differently, e.g. with other positions."
+            why = (
+                "The model computes a document in a pack differently, for example with other positions, or with tokens "
+                "of a document that the test did not change."
+            )
             if self.reads_ahead:
                 why = (
                     "The model is not causal: a token changes earlier states of its document, so its states depend on "

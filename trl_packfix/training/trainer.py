@@ -99,7 +99,7 @@ class SFTTrainer(trl.SFTTrainer):
     >>> output = trainer.train()  # doctest: +ELLIPSIS
     Packing report
     ...
-    >>> trainer.packing_report.isolation.isolated
+    >>> trainer.packing_report.isolation.passed
     True
     """
 
