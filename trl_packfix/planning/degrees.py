@@ -115,7 +115,7 @@ def schedule_groups(
     ([[[0], [1]], [[0], [2]]], array([2, 1]))
     """
     planned = replace(bins, world_size=bins.world_size // parallel.smallest)
-    steps, num_skipped = packs_of_steps(plan, units.rows, num_steps, bins=planned)
+    steps = packs_of_steps(plan, units.rows, num_steps, bins=planned)
     divided = [divide_step(packs, units, bins, parallel=parallel) for packs in steps]
     degrees = [degree for step in divided for degree in step.degrees]
     packs = [pack for step in divided for pack in step.packs]
@@ -123,7 +123,7 @@ def schedule_groups(
     for row, degree in zip(sizes, degrees, strict=True):  # a pack is in the slot of the first rank of its group
         row[::degree] = [next(remaining) for _ in row[::degree]]
     offsets, order = np.concatenate([[0], np.cumsum(sizes)]), np.concatenate([np.zeros(0, np.int64), *packs])
-    return Schedule(order, offsets, bins.accumulation, bins.world_size, num_skipped, np.array(degrees))
+    return Schedule(order, offsets, bins.accumulation, bins.world_size, degrees=np.array(degrees))
 
 
 def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: SequenceParallel) -> DividedStep:

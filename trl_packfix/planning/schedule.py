@@ -37,7 +37,7 @@ class Schedule:
     offsets: Int64Array
     accumulation: int
     world_size: int
-    num_skipped: int = 0  # documents that the epoch does not reach (`dataloader_drop_last`)
+    num_skipped: int = 0  # documents that the epoch does not reach (`dataloader_drop_last`): `EpochPlanner` counts them
     # Ranks that share a pack in each micro-step, shape (S*G,); given as (): each has its own pack
     degrees: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -113,30 +113,27 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
     >>> [[batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2)]
     [[[0, 1]], [[2]]]
     """
-    steps, num_skipped = packs_of_steps(plan, units.rows, num_steps, bins=bins)
+    steps = packs_of_steps(plan, units.rows, num_steps, bins=bins)
     if bins.evens_targets:
         steps = (even_targets(step, units, len(step), capacity=bins.capacity) for step in steps)
     elif bins.balance == "step":
         steps = (balanced(step, units, bins) for step in steps)
     none = np.zeros(0, np.int64)
-    return _schedule((step + [none] * (bins.num_slots - len(step)) for step in steps), bins, num_skipped)
+    return _schedule((step + [none] * (bins.num_slots - len(step)) for step in steps), bins)
 
 
-def packs_of_steps(
-    plan: PackPlan, rows: Int64Array, num_steps: int, *, bins: Bins
-) -> tuple[Iterator[list[Int64Array]], int]:
-    """The packs of each optimizer step, at most `num_slots`, and the number of documents that no step reaches."""
+def packs_of_steps(plan: PackPlan, rows: Int64Array, num_steps: int, *, bins: Bins) -> Iterator[list[Int64Array]]:
+    """Yield the packs of each optimizer step, at most `num_slots`. With `drop_last`, no step has the last packs."""
     slots, packs = bins.num_slots, [plan.order[a:b] for a, b in pairwise(plan.offsets)]
-    packs, skipped = packs[: num_steps * slots], packs[num_steps * slots :]
-    assert bins.drop_last or not skipped, "more packs than slots"
+    assert bins.drop_last or len(packs) <= num_steps * slots, "more packs than slots"
+    packs = packs[: num_steps * slots]
     if len(packs) <= (num_steps - 1) * slots:
         # Fewer packs than in the plan that fixed the number of steps: spread them, or the last steps would be empty.
         packs = split_up_to(packs, rows, num_steps)
         bounds = np.arange(num_steps + 1) * len(packs) // num_steps
     else:
         bounds = np.minimum(np.arange(num_steps + 1) * slots, len(packs))
-    steps = (split_up_to(packs[first:last], rows, slots) for first, last in pairwise(bounds))
-    return steps, sum(len(pack) for pack in skipped)
+    return (split_up_to(packs[first:last], rows, slots) for first, last in pairwise(bounds))
 
 
 def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins: Bins) -> Schedule:
@@ -156,9 +153,8 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
     >>> [batch.tolist() for batch in schedule.micro_batches(0)]  # 10 tokens: two packs of at most 8
     [[0, 1], [3, 2]]
     """
-    num_skipped = len(order) - int(bounds[-1])
     if bins.num_slots == 1:  # no choice to make
-        return Schedule(order[: bounds[-1]], bounds, bins.accumulation, bins.world_size, num_skipped)
+        return Schedule(order[: bounds[-1]], bounds, bins.accumulation, bins.world_size)
 
     def slots(members: Int64Array) -> list[Int64Array]:
         packs = _few_packs(members, units.rows, bins)
@@ -171,7 +167,7 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
         return _spread(packs, units.rows, bins.num_slots)
 
     steps = (slots(order[first:last]) for first, last in pairwise(bounds.tolist()))
-    return _schedule(steps, bins, num_skipped)
+    return _schedule(steps, bins)
 
 
 def _few_packs(documents: Int64Array, lengths: Int64Array, bins: Bins) -> list[Int64Array]:
@@ -237,7 +233,7 @@ def split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[
     return [packs[i] for i in sorted(range(len(packs)), key=place.__getitem__)]
 
 
-def _schedule(steps: Iterable[list[Int64Array]], bins: Bins, num_skipped: int) -> Schedule:
+def _schedule(steps: Iterable[list[Int64Array]], bins: Bins) -> Schedule:
     """The slots of all steps, one after the other. Of each step two arrays are kept: those of its slots take more."""
     orders, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
     for slots in steps:
@@ -245,4 +241,4 @@ def _schedule(steps: Iterable[list[Int64Array]], bins: Bins, num_skipped: int) -
         sizes.append(np.array([len(slot) for slot in slots], np.int64))
     offsets = np.concatenate(sizes)
     np.cumsum(offsets, out=offsets)
-    return Schedule(np.concatenate(orders), offsets, bins.accumulation, bins.world_size, num_skipped)
+    return Schedule(np.concatenate(orders), offsets, bins.accumulation, bins.world_size)
