@@ -122,6 +122,20 @@ def test_the_fingerprint_has_tokens_of_every_document_and_not_how_they_are_store
             assert cached_documents(TokenReader(table), 40).fingerprint != prints[0]
 
 
+def test_the_time_of_a_file_is_part_of_the_names_of_its_caches(tmp_path):
+    """A file that is overwritten by hand may keep its size, and the table its fingerprint."""
+    for name, rows in (("table", [[5, 6, 7], [8, 9]]), ("other", [[5, 6], [7, 8, 9]])):
+        data = Dataset.from_dict({"input_ids": rows, "labels": rows})
+        data._fingerprint = "the same"
+        data.save_to_disk(tmp_path / name)
+    assert cached_documents(reader_of(tmp_path / "table"), 30).lengths.tolist() == [3, 2]
+    (file,), (other,) = ((tmp_path / name).glob("data-*.arrow") for name in ("table", "other"))
+    assert file.stat().st_size == other.stat().st_size
+    other.replace(file)
+    os.utime(file, ns=(0, 0))
+    assert cached_documents(reader_of(tmp_path / "table"), 30).lengths.tolist() == [2, 3]
+
+
 def test_tables_in_memory_and_disabled_caching_leave_nothing(tmp_path):
     data = saved(tmp_path)
     before = files(tmp_path)
