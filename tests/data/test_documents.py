@@ -1,6 +1,8 @@
 """Spans: what becomes of every token, for every policy, against a plain Python reading of the same rules."""
 
 import pickle
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -185,3 +187,14 @@ def test_map_batches_do_not_move_a_boundary(batch_size):
     for wrapped in (False, True):
         kept, _ = contents(data, max_length=16, overlong="split", wrapped=wrapped, keep_untrained=True)
         assert [token for document in kept for token in document] == list(range(10, 10 + sum(lengths)))
+
+
+def test_each_choice_of_documents_has_its_own_name_for_cached_plans():
+    """As after a restart on other ranks: the plan of the rest of an epoch is not that of all documents."""
+    file = Path("folder/cache-packfix-spans-0123.arrays")
+    documents = replace(make_documents(TokenReader(table([3, 4, 5])), 8), file=file)
+    choices = [np.array(chosen) for chosen in ([True, True, False], [True, False, True], [True, True, True])]
+    files = [documents.taken(chosen).file for chosen in choices]
+    assert len({file, *files}) == 4
+    assert {each.parent for each in files} == {file.parent}
+    assert documents.taken(choices[0].copy()).file == files[0]
