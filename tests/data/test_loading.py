@@ -15,8 +15,10 @@ from transformers import LlamaConfig
 
 from trl_packfix import PackingLeakError, packed_dataloader, plan_packs, prepare_for_packing
 from trl_packfix.attention.forwards import mark_packed_forwards
+from trl_packfix.data.loaders import PaddedBatchSampler
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B
+from trl_packfix.planning.schedule import EMPTY
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 97)
 
@@ -45,6 +47,16 @@ def test_all_ranks_together_hold_every_document_once(strategy):
     if strategy == "wrapped":
         seen = sorted(set(seen))  # a cut document comes in fragments
     assert sorted(seen) == list(range(97))
+
+
+@pytest.mark.parametrize("num_documents", [1, 12, 17])
+def test_padded_batches_gathered_from_all_ranks_are_in_table_order(num_documents):
+    """`gather_for_metrics` joins the batches of ranks 0, 1, 2 and cuts off what is behind the table."""
+    samplers = [PaddedBatchSampler(num_documents, batch_size=2, rank=rank, num_processes=3) for rank in range(3)]
+    gathered = [row for turn in zip(*samplers, strict=True) for batch in turn for row in batch]
+    assert gathered[:num_documents] == list(range(num_documents))
+    assert set(gathered[num_documents:]) <= {EMPTY}
+    assert len(gathered) - num_documents < 2 * 3
 
 
 def test_every_pass_is_a_new_epoch_and_set_epoch_chooses_one():
