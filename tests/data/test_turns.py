@@ -21,6 +21,7 @@ from support.runs import all_documents, config, documents_of, trainer
 from trl_packfix.cli import main
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.said import unended
+from trl_packfix.samples.turns import TurnRule
 
 pytestmark = pytest.mark.slow
 
@@ -415,3 +416,21 @@ def test_prepare_and_plan_count_conversations_and_turns(tmp_path, capsys):
     (tmp_path / "lengths.txt").write_text("5\n6\n")
     assert main(["plan", str(tmp_path / "lengths.txt"), "--per-turn"]) == 2
     assert "a file of 2 lengths. The turns of a conversation are not known" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, content, untrained",
+    [
+        ("<think>\n\n</think>\n\nyes", "yes", "<think>\n\n</think>\n\n"),
+        ("<think>\n\n</think>\n\n  yes", "  yes", "<think>\n\n</think>\n\n"),  # its own spaces are trained
+        ("<think>\n\n</think>\n\nSay: yes", "yes", "<think>\n\n</think>\n\n"),  # what the template adds is trained
+        ("<think>\n\n</think>\n\n<tool_call>", "", "<think>\n\n</think>\n\n"),
+        ("<think>\n\n</think>\n\nyes", "<think>\n\n</think>\n\nyes", ""),  # the user's own block
+        ("yes</think>", "yes</think>", ""),
+    ],
+)
+def test_an_empty_thinking_block_ends_where_the_template_or_the_answer_goes_on(text, content, untrained):
+    start, stop = TurnRule(train_empty_thinking=False).without_thinking(text, (0, len(text)), spoken(content))
+    assert text[:start] == untrained
+    assert stop == len(text)
+    assert TurnRule().without_thinking(text, (0, len(text)), spoken(content)) == (0, len(text))
