@@ -248,3 +248,21 @@ def test_a_triton_kernel_without_a_gpu_is_named():
     model.model.layers[0].register_forward_hook(raise_as_triton)
     with pytest.raises(ValueError, match=r"in Triton ran without a GPU \(0 active.*Uninstall `flash-linear-attention`"):
         packed_model(model).prove(model)
+
+
+@pytest.mark.parametrize("is_trained, is_fused", [(True, True), (False, False), (None, False)])
+def test_the_fused_kernel_runs_only_where_it_gets_all_of_a_trained_projection(is_trained, is_fused, monkeypatch):
+    """An adapter freezes the weight of the projection, and the kernel would leave the adapter out."""
+    monkeypatch.setattr(mixers, "_takes", lambda inner, name: name == "seq_idx")
+    weight = None if is_trained is None else torch.zeros(4, 4, requires_grad=is_trained)
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+    calls = []
+    out = mixers.run_fused(
+        lambda *args, **options: calls.append(options) or "fused",
+        PackedForward(bounds, bounds, 4, 4),
+        torch.zeros(1, 6, 4),
+        outproj_weight=weight,
+        cu_seqlens=None,
+    )
+    assert (out == "fused") is is_fused
+    assert [options["seq_idx"].tolist() for options in calls] == [[[0, 0, 1, 1, 1, 1]]] * is_fused
