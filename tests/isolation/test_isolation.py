@@ -145,6 +145,34 @@ def test_half_precision_does_not_hide_a_leak_through_length(factor):
     assert report.isolated and report.equal and not report.leaks
 
 
+def test_positions_that_are_exact_only_near_the_start_of_a_pack_are_found():
+    """A model that counts rows of the pack in bf16, which has no odd number above 256."""
+    model = build_tiny_model("llama")
+
+    def count_in_half_precision(rotary, args, kwargs):
+        positions = kwargs["position_ids"]
+        rows = torch.arange(positions.shape[1])[None].expand_as(positions)
+        from_start = rows.bfloat16().long() - (rows - positions).bfloat16().long()
+        return args, kwargs | {"position_ids": from_start}
+
+    model.model.rotary_emb.register_forward_pre_hook(count_in_half_precision, with_kwargs=True)
+    report = judged(model, max_length=64)
+    assert report.isolated
+    assert not report.equal
+
+
+@pytest.mark.parametrize(
+    "window, expected",
+    [(12, "neither"), (13, "tested"), (63, "tested"), (64, "unreachable"), (128, "unreachable"), (129, "neither")],
+)
+def test_a_threshold_is_tested_where_a_document_of_the_run_is_the_first_to_exceed_it(window, expected):
+    """The other documents of the probe have 13 tokens, those of the run at most 64, the model 129 positions."""
+    config = build_tiny_model("mistral", sliding_window=window, max_position_embeddings=129).config
+    tested, unreachable = thresholds(config, 64, 13)
+    assert ("sliding_window" in tested) is (expected == "tested")
+    assert ("sliding_window" in unreachable) is (expected == "unreachable")
+
+
 @current_models
 def test_layers_without_rotary_embedding_have_no_threshold():
     config = zoo.build_model("beam").config
