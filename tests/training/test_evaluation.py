@@ -61,6 +61,16 @@ def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, eval_packing, b
     assert metrics["eval_samples_per_second"] == pytest.approx(23 / metrics["eval_runtime"], rel=0.02)
 
 
+def test_packs_of_an_evaluation_have_the_size_of_its_own_batches(tmp_path):
+    """8 documents of 16 tokens: with a batch size of 4, as for padded batches, two packs of 64."""
+    data = Dataset.from_dict({"input_ids": [[9] * 16] * 8})
+    sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 4, "max_length": 16}
+    for packing in (True, False):
+        run = trainer(tmp_path, data, trainer_kwargs={"eval_dataset": data}, packing=packing, **sizes)
+        shapes = [batch["input_ids"].shape for batch in run.get_eval_dataloader()]
+        assert shapes == ([(1, 64)] if packing else [(4, 16)]) * 2
+
+
 def test_an_evaluation_set_is_truncated_whatever_training_does(tmp_path):
     settings = {"trainer_kwargs": {"eval_dataset": texts(20, seed=1)}, "max_length": 16}
     runs = [trainer(tmp_path, texts(), overlong=each, **settings) for each in ("truncate", "split", "drop")]
