@@ -1,6 +1,7 @@
 """The versions that are supported are those that are tested."""
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import yaml
 from trl_packfix.version import TESTED_VERSIONS
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "trl_packfix"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -33,3 +35,20 @@ def test_the_oldest_versions_are_the_floors_of_the_project():
     for name, floor in floors.items():
         parts = floor.split(".")
         assert pinned[name].split(".")[: len(parts)] == parts, name
+
+
+def test_each_module_has_tests_near_it():
+    """`tools/tests_of.py` finds them, and those of a few modules are the ones that a reader would name."""
+    nearest_tests = runpy.run_path(str(ROOT / "tools" / "tests_of.py"))["nearest_tests"]
+    modules = [file for file in PACKAGE.rglob("*.py") if not file.name.startswith("__")]
+    assert len(modules) > 100
+    assert [file for file in modules if not nearest_tests(file)] == []
+    for module, test in {
+        "planning/schedule.py": "planning/test_scheduling.py",
+        "data/cache.py": "data/test_prepared.py",
+        "data/loaders.py": "data/test_loading.py",  # through a public name
+        "training/evaluation.py": "training/test_evaluation.py",  # by its name
+        "reporting/build.py": "reporting/test_report.py",
+        "attention/mixers.py": "attention/test_mixers.py",
+    }.items():
+        assert ROOT / "tests" / test in nearest_tests(PACKAGE / module)[:8]
