@@ -48,6 +48,19 @@ def test_other_devices_run_document_by_document(device_type, reason, tiny_model,
     assert not [w for w in recwarn if "enforce" in str(w.message)]
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "mps", "cuda"])
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])
+def test_the_users_attention_that_is_replaced_is_named(device_type, name, tiny_model):
+    model = on(tiny_model("llama"), name)
+    choice = choose_attention(model, dtype=torch.bfloat16, device_type=device_type)
+    assert choice.name == ATTENTION_NAME
+    why = "" if name == "flex_attention" else ", which builds masks of T x T entries"
+    assert choice.reason.endswith(f"; in place of the model's {name}{why} (enforce_flash_attention=False keeps it)")
+    kept = choose_attention(model, False, torch.bfloat16, device_type=device_type)
+    assert kept.name == name
+    assert "in place of" not in kept.reason
+
+
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])
 def test_enforce_false_keeps_the_users_and_names_the_price(name, tiny_model, recwarn):
     model = on(tiny_model("llama"), name)

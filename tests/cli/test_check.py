@@ -120,6 +120,18 @@ def test_check_a_model(saved, capsys):
     assert re.search(r"\n *kernels +mixers run in torch.* `pip install causal-conv1d`", capsys.readouterr().out)
 
 
+@pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
+def test_the_answer_is_of_the_attention_that_training_runs(saved, printed):
+    """Both name the attention of which they speak."""
+    eager = ("check", saved / "llama", "--attn_implementation", "eager")
+    replaced = printed(*eager)
+    assert replaced["attention"] == replaced["as_it_is"]["attention"] == "packfix_varlen"
+    assert "in place of the model's eager" in replaced["reason"]
+    own = printed(*eager, "--enforce_flash_attention", "false")
+    assert own["attention"] == own["as_it_is"]["attention"] == "eager"
+    assert own["reason"] == "unchanged: enforce_flash_attention=False"
+
+
 def test_a_leak_that_is_not_repaired_is_exit_code_1(saved, printed):
     found = printed("check", saved / "bloom", "--on-leak", "raise", code=1)
     assert found["verdict"] == "LEAK" and not found["right"]

@@ -177,3 +177,15 @@ def test_padding_is_that_of_batches_in_random_order(order):
     reader = TokenReader(table(lengths))
     made = make_report(make_epochs(make_documents(reader, 32), "stream", batch_size=2, max_length=32), reader)
     assert made.padding_efficiency == pytest.approx(20 / 25, rel=0.05)
+
+
+def test_what_replaces_a_setting_of_the_user_is_said(tmp_path):
+    model = build_tiny_model("llama", attn_implementation="eager")
+    run = trainer(tmp_path, texts(), model=model, max_steps=2)
+    run.train()
+    lines = dict(run.packing_report.lines())
+    num_steps = run.packing_report.num_steps
+    assert num_steps > 2
+    assert lines["steps"].startswith(f"2 (max_steps; an epoch has {num_steps}) of about ")
+    assert "in place of the model's eager, which builds masks of T x T entries" in lines["attention"]
+    assert run.model.config._attn_implementation == "eager", "after training the model has its own again"

@@ -2,10 +2,12 @@
 
 import importlib.util
 import inspect
+import os
 import re
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,9 @@ from trl import ModelConfig
 import trl_packfix
 from trl_packfix import PackingLeakError, SFTConfig
 from trl_packfix.cli import main
+from trl_packfix.cli import train as train_command
 from trl_packfix.training.checks import check_quantisation
+from trl_packfix.training.config import check_devices
 
 pytestmark = pytest.mark.slow
 
@@ -221,3 +225,38 @@ def test_documents_beyond_the_positions_need_a_rope_that_stretches(tmp_path):
     assert run.data.documents.lengths.max() > 32
     run.train()
     assert run.packed_model.is_proved and [repair.count for repair in run.packed_model.repaired] == [1]
+
+
+@pytest.fixture
+def processes_without_a_gpu(monkeypatch):
+    for name in ("ACCELERATE_USE_CPU", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
+
+def test_processes_without_a_gpu_are_refused_before_they_meet(processes_without_a_gpu, tmp_path):
+    with pytest.raises(ValueError, match=r"8 processes were started, and no GPU was found .*set `use_cpu=True`, under"):
+        SFTConfig(str(tmp_path), bf16=False)
+
+
+ASKED = {
+    "use_cpu": lambda patch: {"use_cpu": True},
+    "ddp_backend": lambda patch: {"ddp_backend": "gloo"},
+    "accelerate": lambda patch: patch.setenv("ACCELERATE_USE_CPU", "true"),
+    "deepspeed": lambda patch: patch.setenv("DS_ACCELERATOR", "cpu"),
+    "one process": lambda patch: patch.setenv("WORLD_SIZE", "1"),
+    "a GPU": lambda patch: patch.setattr(torch.accelerator, "is_available", lambda: True),
+}
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+def test_processes_on_cpus_train_where_they_were_asked_for(ask, processes_without_a_gpu, monkeypatch):
+    given = {"use_cpu": False, "ddp_backend": None}
+    check_devices(SimpleNamespace(**given | (ask(monkeypatch) or {})))
+
+
+def test_the_command_does_not_ask_for_cpus_itself(processes_without_a_gpu):
+    pytest.importorskip("deepspeed")
+    train_command._import_deepspeed()
+    assert "DS_ACCELERATOR" not in os.environ

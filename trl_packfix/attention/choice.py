@@ -13,7 +13,7 @@ warns about its cost.
 
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,10 +64,32 @@ def choose_attention(
         needs_varlen: what only packfix_varlen does and this run needs, as the end of a sentence ("does not exchange
             tokens between ..."); it is then chosen instead of the user's flash attention.
 
-    Raises ValueError if no kernel fits; the message says what to change.
+    The reason names the model's own attention where another takes its place. Raises ValueError if no kernel fits; the
+    message says what to change.
     """
     model = base_model(model)
     device_type = model.device.type if device_type is None else device_type
+    settings: dict[str, Any] = {"device_type": device_type, "refusals": refusals, "needs_varlen": needs_varlen}
+    choice = _choose(model, enforce_flash_attention, dtype, **settings)
+    previous = choice.previous
+    replaces = choice.name != previous and choice.name in (ATTENTION_NAME, "flash_attention_2")
+    if not replaces or (device_type == "cuda" and "flash" in previous):  # then the reason speaks of it
+        return choice
+    masks = ", which builds masks of T x T entries" if previous in ("sdpa", "eager") else ""
+    replaced = f"; in place of the model's {previous}{masks} (enforce_flash_attention=False keeps it)"
+    return replace(choice, reason=choice.reason + replaced)
+
+
+def _choose(
+    model: PreTrainedModel,
+    enforce_flash_attention: bool,
+    dtype: torch.dtype | None,
+    *,
+    device_type: str,
+    refusals: dict[str, str] | None,
+    needs_varlen: str | None,
+) -> AttentionChoice:
+    """Apply the precedence of `choose_attention`."""
     dtype = model.dtype if dtype is None else dtype
     previous = own_attention(model)
     user_flash = "flash" in previous
@@ -182,6 +204,8 @@ def _choose_on_cuda(
     refused = "".join(f"; {name} cannot be used: {reason}" for name, reason in refusals.items())
     if needs_varlen is not None and "flash" in previous:
         refused += f"; {previous} {needs_varlen}"
+    if drops_sinks:
+        refused += f"; {previous} ignores attention sinks"
     compatible = getattr(model, "_compatible_flash_implementations", None)
     takes_fa2 = model._supports_flash_attn and (compatible is None or "flash_attention_2" in compatible)
     fits_fa2 = takes_fa2 and not has_sinks and old_gpu is None and widest <= MAX_CUDA_HEAD_DIM

@@ -11,8 +11,10 @@ EXAMPLES = """\
   trl-packfix check tiiuae/falcon-7b --config-only
 
 Of the flags, `max_length` (1,024; the longest document of the run), `dtype` (bfloat16 on CUDA, else float32),
-`attn_implementation`, `on_leak` and `trust_remote_code` decide. Exit code 0 if packed training of the model is correct,
-repaired or not; 1 if it is not; 2 if the model could not be tested."""
+`attn_implementation`, `enforce_flash_attention`, `on_leak` and `trust_remote_code` decide. The answer is of the
+attention that training would run, which the line `attention` names: of `--attn_implementation eager` or `sdpa` only
+with `--enforce_flash_attention false`. Exit code 0 if packed training of the model is correct, repaired or not; 1 if it
+is not; 2 if the model could not be tested."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -53,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         given.training.max_length,
         dtype=dtype,
         attn_implementation=given.model.attn_implementation,
+        enforce_flash_attention=given.training.enforce_flash_attention,
         on_leak=given.training.on_leak,
         trust_remote_code=given.training.trust_remote_code,
     )

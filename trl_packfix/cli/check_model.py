@@ -94,12 +94,14 @@ def check_model(
     *,
     dtype: str | None = None,
     attn_implementation: str | None = None,
+    enforce_flash_attention: bool = True,
     on_leak: OnLeak = "repair",
     trust_remote_code: bool = False,
 ) -> CheckResult:
     """Load a model as TRL does and test it as the trainer does; of its config only, a tiny random one.
 
-    A `dtype` of None is bfloat16 on CUDA and float32 elsewhere.
+    A `dtype` of None is bfloat16 on CUDA and float32 elsewhere. Packs run on the attention that training would choose;
+    with `enforce_flash_attention=False` on `attn_implementation`.
     """
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,11 +118,12 @@ def check_model(
         create: Any = create_model_from_path
         model = create(name, dtype=found_dtype, attn_implementation=attn_implementation, device_map=None, **trust)
     model.to(device)
-    packed = PackedModel(model, found_dtype, device.type, max_length, on_leak="raise")
+    settings: dict[str, Any] = {"enforce_flash_attention": enforce_flash_attention}
+    packed = PackedModel(model, found_dtype, device.type, max_length, on_leak="raise", **settings)
     as_it_is = in_training = packed.prove(model)
     if not packed.is_proved and on_leak != "raise":
         packed.rest()
-        packed = PackedModel(model, found_dtype, device.type, max_length, on_leak=on_leak)
+        packed = PackedModel(model, found_dtype, device.type, max_length, on_leak=on_leak, **settings)
         in_training = packed.prove(model)
     base = base_model(model)
     return CheckResult(

@@ -22,12 +22,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if find_spec("deepspeed"):
-        import torch
-
-        if not torch.accelerator.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns
-        with redirect_stdout(sys.stderr):  # it logs to stdout when it is first imported
-            import_module("deepspeed")
+        _import_deepspeed()
     from .configs import parse
     from .training import make_trainer, train
 
@@ -40,3 +35,16 @@ def run(args: argparse.Namespace) -> int:
     args.shows_traceback = True  # what was given is read and checked: from here on errors are those of the run
     train(trainer, configs.names)
     return 0
+
+
+def _import_deepspeed() -> None:
+    """Import DeepSpeed, which logs to stdout when it is first imported, and warns where there is no GPU."""
+    import torch
+
+    names_cpu = "DS_ACCELERATOR" not in os.environ and not torch.accelerator.is_available()
+    if names_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    with redirect_stdout(sys.stderr):
+        import_module("deepspeed")
+    if names_cpu:  # it says that the user wants to train on CPUs, see `check_devices`
+        del os.environ["DS_ACCELERATOR"]

@@ -52,9 +52,12 @@ def _packs(report: "PackingReport") -> Lines:
     filled = "no padding" if report.num_packs is None else f"{report.efficiency:.2%} filled"
     yield "micro-batch", f"{size}, {filled}; unpacked: {report.padding_efficiency:.2%}"
     documents = report.unpacked_documents
+    steps = f"{report.num_steps:,}"
+    if report.max_steps is not None:
+        steps = f"{report.max_steps:,} (max_steps; an epoch has {report.num_steps:,})"
     yield (
         "steps",
-        f"{report.num_steps:,} of about {report.documents_per_step:,.1f} documents (accumulation "
+        f"{steps} of about {report.documents_per_step:,.1f} documents (accumulation "
         f"{report.accumulation}, ranks {report.world_size}); unpacked: {-(-report.num_documents // documents):,} of "
         f"{documents:,}",
     )

@@ -47,6 +47,8 @@ class PackingReport:
     - `efficiency`: tokens / (packs x capacity).
     - `padding_efficiency`: tokens / (tokens and padding) of unpacked batches of the same batch size.
     - `lower_bound`: no plan needs fewer packs. A plan with this number of packs may not exist.
+    - `num_steps`: optimizer steps of an epoch; of a stream, those of the run.
+    - `max_steps`: optimizer steps of the run on a table, if the setting is set; else None.
     - `documents_not_reached`, `tokens_not_reached`: dropped by `dataloader_drop_last` in the first epoch. The ledger
       does not count them: it is the same in every epoch.
     - `most_documents`: the most documents in one micro-batch of the first epoch.
@@ -90,6 +92,7 @@ class PackingReport:
     num_steps: int
     ledger: Ledger
     num_rows: int | None = None
+    max_steps: int | None = None
     lower_bound: int | None = None
     padding_efficiency: float | None = None
     documents_per_step: float | None = None

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+import os
 import re
 import warnings
 from collections.abc import Collection
@@ -11,6 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+import torch
 import trl
 from transformers import TrainingArguments
 
@@ -192,6 +194,7 @@ class SFTConfig(trl.SFTConfig):
                     """texts in double quotes and the whole in single ones: '{"name": 1.0}'."""
                 ) from error
         _refuse_texts(self)
+        check_devices(self)
         say_deepspeed_communicates(self)
         unset = [setting.name for setting in fields(self) if getattr(self, setting.name) is setting.default]
         with warnings.catch_warnings():
@@ -261,6 +264,7 @@ def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
         # Copied field by field: constructing it again would run `__post_init__` a second time.
         ours = object.__new__(SFTConfig)
         vars(ours).update({each.name: each.default for each in fields(SFTConfig)} | vars(args))
+        check_devices(ours)
         check_config(ours)
         return ours
     warnings.warn(
@@ -279,6 +283,26 @@ def changed(args: SFTConfig, **settings: object) -> SFTConfig:
     vars(args).update(settings)
     check_config(args)
     return args
+
+
+def check_devices(args: SFTConfig) -> None:
+    """Refuse several processes on a machine without a GPU, unless training on CPUs was asked for."""
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if num_processes == 1 or torch.accelerator.is_available():
+        return
+    asked = {
+        "use_cpu": args.use_cpu,
+        "ACCELERATE_USE_CPU": os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t"),
+        "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR") == "cpu",
+        "ddp_backend": args.ddp_backend == "gloo",
+    }
+    if not any(asked.values()):
+        raise ValueError(
+            f"{num_processes} processes were started, and no GPU was found (`torch.accelerator.is_available()`). All "
+            "of them would train on the CPU of this machine, and share its cores. Check the driver and the build of "
+            f"torch ({torch.__version__}). To train on CPUs, set `use_cpu=True`, under DeepSpeed the environment "
+            "variable `DS_ACCELERATOR=cpu`."
+        )
 
 
 def check_config(args: SFTConfig) -> None:

@@ -179,8 +179,9 @@ class TrainingData(Part):
             reports: list[Any] = [None]
             if self.args.process_index == 0:  # of many documents it takes as much memory as the plan
                 reports[0] = make_report(planner, self.reader, unpacked_counts_first=self.unpacked_counts_first)
+            max_steps = self.args.max_steps if self.args.max_steps > 0 else None
             self._run.packing_report = replace(
-                broadcast_object_list(reports)[0], trained=self.trained, turns=self.turns
+                broadcast_object_list(reports)[0], trained=self.trained, turns=self.turns, max_steps=max_steps
             )
         rows = DocumentDataset(self.reader, self.documents, self._run._tokenizer.pad_token_id, values=self.row_values)
         sampler = PackedBatchSampler(planner, self.ranks.rank)
