@@ -86,6 +86,21 @@ def router_loss_coefficient(trainer: object, args: "trl.SFTConfig") -> float | N
     return getattr(trainer, "router_aux_loss_coef", args.router_aux_loss_coef)
 
 
+def drops_router_logits(model: nn.Module) -> bool:
+    """Whether the layers of a model have routers whose logits its forward does not return.
+
+    Below transformers 5.18 those of DBRX and of Granite's mixtures are not among what a forward records. TRL's router
+    loss then ends in an AttributeError. Can be removed with support for transformers below 5.18.
+    https://github.com/huggingface/transformers/releases/tag/v5.18.0
+    """
+    if Version(transformers.__version__) >= Version("5.18.0.dev0"):
+        return False
+    records = [part._can_record_outputs or {} for part in model.modules() if isinstance(part, PreTrainedModel)]
+    has_records, has_logits = any(records), any("router_logits" in record for record in records)
+    has_router = any(type(module).__name__.endswith("Router") for module in model.modules())
+    return has_router and has_records and not has_logits
+
+
 def training_every_token(collate: Any) -> Any:
     """A copy of TRL's vision collator for rows in which every token is trained.
 

@@ -1,15 +1,18 @@
 """The training loss: TRL's to the bit, or documents that count the same; its auxiliary terms, and what is logged."""
 
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 import trl
 from datasets import Dataset
+from packaging.version import Version
+from support import zoo
 from support.models import build_tiny_model
 from support.runs import trainer, weights
-from support.versions import current_models, scores_tokens
+from support.versions import TRANSFORMERS, current_models, scores_tokens
 from support.zoo import shrink
 from torch.nn import functional as F
 from transformers import DeepseekV4Config, TrainerCallback
@@ -391,3 +394,19 @@ def test_a_config_of_experts_without_a_router_trains(name, packing, tmp_path):
     if not has_router:
         with pytest.raises(ValueError, match="router_aux_loss_coef=0.1.*None of its layers has a router.*=0.0"):
             trainer(tmp_path, halves(), model=build_tiny_model(model_type, **config), router_aux_loss_coef=0.1)
+
+
+@pytest.mark.parametrize("model_type", ["dbrx", "granitemoe"])
+def test_routers_whose_logits_are_not_returned_train_without_their_loss(model_type, tmp_path):
+    """As in transformers below 5.18; in later versions the same model trains with the loss."""
+    model = zoo.build_model(model_type, vocab_size=300)
+    is_returned = Version("5.18") <= TRANSFORMERS
+    with nullcontext() if is_returned else pytest.warns(UserWarning, match="does not return the logits of its routers"):
+        run = trainer(tmp_path, halves(), model=model, max_steps=1, logging_steps=1)
+    run.train()
+    (log,) = [each for each in run.state.log_history if "loss" in each]
+    assert np.isfinite(log["loss"])
+    if not is_returned:
+        assert "aux_loss" not in log
+        with pytest.raises(ValueError, match=r"`router_aux_loss_coef=0.1`.*routers.*transformers>=5.18.*=0.0"):
+            trainer(tmp_path, halves(), model=zoo.build_model(model_type, vocab_size=300), router_aux_loss_coef=0.1)

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..attention.exchange import group_of
 from ..attention.models import base_model
+from ..compat import drops_router_logits
 from .run import Run
 
 
@@ -28,7 +30,7 @@ def gives_router_logits(model: PreTrainedModel) -> bool:
 
 
 def check_router_loss(run: Run) -> None:
-    """Switch the router loss off for a model without a router, or refuse it. (TRL reads the config alone.)"""
+    """Switch the router loss off for a model without router logits, or refuse it. (TRL reads the config alone.)"""
     if not run.aux_loss_enabled:
         return
     args, model = run.args, base_model(run.model)
@@ -42,8 +44,18 @@ def check_router_loss(run: Run) -> None:
                 "of its layers has a router, so there is no router loss to add. Set `router_aux_loss_coef=0.0`, or "
                 "leave it at its default."
             )
-        run.aux_loss_enabled, run.router_aux_loss_coef = False, 0.0
-        text.output_router_logits = False
+        _switch_off(run, text)
+        return
+    if drops_router_logits(model):
+        problem = (
+            f"`router_aux_loss_coef={run.router_aux_loss_coef}` is set for {type(model).__name__}. transformers "
+            f"{transformers.__version__} does not return the logits of its routers, so there is no router loss to add. "
+            "Run `pip install 'transformers>=5.18'`, or set `router_aux_loss_coef=0.0`."
+        )
+        if is_set:
+            raise ValueError(problem)
+        warnings.warn(problem, stacklevel=2)
+        _switch_off(run, text)
         return
     if not hasattr(text, "num_experts"):  # TRL's forward reads this name; some types have only the other
         text.num_experts = text.num_local_experts
@@ -59,6 +71,12 @@ def check_router_loss(run: Run) -> None:
         if is_set:
             raise ValueError(problem)
         warnings.warn(problem, stacklevel=2)
+
+
+def _switch_off(run: Run, config: PreTrainedConfig) -> None:
+    """Train without a router loss. `config` is that of the text model."""
+    run.aux_loss_enabled, run.router_aux_loss_coef = False, 0.0
+    config.output_router_logits = False
 
 
 def group_load_balancing(
