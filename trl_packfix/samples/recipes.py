@@ -127,6 +127,7 @@ class Whole(Recipe):
             max_length=None,
             shuffle_dataset=False,
             dataset_num_proc=None,
+            use_liger_kernel=False,  # TRL below 1.15 would select columns of the dataset for it
         )
         recorded = prepare_by_trl(trainer, recorded, self.tokenizer, settings, False, self.formatting_func, "")
         next(iter(recorded))  # if the row is bad, other steps may be those of its form
