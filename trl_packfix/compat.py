@@ -6,9 +6,10 @@ that uses it.
 
 import importlib
 import importlib.metadata
+import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import MethodType
@@ -99,6 +100,24 @@ def drops_router_logits(model: nn.Module) -> bool:
     has_records, has_logits = any(records), any("router_logits" in record for record in records)
     has_router = any(type(module).__name__.endswith("Router") for module in model.modules())
     return has_router and has_records and not has_logits
+
+
+def kernel_package(function: Callable[..., Any]) -> tuple[str, bool] | None:
+    """The package in which transformers looks for a kernel in place of this function, and whether it found it.
+
+    None for a function without such a kernel. transformers' wrapper holds both from 5.17 on. Before, only the arguments
+    of its decorator name the package. The second way can be removed with support for transformers below 5.17.
+    https://github.com/huggingface/transformers/blob/v5.16.0/src/transformers/integrations/hub_kernels.py
+    """
+    if not inspect.isfunction(function):
+        return None
+    wrapper = inspect.getclosurevars(function).nonlocals
+    if "is_new_implementation" not in wrapper:
+        return None
+    if "package" in wrapper:
+        return wrapper["package"], wrapper["is_new_implementation"]
+    given = re.match(r'@use_kernel_func_from_hub_with_fallback\("\w+", "(\w+)"', inspect.getsource(function))
+    return None if given is None else (given[1], wrapper["is_new_implementation"])
 
 
 def training_every_token(collate: Any) -> Any:

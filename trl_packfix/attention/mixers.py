@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
+from ..compat import kernel_package
 from .exchange import HeadExchange, exchange_halo
 from .mixer_prefixes import Scan, run_levels
 from .packed_forward import PackedForward, once_per_pack, running_pack
@@ -267,16 +268,12 @@ PIP_NAMES = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", 
 
 
 def missing_packages(model: nn.Module) -> list[str] | None:
-    """What pip would install to give the mixers of a model all their kernels; None if it has no such mixer.
-
-    transformers' wrapper holds the name of the package, and whether it found it.
-    """
-    functions = [names[name] for names, name in MixerNames(model).places]
-    wrappers = [inspect.getclosurevars(function).nonlocals for function in functions if inspect.isfunction(function)]
-    known = [wrapper for wrapper in wrappers if wrapper.get("package") in PIP_NAMES]
+    """What pip would install to give the mixers of a model all their kernels; None if it has no such mixer."""
+    looked_for = [kernel_package(names[name]) for names, name in MixerNames(model).places]
+    known = [found for found in looked_for if found is not None and found[0] in PIP_NAMES]
     if not known:
         return None
-    return sorted({PIP_NAMES[wrapper["package"]] for wrapper in known if not wrapper["is_new_implementation"]})
+    return sorted({PIP_NAMES[package] for package, is_installed in known if not is_installed})
 
 
 def is_hybrid(config: PreTrainedConfig) -> bool:
