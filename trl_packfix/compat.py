@@ -130,6 +130,17 @@ def training_every_token(collate: Any) -> Any:
     return replace(collate, **dict.fromkeys(names, False))
 
 
+def set_pad_token_by_text(tokenizer: Any) -> None:
+    """Set the padding token that a tokenizer has once more, by its text, as TRL does.
+
+    TRL 1.9 does not where rows have images. A tokenizer with the token as it was loaded has another hash, so `datasets`
+    would not find the lengths that `trl-packfix prepare` has made. Can be removed with support for 1.9.
+    """
+    text = tokenizer.pad_token
+    if text is not None:
+        tokenizer.pad_token = text
+
+
 def masks_images(collate: Any) -> bool:
     """Whether the answers alone of rows with images can be trained with TRL's vision collator.
 

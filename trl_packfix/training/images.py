@@ -13,7 +13,7 @@ from torch import nn
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..attention.models import base_model
-from ..compat import DDP, main_process_first
+from ..compat import DDP, main_process_first, set_pad_token_by_text
 from ..data.image_collator import NO_IMAGES, PackedImages, PaddedImageCollator, RopeIndex
 from ..data.image_examples import ImageExamples
 from ..data.image_rows import ImageRows
@@ -26,6 +26,7 @@ from ..data.stream_reader import StreamTokens, read_whole, refuse_empty
 from ..planning.costs import CostModel
 from ..samples.apply import count_turns
 from ..samples.checks import check_conversations, columns_of, has_images
+from ..samples.conversation import plain_tokenizer
 from ..samples.images import measure
 from ..samples.processor import RowProcessor
 from ..samples.row import column_of
@@ -135,6 +136,7 @@ class ImageData(NoImages):
 
 def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool) -> RowProcessor:
     """What makes a document of a row with images; with `per_turn` of the prompt and the answer of a turn."""
+    set_pad_token_by_text(plain_tokenizer(collate.processor))
     # TRL chooses by the columns of the dataset, in which turns are not prompts and completions
     return RowProcessor(replace(collate, completion_only_loss=True) if per_turn else collate)
 
