@@ -5,7 +5,7 @@ PYTHONPATH=tests python -m sweep.releases --output docs   # adds the column of t
 For another release, install it beside the environment of the tests, here into the folder `old`. From 5.18 on it needs
 transformers alone; before, the TRL and the others of its day, and before 5.16 tokenizers==0.22.1, too:
 
-pip install --no-deps --target old transformers==5.16.0 trl==1.9.0 accelerate==1.13.0 peft==0.20.0 datasets==4.8.0 \\
+pip install --no-deps --target old transformers==5.16.0 trl==1.9.0 accelerate==1.13.0 peft==0.20.0 datasets==4.8.4 \\
     fsspec==2024.5.0 huggingface_hub==1.17.0 httpx httpcore h11 anyio sniffio idna certifi
 PYTHONPATH=old:tests python -m sweep.releases --output docs
 
