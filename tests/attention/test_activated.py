@@ -15,7 +15,6 @@ from support.models import build_tiny_model
 from support.strict_varlen import ATEN, StrictVarlen
 from test_prefix_attention import pack_of
 from test_varlen import outputs_and_gradients, random_inputs
-from torch.nn.attention import _fa3
 
 from trl_packfix.attention import choice, varlen
 from trl_packfix.attention.choice import activated_in_torch, choose_attention
@@ -26,6 +25,7 @@ from trl_packfix.attention.runs import attend_pack_on_cuda
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation.packed_model import LOOKS_UP, PackedModel
 
+_fa3 = pytest.importorskip("torch.nn.attention._fa3", reason="torch has FlashAttention-3 from 2.11 on")
 pytestmark = pytest.mark.slow
 
 LENGTHS = [1, 70, 17, 129, 0, 64, 1]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import build_tiny_model
+from support.versions import gemma3_leaks
 from sweep import image_families
 from sweep import model_types as sweeping
 from sweep import page as compatibility
@@ -47,6 +48,7 @@ def test_the_table_keeps_the_promise():
     assert all(row.images_reason for row in pictured.values() if row.images not in ("native", "varlen"))
 
 
+@gemma3_leaks
 def test_a_silent_leak_is_counted(monkeypatch):
     """Planted: a probe that sees no image, and attention that does not raise on the masks of images."""
 

@@ -161,7 +161,8 @@ def as_torch_counts(scan: Mixers) -> Mixers:
     return scan._replace(per_pair=scan.heads * (2.0 * key + 4.0 * value if is_kda else 4.0 * key + 2.0 * value))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=current_models) if n == "kimi_linear" else n for n in HYBRIDS])
+@current_models  # transformers below 5.20 lacks kimi_linear, and its code in torch has other products than kernels
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_scans_cost_what_torch_counts(name):
     """Within 1 % of a forward at whole chunks; without scans it would be 6 to 44 % less, and little less in Mamba."""
     num_tokens = 8 if name == "mamba" else 128  # its scan runs token by token

@@ -47,6 +47,10 @@ GEMMA3_LEAKS = Version("5.20") <= TRANSFORMERS
 gemma3_leaks = pytest.mark.skipif(not GEMMA3_LEAKS, reason="transformers 5.16 and 5.17 keep the images of gemma3 apart")
 # In packs of stock TRL, Falcon and the images of PaliGemma are isolated there, and Inkling 2 needs no repair here
 IS_5_24 = Version("5.24") <= TRANSFORMERS
+# transformers' hook on the embedded tokens, under checkpointing of frozen or trained models
+compiles_inputs = pytest.mark.skipif(
+    Version("2.11") > Version(torch.__version__), reason="torch 2.10 cannot compile `requires_grad_` of a layer's input"
+)
 # What is kept for backward can be chosen there
 selects_checkpoints = pytest.mark.skipif(
     Version("5.20") > TRANSFORMERS, reason="transformers below 5.20 has no selective activation checkpointing"

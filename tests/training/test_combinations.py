@@ -161,7 +161,7 @@ ALSO = {
 }
 # What older versions of transformers do not have
 ABSENT = {of.PIPELINE, of.TENSORS_AND_SHARDS} if Version("5.20") > TRANSFORMERS else set[Choice]()
-ROWS = [(feature, other) for feature in FEATURES for other in feature.conflicts if other not in ABSENT]
+ROWS = [(feature, other) for feature in FEATURES for other in feature.conflicts if not {feature.choice, other} & ABSENT]
 
 REFUSED_IN_PACKS = next(feature.conflicts for feature in FEATURES if feature.choice == of.PACKING)
 

@@ -13,6 +13,7 @@ from ranks import faults
 from ranks.faults import changed
 from support import vision, zoo
 from support.models import build_tiny_model, build_tokenizer
+from support.versions import current_models
 from sweep import page
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -264,7 +265,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault, settings, named", FAULTS.values(), ids=FAULTS)
+# opt lays a mask on packs in older versions and is refused before the first step
+MARKS = {"positions go on": current_models}
+
+
+@pytest.mark.parametrize(
+    "fault, settings, named", [pytest.param(*FAULTS[name], marks=MARKS.get(name, ()), id=name) for name in FAULTS]
+)
 def test_a_fault_is_named(tmp_path, fault, settings, named):
     trainer = make(tmp_path, **settings)
     found = compare(trainer, fault)

@@ -20,7 +20,7 @@ from support import zoo
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import weight_difference
 from support.runs import ANSWER, PROMPT, TOOL, documents_of, start_weights, stock, texts, trainer, weights
-from support.versions import TRL, trl_trains
+from support.versions import TRL, compiles_inputs, trl_trains
 from torch._dynamo.utils import counters
 from transformers.integrations import integration_utils
 
@@ -264,6 +264,7 @@ def test_compiled_training_is_training(model, tmp_path):
     assert runs[0].evaluate(texts(9))["eval_loss"] == runs[1].evaluate(texts(9))["eval_loss"]
 
 
+@compiles_inputs
 def test_checkpointed_layers_are_compiled(tmp_path):
     """torch compiles no checkpointed layer that has side effects, and does not say so."""
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
