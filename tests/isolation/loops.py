@@ -71,8 +71,10 @@ OURS = {
     "long packs weigh less": "labels",
     "padding trained": "scale",
     "no shift": "scale",
+    "shifted twice": "scale",
 }
-WITHOUT_SHIFT = ("one document without a mask", "padding trained", "no shift")  # found without a reference, too
+# Found without a reference, too
+WITHOUT_SHIFT = ("one document without a mask", "padding trained", "no shift", "shifted twice")
 
 
 def collate(found: list[dict[str, list[int]]], fault: str = "") -> dict[str, Tensor]:
@@ -122,6 +124,9 @@ def losses(model: Model, batch: dict[str, Tensor], fault: str) -> tuple[Tensor, 
         targets = torch.roll(ids, -1).masked_fill(~mask, IGNORE)
     elif fault == "no shift":
         targets = labels
+    elif fault == "shifted twice":
+        targets = torch.cat([labels[2:], torch.tensor([IGNORE] * 2)])
+        targets = targets.masked_fill(ends | torch.cat([ends[1:], torch.tensor([True])]), IGNORE)
     elif fault != "Megatron-LM#5682":
         targets = targets.masked_fill(ends, IGNORE)
     if fault == "targets of the inputs":

@@ -4,7 +4,7 @@
 labels, loss, and the weights of micro-batches and ranks. A right step obeys laws that need no knowledge of the loop:
 
     scale      one document alone is trained with the gradient of its own loss
-    shift      a label is predicted from the tokens before it
+    shift      a label is predicted from the tokens before it, the nearest included
     isolation  neighbours whose labels are masked do not move a document
     content    nor do they if nothing but the given boundaries says where documents end
     labels     a pack is the sum of its documents
@@ -178,7 +178,11 @@ class _Probe:
             gap = max(largest_gap(found, self.alone(each)) for found, each in pairs)
             yield Law("scale", gap, "one document alone has the gradient of its own loss")
         by_last_input = self.moved_by_last_input()
-        if by_last_input is not None:
+        if not self.nearest_counts():
+            yield Law(
+                "shift", inf, "a label is predicted from the token before it; it was not: are labels shifted twice?"
+            )
+        elif by_last_input is not None:
             yield Law("shift", by_last_input, "a label is predicted from the tokens before it")
         gap = self.moved(documents, range(len(documents)))
         yield Law("isolation", gap, "masked neighbours do not move a document")
@@ -210,18 +214,37 @@ class _Probe:
         A right step predicts the label from the tokens before it, so that this input changes nothing. None if that
         cannot be seen: the step takes the values of its targets from the inputs, or all tokens are equal.
         """
-        longest = max(self.documents, key=lambda each: len(each["input_ids"]))
-        tokens, last = longest["input_ids"], longest["input_ids"][-1]
-        others = [token for each in self.documents for token in each["input_ids"] if token != last]
-        if not others:
+        document, tokens = self.last_label_alone()
+        other = self.other_than(tokens[-1])
+        if other is None:
             return None
-        untrained = [IGNORE_INDEX] * (len(tokens) - 1)
-        document = {"input_ids": tokens, "labels": [*untrained, last]}
         wanted = self.summed([[document]])
-        other_label = self.summed([[document | {"labels": [*untrained, others[0]]}]])
+        other_label = self.summed([[document | {"labels": [*document["labels"][:-1], other]}]])
         if largest_gap(other_label, wanted) <= COARSE:
             return None
-        return largest_gap(self.summed([[document | {"input_ids": [*tokens[:-1], others[0]]}]]), wanted)
+        return largest_gap(self.summed([[document | {"input_ids": [*tokens[:-1], other]}]]), wanted)
+
+    def nearest_counts(self) -> bool:
+        """Whether the token before the last one of a document moves the gradient of the last label.
+
+        Where labels are shifted by the data and by the model, the state that predicts a label has not seen this token.
+        True if all tokens are equal, so that it cannot be seen.
+        """
+        document, tokens = self.last_label_alone()
+        other = self.other_than(tokens[-2])
+        if other is None:
+            return True
+        changed = document | {"input_ids": [*tokens[:-2], other, tokens[-1]]}
+        return largest_gap(self.summed([[changed]]), self.summed([[document]])) > COARSE
+
+    def last_label_alone(self) -> tuple[Document, list[int]]:
+        """The longest document, of which the last label only is trained, and its tokens."""
+        tokens = max(self.documents, key=lambda each: len(each["input_ids"]))["input_ids"]
+        return {"input_ids": tokens, "labels": [IGNORE_INDEX] * (len(tokens) - 1) + tokens[-1:]}, tokens
+
+    def other_than(self, token: int) -> int | None:
+        """The first token of all documents that differs from this one; None if all are equal."""
+        return next((each for document in self.documents for each in document["input_ids"] if each != token), None)
 
     def unseen(self, laws: Sequence[Law], tolerance: float, repeated: float) -> Iterator[str]:
         """What the laws cannot see on this step and model, and why."""
