@@ -30,14 +30,15 @@ def test_the_summary_says_the_result_before_the_numbers():
     report = judged(build_tiny_model("llama"), max_length=64)
     assert report.summary() == (
         "changing one document changed no other (0.0) and no gradient crosses; each equals itself alone to "
-        f"{report.max_difference:.1e} (rounding explains {report.tolerance:.1e})"
+        f"{report.max_difference:.1e} (rounding explains {report.tolerance:.1e}); "
+        "documents up to 320 tokens apart"
     )
     engine = replace(report, max_gradient=None, max_change=2e-7).summary()
     assert engine.startswith("changing one document changed no other (2.0e-07), gradients not compared; each equals")
     half = replace(report, max_change=0.012, max_difference=0.03, tolerance=MAX_NOISE, dtype="bf16")
     assert half.summary() == (
         "changing one document changed no other (by rounding, 1.2 %; modules compared one by one) and no "
-        "gradient crosses; each equals itself alone to 3 % (bf16)"
+        "gradient crosses; each equals itself alone to 3 % (bf16); documents up to 320 tokens apart"
     )
     assert judged(build_tiny_model("mamba"), max_length=64).summary().startswith("documents move each other by ")
     capped = replace(report, isolated=False, max_change=0.7, tolerance=MAX_NOISE)
@@ -91,6 +92,58 @@ class PreviousToken(torch.nn.Module):
 
     def forward(self, states):
         return self.inner(states) + torch.nn.functional.pad(states, (0, 0, 1, 0))[:, :-1] * 1e-3
+
+
+class FarToken(torch.nn.Module):
+    """Adds the state of the token so many before, whichever document it belongs to."""
+
+    def __init__(self, inner, distance):
+        super().__init__()
+        self.inner, self.distance = inner, distance
+
+    def forward(self, states):
+        found = self.inner(states)
+        return found + 0.3 * torch.nn.functional.pad(found, (0, 0, self.distance, 0))[:, : states.shape[1]]
+
+
+def mixing_far(distance):
+    model = build_tiny_model("llama")
+    model.model.layers[0].mlp = FarToken(model.model.layers[0].mlp, distance)
+    return model
+
+
+@pytest.mark.parametrize("distance", [64, 450, 900])
+def test_a_leak_is_found_at_any_distance_up_to_max_length(distance):
+    report = judged(mixing_far(distance), max_length=1024)
+    assert not report.isolated
+    assert not report.equal
+    assert [leak.name for leak in report.leaks] == ["model.layers.0.mlp"]
+    assert report.reach < distance
+    with pytest.raises(PackingLeakError, match=r"changed others by .*Information crosses in model\.layers\.0\.mlp"):
+        report.raise_if_leaking()
+
+
+def test_a_report_says_how_far_apart_documents_were_tested():
+    assert judged(mixing_far(450)).summary().endswith("; documents up to 300 tokens apart")
+    report = judged(mixing_far(1200), max_length=1024)
+    assert report.passed
+    assert report.summary().endswith("; documents up to 1,100 tokens apart")
+
+
+def test_a_pack_that_does_not_fit_ends_the_test_of_distances(monkeypatch):
+    packed = Probe.packed
+
+    def in_small_memory(self, documents, *args, **kwargs):
+        if sum(map(len, documents)) > limit:
+            raise torch.OutOfMemoryError("no memory for this pack")
+        return packed(self, documents, *args, **kwargs)
+
+    monkeypatch.setattr(Probe, "packed", in_small_memory)
+    limit = 700
+    assert judged(build_tiny_model("llama"), max_length=1024).reach == 600
+    limit = 100
+    with pytest.raises(torch.OutOfMemoryError):
+        judged(build_tiny_model("llama"), max_length=1024)
 
 
 def all_ones_mask(kwargs):

@@ -14,10 +14,11 @@ With a degree above 1 the ranks of a group share each of these packs, as in trai
 states are put together before they are compared. A model that passes alone may fail on parts, so each degree is tested.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +29,14 @@ from ..attention.varlen import ATTENTION_NAME
 from .image_probe import ImageExamples
 from .isolation_report import IsolationReport
 from .prefix_probe import make_probe
-from .probe import LENGTHS, SPARE, Case, Documents, Examples, Probe
+from .probe import LENGTHS, SPARE, Case, Documents, Examples, Probe, replaced
 from .probed_model import DRAWS, MAX_NOISE, CannotRun, distance, exact
 from .thresholds import thresholds
 from .ties import FirstOfTies
 from .tracing import Leak, find_leaks, find_origins, find_wrong_parts
 
 FAR = 300  # tokens before the document far from the start: bf16 represents integers exactly up to 256 only
+FILLER = 100  # tokens of each of these documents before it
 COARSE = 1e-4  # a tolerance above it means half precision
 LARGEST = ("max_change", "max_difference", "tolerance")  # numbers of a report, the larger of text and images
 
@@ -50,11 +52,12 @@ def check_isolation(
     """Test whether documents in a pack are isolated on this model, with its attention, adapters, dtype and wrapping.
 
     Parameters, gradients, buffers, random state and training mode are unchanged when it returns. It costs about ten
-    forwards of at most 50 tokens, two backwards, and one forward of 311 tokens. In half precision it costs up to seven
-    more forwards of 47 tokens, where one rounding does not explain what is seen. If the model has a threshold below
-    `max_length`, it costs two packs just longer than the largest of them. All ranks must call it with wrapped models
-    (DDP, DeepSpeed, FSDP). These are tested by forwards only with degree 1, and have a backward for each document above
-    it.
+    forwards of at most 50 tokens, two backwards, and forwards of packs of 311, 611, 1,211 ... up to `max_length` tokens
+    (only the first of these if it is None), as many as fit the memory of the device; `IsolationReport.reach` says how
+    far apart documents were tested. In half precision it costs up to seven more forwards of 47 tokens, where one
+    rounding does not explain what is seen. If the model has a threshold below `max_length`, it costs two packs just
+    longer than the largest of them. All ranks must call it with wrapped models (DDP, DeepSpeed, FSDP). These are tested
+    by forwards only with degree 1, and have a backward for each document above it.
 
     Args:
         model: a transformers causal LM, wrapped or not by PEFT, DDP or an engine.
@@ -76,10 +79,10 @@ def check_isolation(
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
     >>> report = check_isolation(LlamaForCausalLM(tiny))
-    >>> report.isolated, report.equal
-    (True, True)
+    >>> report.passed, report.isolated, report.equal
+    (True, True, True)
     """
-    return check_packs(model, max_length, degree, images=images, user_attention=user_attention)
+    return check_packs(model, max_length, degree, images=images, user_attention=user_attention, farthest=max_length)
 
 
 def check_packs(
@@ -90,8 +93,9 @@ def check_packs(
     images: ImageExamples | None = None,
     user_attention: str | None = None,
     shares: bool = False,
+    farthest: int | None = None,
 ) -> IsolationReport:
-    """`check_isolation` for packs whose documents share prefixes, or not.
+    """`check_isolation` for packs whose documents share prefixes, or not; up to `farthest` tokens apart, else `FAR`.
 
     If they share, `equal` is False, too, if a document does not attend to the tokens that it shares. `max_gradient`
     then holds the relative difference of its gradients. With `images` documents share images, and text in front of
@@ -104,7 +108,7 @@ def check_packs(
                 hooks.callback(mark_packed_forwards(probe.inner).remove)
             elif probe.degree > 1 and has_attention(probe.inner):
                 raise CannotRun(f"attention {probe.attention!r} does not exchange tokens; {ATTENTION_NAME!r} does.")
-            report, case = judge(probe, max_length)
+            report, case = judge(probe, max_length, farthest=farthest)
             if case is not None or (examples := probe.image_examples()) is None:
                 return report
             seen = judge(probe, max_length, examples)[0]
@@ -185,17 +189,17 @@ class Runs:
 
 
 def judge(
-    probe: Probe, max_length: int | None, examples: Examples | None = None
+    probe: Probe, max_length: int | None, examples: Examples | None = None, *, farthest: int | None = None
 ) -> tuple[IsolationReport, Case | None]:
     """The report, and the pair of runs that shows a defect most clearly; None if there is no defect.
 
     The documents are `examples`, or text of all lengths that matter. Raises `CannotRun` if the model raises.
     """
-    reach, unreachable = thresholds(probe.config, max_length, min(LENGTHS))
+    to_test, unreachable = thresholds(probe.config, max_length, min(LENGTHS))
     if examples is None:
         examples = probe.examples(max_length)
     else:
-        reach = {}
+        to_test = {}
     documents, variants = examples
     runs = Runs(probe, documents)
     changes = [runs.gap(Case(documents, variant)) for variant in variants]
@@ -203,19 +207,17 @@ def judge(
     # transformers drops a mask that hides nothing, and with it the causality of some models
     last = documents[-1:]
     differences = [max(alone, key=lambda gap: (gap[0], gap[1].same)), runs.gap(Case(last, last, alone=True))]
-    if reach:  # one document exceeds all thresholds at once, between two short ones
-        long, (shorter,) = probe.long_examples(max(reach.values()) + SPARE)
+    if to_test:  # one document exceeds all thresholds at once, between two short ones
+        long, (shorter,) = probe.long_examples(max(to_test.values()) + SPARE)
         changes.append(runs.gap(Case(long, shorter, large=True)))
         differences += [runs.gap(Case(long, [one], alone=True, large=True)) for one in long]
-    gradient = probe.gradient(documents) if probe.takes_gradient else None
+    gradient, reach = probe.gradient(documents) if probe.takes_gradient else None, 0
     if not probe.on_any_rank(gradient):  # else the result is clear
         _explain(runs, changes)
         _explain(runs, differences)
         if runs.explains(max(gap for gap, _ in changes + differences)):
-            length = min(100, max_length or 100)
-            far = [*(probe.tokens(length) for _ in range(0, FAR, length)), documents[2]]
-            differences.append(runs.gap(Case(far, far[-1:], alone=True, large=True)))
-            _explain(runs, differences)
+            length = min(FILLER, max_length or FILLER)
+            reach = _test_far(runs, documents[2], length, changes=changes, differences=differences, farthest=farthest)
     change, (difference, odd) = max(gap for gap, _ in changes), max(differences, key=lambda gap: gap[0])
     moved = not runs.explains(change)
     leaks, leak = _leaks(runs, changes, moved=moved, is_equal=runs.explains(difference))
@@ -232,10 +234,53 @@ def judge(
         degree=probe.degree,
         reads_ahead=probe.reads_ahead,
         dtype=str(probe.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp"),
+        reach=reach,
     )
     if report.passed:
         return report, None
     return report, leak if not report.isolated else odd
+
+
+def _test_far(
+    runs: Runs, document: Any, length: int, *, changes: list[Gap], differences: list[Gap], farthest: int | None
+) -> int:
+    """Compare a document far from the start of a pack with itself alone, and return the last distance that passed.
+
+    Documents of `length` tokens are before it. Where it differs, they are changed: only so a leak is told from another
+    error, such as positions that are rounded. Both gaps are added to the lists. It ends at a distance that does not fit
+    the memory of this device, and raises `OutOfMemoryError` where other ranks would wait for this one.
+    """
+    probe, reach = runs.probe, 0
+    for num_tokens in _distances(farthest):
+        before = [probe.tokens(length) for _ in range(0, num_tokens, length)]
+        far = [*before, document]
+        try:
+            differences.append(runs.gap(Case(far, [document], alone=True, large=True)))
+        except torch.OutOfMemoryError:
+            if probe.has_engine or probe.degree > 1 or not reach:
+                raise
+            break
+        _explain(runs, differences)
+        if not runs.explains(max(gap for gap, _ in differences)):
+            others = replaced(far, {i: probe.tokens(length) for i in range(len(before))})
+            changes.append(runs.gap(Case(far, others, large=True)))
+            _explain(runs, changes)
+            break
+        reach = sum(map(len, before))
+    return reach
+
+
+def _distances(farthest: int | None) -> Iterator[int]:
+    """Generate how many tokens stand before a document: `FAR`, then twice as many up to `farthest`, if that is given.
+
+    >>> [*_distances(2048)], [*_distances(None)]
+    ([300, 600, 1200, 2048], [300])
+    """
+    num_tokens = FAR
+    yield num_tokens
+    while farthest is not None and num_tokens < farthest:
+        num_tokens = min(2 * num_tokens, farthest)
+        yield num_tokens
 
 
 def _leaks(runs: Runs, changes: list[Gap], *, moved: bool, is_equal: bool) -> tuple[list[Leak], Case]:

@@ -48,6 +48,7 @@ class IsolationReport:
         proved_on: the day on which an earlier start proved the same; None if this one did.
         repaired: the repairs that were in place, and how these modules run.
         degree: ranks that shared each pack.
+        reach: most tokens between the start of a pack and a document that was equal to itself alone; 0 if not tested.
         reads_ahead: whether a token changes earlier states of its own document in unpacked TRL, too, so that the model
             sees what it should predict.
 
@@ -71,10 +72,11 @@ class IsolationReport:
     dtype: str = "fp32"
     runs_unpacked: bool = True
     proved_on: str | None = None
+    reach: int = 0
 
     @property
     def passed(self) -> bool:
-        """Whether documents are isolated and equal to themselves alone."""
+        """Whether packs train right: documents are isolated, and equal to themselves alone."""
         return self.isolated and self.equal
 
     def summary(self) -> str:
@@ -98,7 +100,9 @@ class IsolationReport:
         gradient = ", gradients not compared" if self.max_gradient is None else " and no gradient crosses"
         return (
             f"changing one document changed no other ({change if self.max_change else '0.0'}){gradient}; each equals "
-            f"itself alone to {difference}{self._ahead}"
+            f"itself alone to {difference}"
+            + (f"; documents up to {self.reach:,} tokens apart" if self.reach else "")
+            + self._ahead
             + ("" if self.proved_on is None else f"; proved on {self.proved_on}, same model and versions")
         )
 
