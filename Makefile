@@ -2,6 +2,7 @@
 # make test    everything that CI runs: format, lint, types, and every test
 # make quick   the same without the tests that are slow or start processes: about 4 CPU minutes
 # make faults  every fault that the tests must find, planted
+# make compile-oldest    the tests of torch_compile on torch 2.11, which compiles less, in an environment of its own
 # make fix     everything that ruff can fix
 # make docs    the pages of docs/ as a site in site/, with the API reference
 # make bench   the benchmarks that need no GPU
@@ -35,7 +36,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 
-.PHONY: demo test quick faults fix docs bench gpu sweep
+.PHONY: demo test quick faults compile-oldest fix docs bench gpu sweep
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -59,6 +60,16 @@ test: $(INSTALLED)
 # Faults that are planted in what the tests of `make test` compare: each must be found
 faults: $(INSTALLED)
 	$(PYTEST) -m faults $(DATA_FLAG) $(ARGS)
+
+# The tested versions but for torch
+compile-oldest: .venv-compile/.installed
+	.venv-compile/bin/python -m pytest tests/training/test_compiled.py $(ARGS)
+
+.venv-compile/.installed: pyproject.toml constraints.txt
+	test -x .venv-compile/bin/python || $(PYTHON) -m venv .venv-compile
+	sed 's/^torch==.*/torch==2.11.0/' constraints.txt > .venv-compile/constraints.txt
+	.venv-compile/bin/python -m pip install --quiet --constraint .venv-compile/constraints.txt torch hypothesis pytest --editable .
+	touch $@
 
 quick: $(INSTALLED)
 	$(CHECK)

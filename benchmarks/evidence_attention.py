@@ -121,7 +121,7 @@ def kernels(machine: Machine) -> Rows:
 
 
 def one_launch(bounds: Tensor, longest: int) -> list[Launch]:
-    return [Launch((bounds, bounds), (longest, longest))]
+    return [Launch((bounds, bounds), (longest, longest), slice(None), slice(None))]
 
 
 def launches(machine: Machine) -> Rows:

@@ -233,17 +233,32 @@ def gather_lm_head_with_model(model: PreTrainedModel) -> None:
         deepspeed.zero.register_external_parameter(model, parameter)
 
 
-def compiles_checkpointed_layers(args: transformers.TrainingArguments) -> Any:
+# The longest document of the pack that is running, in torch's words for where a compiled layer reads it
+LONGEST_DOCUMENT = r".*\.packed_forwards\[\d+\]\.max_length_[qk]$"
+
+
+@contextmanager
+def compiles_checkpointed_layers(args: transformers.TrainingArguments) -> Iterator[None]:
     """A context in which torch compiles layers under gradient checkpointing that read the boundaries of the pack.
 
     They note on the running pack what they have derived from it, and torch compiles no checkpointed layer with side
     effects, without a warning. The effects need not happen again when a layer is recomputed, which this setting says.
     Can be removed where it is torch's default. https://github.com/pytorch/pytorch/pull/165775
+
+    With shared prefixes they also read the longest document there. torch takes a number that it reads from a global
+    variable for a constant, and would compile anew for each pack until it gives up. `dynamic_sources` names what is no
+    constant; what the user named stays.
+    https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
     """
-    name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-    if not args.torch_compile or not hasattr(torch._dynamo.config, name):
-        return nullcontext()
-    return torch._dynamo.config.patch({name: True})
+    if not args.torch_compile:
+        yield
+        return
+    sources = ",".join(filter(None, (torch.compiler.config.dynamic_sources, LONGEST_DOCUMENT)))
+    flag = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    skips = torch._dynamo.config.patch({flag: True}) if hasattr(torch._dynamo.config, flag) else nullcontext()
+    changes = torch.compiler.config.patch(dynamic_sources=sources)  # type: ignore[attr-defined]
+    with changes, skips:
+        yield
 
 
 def save_varlen_attention() -> None:

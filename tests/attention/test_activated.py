@@ -77,7 +77,7 @@ def shared_runs():
 
 
 def documents(window=None, sinks=None):
-    launch = Launch((BOUNDS, BOUNDS), (129, 129))
+    launch = Launch((BOUNDS, BOUNDS), (129, 129), slice(None), slice(None))
     return lambda q, k, v: attend_on_cuda(q, k, v, [launch], scale=0.125, window=window, sinks=sinks)
 
 

@@ -64,7 +64,7 @@ def on_cuda(window, scale, lengths=LENGTHS):
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).cuda()
 
     def attend(q, k, v, s=None):
-        launch = Launch((bounds, bounds), (max(lengths), max(lengths)))
+        launch = Launch((bounds, bounds), (max(lengths), max(lengths)), slice(None), slice(None))
         return attend_on_cuda(q, k, v, [launch], scale=scale, window=window, sinks=s)
 
     return attend
@@ -281,7 +281,7 @@ def test_flash_attention_3_equals_the_cpu(head_dim, window):
         return torch.cat(outs, dim=2)
 
     def on_fa3(q, k, v):
-        launch = Launch(tuple(x.cuda() for x in bounds), (max(q_lengths), max(k_lengths)))
+        launch = Launch(tuple(x.cuda() for x in bounds), (max(q_lengths), max(k_lengths)), slice(None), slice(None))
         return attend_on_cuda(q, k, v, [launch], scale=scale, window=window)
 
     exact = run(reference, tensors, "cpu", torch.float64)

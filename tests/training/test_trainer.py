@@ -265,20 +265,17 @@ def test_compiled_training_is_training(model, tmp_path):
 
 
 @compiles_inputs
-def test_checkpointed_layers_are_compiled(tmp_path):
-    """torch compiles no checkpointed layer that has side effects, and does not say so."""
-    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    captured, ends = {}, []
-    for checkpointing, more in ((False, compiled), (True, compiled), (True, {})):
+def test_compiled_training_with_checkpoints_is_training(tmp_path):
+    """Which layers run compiled is in `test_compiled.py`."""
+    compiled, ends = {"torch_compile": True, "torch_compile_backend": "eager"}, []
+    for more in (compiled, {}):
         torch.compiler.reset()
         counters.clear()
-        run = trainer(tmp_path, texts(9), max_steps=1, gradient_checkpointing=checkpointing, **more)
+        run = trainer(tmp_path, texts(9), max_steps=1, gradient_checkpointing=True, **more)
         run.train()
-        assert not [why for why in counters["graph_break"] if "side effect" in why]
-        captured[checkpointing] = captured.get(checkpointing, 0) + counters["stats"]["calls_captured"]
         ends.append(weights(run))
-    assert captured[False] > 100 and captured[True] > 0.7 * captured[False], captured
-    assert torch.equal(ends[1], ends[2])
+        assert not [why for why in counters["graph_break"] if "side effect" in why]
+    assert torch.equal(*ends)
     assert not getattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", False)
 
 

@@ -71,13 +71,14 @@ def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, lengths: list[int],
 class Launch(NamedTuple):
     """What one launch of FlashAttention-2 computes: boundaries and longest of queries and of keys, and their rows.
 
-    If `keys` are the numbers of rows, these are copied end to end, and may be in several launches.
+    If `keys` are the numbers of rows, these are copied end to end, and may be in several launches. No field has a
+    default: torch 2.10 and 2.11 do not compile a default slice.
     """
 
     cu_seq_lens: tuple[Tensor, Tensor]  # int32, (N + 1,) each
     max_lengths: tuple[int, int]
-    queries: slice = slice(None)
-    keys: slice | Tensor = slice(None)
+    queries: slice
+    keys: slice | Tensor
 
 
 def attend_on_cuda(

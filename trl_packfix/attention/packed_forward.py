@@ -49,9 +49,12 @@ def once_per_pack(function: Function) -> Function:
     return cast(Function, derived)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PackedForward:
     """Boundaries of a packed forward that is running; with several ranks those of the whole pack.
+
+    It does not change, but it is not frozen: torch 2.10 and 2.11 make all fields of a frozen dataclass constants of a
+    graph, and would compile anew for each longest document.
 
     Attributes:
         rows: inside a repaired module the number of rows of a batch, one document each, right-padded to

@@ -107,10 +107,10 @@ def launches_of(pack: PackedForward, num_rows: int, most_keys: int = 0) -> list[
     if pack.launches:
         return _launches_by_length(pack)
     if pack.kv_index is None:
-        return [Launch(bounds, longest)]
+        return [Launch(bounds, longest, slice(None), slice(None))]
     # A compiled graph would have to be another one for every number of launches
     if torch.compiler.is_compiling() or pack.run_lengths is None or len(pack.kv_index) <= most_keys:
-        return [Launch(bounds, longest, keys=pack.kv_index)]
+        return [Launch(bounds, longest, slice(None), pack.kv_index)]
     return _launches_by_keys(pack, most_keys)
 
 
@@ -146,7 +146,7 @@ def _in_chunks(launch: Launch, num_rows: int, chunk: int) -> Launch:
     What is known of their number without reading the lengths is an upper bound; empty parts at the end fill it up. The
     keys of a run before its first chunk are a part without rows, so that keys stay end to end.
 
-    >>> launch = Launch((torch.tensor([0, 4]), torch.tensor([0, 7])), (4, 7))
+    >>> launch = Launch((torch.tensor([0, 4]), torch.tensor([0, 7])), (4, 7), slice(None), slice(None))
     >>> [bounds.tolist() for bounds in _in_chunks(launch, 4, 2).cu_seq_lens]
     [[0, 0, 1, 3, 4, 4], [0, 2, 4, 6, 7, 7]]
     """
