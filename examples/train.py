@@ -28,10 +28,10 @@ anew if output_dir has no checkpoint. With --tokens_per_rank the batch size is 1
 import urllib.error
 import urllib.request
 
-from trl_packfix.cli.gpu_environment import set_gpu_environment
+from trl_packfix.cli.torch_environment import set_torch_environment
 
 if __name__ == "__main__":
-    set_gpu_environment()  # before torch is imported
+    set_torch_environment()  # before torch is imported
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list

@@ -10,6 +10,11 @@ trainer is TRL's own. `pack_forward(trainer)` computes the rows of a batch witho
 import argparse
 from typing import Any
 
+from trl_packfix.cli.torch_environment import set_torch_environment
+
+if __name__ == "__main__":
+    set_torch_environment()  # before torch is imported
+
 import torch
 from datasets import Dataset
 from demo import random_miniature

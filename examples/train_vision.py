@@ -11,6 +11,11 @@ The dataset has a column `images` (a list, which may be empty), and `messages` o
 documentation of vision datasets. `--config FILE.yaml` may set any of the flags; flags on the command line override it.
 """
 
+from trl_packfix.cli.torch_environment import set_torch_environment
+
+if __name__ == "__main__":
+    set_torch_environment()  # before torch is imported
+
 import numpy as np
 import torch
 from datasets import Dataset, Features, Image, List, Value, load_dataset

@@ -40,26 +40,31 @@ import os, sys
 class Importing:
     def find_spec(self, name, *rest):
         if name == "torch":
-            print(os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("PYTORCH_ALLOC_CONF"), flush=True)
+            names = "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "OMP_WAIT_POLICY"
+            print(*map(os.environ.get, names), flush=True)
             os._exit(0)
 
 sys.meta_path.insert(0, Importing())
 """
 TRAIN = "import runpy; sys.argv = ['train.py', '--help']; runpy.run_path('examples/train.py', run_name='__main__')"
-IMPORTS = ["import conftest", "import throughput_gpu", "import evidence_parts", TRAIN]
+DEMO = TRAIN.replace("train.py", "demo.py")
+DPO, VISION = (TRAIN.replace("train.py", f"train_{name}.py") for name in ("dpo", "vision"))
+IMPORTS = ["import conftest", "import throughput_gpu", "import evidence_parts", TRAIN, DEMO, DPO, VISION]
 IMPORTS += ["from trl_packfix.cli import main; main(['train', '--help'])"]
-LOOKS = [(code, {"CUDA_VISIBLE_DEVICES": "4,5"}, "4 expandable_segments:True") for code in IMPORTS]
+LAUNCHED = {"CUDA_VISIBLE_DEVICES": "4,5", "RANK": "0", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+LOOKS = [(code, {"CUDA_VISIBLE_DEVICES": "4,5"}, "4 expandable_segments:True PASSIVE") for code in IMPORTS]
 LOOKS += [
-    (TRAIN, {}, "0 expandable_segments:True"),
-    (TRAIN, {"CUDA_VISIBLE_DEVICES": "4,5", "RANK": "0", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "4,5 None"),
+    (TRAIN, {}, "0 expandable_segments:True PASSIVE"),
+    (DEMO, {"OMP_WAIT_POLICY": "ACTIVE"}, "0 expandable_segments:True ACTIVE"),
+    (TRAIN, LAUNCHED, "4,5 None PASSIVE"),
 ]
 
 
 @pytest.mark.parametrize("code, given, seen", LOOKS)
-def test_torch_is_imported_with_one_gpu_and_segments_that_grow(code, given, seen):
-    """TRL would spread a model over all GPUs of a machine. What a launcher or the user has set stays."""
+def test_torch_is_imported_in_the_environment_that_we_set(code, given, seen):
+    """One GPU, segments that grow, threads that sleep while they wait. What a launcher or the user has set stays."""
     folders = [str(ROOT / name) for name in ("tests", "benchmarks", ".")]
-    set_here = ("LOCAL_RANK", "RANK", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")  # by these tests
+    set_here = ("LOCAL_RANK", "RANK", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY")  # by these tests
     env = {key: value for key, value in os.environ.items() if key not in set_here}
     env |= {"PYTHONPATH": os.pathsep.join(folders)} | given
     command = [sys.executable, "-c", FIRST_LOOK + code]

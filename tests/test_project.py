@@ -1,10 +1,14 @@
 """The versions that are supported are those that are tested."""
 
+import os
 import re
 import runpy
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 from trl_packfix.version import TESTED_VERSIONS
@@ -52,3 +56,39 @@ def test_each_module_has_tests_near_it():
         "attention/mixers.py": "attention/test_mixers.py",
     }.items():
         assert ROOT / "tests" / test in nearest_tests(PACKAGE / module)[:8]
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A function: what `make` prints in a folder with what its rules read, and nothing installed."""
+    for path in (ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("constraints*.txt")):
+        shutil.copy2(path, tmp_path)
+
+    def run(*arguments, **given):
+        env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "OMP_WAIT_POLICY")}
+        command = ["make", "--no-print-directory", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=env | given, capture_output=True, text=True, check=True).stdout
+
+    return run
+
+
+def test_the_demo_installs_no_more_than_it_needs(made):
+    commands = made("--dry-run", "demo")
+    assert '--editable ".[demo]"' in commands
+    assert not re.findall("deepspeed|plot|--group", commands)
+
+
+def test_the_tests_install_the_rest(made, tmp_path):
+    everything = made("--dry-run", "test")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".installed-demo").touch()
+    rest = made("--dry-run", "test")
+    assert everything.endswith(rest)
+    assert "torch==" not in rest
+    assert re.findall(r"deepspeed|--group dev", rest) == ["deepspeed", "--group dev"]
+    assert "pip" not in made("--dry-run", "demo")
+
+
+@pytest.mark.parametrize("given, seen", [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_of_commands_sleep_while_they_wait(given, seen, made):
+    assert made("--eval", "show: ; @echo $$OMP_WAIT_POLICY", "show", **given) == f"{seen}\n"

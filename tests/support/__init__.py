@@ -15,6 +15,6 @@ os.environ.update(
 # Tiny matrices: threads that wait for each other make the suite many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from trl_packfix.cli.gpu_environment import set_gpu_environment
+from trl_packfix.cli.torch_environment import set_torch_environment
 
-set_gpu_environment()  # with several GPUs the Trainer would wrap the model in DataParallel, which TRL refuses
+set_torch_environment()  # with several GPUs the Trainer would wrap the model in DataParallel, which TRL refuses

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from .flags import did_you_mean
-from .gpu_environment import set_gpu_environment
+from .torch_environment import set_torch_environment
 
 COMMANDS = ("plan", "show", "prepare", "check", "train", "recipes")
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = [name for action in command._actions for name in action.option_strings]
         command.error(f"unrecognized arguments: {' '.join(more_flags)}{did_you_mean(names, known)}")
     if args.command == "train":
-        set_gpu_environment()
+        set_torch_environment()
     try:
         code: int = modules[args.command].run(args)
         sys.stdout.flush()
