@@ -1,8 +1,8 @@
 """`torch_compile`: which linear layers run compiled in each step, on the path of CUDA.
 
 torch leaves out what it cannot compile without an error: it runs as it is. So the calls of linear layers are counted in
-the graphs that run, with those inside checkpoints. torch 2.10 and 2.11 trace less than later versions: `make
-compile-oldest` runs this file on 2.11.
+the graphs that run, with those inside checkpoints. torch 2.11 traces less than later versions: `make
+compile-oldest` runs this file on it.
 """
 
 from functools import partial
@@ -14,6 +14,7 @@ from peft import LoraConfig
 from support.models import build_tiny_model
 from support.runs import trainer
 from support.strict_varlen import StrictVarlen
+from support.versions import compiles_inputs
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.fx import GraphModule
@@ -108,6 +109,7 @@ def num_linear_layers(run):
     return sum(isinstance(module, nn.Linear) for module in layers.modules())
 
 
+@compiles_inputs
 @pytest.mark.parametrize("case", CASES)
 def test_every_linear_layer_runs_compiled(case, flash_on_cpu, tmp_path, monkeypatch):
     run, counted = train(tmp_path, monkeypatch, **CASES[case])

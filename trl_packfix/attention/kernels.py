@@ -72,7 +72,7 @@ class Launch(NamedTuple):
     """What one launch of FlashAttention-2 computes: boundaries and longest of queries and of keys, and their rows.
 
     If `keys` are the numbers of rows, these are copied end to end, and may be in several launches. No field has a
-    default: torch 2.10 and 2.11 do not compile a default slice.
+    default: torch 2.11 does not compile a default slice.
     """
 
     cu_seq_lens: tuple[Tensor, Tensor]  # int32, (N + 1,) each

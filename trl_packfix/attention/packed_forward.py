@@ -53,7 +53,7 @@ def once_per_pack(function: Function) -> Function:
 class PackedForward:
     """Boundaries of a packed forward that is running; with several ranks those of the whole pack.
 
-    It does not change, but it is not frozen: torch 2.10 and 2.11 make all fields of a frozen dataclass constants of a
+    It does not change, but it is not frozen: torch 2.11 makes all fields of a frozen dataclass constants of a
     graph, and would compile anew for each longest document.
 
     Attributes:
