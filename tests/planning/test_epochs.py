@@ -223,6 +223,7 @@ def test_every_setting_has_its_own_file(tmp_path):
     other |= {"shuffle": False, "balance": "none", "drop_last": True, "synchronisation": "step", "buffer_size": 100}
     other |= {"cost_model": CostModel(1.0, 2.0), "overlong": "drop", "truncation_mode": "keep_end"}
     other |= {"share_prefixes": "pack", "tokens_per_rank": 512, "speeds": Speeds(ranks_per_node=4), "degrees": (1,)}
+    other |= {"evens_targets": True}
     assert set(other) == {field.name for field in fields(Packing)}
     start = {"strategy": "stream", "batch_size": 4, "max_length": 512, "accumulation": 2, "world_size": 2}
     files = {}
@@ -236,7 +237,7 @@ def test_every_setting_has_its_own_file(tmp_path):
     groups = (planner(documents, tokens_per_rank=512, degrees=degrees) for degrees in ((1,), (1, 2)))
     assert len({run.file("schedule", 0) for run in groups}) == 2
     plans = {name for name, (plan, _) in files.items() if plan != whole.file("plan", 0)}
-    places = {"accumulation", "world_size", "balance", "drop_last", "synchronisation", "cost_model"}
+    places = {"accumulation", "world_size", "balance", "drop_last", "synchronisation", "cost_model", "evens_targets"}
     assert plans == other.keys() - places - {"speeds", "degrees", "share_prefixes"}
 
 

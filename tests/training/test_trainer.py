@@ -29,7 +29,7 @@ from trl_packfix import SFTConfig, SFTTrainer, compat
 
 # The drop-in
 
-PARTS = ("data", "training_objective", "evaluation", "restart")
+PARTS = ("data", "training_objective", "user_code", "evaluation", "restart")
 
 
 def test_the_trainer_holds_its_parts():

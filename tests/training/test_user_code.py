@@ -41,6 +41,9 @@ def documents(num=20, seed=0):
 SETTINGS = {"learning_rate": 0.05, "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
 SETTINGS |= {"num_train_epochs": 2, "gradient_accumulation_steps": 3, "seed": 7}
 
+# Several documents in each micro-batch
+SEVERAL = {"packing_strategy": "minibatch", "per_device_train_batch_size": 4, "max_steps": 1}
+
 
 def run_both(folder, name, data=None, **settings):
     """A packed run with user code and stock TRL's unpacked one, both trained."""
@@ -228,7 +231,7 @@ def test_an_unprepared_teacher_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"LlamaForCausalLM was called .* a pack of \d+ documents.*prepare_for_packing"
     ):
-        run_with_teacher(tmp_path, SFTTrainer, "llama", prepares=False, max_steps=1)
+        run_with_teacher(tmp_path, SFTTrainer, "llama", prepares=False, **SEVERAL)
 
 
 def test_the_trained_model_without_boundaries_is_refused(tmp_path):
@@ -237,7 +240,7 @@ def test_the_trained_model_without_boundaries_is_refused(tmp_path):
             return model(input_ids=inputs["input_ids"], labels=inputs["labels"]).loss
 
     with pytest.raises(ValueError, match=r"without their boundaries.*model\(\*\*inputs\)"):
-        trainer(tmp_path, documents(), trainer_class=WithoutBoundaries, max_steps=1).train()
+        trainer(tmp_path, documents(), trainer_class=WithoutBoundaries, **SEVERAL).train()
 
 
 def test_a_model_of_single_documents_and_own_embeddings_are_not_refused(tmp_path):
@@ -252,14 +255,14 @@ def test_a_model_of_single_documents_and_own_embeddings_are_not_refused(tmp_path
             self.token_weights(inputs["input_ids"])
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    run = trainer(tmp_path, documents(), trainer_class=Alone, max_steps=1)
+    run = trainer(tmp_path, documents(), trainer_class=Alone, **SEVERAL)
     run.teacher = build_tiny_model("llama", seed=9).eval()
     run.token_weights = torch.nn.Embedding(300, 1)
     assert isfinite(run.train().training_loss)
 
 
 def test_a_deep_copy_that_would_compute_with_the_original_is_refused(tmp_path):
-    run = trainer(tmp_path, documents(), trainer_class=with_teacher(SFTTrainer), max_steps=1)
+    run = trainer(tmp_path, documents(), trainer_class=with_teacher(SFTTrainer), **SEVERAL)
     run.teacher = copy.deepcopy(run.model).eval()
     with pytest.raises(ValueError, match=r"A deep copy of a LlamaForCausalLM .*`del copy.forward`"):
         run.train()

@@ -163,6 +163,7 @@ class PackingReport:
     def to_dict(self) -> dict[str, Any]:
         """All attributes except the sample, as JSON values."""
         values = asdict(replace(self, sample=None)) | {"ledger": self.ledger.to_dict()}
+        values["newer_libraries"] = list(self.newer_libraries)
         del values["sample"]
         return finite(values)
 

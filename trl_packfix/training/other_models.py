@@ -85,10 +85,10 @@ def _check_own_weights(model: PreTrainedModel) -> None:
 def refused_if_unprepared(inputs: dict[str, Any]) -> Iterator[None]:
     """Raise ValueError in this context where a model that is not prepared for packs gets the tokens of `inputs`.
 
-    A batch without boundaries, or with one document, is not watched.
+    A batch without boundaries is not watched.
     """
     layout = layout_of(inputs)
-    if not layout.is_packed or layout.count < 2:
+    if not layout.is_packed:
         yield
         return
     watch = _UnpreparedModels(inputs["input_ids"], layout.count, int(inputs["max_length_q"]))

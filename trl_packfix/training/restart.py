@@ -84,7 +84,9 @@ def continued(checkpoint: str, state: dict[str, Any], settings: dict[str, Any], 
 
     Returns the settings for which it is planned anew. Others are refused.
     """
-    before = {SAMPLE: settings[SAMPLE]} | state["settings"]  # an earlier version has not saved it
+    before = dict(state["settings"])
+    if SAMPLE in settings:  # an earlier version has not saved it
+        before.setdefault(SAMPLE, settings[SAMPLE])
     changed = changes(before, settings)
     fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
     epoch, (trained, trained_before) = state["epoch"], state.get("trained", (None, None))
