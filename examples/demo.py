@@ -8,7 +8,7 @@ SmolLM2-135M-Instruct (from a package, no hub is needed) is fine-tuned with LoRA
 packed: several conversations run through the model in one row, and none of them influences another. The demo prints the
 packing report, the loss on held-out conversations (before, halfway and after training), and the answer to a held-out
 order before and after training, the latter from the saved adapter. It trains on the same 120 conversations everywhere,
-in about 130 CPU seconds where the CPU multiplies bfloat16 (elsewhere in 180), and needs 3.4 GiB of memory.
+in about 130 CPU seconds where the CPU multiplies bfloat16 (elsewhere in 180), and needs 3.5 GiB of memory.
 
 A JSONL file has one conversation a line: {"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}.
 """

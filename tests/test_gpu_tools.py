@@ -49,10 +49,13 @@ sys.meta_path.insert(0, Importing())
 TRAIN = "import runpy; sys.argv = ['train.py', '--help']; runpy.run_path('examples/train.py', run_name='__main__')"
 DEMO = TRAIN.replace("train.py", "demo.py")
 DPO, VISION = (TRAIN.replace("train.py", f"train_{name}.py") for name in ("dpo", "vision"))
-IMPORTS = ["import conftest", "import throughput_gpu", "import evidence_parts", TRAIN, DEMO, DPO, VISION]
+IMPORTS = ["import conftest", TRAIN, DEMO, DPO, VISION]
 IMPORTS += ["from trl_packfix.cli import main; main(['train', '--help'])"]
 LAUNCHED = {"CUDA_VISIBLE_DEVICES": "4,5", "RANK": "0", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
 LOOKS = [(code, {"CUDA_VISIBLE_DEVICES": "4,5"}, "4 expandable_segments:True PASSIVE") for code in IMPORTS]
+# What is timed on a GPU leaves the threads of the CPU as they are
+TIMED = ("import throughput_gpu", "import evidence_parts")
+LOOKS += [(code, {"CUDA_VISIBLE_DEVICES": "4,5"}, "4 expandable_segments:True None") for code in TIMED]
 LOOKS += [
     (TRAIN, {}, "0 expandable_segments:True PASSIVE"),
     (DEMO, {"OMP_WAIT_POLICY": "ACTIVE"}, "0 expandable_segments:True ACTIVE"),
