@@ -12,6 +12,7 @@ import trl
 from datasets import Dataset
 from support.launch import fork_ranks
 from support.models import build_tiny_model, build_tokenizer
+from support.versions import trl_trains
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -198,6 +199,7 @@ def test_our_packs_hold(name):
     assert report.holds, report
 
 
+@trl_trains
 def test_the_trainer_of_trl(tmp_path):
     """The way of docs/check_step.md, on TRL's own trainer, as it packs."""
     found = {}

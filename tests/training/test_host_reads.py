@@ -5,6 +5,7 @@ import trl
 from support.host_reads import ReadsOfSteps
 from support.runs import texts, trainer
 from support.strict_varlen import StrictVarlen
+from support.versions import trl_trains
 
 from trl_packfix import SFTTrainer
 from trl_packfix.attention import choice, varlen
@@ -39,6 +40,7 @@ def stock(tmp_path_factory):
     return reads(tmp_path_factory.mktemp("stock"), trl.SFTTrainer, **settings)[:2]
 
 
+@trl_trains
 @pytest.mark.parametrize("name", OURS)
 def test_a_packed_micro_batch_reads_what_transformers_reads(name, stock, tmp_path, monkeypatch):
     """On the path of CUDA, with a stand-in for the kernels; TRL's loss runs without its Triton kernels here."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.runs import stock, texts, trainer, weights
+from support.versions import trl_trains
 from transformers.integrations import liger
 
 from trl_packfix import PackingLeakError
@@ -51,6 +52,7 @@ def played(monkeypatch):
     return entry
 
 
+@trl_trains
 def test_kernels_of_layers_train_packs_as_unpacked_and_are_proved(played, tmp_path):
     unpacked = stock(tmp_path, texts(24), **SETTINGS)
     start = weights(unpacked)
