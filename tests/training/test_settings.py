@@ -24,6 +24,7 @@ import trl_packfix
 from trl_packfix import PackingLeakError, SFTConfig
 from trl_packfix.cli import main
 from trl_packfix.cli import train as train_command
+from trl_packfix.cli.configs import machine_settings, parse
 from trl_packfix.training.checks import check_quantisation
 from trl_packfix.training.config import check_devices
 
@@ -256,7 +257,20 @@ def test_processes_on_cpus_train_where_they_were_asked_for(ask, processes_withou
     check_devices(SimpleNamespace(**given | (ask(monkeypatch) or {})))
 
 
-def test_the_command_does_not_ask_for_cpus_itself(processes_without_a_gpu):
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_the_command_does_not_ask_for_cpus_itself(launcher, processes_without_a_gpu, monkeypatch, tmp_path):
+    if launcher == "deepspeed":
+        monkeypatch.setenv("CROSS_SIZE", "1")
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "")  # both are set again by the command, and then restored
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+    with pytest.raises(ValueError, match="8 processes were started, and no GPU was found"):
+        parse(["--output_dir", str(tmp_path), "--packing", "true"])
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    asked = machine_settings()
+    assert asked.get("use_cpu") or asked.get("ddp_backend") == "gloo"
+
+
+def test_importing_deepspeed_does_not_ask_for_cpus(processes_without_a_gpu):
     pytest.importorskip("deepspeed")
     train_command._import_deepspeed()
     assert "DS_ACCELERATOR" not in os.environ

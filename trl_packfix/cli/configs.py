@@ -18,7 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
-from ..training.config import SFTConfig, changed
+from ..training.config import SFTConfig, changed, lacks_devices
 from ..training.foreign_keys import hints, other_defaults
 from .flags import SHORT, did_you_mean, named
 from .mixture import TRUTHS, MixtureConfig, check_types
@@ -86,17 +86,23 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 
 
 def machine_settings() -> dict[str, Any]:
-    """Defaults for this launcher and machine. A YAML file and flags override them."""
+    """Defaults for this launcher and machine. A YAML file and flags override them.
+
+    Several processes without a GPU get none that would ask for training on CPUs: `check_devices` refuses them.
+    """
     gpu = torch.cuda.is_available()
+    is_on_cpu = not gpu and not lacks_devices()
     if "CROSS_SIZE" not in os.environ:  # only the deepspeed launcher sets it
         # bf16 is twice as fast where it is not emulated, which older versions of torch do not say
         cpu: dict[str, Any] = {} if gpu else getattr(torch.cpu, "get_capabilities", dict)()
-        return {} if gpu else {"use_cpu": True, "bf16": any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16"))}
+        is_fast = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16"))
+        return {} if gpu else {"bf16": is_fast} | ({"use_cpu": True} if is_on_cpu else {})
     # As `accelerate launch --use_deepspeed` does. Unlike a default for `--deepspeed`, this also sets the number of
     # ranks on machines without a GPU, where transformers passes no backend. An explicit `--deepspeed` overrides it.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ZERO3)
-    return {} if gpu else {"ddp_backend": "gloo", "bf16": False}  # DeepSpeed allows bf16 on a GPU only
+    # DeepSpeed allows bf16 on a GPU only
+    return {} if gpu else {"bf16": False} | ({"ddp_backend": "gloo"} if is_on_cpu else {})
 
 
 class Configs(NamedTuple):

@@ -285,23 +285,22 @@ def changed(args: SFTConfig, **settings: object) -> SFTConfig:
     return args
 
 
+def lacks_devices() -> bool:
+    """Whether several processes were started where no GPU was found, and no launcher was told to use CPUs."""
+    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t")
+    if use_cpu or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return False
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available()
+
+
 def check_devices(args: SFTConfig) -> None:
     """Refuse several processes on a machine without a GPU, unless training on CPUs was asked for."""
-    num_processes = int(os.environ.get("WORLD_SIZE", 1))
-    if num_processes == 1 or torch.accelerator.is_available():
-        return
-    asked = {
-        "use_cpu": args.use_cpu,
-        "ACCELERATE_USE_CPU": os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t"),
-        "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR") == "cpu",
-        "ddp_backend": args.ddp_backend == "gloo",
-    }
-    if not any(asked.values()):
+    if lacks_devices() and not (args.use_cpu or args.ddp_backend == "gloo"):
         raise ValueError(
-            f"{num_processes} processes were started, and no GPU was found (`torch.accelerator.is_available()`). All "
-            "of them would train on the CPU of this machine, and share its cores. Check the driver and the build of "
-            f"torch ({torch.__version__}). To train on CPUs, set `use_cpu=True`, under DeepSpeed the environment "
-            "variable `DS_ACCELERATOR=cpu`."
+            f"{os.environ['WORLD_SIZE']} processes were started, and no GPU was found "
+            "(`torch.accelerator.is_available()`). All of them would train on the CPU of this machine, and share its "
+            f"cores. Check the driver and the build of torch ({torch.__version__}). To train on CPUs, set "
+            "`use_cpu=True`, under DeepSpeed the environment variable `DS_ACCELERATOR=cpu`."
         )
 
 
