@@ -54,8 +54,8 @@ def test_the_users_attention_that_is_replaced_is_named(device_type, name, tiny_m
     model = on(tiny_model("llama"), name)
     choice = choose_attention(model, dtype=torch.bfloat16, device_type=device_type)
     assert choice.name == ATTENTION_NAME
-    why = "" if name == "flex_attention" else ", whose masks have T x T entries"
-    assert choice.reason.endswith(f"; in place of the model's {name}{why}")
+    why = "" if name == "flex_attention" else " and its T x T masks"
+    assert choice.reason.endswith(f"; in place of the model's {name}{why} (enforce_flash_attention=False keeps it)")
     kept = choose_attention(model, False, torch.bfloat16, device_type=device_type)
     assert kept.name == name
     assert "in place of" not in kept.reason

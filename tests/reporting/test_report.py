@@ -187,5 +187,5 @@ def test_what_replaces_a_setting_of_the_user_is_said(tmp_path):
     num_steps = run.packing_report.num_steps
     assert num_steps > 2
     assert lines["steps"].startswith(f"2 (max_steps; an epoch has {num_steps}) of about ")
-    assert "in place of the model's eager, whose masks have T x T entries" in lines["attention"]
+    assert "in place of the model's eager and its T x T masks" in lines["attention"]
     assert run.model.config._attn_implementation == "eager", "after training the model has its own again"

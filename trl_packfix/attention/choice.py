@@ -75,8 +75,8 @@ def choose_attention(
     replaces = choice.name != previous and choice.name in (ATTENTION_NAME, "flash_attention_2")
     if not replaces or (device_type == "cuda" and "flash" in previous):  # then the reason speaks of it
         return choice
-    masks = ", whose masks have T x T entries" if previous in ("sdpa", "eager") else ""
-    replaced = f"; in place of the model's {previous}{masks}"
+    masks = " and its T x T masks" if previous in ("sdpa", "eager") else ""
+    replaced = f"; in place of the model's {previous}{masks} (enforce_flash_attention=False keeps it)"
     return replace(choice, reason=choice.reason + replaced)
 
 
