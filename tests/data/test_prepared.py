@@ -1,6 +1,7 @@
 """A second start: nothing is tokenised, cut or looked through again, and what was kept is what would be made."""
 
 import os
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -9,6 +10,7 @@ from datasets import Dataset, concatenate_datasets, load_from_disk
 from support.planners import rewrite
 from support.runs import documents_of, texts, trainer
 
+from trl_packfix.data import cache
 from trl_packfix.data.cache import cached_documents, cached_token_range, read_arrays
 from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
@@ -101,6 +103,26 @@ def test_a_file_of_the_same_size_and_time_is_another(tmp_path):
     other.replace(file)
     assert file.stat().st_mtime_ns == before.st_mtime_ns
     assert cached_documents(reader_of(tmp_path / "one"), 30).lengths.tolist() == [2, 3]
+
+
+def test_the_fingerprint_has_each_column_of_all_documents(monkeypatch):
+    monkeypatch.setattr(cache, "NUM_SAMPLED", 1)  # of the first document
+    reader = TokenReader(Dataset.from_dict({"input_ids": [[9] * 5] * 4}))
+    documents = make_documents(reader, 4)
+    columns = {"row": [0, 2, 2, 3], "start": [0, 1, 0, 0], "stop": [4, 3, 4, 4], "trained": [3, 2, 3, 3]}
+    changed = [documents, *(replace(documents, **{name: np.array(values)}) for name, values in columns.items())]
+    assert len({cache._fingerprint(reader, each).partition("-")[0] for each in changed}) == 5
+
+
+def test_the_fingerprint_has_the_labels_of_each_document():
+    prints = set()
+    for untrained in range(-1, 3):
+        labels = [[9, -100, 9] if row == untrained else [9, 9, -100] for row in range(3)]
+        reader = TokenReader(Dataset.from_dict({"input_ids": [[9] * 3] * 3, "labels": labels}))
+        documents = make_documents(reader, 4)
+        assert documents.trained.tolist() == [1, 1, 1]
+        prints.add(cache._fingerprint(reader, documents))
+    assert len(prints) == 4
 
 
 def test_the_fingerprint_has_tokens_of_every_document_and_not_how_they_are_stored():

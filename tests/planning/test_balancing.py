@@ -9,8 +9,8 @@ from support.bounds import imbalance_bound
 from trl_packfix.planning.balance import deal
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.packing import Packing
-from trl_packfix.planning.packs import plan_stream
-from trl_packfix.planning.schedule import Schedule, imbalance, rank_costs, schedule_packs
+from trl_packfix.planning.packs import PackPlan, plan_stream
+from trl_packfix.planning.schedule import EMPTY, Schedule, imbalance, rank_costs, schedule_packs
 from trl_packfix.planning.units import Bins, Units
 
 ACCUMULATION = 4
@@ -114,3 +114,43 @@ def test_imbalance_by_hand():
     assert rank_costs(schedule, costs).tolist() == [[[4, 2], [1, 3]], [[2, 2], [0, 2]]]
     assert imbalance(schedule, costs, "micro") == (4 + 3 + 2 + 2) / 8
     assert imbalance(schedule, costs, "step") == (5 + 4) / 8
+
+
+def test_slots_of_packs_that_ranks_share_by_hand():
+    """Two ranks share the first pack of each step, and have one document each, or none, in its second micro-batch."""
+    offsets, degrees = np.array([0, 2, 2, 3, 4, 6, 6, 7, 7]), np.array([2, 1, 2, 1])
+    schedule = Schedule(np.arange(7), offsets, accumulation=2, world_size=2, degrees=degrees)
+    first, second = ([batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2))
+    assert first == [[0, 1], [2], [4, 5], [6]]
+    assert second == [[0, 1], [3], [4, 5], [EMPTY]]
+    assert EMPTY < 0, "documents are numbered from 0"
+    assert list(schedule.parts(0)) == [(2, 0), (1, 0), (2, 0), (1, 0)]
+    assert list(schedule.parts(1)) == [(2, 1), (1, 0), (2, 1), (1, 0)]
+    assert schedule.num_steps == 2
+    assert [schedule.step_documents(step).tolist() for step in range(2)] == [[0, 1, 2, 3], [4, 5, 6]]
+    costs = np.array([4.0, 2, 1, 3, 2, 2, 2])
+    assert rank_costs(schedule, costs).tolist() == [[[3, 3], [1, 3]], [[2, 2], [2, 0]]]
+    assert imbalance(schedule, costs, "micro") == (3 + 3 + 2 + 2) / ((6 + 4 + 4 + 2) / 2)
+
+
+def test_one_rank_is_in_balance():
+    schedule = Schedule(np.arange(2), np.array([0, 1, 2]), accumulation=2, world_size=1)
+    assert imbalance(schedule, np.array([4.0, 1.0]), "micro") == 1
+
+
+@pytest.mark.parametrize(
+    "num_packs, steps",
+    [
+        (2, [[0, 1], [2, 3]]),  # as many packs as steps: one for each, halved
+        (3, [[0, 1, 2, 3], [4, 5]]),  # more packs than the slots of the first step: as they come
+        (3, [[0, 1], [2, 3], [4, 5]]),
+        (4, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ],
+)
+def test_steps_of_fewer_packs_than_slots_by_hand(num_packs, steps):
+    lengths = np.array([3, 2] * num_packs)
+    plan = PackPlan(np.arange(2 * num_packs), np.arange(0, 2 * num_packs + 1, 2), lengths, capacity=5)
+    bins = Bins(capacity=5, world_size=2, balance="none")
+    schedule = schedule_packs(plan, Units(lengths, CostModel(1.0, 0.0)), len(steps), bins=bins)
+    assert [sorted(schedule.step_documents(step).tolist()) for step in range(schedule.num_steps)] == steps
+    assert np.diff(schedule.offsets).min() >= 1, "a slot without a document"
