@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 # Packages whose hooks on gradients are a part of the model or of what shards it
@@ -97,6 +98,9 @@ def forward_hooks_of_user(model: nn.Module) -> list[str]:
 
 def sample_parameters(model: nn.Module) -> Tensor:
     """Return some values of each parameter, as this rank holds it: fp32 on the CPU, equal if nothing was trained."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # after a forward the root still holds whole parameters
+            module.reshard()
     samples = []
     for parameter in model.parameters():
         values: Tensor = getattr(parameter, "ds_tensor", parameter.detach())
