@@ -22,6 +22,7 @@ from support.user_code import USER_CODE, with_mean, with_step, with_teacher
 from transformers import TrainerCallback
 
 from trl_packfix import PackingLeakError, SFTTrainer, prepare_for_packing
+from trl_packfix.isolation.user_hooks import gradient_hooks_aside
 from trl_packfix.planning.balance import even_targets
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.planning.schedule import Schedule
@@ -357,6 +358,26 @@ def schedule_gradients(run):
 
     for parameter in run.model.parameters():
         parameter.register_hook(scale)
+
+
+def test_layerwise_optimizers_of_transformers_are_left_out_and_other_hooks_stay():
+    """transformers sums gradients of divided experts in such a hook, which the comparison of the first step needs."""
+    model, seen = build_tiny_model("llama"), []
+
+    def hook_of(name):
+        def hook(parameter):
+            seen.append(name)
+
+        hook.__module__, hook.__qualname__ = "transformers.trainer", f"make.<locals>.{name}"
+        return hook
+
+    for name in ("optimizer_hook", "average_gradient"):
+        model.lm_head.weight.register_post_accumulate_grad_hook(hook_of(name))
+    with gradient_hooks_aside(model):
+        model(input_ids=torch.tensor([[5, 6]])).logits.sum().backward()
+    assert seen == ["average_gradient"]
+    model(input_ids=torch.tensor([[5, 6]])).logits.sum().backward()
+    assert sorted(seen[1:]) == ["average_gradient", "optimizer_hook"]
 
 
 @pytest.mark.parametrize("register", [fuse_optimizer, schedule_gradients])

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-# Packages whose hooks on gradients are a part of the model or of what shards it
-ENGINES = ("torch", "deepspeed", "accelerate", "trl_packfix")
-LIBRARIES = (*ENGINES, "transformers", "peft", "trl", "bitsandbytes")
+# Packages whose hooks on gradients are a part of the model, or of what shards or divides it
+LIBRARIES = ("torch", "deepspeed", "accelerate", "trl_packfix", "transformers", "peft", "trl", "bitsandbytes")
+# But these of transformers step an optimizer or a scheduler, layer by layer
+STEPPING = ("optimizer_hook", "scheduler_hook")
 SAMPLED = 16  # values of a parameter by which a change is noticed
 NAMED = 3  # hooks that a message names
 
@@ -39,20 +40,24 @@ def name_of(hook: Any) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
+def _is_left_out(hook: Any) -> bool:
+    """Return whether tests run without this hook on gradients."""
+    return _package_of(hook) not in LIBRARIES or name_of(hook).rpartition(".")[2] in STEPPING
+
+
 def _gradient_hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """Return each table of hooks on gradients that has some of the user's, and these, by their handles."""
-    tables: list[tuple[dict[int, Any], tuple[str, ...]]] = [
-        (hooks, LIBRARIES) for m in model.modules() for hooks in (m._backward_hooks, m._backward_pre_hooks)
-    ]
+    """Return each table of hooks on gradients that has some to leave out, and these, by their handles."""
+    tables: list[dict[int, Any]] = []
+    for module in model.modules():
+        tables += [module._backward_hooks, module._backward_pre_hooks]
     for parameter in model.parameters():
-        tables.append((parameter._backward_hooks or {}, LIBRARIES))
-        # transformers registers those of optimizers that are fused into the backward
-        tables.append((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}, ENGINES))
+        tables.append(parameter._backward_hooks or {})
+        tables.append(getattr(parameter, "_post_accumulate_grad_hooks", None) or {})
     found = []
-    for hooks, staying in tables:
-        of_user = {key: hook for key, hook in hooks.items() if _package_of(hook) not in staying}
-        if of_user:
-            found.append((hooks, of_user))
+    for hooks in tables:
+        left_out = {key: hook for key, hook in hooks.items() if _is_left_out(hook)}
+        if left_out:
+            found.append((hooks, left_out))
     return found
 
 
