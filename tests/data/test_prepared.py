@@ -125,6 +125,16 @@ def test_the_fingerprint_has_the_labels_of_each_document():
     assert len(prints) == 4
 
 
+def test_the_fingerprint_of_few_documents_has_all_their_tokens():
+    prints = set()
+    for place in range(40):
+        tokens, labels = [[9] * 40, [9] * 40], [[9] * 40] * 2
+        tokens[1][place] = 8
+        reader = TokenReader(Dataset.from_dict({"input_ids": tokens, "labels": labels}))
+        prints.add(cache._fingerprint(reader, make_documents(reader, 40)))
+    assert len(prints) == 40
+
+
 def test_the_fingerprint_has_tokens_of_every_document_and_not_how_they_are_stored():
     rng = np.random.default_rng(0)
     rows = [rng.integers(3, 200, n) for n in rng.integers(2, 60, 3000)]
