@@ -28,16 +28,21 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
     settings = {"packing_strategy": "bfd_split", "max_length": 56, "per_device_train_batch_size": 6, "max_steps": 1}
     run = make(tmp_path, family, **settings)
     assert run.data.documents.ledger.split.documents > 2
-    batch = next(iter(run.get_train_dataloader()))
-    documents = [i for i in run.data.planner.schedule(0).order[: layout_of(batch).count].tolist()]
-    assert any(run.data.documents.start[i] > 0 < run.data.documents.image_count[i] for i in documents)
+    loader, spans = run.get_train_dataloader(), run.data.documents
+    packs = zip(loader, run.data.planner.schedule(0).micro_batches(0), strict=True)
+    # The first pack with a later fragment that has an image
+    batch, documents = next(
+        (batch, pack.tolist())
+        for batch, pack in packs
+        if ((spans.start[pack] > 0) & (spans.image_count[pack] > 0)).any()
+    )
+    assert len(documents) == layout_of(batch).count
     run.model.train()
     with run.packed_model.attending():
         run.compute_loss(run.model, run._prepare_inputs(dict(batch)), num_items_in_batch=torch.tensor(1)).backward()
     packed = torch.cat([p.grad.flatten() for p in run.model.parameters() if p.grad is not None])
     alone = build_model(family).train()
     for i in documents:
-        spans = run.data.documents
         document = run.data.reader.read(spans.row[i], spans.start[i], spans.stop[i])
         logits = alone(**run.data.images.examples.alone(document)).logits[0, :-1]
         labels = torch.as_tensor(document["labels"])[1:]
