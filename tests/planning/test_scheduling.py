@@ -214,7 +214,7 @@ def test_an_epoch_too_short_for_one_step_is_refused():
 
 @pytest.mark.parametrize("strategy", ["stream", "bfd"])
 def test_documents_that_no_step_reaches_are_counted_one_by_one(strategy):
-    """Of 7 packs of 3 documents, steps of 2 packs leave one pack out: 3 documents."""
+    """Steps of 2 packs leave out one of 7 packs, which has 3 documents."""
     schedule = planner([4] * 21, strategy, max_length=12, accumulation=2, drop_last=True).schedule(0)
     assert schedule.num_steps == 3
     assert len(schedule.order) == 18

@@ -204,7 +204,7 @@ ROWS: dict[str, Row] = {
     # Each rank has packs of its own
     "full": Row(engines=("ddp", "fsdp2"), evaluates=True, faults=("averaged_by_ranks",)),
     "checkpointed": Row(ours=CHECKPOINTED, engines=("zero1",)),
-    "lora": Row(adapter="lora", ours=CHECKPOINTED, engines=("zero2", "zero3")),
+    "lora": Row(adapter="lora", ours=CHECKPOINTED, engines=("zero2", "zero3", "fsdp2")),
     "tied": Row("tied", ours=CHECKPOINTED, engines=("zero3", "fsdp2"), evaluates=True),
     "idle": Row(num=3, accumulation=2, engines=("ddp", "zero3", "fsdp2")),
     "idle_own_loss": Row(num=3, accumulation=2, code="share_func", engines=("ddp", "zero3")),

@@ -82,7 +82,7 @@ def with_teacher(base):
 
 def with_step(base):
     class OwnStep(base):
-        """Its penalty has its own backward, once per micro-batch."""
+        """Adds a penalty with a backward pass of its own, once per micro-batch."""
 
         def training_step(self, model, inputs, num_items_in_batch=None):
             loss = super().training_step(model, inputs, num_items_in_batch)

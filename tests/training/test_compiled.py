@@ -104,7 +104,10 @@ def train(folder, monkeypatch, adapters=None, **settings):
 
 
 def num_linear_layers(run):
-    """Those of the decoder layers. In a step each runs once, and again in backward if its layer is checkpointed."""
+    """Count linear layers inside the decoder layers.
+
+    In a step each runs once, and again in backward if its layer is checkpointed.
+    """
     layers = run.accelerator.unwrap_model(run.model, keep_torch_compile=False).get_decoder().layers
     return sum(isinstance(module, nn.Linear) for module in layers.modules())
 

@@ -88,7 +88,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 def machine_settings() -> dict[str, Any]:
     """Defaults for this launcher and machine. A YAML file and flags override them.
 
-    Several processes without a GPU get none that would ask for training on CPUs: `check_devices` refuses them.
+    Nothing is set for several processes without a GPU: `check_devices` refuses them.
     """
     gpu = torch.cuda.is_available()
     is_on_cpu = not gpu and not lacks_devices()

@@ -25,7 +25,7 @@ NAMED = 3  # hooks that a message names
 
 
 def _package_of(hook: Any) -> str:
-    """The top-level package that defines a hook."""
+    """Return the top-level package that defines a hook."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     hook = getattr(hook, "__func__", hook)
@@ -34,7 +34,7 @@ def _package_of(hook: Any) -> str:
 
 
 def name_of(hook: Any) -> str:
-    """The name of a hook as a message writes it."""
+    """Return the name of a hook, as a message writes it."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return getattr(hook, "__qualname__", type(hook).__qualname__)

@@ -130,7 +130,7 @@ class BeforeFirstStep(TrainerCallback):
         if run.packing_report is None:  # made with the loader of this package
             refuse(Setup(args=args, own_loader=f"{type(run).__name__}.get_train_dataloader"))
         model = base_model(run.model)
-        with parameters_unchanged(model):
+        with parameters_unchanged(run.model):  # whose root FSDP shards, also around an adapter
             isolation, step = self._prove_and_compare()
         report = run.packing_report
         assert report is not None
