@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trl_packfix.attention import runs
 from trl_packfix.attention.kernels import (
-    Launch,
+    KernelLaunch,
     attend_by_document,
     attend_on_cpu,
     attend_on_cuda,
@@ -30,7 +30,7 @@ from trl_packfix.attention.runs import attend_pack_on_cuda
 from trl_packfix.data import by_length
 from trl_packfix.data.model_memory import GIB
 from trl_packfix.data.prefix_collator import PrefixCollator
-from trl_packfix.layout import LAYOUT
+from trl_packfix.layout import LAYOUT_KEY
 
 HEADS = 32, 8, 128  # query heads, key heads, dimensions of Llama 3 8B
 SMALL_HEADS = 4, 2, 8
@@ -120,8 +120,8 @@ def kernels(machine: Machine) -> Rows:
     assert not wrong, f"further from fp64 than 3 times what rounding makes: {'; '.join(wrong)}"
 
 
-def one_launch(bounds: Tensor, longest: int) -> list[Launch]:
-    return [Launch((bounds, bounds), (longest, longest), slice(None), slice(None))]
+def one_launch(bounds: Tensor, longest: int) -> list[KernelLaunch]:
+    return [KernelLaunch((bounds, bounds), (longest, longest), slice(None), slice(None))]
 
 
 def launches(machine: Machine) -> Rows:
@@ -131,13 +131,13 @@ def launches(machine: Machine) -> Rows:
         f"{16 * unit} and 16 x {unit} tokens": ([16 * unit, *[unit] * 16], 16 * unit),
         f"{unit} tokens, most documents empty": ([unit] * 16 + [0] * (184 if machine.smoke else 624), 16 * unit),
     }
-    sizes = {"CLASSES": (24, 40), "TILE": 4} if machine.smoke else {}
+    sizes = {"LENGTH_CLASSES": (24, 40), "TILE_QUERIES": 4} if machine.smoke else {}
     heads = SMALL_HEADS if machine.smoke else HEADS
     for name, (lengths, longest) in packs.items():
         bounds = bounds_of(lengths, machine.device)
         with mock.patch.multiple(by_length, **sizes) if sizes else nullcontext():
-            divided = by_length.launches(bounds.cpu().numpy(), longest)
-            tile = by_length.TILE
+            divided = by_length.plan_launches(bounds.cpu().numpy(), longest)
+            tile = by_length.TILE_QUERIES
         assert divided, "these lengths need one launch only"
         pack = PackedForward(bounds, bounds, longest, longest, launches=divided)
         by_class = runs.launches_of(pack, sum(lengths))
@@ -185,7 +185,7 @@ def prefixes(machine: Machine) -> Rows:
         for n in range(1, 9)
     ]
     batch = PrefixCollator()(samples)
-    shared = batch[LAYOUT].to(machine.device)
+    shared = batch[LAYOUT_KEY].to(machine.device)
     bounds = tuple(batch[name].to(machine.device) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     longest = batch["max_length_q"], batch["max_length_k"]
     documents = [len(sample["input_ids"]) for sample in samples]

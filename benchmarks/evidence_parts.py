@@ -45,7 +45,7 @@ from support.runs import texts, trainer
 import trl_packfix
 from trl_packfix.attention import choice, varlen
 from trl_packfix.compat import scores_tokens
-from trl_packfix.data.model_memory import GIB, Method, count_model, predict_peak
+from trl_packfix.data.model_memory import GIB, TrainingMethod, count_model, predict_peak
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(sys.argv[sys.argv.index("--data") + 1]) if "--data" in sys.argv else None  # real lengths
@@ -151,7 +151,7 @@ def memory_of_a_step(machine: Machine) -> Rows:
             batch_size, max_length = 8, 2048
             ours = AT_4["ours stream"]._replace(batch_size=batch_size)
             row = train(own, "ours stream", ours, config, lora, np.full(200, max_length), max_length)
-            method = Method(lora, "DDP")
+            method = TrainingMethod(lora, "DDP")
             tokens = batch_size * max_length
             peak = predict_peak(
                 count_model(config, method), method, tokens=tokens, gpus=1, checkpointing=True, documents=batch_size

@@ -36,8 +36,8 @@ from rich.table import Table
 from support.bounds import step_bound
 
 from trl_packfix.planning.arrays import Int64Array
-from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads
-from trl_packfix.planning.degrees import DividedStep, Step
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, HeadCounts
+from trl_packfix.planning.degrees import DividedStep, UndividedStep
 from trl_packfix.planning.parallel import FILL, SequenceParallel, Speeds, possible_degrees, smallest_degree
 from trl_packfix.planning.units import Bins, Units
 
@@ -45,7 +45,7 @@ K = 1024
 LLAMA_70B = CostModel(  # Llama 3 70B
     per_token=2 * 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) + 2 * 8192 * 128256,
     per_pair=4 * 80 * 8192,
-    attention=(Heads(layers=80, heads=64, kv_heads=8, key_dim=128, value_dim=128),),
+    attention=(HeadCounts(layers=80, heads=64, kv_heads=8, key_dim=128, value_dim=128),),
 )
 MODELS = {"7B": LLAMA_7B, "70B": LLAMA_70B}
 DRAWS = {8: 6, 64: 3, 512: 1}
@@ -69,11 +69,11 @@ def step_lengths(longest: int, tokens: int, seed: int) -> Int64Array:
 
 
 def divided(units: Units, bins: Bins, parallel: SequenceParallel) -> DividedStep | None:
-    step = Step(np.arange(len(units)), units, bins, parallel=parallel)
+    step = UndividedStep(np.arange(len(units)), units, bins, parallel=parallel)
     return step.divided(step.members, bins.accumulation)
 
 
-def exchange_seconds(found: DividedStep, step: Step) -> float:
+def exchange_seconds(found: DividedStep, step: UndividedStep) -> float:
     """Seconds in the exchange, the mean over ranks."""
     world_size, total, packs = step.bins.world_size, 0.0, iter(found.packs)
     for degree in found.degrees:
@@ -96,7 +96,7 @@ def case(
     units = Units(lengths, cost_model)
     bins = Bins(capacity=needed * tokens_per_rank, accumulation=accumulation, world_size=world_size)
     parallel = SequenceParallel(tokens_per_rank=tokens_per_rank, smallest=needed, degrees=degrees, speeds=speeds)
-    step = Step(np.arange(len(lengths)), units, bins, parallel=parallel)
+    step = UndividedStep(np.arange(len(lengths)), units, bins, parallel=parallel)
     seconds, chosen = cpu_seconds(lambda: divided(units, bins, parallel))
     one = {
         degree: found
@@ -131,7 +131,7 @@ def case(
     return row
 
 
-def several_degrees(step: Step, found: DividedStep) -> float:
+def several_degrees(step: UndividedStep, found: DividedStep) -> float:
     """Seconds of the same micro-steps, each with the best groups of several degrees that a search finds."""
     total, packs = 0.0, iter(found.packs)
     for degree in found.degrees:
@@ -143,7 +143,7 @@ def several_degrees(step: Step, found: DividedStep) -> float:
     return total
 
 
-def _with_giants(step: Step, documents: Int64Array, limit: float, base: int) -> float | None:
+def _with_giants(step: UndividedStep, documents: Int64Array, limit: float, base: int) -> float | None:
     """Groups of `base` ranks, and for each document that would outlast `limit` x the mean there the smallest that does
     not; every document to the group that ends first."""
     world_size, tokens_per_rank, times = step.bins.world_size, step.parallel.tokens_per_rank, step.times

@@ -41,7 +41,7 @@ from common import REAL_DATA, Row, cpu_seconds, describe, file_lengths, make_con
 from rich.console import Console
 from rich.table import Table
 
-from trl_packfix.planning.best_fit import pour
+from trl_packfix.planning.best_fit import best_fit_of_histogram
 from trl_packfix.planning.packs import PackPlan, plan_stream
 from trl_packfix.planning.strategies import plan_packs
 
@@ -68,7 +68,7 @@ def ours(lengths: np.ndarray, capacity: int, repeats: int) -> Iterator[Row]:
             closed = plan_stream(lengths, order, capacity).order
             row["moved_p99"] = float(np.percentile(np.abs(place[closed] - np.arange(len(order))), 99))
         else:
-            row["loop_s"] = cpu_seconds(lambda: pour(np.bincount(lengths), capacity), repeats)[0]
+            row["loop_s"] = cpu_seconds(lambda: best_fit_of_histogram(np.bincount(lengths), capacity), repeats)[0]
         yield row
 
 

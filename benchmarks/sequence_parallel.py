@@ -43,7 +43,7 @@ from sweep import page
 
 from trl_packfix import PackedDataCollator
 from trl_packfix.attention.exchange import make_groups
-from trl_packfix.data.parts import cut_part
+from trl_packfix.data.rank_share import cut_part
 from trl_packfix.isolation.packed_model import PackedModel
 
 

@@ -132,7 +132,7 @@ class Contender:
         # as `train()` does; without them ours ends at once and refuses packs
         self.trainer.state.max_steps = len(self.loader)
         if package is trl_packfix:
-            self.trainer.packed_model.attend()
+            self.trainer.packed_model.attach_packed_attention()
 
     def epoch(self) -> Row:
         """CPU seconds (total and in the kernel), tokens without and with padding, and steps of one epoch."""

@@ -38,8 +38,8 @@ from accelerate.utils import broadcast_object_list
 from huggingface_hub import constants
 from offline import orders, smollm2
 
-from trl_packfix.cli.configs import parse
-from trl_packfix.cli.training import make_trainer, train
+from trl_packfix.cli.configs import parse_configs
+from trl_packfix.cli.training import make_trainer, train_and_save
 
 HUB_MODEL = "Qwen/Qwen3-0.6B"
 HUB_DATASET = "trl-lib/Capybara"
@@ -59,7 +59,7 @@ def hub_answers() -> bool:
 
 if __name__ == "__main__":
     defaults = {"num_train_epochs": 1, "output_dir": "output"}
-    run = parse(prog="train.py", description=__doc__, **defaults)
+    run = parse_configs(prog="train.py", description=__doc__, **defaults)
     script_args, training_args, model_args, mixture, *_ = run
     has_data, dataset = bool(script_args.dataset_name or mixture.datasets), None
     if not (model_args.model_name_or_path and has_data) and hub_answers():
@@ -70,4 +70,4 @@ if __name__ == "__main__":
     with training_args.main_process_first(desc="model"):  # one process of a machine unpacks it
         model_args.model_name_or_path = model_args.model_name_or_path or smollm2()
     trainer = make_trainer(run, dataset)
-    train(trainer, run.names)
+    train_and_save(trainer, run.names)

@@ -107,7 +107,7 @@ def rounding(model_type: str) -> dict:
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
             parameter.data += 40
-    PackedModel(model, torch.float32, "cpu", MAX_LENGTH).attend()
+    PackedModel(model, torch.float32, "cpu", MAX_LENGTH).attach_packed_attention()
     report = check_isolation(model, MAX_LENGTH)
     found = {"type": model_type, "isolated": report.isolated, "equal": report.equal, "gradient": report.max_gradient}
     found |= {"change": max(report.max_change, report.max_difference), "tolerance": report.tolerance}

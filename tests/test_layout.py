@@ -18,9 +18,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from trl_packfix import PackedDataCollator
 from trl_packfix.data.collator import IGNORE_INDEX
-from trl_packfix.data.parts import cut_part
 from trl_packfix.data.prefix_collator import PrefixCollator
-from trl_packfix.layout import LAYOUT, Layout, Rows, Runs, Whole, layout_of
+from trl_packfix.data.rank_share import cut_part
+from trl_packfix.layout import LAYOUT_KEY, Layout, PackedLayout, SharedRowsLayout, UnpackedLayout, layout_of
 
 
 def turns(lengths: list[int], prompt: int = 2) -> list[dict[str, list[int]]]:
@@ -42,10 +42,10 @@ def parts_of(documents, kind, degree):
 
 def test_a_batch_without_an_entry_has_a_view_of_its_boundaries():
     batch = PackedDataCollator()(turns([3, 4]))
-    assert LAYOUT not in batch and type(layout_of(batch)) is Whole
+    assert LAYOUT_KEY not in batch and type(layout_of(batch)) is PackedLayout
     rows = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(2, 5)}
-    assert type(layout_of(rows)) is Rows and layout_of(rows).count == 2
-    assert type(layout_of(COLLATORS["runs"]()(turns([3, 4])))) is Runs
+    assert type(layout_of(rows)) is UnpackedLayout and layout_of(rows).count == 2
+    assert type(layout_of(COLLATORS["runs"]()(turns([3, 4])))) is SharedRowsLayout
     assert not layout_of(rows).is_packed and layout_of(batch).is_packed
 
 
@@ -68,7 +68,7 @@ def test_targets_are_the_trained_tokens_of_each_document(lengths, kind, prompt):
     mask = batch["labels"][:, 1:] != IGNORE_INDEX
     targets = layout.targets(mask)
     found = [[] for _ in documents]
-    values = (targets.of(batch["labels"][:, 1:]), targets.of(batch["input_ids"][:, :-1]), targets.of(mask))
+    values = (targets.select(batch["labels"][:, 1:]), targets.select(batch["input_ids"][:, :-1]), targets.select(mask))
     for document, label, before, is_trained in zip(
         targets.documents.flatten().tolist(), *(value.flatten().tolist() for value in values), strict=True
     ):
@@ -115,25 +115,25 @@ def test_parts_have_the_targets_and_the_rows_of_the_whole_pack(lengths, kind, de
     wanted = pairs_of(expected, batch["labels"][:, 1:])
     found = []
     for part in parts:
-        targets = part[LAYOUT].targets(part["labels"][:, 1:] != IGNORE_INDEX)
+        targets = part[LAYOUT_KEY].targets(part["labels"][:, 1:] != IGNORE_INDEX)
         assert torch.equal(targets.trained, expected.trained)  # of the whole pack
         found += pairs_of(targets, part["shift_labels"])
-        labels = part[LAYOUT].labels(part)["shift_labels"]
+        labels = part[LAYOUT_KEY].labels(part)["shift_labels"]
         assert (labels != IGNORE_INDEX).sum() == len(pairs_of(targets, part["shift_labels"]))
     assert sorted(found) == sorted(wanted)
-    counts = torch.cat([part[LAYOUT].row_counts(expected.trained) for part in parts], dim=1)
+    counts = torch.cat([part[LAYOUT_KEY].row_counts(expected.trained) for part in parts], dim=1)
     assert torch.equal(counts, whole.row_counts(expected.trained))
-    sizes, of_parts = whole.sizes(expected.trained), [part[LAYOUT].sizes(expected.trained) for part in parts]
+    sizes, of_parts = whole.sizes(expected.trained), [part[LAYOUT_KEY].sizes(expected.trained) for part in parts]
     assert sum(each.computed for each in of_parts) == sizes.computed
     assert all(each.tokens == sizes.tokens and torch.equal(each.lengths, sizes.lengths) for each in of_parts)
-    assert [part[LAYOUT].is_first for part in parts] == [True] + [False] * (degree - 1)
-    assert {part[LAYOUT].shares_rows for part in parts} == {whole.shares_rows}
-    assert {part[LAYOUT].checksum for part in parts} == {parts[0][LAYOUT].checksum}
+    assert [part[LAYOUT_KEY].is_first for part in parts] == [True] + [False] * (degree - 1)
+    assert {part[LAYOUT_KEY].shares_rows for part in parts} == {whole.shares_rows}
+    assert {part[LAYOUT_KEY].checksum for part in parts} == {parts[0][LAYOUT_KEY].checksum}
 
 
 def pairs_of(targets, labels: Tensor) -> list[tuple[int, int]]:
     """(document, label) of each target."""
-    values = targets.of(labels).flatten()
+    values = targets.select(labels).flatten()
     pairs = torch.stack([targets.documents.flatten(), values], dim=1)
     return [(document, label) for document, label in pairs[values != IGNORE_INDEX].tolist()]
 
@@ -142,10 +142,10 @@ def test_two_packs_that_share_other_rows_have_other_checksums():
     """The tokens, the labels and the boundaries of their runs are the same."""
     documents = turns([6, 6, 6])
     batch = COLLATORS["runs"](pad_to_multiple_of=2)(documents)
-    keys = batch[LAYOUT].kv_index.clone()
+    keys = batch[LAYOUT_KEY].kv_index.clone()
     keys[-1] -= 1
-    other = batch | {LAYOUT: replace(batch[LAYOUT], kv_index=keys)}
-    assert cut_part(batch, 2, 0)[LAYOUT].checksum != cut_part(other, 2, 0)[LAYOUT].checksum
+    other = batch | {LAYOUT_KEY: replace(batch[LAYOUT_KEY], kv_index=keys)}
+    assert cut_part(batch, 2, 0)[LAYOUT_KEY].checksum != cut_part(other, 2, 0)[LAYOUT_KEY].checksum
 
 
 def test_the_router_statistic_counts_a_row_once_for_each_document():
@@ -189,7 +189,7 @@ def is_same(one: Layout, other: Layout) -> bool:
 
 @ENTRIES
 def test_a_loader_of_accelerate_moves_it(batch):
-    values = values_of(send_to_device(batch, "meta")[LAYOUT])
+    values = values_of(send_to_device(batch, "meta")[LAYOUT_KEY])
     moved = {name: value.device.type for name, value in values.items() if isinstance(value, Tensor)}
     assert moved.pop("run_lengths", "cpu") == "cpu"
     assert set(moved.values()) == {"meta"} and len(moved) >= 4
@@ -198,16 +198,16 @@ def test_a_loader_of_accelerate_moves_it(batch):
 
 @ENTRIES
 def test_it_goes_through_processes_and_wrappers(batch):
-    layout = batch[LAYOUT]
+    layout = batch[LAYOUT_KEY]
     assert is_same(pickle.loads(pickle.dumps(layout)), layout)
     (loaded,) = DataLoader([batch], batch_size=None, num_workers=1)
-    assert is_same(loaded[LAYOUT], layout)
+    assert is_same(loaded[LAYOUT_KEY], layout)
 
     def halved(value: Tensor) -> Tensor:  # as FSDP1 casts its inputs
         return value.bfloat16() if value.is_floating_point() else value
 
-    assert is_same(_apply_to_tensors(halved, batch)[LAYOUT], layout)
-    assert tree_map(lambda value: value, batch)[LAYOUT] is layout  # FSDP2
+    assert is_same(_apply_to_tensors(halved, batch)[LAYOUT_KEY], layout)
+    assert tree_map(lambda value: value, batch)[LAYOUT_KEY] is layout  # FSDP2
 
 
 @ENTRIES
@@ -220,14 +220,14 @@ def test_questions_compile_to_one_graph(batch):
 
     def ask(values, layout):
         targets = layout.targets(values > 0)
-        total = targets.of(values).sum() + layout.row_counts(targets.trained).sum()
+        total = targets.select(values).sum() + layout.row_counts(targets.trained).sum()
         return total + sum(value.sum() for value in layout.attention().values() if isinstance(value, Tensor))
 
     torch._dynamo.reset()
     values = torch.rand(batch["input_ids"].shape)
     compiled = torch.compile(ask, backend=backend, fullgraph=True)
     for _ in range(2):
-        assert torch.allclose(compiled(values, batch[LAYOUT]), ask(values, batch[LAYOUT]))
+        assert torch.allclose(compiled(values, batch[LAYOUT_KEY]), ask(values, batch[LAYOUT_KEY]))
     assert len(graphs) == 1
 
 

@@ -20,7 +20,7 @@ from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.cli import main as trl_packfix
 from trl_packfix.cli.forecast import planner_for
 from trl_packfix.cli.sources import load_rows
-from trl_packfix.cli.tokens import tokenised
+from trl_packfix.cli.tokens import tokenise
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.packs import first_packs, pack_text
@@ -102,7 +102,7 @@ def main() -> None:
     screenshot(IMAGES / "report.png", Recorded(report_of(data, "t0_p3_sample.jsonl", **settings)), columns=112)
 
     config = SFTConfig("unused", packing=True, max_length=1024, per_device_train_batch_size=1, use_cpu=True, bf16=False)
-    reader = TokenReader(tokenised(load_rows(t0), AutoTokenizer.from_pretrained(tokenizer), config))
+    reader = TokenReader(tokenise(load_rows(t0), AutoTokenizer.from_pretrained(tokenizer), config))
     (pack,) = first_packs(planner_for(documents_of(reader, config), config, 1, cost_model=LLAMA_7B), reader, 1)
     screenshot(IMAGES / "show.png", pack_text(pack, AutoTokenizer.from_pretrained(tokenizer)), columns=112)
 

@@ -7,7 +7,7 @@ No caller asks which feature made a batch. It takes the layout of the batch, `la
     Whole   a pack: documents one after the other                               nothing, it is a view of the boundaries
     Runs    a pack in which documents share rows (`data/prefix_collator.py`)    `batch["layout"]`
 
-Of ranks that share a pack, each has the layout of its rows, a *part* (`data/parts.py`), in `batch["layout"]`.
+Of ranks that share a pack, each has the layout of its rows, a *part* (`data/rank_share.py`), in `batch["layout"]`.
 
 A view has no entry in the batch, so other training loops and other attention see a plain packed batch. The guard on the
 model (`attention/forwards.py`) removes the entry before the model runs. accelerate's loaders move it to the device and
@@ -25,12 +25,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-LAYOUT = "layout"  # the entry of a batch
+LAYOUT_KEY = "layout"  # the entry of a batch
 IGNORE_INDEX = -100  # label of a token that is not trained
-READ = frozenset(("input_ids", "labels"))  # of a document, without images and values of rows
+TEXT_KEYS = frozenset(("input_ids", "labels"))  # of a document, without images and values of rows
 
 
-class Compared(NamedTuple):
+class ComparedContent(NamedTuple):
     """What is compared of a document to find rows that it shares. An image is shared as a whole or not at all."""
 
     tokens: npt.NDArray[Any]  # numbers below 2**32 - 1, one for each token
@@ -45,13 +45,13 @@ class Targets:
     documents share.
     """
 
-    documents: Tensor  # the document of each value that `of` returns
+    documents: Tensor  # the document of each value that `select` returns
     trained: Tensor  # number of trained tokens of each document, (N,), also of those in other parts
     # The place of each of the M targets among the positions, (M,). None if each position is the target of one document;
     # a mask then says whether it is trained
     positions: Tensor | None = None
 
-    def of(self, values: Tensor) -> Tensor:
+    def select(self, values: Tensor) -> Tensor:
         """The values of the targets, (M,), from those of all positions, which are 0 where nothing is trained."""
         return values if self.positions is None else values.flatten()[self.positions]
 
@@ -131,20 +131,20 @@ class Layout(ABC):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """The same on another device; accelerate's loaders call it."""
-        return self._moved(lambda value: value.to(device, non_blocking=non_blocking))
+        return self._map_tensors(lambda value: value.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """The same in pinned memory. Loaders call it; from other memory the host would wait for the copy to a GPU."""
-        return self._moved(lambda value: value.pin_memory())
+        return self._map_tensors(lambda value: value.pin_memory())
 
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+    def _map_tensors(self, move: Callable[[Tensor], Tensor]) -> Self:
         entries = {entry.name: getattr(self, entry.name) for entry in fields(self) if "on_host" not in entry.metadata}
         moved: dict[str, Any] = {name: move(value) for name, value in entries.items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
 
 @dataclass(frozen=True, eq=False)
-class Rows(Layout):
+class UnpackedLayout(Layout):
     """Each of the B rows is a document."""
 
     tokens: Tensor  # any tensor with one entry per token, (B, T)
@@ -157,7 +157,7 @@ class Rows(Layout):
 
     def targets(self, mask: Tensor) -> Targets:
         documents = torch.arange(len(mask), device=mask.device)[:, None].expand(mask.shape)
-        return Targets(documents, _trained(documents, len(mask), mask))
+        return Targets(documents, _count_trained(documents, len(mask), mask))
 
     def row_counts(self, trained: Tensor) -> Tensor:
         return (trained > 0)[:, None].expand(self.tokens.shape)
@@ -173,7 +173,7 @@ class Rows(Layout):
 
 
 @dataclass(frozen=True, eq=False)
-class Whole(Layout):
+class PackedLayout(Layout):
     """Documents one after the other, none of them sharing a row."""
 
     cu_seq_lens: Tensor  # boundaries of the documents in the whole pack, (N + 1,)
@@ -189,7 +189,7 @@ class Whole(Layout):
         if self.following is not None and self.trained is not None:
             return Targets(self.following, self.trained)
         documents = self.seq_idx[:, 1:].long()
-        return Targets(documents, _trained(documents, self.count, mask))
+        return Targets(documents, _count_trained(documents, self.count, mask))
 
     def row_counts(self, trained: Tensor) -> Tensor:
         return (trained > 0)[self.seq_idx]
@@ -204,12 +204,12 @@ class Whole(Layout):
 
     def cut(self, rows: slice, mask: Tensor) -> Self:
         following = torch.cat([self.seq_idx[:, 1:], self.seq_idx[:, -1:]], dim=1).long()
-        own, trained = following[:, rows].contiguous(), _trained(following, self.count, mask)
+        own, trained = following[:, rows].contiguous(), _count_trained(following, self.count, mask)
         return replace(self, seq_idx=self.seq_idx[:, rows].contiguous(), following=own, trained=trained)
 
 
 @dataclass(frozen=True, eq=False)
-class Runs(Layout):
+class SharedRowsLayout(Layout):
     """N documents in R rows, some of which belong to several documents (`data/prefix_collator.py`).
 
     A document is given by its place in the batch that was collated, 0 to N - 1. Padding belongs to none. In a part the
@@ -268,15 +268,15 @@ class Runs(Layout):
 
 def layout_of(batch: dict[str, Any]) -> Layout:
     """The layout of a batch: its entry, else a view of the boundaries, else one document per row."""
-    if LAYOUT in batch:
-        return batch[LAYOUT]
+    if LAYOUT_KEY in batch:
+        return batch[LAYOUT_KEY]
     get: Callable[[str], Any] = batch.get
     if get("cu_seq_lens_q") is not None:
-        return Whole(get("cu_seq_lens_q"), get("seq_idx"))
-    return Rows(get("labels") if "labels" in batch else get("input_ids"), get("attention_mask"))
+        return PackedLayout(get("cu_seq_lens_q"), get("seq_idx"))
+    return UnpackedLayout(get("labels") if "labels" in batch else get("input_ids"), get("attention_mask"))
 
 
-def _trained(documents: Tensor, num_documents: int, mask: Tensor) -> Tensor:
+def _count_trained(documents: Tensor, num_documents: int, mask: Tensor) -> Tensor:
     """How many positions of each document the mask marks, (N,)."""
     # `bincount` would make the host wait for a GPU
     counts = torch.zeros(num_documents, dtype=torch.long, device=documents.device)

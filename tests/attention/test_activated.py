@@ -20,7 +20,7 @@ from trl_packfix.attention import choice, varlen
 from trl_packfix.attention.choice import activated_in_torch, choose_attention
 from trl_packfix.attention.flash import CudaKernel, flash_on_cuda
 from trl_packfix.attention.kernel_errors import KernelError
-from trl_packfix.attention.kernels import Launch, attend_on_cuda
+from trl_packfix.attention.kernels import KernelLaunch, attend_on_cuda
 from trl_packfix.attention.runs import attend_pack_on_cuda
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation.packed_model import LOOKS_UP, PackedModel
@@ -77,7 +77,7 @@ def shared_runs():
 
 
 def documents(window=None, sinks=None):
-    launch = Launch((BOUNDS, BOUNDS), (129, 129), slice(None), slice(None))
+    launch = KernelLaunch((BOUNDS, BOUNDS), (129, 129), slice(None), slice(None))
     return lambda q, k, v: attend_on_cuda(q, k, v, [launch], scale=0.125, window=window, sinks=sinks)
 
 
@@ -131,7 +131,7 @@ def test_the_probe_judges_it(fault, fa3):
             assert packed.prove_prefixes(model) is None
     assert activated_in_torch() == "FA3" and not mode.forwards
     assert fa3.calls["forward"] > 10 and fa3.calls["backward"] > 1
-    packed.rest()
+    packed.restore_own_attention()
     assert activated_in_torch() == "FA3" and model.config._attn_implementation == "sdpa"
 
 

@@ -11,19 +11,19 @@ from support.strict_varlen import StrictVarlen
 from trl_packfix.attention import choice, varlen
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data import by_length
-from trl_packfix.data.by_length import ByLength, launches
+from trl_packfix.data.by_length import ByLength, plan_launches
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.loaders import PackCollator
-from trl_packfix.data.parts import PartOf
+from trl_packfix.data.rank_share import RankShare
 from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
-from trl_packfix.layout import LAYOUT, layout_of
+from trl_packfix.layout import LAYOUT_KEY, layout_of
 from trl_packfix.training.loading import TrainingData
 
 
 @pytest.fixture
 def small_classes(monkeypatch):
-    monkeypatch.setattr(by_length, "CLASSES", (8, 40))
-    monkeypatch.setattr(by_length, "TILE", 4)
+    monkeypatch.setattr(by_length, "LENGTH_CLASSES", (8, 40))
+    monkeypatch.setattr(by_length, "TILE_QUERIES", 4)
 
 
 LENGTHS = [5, 70, 3, 20, 1, 8, 2, 33, 7]
@@ -45,8 +45,8 @@ def test_documents_come_by_length_with_their_values(small_classes):
     assert layout_of(batch).attention()["launches"] == (
         (0, 1, 0, 70, 70), (1, 3, 70, 123, 33), (3, 9, 123, 149, 8)
     )  # fmt: skip
-    part = collator()(PartOf(documents(), 2, 1))
-    assert part[LAYOUT].attention()["launches"][0] == (0, 1, 0, 70, 70) and part[LAYOUT].index == 1
+    part = collator()(RankShare(documents(), 2, 1))
+    assert part[LAYOUT_KEY].attention()["launches"][0] == (0, 1, 0, 70, 70) and part[LAYOUT_KEY].index == 1
     moved = layout_of(batch).to("meta")
     assert moved.launches == layout_of(batch).launches and moved.seq_idx.device.type == "meta"
 
@@ -61,10 +61,10 @@ def test_launches_hold_every_token_once_and_no_empty_document(small_classes):
 
 
 def test_one_launch_where_nothing_is_gained():
-    assert launches(np.arange(0, 3000, 100), longest=100) == ()
-    assert LAYOUT not in collator()(documents([90, 100, 70]))
+    assert plan_launches(np.arange(0, 3000, 100), longest=100) == ()
+    assert LAYOUT_KEY not in collator()(documents([90, 100, 70]))
     zigzag = np.cumsum([0, *[8000, 10] * 20])
-    assert launches(zigzag, longest=8000) == ()  # too many launches, as neighbours differ
+    assert plan_launches(zigzag, longest=8000) == ()  # too many launches, as neighbours differ
 
 
 def trained(batch, monkeypatch):
@@ -85,7 +85,7 @@ def test_outputs_and_gradients_are_those_of_one_launch_to_the_bit(small_classes,
     layers = 2
     strict, logits, grads = trained(batch, monkeypatch)
     assert len(strict.forwards) == len(strict.backwards) == 3 * layers
-    del batch[LAYOUT]
+    del batch[LAYOUT_KEY]
     strict, wanted, wanted_grads = trained(batch, monkeypatch)
     assert len(strict.forwards) == layers
     assert torch.equal(logits, wanted) and all(map(torch.equal, grads, wanted_grads)) and len(grads) > 10

@@ -94,8 +94,8 @@ def shared_pack(num_documents):
 
 
 def pack_by_length(monkeypatch):
-    monkeypatch.setattr(by_length, "CLASSES", (8, 40))
-    monkeypatch.setattr(by_length, "TILE", 4)
+    monkeypatch.setattr(by_length, "LENGTH_CLASSES", (8, 40))
+    monkeypatch.setattr(by_length, "TILE_QUERIES", 4)
     collate = by_length.ByLength(PackCollator(PackedDataCollator()))
     return collated(collate, [[5] * n for n in (5, 70, 3, 20, 1, 8, 2, 33, 7)])
 

@@ -73,7 +73,7 @@ def test_a_refusal_of_a_kernel_is_no_leak(error, played, tiny_model, monkeypatch
     assert played.calls and packed.is_proved and found.error is None
     assert packed.attention.name == ATTENTION_NAME and not packed.repaired and not packed.is_unpacked
     assert f"{PLAYED} cannot be used: {error}" in packed.attention.reason
-    packed.rest()
+    packed.restore_own_attention()
     assert packed.model.config._attn_implementation == PLAYED  # what the user gave
 
 
@@ -141,7 +141,7 @@ def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch)
         values[:] = value, "isolated"
 
     monkeypatch.setattr(search, "find_shifted", lambda *args: ran.append(args) or [])
-    monkeypatch.setattr(packing, "agreed", lambda value: value)
+    monkeypatch.setattr(packing, "agree_on_ranks", lambda value: value)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -151,7 +151,7 @@ def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch)
     finally:
         dist.destroy_process_group()
     assert not ran
-    packed.rest()
+    packed.restore_own_attention()
 
 
 # The probe on a device
@@ -175,14 +175,14 @@ def test_roundings_are_drawn_on_the_device(tiny_model, monkeypatch):
 def test_values_of_modules_stay_on_the_device():
     """Those of long packs, which may not fit beside the model, go to the host: from here they cannot."""
     module, states = nn.Linear(4, 4, device="meta"), torch.zeros(1, 5, 4, device="meta")
-    ((given, made),) = tracing._recorded({"": module}, 5, lambda: module(states))[""]
+    ((given, made),) = tracing._record_values({"": module}, 5, lambda: module(states))[""]
     assert {values.device.type for each in (given, made) for _, values in each.values()} == {"meta"}
     with pytest.raises(NotImplementedError, match="copy out"):
-        tracing._recorded({"": module}, 5, lambda: module(states), on_host=True)
+        tracing._record_values({"": module}, 5, lambda: module(states), on_host=True)
 
 
 def test_recorded_values_are_those_before_a_change_in_place():
     module = nn.Identity()
     states = torch.ones(1, 5, 4)
-    records = tracing._recorded({"": module}, 5, lambda: module(states).zero_())
+    records = tracing._record_values({"": module}, 5, lambda: module(states).zero_())
     assert records[""][0][0]["input"][1].sum() == 20

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from trl_packfix.attention import image_parts
 from trl_packfix.attention.forwards import _take_boundaries
-from trl_packfix.attention.image_parts import TowerDivision, cut_to_part, divide, outermost
+from trl_packfix.attention.image_parts import TowerDivision, cut_to_part, divide_tower_inputs, outermost_towers
 from trl_packfix.attention.models import towers
 from trl_packfix.attention.tower_attention import TOWER_ATTENTION
 from trl_packfix.isolation.image_probe import HIGH, SQUARE, WIDE
@@ -21,7 +21,7 @@ DIVIDED = "llava llava_next llava_onevision idefics2 idefics3 internvl qwen2_5_v
 def call_of_tower(family: str):
     """The tower of a family, and the arguments that it gets for a pack with three images."""
     model, examples = build_model(family).eval(), examples_of(family)
-    (tower,) = [each for each in outermost(towers(model)) if "vision" in type(each).__name__.lower()]
+    (tower,) = [each for each in outermost_towers(towers(model)) if "vision" in type(each).__name__.lower()]
     calls = []
     handle = tower.register_forward_pre_hook(lambda module, *given: calls.append(given), with_kwargs=True)
     text = torch.tensor([7, 8, 9])
@@ -54,7 +54,7 @@ def test_each_image_is_computed_once_and_all_ranks_get_it(family, degree, monkey
     with torch.no_grad():
         whole = tower(*args, **kwargs)
         for index in [*range(degree)] * 2:
-            own_args, own_kwargs, division = divide(args, kwargs, degree, index=index)
+            own_args, own_kwargs, division = divide_tower_inputs(args, kwargs, degree, index=index)
             found = division.exchanged(tower(*own_args, **own_kwargs), None)
             computed.append(division.rows[index])
     total = len(next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)))
@@ -68,7 +68,7 @@ def test_each_image_is_computed_once_and_all_ranks_get_it(family, degree, monkey
 def test_a_tower_that_joins_its_images_computes_them_on_every_rank():
     """Pixtral's patches of all images are one row."""
     _, (args, kwargs) = call_of_tower("mistral3")
-    assert divide(args, kwargs, 2, index=1) == (args, kwargs, None)
+    assert divide_tower_inputs(args, kwargs, 2, index=1) == (args, kwargs, None)
 
 
 def test_an_output_that_cannot_be_joined_is_refused():

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trl_packfix.attention import mixer_prefixes, mixers
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.mixers import REPLACEMENTS, MixerNames
+from trl_packfix.attention.mixers import MIXER_REPLACEMENTS, MixerNames
 from trl_packfix.attention.packed_forward import PackedForward, packed_forwards
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
@@ -67,7 +67,7 @@ def test_transformers_has_no_other_function_with_a_kernel():
     folder = Path(transformers.__file__).parent / "models"
     found = {pair for path in folder.glob("*/modeling_*.py") for pair in pattern.findall(path.read_text())}
     others = {(kernel, function) for kernel, function in found if kernel not in GENERATION}
-    assert len(others) >= 6 and {function for _, function in others} <= set(REPLACEMENTS), others
+    assert len(others) >= 6 and {function for _, function in others} <= set(MIXER_REPLACEMENTS), others
 
 
 def test_names_are_replaced_while_a_pack_runs_only():
@@ -98,7 +98,7 @@ def test_names_are_replaced_while_a_pack_runs_only():
 @pytest.mark.slow
 def test_what_is_not_found_is_repaired(monkeypatch):
     """As if transformers had renamed the function."""
-    monkeypatch.delitem(REPLACEMENTS, "mamba2_chunk_scan")
+    monkeypatch.delitem(MIXER_REPLACEMENTS, "mamba2_chunk_scan")
     model = zoo.build_model("bamba")
     packed = packed_model(model)
     assert packed.prove(model).isolated and [repair.module for repair in packed.repaired] == ["BambaMixer"]
@@ -128,7 +128,7 @@ def test_the_convolution_of_a_pack_is_that_of_its_documents(width, lengths):
     states = torch.randn(1, 6, 17, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, width, dtype=torch.float64)
     inner = module.causal_conv1d_fn
-    out = mixers.convolve(inner, running(*lengths), states, weight, None, "silu")
+    out = mixers.convolve_documents(inner, running(*lengths), states, weight, None, "silu")
     parts = states.split([n for n in lengths if n], dim=2)
     expected = torch.cat([inner(part, weight, None, "silu") for part in parts], dim=2)
     assert torch.allclose(out, expected, atol=1e-14)
@@ -142,23 +142,23 @@ def test_ranks_share_no_pack_whose_documents_share_prefixes():
     module = sys.modules[type(build_tiny_model("lfm2").model.layers[0]).__module__]
     pack = running(17, degree=2, part_tokens=9, kv_index=torch.arange(17))
     with pytest.raises(ValueError, match="part of a pack on 2 ranks whose documents share prefixes .*tokens_per_rank"):
-        mixers.convolve(module.causal_conv1d_fn, pack, torch.zeros(1, 6, 9), torch.zeros(6, 3), None, "silu")
+        mixers.convolve_documents(module.causal_conv1d_fn, pack, torch.zeros(1, 6, 9), torch.zeros(6, 3), None, "silu")
 
 
 def test_boundaries_of_kernels_need_no_host():
     """A fake tensor raises where the host would read it."""
     with FakeTensorMode():
         pack = running(5, 1, 2, 9)
-        assert mixers._boundaries(pack, "seq_idx", 17).shape == (1, 17)
-        assert mixers._boundaries(pack, "cu_seqlens", 17) is pack.cu_seq_lens_q
-        source, own = mixers._stretches(pack, 4, 17)
+        assert mixers._boundary_tensor(pack, "seq_idx", 17).shape == (1, 17)
+        assert mixers._boundary_tensor(pack, "cu_seqlens", 17) is pack.cu_seq_lens_q
+        source, own = mixers._rows_with_context(pack, 4, 17)
         assert own.shape == (17,) and source.shape == (17 + 4 * 3,)
 
 
 @pytest.mark.parametrize("fault", ["parents", "states", "halo"])
 def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
     """With one common beginning only, every piece has the same parent."""
-    right, right_stretches = mixer_prefixes.levels_of, mixers._stretches
+    right, right_stretches = mixer_prefixes.levels_of, mixers._rows_with_context
 
     def wrong(running):
         levels, place = right(running)
@@ -174,7 +174,7 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
     packed = packed_model(model)
     packed.prove(model)
     if fault == "halo":
-        monkeypatch.setattr(mixers, "_stretches", without_prefix)
+        monkeypatch.setattr(mixers, "_rows_with_context", without_prefix)
     else:
         monkeypatch.setattr(mixer_prefixes, "levels_of", wrong)
     assert packed.prove_prefixes(model) is not None
@@ -253,7 +253,7 @@ def test_a_triton_kernel_without_a_gpu_is_named():
 @pytest.mark.parametrize("is_trained, is_fused", [(True, True), (False, False), (None, False)])
 def test_the_fused_kernel_runs_only_where_it_gets_all_of_a_trained_projection(is_trained, is_fused, monkeypatch):
     """An adapter freezes the weight of the projection, and the kernel would leave the adapter out."""
-    monkeypatch.setattr(mixers, "_takes", lambda inner, name: name == "seq_idx")
+    monkeypatch.setattr(mixers, "_takes_argument", lambda inner, name: name == "seq_idx")
     weight = None if is_trained is None else torch.zeros(4, 4, requires_grad=is_trained)
     bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
     calls = []

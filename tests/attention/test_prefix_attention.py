@@ -16,12 +16,12 @@ from trl_packfix.attention import flash, runs, varlen
 from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernels import math_attention
-from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, entered, packed_forwards
+from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered, packed_forwards
 from trl_packfix.attention.runs import attend_pack_on_cuda, attend_shared_on_cpu, runs_of
 from trl_packfix.attention.varlen import _lengths_from_positions, varlen_attention
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.prefix_collator import PrefixCollator
-from trl_packfix.layout import LAYOUT
+from trl_packfix.layout import LAYOUT_KEY
 
 # The kernels
 
@@ -31,7 +31,7 @@ def packed(documents, **settings):
 
 
 def pack_of(batch):
-    return PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch[LAYOUT].attention())
+    return PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch[LAYOUT_KEY].attention())
 
 
 def dense(query, key, value, shared, scale, window=None, chunk=None, sinks=None):
@@ -91,7 +91,7 @@ def short_tiles():
 def test_random_packs_equal_the_definition(documents, name, keeps_last_rows, most_bytes):
     """On the CPU, and on CUDA with a strict stand-in for the operators: of 1 byte all launches pass the bound."""
     batch = packed(documents, keeps_last_rows=keeps_last_rows)
-    if LAYOUT not in batch:
+    if LAYOUT_KEY not in batch:
         return
     attend = attend_shared_on_cpu if most_bytes is None else attend_pack_on_cuda
     with pytest.MonkeyPatch.context() as patch, StrictVarlen():
@@ -124,7 +124,7 @@ def test_documents_share_nothing_where_there_is_no_flash_kernel(head_dim, monkey
     shared = pack_of(packed(CHAT))
     states = [torch.empty(1, 2, int(shared.cu_seq_lens_q[-1]), head_dim, device="meta") for _ in range(3)]
     message = f"heads of {head_dim} dimensions on 'meta', for which there is no flash kernel.*share_prefixes"
-    with entered(shared), pytest.raises(ValueError, match=message):
+    with packed_forward_entered(shared), pytest.raises(ValueError, match=message):
         varlen_attention(nn.Module(), *states, None, scaling=0.5)
 
 
@@ -144,7 +144,7 @@ def test_gradients_of_shared_keys_are_summed_in_fp32(monkeypatch):
 
     right = error(attend_pack_on_cuda)
     assert 0 < error(attend_shared_on_cpu) < 2 * right < 0.02
-    monkeypatch.setattr(flash, "_add", in_bfloat16)
+    monkeypatch.setattr(flash, "_add_at_places", in_bfloat16)
     assert error(attend_pack_on_cuda) > 3 * right
 
 
@@ -189,7 +189,7 @@ def forest():
 
 def shared_loss(model, batch):
     """The sum over the trained tokens of all documents."""
-    shared, labels = batch[LAYOUT], batch["labels"][0]
+    shared, labels = batch[LAYOUT_KEY], batch["labels"][0]
     logits = model(**{name: given for name, given in batch.items() if name != "labels"}).logits[0]
     return nn.functional.cross_entropy(
         logits[shared.target_rows - 1], labels[shared.target_rows], reduction="sum"
@@ -223,7 +223,7 @@ def assert_equal_alone(model, alone):
     loss, logits = shared_loss(model, batch)
     expected, expected_logits = loss_alone(alone, documents)
     # the rows of each document, but for its last
-    every = PrefixCollator(min_shared=1)([{"input_ids": document["input_ids"]} for document in documents])[LAYOUT]
+    every = PrefixCollator(min_shared=1)([{"input_ids": document["input_ids"]} for document in documents])[LAYOUT_KEY]
     assert len(every.target_rows) > 2 * len(logits)
     for i, own in enumerate(expected_logits):
         rows = every.target_rows[every.target_documents == i] - 1
@@ -278,7 +278,7 @@ def test_positions_never_say_where_documents_begin():
     for _ in range(50):
         documents = [rng.integers(0, 2, rng.integers(1, 20)).tolist() for _ in range(6)]
         batch = packed(documents, keeps_last_rows=bool(rng.integers(2)))
-        if LAYOUT in batch and any(run.before for run in runs_of(pack_of(batch))):
+        if LAYOUT_KEY in batch and any(run.before for run in runs_of(pack_of(batch))):
             refused += 1
             with pytest.raises(ValueError, match=r"share prefixes .* gradient_checkpointing=True"):
                 _lengths_from_positions(batch["position_ids"], batch["input_ids"].shape[1])

@@ -7,20 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packfix.attention.rows import Axes, DocumentRows, group_by_length
+from trl_packfix.attention.rows import DocumentRows, TensorAxes, group_by_length
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=8)
 BUDGETS = st.sampled_from([0, 5, 30, math.inf])
 # Shapes of one row: N stands for the tokens, 6 for batch x heads (as alibi has it)
 LAYOUTS = [
-    (Axes((1,), 0), (1, "N", 3)),
-    (Axes((2,), 0), (1, 3, "N")),
-    (Axes((2,), 0), (1, 2, "N", 3)),
-    (Axes((0,), 1), ("N", 1, 3)),
-    (Axes((2,), 1), (3, 1, "N")),
-    (Axes((2,), 0), (6, 1, "N")),
-    (Axes((0,), 0), ("N", 3)),
+    (TensorAxes((1,), 0), (1, "N", 3)),
+    (TensorAxes((2,), 0), (1, 3, "N")),
+    (TensorAxes((2,), 0), (1, 2, "N", 3)),
+    (TensorAxes((0,), 1), ("N", 1, 3)),
+    (TensorAxes((2,), 1), (3, 1, "N")),
+    (TensorAxes((2,), 0), (6, 1, "N")),
+    (TensorAxes((0,), 0), ("N", 3)),
 ]
 
 
@@ -61,7 +61,7 @@ def test_groups_hold_every_document_once_and_padding_stays_in_the_budget(lengths
     assert len(group_by_length(lengths, math.inf)) == 1
 
 
-@pytest.mark.parametrize("axes", [Axes((2, 3), 0), Axes((2, 3), None)])
+@pytest.mark.parametrize("axes", [TensorAxes((2, 3), 0), TensorAxes((2, 3), None)])
 def test_a_mask_is_divided_into_blocks_and_padding_is_masked(axes):
     lengths = [3, 5, 1]
     num_tokens = sum(lengths)
@@ -75,6 +75,6 @@ def test_a_mask_is_divided_into_blocks_and_padding_is_masked(axes):
 def test_what_all_rows_share_is_what_the_longest_document_sees():
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 0])[None]  # the same for every row: (1, T)
     rows = DocumentRows([3, 5, 1], CPU, math.inf)
-    shared = rows.groups[0].split(positions, Axes((1,), None))
+    shared = rows.groups[0].split(positions, TensorAxes((1,), None))
     assert shared.tolist() == [[0, 1, 2, 3, 4]]
-    assert torch.equal(rows.join([shared], Axes((1,), None)), positions)
+    assert torch.equal(rows.join([shared], TensorAxes((1,), None)), positions)

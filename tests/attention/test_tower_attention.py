@@ -14,7 +14,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from trl_packfix.attention import flash, tower_attention, varlen
-from trl_packfix.attention.tower_attention import REPLACED, TOWER_ATTENTION, tower_configs
+from trl_packfix.attention.tower_attention import REPLACED_ATTENTION, TOWER_ATTENTION, tower_configs
 from trl_packfix.isolation.packed_model import PackedModel
 
 HANDING_OVER = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "mistral3")
@@ -25,7 +25,7 @@ def on_both(family):
     tower, (args, kwargs) = call_of_tower(family)
     given, ours = tower.double(), copy.deepcopy(tower).double()
     args, kwargs = tree_map_only(torch.FloatTensor, torch.Tensor.double, (args, kwargs))
-    assert given.config._attn_implementation == REPLACED
+    assert given.config._attn_implementation == REPLACED_ATTENTION
     ours.config._attn_implementation = TOWER_ATTENTION
     return given, ours, (args, kwargs)
 
@@ -83,17 +83,17 @@ def test_windows_of_all_images_are_few_calls():
     config = Qwen2_5_VLVisionConfig(
         depth=4, hidden_size=32, num_heads=2, intermediate_size=48, out_hidden_size=32, fullatt_block_indexes=[3]
     )
-    config._attn_implementation = REPLACED
+    config._attn_implementation = REPLACED_ATTENTION
     tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(config).train()
     grid = torch.tensor([[1, 20, 24]] * 3)
     pixels = torch.randn(int(grid.prod(1).sum()), 3 * config.temporal_patch_size * config.patch_size**2)
     counts = {}
-    for name in (REPLACED, TOWER_ATTENTION):
+    for name in (REPLACED_ATTENTION, TOWER_ATTENTION):
         config._attn_implementation = name
         with Counted() as counted:
             tower(pixels, grid_thw=grid)
         counts[name] = counted.attention
-    assert counts[REPLACED] == 3 * 3 * 9 + 3  # 3 x 3 windows per image
+    assert counts[REPLACED_ATTENTION] == 3 * 3 * 9 + 3  # 3 x 3 windows per image
     assert counts[TOWER_ATTENTION] == 3 * 2 + 1  # windows of two sizes; images of one size
 
 
@@ -108,7 +108,7 @@ def test_a_tower_that_our_attention_fails_on_goes_back_to_sdpa(fault, monkeypatc
     packed = prepared("qwen2_5_vl")
     report = packed.prove(packed.model)
     assert report.isolated and report.equal and not packed.is_unpacked and not packed.repaired
-    assert packed.model.config.vision_config._attn_implementation == REPLACED
+    assert packed.model.config.vision_config._attn_implementation == REPLACED_ATTENTION
     assert "vision tower on sdpa, image by image: " in packed.attention.reason
     assert "attn_implementation='flash_attention_2'" in packed.attention.reason
 
@@ -140,19 +140,19 @@ def test_the_tower_is_ours_while_the_model_takes_packs_only():
     packed = prepared("qwen3_vl")
     config = packed.model.config.vision_config
     report = packed.prove(packed.model)
-    assert report.isolated and report.equal and packed.attends
+    assert report.isolated and report.equal and packed.has_packed_attention
     assert config._attn_implementation == TOWER_ATTENTION
     assert f"vision tower on {TOWER_ATTENTION}, all images of a pack together" in packed.attention.reason
-    packed.rest()
-    assert config._attn_implementation == REPLACED
+    packed.restore_own_attention()
+    assert config._attn_implementation == REPLACED_ATTENTION
 
 
-@pytest.mark.parametrize("name, has_images", [("eager", True), (REPLACED, False)])
+@pytest.mark.parametrize("name, has_images", [("eager", True), (REPLACED_ATTENTION, False)])
 def test_the_users_choice_and_a_model_of_text_keep_their_tower(name, has_images):
     model = build_model("qwen3_vl")
     model.config.vision_config._attn_implementation = name
     packed = PackedModel(model, torch.float32, "cpu", 64, images=examples_of("qwen3_vl") if has_images else None)
-    packed.attend()
+    packed.attach_packed_attention()
     assert model.config.vision_config._attn_implementation == name
     said = "vision tower on eager, image by image: it is the user's choice"
     assert said in packed.attention.reason if has_images else "tower" not in packed.attention.reason

@@ -22,8 +22,8 @@ from trl_packfix.attention import choice, flash, kernels, varlen
 from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernel_errors import KernelError
-from trl_packfix.attention.kernels import Launch, attend_by_document, attend_on_cpu, attend_on_cuda
-from trl_packfix.attention.packed_forward import PackedForward, entered, packed_forwards
+from trl_packfix.attention.kernels import KernelLaunch, attend_by_document, attend_on_cpu, attend_on_cuda
+from trl_packfix.attention.packed_forward import PackedForward, packed_forward_entered, packed_forwards
 from trl_packfix.attention.runs import _in_chunks
 from trl_packfix.attention.varlen import OwnMaskError, _pack_of, varlen_attention, varlen_mask
 from trl_packfix.data.collator import PackedDataCollator
@@ -231,7 +231,7 @@ def test_cuda_kernel_translates_exactly(monkeypatch, window, sinks):
     inputs = random_inputs(head_dim=6, value_dim=5, sinks=sinks)
 
     def ours(q, k, v, s=None):
-        launch = Launch((bounds, bounds), (max(LENGTHS), max(LENGTHS)), slice(None), slice(None))
+        launch = KernelLaunch((bounds, bounds), (max(LENGTHS), max(LENGTHS)), slice(None), slice(None))
         return attend_on_cuda(q, k, v, [launch], scale=0.4, window=window, sinks=s)
 
     def dense(q, k, v, s=None):
@@ -245,7 +245,7 @@ def test_cuda_kernel_translates_exactly(monkeypatch, window, sinks):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 20))
 def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    launch = Launch((bounds, bounds), (max(lengths), max(lengths)), slice(None), slice(None))
+    launch = KernelLaunch((bounds, bounds), (max(lengths), max(lengths)), slice(None), slice(None))
     found, keys = _in_chunks(launch, sum(lengths), chunk).cu_seq_lens
     chunks = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
     assert [n for n in found.diff().tolist() if n] == chunks and found.dtype == torch.int32
@@ -304,7 +304,7 @@ def test_the_cuda_kernels_refuse_fp32():
     bounds = torch.tensor([0, 3], dtype=torch.int32)
     inputs = random_inputs(3, head_dim=64, dtype=torch.float32)
     with pytest.raises(KernelError, match=r"got torch.float32 on CUDA.*support bfloat16 and float16.*Set bf16=True"):
-        attend_on_cuda(*inputs, [Launch((bounds, bounds), (3, 3), slice(None), slice(None))], scale=1.0)
+        attend_on_cuda(*inputs, [KernelLaunch((bounds, bounds), (3, 3), slice(None), slice(None))], scale=1.0)
 
 
 def wide_stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
@@ -386,7 +386,7 @@ FROM_KWARGS = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q":
 
 @pytest.fixture
 def running_forward():
-    with entered(PackedForward(**FROM_KWARGS)):
+    with packed_forward_entered(PackedForward(**FROM_KWARGS)):
         yield
 
 
@@ -401,7 +401,7 @@ def test_boundaries_from_any_source():
     for kwargs in (FROM_KWARGS, {"cu_seq_lens_q": BOUNDS}, {"position_ids": POSITIONS}):
         check(Layer(), **kwargs)
     check(Layer().eval(), cu_seq_lens_q=BOUNDS)
-    with entered(PackedForward(**FROM_KWARGS)):
+    with packed_forward_entered(PackedForward(**FROM_KWARGS)):
         check(Layer())
         check(Layer().eval())
 

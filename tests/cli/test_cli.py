@@ -17,7 +17,7 @@ from support.runs import all_documents, stock, trainer
 
 from trl_packfix import cli
 from trl_packfix.cli import COMMANDS, main, tokens
-from trl_packfix.data.collator import MASKS
+from trl_packfix.data.collator import MASK_COLUMNS
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "trl_packfix"]
@@ -256,11 +256,18 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, pri
     """In packs, `prepare`, `plan` and `show`, with a tokenizer and without: the tokens that TRL trains unpacked."""
     rng = np.random.default_rng(0)
     rows = [rng.integers(4, 260, n).tolist() for n in rng.integers(4, 30, 20)]
-    masks = {name: [rng.integers(0, 2, len(row)).tolist() for row in rows] for name in MASKS}
+    masks = {name: [rng.integers(0, 2, len(row)).tolist() for row in rows] for name in MASK_COLUMNS}
     tokenizer, counts = ["--tokenizer", str(workplace / "model")], set()
 
     # TRL reads `completion_mask` only with `completion_only_loss`
-    cases = [(MASKS[1:], None), (MASKS[:1], True), (MASKS[:1], None), (MASKS, True), (MASKS, False), ([], None)]
+    cases = [
+        (MASK_COLUMNS[1:], None),
+        (MASK_COLUMNS[:1], True),
+        (MASK_COLUMNS[:1], None),
+        (MASK_COLUMNS, True),
+        (MASK_COLUMNS, False),
+        ([], None),
+    ]
     for number, (names, flag) in enumerate(cases):
         data = Dataset.from_dict({"input_ids": rows} | {name: masks[name] for name in names})
         file, folder = str(tmp_path / f"{number}.jsonl"), str(tmp_path / f"table{number}")

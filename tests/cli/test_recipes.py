@@ -13,13 +13,13 @@ from trl import get_peft_config
 
 from trl_packfix import SFTTrainer
 from trl_packfix.cli import main, recipes
-from trl_packfix.cli.configs import parse
+from trl_packfix.cli.configs import parse_configs
 
 pytestmark = pytest.mark.slow
 
 CPU = "--use_cpu --bf16 false --dtype float32 --report_to none --disable_tqdm true --save_strategy no".split()
 SMALL = "--max_length 256 --max_steps 1 --gradient_accumulation_steps 1 --dataset_num_proc 1 --warmup_steps 0".split()
-NAMES = recipes.names()
+NAMES = recipes.recipe_names()
 MODELS = {
     "qwen3-0.6b": "qwen3",
     "gpt-oss-20b-lora": "gpt_oss",
@@ -54,7 +54,7 @@ def test_a_recipe_is_accepted(name, tmp_path, printed):
     """By `train`, and by `plan` for a machine without the GPUs that it names."""
     file = recipes.FOLDER / f"{name}.yaml"
     settings = yaml.safe_load(file.read_text())
-    script, args, model, *_ = parse(["--config", str(file), *CPU])
+    script, args, model, *_ = parse_configs(["--config", str(file), *CPU])
     assert args.packing and args.max_length == settings["max_length"] and script.dataset_name
     assert model.use_peft == settings.get("use_peft", False) == ("LoRA" in file.read_text().splitlines()[0])
     (tmp_path / "lengths.txt").write_text("5 7 90")
@@ -62,12 +62,12 @@ def test_a_recipe_is_accepted(name, tmp_path, printed):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 2097152}')
     planned = printed(*words, "--per_turn", "false", "--share_prefixes", "off")["plans"][0]
     assert planned["max_length"] == settings["max_length"] and planned["batch_size"] == args.per_device_train_batch_size
-    assert ("8 GPUs" in recipes.titles()[name]) == ("deepspeed --num_gpus=8" in file.read_text())
+    assert ("8 GPUs" in recipes.recipe_titles()[name]) == ("deepspeed --num_gpus=8" in file.read_text())
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-8b-1m", "qwen3-8b-lora"])
 def test_the_memory_in_a_header_is_what_plan_predicts(name, data_dir, tmp_path, printed):
-    text = recipes.read(name)
+    text = recipes.read_recipe(name)
     peak, command = re.search(r"# (\d+) GiB on each GPU.*\n#   trl-packfix (plan .*)", text).groups()
     (tmp_path / "config.json").write_text((data_dir / "configs" / "full" / "qwen3-8b.json").read_text())
     rows = printed(*command.replace("Qwen/Qwen3-8B", str(tmp_path)).split())["memory"]
@@ -84,7 +84,7 @@ def test_a_recipe_trains(name, tmp_path, monkeypatch):
     """The model and its processor are built here: transformers loads processors of images with torchvision only."""
     monkeypatch.chdir(tmp_path)
     model_type = MODELS[name]
-    _, args, model_args, *_ = parse(["--config", str(recipes.FOLDER / f"{name}.yaml"), *CPU, *SMALL])
+    _, args, model_args, *_ = parse_configs(["--config", str(recipes.FOLDER / f"{name}.yaml"), *CPU, *SMALL])
     has_tower = model_type in IMAGE_FAMILIES
     trainer = SFTTrainer(
         vision.build_model(model_type) if has_tower else build_tiny_model(model_type),

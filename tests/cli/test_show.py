@@ -19,7 +19,7 @@ from trl_packfix.cli.lengths import LengthRows
 from trl_packfix.planning.costs import LLAMA_7B
 from trl_packfix.reporting.build import make_report, make_stream_report
 from trl_packfix.reporting.packs import first_packs, pack_text
-from trl_packfix.reporting.parts import LengthHistogram
+from trl_packfix.reporting.sections import LengthHistogram
 from trl_packfix.training.planner import documents_of
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from trl.scripts import sft
 from trl_packfix import SFTConfig
 from trl_packfix.cli import configs as reading
 from trl_packfix.cli import main
-from trl_packfix.cli.configs import ZERO3, TrainArguments, parse
+from trl_packfix.cli.configs import ZERO3, TrainArguments, parse_configs
 from trl_packfix.cli.mixture import MixtureConfig, load_mixture
 from trl_packfix.cli.sources import load_rows
 from trl_packfix.cli.training import load_documents
@@ -80,7 +80,7 @@ def test_a_file_of_trl_sft_means_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("PACKFIX_TEST_VARIABLE", "0")
     file = tmp_path / "sft.yaml"
     file.write_text(yaml.safe_dump(SFT_FILE | {"output_dir": str(tmp_path / "output")}))
-    ours = parse(["--config", str(file)])
+    ours = parse_configs(["--config", str(file)])
     theirs = sft.make_parser().parse_args_and_config(["--config", str(file)])
     compared = 0
     for mine, stock in zip(ours[:4], theirs, strict=True):
@@ -98,7 +98,7 @@ def test_keys_of_the_launcher_are_named(tmp_path, capsys):
     file = tmp_path / "sft.yaml"
     given = {"output_dir": str(tmp_path), "num_processes": 4, "accelerate_config": "zero3"}
     file.write_text(yaml.safe_dump(SFT_FILE | given))
-    parse(["--config", str(file)])
+    parse_configs(["--config", str(file)])
     assert "Not used: accelerate_config, num_processes" in capsys.readouterr().out
 
 
@@ -118,10 +118,10 @@ def test_a_file_of_another_trainer_is_refused_with_the_names_of_ours(trainer, fi
     foreign, ours = FILES_OF_MIGRATING[first : first + 2]
     Path("foreign.yaml").write_text(foreign)
     with pytest.raises(ValueError, match="was given, as a flag or in the config file") as raised:
-        parse(["--config", "foreign.yaml"])
+        parse_configs(["--config", "foreign.yaml"])
     message, keys = str(raised.value), yaml.safe_load(foreign)
     Path("ours.yaml").write_text(re.sub("bf16: true|$", "", ours) + "use_cpu: true\nbf16: false\n")
-    configs = parse(["--config", "ours.yaml"])
+    configs = parse_configs(["--config", "ours.yaml"])
     known = {each.name for config in configs[:4] for each in fields(config)}
     refused = [key for key in keys if key not in known]
     assert len(refused) > 8 and "did you mean" not in message
@@ -145,7 +145,7 @@ def test_a_file_of_another_trainer_is_refused_with_the_names_of_ours(trainer, fi
 
 
 def test_other_defaults_are_fields_and_differ_from_ours(tmp_path):
-    configs = parse(["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--packing", "true"])
+    configs = parse_configs(["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--packing", "true"])
     for trainer, table in TABLES["trainers"].items():
         for name, value in table["defaults"].items():
             assert str(value_of(configs, name)) != str(value), (trainer, name)
@@ -261,7 +261,7 @@ NOTE = "Packing is on, which is the default of this command"
 def test_packing_is_the_default(flags, settings, packing, is_said, tmp_path, capsys):
     settings |= {"learning_rate": 0.5, "use_cpu": True, "bf16": False}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    args = parse(["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path), *flags])[1]
+    args = parse_configs(["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path), *flags])[1]
     assert args.packing is packing and args.learning_rate == 0.5
     assert (NOTE in capsys.readouterr().out) is is_said
 

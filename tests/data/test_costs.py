@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trl_packfix.data.model_costs import make_cost_model
-from trl_packfix.planning.costs import LLAMA_7B, CostModel, Mixers, with_pairs_of
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, ScanCosts, with_pairs_of
 
 SIZE = {
     "vocab_size": 99,
@@ -145,7 +145,7 @@ HYBRIDS = {
 }
 
 
-def as_torch_counts(scan: Mixers) -> Mixers:
+def as_torch_counts(scan: ScanCosts) -> ScanCosts:
     """Without the products that transformers' code in torch has in another form than kernels.
 
     It repeats the keys of Mamba-2 for each head. The counter sees no triangular systems and no sums of elements.

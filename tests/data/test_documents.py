@@ -194,7 +194,7 @@ def test_each_choice_of_documents_has_its_own_name_for_cached_plans():
     file = Path("folder/cache-packfix-spans-0123.arrays")
     documents = replace(make_documents(TokenReader(table([3, 4, 5])), 8), file=file)
     choices = [np.array(chosen) for chosen in ([True, True, False], [True, False, True], [True, True, True])]
-    files = [documents.taken(chosen).file for chosen in choices]
+    files = [documents.select(chosen).file for chosen in choices]
     assert len({file, *files}) == 4
     assert {each.parent for each in files} == {file.parent}
-    assert documents.taken(choices[0].copy()).file == files[0]
+    assert documents.select(choices[0].copy()).file == files[0]

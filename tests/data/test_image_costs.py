@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from trl_packfix import SFTTrainer
-from trl_packfix.data.documents import Count, Documents, Ledger, make_documents
+from trl_packfix.data.documents import DocumentCounts, Documents, Ledger, make_documents
 from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.model_costs import make_cost_model, vision_tower, with_tower
-from trl_packfix.planning.costs import CostModel, Heads, TowerCosts
+from trl_packfix.planning.costs import CostModel, HeadCounts, TowerCosts
 from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.parallel import Speeds
 from trl_packfix.planning.schedule import imbalance
@@ -91,7 +91,7 @@ def documents_with_images(num: int = 2000) -> Documents:
     lengths = np.minimum(rng.lognormal(5, 1, num).astype(np.int64) + 8, 1000) + image
     values = 48 * image
     images = {"image_values": values, "image_squares": values**2}
-    ledger = Ledger(kept=Count(num, int(lengths.sum()), int(lengths.sum())))
+    ledger = Ledger(kept=DocumentCounts(num, int(lengths.sum()), int(lengths.sum())))
     return Documents(np.arange(num), 0 * lengths, lengths, lengths, ledger, **images)
 
 
@@ -119,7 +119,7 @@ def test_ranks_are_balanced_by_text_and_images(synchronisation):
 def test_degrees_are_chosen_by_text_and_images():
     """Many ranks for a document whose images are large, whatever its tokens."""
     documents = documents_with_images()
-    heads = Heads(layers=8, heads=8, kv_heads=2, key_dim=16, value_dim=16)
+    heads = HeadCounts(layers=8, heads=8, kv_heads=2, key_dim=16, value_dim=16)
     costs = CostModel(1e6, 1e1, attention=(heads,), tower=TowerCosts(per_value=3e4, per_pair=1.0))
     links = Speeds(flops=1e12, latency_within=1e-6)
     settings = {"accumulation": 2, "world_size": 4, "tokens_per_rank": 2048, "cost_model": costs, "speeds": links}

@@ -18,7 +18,7 @@ from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.loaders import PaddedBatchSampler
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.planning.costs import LLAMA_7B
-from trl_packfix.planning.schedule import EMPTY
+from trl_packfix.planning.schedule import NO_DOCUMENTS
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 97)
 
@@ -55,7 +55,7 @@ def test_padded_batches_gathered_from_all_ranks_are_in_table_order(num_documents
     samplers = [PaddedBatchSampler(num_documents, batch_size=2, rank=rank, num_processes=3) for rank in range(3)]
     gathered = [row for turn in zip(*samplers, strict=True) for batch in turn for row in batch]
     assert gathered[:num_documents] == list(range(num_documents))
-    assert set(gathered[num_documents:]) <= {EMPTY}
+    assert set(gathered[num_documents:]) <= {NO_DOCUMENTS}
     assert len(gathered) - num_documents < 2 * 3
 
 

@@ -7,8 +7,8 @@ from support.memory import fused_peaks, packed_peaks
 from transformers import AutoConfig, PreTrainedConfig
 
 from trl_packfix.compat import scores_tokens
-from trl_packfix.data.model_costs import built, model_class_of
-from trl_packfix.data.model_memory import LORA, Method, count_model, group_experts, largest_tokens, predict_peak
+from trl_packfix.data.model_costs import build_on_meta, model_class_of
+from trl_packfix.data.model_memory import LORA, TrainingMethod, count_model, group_experts, largest_tokens, predict_peak
 
 T = 8192
 COMMON = {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 64_000}
@@ -52,11 +52,11 @@ def test_the_peak_with_the_fused_loss(name, lora, checkpointing):
 def test_what_engines_divide():
     """Adam and fp32 weights take 12 bytes of a parameter, sums of gradients 4; ZeRO-3 divides the weights, too."""
     config = make_config("llama")
-    sizes = count_model(config, Method(False, "ZeRO-3"))
+    sizes = count_model(config, TrainingMethod(False, "ZeRO-3"))
     every = sizes.parameters
-    assert every == sizes.trained == sum(p.numel() for p in built(*model_class_of(config)).parameters())
+    assert every == sizes.trained == sum(p.numel() for p in build_on_meta(*model_class_of(config)).parameters())
     peaks = {
-        engine: predict_peak(sizes, Method(False, engine), tokens=T, gpus=8, checkpointing=True)
+        engine: predict_peak(sizes, TrainingMethod(False, engine), tokens=T, gpus=8, checkpointing=True)
         for engine in ("DDP", "ZeRO-2", "ZeRO-3")
     }
     assert [peak.weights for peak in peaks.values()] == [4 * every, 2 * every, every / 4]
@@ -73,7 +73,9 @@ def test_dropout_of_adapters_saves_a_mask_and_a_copy():
     """A byte for each input of a layer; and q, k, v, gate and up, which share their inputs, keep a copy each."""
     config = make_config("llama")
     plain, dropped = (
-        count_model(config, Method(True, "DDP"), LoraConfig(r=8, lora_dropout=rate, target_modules="all-linear"))
+        count_model(
+            config, TrainingMethod(True, "DDP"), LoraConfig(r=8, lora_dropout=rate, target_modules="all-linear")
+        )
         for rate in (0.0, 0.05)
     )
     masks, copies = 6 * config.hidden_size + config.intermediate_size, 3 * config.hidden_size
@@ -83,7 +85,7 @@ def test_dropout_of_adapters_saves_a_mask_and_a_copy():
 
 
 def test_the_largest_length_fits_and_one_more_does_not():
-    method = Method(True, "DDP")
+    method = TrainingMethod(True, "DDP")
     sizes = count_model(make_config("llama"), method)
 
     def peak(tokens):
@@ -98,9 +100,9 @@ def test_the_largest_length_fits_and_one_more_does_not():
 def test_a_model_that_cannot_be_counted_is_refused():
     """A kind of config that transformers has no model for, and a model that reads more than tokens."""
     with pytest.raises(ValueError, match="The memory of a PreTrainedConfig was asked for"):
-        count_model(PreTrainedConfig(), Method(False, "DDP"))
+        count_model(PreTrainedConfig(), TrainingMethod(False, "DDP"))
     with pytest.raises(ValueError, match=r"memory of T5Model was asked for. Its forward cannot run on fake tensors"):
-        count_model(AutoConfig.for_model("t5"), Method(False, "DDP"))
+        count_model(AutoConfig.for_model("t5"), TrainingMethod(False, "DDP"))
 
 
 def test_experts_that_loop_are_counted_as_a_grouped_product():
@@ -122,6 +124,6 @@ def test_the_head_outside_of_a_text_part_is_counted():
     """transformers has no causal model for the text part of Mistral Small 4: the image model has the head."""
     config = AutoConfig.for_model("mistral4", num_hidden_layers=1, vocab_size=8192, hidden_size=256)
     model_class, part = model_class_of(config)
-    without = sum(p.numel() for p in built(model_class, part).parameters())
-    assert built(model_class, part).get_output_embeddings() is None
-    assert count_model(config, Method(False, "ZeRO-3")).trained == without + 256 * 8192
+    without = sum(p.numel() for p in build_on_meta(model_class, part).parameters())
+    assert build_on_meta(model_class, part).get_output_embeddings() is None
+    assert count_model(config, TrainingMethod(False, "ZeRO-3")).trained == without + 256 * 8192

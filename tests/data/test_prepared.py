@@ -111,7 +111,7 @@ def test_the_fingerprint_has_each_column_of_all_documents(monkeypatch):
     documents = make_documents(reader, 4)
     columns = {"row": [0, 2, 2, 3], "start": [0, 1, 0, 0], "stop": [4, 3, 4, 4], "trained": [3, 2, 3, 3]}
     changed = [documents, *(replace(documents, **{name: np.array(values)}) for name, values in columns.items())]
-    assert len({cache._fingerprint(reader, each).partition("-")[0] for each in changed}) == 5
+    assert len({cache._hash_documents(reader, each).partition("-")[0] for each in changed}) == 5
 
 
 def test_the_fingerprint_has_the_labels_of_each_document():
@@ -121,7 +121,7 @@ def test_the_fingerprint_has_the_labels_of_each_document():
         reader = TokenReader(Dataset.from_dict({"input_ids": [[9] * 3] * 3, "labels": labels}))
         documents = make_documents(reader, 4)
         assert documents.trained.tolist() == [1, 1, 1]
-        prints.add(cache._fingerprint(reader, documents))
+        prints.add(cache._hash_documents(reader, documents))
     assert len(prints) == 4
 
 
@@ -131,7 +131,7 @@ def test_the_fingerprint_of_few_documents_has_all_their_tokens():
         tokens, labels = [[9] * 40, [9] * 40], [[9] * 40] * 2
         tokens[1][place] = 8
         reader = TokenReader(Dataset.from_dict({"input_ids": tokens, "labels": labels}))
-        prints.add(cache._fingerprint(reader, make_documents(reader, 40)))
+        prints.add(cache._hash_documents(reader, make_documents(reader, 40)))
     assert len(prints) == 40
 
 

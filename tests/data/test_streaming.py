@@ -24,10 +24,10 @@ from transformers import TrainerCallback
 from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.data.stream_reader import CHUNK, StreamTokens
-from trl_packfix.planning.exact_fill import Packer
-from trl_packfix.planning.packing import NAMES
+from trl_packfix.planning.exact_fill import StreamPacker
+from trl_packfix.planning.packing import CONFIG_NAMES
 from trl_packfix.planning.packs import plan_stream
-from trl_packfix.training.restart import resume, stream_file
+from trl_packfix.training.restart import resume_stream_at, stream_file
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
             assert -(-tokens // pack.degree) <= tokens_per_rank
             seen.update([] if pack.member else numbers(pack))
         steps.append(len(packs) / accumulation)
-        assert sum(stream.after(stream.num_steps - 1)["micro_steps"].values()) == len(packs)
+        assert sum(stream.state_after(stream.num_steps - 1)["micro_steps"].values()) == len(packs)
     assert seen == dict.fromkeys(range(200), 1)
     assert used == set(degrees)
     fewest = lengths.sum() / (4 * tokens_per_rank * accumulation)
@@ -118,7 +118,7 @@ def test_nothing_is_remembered_of_documents_that_are_gone(monkeypatch):
     lengths = drawn(num, 100).tolist()
     seen = np.zeros(num, dtype=np.int64)
     tracemalloc.start()
-    for pack in Packer(arriving(), 200, buffer_size, longest=100):
+    for pack in StreamPacker(arriving(), 200, buffer_size, longest=100):
         seen[pack] += 1
         waiting -= len(pack)
     peak = tracemalloc.get_traced_memory()[1]
@@ -150,7 +150,7 @@ def test_documents_are_cut_as_those_of_a_table(overlong, mode):
     got = []
     for batch in one_pass(stream):
         got += [(d["input_ids"].tolist(), d["labels"].tolist()) for d in batch]
-        ledger = stream.after(stream.num_steps)["counts"].ledger
+        ledger = stream.state_after(stream.num_steps)["counts"].ledger
     assert sorted(got) == sorted((d["input_ids"].tolist(), d["labels"].tolist()) for d in expected)
     assert ledger.to_dict() == spans.ledger.to_dict()
     assert ledger.dropped["untrained"].documents, "nothing was dropped"
@@ -260,8 +260,8 @@ def test_a_restart_keeps_the_ledger_and_reads_nothing_twice():
     resumed.load_state_dict(state)
     next(iter(resumed))
     assert FIRST_ID not in read and len(read) <= 2 * CHUNK
-    assert resumed.after(31)["counts"].packs == 31
-    assert resumed.after(30)["counts"] == cut.after(30)["counts"]
+    assert resumed.state_after(31)["counts"].packs == 31
+    assert resumed.state_after(30)["counts"] == cut.state_after(30)["counts"]
 
 
 @pytest.mark.parametrize(
@@ -270,21 +270,21 @@ def test_a_restart_keeps_the_ledger_and_reads_nothing_twice():
 def test_a_restart_under_other_settings_is_refused(changed):
     state = make_stream(SOURCES["table"](), **SIZE).state_dict(0)
     now = make_stream(SOURCES["table"](), **SIZE | changed)
-    assert not now.continues(state)
+    assert not now.can_continue(state)
     said = r"(?s)other settings: .* was .* and is .*Set them back.*`ignore_data_skip=True`"
     with pytest.raises(ValueError, match=said):
-        now.merged([state])
+        now.merge_states([state])
 
 
 def test_ranks_of_a_checkpoint_of_an_earlier_version_cannot_be_changed():
     state = make_stream(SOURCES["table"](), **SIZE).state_dict(0)
     earlier = {name: value for name, value in state.items() if name not in ("parts", "share", "rest", "count")}
-    fields = {name: field for field, name in NAMES.items()}
+    fields = {name: field for field, name in CONFIG_NAMES.items()}
     earlier["settings"] = {fields.get(name, name): value for name, value in state["settings"].items()}
     del earlier["settings"]["strategy"]
     make_stream(SOURCES["table"](), **SIZE).load_state_dict(earlier)
     with pytest.raises(ValueError, match="`world_size` was 1 and is 2"):
-        make_stream(SOURCES["table"](), rank=1, world_size=2, **SIZE).merged([earlier])
+        make_stream(SOURCES["table"](), rank=1, world_size=2, **SIZE).merge_states([earlier])
 
 
 LAUNCH = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 25))  # ranks, accumulation, steps
@@ -315,7 +315,7 @@ def test_every_document_once_per_pass_over_any_sequence_of_launches(
         ranks = [make_stream(dataset, rank=i, world_size=world_size, **size) for i in range(world_size)]
         if states is not None:
             for rank in ranks:
-                rank.load_state_dict(rank.merged(states))
+                rank.load_state_dict(rank.merge_states(states))
         last = max(rank.num_passes for rank in ranks) + 2  # the rest of the pass, and one of these ranks
         for rank in ranks:
             batches, step_of_rank = iter(rank), step
@@ -344,7 +344,7 @@ def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
     seen = Counter(chain.from_iterable(numbers(batch) for rank in ranks for batch in islice(rank, 5)))
     states = [saved_and_loaded(rank.state_dict(5)) for rank in ranks]
     one = make_stream(dataset, num_workers=2, **SIZE)
-    one.load_state_dict(one.merged(states))
+    one.load_state_dict(one.merge_states(states))
     expected = []
     for batch in one_pass(one):
         expected.append(numbers(batch))
@@ -354,7 +354,7 @@ def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
     seen.update(chain.from_iterable(expected))
     assert seen == dict.fromkeys(range(len(TABLE)), 1)
     again = make_stream(dataset, num_workers=2, **SIZE)
-    assert again.continues(state)
+    assert again.can_continue(state)
     again.load_state_dict(state)
     assert [numbers(batch) for batch in islice(again, len(expected) - 4)] == expected[4:]
 
@@ -382,7 +382,7 @@ def test_documents_keep_their_sources_and_weights_on_other_ranks():
     for rank in ranks:
         list(islice(rank, 3))
     one = make_stream(dataset, **size)
-    one.load_state_dict(one.merged([saved_and_loaded(rank.state_dict(3)) for rank in ranks]))
+    one.load_state_dict(one.merge_states([saved_and_loaded(rank.state_dict(3)) for rank in ranks]))
     documents = list(chain.from_iterable(islice(one, 20)))
     assert len(documents) > 60
     for document in documents:
@@ -445,7 +445,7 @@ def test_a_checkpoint_without_a_position_of_the_stream_is_refused(tmp_path):
     stream = make_stream(texts().to_iterable_dataset(), batch_size=2, max_length=64, rank=1, world_size=2)
     stream_file(tmp_path / "checkpoint-1", 0).unlink()
     with pytest.raises(ValueError, match=r"on 2 ranks and has no `packed_stream_0.pt`.* of rank 0\. .*Copy all of it"):
-        resume(stream, str(tmp_path / "checkpoint-1"), 1, num_skipped=1, ignore_data_skip=False)
+        resume_stream_at(stream, str(tmp_path / "checkpoint-1"), 1, num_skipped=1, ignore_data_skip=False)
     with pytest.raises(ValueError, match=r"its file `packed_stream_0.pt` is missing.*part of its state"):
         saved.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 

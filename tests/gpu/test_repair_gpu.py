@@ -56,7 +56,7 @@ def test_a_deep_model_is_proved_and_not_repaired(model_type, seed, device="cuda"
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     packed = PackedModel(model, torch.bfloat16, device, max_length=64)
-    packed.attend()
+    packed.attach_packed_attention()
     for report in (check_isolation(model, max_length=64), packed.prove(model)):
         assert report.isolated and report.equal, report.summary()
     assert not packed.repaired and not packed.is_unpacked

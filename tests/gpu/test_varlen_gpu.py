@@ -17,7 +17,7 @@ from trl_packfix.attention.choice import cuda_varlen_problem
 from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernels import (
-    Launch,
+    KernelLaunch,
     attend_by_document,
     attend_on_cpu,
     attend_on_cuda,
@@ -30,7 +30,7 @@ from trl_packfix.attention.runs import attend_pack_on_cuda, attend_shared_on_cpu
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
-from trl_packfix.layout import LAYOUT
+from trl_packfix.layout import LAYOUT_KEY
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ def on_cuda(window, scale, lengths=LENGTHS):
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).cuda()
 
     def attend(q, k, v, s=None):
-        launch = Launch((bounds, bounds), (max(lengths), max(lengths)), slice(None), slice(None))
+        launch = KernelLaunch((bounds, bounds), (max(lengths), max(lengths)), slice(None), slice(None))
         return attend_on_cuda(q, k, v, [launch], scale=scale, window=window, sinks=s)
 
     return attend
@@ -228,7 +228,7 @@ def shared_runs(device):
     """Turns of a chat, each of which begins as the one before it, and a document of its own: 5.5 keys per row."""
     turns = [{"input_ids": [*range(1, 150 * n), *([1000 + n] * 9)]} for n in range(1, 12)]
     batch = PrefixCollator()([*turns, {"input_ids": [7] * 70}])
-    shared = batch[LAYOUT].to(device)
+    shared = batch[LAYOUT_KEY].to(device)
     bounds = batch["cu_seq_lens_q"].to(device), batch["cu_seq_lens_k"].to(device)
     return PackedForward(*bounds, batch["max_length_q"], batch["max_length_k"], **shared.attention())
 
@@ -281,7 +281,9 @@ def test_flash_attention_3_equals_the_cpu(head_dim, window):
         return torch.cat(outs, dim=2)
 
     def on_fa3(q, k, v):
-        launch = Launch(tuple(x.cuda() for x in bounds), (max(q_lengths), max(k_lengths)), slice(None), slice(None))
+        launch = KernelLaunch(
+            tuple(x.cuda() for x in bounds), (max(q_lengths), max(k_lengths)), slice(None), slice(None)
+        )
         return attend_on_cuda(q, k, v, [launch], scale=scale, window=window)
 
     exact = run(reference, tensors, "cpu", torch.float64)

@@ -18,7 +18,7 @@ from trl_packfix.attention.kernel_errors import OwnAttentionError
 from trl_packfix.attention.masked import MASKED_NAME
 from trl_packfix.attention.varlen import ATTENTION_NAME, varlen_attention
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.isolation.probe import PADDING, Probe
+from trl_packfix.isolation.probe import NUM_PADDING_TOKENS, Probe
 from trl_packfix.isolation.probed_model import CannotRun
 from trl_packfix.isolation.thresholds import thresholds
 
@@ -98,7 +98,7 @@ def test_documents_alone_run_on_the_given_attention_and_the_model_gets_ours_back
     assert {name for name, is_packed in seen if is_packed} == {ATTENTION_NAME}
     assert {name for name, is_packed in seen if not is_packed} == {attention}
     assert own_attention(model) == ATTENTION_NAME
-    packed.rest()
+    packed.restore_own_attention()
     assert own_attention(model) == attention
 
 
@@ -154,12 +154,12 @@ def test_text_of_paligemma_is_causal_as_in_padded_batches():
 
 def difference_alone(packed, model, lengths):
     """Of the last hidden states of these documents in one pack from each of them alone, as the model was given."""
-    packed.attend()
+    packed.attach_packed_attention()
     probe = Probe(model, user_attention=packed.attention.previous)
     with probe.undisturbed():
         documents = [probe.tokens(n) for n in lengths]
-        found = probe.packed(documents)
-        alone = [probe.alone(ids) for ids in documents]
+        found = probe.forward_packed(documents)
+        alone = [probe.forward_alone(ids) for ids in documents]
     return max((x - y).abs().max().item() for x, y in zip(found, alone, strict=True))
 
 
@@ -191,12 +191,16 @@ def test_the_proof_has_a_pack_of_one_document(monkeypatch):
 
 def test_only_models_that_read_ahead_get_padding():
     ids = torch.arange(20, 31)
-    for model, padding in ((paligemma(), PADDING), (build_tiny_model(), 0), (build_tiny_model("gpt_oss"), 0)):
+    for model, padding in (
+        (paligemma(), NUM_PADDING_TOKENS),
+        (build_tiny_model(), 0),
+        (build_tiny_model("gpt_oss"), 0),
+    ):
         probe = Probe(model)
         with probe.undisturbed():
-            row = probe.row(ids)
+            row = probe.make_row(ids)
             assert row["input_ids"].shape == (1, len(ids) + padding) and ("attention_mask" in row) == bool(padding)
-            assert probe.alone(ids).shape[0] == len(ids)
+            assert probe.forward_alone(ids).shape[0] == len(ids)
 
 
 # Thresholds in tokens
@@ -292,7 +296,7 @@ def test_a_model_that_chooses_blocks_is_proved_beyond_what_it_chooses():
     packed, report = proved(model)
     assert report.equal and any("Attention" in str(repair) for repair in packed.repaired)
     assert difference_alone(packed, model, [60, 20]) < 1e-5
-    packed.rest()
+    packed.restore_own_attention()
     plain, report = proved(model, 35)
     assert report.equal
     assert difference_alone(plain, model, [60, 20]) > 1e-3, "nothing was chosen"

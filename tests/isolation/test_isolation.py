@@ -57,7 +57,7 @@ def test_a_model_that_is_isolated_and_not_equal_is_not_called_isolated_in_the_er
 
 def test_what_a_repeated_run_explains_has_a_cap(monkeypatch):
     """The run is that of a model that draws random numbers, or whose states are not finite."""
-    monkeypatch.setattr(isolation.Runs, "_moved", lambda self: float("inf"))
+    monkeypatch.setattr(isolation.ProbeMeasurement, "_moved", lambda self: float("inf"))
     report = check_isolation(build_tiny_model("mamba"), max_length=64)
     assert report.tolerance == MAX_NOISE
     assert not report.isolated
@@ -131,14 +131,14 @@ def test_a_report_says_how_far_apart_documents_were_tested():
 
 
 def test_a_pack_that_does_not_fit_ends_the_test_of_distances(monkeypatch):
-    packed = Probe.packed
+    packed = Probe.forward_packed
 
     def in_small_memory(self, documents, *args, **kwargs):
         if sum(map(len, documents)) > limit:
             raise torch.OutOfMemoryError("no memory for this pack")
         return packed(self, documents, *args, **kwargs)
 
-    monkeypatch.setattr(Probe, "packed", in_small_memory)
+    monkeypatch.setattr(Probe, "forward_packed", in_small_memory)
     limit = 700
     assert judged(build_tiny_model("llama"), max_length=1024).reach == 600
     limit = 100
@@ -266,7 +266,7 @@ def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path
             run.callback_handler.callbacks = [
                 c for c in run.callback_handler.callbacks if type(c).__name__ != "BeforeFirstStep"
             ]
-            run.packed_model.attend()
+            run.packed_model.attach_packed_attention()
         run.train()
         assert (run.packing_report.isolation is not None) is probed
         results.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
@@ -345,7 +345,7 @@ def test_lots_fall_the_same_in_every_run():
     with probe.undisturbed():
         drawn.clear()
         for _ in range(2):
-            probe.packed([probe.tokens(5)])
+            probe.forward_packed([probe.tokens(5)])
     assert len(drawn) == 2 and torch.equal(*drawn)
 
 
@@ -478,7 +478,7 @@ def test_a_near_tie_is_no_leak(monkeypatch):
     choice.edge = sum(pairs[0]) / 2
     report = judged(model, max_length=64)
     assert report.isolated and report.equal, "one rounding was taken for a leak"
-    monkeypatch.setattr(isolation, "_explain", lambda *_, **__: None)
+    monkeypatch.setattr(isolation, "_explain_by_rounding", lambda *_, **__: None)
     assert not judged(model, max_length=64).equal, "nothing was near a tie"
     monkeypatch.undo()
     choice.inner = PreviousToken(choice.inner)

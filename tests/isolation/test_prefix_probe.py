@@ -19,7 +19,7 @@ from trl_packfix.isolation import prefix_probe
 from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.isolation_report import PackingLeakError
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.layout import LAYOUT
+from trl_packfix.layout import LAYOUT_KEY
 
 
 def packed_model(model, **settings):
@@ -28,19 +28,19 @@ def packed_model(model, **settings):
 
 def foreign_key(batch):
     """One key of a shared stretch is a sibling's."""
-    prefixes = batch[LAYOUT]
+    prefixes = batch[LAYOUT_KEY]
     index = prefixes.kv_index.clone()
     start = int(batch["cu_seq_lens_k"][1])
     assert index[start + 2] != batch["input_ids"].shape[1] - 1
     index[start + 2] = batch["cu_seq_lens_q"][1] - 2  # a row of the first run, behind the branch
-    return batch | {LAYOUT: replace(prefixes, kv_index=index)}
+    return batch | {LAYOUT_KEY: replace(prefixes, kv_index=index)}
 
 
 def lost_prefix(batch):
     """Runs attend to themselves only."""
     rows = torch.arange(batch["input_ids"].shape[1])
     own = {"cu_seq_lens_k": batch["cu_seq_lens_q"], "max_length_k": batch["max_length_q"]}
-    return batch | own | {LAYOUT: replace(batch[LAYOUT], kv_index=rows)}
+    return batch | own | {LAYOUT_KEY: replace(batch[LAYOUT_KEY], kv_index=rows)}
 
 
 def positions_restart(batch):
@@ -62,7 +62,7 @@ def test_the_probe_sees_a_fault(fault, monkeypatch):
     class Faulty(PrefixCollator):
         def __call__(self, documents):
             batch = super().__call__(documents)
-            return fault(batch) if LAYOUT in batch else batch
+            return fault(batch) if LAYOUT_KEY in batch else batch
 
     model = build_tiny_model("llama")
     packed = packed_model(model)

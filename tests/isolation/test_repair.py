@@ -23,7 +23,7 @@ from trl_packfix.attention.rows import DocumentRows
 from trl_packfix.isolation.axes import ModuleAxes, learn_axes
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.probe import Probe
-from trl_packfix.isolation.repair import MODES, Mode, RepairedModule, ValueOfBatches
+from trl_packfix.isolation.repair import REPAIR_MODES, RepairedModule, RepairMode, ValueOfBatches
 
 
 def packed_model(model, **settings):
@@ -57,7 +57,7 @@ def test_rope_that_depends_on_length_is_computed_for_each_document(rope, dtype):
 def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, monkeypatch):
     """Falcon computes ALiBi of a row in bfloat16, which counts to 256: in a longer row attention is wrong."""
     if not is_seen:
-        monkeypatch.setattr("trl_packfix.isolation.check_isolation.FAR", 0)
+        monkeypatch.setattr("trl_packfix.isolation.check_isolation.FAR_TOKENS", 0)
     torch.manual_seed(0)
     model, batch = build_tiny_model("falcon", alibi=True), pack([600, 40])
     with torch.no_grad():
@@ -79,9 +79,9 @@ def test_a_repair_around_the_decoder_is_seen_in_long_packs():
     with probe.undisturbed():
         axes = learn_axes(probe, ["model"])["model"]
         documents = [probe.tokens(n) for n in (7, 20, 9)]
-        before = probe.packed(documents)
-        RepairedModule(model.model, axes, Mode(rows=False, positions=True)).install()
-        after = probe.packed(documents)
+        before = probe.forward_packed(documents)
+        RepairedModule(model.model, axes, RepairMode(rows=False, positions=True)).install()
+        after = probe.forward_packed(documents)
     assert [len(states) for states in after] == [7, 20, 9] and before[1].shape == after[1].shape
 
 
@@ -177,10 +177,10 @@ def test_a_repaired_model_can_be_copied_and_saved(tmp_path):
 def test_documents_one_after_the_other_are_refused_where_parameters_are_sharded():
     module = torch.nn.Linear(2, 2)
     axes = ModuleAxes({}, {})
-    for mode in MODES:
+    for mode in REPAIR_MODES:
         RepairedModule(module, axes, mode)
     module.weight.ds_id = 0  # as DeepSpeed marks what it has sharded
-    for mode in MODES:
+    for mode in REPAIR_MODES:
         refused = pytest.raises(ValueError, match='sharded.*on_leak="unpack"')
         with nullcontext() if mode.rows else refused:
             RepairedModule(module, axes, mode)

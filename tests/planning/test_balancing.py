@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bounds import imbalance_bound
 
-from trl_packfix.planning.balance import deal
+from trl_packfix.planning.balance import deal_documents
 from trl_packfix.planning.costs import LLAMA_7B, CostModel
 from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.packs import PackPlan, plan_stream
-from trl_packfix.planning.schedule import EMPTY, Schedule, imbalance, rank_costs, schedule_packs
+from trl_packfix.planning.schedule import NO_DOCUMENTS, Schedule, imbalance, rank_costs, schedule_packs
 from trl_packfix.planning.units import Bins, Units
 
 ACCUMULATION = 4
@@ -65,7 +65,7 @@ def test_full_slots_are_filled_to_the_token(by_rank):
     lengths[-1] += -lengths.sum() % 32
     capacity = int(lengths.sum()) // 32
     cost = lengths + lengths**2 / 100
-    packs = deal(lengths, cost, capacity=capacity, world_size=8, num_slots=32, by_rank=by_rank)
+    packs = deal_documents(lengths, cost, capacity=capacity, world_size=8, num_slots=32, by_rank=by_rank)
     assert [lengths[pack].sum() for pack in packs] == [capacity] * 32
     ranks = np.array([cost[pack].sum() for pack in packs]).reshape(4, 8)
     assert ranks.sum(axis=0).max() < 1.005 * ranks.sum(axis=0).mean(), "more than measured (0.003)"
@@ -102,7 +102,7 @@ def test_minibatches_are_balanced_within_their_steps():
     sizes = {"max_length": 900, "batch_size": 8, "accumulation": 4, "world_size": 4}
     packings = {each: Packing(strategy="minibatch", balance=each, **sizes) for each in ("step", "none")}
     units, order = Units(lengths, model), np.arange(512)
-    made = {balance: packing.schedule_kept_steps(units, order) for balance, packing in packings.items()}
+    made = {balance: packing.schedule_unpacked_steps(units, order) for balance, packing in packings.items()}
     ratio = {balance: imbalance(schedule, model(lengths), "micro") for balance, schedule in made.items()}
     assert ratio["none"] > 1.05 and ratio["step"] < 1 + (ratio["none"] - 1) / 2
 
@@ -122,10 +122,10 @@ def test_slots_of_packs_that_ranks_share_by_hand():
     schedule = Schedule(np.arange(7), offsets, accumulation=2, world_size=2, degrees=degrees)
     first, second = ([batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2))
     assert first == [[0, 1], [2], [4, 5], [6]]
-    assert second == [[0, 1], [3], [4, 5], [EMPTY]]
-    assert EMPTY < 0, "documents are numbered from 0"
-    assert list(schedule.parts(0)) == [(2, 0), (1, 0), (2, 0), (1, 0)]
-    assert list(schedule.parts(1)) == [(2, 1), (1, 0), (2, 1), (1, 0)]
+    assert second == [[0, 1], [3], [4, 5], [NO_DOCUMENTS]]
+    assert NO_DOCUMENTS < 0, "documents are numbered from 0"
+    assert list(schedule.parts_of_rank(0)) == [(2, 0), (1, 0), (2, 0), (1, 0)]
+    assert list(schedule.parts_of_rank(1)) == [(2, 1), (1, 0), (2, 1), (1, 0)]
     assert schedule.num_steps == 2
     assert [schedule.step_documents(step).tolist() for step in range(2)] == [[0, 1, 2, 3], [4, 5, 6]]
     costs = np.array([4.0, 2, 1, 3, 2, 2, 2])

@@ -22,23 +22,23 @@ from trl_packfix.data.epochs import EpochPlanner
 from trl_packfix.data.loaders import DocumentDataset, PackCollator, PackedBatchSampler, document_loader
 from trl_packfix.data.model_costs import make_cost_model
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.layout import LAYOUT
-from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads, Mixers, TowerCosts, with_scans
-from trl_packfix.planning.degrees import GroupTimes, Step, modelled_time
-from trl_packfix.planning.packing import ELASTIC, changes
+from trl_packfix.layout import LAYOUT_KEY
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, HeadCounts, ScanCosts, TowerCosts, with_scans
+from trl_packfix.planning.degrees import GroupTimes, UndividedStep, modelled_time
+from trl_packfix.planning.packing import REPLANNED_SETTINGS, compare_settings
 from trl_packfix.planning.parallel import Speeds, possible_degrees
 from trl_packfix.planning.units import Units
 from trl_packfix.training.checks import check_before_loading
-from trl_packfix.training.choices import Setup
+from trl_packfix.training.choices import RunSettings
 from trl_packfix.training.planner import make_planner
 from trl_packfix.training.restart import step_hash
 
 # Attention and exchange weigh as much at these lengths as they do on a 7B model at thousands of tokens.
-MODEL = CostModel(per_token=1e12, per_pair=4e10, attention=(Heads(8, 8, 2, 64, 64),))
+MODEL = CostModel(per_token=1e12, per_pair=4e10, attention=(HeadCounts(8, 8, 2, 64, 64),))
 FREE = replace(MODEL, attention=())
 # A scan for each two layers of attention
-SCANS = (Mixers(8, 8, 2, 1e10, 4, 1e9, 128, 64), Mixers(8, 8, 8, 1e10, 1, 0.0, 32, 32))
-HYBRID = replace(with_scans(MODEL, SCANS), attention=(Heads(1, 8, 2, 64, 64),))
+SCANS = (ScanCosts(8, 8, 2, 1e10, 4, 1e9, 128, 64), ScanCosts(8, 8, 8, 1e10, 1, 0.0, 32, 32))
+HYBRID = replace(with_scans(MODEL, SCANS), attention=(HeadCounts(1, 8, 2, 64, 64),))
 DEAR = Speeds(within=3e6, between=1e6, ranks_per_node=4, latency_within=1e-4, latency_between=3e-4)
 CHEAP = Speeds(within=3e8, between=1e8, ranks_per_node=4)
 
@@ -76,7 +76,7 @@ def test_never_slower_than_one_degree_for_the_run(kind, num, seed, world, accumu
     seconds = modelled_time(schedule, units, packing.parallel)[0].sum()
     assert time_bound(schedule, units, packing.bins, parallel=packing.parallel) <= seconds * (1 + 1e-9)
     members = map(schedule.step_documents, range(schedule.num_steps))
-    steps = [Step(each, units, packing.bins, parallel=packing.parallel) for each in members]
+    steps = [UndividedStep(each, units, packing.bins, parallel=packing.parallel) for each in members]
     possible = possible_degrees(64, world[1], world[0], num_heads=8) if epoch == 0 else packing.degrees
     for degree in possible:
         divided = [step.one_degree(step.members, degree, accumulation) for step in steps]
@@ -117,12 +117,12 @@ def test_the_exchange_sends_what_ulysses_sends():
     assert fixed == pytest.approx(32 * 2 * 3 * 60e-6)
     assert GroupTimes(LLAMA_7B).exchange(1) == (0.0, 0.0)
     # fewer key heads than ranks: every rank needs one
-    few = CostModel(1.0, 1.0, attention=(Heads(1, 32, 4, 128, 128),))
+    few = CostModel(1.0, 1.0, attention=(HeadCounts(1, 32, 4, 128, 128),))
     assert GroupTimes(few).exchange(8)[0] == pytest.approx((32 + 8) * 256 * 2 * 3 * 7 / 8 / 300e9)
 
 
 def test_heads_that_do_not_divide_take_longer_and_images_are_divided():
-    odd = CostModel(3.0, 7.0, windows=((4, 7.0),), attention=(Heads(1, 28, 4, 128, 128),))
+    odd = CostModel(3.0, 7.0, windows=((4, 7.0),), attention=(HeadCounts(1, 28, 4, 128, 128),))
     costs = odd.shared_by(8)
     assert costs.per_token == 3.0 and costs.per_pair == pytest.approx(8.0) and costs.windows[0][1] == pytest.approx(8.0)
     assert odd.shared_by(4) == odd
@@ -133,10 +133,10 @@ def test_heads_that_do_not_divide_take_longer_and_images_are_divided():
 def test_heads_are_read_from_the_config():
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 32}
     config = AutoConfig.for_model("llama", **sizes, num_attention_heads=8, num_key_value_heads=2)
-    assert make_cost_model(config).attention == (Heads(3, 8, 2, 8, 8),)
+    assert make_cost_model(config).attention == (HeadCounts(3, 8, 2, 8, 8),)
     latent = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
     config = AutoConfig.for_model("deepseek_v3", **sizes, **latent, num_attention_heads=4, first_k_dense_replace=3)
-    assert make_cost_model(config).attention == (Heads(3, 4, 4, 24, 12),)
+    assert make_cost_model(config).attention == (HeadCounts(3, 4, 4, 24, 12),)
 
 
 @pytest.mark.parametrize("model_type", ["mamba2", "mamba"])
@@ -185,13 +185,15 @@ def test_a_loader_reads_its_parts_and_goes_on_after_skipped_batches():
         each.set_epoch(1)  # after skipping, as the Trainer does: accelerate 1.13 forgets the epoch then
     batches = list(whole)
     assert [batch["input_ids"].tolist() for batch in rest] == [batch["input_ids"].tolist() for batch in batches[3:]]
-    parts = [(b[LAYOUT].degree, b[LAYOUT].index) if LAYOUT in b else (1, 0) for b in batches]
-    assert parts == list(whole.batch_sampler.planner.schedule(1).parts(3)) and len(set(parts)) > 1
+    parts = [(b[LAYOUT_KEY].degree, b[LAYOUT_KEY].index) if LAYOUT_KEY in b else (1, 0) for b in batches]
+    assert parts == list(whole.batch_sampler.planner.schedule(1).parts_of_rank(3)) and len(set(parts)) > 1
 
 
 def test_a_restart_knows_another_number_of_tokens_per_rank():
     before, now = (planner([5, 6], 4, each).packing.settings("table") for each in (16, 32))
-    assert changes(before, now) == {"tokens_per_rank": (16, 32)} and "tokens_per_rank" not in ELASTIC
+    assert (
+        compare_settings(before, now) == {"tokens_per_rank": (16, 32)} and "tokens_per_rank" not in REPLANNED_SETTINGS
+    )
 
 
 PARTS = {"tokens_per_rank": 16, "per_device_train_batch_size": 1}
@@ -214,4 +216,4 @@ def test_documents_beyond_all_ranks_are_refused(tmp_path):
     model = SimpleNamespace(config=AutoConfig.for_model("llama"))
     # one rank cannot hold documents of 64 tokens; found before the model is loaded and the dataset tokenised
     with pytest.raises(ValueError, match="`max_length=64` was given with `tokens_per_rank=16` on 1 ranks"):
-        check_before_loading(Setup(args=args, model=model))
+        check_before_loading(RunSettings(args=args, model=model))

@@ -14,10 +14,10 @@ from support.prefixes import forest
 from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.documents import Documents, Ledger, make_documents
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.planning.schedule import EMPTY
+from trl_packfix.planning.schedule import NO_DOCUMENTS
 from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.training.checkpoints import read_trained, save_trained
-from trl_packfix.training.restart import continued, progress
+from trl_packfix.training.restart import continue_planner, epoch_progress
 
 LENGTHS = np.random.default_rng(0).integers(2, 40, 150).tolist()
 EPOCHS = 3
@@ -45,7 +45,7 @@ class Saved:
     """What a checkpoint after `step` holds, written and read as the trainer does."""
 
     def __init__(self, run, launch, step, folder):
-        epoch, trained = progress(run, step)
+        epoch, trained = epoch_progress(run, step)
         save_trained(folder, *trained)
         read = read_trained(folder, len(run.documents))
         for kept, found in zip(trained, read, strict=True):
@@ -63,7 +63,7 @@ def resumed(plan, launch, saved):
     documents, how = PLANS[plan]
     run = make_epochs(documents, **how, **launch)
     if saved is not None:
-        continued("there", saved.state, run.packing.settings("table"), planner=run)
+        continue_planner("there", saved.state, run.packing.settings("table"), planner=run)
     return run
 
 
@@ -74,9 +74,9 @@ def documents_of(run, step):
     first = inside * run.packing.accumulation
     for rank in range(run.packing.world_size):
         batches = list(schedule.micro_batches(rank))[first : first + run.packing.accumulation]
-        parts = list(schedule.parts(rank))[first : first + run.packing.accumulation]
+        parts = list(schedule.parts_of_rank(rank))[first : first + run.packing.accumulation]
         for batch, (_, index) in zip(batches, parts, strict=True):
-            found += [i for i in batch.tolist() if i != EMPTY and not index]
+            found += [i for i in batch.tolist() if i != NO_DOCUMENTS and not index]
     return epoch, found
 
 
@@ -165,7 +165,7 @@ def test_documents_that_are_taken_keep_what_belongs_to_them():
     num = len(FOREST)
     chosen = np.random.default_rng(1).random(num) < 0.5
     documents = replace(FOREST, block=np.arange(num), image_values=np.arange(num) * 2, image_squares=np.arange(num) * 3)
-    taken = documents.taken(chosen)
+    taken = documents.select(chosen)
     numbers = np.flatnonzero(chosen)
     for name in ("row", "start", "stop", "trained", "block", "image_values", "image_squares"):
         assert np.array_equal(getattr(taken, name), getattr(documents, name)[numbers])
@@ -174,4 +174,4 @@ def test_documents_that_are_taken_keep_what_belongs_to_them():
     for (before, own), common in zip(pairwise(taken.tokens.order), taken.tokens.common[1:], strict=True):
         same = [a == b for a, b in zip(tokens[before], tokens[own], strict=False)]
         assert common == [*same, False].index(False)
-    assert Documents(*[np.zeros(2, np.int64)] * 4, Ledger()).taken(np.array([True, False])).file is None
+    assert Documents(*[np.zeros(2, np.int64)] * 4, Ledger()).select(np.array([True, False])).file is None

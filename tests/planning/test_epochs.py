@@ -21,14 +21,14 @@ from support.runs import trainer
 import trl_packfix
 from trl_packfix.data import cache, epochs
 from trl_packfix.data.cache import SUFFIX, cached_documents, cached_token_range, read_arrays, read_or_make, write_arrays
-from trl_packfix.data.documents import COLUMNS, Count, Documents, Ledger
+from trl_packfix.data.documents import COLUMNS, DocumentCounts, Documents, Ledger
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import CostModel
 from trl_packfix.planning.families import TokenOrder
 from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.parallel import Speeds
 from trl_packfix.samples import row
-from trl_packfix.samples.row import CODE, Cached, hash_sources
+from trl_packfix.samples.row import PREPARATION_SOURCE_HASH, HashedMapFunction, hash_sources
 
 STRATEGIES = ["stream", "bfd", "bfd_split", "wrapped", "minibatch"]
 PACKS = "cache-packfix-packs-*"
@@ -43,7 +43,7 @@ def made(folder, num=2000, longest=40, wrapped=False):
     """Documents of 1 to `longest` tokens as a start leaves them: in a file."""
     lengths = np.random.default_rng(0).integers(1, longest + 1, num)
     zero, block = np.zeros(num, np.int64), (np.cumsum(lengths) - lengths) // longest
-    ledger = Ledger(kept=Count(num, int(lengths.sum()), int(lengths.sum())))
+    ledger = Ledger(kept=DocumentCounts(num, int(lengths.sum()), int(lengths.sum())))
     documents = Documents(np.arange(num), zero, lengths, lengths, ledger, block if wrapped else None)
     write_arrays(folder / "spans.arrays", documents.to_arrays())
     return replace(documents, file=folder / "spans.arrays")
@@ -97,7 +97,7 @@ def test_a_second_start_plans_nothing(tmp_path):
     first = planner(documents)
     for kind in ("plan", "schedule"):
         first.schedule(0)
-        tampered(first.file(kind, 0))
+        tampered(first.cache_file(kind, 0))
     second, alone = planner(documents), planner(replace(documents, file=None))
     assert second.first_plan.order[-2:].tolist() == alone.first_plan.order[-2:][::-1].tolist()
     assert second.schedule(0).order[-2:].tolist() == alone.schedule(0).order[-2:][::-1].tolist()
@@ -229,24 +229,24 @@ def test_every_setting_has_its_own_file(tmp_path):
     files = {}
     for name, value in other.items():
         changed = make_epochs(documents, **start | {name: value})
-        files[name] = [changed.file(kind, 0) for kind in ("plan", "schedule")]
+        files[name] = [changed.cache_file(kind, 0) for kind in ("plan", "schedule")]
     schedules = {schedule for _, schedule in files.values()}
     for name in ("share_prefixes", "degrees"):  # without `tokens_per_rank` there is one degree
-        assert files.pop(name) == [whole.file(kind, 0) for kind in ("plan", "schedule")], "the same plans"
-    assert len(schedules | {whole.file("schedule", 0), whole.file("schedule", 1)}) == len(other)
+        assert files.pop(name) == [whole.cache_file(kind, 0) for kind in ("plan", "schedule")], "the same plans"
+    assert len(schedules | {whole.cache_file("schedule", 0), whole.cache_file("schedule", 1)}) == len(other)
     groups = (planner(documents, tokens_per_rank=512, degrees=degrees) for degrees in ((1,), (1, 2)))
-    assert len({run.file("schedule", 0) for run in groups}) == 2
-    plans = {name for name, (plan, _) in files.items() if plan != whole.file("plan", 0)}
+    assert len({run.cache_file("schedule", 0) for run in groups}) == 2
+    plans = {name for name, (plan, _) in files.items() if plan != whole.cache_file("plan", 0)}
     places = {"accumulation", "world_size", "balance", "drop_last", "synchronisation", "cost_model", "evens_targets"}
     assert plans == other.keys() - places - {"speeds", "degrees", "share_prefixes"}
 
 
 def test_each_file_of_the_package_is_part_of_the_code(tmp_path):
-    """Each cache depends on `CODE`: a plan that some ranks find and others make must be the same on all of them."""
+    """Each cache depends on `PREPARATION_SOURCE_HASH`: a plan that some ranks find and others make must be the same on all of them."""
     copy = tmp_path / "trl_packfix"
     shutil.copytree(Path(trl_packfix.__file__).parent, copy)
     hashes = [hash_sources(copy)]
-    assert CODE.startswith(hashes[0])
+    assert PREPARATION_SOURCE_HASH.startswith(hashes[0])
     for file in sorted(copy.rglob("*.py")):
         right = file.read_text()
         file.write_text(right + "# another way\n")
@@ -262,7 +262,7 @@ def test_each_file_of_the_package_is_part_of_the_code(tmp_path):
 @pytest.mark.parametrize("library", ["numpy", "torch", "transformers", "trl", "tokenizers", "jinja2"])
 def test_another_version_of_a_library_is_other_code(monkeypatch, library):
     right = row._hash_versions()
-    assert CODE.endswith(right)
+    assert PREPARATION_SOURCE_HASH.endswith(right)
     installed = row.version
     monkeypatch.setattr(row, "version", lambda name: "9.9.9" if name == library else installed(name))
     assert row._hash_versions() != right
@@ -284,11 +284,15 @@ def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
     kinds = {name.split("-")[2] for name in before}
     assert kinds == {"spans", "range", "packs"} and files() == before
     for module in (cache, epochs):
-        monkeypatch.setattr(module, "CODE", "of another version")
+        monkeypatch.setattr(module, "PREPARATION_SOURCE_HASH", "of another version")
     after = files() - before
     assert {name.split("-")[2] for name in after} == kinds and len(after) == len(before)
-    assert Hasher.hash(Cached(len)) == Hasher.hash(Cached(len)) != Hasher.hash(Cached(len, "of another version"))
-    assert Hasher.hash(Cached(len)) != Hasher.hash(Cached(max))
+    assert (
+        Hasher.hash(HashedMapFunction(len))
+        == Hasher.hash(HashedMapFunction(len))
+        != Hasher.hash(HashedMapFunction(len, "of another version"))
+    )
+    assert Hasher.hash(HashedMapFunction(len)) != Hasher.hash(HashedMapFunction(max))
 
 
 def test_few_documents_and_memory_leave_nothing_and_one_rank_keeps(tmp_path):
@@ -309,7 +313,7 @@ def test_plans_that_nobody_asked_for_are_removed_and_stay_with_those_who_read_th
     planner(documents).schedule(0)
     reading = planner(documents)
     expected = reading.schedule(0).order.copy()
-    files = [reading.file(kind, 0) for kind in ("plan", "schedule")] + [tmp_path / "cache-packfix-x.tmp"]
+    files = [reading.cache_file(kind, 0) for kind in ("plan", "schedule")] + [tmp_path / "cache-packfix-x.tmp"]
     files[2].touch()
     long_ago = time.time() - cache.PACKS_LIFETIME - 60
     for file in files:
@@ -317,7 +321,7 @@ def test_plans_that_nobody_asked_for_are_removed_and_stay_with_those_who_read_th
     planner(documents)  # asks for the plan
     reading.schedule(1)
     assert [file.exists() for file in files] == [True, False, False]
-    assert documents.file.exists() and reading.file("schedule", 1).exists()
+    assert documents.file.exists() and reading.cache_file("schedule", 1).exists()
     assert np.array_equal(planner(documents).schedule(0).order, expected)
 
 

@@ -22,9 +22,9 @@ from trl_packfix.data.cache import cached_documents
 from trl_packfix.data.documents import make_documents, token_order
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.layout import LAYOUT
+from trl_packfix.layout import LAYOUT_KEY
 from trl_packfix.planning import arrays, families
-from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, HeadCounts
 from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.planning.families import (
     KEYS_PER_CAPACITY,
@@ -38,7 +38,7 @@ from trl_packfix.planning.schedule import imbalance
 from trl_packfix.reporting import savings
 from trl_packfix.reporting.build import make_report
 from trl_packfix.reporting.pictures import row_paths
-from trl_packfix.training.restart import continued, settings_of, step_hash
+from trl_packfix.training.restart import continue_planner, settings_of, step_hash
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ COSTS = CostModel(per_token=3.0, per_pair=1.0, windows=((8, 0.5),), chunks=((16,
 
 def sorted_by_tokens(documents, block=1):
     def read(chosen, first, width):
-        found = np.full((len(chosen), width), arrays.END, dtype=">u4")
+        found = np.full((len(chosen), width), arrays.END_TOKEN_KEY, dtype=">u4")
         for row, i in enumerate(chosen.tolist()):
             tokens = documents[i][first : first + width]
             found[row, : len(tokens)] = tokens
@@ -57,7 +57,7 @@ def sorted_by_tokens(documents, block=1):
 
 
 def sort_key(tokens):
-    return [*tokens, arrays.END]
+    return [*tokens, arrays.END_TOKEN_KEY]
 
 
 def naive_order(documents):
@@ -119,7 +119,7 @@ def test_no_token_is_read_beyond_the_first_difference_and_its_block():
 def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_their_rows(documents, spare):
     lengths = np.array([len(each) for each in documents])
     capacity = int(lengths.max()) + spare
-    model = replace(COSTS, attention=(Heads(1, 6, 2, 64, 64),))  # 6 heads: two on some of 4 ranks
+    model = replace(COSTS, attention=(HeadCounts(1, 6, 2, 64, 64),))  # 6 heads: two on some of 4 ranks
     pieces = make_pieces(sorted_by_tokens(documents), lengths, lengths - 1, cost_model=model, room=capacity)
     assert sorted(pieces.order.tolist()) == list(range(len(documents)))
     firsts = np.minimum.reduceat(pieces.order, pieces.offsets[:-1])
@@ -310,7 +310,7 @@ def test_documents_with_labels_that_are_not_tokens_share_nothing():
 def test_blocks_of_tokens_are_those_of_the_rows():
     tokens = [np.arange(5), np.arange(10, 13), np.arange(20, 27)]
     reader = TokenReader(Dataset.from_dict({"input_ids": [each.tolist() for each in tokens]}).select([2, 0, 1]))
-    end = arrays.END
+    end = arrays.END_TOKEN_KEY
     found = reader.read_block(np.array([0, 2, 1, 1]), np.array([2, 1, 5, 0]), np.array([7, 3, 5, 4]), width=4)
     assert found.tolist() == [[22, 23, 24, 25], [11, 12, end, end], [end] * 4, [0, 1, 2, 3]]
 
@@ -335,7 +335,7 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch,
     again, same, savings_again = start()
     assert np.array_equal(same.order, schedule.order) and savings_again == saved
     assert np.array_equal(same.degrees, schedule.degrees) and (same.degrees == 1).all() == (not parts)
-    assert again.file("plan", 0).exists() and again.file("schedule", 0).exists()
+    assert again.cache_file("plan", 0).exists() and again.cache_file("schedule", 0).exists()
     assert np.array_equal(start("off")[1].order, off.order)
     with pytest.raises(AttributeError):
         cached_documents(TokenReader(load_from_disk(tmp_path)), 200, sorts_tokens=True)  # not cached yet
@@ -420,8 +420,8 @@ def test_a_restart_with_families_is_refused_and_one_with_other_packs_is_said(cap
     state["step_hash"] = step_hash(off, 0)
     del state["settings"]["share_prefixes"]  # as in a checkpoint of an earlier version
     with pytest.raises(ValueError, match="`share_prefixes` was 'off' and is 'family'.*Set them back"):
-        continued("checkpoint-2", state, settings_of(family, READER), planner=family)
-    continued("checkpoint-2", state, settings_of(pack, READER), planner=pack)
+        continue_planner("checkpoint-2", state, settings_of(family, READER), planner=family)
+    continue_planner("checkpoint-2", state, settings_of(pack, READER), planner=pack)
     assert "`share_prefixes` was 'off' and is 'pack'" in caplog.text
 
 
@@ -480,11 +480,11 @@ def test_show_draws_shared_beginnings_once(name, ranks, capsys, tmp_path):
     for pack in packs:
         spans = [(each["row"], each["start"], each["stop"]) for each in pack["documents"]]
         batch = PrefixCollator()([reader.read(*span) for span in spans])
-        if LAYOUT not in batch:
+        if LAYOUT_KEY not in batch:
             continue
         assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist()
         assert pack["cu_seq_lens_k"] == batch["cu_seq_lens_k"].tolist()
-        layout, shared = batch[LAYOUT], [each["shared_tokens"] for each in pack["documents"]]
+        layout, shared = batch[LAYOUT_KEY], [each["shared_tokens"] for each in pack["documents"]]
         own, rows = layout.lengths - torch.tensor(shared), layout.lengths - layout.shared
         assert ((own == rows) | (own == 1)).all() and max(shared) >= 16  # a last row of its own is not computed
         num_without_rows += int((rows == 0).sum())

@@ -5,7 +5,7 @@ import pytest
 from support.planners import make_epochs
 
 from trl_packfix.data.documents import Documents, Ledger
-from trl_packfix.data.epochs import Start
+from trl_packfix.data.epochs import ResumePoint
 from trl_packfix.planning.families import TokenOrder
 from trl_packfix.planning.packs import PackPlan, plan_stream
 from trl_packfix.planning.strategies import STRATEGIES, plan_packs
@@ -121,7 +121,7 @@ def test_the_rest_of_an_epoch_on_other_ranks_is_in_random_order(run):
         epoch, step = seed % 2, before.num_steps // 4
         first_step = epoch * before.num_steps
         now = epochs_of(run, seed, num=600, batch_size=1)
-        now.begin(Start(epoch, first_step, step, before.trained(epoch, step)))
+        now.resume_at(ResumePoint(epoch, first_step, step, before.trained_documents(epoch, step)))
         trend.add(means_of_steps(now, epoch, first=step))
     assert trend.problems == set()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packfix.planning.exact_fill import Packer
+from trl_packfix.planning.exact_fill import StreamPacker
 from trl_packfix.planning.packs import LOOK_AHEAD, PackPlan, plan_bfd, plan_stream
 from trl_packfix.planning.strategies import STRATEGIES, plan_packs
 
@@ -202,13 +202,13 @@ def test_stream_needs_hardly_more_packs_than_the_bound(capacity, lengths, at_lea
     ids=["10 to 2,000", "500 to 1,500", "lognormal, 1.8 to a pack", "lognormal, 3 to a pack"],
 )
 def test_arrivals_fill_packs_of_few_documents_as_the_whole_set_does(lengths):
-    packs = list(Packer(lengths.tolist(), 2048, 1000, longest=2048))
+    packs = list(StreamPacker(lengths.tolist(), 2048, 1000, longest=2048))
     plan = plan_bfd(lengths, 2048, None)
     assert len(packs) <= 1.004 * plan.num_packs
     assert lengths.sum() > 0.985 * 2048 * len(packs)
     for num in (1, 2000, len(packs) - 400):  # a restart knows the documents that wait, in their order
         rest = np.setdiff1d(np.arange(len(lengths)), np.concatenate(packs[:num]))
-        resumed = Packer(lengths[rest].tolist(), 2048, 1000, longest=2048)
+        resumed = StreamPacker(lengths[rest].tolist(), 2048, 1000, longest=2048)
         assert [rest[pack].tolist() for pack in resumed] == packs[num:]
 
 

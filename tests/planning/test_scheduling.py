@@ -13,15 +13,15 @@ from trl_packfix.data.documents import Documents, make_documents, token_order
 from trl_packfix.data.epochs import EpochPlanner, unpacked_order
 from trl_packfix.data.loaders import PackedBatchSampler
 from trl_packfix.data.reader import TokenReader
-from trl_packfix.planning.costs import LLAMA_7B, CostModel, Heads, TowerCosts
+from trl_packfix.planning.costs import LLAMA_7B, CostModel, HeadCounts, TowerCosts
 from trl_packfix.planning.families import share_order
 from trl_packfix.planning.packing import Packing
-from trl_packfix.planning.schedule import EMPTY, rank_costs
+from trl_packfix.planning.schedule import NO_DOCUMENTS, rank_costs
 from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.planning.units import Units
 
 # Attention weighs as much at these lengths as on a 7B model at thousands of tokens; 6 heads: uneven on 4 ranks
-COSTS = CostModel(1e12, 4e10, attention=(Heads(8, 6, 2, 64, 64),), tower=TowerCosts(per_value=1e10, per_pair=1e7))
+COSTS = CostModel(1e12, 4e10, attention=(HeadCounts(8, 6, 2, 64, 64),), tower=TowerCosts(per_value=1e10, per_pair=1e7))
 KINDS = ("documents", "images", "families")
 ROOM = 64  # tokens of a pack
 
@@ -74,8 +74,8 @@ def problems_of_packs(plan: EpochPlanner, epoch: int) -> set[str]:
             found.add("a step without a document")
         if packing.parallel is None and (sizes == 0).any() and sizes.max() > 1:
             found.add("an empty slot though another has two units")
-        if packing.traits.keeps_steps:
-            num, per_step = len(documents), packing.documents_per_step
+        if packing.traits.keeps_unpacked_steps:
+            num, per_step = len(documents), packing.unpacked_documents_per_step
             order = unpacked_order(num, packing.seed, epoch) if packing.shuffle else np.arange(num)
             if sorted(schedule.step_documents(step)) != sorted(order[step * per_step : (step + 1) * per_step]):
                 found.add("other documents than in the step of the unpacked run")
@@ -102,8 +102,8 @@ def problems(ranks: list[EpochPlanner], epoch: int) -> set[str]:
                 found.add("parts out of order")
             if any(each != group[0] for each in group):
                 found.add("members of a group have other packs")
-            pack = [] if group[0] == [EMPTY] else group[0]
-            found |= {"an empty rank with documents"} if EMPTY in pack else set()
+            pack = [] if group[0] == [NO_DOCUMENTS] else group[0]
+            found |= {"an empty rank with documents"} if NO_DOCUMENTS in pack else set()
             seen += pack
     if sorted(seen) != sorted(ranks[0].schedule(epoch).order):
         found.add("a document is missing or twice")
@@ -160,7 +160,7 @@ def test_every_document_once_per_epoch_over_all_ranks(strategy, kind, tokens_per
 def test_minibatch_fills_few_micro_batches_evenly_over_ranks():
     lengths = np.full(32, 10)
     packing = Packing(strategy="minibatch", max_length=100, batch_size=4, accumulation=4, world_size=2)
-    schedule = packing.schedule_kept_steps(Units(lengths, LLAMA_7B), np.arange(32))
+    schedule = packing.schedule_unpacked_steps(Units(lengths, LLAMA_7B), np.arange(32))
     sizes = np.diff(schedule.offsets).reshape(1, 4, 2)[0]
     # 320 tokens fit into one pack: one micro-step carries nearly all of them, the rest one document for each rank
     assert sizes.tolist() == [[13, 13], [1, 1], [1, 1], [1, 1]]

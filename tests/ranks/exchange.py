@@ -20,9 +20,9 @@ import trl_packfix
 from trl_packfix import PackingLeakError
 from trl_packfix.attention import exchange
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, entered, packed_forwards
+from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered, packed_forwards
 from trl_packfix.attention.varlen import varlen_attention
-from trl_packfix.data import parts
+from trl_packfix.data import rank_share
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation.check_isolation import check_packs
@@ -115,7 +115,7 @@ def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False
 
     def run(attend, forward, own):
         given = [x[:, :, own].clone().requires_grad_() for x in states] + [logits.clone().requires_grad_()]
-        with entered(forward):
+        with packed_forward_entered(forward):
             out, _ = attend(nn.Module(), *given[:3], None, s_aux=given[3] if sinks else None, **features)
         grads = torch.autograd.grad(out, given, weights[:, own], allow_unused=True)
         return out.detach(), grads
@@ -179,7 +179,7 @@ def mixed_difference(kind: str, degree: int) -> float:
     first = dist.get_rank() % degree * tokens
     found = []
     for is_part in (False, True):
-        given = parts.cut_part(dict(batch), degree, first // tokens) if is_part else dict(batch)
+        given = rank_share.cut_part(dict(batch), degree, first // tokens) if is_part else dict(batch)
         own = slice(first, first + tokens) if is_part else slice(None)
         model.zero_grad()
         logits = model(**{name: x for name, x in given.items() if "labels" not in name}).logits
@@ -249,7 +249,7 @@ def proofs(folder: Path) -> list:
             examples = make_examples(family, model)
             found[name, family] = verdict(CHECKS[name](model, 512, 2, images=examples))
             probe = kind(model, examples, degree=2)
-            ids = probe._batch(probe.image_examples()[0])["input_ids"][0]
+            ids = probe._make_batch(probe.image_examples()[0])["input_ids"][0]
             is_image = ids == probe.images.processor.image_token_id
             found["split", name, family] = bool(is_image[len(ids) // 2 - 1 : len(ids) // 2 + 1].all())
     return on_all_ranks(found)

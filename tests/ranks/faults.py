@@ -22,8 +22,8 @@ from trl_packfix.attention.packed_forward import PackedForward, running_forward
 from trl_packfix.data import image_collator, loaders, stream
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.image_collator import PackedImages
-from trl_packfix.data.prefix_collator import Compared
-from trl_packfix.layout import Layout, Runs
+from trl_packfix.data.prefix_collator import ComparedContent
+from trl_packfix.layout import Layout, SharedRowsLayout
 from trl_packfix.samples import conversation
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.processor import RowProcessor
@@ -96,17 +96,17 @@ def gradients_of_one_rank_lost(right, ctx, grad):
 
 
 ATTENTION: dict[str, Fault] = {
-    "leak": changed(varlen, "_checked", forgets_boundaries),
+    "leak": changed(varlen, "_lengths_between", forgets_boundaries),
     "chunks": changed(HeadExchange, "to_heads", parts_in_wrong_order),
     "heads": changed(HeadExchange, "to_tokens", heads_in_wrong_order),
-    "prefixes": changed(varlen, "_attend", without_prefixes),
+    "prefixes": changed(varlen, "_attend_documents", without_prefixes),
 }
 MIXERS: dict[str, Fault] = {
     "no_halo": changed(mixers, "exchange_halo", lambda right, rows, width, degree: torch.zeros_like(rows[:, :width])),
     "no_states": changed(mixers, "run_scan", own_states_only),
     # These two move no state
     "no_gradient": changed(mixers, "exchange_halo", lambda right, *given: right(*given).detach()),
-    "gradients_lost": changed(exchange._Exchange, "backward", gradients_of_one_rank_lost),
+    "gradients_lost": changed(exchange._AllToAll, "backward", gradients_of_one_rank_lost),
 }
 
 
@@ -199,7 +199,7 @@ def boundary_of_mixers():
         return replace(running, cu_seq_lens_q=fewer, cu_seq_lens_k=fewer, derived={})
 
     with ExitStack() as patches:
-        for name, place in {"run_scan": 1, "_boundaries": 0, "_stretches": 0}.items():
+        for name, place in {"run_scan": 1, "_boundary_tensor": 0, "_rows_with_context": 0}.items():
 
             def on_fewer(right, *given, place=place, **more):
                 return right(*given[:place], wrong(given[place]), *given[place + 1 :], **more)
@@ -220,7 +220,7 @@ def by_placeholder(right, process, documents):
     """Images are compared by their placeholder tokens."""
     spans = [process.image_spans(document) for document in documents]
     return [
-        Compared(np.asarray(each["input_ids"]), [(of[0][0], of[-1][1])] if of else [])
+        ComparedContent(np.asarray(each["input_ids"]), [(of[0][0], of[-1][1])] if of else [])
         for each, of in zip(documents, spans, strict=True)
     ]
 
@@ -256,11 +256,11 @@ class Begins(TrainerCallback):
 
 # Leaks, which the proof of the model would refuse: they begin behind it
 BEHIND_PROOF: dict[str, Fault] = {
-    "one_document": changed(varlen, "_checked", lambda right, bounds, num_tokens: [num_tokens]),
+    "one_document": changed(varlen, "_lengths_between", lambda right, bounds, num_tokens: [num_tokens]),
     "boundary_of_mixers": boundary_of_mixers,
 }
 ONE: dict[str, Fault] = {
-    "each_row_once": changed(Runs, "targets", each_row_once),
+    "each_row_once": changed(SharedRowsLayout, "targets", each_row_once),
     "compared_by_placeholder": changed(RowProcessor, "compare", by_placeholder),
     # Of a document whose first images are shared, these again in place of the others
     "first_images_again": changed(
@@ -287,10 +287,12 @@ TRAINING: dict[str, Fault] = {
     "counted_by_all": lambda: mock.patch.object(Layout, "is_first", True),
     "statistic_of_parts": changed(objective, "group_load_balancing", statistic_of_parts),
     # A row of which several documents train the next token counts as one trained token
-    "one_label_per_row": changed(Runs, "labels", lambda right, self, batch: batch),
-    "border_lost": changed(Runs, "cut", border_lost),
+    "one_label_per_row": changed(SharedRowsLayout, "labels", lambda right, self, batch: batch),
+    "border_lost": changed(SharedRowsLayout, "cut", border_lost),
     # The router statistic counts a row once, and not once for each of its documents
-    "rows_once": changed(Runs, "row_counts", lambda right, self, trained: right(self, trained).clamp(max=1)),
+    "rows_once": changed(
+        SharedRowsLayout, "row_counts", lambda right, self, trained: right(self, trained).clamp(max=1)
+    ),
     "own_shards": changed(stream, "share_of_rank", shards_of_each_rank),
     # Ranks add the sums of sources as each has numbered them, and not by their names
     "sources_as_met": changed(TrainingTotals, "_agree_on_sources", lambda right, self, own: right(self, sorted(own))),

@@ -147,7 +147,7 @@ class Watched(TrainerCallback):
         self.trainer, self.states = trainer, []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.packed_model.attend()  # adds hooks, and is not the probe
+        self.trainer.packed_model.attach_packed_attention()  # adds hooks, and is not the probe
         self.states.append(engine_state.snapshot(self.trainer))
         if len(self.states) == 2:
             self.probe()
@@ -188,16 +188,16 @@ def repaired_in_bf16(folder: Path, engine: str) -> dict:
 def rounded(folder: Path, engine: str) -> dict:
     """The verdict of each rank on a model that leaks in bf16, where rank 1 sees nothing move at the model's end."""
     trainer = make(folder, engine, row=Row("leaking"), num=37, max_steps=1, bf16=True, on_leak="unpack")
-    measured = isolation.distance
+    measured = isolation.largest_distance
     if trainer.args.process_index == 1:
-        isolation.distance = lambda *given: 0.0
+        isolation.largest_distance = lambda *given: 0.0
     verdicts = []
 
     class Judge(TrainerCallback):
         def on_train_begin(self, *given, **kwargs):
             with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
                 verdicts.append(check_isolation(trainer.model_wrapped, trainer.args.max_length))
-            isolation.distance = measured
+            isolation.largest_distance = measured
 
     trainer.callback_handler.callbacks.insert(0, Judge())
     trainer.train()

@@ -22,7 +22,7 @@ from trl import ModelConfig, get_peft_config
 from trl_packfix.cli import recipes
 
 NUM_STEPS = 3
-MILLION = yaml.safe_load(recipes.read("qwen3-8b-1m"))
+MILLION = yaml.safe_load(recipes.read_recipe("qwen3-8b-1m"))
 WINDOWED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 YARN = MILLION["model_init_kwargs"]["rope_parameters"] | {"factor": 4.0, "original_max_position_embeddings": 32}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {

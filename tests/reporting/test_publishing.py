@@ -14,9 +14,9 @@ from support.models import build_tiny_model, build_tokenizer
 from support.runs import config, trainer
 
 from trl_packfix import SFTTrainer
-from trl_packfix.reporting.parts import LengthHistogram
 from trl_packfix.reporting.report import metrics, show_lines
-from trl_packfix.training.totals import Span, TrainingTotals
+from trl_packfix.reporting.sections import LengthHistogram
+from trl_packfix.training.totals import StepSpan, TrainingTotals
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,7 +85,7 @@ def test_every_key_of_the_log_is_on_the_page_and_no_other(run):
     assert {"loss/NAME", "trained_tokens/NAME", "eval_loss/NAME", "packing/efficiency", "isolation/tolerance"} <= logged
     assert len(logged) > 30
     totals = TrainingTotals(sources=("NAME",), shares_prefixes=True)
-    span = Span(dict.fromkeys(totals.window.sums, 1.0), seconds=1.0)
+    span = StepSpan(dict.fromkeys(totals.window.sums, 1.0), seconds=1.0)
     by_totals = set(totals.metrics(span, capacity=8, peak_tflops=1.0)) | {"num_tokens", "train_samples_per_second"}
     assert by_totals == set(made["PARTS"]["In each log of a training"])
     assert all(unit and meaning for keys in made["PARTS"].values() for unit, meaning in keys.values())

@@ -163,9 +163,9 @@ def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
     assert "sequence parallelism" not in lines and numbers["packing/smallest_degree"] == 2
     assert not {"packing/documents", "packing/packs", "packing/lost_trained_share"} & numbers.keys()  # not read yet
     list(islice(stream, 2 * 3))
-    counted = stream.after(3)["micro_steps"]
+    counted = stream.state_after(3)["micro_steps"]
     assert sum(counted.values()) == 2 * 3
-    made = make_stream_report(stream, 9, stream.after(3)["counts"], micro_steps=counted)
+    made = make_stream_report(stream, 9, stream.state_after(3)["counts"], micro_steps=counted)
     assert f"micro-steps by degree (ranks that share a pack): {made.shared.histogram}" in str(made.lines())
     assert made.shared.micro_steps == counted
 

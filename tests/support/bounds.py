@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trl_packfix.planning.arrays import Float64Array, Int64Array
-from trl_packfix.planning.degrees import Step
+from trl_packfix.planning.degrees import UndividedStep
 from trl_packfix.planning.parallel import SequenceParallel, smallest_degree
 from trl_packfix.planning.schedule import Schedule
 from trl_packfix.planning.units import Bins, Synchronisation, Units
@@ -103,11 +103,13 @@ class _Bounds:
 
 def time_bound(schedule: Schedule, units: Units, bins: Bins, *, parallel: SequenceParallel) -> float:
     """Seconds below which no schedule with these steps and shared packs is."""
-    steps = (Step(schedule.step_documents(i), units, bins, parallel=parallel) for i in range(schedule.num_steps))
+    steps = (
+        UndividedStep(schedule.step_documents(i), units, bins, parallel=parallel) for i in range(schedule.num_steps)
+    )
     return sum(map(step_bound, steps))
 
 
-def step_bound(step: Step) -> float:
+def step_bound(step: UndividedStep) -> float:
     """Seconds below which no division of the step is, also none with groups of several degrees in a micro-step.
 
     All ranks work all the time, units longer than C pay the exchange of their smallest group, and each takes at least

@@ -80,7 +80,7 @@ def type_with_own_attention() -> str:
         model = zoo.build_model(model_type)
         packed_model = PackedModel(model, torch.float32, "cpu", 64, on_leak="raise")
         report = packed_model.prove(model)
-        packed_model.rest()
+        packed_model.restore_own_attention()
         if report.passed and report.attention == "eager":
             return model_type
     raise AssertionError(f"none of {candidates} is isolated with its own attention. Run `make sweep`.")

@@ -13,11 +13,11 @@ from trl.trainer import utils
 from trl_packfix.attention import varlen
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.data.model_costs import built, model_class_of
+from trl_packfix.data.model_costs import build_on_meta, model_class_of
 from trl_packfix.data.model_memory import (
     LORA,
     SAVED_ATTENTION,
-    Method,
+    TrainingMethod,
     add_adapters,
     count_model,
     drop_as_cuda,
@@ -73,7 +73,7 @@ class NothingToRead(TorchDispatchMode):
 def make_model(config, method, checkpointing, lora=LORA):
     """On the meta device, with the dtypes that the method has."""
     autocast = method.engine == "DDP"
-    model = built(*model_class_of(config)).to(torch.float32 if autocast and not method.lora else torch.bfloat16)
+    model = build_on_meta(*model_class_of(config)).to(torch.float32 if autocast and not method.lora else torch.bfloat16)
     if method.lora:
         add_adapters(model, lora, autocast=autocast)
         drop_as_cuda(model)
@@ -105,7 +105,7 @@ def packed_peaks(config, checkpointing, tokens):
 
     Meta tensors take the path of CUDA: our attention with its kernel.
     """
-    method = Method(lora=False, engine="ZeRO-2")
+    method = TrainingMethod(lora=False, engine="ZeRO-2")
     model = make_model(config, method, checkpointing)
     select_attention(model, device_type="cpu")
     mark_packed_forwards(model)
@@ -122,7 +122,7 @@ def fused_peaks(config, lora, checkpointing, tokens):  # lora: settings of adapt
     from trl.kernels import chunked_logprob
 
     has_experts = hasattr(config, "num_experts")  # they run on fake tensors in bfloat16 only
-    method = Method(lora is not None, "DDP")
+    method = TrainingMethod(lora is not None, "DDP")
     expected = predicted(config, method, checkpointing, True, tokens, lora)  # and registers the attention
     model = make_model(config, replace(method, engine="ZeRO-2") if has_experts else method, checkpointing, lora)
     model.set_attn_implementation(SAVED_ATTENTION)

@@ -3,7 +3,7 @@
 import numpy as np
 from datasets import Dataset
 
-from trl_packfix.layout import LAYOUT, Runs
+from trl_packfix.layout import LAYOUT_KEY, SharedRowsLayout
 
 
 def forest(num: int = 40, seed: int = 0) -> Dataset:
@@ -36,6 +36,6 @@ def forest(num: int = 40, seed: int = 0) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def shared_prefixes(batches: list[dict]) -> list[Runs]:
+def shared_prefixes(batches: list[dict]) -> list[SharedRowsLayout]:
     """Of the batches that share, what they share."""
-    return [batch[LAYOUT] for batch in batches if LAYOUT in batch]
+    return [batch[LAYOUT_KEY] for batch in batches if LAYOUT_KEY in batch]

@@ -17,8 +17,8 @@ from support.models import build_tokenizer
 from support.runs import all_documents, trainer
 
 from trl_packfix.samples.conversation import Conversation
-from trl_packfix.samples.recipes import Masked
-from trl_packfix.samples.row import MaskCounts
+from trl_packfix.samples.recipes import MaskedTurns
+from trl_packfix.samples.row import AssistantTurnCounts
 from trl_packfix.samples.turns import TurnRule
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def trained_texts(row, tokenizer):
 
 
 def sample(messages, tokenizer, template=None, **rule):
-    (made,) = Masked(TurnRule(**rule), tokenizer, template).samples({"messages": messages}, 0)
+    (made,) = MaskedTurns(TurnRule(**rule), tokenizer, template).samples({"messages": messages}, 0)
     return {name: values.tolist() for name, values in made.columns.items()}
 
 
@@ -288,7 +288,7 @@ def test_turns_of_rows_with_images(family, tmp_path):
     batch = unpacked.data_collator([data[i] for i in range(len(data))])
     for i, labels in enumerate(rows):
         assert batch["labels"][i][batch["attention_mask"][i].bool()].tolist() == labels
-    assert run.data.trained.counts == MaskCounts(turns=18, context=9, earlier=0)
+    assert run.data.trained.counts == AssistantTurnCounts(turns=18, context=9, earlier=0)
     # Reads no `train`, nor the cache
     every = vision.make(tmp_path, family, **settings | {"message_train_key": None})
     assert every.data.documents.trained.sum() > run.data.documents.trained.sum()

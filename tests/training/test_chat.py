@@ -12,8 +12,8 @@ from support.models import build_tokenizer
 from support.runs import all_documents, stock, trainer
 
 from trl_packfix import SFTTrainer
+from trl_packfix.samples.dataset_warnings import warn_of_what_is_left_out
 from trl_packfix.samples.recipes import EachTurn
-from trl_packfix.samples.said import say_what_is_left_out
 from trl_packfix.samples.turns import TurnRule
 
 pytestmark = pytest.mark.slow
@@ -140,7 +140,7 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
     kept = [{"conversations": [*row["conversations"], thought]} for row in sharegpt()]
     given = json.dumps(kept)
     stream = IterableDataset.from_generator(lambda: iter(kept))  # yields objects of the user
-    say_what_is_left_out(stream, "train", EachTurn(TurnRule(), build_tokenizer()))
+    warn_of_what_is_left_out(stream, "train", EachTurn(TurnRule(), build_tokenizer()))
     assert json.dumps(kept) == given
     caplog.clear()
     bad = [*sharegpt(), {"conversations": None}, {"conversations": [None]}]

@@ -21,9 +21,9 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packfix import SFTConfig, SFTTrainer
 from trl_packfix.training import choices as of
-from trl_packfix.training.checks import check_before_loading, setup_of
-from trl_packfix.training.choices import Choice, Setup
-from trl_packfix.training.features import FEATURES, experimental, refuse
+from trl_packfix.training.checks import check_before_loading, settings_of_trainer
+from trl_packfix.training.choices import Condition, RunSettings
+from trl_packfix.training.features import FEATURES, experimental_choices, refuse_conflicts
 
 ROOT = Path(__file__).parents[2]
 CHATS = Dataset.from_dict({"messages": [PROMPT + ANSWER] * 4})
@@ -118,7 +118,7 @@ MADE = {  # how each choice is made: fields of the config, and ARGUMENTS
     of.LIGER_LOSS: {"liger_kernel_config": {"cross_entropy": True}},
     of.NO_END: {"max_steps": -1},
     of.UNPREPARED: {"dataset_kwargs": {"skip_prepare_dataset": True}},
-    of.DIVIDED: {"accelerator_config": {"split_batches": True}},
+    of.DIVIDED_MODEL: {"accelerator_config": {"split_batches": True}},
     of.OWN_MEANS: {"average_tokens_across_devices": False, "config_class": TwoRanks},
     of.STREAM: {"packing": True, "stream": True},
     of.PACKED_IMAGES: {"packing": True, "dataset": with_column("images")},
@@ -160,20 +160,20 @@ ALSO = {
     of.NO_EMPTY_THINKING: (of.ASSISTANT_ONLY,),
 }
 # What older versions of transformers do not have
-ABSENT = {of.PIPELINE, of.TENSORS_AND_SHARDS} if Version("5.20") > TRANSFORMERS else set[Choice]()
+ABSENT = {of.PIPELINE, of.TENSORS_AND_SHARDS} if Version("5.20") > TRANSFORMERS else set[Condition]()
 ROWS = [(feature, other) for feature in FEATURES for other in feature.conflicts if not {feature.choice, other} & ABSENT]
 
 REFUSED_IN_PACKS = next(feature.conflicts for feature in FEATURES if feature.choice == of.PACKING)
 
 
-def can_be_made(one: Choice, other: Choice) -> bool:
+def can_be_made(one: Condition, other: Condition) -> bool:
     """False for two values of one setting, and for what would need two datasets, models or engines."""
     if {one, other} & ABSENT or {one, other} in ({of.OVERLONG, of.CUT_BLOCKS}, {of.NO_TRUNCATION, of.CUT_BLOCKS}):
         return False  # refused with the value, in `data/dataset_checks.py`
     return one != other and all(MADE[other].get(key, value) == value for key, value in MADE[one].items())
 
 
-def message_of(folder, *chosen: Choice, constructs: bool = False, **settings) -> str:
+def message_of(folder, *chosen: Condition, constructs: bool = False, **settings) -> str:
     """What is said to a run with these choices; empty if nothing. The trainer asks in this order."""
     made = BASE | settings | {key: value for choice in chosen for key, value in MADE[choice].items()}
     arguments = {key: made.pop(key) for key in ARGUMENTS if key in made}
@@ -188,9 +188,11 @@ def message_of(folder, *chosen: Choice, constructs: bool = False, **settings) ->
         args = config(folder, arguments.pop("config_class", SFTConfig), packing_report=False, **made)
         if constructs:
             kind(model, args, train_dataset=dataset, **{"processing_class": build_tokenizer()} | arguments)
-        check_before_loading(setup_of(kind, arguments | {"args": args, "model": model, "train_dataset": dataset}))
-        refuse(Setup(args=args, accelerator=engine))
-        refuse(Setup(args=args, **own_methods))
+        check_before_loading(
+            settings_of_trainer(kind, arguments | {"args": args, "model": model, "train_dataset": dataset})
+        )
+        refuse_conflicts(RunSettings(args=args, accelerator=engine))
+        refuse_conflicts(RunSettings(args=args, **own_methods))
     except ValueError as error:
         return str(error)
     finally:
@@ -201,7 +203,7 @@ def message_of(folder, *chosen: Choice, constructs: bool = False, **settings) ->
 
 def test_every_choice_is_made_and_nothing_else_is_chosen():
     """A row whose choice is never made would pass below, and so would one that is always made."""
-    every = {choice for choice in vars(of).values() if isinstance(choice, Choice)}
+    every = {choice for choice in vars(of).values() if isinstance(choice, Condition)}
     named = {choice for feature in FEATURES for choice in (feature.choice, *feature.conflicts)}
     assert every == named == set(MADE) and len(ROWS) > 60
 
@@ -239,8 +241,8 @@ def test_what_several_gpus_have_not_run_is_called_experimental(tmp_path):
     labelled = {each.name for each in fields(SFTConfig) if "Experimental" in str(each.metadata.get("help"))}
     assert labelled == {"tokens_per_rank"}
     args = config(tmp_path, packing=True, share_prefixes="pack")
-    assert experimental(Setup(args=args)) == ()
-    (divided,) = experimental(Setup(args=args, model=SimpleNamespace(_tp_size=2)))
+    assert experimental_choices(RunSettings(args=args)) == ()
+    (divided,) = experimental_choices(RunSettings(args=args, model=SimpleNamespace(_tp_size=2)))
     assert divided.startswith("tensor or expert parallelism")
 
 

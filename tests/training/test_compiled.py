@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from trl_packfix.attention import choice, varlen
 from trl_packfix.attention.forwards import CarryingCheckpoint
-from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, entered
+from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered
 from trl_packfix.attention.varlen import varlen_attention
 
 pytestmark = pytest.mark.slow
@@ -137,6 +137,6 @@ def test_a_checkpoint_is_not_compiled_anew_for_other_documents(flash_on_cpu):
         bounds = torch.tensor([0, 3, 3 + longest], dtype=torch.int32)
         states = torch.randn(3, 1, 2, 3 + longest, 8, dtype=torch.bfloat16, requires_grad=True).unbind()
         given = dict(zip(CU_SEQ_LENS, (bounds, bounds, longest, longest), strict=True))
-        with entered(PackedForward(**given)):
+        with packed_forward_entered(PackedForward(**given)):
             compiled(*states, None, **given)
     assert counter.frame_count == 2  # the second when torch sees that lengths change

@@ -23,7 +23,7 @@ from support.launch import Launch
 from support.rounding import tolerance, weight_difference
 from transformers import AutoModelForCausalLM
 
-from trl_packfix.training.checkpoints import FILE, damage
+from trl_packfix.training.checkpoints import STATE_FILE, damage
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo"),
@@ -286,7 +286,7 @@ def test_every_file_of_every_rank_is_vouched_for(result, engine, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(result(f"restart_{engine}")["checkpoint"], checkpoint)
     assert damage(checkpoint) is None
-    files = [file for file in checkpoint.rglob("*") if file.is_file() and file.name != FILE]
+    files = [file for file in checkpoint.rglob("*") if file.is_file() and file.name != STATE_FILE]
     names = {str(file.relative_to(checkpoint)) for file in files}
     assert {"rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json"} <= names
     shards = [name for name in names if "rank_" in name or name.endswith(".distcp")]

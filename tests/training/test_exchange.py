@@ -16,7 +16,7 @@ from torch import nn
 from trl_packfix import IsolationReport, PackingLeakError
 from trl_packfix.attention import exchange
 from trl_packfix.attention.exchange import HeadExchange, group_of, head_ranges, make_groups
-from trl_packfix.attention.packed_forward import PackedForward, entered
+from trl_packfix.attention.packed_forward import PackedForward, packed_forward_entered
 from trl_packfix.attention.runs import launches_of
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.isolation.packed_model import PackedModel
@@ -51,7 +51,7 @@ def test_the_exchange_gives_each_head_its_keys_and_copies_no_index_to_the_device
         # What all send is known in the second round
         return torch.cat([sent[j][member] for j in sent]) if len(sent) == degree else flat.new_empty(sum(receive))
 
-    monkeypatch.setattr(exchange._Exchange, "apply", exchanged)
+    monkeypatch.setattr(exchange._AllToAll, "apply", exchanged)
     query, key, value = (torch.randn(1, n, degree * num_tokens, 4) for n in (heads, kv_heads, kv_heads))
     found = {}
     for member in [*range(degree)] * 2:
@@ -68,7 +68,7 @@ def test_the_exchange_gives_each_head_its_keys_and_copies_no_index_to_the_device
 
 def attend(tokens, forward, **given):
     q = k = v = torch.randn(1, 2, tokens, 4)
-    with entered(forward):
+    with packed_forward_entered(forward):
         return varlen_attention(nn.Module(), q, k, v, None, **given)[0]
 
 

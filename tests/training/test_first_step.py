@@ -225,8 +225,8 @@ FAULTS = {
         "the loss is",
     ),
     "boundaries lost": (faults.BEHIND_PROOF["one_document"], {}, "gradients of"),
-    "boundaries lost in one layer": (changed(varlen, "_checked", in_one_layer), PLAIN, "gradients of"),
-    "a boundary one late": (changed(varlen, "_checked", one_late), {}, "the loss is"),
+    "boundaries lost in one layer": (changed(varlen, "_lengths_between", in_one_layer), PLAIN, "gradients of"),
+    "a boundary one late": (changed(varlen, "_lengths_between", one_late), {}, "the loss is"),
     "divided by the accumulation": (of_loss(lambda loss: loss / 2), {}, "the loss is"),
     "times the ranks": (of_loss(lambda loss: loss * 2), {}, "the loss is"),
     "mean of means": (changed(Objective, "count_step", lambda right, *given: None), {}, "the loss is"),
@@ -246,7 +246,9 @@ FAULTS = {
         "the loss is",
     ),
     "smoothing where nothing is trained": (
-        changed(objective, "_smoothed", lambda right, *given: (lambda nll, total: (nll, total + 1))(*right(*given))),
+        changed(
+            objective, "_smoothing_terms", lambda right, *given: (lambda nll, total: (nll, total + 1))(*right(*given))
+        ),
         CASES["smoothing"],
         "the loss is",
     ),
@@ -319,7 +321,7 @@ def test_longer_documents_that_leak_are_refused(tmp_path):
         return [num_tokens] if num_tokens >= 180 else right(bounds, num_tokens)
 
     trainer = make(tmp_path, dataset=rows((60, 190)), gradient_accumulation_steps=1)
-    right, fault = FirstStep.compare_longer, changed(varlen, "_checked", beyond)
+    right, fault = FirstStep.compare_longer, changed(varlen, "_lengths_between", beyond)
 
     def with_fault(self, batches):
         with fault():
@@ -352,13 +354,13 @@ def test_lengths_are_compared_when_they_double(tmp_path):
     one_each = {"packing_strategy": "minibatch", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     in_order = {"train_sampling_strategy": "sequential", "shuffle_dataset": False}
     trainer = make(tmp_path, dataset=rows((40, 90, 200, 210)), max_steps=4, **one_each, **in_order)
-    seen, right = [], Probe.alone
+    seen, right = [], Probe.forward_alone
 
     def note(self, ids):
         seen.extend([len(ids)] * (len(ids) > 32))  # the proof of the model has shorter ones
         return right(self, ids)
 
-    with mock.patch.object(Probe, "alone", note):
+    with mock.patch.object(Probe, "forward_alone", note):
         trainer.train()
     assert trainer.first_step.longest_compared == 200 and seen == [90, 200], seen
 

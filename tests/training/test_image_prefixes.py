@@ -18,7 +18,7 @@ from trl_packfix.data.loaders import PackCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.packed_model import PackedModel
-from trl_packfix.layout import LAYOUT, layout_of
+from trl_packfix.layout import LAYOUT_KEY, layout_of
 from trl_packfix.reporting.packs import first_packs
 from trl_packfix.reporting.savings import estimated_savings
 from trl_packfix.samples import processor
@@ -253,4 +253,4 @@ def test_show_draws_the_runs_that_are_trained(tmp_path):
     batch = next(iter(loader))
     assert pack.cu_seq_lens == batch["cu_seq_lens_q"].tolist() and pack.cu_seq_lens_k == batch["cu_seq_lens_k"].tolist()
     assert [each.num_images for each in pack.documents] == [1] * 8
-    assert sorted(each.shared for each in pack.documents) == sorted(batch[LAYOUT].shared.tolist())
+    assert sorted(each.shared for each in pack.documents) == sorted(batch[LAYOUT_KEY].shared.tolist())

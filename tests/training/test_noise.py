@@ -10,7 +10,7 @@ from test_objective import OwnLoss, first_step
 from transformers.integrations.neftune import activate_neftune
 
 from trl_packfix import PackedDataCollator
-from trl_packfix.data.parts import cut_part
+from trl_packfix.data.rank_share import cut_part
 from trl_packfix.training.noise import DocumentNoise
 
 pytestmark = pytest.mark.slow

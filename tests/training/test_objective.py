@@ -39,7 +39,7 @@ def first_step(run):
     """The micro-batches of the first optimizer step, and the count that transformers divides by."""
     run.model.train()
     if run.args.packing:
-        run.packed_model.attend()
+        run.packed_model.attach_packed_attention()
     accumulation = run.args.gradient_accumulation_steps
     run.current_gradient_accumulation_steps = accumulation
     run.state.max_steps = 1  # `train` sets it; after the last step no batch is fetched

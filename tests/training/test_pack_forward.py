@@ -27,7 +27,7 @@ from trl_packfix.attention.packed_forward import packed_forwards
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation import packed_rows
 from trl_packfix.isolation.packed_rows import pack_rows
-from trl_packfix.layout import LAYOUT
+from trl_packfix.layout import LAYOUT_KEY
 
 pytestmark = pytest.mark.slow
 
@@ -130,7 +130,7 @@ def test_each_token_has_a_row_with_its_own_past(padded, shares):
     assert batch.rows.unique().tolist() == list(range(batch.num_computed)), "a row is computed that no token needs"
     # The keys of the run of each row, up to itself, are the tokens before it in each document that has it
     bounds_q, bounds_k = pack["cu_seq_lens_q"].tolist(), pack["cu_seq_lens_k"].tolist()
-    keys = pack[LAYOUT].kv_index if LAYOUT in pack else torch.arange(batch.num_computed)
+    keys = pack[LAYOUT_KEY].kv_index if LAYOUT_KEY in pack else torch.arange(batch.num_computed)
     for rows in batch.rows.split(lengths):
         for place, row in enumerate(rows.tolist()):
             run = int(np.searchsorted(bounds_q, row, side="right")) - 1
@@ -278,10 +278,10 @@ def restarting(batch):
 
 
 def with_a_key_of_a_sibling(batch):
-    layout = batch.pack[LAYOUT]
+    layout = batch.pack[LAYOUT_KEY]
     keys = layout.kv_index.clone()
     keys[int(batch.pack["cu_seq_lens_k"][1]) + 5] = int(batch.pack["cu_seq_lens_q"][1]) - 1
-    return batch._replace(pack=batch.pack | {LAYOUT: type(layout)(**(vars(layout) | {"kv_index": keys}))})
+    return batch._replace(pack=batch.pack | {LAYOUT_KEY: type(layout)(**(vars(layout) | {"kv_index": keys}))})
 
 
 def shifted(batch):

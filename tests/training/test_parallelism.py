@@ -16,8 +16,8 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 
 from trl_packfix import SFTConfig, SFTTrainer, compat
 from trl_packfix.training.checks import synchronisation
-from trl_packfix.training.choices import Setup
-from trl_packfix.training.features import refuse
+from trl_packfix.training.choices import RunSettings
+from trl_packfix.training.features import refuse_conflicts
 
 needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
 
@@ -41,7 +41,7 @@ ARGS = SFTConfig(packing=True, use_cpu=True, bf16=False)
 
 
 def check(engine) -> None:
-    refuse(Setup(args=ARGS, accelerator=engine))
+    refuse_conflicts(RunSettings(args=ARGS, accelerator=engine))
 
 
 @pytest.mark.parametrize("name", ["cp_size", "sp_size"])
@@ -53,19 +53,21 @@ def test_context_parallelism_is_refused_and_the_way_out_named(name, monkeypatch)
     check(accelerator(parallelism=ParallelismConfig(dp_shard_size=2, tp_size=2)))
     # Before the accelerator exists: TRL would refuse the first without naming the way out
     with pytest.raises(ValueError, match=message):
-        refuse(
-            Setup(args=SFTConfig(packing=True, use_cpu=True, bf16=False, parallelism_config=SimpleNamespace(**sizes)))
+        refuse_conflicts(
+            RunSettings(
+                args=SFTConfig(packing=True, use_cpu=True, bf16=False, parallelism_config=SimpleNamespace(**sizes))
+            )
         )
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "2")
     with pytest.raises(ValueError, match=message):
-        refuse(Setup(args=ARGS))
+        refuse_conflicts(RunSettings(args=ARGS))
 
 
 def test_a_model_that_a_run_had_divided_is_not_divided(tiny_model):
     model = tiny_model("llama")
     model.config.distributed_config = SimpleNamespace(tp_size=1, dp_size=1, pp_size=2)  # it was saved with it
-    refuse(Setup(args=ARGS, model=model, accelerator=Accelerator(cpu=True)))
+    refuse_conflicts(RunSettings(args=ARGS, model=model, accelerator=Accelerator(cpu=True)))
 
 
 @needs_deepspeed
@@ -109,7 +111,7 @@ def test_a_model_on_several_devices_is_refused(second, tiny_model):
     message = r"(?i)a `device_map` with 2 devices.*boundaries of a pack are on one device.*Launch one process per GPU"
     for given in (model, get_peft_model(model, LoraConfig(target_modules=["q_proj"]))):
         with nullcontext() if second in (0, "cpu", None) else pytest.raises(ValueError, match=message):
-            refuse(Setup(args=ARGS, model=given))
+            refuse_conflicts(RunSettings(args=ARGS, model=given))
 
 
 WAITS = {

@@ -14,7 +14,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from trl_packfix import SFTTrainer
 from trl_packfix.data.prefix_collator import PrefixCollator
-from trl_packfix.layout import LAYOUT, layout_of
+from trl_packfix.layout import LAYOUT_KEY, layout_of
 from trl_packfix.planning.strategies import plan_packs
 from trl_packfix.training.flops import training_flops
 
@@ -56,7 +56,7 @@ def test_flops_are_those_of_the_computed_tokens(tmp_path):
     found = trainer(tmp_path, DOCUMENTS, **OURS | SGD)
     batch = PrefixCollator(min_shared=1, pad_to_multiple_of=16)(DOCUMENTS.to_list()[:9])
     shared = layout_of(batch)
-    found.training_objective.count(batch, shared, shared.trained)
+    found.training_objective.count_batch(batch, shared, shared.trained)
     (sums,) = found.training_objective.totals._pending.values()
     sums = dict(zip(found.training_objective.totals.OF_BATCHES, sums.tolist(), strict=True))
     positions = batch["position_ids"][0][shared.num_documents > 0].double()
@@ -132,7 +132,7 @@ def test_evaluation_brings_families_together(tmp_path):
     assert rows < 0.9 * sum(unsorted) < tokens and num_shared < num_whole
     batches = list(found.get_eval_dataloader())
     assert max(batch["labels"].numel() for batch in batches) <= 4 * 96
-    num_whole = sum(len(batch["cu_seq_lens_q"]) - 1 for batch in batches if LAYOUT not in batch)
+    num_whole = sum(len(batch["cu_seq_lens_q"]) - 1 for batch in batches if LAYOUT_KEY not in batch)
     assert sum(len(each.lengths) for each in shared_prefixes(batches)) + num_whole == 90
     # The same packs with sequence parallelism, here on one rank
     parts = {"tokens_per_rank": 4 * 96, "per_device_eval_batch_size": 1, "per_device_train_batch_size": 1}

@@ -10,7 +10,12 @@ from support.models import build_tiny_model
 from support.runs import texts, trainer
 
 from trl_packfix.cli import main
-from trl_packfix.training.progress import USUAL_FORWARDS, say_deepspeed_communicates, say_deepspeed_offloads, status
+from trl_packfix.training.progress import (
+    USUAL_FORWARDS,
+    say_deepspeed_communicates,
+    say_deepspeed_offloads,
+    status_shown,
+)
 
 
 def said(capsys, folder, model="llama", **settings) -> str:
@@ -27,7 +32,7 @@ def test_progress_is_shown_on_rank_0_unless_switched_off(tmp_path, capsys):
     assert [bool(about) for count, about in forwards] == [int(count) <= USUAL_FORWARDS for count, _ in forwards]
     assert not [line for line in said(capsys, tmp_path).splitlines() if "Prov" in line or "Plan" in line]
     for rank, disabled in ((0, False), (0, True), (1, False)):
-        with status(SimpleNamespace(process_index=rank, disable_tqdm=disabled), "Working"):
+        with status_shown(SimpleNamespace(process_index=rank, disable_tqdm=disabled), "Working"):
             pass
         assert ("Working" in capsys.readouterr().err) == ((rank, disabled) == (0, False))
 
@@ -40,7 +45,10 @@ def test_a_repair_names_what_is_repaired(tmp_path, capsys):
 
 
 def test_an_error_ends_the_display(capsys):
-    with pytest.raises(ValueError), status(SimpleNamespace(process_index=0, disable_tqdm=False), "Working") as show:
+    with (
+        pytest.raises(ValueError),
+        status_shown(SimpleNamespace(process_index=0, disable_tqdm=False), "Working") as show,
+    ):
         show("Working on another part")
         raise ValueError
     assert "another part" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from support.models import build_tiny_model, build_tokenizer
 from training.test_first_step import rows
 
 from trl_packfix import PackingLeakError, SFTConfig, SFTTrainer
-from trl_packfix.isolation.check_isolation import Runs
+from trl_packfix.isolation.check_isolation import ProbeMeasurement
 from trl_packfix.training import remembered
 
 
@@ -36,7 +36,9 @@ def start(folder, model="llama", peft_config=None, **settings):
     )
     model = build_tiny_model(model, vocab_size=64) if isinstance(model, str) else model
     own = {"processing_class": build_tokenizer(), "peft_config": peft_config}
-    with mock.patch.object(Runs, "__init__", autospec=True, side_effect=Runs.__init__) as proves:
+    with mock.patch.object(
+        ProbeMeasurement, "__init__", autospec=True, side_effect=ProbeMeasurement.__init__
+    ) as proves:
         trainer = SFTTrainer(model, args, train_dataset=load_from_disk(folder / "data"), **own)
         trainer.train()
     return trainer, proves.call_count
@@ -104,9 +106,9 @@ def test_what_differs_is_proved(folder, settings):
 
 
 def test_other_code_of_this_package_proves_again(folder, monkeypatch):
-    """`CODE` is a hash of every file of the package (tests/planning/test_epochs.py)."""
+    """`PREPARATION_SOURCE_HASH` is a hash of every file of the package (tests/planning/test_epochs.py)."""
     start(folder)
-    monkeypatch.setattr(remembered, "CODE", "of another version")
+    monkeypatch.setattr(remembered, "PREPARATION_SOURCE_HASH", "of another version")
     assert start(folder)[1] == 1
     assert start(folder)[1] == 0
 

@@ -12,8 +12,8 @@ import torch
 from support.runs import texts, trainer, weights
 
 from trl_packfix.training import checkpoints, restart
-from trl_packfix.training.checkpoints import FILE, TRAINED, begin, choose_checkpoint, damage
-from trl_packfix.training.restart import SAMPLE, continued
+from trl_packfix.training.checkpoints import STATE_FILE, TRAINED_FILE, choose_checkpoint, damage, note_times
+from trl_packfix.training.restart import SAMPLE_LABEL, continue_planner
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def test_token_counts_continue(run, folder):
     for name in ("num_tokens", "num_input_tokens_seen"):
         whole, resumed = logged(run, name), logged(again, name)
         assert resumed == whole and whole[11] > whole[10] > 0
-    state = json.loads((folder / "checkpoint-10" / FILE).read_text())
+    state = json.loads((folder / "checkpoint-10" / STATE_FILE).read_text())
     assert state["num_tokens"] == logged(run, "num_tokens")[10]
 
 
@@ -141,26 +141,26 @@ def test_other_documents_or_batches_are_refused(change, folder):
 
 
 def test_tokens_of_every_document_are_compared_where_the_checkpoint_has_them(run, folder):
-    file = folder / "checkpoint-10" / FILE
+    file = folder / "checkpoint-10" / STATE_FILE
     state = json.loads(file.read_text())
     del state["hash"]
-    sample = state["settings"][SAMPLE]
+    sample = state["settings"][SAMPLE_LABEL]
     assert len(sample) == 64
-    state["settings"][SAMPLE] = sample[::-1]
+    state["settings"][SAMPLE_LABEL] = sample[::-1]
     file.write_text(json.dumps(state))
     with pytest.raises(ValueError, match=f"`sample of every document` was {sample[:-9:-1]}"):
         resume(folder, "checkpoint-10")
-    del state["settings"][SAMPLE]
+    del state["settings"][SAMPLE_LABEL]
     file.write_text(json.dumps(state))
     assert torch.equal(weights(resume(folder, "checkpoint-10")), weights(run))
 
 
 def test_a_checkpoint_of_an_earlier_version_does_not_say_what_was_trained(folder):
-    file = folder / "checkpoint-10" / FILE
+    file = folder / "checkpoint-10" / STATE_FILE
     state = json.loads(file.read_text())
-    del state["hash"], state["files"][TRAINED], state["first_step"], state["planned_at"], state["steps_left"]
+    del state["hash"], state["files"][TRAINED_FILE], state["first_step"], state["planned_at"], state["steps_left"]
     file.write_text(json.dumps(state))
-    (folder / "checkpoint-10" / TRAINED).unlink()
+    (folder / "checkpoint-10" / TRAINED_FILE).unlink()
     message = "`gradient_accumulation_steps` was 2 and is 1.*has no `trained_documents.npy`.*number of ranks is 2 again"
     with pytest.raises(ValueError, match=message):
         resume(folder, "checkpoint-10", gradient_accumulation_steps=1)
@@ -168,7 +168,7 @@ def test_a_checkpoint_of_an_earlier_version_does_not_say_what_was_trained(folder
 
 
 def test_a_checkpoint_planned_by_another_version_is_refused(folder):
-    file = folder / "checkpoint-10" / FILE
+    file = folder / "checkpoint-10" / STATE_FILE
     state = json.loads(file.read_text())
     del state["hash"]
     file.write_text(json.dumps(state | {"step_hash": "", "trl_packfix": "0.0.1"}))
@@ -180,9 +180,9 @@ def test_a_checkpoint_planned_by_another_version_is_refused(folder):
 
 
 def test_deepspeed_reads_other_ranks_from_a_universal_checkpoint_only(run, tmp_path):
-    state = json.loads((Path(run.args.output_dir) / "checkpoint-10" / FILE).read_text())
+    state = json.loads((Path(run.args.output_dir) / "checkpoint-10" / STATE_FILE).read_text())
     state["settings"] |= {"gradient_accumulation_steps": 1, "world_size": 2}  # the same documents in every step
-    assert continued("checkpoint-10", state, run.restart.settings, planner=run.data.planner) == {}
+    assert continue_planner("checkpoint-10", state, run.restart.settings, planner=run.data.planner) == {}
     config = {}
     plugin = SimpleNamespace(deepspeed_config=config)
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
@@ -235,17 +235,26 @@ def flipped(file: Path, place: int | str) -> None:
 DAMAGES = {
     "no trainer state": (lambda c: (c / "trainer_state.json").unlink(), "it has no `trainer_state.json`"),
     "half a trainer state": (lambda c: cut(c / "trainer_state.json"), "its `trainer_state.json`.* ends too early"),
-    "half a file of ours": (lambda c: cut(c / FILE), f"its `{FILE}`.* ends too early"),
+    "half a file of ours": (lambda c: cut(c / STATE_FILE), f"its `{STATE_FILE}`.* ends too early"),
     "half a model": (lambda c: cut(c / "model.safetensors"), "its file `model.safetensors` has"),
     "half an optimizer": (lambda c: cut(c / "optimizer.pt"), "its file `optimizer.pt` has"),
     "no random state": (lambda c: (c / "rng_state.pth").unlink(), "its file `rng_state.pth` is missing"),
-    "no state of ours": (lambda c: (c / FILE).write_text("[]"), f"its `{FILE}` does not hold what was saved"),
-    "an empty state": (lambda c: (c / FILE).write_text("{}"), f"its `{FILE}` does not hold what was saved"),
-    "a folder": (lambda c: [(c / FILE).unlink(), (c / FILE).mkdir()], f"its `{FILE}` cannot be read"),
+    "no state of ours": (
+        lambda c: (c / STATE_FILE).write_text("[]"),
+        f"its `{STATE_FILE}` does not hold what was saved",
+    ),
+    "an empty state": (lambda c: (c / STATE_FILE).write_text("{}"), f"its `{STATE_FILE}` does not hold what was saved"),
+    "a folder": (lambda c: [(c / STATE_FILE).unlink(), (c / STATE_FILE).mkdir()], f"its `{STATE_FILE}` cannot be read"),
     "zeros in a model": (lambda c: zeroed(c / "model.safetensors"), "its file `model.safetensors` is not as it was"),
     "zeros in all": (lambda c: [zeroed(file) for file in c.iterdir()], "its `trainer_state.json`.* ends too early"),
-    "a bit of trained": (lambda c: flipped(c / TRAINED, -1), f"its file `{TRAINED}` is not as it was written"),
-    "a digit of ours": (lambda c: flipped(c / FILE, '"global_step": 1'), f"its `{FILE}` does not hold what was saved"),
+    "a bit of trained": (
+        lambda c: flipped(c / TRAINED_FILE, -1),
+        f"its file `{TRAINED_FILE}` is not as it was written",
+    ),
+    "a digit of ours": (
+        lambda c: flipped(c / STATE_FILE, '"global_step": 1'),
+        f"its `{STATE_FILE}` does not hold what was saved",
+    ),
     "nothing": (shutil.rmtree, "there is no such folder here"),
 }
 
@@ -313,7 +322,7 @@ def test_a_run_that_is_killed_as_it_begins_to_write_again_is_passed_over(folder,
 
     monkeypatch.setattr(Path, "unlink", die)
     with pytest.raises(Killed):
-        begin(folder / "checkpoint-15")
+        note_times(folder / "checkpoint-15")
     monkeypatch.undo()
     assert removed and damage(folder / "checkpoint-15") is not None
     assert choose_checkpoint(True, str(folder))[0] == str(folder / "checkpoint-10")
@@ -327,7 +336,7 @@ def test_a_checkpoint_that_is_written_again_is_whole(folder):
     for checkpoint in (folder / "checkpoint-10", folder / "checkpoint-15"):
         assert damage(checkpoint) is None
         assert json.loads((checkpoint / "packing_report.json").read_text())["strategy"] == "stream"
-        files = set(json.loads((checkpoint / FILE).read_text())["files"])
+        files = set(json.loads((checkpoint / STATE_FILE).read_text())["files"])
         assert {"model.safetensors", "optimizer.pt", "rng_state.pth"} < files - {"packing_report.json"} == files
     assert again.state.global_step == again.state.max_steps
 
@@ -342,7 +351,7 @@ def test_the_only_checkpoint_is_deleted_after_the_next_is_whole(tmp_path, monkey
     monkeypatch.setattr("transformers.trainer.rotate_checkpoints", look)
     saved(tmp_path, max_steps=4, save_steps=2, save_total_limit=1)
     assert [name for name, _ in found] == ["checkpoint-2", "checkpoint-4"]
-    assert all(files >= {FILE, "trainer_state.json", "rng_state.pth", "optimizer.pt"} for _, files in found)
+    assert all(files >= {STATE_FILE, "trainer_state.json", "rng_state.pth", "optimizer.pt"} for _, files in found)
 
 
 @pytest.mark.parametrize("is_stream, max_steps", [(False, 1), (True, 3)])
@@ -404,7 +413,7 @@ def test_another_loss_is_refused(change, tmp_path):
     if change in ("column", "weighting"):
         assert resume(tmp_path, "checkpoint-1", **before).state.global_step == 2
     if change == "weighting":
-        file = tmp_path / "checkpoint-1" / FILE  # of a version that did not write it
+        file = tmp_path / "checkpoint-1" / STATE_FILE  # of a version that did not write it
         state = json.loads(file.read_text())
         del state["document_weighting"], state["hash"]
         file.write_text(json.dumps(state))

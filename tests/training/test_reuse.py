@@ -64,9 +64,9 @@ def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, re
         if kind == "packed":
             assert bool(run.packed_model.repaired) is (model_type == "bloom") and not run.packed_model.is_unpacked
             assert not our_hooks(model)
-            run.packed_model.attend()
+            run.packed_model.attach_packed_attention()
             assert our_hooks(model), "there is nothing to remove"
-            run.packed_model.rest()
+            run.packed_model.restore_own_attention()
         checkpoints = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
         assert not any(isinstance(checkpoint, CarryingCheckpoint) for checkpoint in checkpoints)
 
@@ -109,7 +109,7 @@ def test_a_run_that_fails_gives_the_model_back(tmp_path):
     run = build("packed", model, tmp_path, on_leak="raise")
     with pytest.raises(PackingLeakError):
         run.train()
-    assert not our_hooks(model) and not run.packed_model.attends
+    assert not our_hooks(model) and not run.packed_model.has_packed_attention
     run = build("packed", model, tmp_path, on_leak="unpack")
     run.train()
     assert run.packed_model.is_unpacked and not our_hooks(model)

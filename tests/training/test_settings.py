@@ -24,7 +24,7 @@ import trl_packfix
 from trl_packfix import PackingLeakError, SFTConfig
 from trl_packfix.cli import main
 from trl_packfix.cli import train as train_command
-from trl_packfix.cli.configs import machine_settings, parse
+from trl_packfix.cli.configs import machine_settings, parse_configs
 from trl_packfix.training.checks import check_quantisation
 from trl_packfix.training.config import check_devices
 
@@ -264,7 +264,7 @@ def test_the_command_does_not_ask_for_cpus_itself(launcher, processes_without_a_
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "")  # both are set again by the command, and then restored
         monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
     with pytest.raises(ValueError, match="8 processes were started, and no GPU was found"):
-        parse(["--output_dir", str(tmp_path), "--packing", "true"])
+        parse_configs(["--output_dir", str(tmp_path), "--packing", "true"])
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     asked = machine_settings()
     assert asked.get("use_cpu") or asked.get("ddp_backend") == "gloo"

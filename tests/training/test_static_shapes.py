@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trl_packfix.data.collator import PackedDataCollator
-from trl_packfix.data.parts import cut_part
+from trl_packfix.data.rank_share import cut_part
 from trl_packfix.layout import layout_of
 
 STATIC = PackedDataCollator(512, pad_documents_to_multiple_of=72, max_length=64)

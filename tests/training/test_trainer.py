@@ -316,7 +316,7 @@ def test_after_training_the_model_is_free_for_other_uses_and_packs_are_refused(t
     with pytest.raises(ValueError, match=said):
         ours.compute_loss(model, next(iter(ours.get_train_dataloader())))
     with pytest.raises(ValueError, match="A pack of 1 document came to"):
-        ours.packed_model.check_attends({"cu_seq_lens_q": torch.tensor([0, 4])})
+        ours.packed_model.check_packed_attention({"cu_seq_lens_q": torch.tensor([0, 4])})
     loss = ours.evaluate()["eval_loss"]
     assert ours.args.packing and model.config._attn_implementation == own
     again = trainer(tmp_path, texts(12), packing=False, model=model)

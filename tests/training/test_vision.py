@@ -13,7 +13,7 @@ from support.runs import config, weights
 from support.vision import ROWS, SGD, build_model, make, message, rows
 
 from trl_packfix import SFTTrainer
-from trl_packfix.data.parts import PartOf
+from trl_packfix.data.rank_share import RankShare
 from trl_packfix.layout import layout_of
 from trl_packfix.training.images import check_padded_images
 
@@ -60,14 +60,14 @@ def test_a_pack_that_ranks_share_counts_once(tmp_path):
         for pack in packs:
             batch = run.data_collator(pack)
             layout = layout_of(batch)
-            run.training_objective.count(batch, layout, layout.targets(batch["labels"][:, 1:] != -100).trained)
+            run.training_objective.count_batch(batch, layout, layout.targets(batch["labels"][:, 1:] != -100).trained)
         sums = run.training_objective.totals.gather(run.accelerator)
         return [sums[name] for name in ("flops", "tokens", "trained_tokens", "documents")]
 
     text = [{name: each[name] for name in ("input_ids", "labels")} for each in documents]
     whole = counted(documents)
     assert whole[0] > 1.01 * counted(text)[0], "no FLOPs in the tower"
-    assert counted(*(PartOf(documents, 2, index) for index in range(2))) == pytest.approx(whole, rel=1e-12)
+    assert counted(*(RankShare(documents, 2, index) for index in range(2))) == pytest.approx(whole, rel=1e-12)
 
 
 # Evaluation

@@ -15,7 +15,7 @@ from trl_packfix.data.stream import PackedStream
 from trl_packfix.data.stream_images import ENCODED, ProcessedPacks, StreamImages
 from trl_packfix.samples.conversation import COLUMNS
 from trl_packfix.training.groups import SamePackCheck
-from trl_packfix.training.run import DataRanks
+from trl_packfix.training.trainer_view import DataRanks
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +107,7 @@ def test_documents_are_those_of_the_table(source, settings, tmp_path):
     found = Counter(chain(*processed(one_pass(packed), process)))
     assert found == Counter(map(content, expected)) and ("per_turn" not in settings or found.total() == 18)
     assert {name for document in found for name, _ in document} == {"input_ids", "labels", "pixel_values"}
-    ledger = packed.after(packed.num_steps - 1)["counts"].ledger  # the last step of the pass
+    ledger = packed.state_after(packed.num_steps - 1)["counts"].ledger  # the last step of the pass
     assert ledger.to_dict() == spans.ledger.to_dict()
     assert bool(cuts) <= bool(ledger.dropped or ledger.split)
 
@@ -182,7 +182,7 @@ def test_every_document_once_per_pass_on_other_ranks(num_shards, before, after):
     states = [saved_and_loaded(rank.state_dict(3)) for rank in ranks]
     for number in range(after):
         rank = stream(dataset, rank=number, world_size=after)
-        rank.load_state_dict(rank.merged(states))
+        rank.load_state_dict(rank.merge_states(states))
         seen.update(chain(*processed(one_pass(rank))))
     expected = Counter(content(PROCESS(dict(row))) for row in conversations(40))
     assert {each: seen[each] for each in expected} == expected
@@ -194,7 +194,7 @@ def test_a_restart_with_another_processor_is_refused():
     process.processor.image_processor.image_mean = [0.1, 0.2, 0.3]
     other = stream(streams_of("table"), process)
     with pytest.raises(ValueError, match=r"(?s)other settings: `image processor` was .*Set them back"):
-        other.merged([state])
+        other.merge_states([state])
 
 
 def test_packs_stay_in_order_and_are_compared_in_every_step(tmp_path, caplog):
@@ -204,7 +204,7 @@ def test_packs_stay_in_order_and_are_compared_in_every_step(tmp_path, caplog):
     loader = run.get_train_dataloader()
     assert "dataloader_in_order=False was given; packs with images of a stream stay in order" in caplog.text
     assert loader.in_order
-    run.data.ranks = DataRanks.of(SimpleNamespace(process_index=0, world_size=2, tokens_per_rank=64), copies=1)
+    run.data.ranks = DataRanks.from_args(SimpleNamespace(process_index=0, world_size=2, tokens_per_rank=64), copies=1)
     check = SamePackCheck(run.data)
     check.start(SimpleNamespace(max_steps=9))
     assert check.steps_left == 9

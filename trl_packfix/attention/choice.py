@@ -70,7 +70,7 @@ def choose_attention(
     model = base_model(model)
     device_type = model.device.type if device_type is None else device_type
     settings: dict[str, Any] = {"device_type": device_type, "refusals": refusals, "needs_varlen": needs_varlen}
-    choice = _choose(model, enforce_flash_attention, dtype, **settings)
+    choice = _apply_precedence(model, enforce_flash_attention, dtype, **settings)
     previous = choice.previous
     replaces = choice.name != previous and choice.name in (ATTENTION_NAME, "flash_attention_2")
     if not replaces or (device_type == "cuda" and "flash" in previous):  # then the reason speaks of it
@@ -80,7 +80,7 @@ def choose_attention(
     return replace(choice, reason=choice.reason + replaced)
 
 
-def _choose(
+def _apply_precedence(
     model: PreTrainedModel,
     enforce_flash_attention: bool,
     dtype: torch.dtype | None,
@@ -209,7 +209,7 @@ def _choose_on_cuda(
     compatible = getattr(model, "_compatible_flash_implementations", None)
     takes_fa2 = model._supports_flash_attn and (compatible is None or "flash_attention_2" in compatible)
     fits_fa2 = takes_fa2 and not has_sinks and old_gpu is None and widest <= MAX_CUDA_HEAD_DIM
-    obstacles, remedies = _obstacles(config, widest, has_sinks)
+    obstacles, remedies = _find_kernel_obstacles(config, widest, has_sinks)
     if is_flash_attn_2_available() and fits_fa2 and not refused and needs_varlen is None:
         try:
             set_attention(model, "flash_attention_2")
@@ -233,7 +233,7 @@ def _choose_on_cuda(
     return AttentionChoice(ATTENTION_NAME, False, previous, reason)
 
 
-def _obstacles(config: PreTrainedConfig, widest: int, has_sinks: bool) -> tuple[list[str], list[str]]:
+def _find_kernel_obstacles(config: PreTrainedConfig, widest: int, has_sinks: bool) -> tuple[list[str], list[str]]:
     """Why the kernels of `packfix_varlen` on CUDA do not compute this model, and what makes it run on flash."""
     obstacles, remedies = [], []
     if (problem := cuda_varlen_problem()) is not None:

@@ -31,7 +31,7 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
     All ranks must call it with the same degrees, before the first exchange. Groups that exist are kept.
     """
     for degree in sorted(set(degrees)):
-        if degree == 1 or _group(degree) is not None:
+        if degree == 1 or _find_group(degree) is not None:
             continue
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if world_size % degree:
@@ -53,7 +53,7 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
 
 def group_of(degree: int) -> dist.ProcessGroup:
     """The process group of this rank."""
-    group = _group(degree)
+    group = _find_group(degree)
     if group is None:
         raise RuntimeError(
             f"A part of a pack on {degree} ranks was given, and there is no process group of {degree} ranks. Attention "
@@ -62,7 +62,7 @@ def group_of(degree: int) -> dist.ProcessGroup:
     return group
 
 
-def _group(degree: int) -> Any:
+def _find_group(degree: int) -> Any:
     world, group = _groups.get(degree, (None, None))
     return group if world is not None and dist.is_initialized() and world is dist.group.WORLD else None
 
@@ -86,12 +86,12 @@ class HeadExchange:
         ranges = list(zip(*self._ranges, strict=True))
         heads = [0] * len(queries) + [1] * len(keys)  # which of the two ranges each tensor has
         states = [*queries, *keys]
-        pieces = list(zip(*(_cut(x, ranges[i]) for x, i in zip(states, heads, strict=True)), strict=True))
+        pieces = list(zip(*(_split_heads(x, ranges[i]) for x, i in zip(states, heads, strict=True)), strict=True))
         send = [sum(x.numel() for x in piece) for piece in pieces]
-        num_heads = [_length((self.heads, self._key_heads)[i]) for i in heads]
+        num_heads = [_num_heads_in_range((self.heads, self._key_heads)[i]) for i in heads]
         sizes = [count * x.shape[2:].numel() for count, x in zip(num_heads, states, strict=True)]
         flat = torch.cat([x.reshape(-1) for piece in pieces for x in piece])
-        got = _Exchange.apply(flat, send, [sum(sizes)] * self.degree, self.group).view(self.degree, -1)
+        got = _AllToAll.apply(flat, send, [sum(sizes)] * self.degree, self.group).view(self.degree, -1)
         all_tokens = [
             part.reshape(self.degree, count, *x.shape[2:]).transpose(0, 1).flatten(1, 2)[None]
             for part, count, x in zip(got.split(sizes, dim=1), num_heads, states, strict=True)
@@ -109,9 +109,9 @@ class HeadExchange:
     def to_tokens(self, out: Tensor) -> Tensor:
         """Exchange heads for tokens: (1, own heads, T, D) -> (1, T / s, H, D)."""
         heads, num_tokens, dim = out.shape[1], out.shape[2] // self.degree, out.shape[3]
-        receive = [_length(queries) * num_tokens * dim for queries, _ in self._ranges]
+        receive = [_num_heads_in_range(queries) * num_tokens * dim for queries, _ in self._ranges]
         flat = out.transpose(1, 2).reshape(-1)
-        got = _Exchange.apply(flat, [heads * num_tokens * dim] * self.degree, receive, self.group)
+        got = _AllToAll.apply(flat, [heads * num_tokens * dim] * self.degree, receive, self.group)
         return torch.cat([part.view(1, num_tokens, -1, dim) for part in got.split(receive)], dim=2)
 
 
@@ -131,15 +131,15 @@ def head_ranges(num_heads: int, num_key_heads: int, degree: int) -> list[tuple[s
     return [(slice(start, stop), slice(start // per_key, -(-stop // per_key))) for start, stop in pairwise(bounds)]
 
 
-def _length(heads: slice) -> int:
+def _num_heads_in_range(heads: slice) -> int:
     return heads.stop - heads.start
 
 
-def _cut(states: Tensor, ranges: tuple[slice, ...]) -> Iterable[Tensor]:
+def _split_heads(states: Tensor, ranges: tuple[slice, ...]) -> Iterable[Tensor]:
     """The heads of each range of (1, heads, T / s, D)."""
     if all(one.stop == other.start for one, other in pairwise(ranges)):
         # split, not slices: the backward of each slice would allocate a gradient of all heads
-        return states[0].split([_length(heads) for heads in ranges])
+        return states[0].split([_num_heads_in_range(heads) for heads in ranges])
     return [states[0, heads] for heads in ranges]  # several members read the same key head
 
 
@@ -159,10 +159,10 @@ def exchange_halo(rows: Tensor, width: int, degree: int) -> Tensor:
     index = dist.get_rank(group)
     send, receive = [0] * degree, [0] * degree
     send[(index + 1) % degree] = receive[index - 1] = width * rows.shape[2]
-    return _Exchange.apply(rows[:, -width:].reshape(-1), send, receive, group).view(1, width, -1)
+    return _AllToAll.apply(rows[:, -width:].reshape(-1), send, receive, group).view(1, width, -1)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """all-to-all of pieces of a flat tensor, `send` and `receive` numbers per member; backward is the way back."""
 
     @staticmethod
@@ -180,4 +180,4 @@ class _Exchange(torch.autograd.Function):
         return out, None, None, None
 
 
-exchange_pieces = _Exchange.apply  # (flat, send, receive, group)
+exchange_pieces = _AllToAll.apply  # (flat, send, receive, group)

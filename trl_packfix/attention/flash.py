@@ -47,7 +47,7 @@ def capability_problem() -> str | None:
     return None
 
 
-class Options(TypedDict, total=False):
+class KernelOptions(TypedDict, total=False):
     """What changes attention besides its tensors, on flash kernels."""
 
     scale: Required[float]  # factor of the logits
@@ -65,7 +65,7 @@ class FlashKernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-class Run(NamedTuple):
+class RowsAndKeys(NamedTuple):
     """Rows of a document, and their keys: places in `kv_index`, or the same rows where documents are whole."""
 
     rows: slice
@@ -86,7 +86,12 @@ class Run(NamedTuple):
 
 
 def flash_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, runs: list[Run], kv_index: Tensor | None, **options: Unpack[Options]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: list[RowsAndKeys],
+    kv_index: Tensor | None,
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     """Causal attention of each run to its keys, of which those before its rows are looked up in `kv_index`."""
     scale, window = options["scale"], options.get("window")
@@ -108,7 +113,7 @@ def flash_on_cpu(
             if before:
                 calls.append(FlashCall(run.rows, keys[:before], full, merges=True))
             continue
-        for start, stop, first in tiles(run.num_rows, window, FLASH_TILE, before=before):
+        for start, stop, first in query_tiles(run.num_rows, window, FLASH_TILE, before=before):
             seen = slice(row + first - before, row + stop) if first >= before else keys[first : before + stop]
             kernel = CpuFlash(scale, False, mask(stop - start, before + stop - first))
             calls.append(FlashCall(slice(row + start, row + stop), seen, kernel))
@@ -148,7 +153,7 @@ def visible_keys(num_queries: int, num_keys: int, window: int | None, *, device:
     return visible if window is None else visible.triu(num_keys - num_queries - window + 1)
 
 
-def tiles(length: int, window: int | None, size: int, *, before: int = 0) -> Iterator[tuple[int, int, int]]:
+def query_tiles(length: int, window: int | None, size: int, *, before: int = 0) -> Iterator[tuple[int, int, int]]:
     """Cut the queries of a document into tiles: (start, stop, first key that any query of the tile attends to).
 
     `before` keys come before that of the first query.
@@ -235,15 +240,15 @@ class FlashCalls:
             g, q, o, s = grad[:, :, queries], query[:, :, queries], out[:, :, queries], lse[:, :, queries]
             dq, dk, dv = kernel.backward(g, q, key[:, :, keys], value[:, :, keys], o, s)
             if merges:
-                _add(grad_query, queries, dq)
+                _add_at_places(grad_query, queries, dq)
             else:
                 grad_query[:, :, queries] = dq.to(grad_query.dtype)
-            _add(grad_key, keys, dk)
-            _add(grad_value, keys, dv)
+            _add_at_places(grad_key, keys, dk)
+            _add_at_places(grad_value, keys, dv)
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _add(total: Tensor, places: slice | Tensor, part: Tensor) -> None:
+def _add_at_places(total: Tensor, places: slice | Tensor, part: Tensor) -> None:
     """Add to the given tokens of (1, heads, T, D), of which several may be the same."""
     if isinstance(places, slice):
         total[:, :, places] += part

@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..compat import run_hooks_inside_adapters
-from ..layout import LAYOUT, Layout, layout_of
+from ..layout import LAYOUT_KEY, Layout, layout_of
 from .exchange import group_of
-from .image_parts import TowerDivision, cut_to_part, divide, outermost
+from .image_parts import TowerDivision, cut_to_part, divide_tower_inputs, outermost_towers
 from .mixers import MixerNames
 from .models import backbone, base_model, has_attention, text_config, towers
 from .packed_forward import (
@@ -28,14 +28,14 @@ from .packed_forward import (
     CU_SEQ_LENS,
     FEED_A_PACK,
     PackedForward,
-    enter,
-    entered,
-    leave,
+    enter_packed_forward,
+    leave_packed_forward,
+    packed_forward_entered,
     running_forward,
 )
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a module, by position and by name
-OF_WRAPPER = "checkpoint_fn"  # of torch's `CheckpointWrapper`, which FSDP puts around modules
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a module, by position and by name
+CHECKPOINT_WRAPPER_ATTRIBUTE = "checkpoint_fn"  # of torch's `CheckpointWrapper`, which FSDP puts around modules
 
 
 def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
@@ -45,7 +45,7 @@ def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
     the module around a layer. That may happen at any time, so a guard calls this in every packed forward.
     """
     for layer in layers:
-        for name in ("_gradient_checkpointing_func", OF_WRAPPER):
+        for name in ("_gradient_checkpointing_func", CHECKPOINT_WRAPPER_ATTRIBUTE):
             checkpoint = vars(layer).get(name)
             if checkpoint is not None and isinstance(checkpoint, CarryingCheckpoint) is not carry:
                 vars(layer)[name] = CarryingCheckpoint(checkpoint) if carry else checkpoint.checkpoint
@@ -65,7 +65,7 @@ class CarryingCheckpoint:
 
 
 def _in_forward(running: PackedForward, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with entered(running):
+    with packed_forward_entered(running):
         return function(*args, **kwargs)
 
 
@@ -124,13 +124,16 @@ class PackedForwardGuard(ModelHooks):
         self._first = next((names[each] for each in self._layers if not isinstance(each, PreTrainedModel)), "")
         takers, reads_images = [self.model, *self.fed], towers(self.model)
         before: list[tuple[list[nn.Module], Any]] = [
-            (takers, self._enter),
+            (takers, self._enter_forward),
             (_flash_attentions(self.model), _give_boundaries),
             (reads_images, _take_boundaries),
-            (outermost(reads_images), self._divide),
+            (outermost_towers(reads_images), self._divide_tower_inputs),
             ([backbone(self.model)] if reads_images else [], _take_part),
         ]
-        after: list[tuple[list[nn.Module], Any]] = [(takers, self._leave), (outermost(reads_images), self._join)]
+        after: list[tuple[list[nn.Module], Any]] = [
+            (takers, self._leave_forward),
+            (outermost_towers(reads_images), self._join_tower_outputs),
+        ]
         return [
             *(each.register_forward_pre_hook(hook, with_kwargs=True) for modules, hook in before for each in modules),
             # always_call: after a forward that raises, the next one must not be marked as packed
@@ -141,9 +144,9 @@ class PackedForwardGuard(ModelHooks):
         super().remove()
         carry_boundaries(self._layers, False)
 
-    def _enter(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _enter_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         layout = layout_of(kwargs)
-        kwargs = {name: value for name, value in kwargs.items() if name != LAYOUT}
+        kwargs = {name: value for name, value in kwargs.items() if name != LAYOUT_KEY}
         if layout.is_packed:
             self._find_wrappers()
             carry_boundaries(self._layers)
@@ -155,7 +158,7 @@ class PackedForwardGuard(ModelHooks):
                 running = _check_packed_batch(model, args, kwargs, layout=layout)
                 running = replace(running, ignores_masks=self.ignores_masks, mixers=self.mixers)
                 self._recorded = running
-            enter(running)
+            enter_packed_forward(running)
             if running.kv_index is not None:
                 # A module would take the boundaries of runs for those of documents; our attention reads `running`
                 kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
@@ -166,30 +169,32 @@ class PackedForwardGuard(ModelHooks):
         """Add modules that FSDP has put around layers. It does so after the guard is installed: the first shows it."""
         if self._has_wrappers:
             return
-        if any(OF_WRAPPER in vars(module) for module in self.model.get_submodule(self._first).modules()):
-            self._layers += [module for module in self.model.modules() if OF_WRAPPER in vars(module)]
+        if any(
+            CHECKPOINT_WRAPPER_ATTRIBUTE in vars(module) for module in self.model.get_submodule(self._first).modules()
+        ):
+            self._layers += [module for module in self.model.modules() if CHECKPOINT_WRAPPER_ATTRIBUTE in vars(module)]
             self._has_wrappers = True
 
-    def _divide(self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _divide_tower_inputs(self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         """Leave a tower the share of this rank, if ranks share the pack."""
         running = running_forward()
         division = None
         # Another guard on this model has the same hooks
         if running is not None and running is self._recorded and running.degree > 1:
-            args, kwargs, division = divide(args, kwargs, running.degree, index=running.index)
+            args, kwargs, division = divide_tower_inputs(args, kwargs, running.degree, index=running.index)
         self._divisions.append(division)
         return args, kwargs
 
-    def _join(self, tower: nn.Module, args: tuple[Any, ...], output: object) -> object:
+    def _join_tower_outputs(self, tower: nn.Module, args: tuple[Any, ...], output: object) -> object:
         division = self._divisions.pop() if self._divisions else None
         if division is None or output is None:  # None after a forward that raised
             return output
         return division.exchanged(output, group_of(len(division.rows)))
 
-    def _leave(self, model: PreTrainedModel, args: tuple[Any, ...], output: object) -> None:
+    def _leave_forward(self, model: PreTrainedModel, args: tuple[Any, ...], output: object) -> None:
         # empty if the pre-hook raised: torch calls this hook even then
         if self._entered and self._entered.pop():
-            leave()
+            leave_packed_forward()
             self._recorded = None
 
 
@@ -207,12 +212,12 @@ def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
     ]
 
 
-def _take_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _take_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
     """Remove the boundaries of the text from the arguments of a tower, whose own have the same names."""
     return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
 
-def _take_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def _take_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
     """Leave the rows of this rank of what enters the decoder, if ranks share the pack."""
     running = running_forward()
     if running is None or running.degree == 1:
@@ -221,7 +226,7 @@ def _take_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return args, kwargs | cut_to_part(inputs, running.part_tokens, running.index)
 
 
-def _give_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def _give_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
     """Pass the boundaries to an attention that its layer gives none (stablelm), so that the host need not wait."""
     running = running_forward()
     if running is None or running.rows is not None or kwargs.get("cu_seq_lens_q") is not None:

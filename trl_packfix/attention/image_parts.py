@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from .exchange import exchange_pieces
 
 # Arguments of a tower with one entry per tile
-OF_TILES = {"pixel_values", "patch_attention_mask", "pixel_attention_mask"}
+TILE_INPUTS = {"pixel_values", "patch_attention_mask", "pixel_attention_mask"}
 # Inputs of the decoder with one row per token of an image, (V, hidden) each -> the mask of these tokens, (1, T)
-OF_IMAGES = {"deepstack_visual_embeds": "visual_pos_masks"}
+IMAGE_INPUTS = {"deepstack_visual_embeds": "visual_pos_masks"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class TowerDivision:
         return tensor.shape[0] * rows // self.computed
 
 
-def divide(
+def divide_tower_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], degree: int, *, index: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], TowerDivision | None]:
     """The arguments of a tower for the share of rank `index`, and the division; None if it computes all images."""
@@ -85,12 +85,12 @@ def divide(
     if grid is not None and pixels.dim() == 2 and len(tensors) == 2:
         sizes = grid.prod(-1).tolist()
     elif pixels.dim() == 4 and all(
-        (name in OF_TILES or name == 0) and len(value) == len(pixels) for name, value in tensors.items()
+        (name in TILE_INPUTS or name == 0) and len(value) == len(pixels) for name, value in tensors.items()
     ):
         sizes = [1] * len(pixels)
     else:
         return args, kwargs, None
-    bounds = _bounds(sizes, degree)
+    bounds = _share_bounds(sizes, degree)
     starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     rows = [starts[stop] - starts[start] for start, stop in pairwise(bounds)]
     first, stop = (bounds[index], bounds[index + 1]) if rows[index] else (0, 1)
@@ -100,7 +100,7 @@ def divide(
     return tuple(arguments[i] for i in range(len(args))), {name: arguments[name] for name in kwargs}, division
 
 
-def _bounds(sizes: list[int], degree: int) -> list[int]:
+def _share_bounds(sizes: list[int], degree: int) -> list[int]:
     """Where the share of each rank begins: the middle of each of its images is in its share of the rows.
 
     >>> _bounds([4, 4, 4, 12], 2), _bounds([1], 4)
@@ -113,7 +113,7 @@ def _bounds(sizes: list[int], degree: int) -> list[int]:
     return [sum(rank < j for rank in ranks) for j in range(degree + 1)]
 
 
-def outermost(towers: list[nn.Module]) -> list[nn.Module]:
+def outermost_towers(towers: list[nn.Module]) -> list[nn.Module]:
     """Those that are in no other."""
     inside = {module for tower in towers for module in tower.modules() if module is not tower}
     return [tower for tower in towers if tower not in inside]
@@ -140,10 +140,10 @@ def cut_to_part(inputs: dict[str, Any], part_tokens: int, index: int) -> dict[st
             part[name] = value[:, rows]
         elif name == "position_ids" and value is not None:  # (1, T) and, with M-RoPE, (4, 1, T)
             part[name] = value[..., rows]
-        elif name in OF_IMAGES and value is not None:
+        elif name in IMAGE_INPUTS and value is not None:
             is_own = torch.zeros(1, num_tokens, dtype=torch.bool, device=states.device)
             is_own[:, rows] = True
-            in_part = is_own[inputs[OF_IMAGES[name]]]
+            in_part = is_own[inputs[IMAGE_INPUTS[name]]]
             part[name] = [features[in_part] for features in value]
         elif shapes := [tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()]:
             raise ValueError(

@@ -30,22 +30,22 @@ from .flash import (
     CudaKernel,
     FlashCall,
     FlashCalls,
-    Options,
-    Run,
+    KernelOptions,
+    RowsAndKeys,
     flash_on_cpu,
     flash_on_cuda,
     kernel_head_dim,
     pad_head_dim,
-    tiles,
+    query_tiles,
     visible_keys,
 )
-from .rows import Axes, DocumentRows
+from .rows import DocumentRows, TensorAxes
 
 MATH_TILE = 256  # queries of a tile in plain torch, which is faster with fewer, larger matrix products
-HEADS = Axes((2,), 0)  # of (rows, heads, tokens, head dim)
+AXES_OF_HEADS = TensorAxes((2,), 0)  # of (rows, heads, tokens, head dim)
 
 
-class Features(Options, total=False):
+class AttentionOptions(KernelOptions, total=False):
     """And on other kernels."""
 
     dropout: float  # of the weights
@@ -54,11 +54,13 @@ class Features(Options, total=False):
 
 # Not compiled: the loop over documents would be recompiled for every number of documents.
 @torch.compiler.disable
-def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], **options: Unpack[Features]) -> Tensor:
+def attend_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], **options: Unpack[AttentionOptions]
+) -> Tensor:
     """Causal attention within each document (`lengths`, in tokens, sum T)."""
     if options.get("softcap") is None and not options.get("dropout"):
         documents = [slice(*bounds) for bounds in pairwise(accumulate(lengths, initial=0))]
-        runs = [Run(document, document) for document in documents]
+        runs = [RowsAndKeys(document, document) for document in documents]
         scale, window, sinks = options["scale"], options.get("window"), options.get("sinks")
         return flash_on_cpu(query, key, value, runs, None, scale=scale, window=window, sinks=sinks)
     # split, not slices: the backward of each slice would allocate a gradient of the whole row
@@ -68,7 +70,7 @@ def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, lengths: list[int],
     return torch.cat(outs, dim=1).transpose(1, 2)
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """What one launch of FlashAttention-2 computes: boundaries and longest of queries and of keys, and their rows.
 
     If `keys` are the numbers of rows, these are copied end to end, and may be in several launches. No field has a
@@ -82,7 +84,7 @@ class Launch(NamedTuple):
 
 
 def attend_on_cuda(
-    query: Tensor, key: Tensor, value: Tensor, launches: list[Launch], **options: Unpack[Options]
+    query: Tensor, key: Tensor, value: Tensor, launches: list[KernelLaunch], **options: Unpack[KernelOptions]
 ) -> Tensor:
     """The same for bfloat16 and float16 on CUDA, without a device-to-host copy, softcap and dropout.
 
@@ -127,7 +129,12 @@ def only_if_shorter(size: int | None, longest: int) -> int | None:
 # Not compiled: the number of groups depends on the lengths.
 @torch.compiler.disable
 def attend_by_document(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], is_causal: bool = True, **options: Unpack[Features]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    is_causal: bool = True,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """The same on any device, in right-padded batches of at most T padded tokens; not causal, of one length each."""
     value_dim = value.shape[-1]
@@ -136,9 +143,9 @@ def attend_by_document(
     attend = _sdpa_rows if options.get("softcap") is None and options.get("sinks") is None else math_in_tiles
     outs = []
     for group in rows.groups:
-        q, k, v = (group.split(x, HEADS) for x in (query, key, value))
+        q, k, v = (group.split(x, AXES_OF_HEADS) for x in (query, key, value))
         outs.append(attend(q, k, v, is_causal=is_causal, **options))
-    return rows.join(outs, HEADS)[..., :value_dim]
+    return rows.join(outs, AXES_OF_HEADS)[..., :value_dim]
 
 
 @lru_cache(maxsize=4)  # the same in every layer; models have up to two kinds of layers, and so do towers
@@ -146,7 +153,9 @@ def _document_rows(lengths: tuple[int, ...], device: torch.device, pads: bool) -
     return DocumentRows(list(lengths), device, sum(lengths), pads=pads)
 
 
-def _sdpa_rows(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Unpack[Features]) -> Tensor:
+def _sdpa_rows(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Unpack[AttentionOptions]
+) -> Tensor:
     scale, dropout, window = options["scale"], options.get("dropout", 0.0), options.get("window")
     # Each key/value head once per query head: with `enable_gqa` the memory-efficient kernel of CUDA does not run.
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -154,7 +163,7 @@ def _sdpa_rows(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **
     if window is None or length <= window:
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=is_causal, scale=scale)
     outs = []
-    for start, stop, first in tiles(length, window, max(window, MATH_TILE)):
+    for start, stop, first in query_tiles(length, window, max(window, MATH_TILE)):
         visible = visible_keys(stop - start, stop - first, window, device=query.device)
         q, k, v = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
         outs.append(F.scaled_dot_product_attention(q, k, v, visible, dropout_p=dropout, scale=scale))
@@ -201,12 +210,12 @@ def math_in_tiles(
     *,
     is_causal: bool = True,
     mask: Tensor | None = None,
-    **options: Unpack[Features],
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """`math_attention` on tiles of queries, causal or under a `mask` (`visible` there): (B, H, queries, D_value)."""
     window, keeps_state = options.pop("window", None), options.get("dropout", 0.0) > 0
     outs = []
-    for start, stop, first in tiles(query.shape[2], window, MATH_TILE):
+    for start, stop, first in query_tiles(query.shape[2], window, MATH_TILE):
         rows, keys, visible = slice(start, stop), slice(None), mask
         if is_causal:
             keys, visible = slice(first, stop), visible_keys(stop - start, stop - first, window, device=query.device)

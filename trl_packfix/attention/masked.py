@@ -17,7 +17,7 @@ from .packed_forward import running_forward
 MASKED_NAME = "packfix_masked"
 
 
-def masked(*args: Any, **kwargs: Any) -> Tensor | None:
+def packed_sdpa_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The result of `sdpa_mask`, in a packed forward never None."""
     if running_forward() is not None:
         kwargs["allow_is_causal_skip"] = False
@@ -25,7 +25,7 @@ def masked(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 AttentionInterface.register(MASKED_NAME, sdpa_attention_forward)
-AttentionMaskInterface.register(MASKED_NAME, masked)
+AttentionMaskInterface.register(MASKED_NAME, packed_sdpa_mask)
 
 
 def own_in_packs(model: PreTrainedModel, name: str) -> str:

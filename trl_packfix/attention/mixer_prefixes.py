@@ -26,7 +26,7 @@ from .runs import runs_of
 MAX_LEVELS = 8
 
 
-class Scan(NamedTuple):
+class ScanCall(NamedTuple):
     """One call of a scan on T tokens of one row; all tensors have tokens in axis 1 and heads in axis 2.
 
     Attributes:
@@ -80,7 +80,7 @@ def levels_of(running: PackedForward) -> tuple[list[TreeLevel], Tensor]:
     number: dict[int, int] = {}  # of each path by its last piece, in the order of calls
     place = torch.zeros(num_rows, dtype=torch.int64)
     levels, end = [], 0
-    for depth, paths in enumerate(_paths(pieces)):
+    for depth, paths in enumerate(_paths_of_level(pieces)):
         lengths = [sum(pieces[i][1] - pieces[i][0] for i in path) for path in paths]
         batches, parents = [], []
         for group in group_by_length(lengths, num_rows):
@@ -100,7 +100,7 @@ def levels_of(running: PackedForward) -> tuple[list[TreeLevel], Tensor]:
     return levels, place.to(device)
 
 
-def _paths(pieces: list[tuple[int, int, int]]) -> list[list[list[int]]]:
+def _paths_of_level(pieces: list[tuple[int, int, int]]) -> list[list[list[int]]]:
     """The pieces of each level, as paths from the first piece of the level to one after which none of it comes.
 
     A level has one piece of each path, or as many as keep the levels of a deep forest at `MAX_LEVELS`.
@@ -124,7 +124,7 @@ def _paths(pieces: list[tuple[int, int, int]]) -> list[list[list[int]]]:
     return paths
 
 
-def run_levels(scan: Scan, running: PackedForward) -> Tensor:
+def run_levels(scan: ScanCall, running: PackedForward) -> Tensor:
     """Run a scan on a pack whose documents share prefixes: (1, T, H, D)."""
     if scan.states is None:
         raise ValueError(

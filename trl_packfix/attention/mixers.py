@@ -33,16 +33,16 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from ..compat import kernel_package
 from .exchange import HeadExchange, exchange_halo
-from .mixer_prefixes import Scan, run_levels
+from .mixer_prefixes import ScanCall, run_levels
 from .packed_forward import PackedForward, once_per_pack, running_pack
-from .rows import Axes
+from .rows import TensorAxes
 
 # What a mixer may give its kernels as boundaries: dropped, as those of the running forward are used
 MIXER_BOUNDARIES = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-TOKENS = Axes((1,), 0)  # of (rows, tokens, ...)
+AXES_OF_TOKENS = TensorAxes((1,), 0)  # of (rows, tokens, ...)
 
 
-def run_scan(scan: Scan, running: PackedForward) -> Tensor:
+def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
     """Run the scan on each document of the pack: (1, T / s, H, D)."""
     exchange = None
     if running.degree > 1:
@@ -58,20 +58,20 @@ def run_scan(scan: Scan, running: PackedForward) -> Tensor:
     if running.kv_index is not None:
         out = run_levels(scan, running)
     elif scan.boundaries is not None:
-        boundaries = _boundaries(running, scan.boundaries, scan.values[0].shape[1])
+        boundaries = _boundary_tensor(running, scan.boundaries, scan.values[0].shape[1])
         out = scan.call(scan.values, scan.keys, scan.parameters, **{scan.boundaries: boundaries})
     else:
         rows = running.document_rows(running.num_tokens)
         outs = []
         for group in rows.groups:
-            values, keys = ([group.split(x, TOKENS) for x in states] for states in (scan.values, scan.keys))
+            values, keys = ([group.split(x, AXES_OF_TOKENS) for x in states] for states in (scan.values, scan.keys))
             outs.append(scan.call(values, keys, scan.parameters))
-        out = rows.join(outs, TOKENS)
+        out = rows.join(outs, AXES_OF_TOKENS)
     return out if exchange is None else exchange.to_tokens(out.transpose(1, 2))
 
 
 @once_per_pack
-def _boundaries(running: PackedForward, name: str, num_tokens: int) -> Tensor:
+def _boundary_tensor(running: PackedForward, name: str, num_tokens: int) -> Tensor:
     """`cu_seqlens`, or `seq_idx` (1, T): the number of the document of each token. The same tensor in each layer.
 
     flash-linear-attention finds what it derived from boundaries by the identity of the tensor.
@@ -86,14 +86,14 @@ def _boundaries(running: PackedForward, name: str, num_tokens: int) -> Tensor:
 
 def _seq_idx(inner: Callable[..., Any], running: PackedForward, num_tokens: int) -> dict[str, Tensor]:
     """The argument `seq_idx` of a kernel that takes it, where it says all: no row of a document is elsewhere."""
-    says_all = running.degree == 1 and running.kv_index is None and _takes(inner, "seq_idx")
-    return {"seq_idx": _boundaries(running, "seq_idx", num_tokens)} if says_all else {}
+    says_all = running.degree == 1 and running.kv_index is None and _takes_argument(inner, "seq_idx")
+    return {"seq_idx": _boundary_tensor(running, "seq_idx", num_tokens)} if says_all else {}
 
 
 # ---- The convolution
 
 
-def convolve(
+def convolve_documents(
     inner: Callable[..., Any],
     running: PackedForward,
     states: Tensor,
@@ -116,13 +116,13 @@ def convolve(
             'each. Set `tokens_per_rank=None`, or `share_prefixes="off"`.'
         )
     zeros, halo = rows.new_zeros(1, 1, rows.shape[2]), exchange_halo(rows, width - 1, running.degree)
-    source, places = _stretches(running, width, rows.shape[1])
+    source, places = _rows_with_context(running, width, rows.shape[1])
     laid_out = torch.cat([zeros, halo, rows], dim=1).index_select(1, source)
     return call(laid_out.transpose(1, 2)).transpose(1, 2).index_select(1, places).transpose(1, 2)
 
 
 @once_per_pack
-def _stretches(running: PackedForward, width: int, num_rows: int) -> tuple[Tensor, Tensor]:
+def _rows_with_context(running: PackedForward, width: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """Rows with the W - 1 tokens before each document, end to end, and where each row of this part is among them.
 
     The first tensor has places in: a row of zeros, the W - 1 last rows of the part before, the rows of this part. The
@@ -164,8 +164,8 @@ def scan_delta(
         out = inner(*keys, value, g=g, beta=beta, **options | more)
         return out if more.get("output_final_state") else out[0]
 
-    name = "cu_seqlens" if _takes(inner, "cu_seqlens") else None
-    scan = Scan([value, g, beta], [query, key], [], call, name, ("initial_state", "output_final_state"))
+    name = "cu_seqlens" if _takes_argument(inner, "cu_seqlens") else None
+    scan = ScanCall([value, g, beta], [query, key], [], call, name, ("initial_state", "output_final_state"))
     return run_scan(scan, running), None
 
 
@@ -194,9 +194,9 @@ def scan_chunks(
         per_head = {"D": D, "z": gate[0] if gate else None, "dt_bias": dt_bias}
         return inner(states, dt, A, *keys, **per_head, **options | more)
 
-    values, name = [states, dt, *([] if z is None else [z])], "seq_idx" if _takes(inner, "seq_idx") else None
+    values, name = [states, dt, *([] if z is None else [z])], "seq_idx" if _takes_argument(inner, "seq_idx") else None
     names = ("initial_states", "return_final_states")
-    return run_scan(Scan(values, [B, C], [A, D, dt_bias], call, name, names), running)
+    return run_scan(ScanCall(values, [B, C], [A, D, dt_bias], call, name, names), running)
 
 
 def scan_channels(
@@ -226,7 +226,7 @@ def scan_channels(
 
     values = [states.transpose(1, 2), dt.transpose(1, 2), *gate]
     keys = [x.transpose(1, 2)[:, :, None] for x in (B, C)]
-    out = run_scan(Scan(values, keys, [A, D, bias], call), running)
+    out = run_scan(ScanCall(values, keys, [A, D, bias], call), running)
     out = out[..., 0].transpose(1, 2)
     return (out, None) if returns_state else out
 
@@ -247,14 +247,14 @@ def _without_boundaries(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _takes(inner: Callable[..., Any], name: str) -> bool:
+def _takes_argument(inner: Callable[..., Any], name: str) -> bool:
     """Whether the kernel in transformers' wrapper takes an argument of this name; fallbacks in torch do not."""
     return inspect.isfunction(inner) and name in inspect.getclosurevars(inner).nonlocals.get("applicable_params", ())
 
 
 # What replaces a function of a modeling module, by its name there
-REPLACEMENTS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": convolve,
+MIXER_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": convolve_documents,
     "torch_chunk_gated_delta_rule": scan_delta,
     "chunk_kimi_delta_attention": scan_delta,
     "mamba2_chunk_scan": scan_chunks,
@@ -282,7 +282,7 @@ def is_hybrid(config: PreTrainedConfig) -> bool:
     if kinds and all("attention" in kind and kind != "linear_attention" for kind in kinds):
         return False
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return model is not None and not REPLACEMENTS.keys().isdisjoint(vars(sys.modules[model.__module__]))
+    return model is not None and not MIXER_REPLACEMENTS.keys().isdisjoint(vars(sys.modules[model.__module__]))
 
 
 def tokens_summed_in_common(model: nn.Module) -> int:
@@ -294,7 +294,8 @@ def tokens_summed_in_common(model: nn.Module) -> int:
     mixers = [
         module
         for module in model.modules()
-        if (scan := vars(sys.modules[type(module).__module__]).get("mamba2_chunk_scan")) and _takes(scan, "seq_idx")
+        if (scan := vars(sys.modules[type(module).__module__]).get("mamba2_chunk_scan"))
+        and _takes_argument(scan, "seq_idx")
     ]
     return max((getattr(module, "chunk_size", 0) for module in mixers), default=0)
 
@@ -316,7 +317,7 @@ class MixerNames:
         self.places = [
             (vars(sys.modules[module]), name)
             for module in modules
-            for name in REPLACEMENTS
+            for name in MIXER_REPLACEMENTS
             if name in vars(sys.modules.get(module))
         ]
 
@@ -325,7 +326,7 @@ class MixerNames:
         self._entered.append(before)
         for (names, name), function in zip(self.places, before, strict=True):
             if function not in _replacements.values():
-                names[name] = _replacement(function, name)
+                names[name] = _make_replacement(function, name)
 
     def leave(self) -> None:
         for (names, name), function in zip(self.places, self._entered.pop(), strict=True):
@@ -336,10 +337,10 @@ class MixerNames:
 _replacements: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def _replacement(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _make_replacement(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """What does the same as `function` in each document of the pack that is running."""
     if function not in _replacements:
-        in_documents = REPLACEMENTS[name]
+        in_documents = MIXER_REPLACEMENTS[name]
 
         # Not compiled with the model: how documents are separated depends on each pack
         @torch.compiler.disable

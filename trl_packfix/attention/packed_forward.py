@@ -29,14 +29,14 @@ BOUNDARIES = (*CU_SEQ_LENS, "seq_idx")
 # The argument of a model that holds the cache of generation: its name up to transformers 5.23, and from 5.24 on
 CACHE_NAMES = ("past_key_values", "cache")
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+PackFunction = TypeVar("PackFunction", bound=Callable[..., Any])
 FEED_A_PACK = (
     "Feed one packed row (1, T) with cu_seq_lens_q/k, max_length_q/k, use_cache=False and no attention_mask; for "
     "anything else call model.eval(), or set model.set_attn_implementation('sdpa')."
 )
 
 
-def once_per_pack(function: Function) -> Function:
+def once_per_pack(function: PackFunction) -> PackFunction:
     """Make a function of a pack compute its result once for each pack, and for equal other arguments."""
 
     @wraps(function)
@@ -46,7 +46,7 @@ def once_per_pack(function: Function) -> Function:
             pack.derived[name] = function(pack, *args)
         return pack.derived[name]
 
-    return cast(Function, derived)
+    return cast(PackFunction, derived)
 
 
 @dataclass(eq=False)
@@ -107,7 +107,7 @@ class PackedForward:
     @once_per_pack
     def document_rows(self, budget: float) -> DocumentRows:
         """The rows of documents in batches of at most `budget` padded tokens."""
-        return DocumentRows(self.lengths, self.cu_seq_lens_q.device, undivided(budget))
+        return DocumentRows(self.lengths, self.cu_seq_lens_q.device, undivided_budget(budget))
 
     @once_per_pack
     def documents(self, budget: float) -> "tuple[DocumentRows, list[PackedForward]]":
@@ -143,7 +143,7 @@ def all_in_one_batch() -> Iterator[None]:
         _undivided.pop()
 
 
-def undivided(budget: float) -> float:
+def undivided_budget(budget: float) -> float:
     """The budget of a padded batch, unlimited within `all_in_one_batch`. 0, one document per batch, stays 0."""
     return inf if budget and _undivided else budget
 
@@ -163,26 +163,26 @@ def running_pack() -> PackedForward | None:
     return None if running is None or running.rows is not None else running
 
 
-def enter(running: PackedForward) -> None:
-    """Make `running` the packed forward from which modules read their boundaries, until `leave`."""
+def enter_packed_forward(running: PackedForward) -> None:
+    """Make `running` the packed forward from which modules read their boundaries, until `leave_packed_forward`."""
     packed_forwards.append(running)
     if running.mixers is not None:
         running.mixers.enter()
 
 
-def leave() -> None:
+def leave_packed_forward() -> None:
     running = packed_forwards.pop()
     if running.mixers is not None:
         running.mixers.leave()
 
 
 @contextmanager
-def entered(running: PackedForward) -> Iterator[None]:
-    enter(running)
+def packed_forward_entered(running: PackedForward) -> Iterator[None]:
+    enter_packed_forward(running)
     try:
         yield
     finally:
-        leave()
+        leave_packed_forward()
 
 
 def in_backward() -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Axes(NamedTuple):
+class TensorAxes(NamedTuple):
     """Which axes of a tensor index tokens, and which one indexes rows, in a batch of one row.
 
     Attributes:
@@ -45,7 +45,7 @@ def group_by_length(lengths: list[int], budget: float, pads: bool = True) -> lis
 
 
 @dataclass(frozen=True)
-class Group:
+class PaddedBatch:
     """Documents that share a right-padded batch of B rows of L tokens.
 
     Attributes:
@@ -63,16 +63,16 @@ class Group:
     def num_rows(self) -> int:
         return len(self.lengths)
 
-    def split(self, packed: Tensor, axes: Axes) -> Tensor:
+    def split(self, packed: Tensor, axes: TensorAxes) -> Tensor:
         """Convert a tensor of the packed row to one of the batch: (1, T, ...) -> (B, L, ...), in any order of axes."""
         if len(axes.tokens) == 2:
-            longest = _block(packed, axes, self.starts[0], length=self.longest)
+            longest = _block_of_batch(packed, axes, self.starts[0], length=self.longest)
             if axes.batch is None:
                 return longest
             # Outside its own block a row has the mask of the longest document, which hides padding from earlier tokens
             rows = [longest.clone() for _ in self.starts]
             for row, start, length in zip(rows, self.starts, self.lengths, strict=True):
-                _block(row, axes, 0, length=length).copy_(_block(packed, axes, start, length=length))
+                _block_of_batch(row, axes, 0, length=length).copy_(_block_of_batch(packed, axes, start, length=length))
             return torch.cat(rows, dim=axes.batch)
         (axis,) = axes.tokens
         if axes.batch is None:  # shared by all rows: the part of the longest document
@@ -84,7 +84,7 @@ class Group:
         return tokens.flatten(axes.batch, axes.batch + 1)
 
 
-def _block(mask: Tensor, axes: Axes, start: int, *, length: int) -> Tensor:
+def _block_of_batch(mask: Tensor, axes: TensorAxes, start: int, *, length: int) -> Tensor:
     for axis in axes.tokens:
         mask = mask.narrow(axis, start, length)
     return mask
@@ -102,7 +102,7 @@ class DocumentRows:
     def __init__(self, lengths: list[int], device: torch.device, budget: float, *, padding: int = 0, pads: bool = True):
         starts = [0, *accumulate(lengths)]
         self.num_tokens = starts[-1]
-        self.groups: list[Group] = []
+        self.groups: list[PaddedBatch] = []
         place = torch.empty(self.num_tokens, dtype=torch.int64)  # of each token, in the batches laid end to end
         shared = torch.empty(self.num_tokens, dtype=torch.int64)  # the same where all rows of a batch share one
         end = shared_end = 0
@@ -111,7 +111,7 @@ class DocumentRows:
             steps = torch.arange(longest)
             source = [starts[i] + steps.clamp(max=lengths[i] - 1) for i in members]
             spans = [starts[i] for i in members], [lengths[i] for i in members]
-            self.groups.append(Group(longest, *spans, torch.cat(source).to(device)))
+            self.groups.append(PaddedBatch(longest, *spans, torch.cat(source).to(device)))
             for row, i in enumerate(members):
                 place[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + end + row * longest
                 shared[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + shared_end
@@ -119,8 +119,8 @@ class DocumentRows:
             shared_end += longest
         self._place, self._shared = place.to(device), shared.to(device)
 
-    def join(self, batches: list[Tensor], axes: Axes) -> Tensor:
-        """Convert the tensors of all groups to one of the packed row, without padding: the inverse of `Group.split`."""
+    def join(self, batches: list[Tensor], axes: TensorAxes) -> Tensor:
+        """Join the tensors of all batches to one of the packed row, without padding; the inverse of `split`."""
         (axis,) = axes.tokens
         if axes.batch is None:  # the same for all rows of a group
             return torch.cat(batches, dim=axis).index_select(axis, self._shared)

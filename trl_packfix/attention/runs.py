@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .flash import Options, Run, flash_on_cpu
-from .kernels import Launch, attend_on_cuda
+from .flash import KernelOptions, RowsAndKeys, flash_on_cpu
+from .kernels import KernelLaunch, attend_on_cuda
 from .packed_forward import PackedForward, once_per_pack
 
 # What the copied keys and values of one launch on CUDA may take, with their gradients in backward. One layer at a time.
@@ -30,7 +30,7 @@ COPIED_BYTES = 2**30
 
 
 @once_per_pack
-def runs_of(pack: PackedForward) -> list[Run]:
+def runs_of(pack: PackedForward) -> list[RowsAndKeys]:
     """The runs of a pack, without empty ones that pad. Waits for the device without `run_lengths`.
 
     Raises ValueError if boundaries and `kv_index` contradict each other; seen on the CPU only.
@@ -56,13 +56,18 @@ def runs_of(pack: PackedForward) -> list[Run]:
                 'batch of the collator unchanged, or set share_prefixes="off".'
             )
     spans = zip(pairwise(q_bounds.tolist()), pairwise(k_bounds.tolist()), strict=True)
-    return [Run(slice(*rows), slice(*keys)) for rows, keys in spans if rows[0] < rows[1]]
+    return [RowsAndKeys(slice(*rows), slice(*keys)) for rows, keys in spans if rows[0] < rows[1]]
 
 
 # Not compiled, as all loops over documents.
 @torch.compiler.disable
 def attend_shared_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, pack: PackedForward, chunk: int | None = None, **options: Unpack[Options]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pack: PackedForward,
+    chunk: int | None = None,
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     """Attention of each row to the keys of its run up to itself, of these to the last `window` or the own chunk."""
     runs = runs_of(pack)
@@ -73,13 +78,18 @@ def attend_shared_on_cpu(
             for low in range(before // chunk * chunk, run.num_keys, chunk):
                 first, high = max(low, before), min(low + chunk, run.num_keys)
                 rows = slice(row + first - before, row + high - before)
-                parts.append(Run(rows, slice(key_of_first + low, key_of_first + high)))
+                parts.append(RowsAndKeys(rows, slice(key_of_first + low, key_of_first + high)))
         runs = parts
     return flash_on_cpu(query, key, value, runs, pack.kv_index, **options)
 
 
 def attend_pack_on_cuda(
-    query: Tensor, key: Tensor, value: Tensor, pack: PackedForward, chunk: int | None = None, **options: Unpack[Options]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pack: PackedForward,
+    chunk: int | None = None,
+    **options: Unpack[KernelOptions],
 ) -> Tensor:
     """The same for bfloat16 and float16 on CUDA, also of whole documents, without a device-to-host copy."""
     launches = launches_of(pack, query.shape[2], most_copied_keys(query, key, value))
@@ -94,7 +104,7 @@ def most_copied_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
     return COPIED_BYTES // (heads * (key.shape[-1] + value.shape[-1]) * 2)  # in half precision
 
 
-def launches_of(pack: PackedForward, num_rows: int, most_keys: int = 0) -> list[Launch]:
+def launches_of(pack: PackedForward, num_rows: int, most_keys: int = 0) -> list[KernelLaunch]:
     """The launches of a pack; each copies at most `most_keys` shared keys, but for a run that has more."""
     bounds, longest = (pack.cu_seq_lens_q, pack.cu_seq_lens_k), (pack.max_length_q, pack.max_length_k)
     # From shapes alone: to compare `cu_seq_lens` itself the host would wait for the device.
@@ -107,24 +117,24 @@ def launches_of(pack: PackedForward, num_rows: int, most_keys: int = 0) -> list[
     if pack.launches:
         return _launches_by_length(pack)
     if pack.kv_index is None:
-        return [Launch(bounds, longest, slice(None), slice(None))]
+        return [KernelLaunch(bounds, longest, slice(None), slice(None))]
     # A compiled graph would have to be another one for every number of launches
     if torch.compiler.is_compiling() or pack.run_lengths is None or len(pack.kv_index) <= most_keys:
-        return [Launch(bounds, longest, slice(None), pack.kv_index)]
+        return [KernelLaunch(bounds, longest, slice(None), pack.kv_index)]
     return _launches_by_keys(pack, most_keys)
 
 
 @once_per_pack
-def _launches_by_length(pack: PackedForward) -> list[Launch]:
+def _launches_by_length(pack: PackedForward) -> list[KernelLaunch]:
     launches = []
     for first, last, start, stop, longest in pack.launches:
         bounds, tokens = pack.cu_seq_lens_q[first : last + 1] - start, slice(start, stop)
-        launches.append(Launch((bounds, bounds), (longest, longest), tokens, tokens))
+        launches.append(KernelLaunch((bounds, bounds), (longest, longest), tokens, tokens))
     return launches
 
 
 @once_per_pack
-def _launches_by_keys(pack: PackedForward, most_keys: int) -> list[Launch]:
+def _launches_by_keys(pack: PackedForward, most_keys: int) -> list[KernelLaunch]:
     assert pack.kv_index is not None
     runs, firsts, launches = runs_of(pack), [0], []
     for i, run in enumerate(runs):
@@ -136,11 +146,11 @@ def _launches_by_keys(pack: PackedForward, most_keys: int) -> list[Launch]:
         q_bounds = pack.cu_seq_lens_q[first : stop + 1] - rows.start
         k_bounds = pack.cu_seq_lens_k[first : stop + 1] - keys.start
         longest = max(run.num_rows for run in group), max(run.num_keys for run in group)
-        launches.append(Launch((q_bounds, k_bounds), longest, rows, pack.kv_index[keys]))
+        launches.append(KernelLaunch((q_bounds, k_bounds), longest, rows, pack.kv_index[keys]))
     return launches
 
 
-def _in_chunks(launch: Launch, num_rows: int, chunk: int) -> Launch:
+def _in_chunks(launch: KernelLaunch, num_rows: int, chunk: int) -> KernelLaunch:
     """Boundaries of the parts of runs in each chunk, made on the device. The launch has at most `num_rows` rows.
 
     What is known of their number without reading the lengths is an upper bound; empty parts at the end fill it up. The

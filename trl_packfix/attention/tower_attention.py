@@ -29,10 +29,10 @@ from .flash import CUDA_DTYPES, CudaKernel, flash_on_cuda
 from .kernel_errors import KernelError, is_device_error
 from .kernels import attend_by_document
 from .models import towers
-from .varlen import cast, runs_flash
+from .varlen import cast_for_autocast, runs_flash
 
 TOWER_ATTENTION = "packfix_flash_tower"
-REPLACED = "sdpa"  # the attention of towers that this one replaces; any other is the user's choice
+REPLACED_ATTENTION = "sdpa"  # the attention of towers that this one replaces; any other is the user's choice
 
 # Boundaries -> lengths. On devices without flash attention the host reads them once, not in every layer.
 _lengths = WeakTensorKeyDictionary()
@@ -71,7 +71,7 @@ def tower_attention(
             f"{type(module).__name__} gives {', '.join(problems)} to the attention of its tower, and {TOWER_ATTENTION} "
             "has full attention within each image only. Set attn_implementation='sdpa' on the config of the tower."
         )
-    query, key, value = cast(module, query, key, value)
+    query, key, value = cast_for_autocast(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if runs_flash(query, value, None, dropout=dropout) and query.dtype in CUDA_DTYPES:
         longest = kwargs["max_length_q"]
@@ -115,9 +115,9 @@ def tower_configs(model: PreTrainedModel) -> list[Any]:
 
 
 def set_tower_attention(model: PreTrainedModel, name: str) -> None:
-    """Set `TOWER_ATTENTION` on towers that have `REPLACED`, or `REPLACED` on those that have `TOWER_ATTENTION`."""
+    """Set `TOWER_ATTENTION` on towers that have `REPLACED_ATTENTION`, or the reverse."""
     for config in tower_configs(model):
-        if config._attn_implementation in (TOWER_ATTENTION, REPLACED):
+        if config._attn_implementation in (TOWER_ATTENTION, REPLACED_ATTENTION):
             config._attn_implementation = name
 
 
@@ -128,7 +128,7 @@ def has_tower_attention(model: PreTrainedModel) -> bool:
 def note_on_towers(model: PreTrainedModel, takes: bool, why_not: str) -> str:
     """What the report says about vision towers: whether this attention `takes` them, or `why_not`."""
     names = {config._attn_implementation for config in tower_configs(model)}
-    if takes and names & {REPLACED, TOWER_ATTENTION}:
+    if takes and names & {REPLACED_ATTENTION, TOWER_ATTENTION}:
         return f"; vision tower on {TOWER_ATTENTION}, all images of a pack together"
     slow = [name for name in sorted(names) if name is not None and "flash" not in name]
     if not slow:
@@ -143,7 +143,7 @@ def note_on_towers(model: PreTrainedModel, takes: bool, why_not: str) -> str:
 def towers_as_given(model: PreTrainedModel) -> Iterator[None]:
     """Within this context no tower has `TOWER_ATTENTION`."""
     has = has_tower_attention(model)
-    set_tower_attention(model, REPLACED)
+    set_tower_attention(model, REPLACED_ATTENTION)
     try:
         yield
     finally:

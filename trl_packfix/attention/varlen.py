@@ -29,7 +29,7 @@ from .exchange import HeadExchange
 from .flash import CUDA_DTYPES, MAX_CUDA_HEAD_DIM, cuda_varlen_problem, kernel_head_dim
 from .kernel_errors import OwnAttentionError
 from .kernels import (
-    Features,
+    AttentionOptions,
     attend_by_document,
     attend_on_cpu,
     attend_wide,
@@ -102,7 +102,7 @@ def varlen_attention(
     _check_arguments(module, kwargs)
     running = running_forward()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options: Features = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
+    options: AttentionOptions = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
     if running is not None and running.rows is not None:
         # In a repaired module each row is one document: with an attention mask this is a normal unpacked call.
         is_packed = attention_mask is None and _is_causal(module, kwargs)
@@ -111,7 +111,7 @@ def varlen_attention(
     if not is_packed:
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-        query, key, value = cast(module, query, key, value)
+        query, key, value = cast_for_autocast(module, query, key, value)
         is_causal = attention_mask is None and _is_causal(module, kwargs)
         out = _unpacked_math(query, key, value, mask=attention_mask, is_causal=is_causal, **options)
         return out.transpose(1, 2).contiguous(), None
@@ -121,20 +121,20 @@ def varlen_attention(
         query, key, value = (_end_to_end(states, running) for states in (query, key, value))
         kwargs = {name: argument for name, argument in kwargs.items() if name not in BOUNDARIES}
     _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running)
-    query, key, value = cast(module, query, key, value)
+    query, key, value = cast_for_autocast(module, query, key, value)
     exchange = None
     if running is not None and running.degree > 1:
         _check_part(module, query, running, dropout)
         exchange = HeadExchange(query.shape[1], key.shape[1], running.degree)
         query, key, value = exchange.to_heads([query], [key, value])
         options["sinks"] = None if s_aux is None else s_aux[exchange.heads]
-    out = _attend(module, query, key, value=value, kwargs=kwargs, running=running, **options)
+    out = _attend_documents(module, query, key, value=value, kwargs=kwargs, running=running, **options)
     if exchange is not None:
         return exchange.to_tokens(out), None
     return out.transpose(1, 2).reshape(batch, -1, *out.shape[1::2]).contiguous(), None
 
 
-def _attend(
+def _attend_documents(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -142,7 +142,7 @@ def _attend(
     value: Tensor,
     kwargs: dict[str, Any],
     running: PackedForward | None,
-    **options: Unpack[Features],
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """Attention within each document of a pack: (1, H, T, D), for all its tokens."""
     options["window"], chunk = _local_pattern(module, kwargs)
@@ -170,7 +170,7 @@ def _attend(
         return attend_shared_on_cpu(query, key, value, pack, chunk=chunk, **flash)
     if is_wide:
         return attend_wide(query, key, value, pack.cu_seq_lens_q, pack.max_length_q, options["scale"])
-    lengths = _checked(pack.bounds, num_tokens)
+    lengths = _lengths_between(pack.bounds, num_tokens)
     if chunk is not None:  # as within a document
         lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
     attend = attend_on_cpu if device == "cpu" else attend_by_document
@@ -303,7 +303,7 @@ def runs_flash(query: Tensor, value: Tensor, softcap: float | None, *, dropout: 
     )
 
 
-def _runs_wide(query: Tensor, value: Tensor, options: Features) -> bool:
+def _runs_wide(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
     """Whether ffpa-attn computes this call: heads above 256 dimensions, with no feature but the scale."""
     device = query.device.type
     return (
@@ -344,7 +344,7 @@ def _pack_of(
     return PackedForward(*given)
 
 
-def _checked(bounds: list[int], num_tokens: int) -> list[int]:
+def _lengths_between(bounds: list[int], num_tokens: int) -> list[int]:
     """Tokens of each document between these boundaries, of which there must be some."""
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if not lengths or min(lengths) <= 0 or bounds[0] != 0 or bounds[-1] != num_tokens:
@@ -396,7 +396,7 @@ def _local_pattern(module: nn.Module, kwargs: dict[str, Any]) -> tuple[int | Non
     return window, config.attention_chunk_size if kind == "chunked_attention" else None
 
 
-def cast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
+def cast_for_autocast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
     """Cast as autocast does for `scaled_dot_product_attention`: it does not cast for the kernels used here."""
     device_type = tensors[0].device.type
     if torch.is_autocast_enabled(device_type):
@@ -411,7 +411,13 @@ def cast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
 
 
 def _unpacked_math(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, is_causal: bool, **options: Unpack[Features]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    is_causal: bool,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """Softcap and sinks outside of packs: (B, H, queries, D). Memory is linear in the number of queries."""
     batch, _, num_queries, _ = query.shape

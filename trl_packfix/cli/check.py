@@ -22,7 +22,7 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "check",
         "MODEL",
-        epilog=flags.FIELDS + EXAMPLES,
+        epilog=flags.FIELDS_HELP + EXAMPLES,
         help="test on a model whether documents in a pack influence each other, and repair it if they do",
         description="Test a model as the trainer does before its first step. MODEL is a name on the hub or a folder; "
         "by default it is that of the config file.",

@@ -23,7 +23,7 @@ from ..attention.varlen import ATTENTION_NAME
 from ..isolation.isolation_report import IsolationReport, finite
 from ..isolation.packed_model import OnLeak, PackedModel
 from ..isolation.shrinking import FIRST_WORD, VOCABULARY, random_model, tiny_like
-from .flags import MODEL, named
+from .flags import MODEL_HELP, setting_named
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def check_model(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found_dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     trust = {"trust_remote_code": trust_remote_code}  # if it is not passed, transformers prompts on standard input
-    with named(f"check {name}", MODEL):
+    with setting_named(f"check {name}", MODEL_HELP):
         config = AutoConfig.from_pretrained(name, **trust)
     model: Any
     if config_only:
@@ -122,7 +122,7 @@ def check_model(
     packed = PackedModel(model, found_dtype, device.type, max_length, on_leak="raise", **settings)
     as_it_is = in_training = packed.prove(model)
     if not packed.is_proved and on_leak != "raise":
-        packed.rest()
+        packed.restore_own_attention()
         packed = PackedModel(model, found_dtype, device.type, max_length, on_leak=on_leak, **settings)
         in_training = packed.prove(model)
     base = base_model(model)
@@ -138,13 +138,13 @@ def check_model(
         in_training=in_training,
         is_unpacked=packed.is_unpacked,
         repaired=[str(repair) for repair in packed.repaired],
-        implementations=implementations(base),
+        implementations=attention_obstacles(base),
         missing_packages=missing_packages(base),
         seconds=time.perf_counter() - start,
     )
 
 
-def implementations(model: PreTrainedModel) -> dict[str, str]:
+def attention_obstacles(model: PreTrainedModel) -> dict[str, str]:
     """Attention implementation -> why it is not available for this model here; "" if it is."""
     unsupported = f"{type(model).__name__} does not take it"
     unavailable = "" if model._supports_flash_attn else unsupported

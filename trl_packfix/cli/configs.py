@@ -18,9 +18,9 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
-from ..training.config import SFTConfig, changed, lacks_devices
-from ..training.foreign_keys import hints, other_defaults
-from .flags import SHORT, did_you_mean, named
+from ..training.config import SFTConfig, lacks_devices, with_settings
+from ..training.foreign_keys import describe_foreign_keys, other_defaults
+from .flags import SHORT_FLAGS, did_you_mean, setting_named
 from .mixture import TRUTHS, MixtureConfig, check_types
 
 # Smallest and largest value that is no error of the run; no field may be "not a number"
@@ -81,7 +81,7 @@ class TrainArguments(ScriptArguments):
             )
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows every flag with its default, and the description unchanged."""
 
 
@@ -105,7 +105,7 @@ def machine_settings() -> dict[str, Any]:
     return {} if gpu else {"bf16": False} | ({"ddp_backend": "gloo"} if is_on_cpu else {})
 
 
-class Configs(NamedTuple):
+class RunConfigs(NamedTuple):
     """What a user has set of a run."""
 
     script: TrainArguments
@@ -126,14 +126,14 @@ class Configs(NamedTuple):
         return [", ".join(self.names)] if self.mixture.datasets else self.names
 
 
-def parse(
+def parse_configs(
     flags: Sequence[str] | None = None,
     prog: str = "trl-packfix train",
     description: str = DESCRIPTION,
     *,
     others: argparse.Namespace | None = None,
     **defaults: Any,
-) -> Configs:
+) -> RunConfigs:
     """The configs of a run, from flags (default: those of this process) and the YAML file of `--config`.
 
     Packing is on unless it is switched off, or `padding_free` chooses to train the unpacked steps without padding. A
@@ -143,7 +143,9 @@ def parse(
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
     kinds: Any = (TrainArguments, SFTConfig, ModelConfig, MixtureConfig)
     usage = f"{prog} [--config FILE.yaml] [--FLAG VALUE ...]"
-    parser = TrlParser(kinds, prog=prog, usage=usage, description=description, formatter_class=Help, allow_abbrev=False)
+    parser = TrlParser(
+        kinds, prog=prog, usage=usage, description=description, formatter_class=HelpFormatter, allow_abbrev=False
+    )
     file, words = _split_config(sys.argv[1:] if flags is None else flags, prog)
     settings = {} if file is None else read_settings(file)
     known = [action.dest for action in parser._actions]
@@ -179,21 +181,23 @@ def parse(
         PartialState().print(NOTE)
     script_args, training_args, model_args, mixture = configs[:4]
     _check_values(training_args)
-    return Configs(script_args, training_args, model_args, mixture, given, [] if others is None else configs[4].words)
+    return RunConfigs(
+        script_args, training_args, model_args, mixture, given, [] if others is None else configs[4].words
+    )
 
 
-def read_run(args: argparse.Namespace, *words: str) -> Configs:
+def read_run(args: argparse.Namespace, *words: str) -> RunConfigs:
     """The run that a command was given, whose packs are planned and not trained: on a CPU, and packed in any case."""
     on_cpu = (f"--{name}={value}" for name, value in ON_CPU.items())
     words = (*args.more_flags, *words, *(f"--config={file}" for file in args.config), *on_cpu)
     with redirect_stdout(sys.stderr):  # which holds the result only
-        run = parse(words, f"trl-packfix {args.command}", others=args)
+        run = parse_configs(words, f"trl-packfix {args.command}", others=args)
     if not run.training.packing:
         if "packing" in run.given and args.command in ("plan", "show"):
             said = f"`packing` is off in this run; `{args.command}` shows the packs that it would have."
             print(said, file=sys.stderr)
         strategy = {"packing_strategy": "minibatch"} if run.training.padding_free else {}
-        run = run._replace(training=changed(run.training, packing=True, padding_free=False, **strategy))
+        run = run._replace(training=with_settings(run.training, packing=True, padding_free=False, **strategy))
     if run.words and args.command != "check":
         run.script.dataset_name, run.mixture.datasets = run.words, []
     if not run.names and args.command in ("show", "prepare"):
@@ -211,7 +215,7 @@ def _with_values(words: Sequence[str], parser: TrlParser) -> list[str]:
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         lacks_value = name in switches and not equals and following.lower() not in TRUTHS
-        full.append(SHORT.get(name, name) + ("=true" if lacks_value else equals + value))
+        full.append(SHORT_FLAGS.get(name, name) + ("=true" if lacks_value else equals + value))
     return full
 
 
@@ -231,7 +235,7 @@ def _check_values(args: SFTConfig) -> None:
     path = args.chat_template_path
     if path is not None and not (Path(path).is_file() and path.endswith((".jinja", ".j2"))):
         what = "a file of a template (.jinja, .j2) that is here, or the name or folder of a tokenizer that has one"
-        with named(f"chat_template_path={path}", what):
+        with setting_named(f"chat_template_path={path}", what):
             AutoTokenizer.from_pretrained(path).get_chat_template()
 
 
@@ -291,7 +295,8 @@ def _refuse_unknown(names: list[str], known: list[str], given: Set[str]) -> None
     if wrong:
         raise ValueError(
             f"{', '.join(f'`{name}`' for name in wrong)} was given, as a flag or in the config file"
-            f"{did_you_mean([name for name in wrong if not hints([name])], known)}. No field of SFTConfig, "
-            f"ModelConfig, ScriptArguments or the dataset mixture has this name, so it would be ignored.{hints(wrong)}"
+            f"{did_you_mean([name for name in wrong if not describe_foreign_keys([name])], known)}. No field of "
+            "SFTConfig, ModelConfig, ScriptArguments or the dataset mixture has this name, so it would be ignored."
+            f"{describe_foreign_keys(wrong)}"
             f"{other_defaults(given)} Correct or remove it; `trl-packfix train --help` lists all flags."
         )

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from textwrap import fill
 from typing import Any, TypeAlias
 
-SHORT = {
+SHORT_FLAGS = {
     "--model": "--model_name_or_path",
     "--split": "--dataset_train_split",
     "--name": "--dataset_config",
@@ -21,20 +21,20 @@ SHORT = {
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-FIELDS = f"""\
+FIELDS_HELP = f"""\
 Every flag and file of `trl-packfix train` is taken, with dashes or underscores; its --help says what they do. Short:
-{fill(", ".join(f"{flag} for {field}" for flag, field in SHORT.items()), 119, break_on_hyphens=False)}.
+{fill(", ".join(f"{flag} for {field}" for flag, field in SHORT_FLAGS.items()), 119, break_on_hyphens=False)}.
 
 """
-DATA = f"""\
+DATA_HELP = f"""\
 DATA is one or several files (.jsonl, .json, .parquet, .csv), folders written by `prepare` or `save_to_disk`, or names
 on the hub, joined to one table; or files of lengths in tokens: .txt with one number per line, .npy, .json with a list,
 .csv with a column `length`. By default it is that of the config file.
 
-{FIELDS}Tokens are decided by --model, --assistant-only-loss, --completion-only-loss, --per-turn, --assistant-turns,
---message-train-key, --train-empty-thinking, --eos-token, --chat-template-path, --text-field, --bad-rows;
-packs by --max-length, --strategy, --batch-size, --accumulation, --overlong, --balance, --seed, --tokens-per-rank,
---exchange-speeds, --share-prefixes.
+{FIELDS_HELP}Tokens are decided by --model, --assistant-only-loss, --completion-only-loss, --per-turn,
+--assistant-turns, --message-train-key, --train-empty-thinking, --eos-token, --chat-template-path, --text-field,
+--bad-rows; packs by --max-length, --strategy, --batch-size, --accumulation, --overlong, --balance, --seed,
+--tokens-per-rank, --exchange-speeds, --share-prefixes.
 
 """
 
@@ -71,7 +71,7 @@ def did_you_mean(names: Iterable[str], known: Iterable[str]) -> str:
 
 
 @contextmanager
-def named(setting: str, what: str) -> Iterator[None]:
+def setting_named(setting: str, what: str) -> Iterator[None]:
     """Name the setting whose value cannot be loaded, and what to give: most messages of transformers name the hub."""
     try:
         yield
@@ -80,4 +80,6 @@ def named(setting: str, what: str) -> Iterator[None]:
         raise ValueError(f"`{setting}` was given. It cannot be loaded: {reason}. Give {what}.") from error
 
 
-MODEL = "the name of a model on the hub or a folder with one, and `--trust-remote-code` if it has code that you trust"
+MODEL_HELP = (
+    "the name of a model on the hub or a folder with one, and `--trust-remote-code` if it has code that you trust"
+)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..data.reader import Rows
+from ..data.reader import RowReader
 from ..planning.costs import CostModel
 from ..planning.parallel import possible_degrees
 from ..planning.units import Synchronisation
@@ -22,12 +22,12 @@ from ..reporting.build import make_report
 from ..reporting.columns import COLUMNS, KEYS, Column
 from ..reporting.report import MAX_LOST_SHARE, PackingReport
 from ..reporting.savings import estimated_savings
-from ..training.choices import Setup
-from ..training.config import SFTConfig, changed
-from ..training.features import refuse
+from ..training.choices import RunSettings
+from ..training.config import SFTConfig, with_settings
+from ..training.features import refuse_conflicts
 from ..training.planner import documents_of, make_planner
 from . import memory
-from .configs import Configs, read_run
+from .configs import RunConfigs, read_run
 from .tokens import load_model_config, make_costs, read_documents
 
 FORWARD_AND_BACKWARD = 3  # times the FLOPs of a forward pass
@@ -75,8 +75,8 @@ def candidate_lengths(longest: int, positions: int | None = None) -> list[int]:
     return lengths
 
 
-def forecasts(
-    reader: Rows,
+def make_forecasts(
+    reader: RowReader,
     configs: Sequence[SFTConfig],
     world_sizes: Sequence[int],
     *,
@@ -109,7 +109,7 @@ def forecasts(
 def planner_for(documents: Documents, config: SFTConfig, world_size: int, **settings: Any) -> EpochPlanner:
     """The planner of a run with this config; `settings` are those of `make_planner`."""
     if documents.image_count is not None:
-        refuse(Setup(args=config, columns=("images",)))
+        refuse_conflicts(RunSettings(args=config, columns=("images",)))
     num = world_size * config.gradient_accumulation_steps
     if num > MOST_MICRO_BATCHES:
         raise ValueError(
@@ -177,15 +177,15 @@ def show_plan(args: argparse.Namespace) -> int:
         console.width = 10_000  # a file or a pipe has none, and its lines must not be wrapped
     first = {"max_length": args.max_length, "packing_strategy": args.strategy}
     given = read_run(args, *(f"--{name}={values[0]}" for name, values in first.items() if values))
-    memory.check(args, given)
+    memory.check_memory_flags(args, given)
     lengths = args.max_length or ([given.training.max_length] if "max_length" in given.given else [])
     if given.names:
-        return _plan(args, given, lengths, console=console)
+        return _plan_lengths(args, given, lengths, console=console)
     model_config = load_model_config(given)
     for length in lengths or [given.training.max_length]:
-        config = changed(given.training, max_length=length)
+        config = with_settings(given.training, max_length=length)
         batch = config.per_device_train_batch_size
-        needed = memory.predictions(args, config, batch, model=given.model, model_config=model_config)
+        needed = memory.predict_memory(args, config, batch, model=given.model, model_config=model_config)
         if args.json:
             print(json.dumps({"memory": needed.rows}, indent=2))
         else:
@@ -194,7 +194,7 @@ def show_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, given: Configs, lengths: list[int], *, console: Console) -> int:
+def _plan_lengths(args: argparse.Namespace, given: RunConfigs, lengths: list[int], *, console: Console) -> int:
     model_config = load_model_config(given)
     text_config = None if model_config is None else model_config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None)
@@ -207,7 +207,9 @@ def _plan(args: argparse.Namespace, given: Configs, lengths: list[int], *, conso
 
     def configs_of(lengths: Sequence[int]) -> list[SFTConfig]:
         pairs = product(lengths, args.strategy or [given.training.packing_strategy])
-        return [changed(given.training, max_length=length, packing_strategy=strategy) for length, strategy in pairs]
+        return [
+            with_settings(given.training, max_length=length, packing_strategy=strategy) for length, strategy in pairs
+        ]
 
     configs_of(lengths or candidate_lengths(1, positions))  # checks them before it tokenises
     reader = read_documents(given, args.tokenizer)
@@ -217,7 +219,7 @@ def _plan(args: argparse.Namespace, given: Configs, lengths: list[int], *, conso
         ranks = args.world_size
         most += [size * possible_degrees(1, size, num, num_heads=cost_model.heads)[-1] for num in ranks]
     configs = configs_of(lengths or candidate_lengths(longest, min(most, default=None)))
-    found = forecasts(
+    found = make_forecasts(
         reader,
         configs,
         args.world_size,
@@ -228,28 +230,28 @@ def _plan(args: argparse.Namespace, given: Configs, lengths: list[int], *, conso
     what, total = f"planning {len(reader):,} rows", len(configs) * len(args.world_size)
     plans = list(track(found, what, total, console=Console(stderr=True), transient=True))
     pick, reasons = recommend(plans)
-    needed = memory.Memory([], "On how many GPUs it fits: give `--model` and `--memory GIB`.", "")
+    needed = memory.PredictedMemory([], "On how many GPUs it fits: give `--model` and `--memory GIB`.", "")
     best = next(config for config in configs if config.max_length == pick.report.max_length)
     if args.memory is not None:
         documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
-        needed = memory.predictions(args, best, documents, model=given.model, model_config=model_config)
+        needed = memory.predict_memory(args, best, documents, model=given.model, model_config=model_config)
     if args.json:
         result = {"plans": [plan.to_dict() for plan in plans], "max_length": best.max_length, "reasons": reasons}
         print(json.dumps(result | ({"memory": needed.rows} if needed.rows else {}), indent=2))
     else:
         console.print("Recommended: " + "\n  ".join([*reasons[:2], needed.verdict, *reasons[2:]]) + "\n")
-        _show(console, plans, best)
+        _show_forecasts(console, plans, best)
         if needed.rows:
             _show_memory(console, needed, args.world_size)
     return 0 if pick.lost <= MAX_LOST_SHARE else 1
 
 
-def _show_memory(console: Console, needed: memory.Memory, world_sizes: Sequence[int]) -> None:
+def _show_memory(console: Console, needed: memory.PredictedMemory, world_sizes: Sequence[int]) -> None:
     for gpus in world_sizes:
         console.print(f"\npeak with {needed.rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)")
         of_number = [row for row in needed.rows if row["gpus"] == gpus]
         cells = {column: [column.cell(column.value(row)) for row in of_number] for column in memory.COLUMNS}
-        for table in _tables(cells, console, keys=memory.KEYS):
+        for table in _make_tables(cells, console, keys=memory.KEYS):
             console.print(table, "")
     console.print(needed.notes)
 
@@ -261,7 +263,7 @@ FORECAST = (  # of a `Forecast`, behind the columns of its report
 )
 
 
-def _show(console: Console, plans: list[Forecast], config: SFTConfig) -> None:
+def _show_forecasts(console: Console, plans: list[Forecast], config: SFTConfig) -> None:
     first = plans[0].report
     console.print(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
     assert first.lengths is not None  # of a table
@@ -269,16 +271,18 @@ def _show(console: Console, plans: list[Forecast], config: SFTConfig) -> None:
     if first.images is not None:
         console.print(f"images   {first.images.line()} (in the first line of the table)")
     steps = f"accumulation {first.accumulation}, balance {config.balance!r}"
-    console.print(f"micro-batches of {first.groups.each(first)}, {steps}")
+    console.print(f"micro-batches of {first.groups.per_rank_text(first)}, {steps}")
     values = {column: [column.value(plan.report) for plan in plans] for column in (*KEYS, *COLUMNS) if column.heading}
     values |= {column: [column.value(plan) for plan in plans] for column in FORECAST}
     known = {column: found for column, found in values.items() if any(value is not None for value in found)}
-    for table in _tables({column: [*map(column.cell, found)] for column, found in known.items()}, console, keys=KEYS):
+    for table in _make_tables(
+        {column: [*map(column.cell, found)] for column, found in known.items()}, console, keys=KEYS
+    ):
         console.print("", table)
     console.print("\n" + "; ".join(f"{column.heading}: {column.legend}" for column in known if column.legend))
 
 
-def _tables(cells: dict[Column, list[str]], console: Console, *, keys: tuple[Column, ...]) -> list[Table]:
+def _make_tables(cells: dict[Column, list[str]], console: Console, *, keys: tuple[Column, ...]) -> list[Table]:
     """The columns as one table, or as several with the same keys below each other if one is wider than the console."""
 
     def table(columns: list[Column]) -> Table:

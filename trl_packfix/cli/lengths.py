@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..data.reader import Rows
+from ..data.reader import RowReader
 from ..planning.arrays import BoolArray, Int64Array
 from .sources import check_header
 
@@ -19,7 +19,7 @@ LONGEST = 2**31 - 1  # tokens of a row: the largest list of an Arrow table
 
 
 @dataclass(frozen=True)
-class LengthRows(Rows):
+class LengthRows(RowReader):
     """Rows of which only the lengths are known. Every token has a label."""
 
     lengths: Int64Array  # of each row, shape (R,)
@@ -48,7 +48,7 @@ def read_lengths(path: Path) -> Int64Array | None:
     A file of lengths is `.npy` with one array, `.txt` with one number per line, `.json` with a list of numbers, or
     `.csv` with a column named `length` or `lengths` or with one column of numbers without a name.
     """
-    values = _values(path) if path.is_file() else None
+    values = _read_values(path) if path.is_file() else None
     if values is None:
         return None
     try:
@@ -71,7 +71,7 @@ def read_lengths(path: Path) -> Int64Array | None:
     return lengths.astype(np.int64)
 
 
-def _values(path: Path) -> Any:
+def _read_values(path: Path) -> Any:
     if path.suffix == ".txt":
         return path.read_text().split()
     if path.suffix == ".npy":

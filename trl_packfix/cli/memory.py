@@ -12,15 +12,25 @@ from transformers import PreTrainedConfig
 from trl import ModelConfig, get_peft_config
 
 from ..attention.runs import COPIED_BYTES
-from ..data.model_memory import GIB, LORA, METHODS, Method, ModelSizes, Peak, count_model, largest_tokens, predict_peak
+from ..data.model_memory import (
+    GIB,
+    LORA,
+    METHODS,
+    ModelSizes,
+    PeakMemory,
+    TrainingMethod,
+    count_model,
+    largest_tokens,
+    predict_peak,
+)
 from ..reporting.columns import Column
 from ..training.config import SFTConfig
-from .configs import Configs
+from .configs import RunConfigs
 
 MOST_TOKENS = 2**24
-ASIDE = 1.0  # GiB of the CUDA context and of what the allocator cannot use; an estimate
-PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "head", "layer", "attention", "peak")
-NUMBERS = tuple(2**power for power in range(11))  # of GPUs, among which the fewest that fit are looked for
+RESERVED_GIB = 1.0  # GiB of the CUDA context and of what the allocator cannot use; an estimate
+PEAK_PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "head", "layer", "attention", "peak")
+GPU_COUNTS = tuple(2**power for power in range(11))  # of GPUs, among which the fewest that fit are looked for
 KEYS = (
     Column("training", itemgetter("method"), text=""),
     Column("ckpt", lambda row: "yes" if row["checkpointing"] else "no", text=""),
@@ -30,7 +40,7 @@ COLUMNS = (
     Column("peak", itemgetter("peak"), ".1f"),
     Column("largest", lambda row: row["largest"] or None),
     Column("plain loss", lambda row: row["largest_plain_loss"] or None),
-    *(Column(name, itemgetter(name), ".1f") for name in PARTS if name != "peak"),
+    *(Column(name, itemgetter(name), ".1f") for name in PEAK_PARTS if name != "peak"),
 )
 NOTES = """\
 GiB on each GPU, of {memory:g}, less {aside:g} for the CUDA context and fragments. ckpt: gradient_checkpointing. \
@@ -43,7 +53,7 @@ LoRA: {lora}, of a bfloat16 model. Each communicator of NCCL takes 0.1 to 0.4 Gi
 estimate; tokens_per_rank needs one for each degree."""
 
 
-def check(args: argparse.Namespace, given: Configs) -> None:
+def check_memory_flags(args: argparse.Namespace, given: RunConfigs) -> None:
     """Refuse flags that contradict each other."""
     if args.memory is None:
         if args.offload:
@@ -61,14 +71,14 @@ def check(args: argparse.Namespace, given: Configs) -> None:
             f"`--memory {args.memory:g}` was given without `--model`. The peak is predicted from the model's config. "
             "Give `--model` too."
         )
-    if not ASIDE < args.memory < inf:
+    if not RESERVED_GIB < args.memory < inf:
         raise ValueError(
-            f"`--memory {args.memory:g}` was given. {ASIDE:g} GiB is set aside for the CUDA context, so it must be a "
-            f"number above {ASIDE:g}. Set the memory of one GPU in GiB, such as 80."
+            f"`--memory {args.memory:g}` was given. {RESERVED_GIB:g} GiB is set aside for the CUDA context, so it must "
+            f"be a number above {RESERVED_GIB:g}. Set the memory of one GPU in GiB, such as 80."
         )
 
 
-class Memory(NamedTuple):
+class PredictedMemory(NamedTuple):
     """What is predicted, in GiB."""
 
     rows: list[dict[str, Any]]  # for each number of GPUs, each method, with and without checkpointing
@@ -76,12 +86,12 @@ class Memory(NamedTuple):
     notes: str  # what the columns mean
 
 
-def predictions(
+def predict_memory(
     args: argparse.Namespace, config: SFTConfig, documents: int, *, model: ModelConfig, model_config: Any
-) -> Memory:
+) -> PredictedMemory:
     """Of a run with this config, of whose packs none has more documents."""
     assert config.max_length is not None  # `SFTConfig` refuses packing without it
-    assert model_config is not None  # `check` refuses memory without a model
+    assert model_config is not None  # `check_memory_flags` refuses memory without a model
     batch = config.per_device_train_batch_size
     unit, tokens = "max_length", batch * config.max_length
     most = getattr(model_config.get_text_config(), "max_position_embeddings", None) or MOST_TOKENS
@@ -94,36 +104,38 @@ def predictions(
     modules = lora.target_modules or "of PEFT"
     modules = modules if isinstance(modules, str) else ", ".join(sorted(modules))
     named = f"rank {lora.r}, dropout {lora.lora_dropout:g}, target_modules {modules}"
-    sizes, left_out = _counted(model_config, lora)
+    sizes, left_out = _count_methods(model_config, lora)
     same = {"documents": documents, "copied_keys": copied, "offload": args.offload}
     peaks = {method: partial(predict_peak, sizes[method], method, **same) for method in sizes}
-    rows, memory = [], (args.memory - ASIDE) * GIB
+    rows, memory = [], (args.memory - RESERVED_GIB) * GIB
     for gpus, method, checkpointing in product(args.world_size, peaks, (True, False)):
         saved, peak = sizes[method].saved, partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
         prediction = peak(tokens=tokens)
         row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
         row |= {"lora": named} if method.lora else {}
         row["host"] = sum(saved.inputs) * tokens / GIB if args.offload and checkpointing else 0.0
-        row |= {name: getattr(prediction, "total" if name == "peak" else name) / GIB for name in PARTS}
+        row |= {name: getattr(prediction, "total" if name == "peak" else name) / GIB for name in PEAK_PARTS}
         row["modelled_activations"] = saved.is_modelled
         for name, fused in (("largest", True), ("largest_plain_loss", False)):
             row[name] = min(largest_tokens(partial(peak, fused_loss=fused), memory, MOST_TOKENS) // batch, most)
         rows.append(row)
-    fits = [_fewest({key: peaks[key] for key in peaks if key.lora == lora}, tokens, memory) for lora in (True, False)]
+    fits = [
+        _fewest_gpus({key: peaks[key] for key in peaks if key.lora == lora}, tokens, memory) for lora in (True, False)
+    ]
     verdict = f"fits with {tokens:,} tokens in a micro-batch: LoRA {fits[0]}; full {fits[1]}"
     but = " (those of full training under DDP without autocast)" if any(r["modelled_activations"] for r in rows) else ""
     found = {"unit": f"largest {unit}", "but": but, "copied": of_copies}
     found["lora"] = next((row["lora"] for row in rows if "lora" in row), "left out")
-    notes = NOTES.format(memory=args.memory, aside=ASIDE, **found)
+    notes = NOTES.format(memory=args.memory, aside=RESERVED_GIB, **found)
     if args.offload:
         host = max(row["host"] for row in rows)
         notes += f"\n--offload: with checkpointing up to {host:.1f} GiB of each GPU's activations lie on the host."
-    return Memory(rows, "\n".join([verdict, *left_out]), notes)
+    return PredictedMemory(rows, "\n".join([verdict, *left_out]), notes)
 
 
-def _counted(config: PreTrainedConfig, lora: Any) -> tuple[dict[Method, ModelSizes], list[str]]:
+def _count_methods(config: PreTrainedConfig, lora: Any) -> tuple[dict[TrainingMethod, ModelSizes], list[str]]:
     """What is counted of each method, and a line for each that the model cannot run. It can run one, or raises."""
-    sizes: dict[Method, ModelSizes] = {}
+    sizes: dict[TrainingMethod, ModelSizes] = {}
     errors, left_out = [], []
     # Of both ZeRO stages the same is counted
     for _, group in groupby(METHODS, lambda method: (method.lora, method.engine == "DDP")):
@@ -140,12 +152,12 @@ def _counted(config: PreTrainedConfig, lora: Any) -> tuple[dict[Method, ModelSiz
     return sizes, left_out
 
 
-def _fewest(peaks: dict[Method, Callable[..., Peak]], tokens: int, memory: float) -> str:
+def _fewest_gpus(peaks: dict[TrainingMethod, Callable[..., PeakMemory]], tokens: int, memory: float) -> str:
     """The fewest GPUs on which one of these methods fits, and how: the simplest engine, and checkpointing if needed."""
-    for gpus, (method, peak), checkpointing in product(NUMBERS, peaks.items(), (False, True)):
+    for gpus, (method, peak), checkpointing in product(GPU_COUNTS, peaks.items(), (False, True)):
         if peak(tokens=tokens, gpus=gpus, checkpointing=checkpointing).total <= memory:
             how = "with checkpointing" if checkpointing else "without checkpointing"
             if gpus > 1 or method.engine != "DDP":
                 how = f"with {method.engine} and {how.removeprefix('with ')}"
             return f"on {gpus:,} GPU{'s'[: gpus > 1]} {how}"
-    return f"on no number of GPUs up to {NUMBERS[-1]:,}"
+    return f"on no number of GPUs up to {GPU_COUNTS[-1]:,}"

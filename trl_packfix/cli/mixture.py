@@ -10,7 +10,7 @@ import trl
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from trl.scripts.utils import DatasetConfig, get_dataset
 
-from ..training.foreign_keys import hints
+from ..training.foreign_keys import describe_foreign_keys
 from .flags import did_you_mean
 from .sources import FORMATS, load_named, load_rows
 
@@ -57,7 +57,7 @@ class MixtureConfig(trl.DatasetMixtureConfig):
                 f"`datasets: {getattr(self.datasets, 'path', self.datasets)}` was given. A mixture is a list, also of "
                 "one dataset. Write an entry `- path: ...` for each, or set `dataset_name` instead."
             )
-        self.datasets = [_entry(entry) for entry in self.datasets]
+        self.datasets = [_make_entry(entry) for entry in self.datasets]
         rows, count = next(iter(Counter(source.rows for source in self.datasets).most_common(1)), ((), 0))
         if self.test_split_size is not None and count > 1:
             path = next(entry.path for entry in self.datasets if entry.rows == rows)
@@ -89,7 +89,7 @@ def check_types(settings: dict[str, Any], kinds: Iterable[type], where: str, *, 
             continue
         allowed = {*types} | ({str} if texts else set()) | ({int} if {*types} & {float, bool} else set())
         value = settings[name]
-        is_unreadable = isinstance(value, str) and not any(_reads(value, kind) for kind in types)
+        is_unreadable = isinstance(value, str) and not any(_parses_as(value, kind) for kind in types)
         if type(value) not in allowed or is_unreadable:
             expected = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in types)
             raise ValueError(
@@ -98,7 +98,7 @@ def check_types(settings: dict[str, Any], kinds: Iterable[type], where: str, *, 
             )
 
 
-def _reads(text: str, kind: type) -> bool:
+def _parses_as(text: str, kind: type) -> bool:
     """Whether argparse makes a value of this type of the text."""
     if kind is bool:
         return text.lower() in TRUTHS
@@ -109,7 +109,7 @@ def _reads(text: str, kind: type) -> bool:
     return True
 
 
-def _entry(entry: object) -> SourceConfig:
+def _make_entry(entry: object) -> SourceConfig:
     if isinstance(entry, DatasetConfig):
         return entry if isinstance(entry, SourceConfig) else SourceConfig(**vars(entry))
     if not isinstance(entry, dict):
@@ -123,7 +123,7 @@ def _entry(entry: object) -> SourceConfig:
         problem = f"the unknown keys {', '.join(f'`{name}`' for name in wrong)}" if wrong else "no `path`"
         raise ValueError(
             f"An entry of `datasets` has {problem}: {entry}{did_you_mean(wrong, known)}. Without a path nothing can be "
-            f"read, and an unknown key would be ignored.{hints(wrong)} The keys are {', '.join(known)}."
+            f"read, and an unknown key would be ignored.{describe_foreign_keys(wrong)} The keys are {', '.join(known)}."
         )
     check_types(entry, [SourceConfig], f"for the dataset `{entry['path']}`", texts=False)
     return SourceConfig(**entry)
@@ -134,7 +134,8 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
     if mixture.streaming:
         return get_dataset(mixture)
     parts = [
-        _load(source, source_column, label) for source, label in zip(mixture.datasets, mixture.labels(), strict=True)
+        _load_source(source, source_column, label)
+        for source, label in zip(mixture.datasets, mixture.labels(), strict=True)
     ]
     fractions = [source.fraction for source in mixture.datasets if source.fraction is not None]
     if fractions and len(fractions) < len(parts):
@@ -158,7 +159,7 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
     return together.train_test_split(size, seed=seed)
 
 
-def _load(source: SourceConfig, source_column: str | None, label: str) -> Dataset:
+def _load_source(source: SourceConfig, source_column: str | None, label: str) -> Dataset:
     files = {"data_dir": source.data_dir, "data_files": source.data_files}
     if any(files.values()):
         dataset = load_named(source.path, name=source.name, split=source.split, **files)

@@ -23,7 +23,7 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "plan",
         "[DATA ...]",
-        epilog=flags.DATA + EXAMPLES,
+        epilog=flags.DATA_HELP + EXAMPLES,
         help="before training: efficiency, steps, imbalance and cut documents, by max_length, strategy and world size",
         description="Plan the packs of a dataset without training, and recommend a max_length. Needs no GPU and no "
         "weights.",

@@ -34,7 +34,7 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "prepare",
         "DATA ... --output DIR",
-        epilog=flags.DATA + EXAMPLES,
+        epilog=flags.DATA_HELP + EXAMPLES,
         help="tokenise once on a CPU node, so that no rank of a training run waits for it",
         description="Write a dataset tokenised as by TRL, and a manifest (prepared.json) with data, tokenizer, "
         "settings and versions.",
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from .sources import check_paths
 
     check_paths(args.more_flags)
-    from ..samples.turns import Settings
+    from ..samples.turns import TurnSettings
     from .configs import read_run
     from .tokens import load_tokenizer, read_parts, save_measured, save_tokens
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             "split": given.script.dataset_train_split,
             "tokenizer": tokenizer_name,
             "vocabulary": len(tokenizer),
-            "settings": {name: getattr(config, name) for name in (*Settings.__annotations__, *SETTINGS)},
+            "settings": {name: getattr(config, name) for name in (*TurnSettings.__annotations__, *SETTINGS)},
             "conversations": sum(map(len, parts)) if config.per_turn else None,
             "rows": rows,
             "bad_rows_dropped": num_given - rows,

@@ -25,29 +25,29 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.json:
-        print(json.dumps(titles() if args.name is None else yaml.safe_load(read(args.name)), indent=2))
+        print(json.dumps(recipe_titles() if args.name is None else yaml.safe_load(read_recipe(args.name)), indent=2))
     elif args.name is None:
-        width = max(map(len, names()))
-        print(*(f"{name:<{width}}  {title}" for name, title in titles().items()), sep="\n")
+        width = max(map(len, recipe_names()))
+        print(*(f"{name:<{width}}  {title}" for name, title in recipe_titles().items()), sep="\n")
     else:
-        print(read(args.name), end="")
+        print(read_recipe(args.name), end="")
     return 0
 
 
-def names() -> list[str]:
+def recipe_names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
-def titles() -> dict[str, str]:
+def recipe_titles() -> dict[str, str]:
     """The first comment of each recipe."""
-    return {name: read(name).splitlines()[0].removeprefix("# ") for name in names()}
+    return {name: read_recipe(name).splitlines()[0].removeprefix("# ") for name in recipe_names()}
 
 
-def read(name: str) -> str:
+def read_recipe(name: str) -> str:
     """The text of a recipe. Raises ValueError for a name that is none."""
-    if name not in names():
+    if name not in recipe_names():
         raise ValueError(
-            f"`recipes {name}` was given. There is no recipe of this name{did_you_mean([name], names())}. "
+            f"`recipes {name}` was given. There is no recipe of this name{did_you_mean([name], recipe_names())}. "
             "Set it to one that `trl-packfix recipes` lists."
         )
     return (FOLDER / f"{name}.yaml").read_text()

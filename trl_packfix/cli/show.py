@@ -21,7 +21,7 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "show",
         "DATA ...",
-        epilog=flags.DATA + EXAMPLES,
+        epilog=flags.DATA_HELP + EXAMPLES,
         help="the first packs: documents, trained tokens, boundaries, position ids; --plot draws them",
         description="Show the contents of packed batches, token by token.",
     )

@@ -21,15 +21,15 @@ from ..data.collator import IGNORE_INDEX
 from ..data.documents import Ledger, make_documents
 from ..data.image_rows import ImageRows
 from ..data.model_costs import make_cost_model, with_tower
-from ..data.reader import Rows, TokenReader, mask_columns, without_ignored_mask
+from ..data.reader import RowReader, TokenReader, mask_columns, without_ignored_mask
 from ..planning.costs import CostModel
-from ..samples.apply import without_bad_rows
 from ..samples.checks import IMAGES, check_conversations, has_images
-from ..samples.row import BAD_ROW, Cached
+from ..samples.make_samples import without_bad_rows
+from ..samples.row import BAD_ROW_COLUMN, HashedMapFunction
 from ..training.config import SFTConfig
 from ..training.preparation import prepare_images, prepare_rows
-from .configs import Configs
-from .flags import MODEL, named
+from .configs import RunConfigs
+from .flags import MODEL_HELP, setting_named
 from .lengths import LengthRows, read_lengths
 from .mixture import load_mixture
 from .sources import check_split, in_utf8, load_rows
@@ -39,11 +39,11 @@ TOKENIZER = "a folder with a tokenizer or its name on the hub, and `--trust-remo
 
 
 def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    with named(name, TOKENIZER):
+    with setting_named(name, TOKENIZER):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
-def tokenised(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, config: SFTConfig) -> Dataset:
+def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, config: SFTConfig) -> Dataset:
     """`input_ids` and `labels` of every row, as `SFTTrainer` makes them; no row is cut, dropped or shuffled.
 
     `datasets` caches the result, also for a training run with the same tokenizer and settings. Of a tokenised dataset,
@@ -68,8 +68,10 @@ def tokenised(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, confi
     if masks:
         what = f"Building labels of {' and '.join(masks)}"
         given = {"masks": masks}
-        dataset = dataset.map(Cached(_labels), fn_kwargs=given, num_proc=config.dataset_num_proc, desc=what)
-    names = ("input_ids", "labels", "seq_lengths", BAD_ROW, config.weight_column, config.source_column)
+        dataset = dataset.map(
+            HashedMapFunction(_labels_from_masks), fn_kwargs=given, num_proc=config.dataset_num_proc, desc=what
+        )
+    names = ("input_ids", "labels", "seq_lengths", BAD_ROW_COLUMN, config.weight_column, config.source_column)
     return dataset.select_columns([name for name in names if name in dataset.column_names])
 
 
@@ -84,16 +86,16 @@ def check_id_range(dataset: Dataset) -> None:
         )
 
 
-def _labels(row: dict[str, Any], masks: list[str]) -> dict[str, Any]:
+def _labels_from_masks(row: dict[str, Any], masks: list[str]) -> dict[str, Any]:
     bits = zip(*(row[name] for name in masks), strict=True)
     return {"labels": [i if all(trained) else IGNORE_INDEX for i, trained in zip(row["input_ids"], bits, strict=True)]}
 
 
-def measured(dataset: Dataset, name: str | None, config: SFTConfig) -> ImageRows:
+def measure_images(dataset: Dataset, name: str | None, config: SFTConfig) -> ImageRows:
     """The documents of rows with images, as `SFTTrainer` measures them with the processor of this model."""
     processor = None
     if name is not None:
-        with named(name, MODEL):
+        with setting_named(name, MODEL_HELP):
             processor = AutoProcessor.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     if not isinstance(processor, ProcessorMixin):
         column = next(column for column in IMAGES if column in dataset.column_names)
@@ -106,7 +108,7 @@ def measured(dataset: Dataset, name: str | None, config: SFTConfig) -> ImageRows
     return prepare_images(dataset, processor, config)
 
 
-def read_documents(run: Configs, tokenizer: str | None) -> Rows:
+def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
     """One table of the documents of a run; `tokenizer` is its name or folder, if it is not that of the model."""
     config, model = run.training, tokenizer or run.model.model_name_or_path
     lengths, tables, pictures = [], [], []
@@ -141,7 +143,7 @@ def read_documents(run: Configs, tokenizer: str | None) -> Rows:
             continue
         loaded = None if model is None else load_tokenizer(model, config.trust_remote_code)
         with in_utf8(name):
-            tables.append(tokenised(rows, loaded, config))
+            tables.append(tokenise(rows, loaded, config))
     if lengths and (tables or pictures):
         raise ValueError(
             f"{len(lengths)} files of lengths and {len(tables) + len(pictures)} datasets were given. A file of lengths "
@@ -155,17 +157,21 @@ def read_documents(run: Configs, tokenizer: str | None) -> Rows:
             "processed when they are read, and rows of text are tokenised before, so they cannot be joined to one "
             "table. Plan them one by one, or give the rows of text an empty column `images`."
         )
-    return measured(joined(pictures), model, config) if pictures else TokenReader(joined(tables))
+    return (
+        measure_images(concatenate_tables(pictures), model, config)
+        if pictures
+        else TokenReader(concatenate_tables(tables))
+    )
 
 
-def load_part(run: Configs, name: str) -> Dataset:
+def load_part(run: RunConfigs, name: str) -> Dataset:
     """The rows of one of the `parts` of a run."""
     if run.mixture.datasets:
         return load_mixture(run.mixture, run.training.seed, run.training.source_column)["train"]
     return load_rows(name, run.script.dataset_train_split, run.script.dataset_config)
 
 
-def read_parts(run: Configs) -> tuple[list[Dataset], bool]:
+def read_parts(run: RunConfigs) -> tuple[list[Dataset], bool]:
     """The rows of all of them, and whether they have images."""
     parts = [load_part(run, name) for name in run.parts]
     with_images = sum(map(has_images, parts))
@@ -178,7 +184,7 @@ def read_parts(run: Configs) -> tuple[list[Dataset], bool]:
     return parts, bool(with_images)
 
 
-def joined(tables: Sequence[Dataset]) -> Dataset:
+def concatenate_tables(tables: Sequence[Dataset]) -> Dataset:
     columns = [sorted(table.column_names) for table in tables]
     if columns != columns[:1] * len(tables):
         one, other = columns[0], next(names for names in columns if names != columns[0])
@@ -190,28 +196,28 @@ def joined(tables: Sequence[Dataset]) -> Dataset:
     return concatenate_datasets(tables) if len(tables) > 1 else tables[0]
 
 
-def load_model_config(run: Configs) -> PreTrainedConfig | None:
+def load_model_config(run: RunConfigs) -> PreTrainedConfig | None:
     name = run.model.model_name_or_path
     if name is None:
         return None
-    with named(f"--model {name}", MODEL):
+    with setting_named(f"--model {name}", MODEL_HELP):
         return AutoConfig.from_pretrained(name, trust_remote_code=run.training.trust_remote_code)
 
 
-def make_costs(model_config: PreTrainedConfig | None, reader: Rows) -> CostModel:
+def make_costs(model_config: PreTrainedConfig | None, reader: RowReader) -> CostModel:
     """The cost model of a config, of a Llama with 7B parameters without one; with the costs of images if there are."""
     costs = make_cost_model(model_config)
     return costs if reader.image_counts is None else with_tower(costs, model_config)
 
 
 def save_tokens(
-    given: Configs, parts: list[Dataset], tokenizer: PreTrainedTokenizerBase, *, output: Path
+    given: RunConfigs, parts: list[Dataset], tokenizer: PreTrainedTokenizerBase, *, output: Path
 ) -> tuple[int, int, Ledger]:
     """Write one table of tokens and labels. Returns its rows, the rows given, and what they hold."""
     tables = []
     for name, part in zip(given.parts, parts, strict=True):
         with in_utf8(name):
-            tables.append(tokenised(part, tokenizer, given.training))
+            tables.append(tokenise(part, tokenizer, given.training))
     table = concatenate_datasets([without_bad_rows(part) for part in tables])
     ledger = make_documents(TokenReader(table), max_length=None).ledger
     table.save_to_disk(output, num_proc=given.training.dataset_num_proc)
@@ -220,14 +226,14 @@ def save_tokens(
 
 def save_measured(parts: list[Dataset], processor: str, config: SFTConfig, *, output: Path) -> tuple[int, int, Ledger]:
     """Write the rows as they are, and the lengths of their documents beside them, where training looks for them."""
-    table = joined(parts)
+    table = concatenate_tables(parts)
     num_given = len(table)
     if config.bad_rows == "drop":
-        reader = measured(table, processor, config)
+        reader = measure_images(table, processor, config)
         bad, rows = reader.bad_rows(), reader.conversations
         if bad.any():  # of a conversation, the turns that can be rendered are kept
             table = table.select(np.flatnonzero(~bad) if rows is None else np.unique(rows[~bad]))
     table.save_to_disk(output, num_proc=config.dataset_num_proc)
-    reader = measured(load_from_disk(str(output)), processor, config)
+    reader = measure_images(load_from_disk(str(output)), processor, config)
     ledger = make_documents(reader, max_length=None).ledger
     return len(table), num_given, ledger

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from .flags import Subparsers, named
+from .flags import Subparsers, setting_named
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -23,17 +23,17 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     if find_spec("deepspeed"):
         _import_deepspeed()
-    from .configs import parse
-    from .training import make_trainer, train
+    from .configs import parse_configs
+    from .training import make_trainer, train_and_save
 
     # A launcher of DeepSpeed puts this flag before the command.
     rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
-    configs = parse([*rank, *args.more_flags])
+    configs = parse_configs([*rank, *args.more_flags])
     trainer: Any = make_trainer(configs)
-    with named(f"--optim {trainer.args.optim.value}", "another optimizer, or install its package"):
+    with setting_named(f"--optim {trainer.args.optim.value}", "another optimizer, or install its package"):
         trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)  # the run does so only when it is proved
     args.shows_traceback = True  # what was given is read and checked: from here on errors are those of the run
-    train(trainer, configs.names)
+    train_and_save(trainer, configs.names)
     return 0
 
 

@@ -13,8 +13,8 @@ from ..training.checkpoints import choose_checkpoint
 from ..training.choices import text_config
 from ..training.config import SFTConfig
 from ..training.trainer import SFTTrainer
-from .configs import Configs, TrainArguments
-from .flags import MODEL, named
+from .configs import RunConfigs, TrainArguments
+from .flags import MODEL_HELP, setting_named
 from .mixture import MixtureConfig, load_mixture
 from .sources import in_utf8, load_local, load_named
 
@@ -51,7 +51,7 @@ def choose_split(dataset: DatasetDict | IterableDatasetDict, flag: str, split: s
     return dataset[split]
 
 
-def _load(script_args: TrainArguments, training_args: SFTConfig, mixture: MixtureConfig) -> Any:
+def _load_splits(script_args: TrainArguments, training_args: SFTConfig, mixture: MixtureConfig) -> Any:
     if mixture.datasets:
         if script_args.dataset_name:
             PartialState().print(f"Not used: dataset_name={script_args.dataset_name}. As in TRL, `datasets` is used.")
@@ -69,7 +69,7 @@ def _load(script_args: TrainArguments, training_args: SFTConfig, mixture: Mixtur
     return load_documents(script_args)
 
 
-def make_trainer(run: Configs, dataset: DatasetDict | IterableDatasetDict | None = None) -> SFTTrainer:
+def make_trainer(run: RunConfigs, dataset: DatasetDict | IterableDatasetDict | None = None) -> SFTTrainer:
     """The trainer of a run, on the documents that its arguments name, or on the splits of a dataset."""
     script_args, training_args, model_args, mixture, *_ = run
     if not model_args.model_name_or_path:
@@ -84,7 +84,7 @@ def make_trainer(run: Configs, dataset: DatasetDict | IterableDatasetDict | None
     names = run.names
     if dataset is None:
         with training_args.main_process_first(desc="dataset"):  # one process of a machine downloads
-            dataset = _load(script_args, training_args, mixture)
+            dataset = _load_splits(script_args, training_args, mixture)
     PartialState().print(f"Model: {model_args.model_name_or_path}")
     PartialState().print(f"Dataset: {', '.join(names) or 'given'}")
     assert not isinstance(training_args.model_init_kwargs, str)  # transformers reads JSON
@@ -95,7 +95,7 @@ def make_trainer(run: Configs, dataset: DatasetDict | IterableDatasetDict | None
         "dtype": model_args.dtype,
     } | (training_args.model_init_kwargs or {})
     training_args.model_init_kwargs = chosen
-    with named(f"--model_name_or_path {model_args.model_name_or_path}", MODEL):
+    with setting_named(f"--model_name_or_path {model_args.model_name_or_path}", MODEL_HELP):
         text_config(model_args.model_name_or_path, training_args)
     test_split = script_args.dataset_test_split
     with in_utf8(", ".join(names)):
@@ -110,7 +110,7 @@ def make_trainer(run: Configs, dataset: DatasetDict | IterableDatasetDict | None
         )
 
 
-def train(trainer: SFTTrainer, names: Sequence[str]) -> None:
+def train_and_save(trainer: SFTTrainer, names: Sequence[str]) -> None:
     """Train, save in `output_dir` and, with `push_to_hub`, push; `names` are those of the datasets."""
     args = trainer.args
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

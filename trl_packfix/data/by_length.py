@@ -14,16 +14,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..layout import LAYOUT, layout_of
-from .parts import PartOf
+from ..layout import LAYOUT_KEY, layout_of
+from .rank_share import RankShare
 
-CLASSES = (384, 4096)  # largest lengths, in tokens, of documents in the first and the second launch; then the rest
-TILE = 128  # queries of a block, in the largest of the grids
+LENGTH_CLASSES = (
+    384,
+    4096,
+)  # largest lengths, in tokens, of documents in the first and the second launch; then the rest
+TILE_QUERIES = 128  # queries of a block, in the largest of the grids
 MAX_LAUNCHES = 6  # in a layer: padding adds documents at the end of a pack
 Launches = tuple[tuple[int, int, int, int, int], ...]
 
 
-def launches(bounds: npt.NDArray[np.integer[Any]], longest: int) -> Launches:
+def plan_launches(bounds: npt.NDArray[np.integer[Any]], longest: int) -> Launches:
     """Launches for documents with these boundaries: (first document, last + 1, first token, last + 1, longest) of each.
 
     Documents without tokens are in none. () if one launch for all, with blocks for `longest` tokens in each document,
@@ -33,9 +36,9 @@ def launches(bounds: npt.NDArray[np.integer[Any]], longest: int) -> Launches:
     ((0, 1, 0, 5000, 5000), (1, 3, 5000, 5200, 100))
     """
     lengths = np.diff(bounds)
-    if len(lengths) * -(-longest // TILE) <= 2 * (-(-lengths // TILE)).sum():
+    if len(lengths) * -(-longest // TILE_QUERIES) <= 2 * (-(-lengths // TILE_QUERIES)).sum():
         return ()
-    kinds = np.where(lengths > 0, np.searchsorted(CLASSES, lengths), -1)
+    kinds = np.where(lengths > 0, np.searchsorted(LENGTH_CLASSES, lengths), -1)
     edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(lengths)]
     by_class = tuple(
         (first, stop, int(bounds[first]), int(bounds[stop]), int(lengths[first:stop].max()))
@@ -53,7 +56,7 @@ class ByLength:
 
     def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
         longest_first = sorted(pack, key=lambda document: -len(document["input_ids"]))
-        batch = self.collate(PartOf.like(pack, longest_first))
-        if by_class := launches(batch["cu_seq_lens_q"].numpy(), batch["max_length_q"]):
-            batch[LAYOUT] = replace(layout_of(batch), launches=by_class)
+        batch = self.collate(RankShare.like(pack, longest_first))
+        if by_class := plan_launches(batch["cu_seq_lens_q"].numpy(), batch["max_length_q"]):
+            batch[LAYOUT_KEY] = replace(layout_of(batch), launches=by_class)
         return batch

@@ -4,8 +4,8 @@ A second start reads no token before the first batch. Nothing is cached for a da
 disabled (`datasets.disable_caching()`).
 
 Every cache of this package depends on its code and on that of its libraries: another version may cut, measure, plan or
-estimate differently. So `CODE` (`samples/row.py`), a hash of all files of the package and of the versions of these
-libraries, is part of every file name, also of those that `datasets` makes (`Cached`).
+estimate differently. So `PREPARATION_SOURCE_HASH` (`samples/row.py`), a hash of all files of the package and of the
+versions of these libraries, is part of every file name, also of those that `datasets` makes (`HashedMapFunction`).
 
 A file holds named arrays as an Arrow file, and behind them a hash of its name and content: what a disk lost, or what
 was copied under another name, is made again. It is memory-mapped, so all ranks of a node share one copy in memory. An
@@ -30,10 +30,10 @@ import numpy as np
 import pyarrow as pa
 from datasets import is_caching_enabled
 
-from ..samples.row import CODE
+from ..samples.row import PREPARATION_SOURCE_HASH
 from .documents import Documents, Overlong, TruncationMode, make_documents, token_order
 from .image_rows import ImageRows
-from .reader import Rows, TokenReader
+from .reader import RowReader, TokenReader
 
 logger = logging.getLogger(__name__)
 Arrays = dict[str, np.ndarray]
@@ -51,7 +51,7 @@ SAMPLED_AT_ONCE = 2**16  # documents, in memory
 
 
 def cached_documents(
-    reader: Rows,
+    reader: RowReader,
     max_length: int | None,
     overlong: Overlong = "truncate",
     *,
@@ -69,19 +69,19 @@ def cached_documents(
         if sorts_tokens:
             assert isinstance(reader, TokenReader | ImageRows)
             tokens = token_order(reader, documents)
-        return replace(documents, fingerprint=_fingerprint(reader, documents), tokens=tokens).to_arrays()
+        return replace(documents, fingerprint=_hash_documents(reader, documents), tokens=tokens).to_arrays()
 
-    file = _file(reader, "spans", settings | ({"sorts_tokens": True} if sorts_tokens else {}))
+    file = _cache_file(reader, "spans", settings | ({"sorts_tokens": True} if sorts_tokens else {}))
     return Documents.from_arrays(read_or_make(file, make), file)
 
 
 def cached_token_range(reader: TokenReader) -> tuple[int, int]:
-    arrays = read_or_make(_file(reader, "range", {}), lambda: {"range": np.array(reader.token_range())})
+    arrays = read_or_make(_cache_file(reader, "range", {}), lambda: {"range": np.array(reader.token_range())})
     lowest, highest = arrays["range"].tolist()
     return lowest, highest
 
 
-def _fingerprint(reader: Rows, documents: Documents) -> str:
+def _hash_documents(reader: RowReader, documents: Documents) -> str:
     """Two hashes, joined by "-".
 
     The first is of all spans, of the number of trained tokens in each, and of the tokens of 1,000 evenly spaced
@@ -106,7 +106,7 @@ def _fingerprint(reader: Rows, documents: Documents) -> str:
     return f"{digest.hexdigest()}-{samples.hexdigest()}"
 
 
-def _file(reader: Rows, name: str, settings: dict[str, Any]) -> Path | None:
+def _cache_file(reader: RowReader, name: str, settings: dict[str, Any]) -> Path | None:
     """The file for what is made of the table with these settings; None if nothing is cached."""
     files = reader.files
     if not files or not is_caching_enabled():
@@ -115,7 +115,7 @@ def _file(reader: Rows, name: str, settings: dict[str, Any]) -> Path | None:
     # that copies may set the time of the last write (mtime), but not that of the last change (ctime).
     found = [(file.name, file.stat()) for file in files]
     stats = [(file, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in found]
-    key = json.dumps([CODE, reader.fingerprint, stats, settings], sort_keys=True)
+    key = json.dumps([PREPARATION_SOURCE_HASH, reader.fingerprint, stats, settings], sort_keys=True)
     return files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{SUFFIX}"
 
 
@@ -144,14 +144,14 @@ def read_arrays(file: Path) -> Arrays | None:
     try:
         content = np.memmap(file, np.uint8, "r")
         body = content[:-NUM_SEALED]
-        if _seal(file, body) != content[-NUM_SEALED:].tobytes():
+        if _compute_seal(file, body) != content[-NUM_SEALED:].tobytes():
             raise ValueError("it is not as it was written")
         batch = pa.ipc.open_file(pa.py_buffer(body)).get_batch(0)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         logger.warning("%s cannot be read (%s: %s) and is made again.", file, type(error).__name__, error)
-        _remove(file)
+        _remove_file(file)
         return None
     if file.name.startswith(PACKS):
         with contextlib.suppress(OSError):  # another user's file: that user's runs set its time
@@ -167,7 +167,7 @@ def write_arrays(file: Path, arrays: Arrays) -> None:
     def write(temporary: Path) -> None:
         with temporary.open("xb") as stream, pa.ipc.new_file(stream, batch.schema) as writer:
             writer.write(batch)
-        seal = _seal(file, np.memmap(temporary, np.uint8, "r"))
+        seal = _compute_seal(file, np.memmap(temporary, np.uint8, "r"))
         with temporary.open("ab") as stream:
             stream.write(seal)
 
@@ -179,7 +179,7 @@ def write_arrays(file: Path, arrays: Arrays) -> None:
                     old.unlink()
 
 
-def _seal(file: Path, body: np.ndarray) -> bytes:
+def _compute_seal(file: Path, body: np.ndarray) -> bytes:
     digest = hashlib.sha256(file.name.encode())
     digest.update(body.data)
     return digest.digest()
@@ -204,10 +204,10 @@ def write_atomically(file: Path, write: Callable[[Path], None]) -> None:
     except OSError as error:  # e.g. a read-only disk: training works without the cache
         logger.info("%s is not cached for the next start: %s", file.name, error)
     finally:
-        _remove(temporary)
+        _remove_file(temporary)
 
 
-def _remove(file: Path) -> None:
+def _remove_file(file: Path) -> None:
     with contextlib.suppress(OSError):
         file.unlink()
 
@@ -229,10 +229,10 @@ def one_first(file: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             lock = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, lock)
-            is_first = _locked(lock, fcntl.LOCK_EX)
+            is_first = _try_lock(lock, fcntl.LOCK_EX)
             if is_first:
-                stack.callback(_remove, path)  # who comes later finds `file`
-            while not (is_first or _locked(lock, fcntl.LOCK_SH)):
+                stack.callback(_remove_file, path)  # who comes later finds `file`
+            while not (is_first or _try_lock(lock, fcntl.LOCK_SH)):
                 waited = time.monotonic() - start
                 if waited > LONGEST_WAIT:
                     message = "%s was not made in %d s by the process that began it. It is made here."
@@ -245,7 +245,7 @@ def one_first(file: Path) -> Iterator[None]:
         yield
 
 
-def _locked(lock: int, kind: int) -> bool:
+def _try_lock(lock: int, kind: int) -> bool:
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 
 from ..layout import IGNORE_INDEX as IGNORE_INDEX
-from ..layout import READ as READ
+from ..layout import TEXT_KEYS as TEXT_KEYS
 
-MASKS = ("completion_mask", "assistant_masks")  # 1 marks a trained token; used if there are no labels
+MASK_COLUMNS = ("completion_mask", "assistant_masks")  # 1 marks a trained token; used if there are no labels
 
 
 def cu_seq_lens(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -41,7 +41,7 @@ def seq_idx(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
     return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
 
 
-class Run(NamedTuple):
+class DocumentRun(NamedTuple):
     """Rows of a pack: the tokens of `document` from the token `first` on."""
 
     document: int
@@ -93,7 +93,7 @@ class PackedDataCollator:
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return self.collate(documents)[0]
 
-    def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[Run]]:
+    def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[DocumentRun]]:
         """The batch, and its runs: here the documents. T is a multiple of `degree`, too.
 
         With `max_length` each of `degree` parts has a multiple of `pad_to_multiple_of` tokens.
@@ -134,7 +134,7 @@ class PackedDataCollator:
             "seq_idx": torch.from_numpy(seq_idx(lengths))[None],
             "use_cache": False,
         }
-        return batch, [Run(i) for i in range(len(documents))]
+        return batch, [DocumentRun(i) for i in range(len(documents))]
 
     def _padding(self, num_tokens: int, degree: int) -> int:
         multiple = self.pad_to_multiple_of or 1
@@ -143,7 +143,7 @@ class PackedDataCollator:
     @staticmethod
     def _read(documents: Sequence[dict[str, Any]]) -> tuple[list[npt.NDArray[Any]], list[npt.NDArray[Any]]]:
         """Tokens and labels of each document; the same array twice if every token is its own label."""
-        if not documents[0].keys() <= READ:  # only the first is checked: this runs in every batch
+        if not documents[0].keys() <= TEXT_KEYS:  # only the first is checked: this runs in every batch
             _check_columns(documents)
         tokens = [np.asarray(document["input_ids"]) for document in documents]
         labels = [
@@ -162,7 +162,7 @@ class PackedDataCollator:
 
 def _check_columns(documents: Sequence[dict[str, Any]]) -> None:
     columns = documents[0].keys()
-    ignored = [name for name in MASKS if name in columns and "labels" not in columns]
+    ignored = [name for name in MASK_COLUMNS if name in columns and "labels" not in columns]
     if ignored:
         raise ValueError(
             f"Documents of the batch have `{ignored[0]}` and no `labels`. The collator reads no mask, so all "

@@ -17,26 +17,26 @@ from datasets import Dataset
 
 from ..planning.arrays import BoolArray, Int64Array
 from ..planning.families import TokenOrder, sort_by_tokens
-from ..samples.row import NUM_SHOWN
+from ..samples.row import MAX_ROWS_NAMED
 from .image_rows import ImageRows
-from .reader import Rows, TokenReader
+from .reader import RowReader, TokenReader
 
 logger = logging.getLogger(__name__)
 
 Overlong = Literal["truncate", "split", "drop", "raise"]
 TruncationMode = Literal["keep_start", "keep_end"]
-OF_IMAGES = ("image_count", "image_values", "image_squares", "image_start", "image_stop")
-COLUMNS = ("row", "start", "stop", "trained", "block", *OF_IMAGES)  # of `Documents`, in its file
+IMAGE_ARRAYS = ("image_count", "image_values", "image_squares", "image_start", "image_stop")
+COLUMNS = ("row", "start", "stop", "trained", "block", *IMAGE_ARRAYS)  # of `Documents`, in its file
 
 
 @dataclass
-class Count:
+class DocumentCounts:
     documents: int = 0
     tokens: int = 0
     trained_tokens: int = 0  # with a label that is not -100; the first token of a document is never one
 
-    def __add__(self, other: "Count") -> "Count":
-        return Count(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: "DocumentCounts") -> "DocumentCounts":
+        return DocumentCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass
@@ -47,12 +47,14 @@ class Ledger:
     the first token of each later fragment is no longer a target.
     """
 
-    given: Count = field(default_factory=Count)
-    kept: Count = field(default_factory=Count)
-    truncated: Count = field(default_factory=Count)
-    split: Count = field(default_factory=Count)
+    given: DocumentCounts = field(default_factory=DocumentCounts)
+    kept: DocumentCounts = field(default_factory=DocumentCounts)
+    truncated: DocumentCounts = field(default_factory=DocumentCounts)
+    split: DocumentCounts = field(default_factory=DocumentCounts)
     fragments: int = 0  # documents that splitting made
-    dropped: dict[str, Count] = field(default_factory=dict)  # for `bad_row`, `empty`, `overlong` or `untrained`
+    dropped: dict[str, DocumentCounts] = field(
+        default_factory=dict
+    )  # for `bad_row`, `empty`, `overlong` or `untrained`
 
     @property
     def lost_trained_tokens(self) -> int:
@@ -61,14 +63,17 @@ class Ledger:
 
     def __add__(self, other: "Ledger") -> "Ledger":
         reasons = sorted(self.dropped | other.dropped)
-        dropped = {each: self.dropped.get(each, Count()) + other.dropped.get(each, Count()) for each in reasons}
+        dropped = {
+            each: self.dropped.get(each, DocumentCounts()) + other.dropped.get(each, DocumentCounts())
+            for each in reasons
+        }
         others = {name: mine + getattr(other, name) for name, mine in vars(self).items() if name != "dropped"}
         return Ledger(**others, dropped=dropped)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Ledger":
-        counts = {name: Count(**values[name]) for name in ("given", "kept", "truncated", "split")}
-        dropped = {reason: Count(**count) for reason, count in values["dropped"].items()}
+        counts = {name: DocumentCounts(**values[name]) for name in ("given", "kept", "truncated", "split")}
+        dropped = {reason: DocumentCounts(**count) for reason, count in values["dropped"].items()}
         return cls(**counts, fragments=values["fragments"], dropped=dropped)
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,19 +107,19 @@ class Documents:
     def lengths(self) -> Int64Array:
         return self.stop - self.start
 
-    def count(self, mask: BoolArray | None = None) -> Count:
+    def count(self, mask: BoolArray | None = None) -> DocumentCounts:
         chosen = slice(None) if mask is None else mask
         lengths, trained = self.lengths[chosen], self.trained[chosen]
-        return Count(len(lengths), int(lengths.sum()), int(trained.sum()))
+        return DocumentCounts(len(lengths), int(lengths.sum()), int(trained.sum()))
 
-    def without(self, mask: BoolArray, reason: str) -> "Documents":
+    def drop(self, mask: BoolArray, reason: str) -> "Documents":
         """The others; those of the mask are dropped and counted."""
         if not mask.any():
             return self
-        self.ledger.dropped[reason] = self.ledger.dropped.get(reason, Count()) + self.count(mask)
-        return self.taken(~mask)
+        self.ledger.dropped[reason] = self.ledger.dropped.get(reason, DocumentCounts()) + self.count(mask)
+        return self.select(~mask)
 
-    def taken(self, chosen: BoolArray) -> "Documents":
+    def select(self, chosen: BoolArray) -> "Documents":
         """The `chosen` documents, numbered anew from 0. The ledger stays that of all."""
         number, tokens, file = np.cumsum(chosen) - 1, self.tokens, self.file
         if tokens is not None:
@@ -150,7 +155,7 @@ class Documents:
 
 
 def make_documents(
-    reader: Rows,
+    reader: RowReader,
     max_length: int | None,
     overlong: Overlong = "truncate",
     *,
@@ -173,11 +178,11 @@ def make_documents(
     """
     spans = _table_spans(reader)
     ledger = spans.ledger
-    spans = spans.without(reader.bad_rows()[spans.row], "bad_row")
-    spans = spans.without(spans.lengths == 0, "empty")
+    spans = spans.drop(reader.bad_rows()[spans.row], "bad_row")
+    spans = spans.drop(spans.lengths == 0, "empty")
     if not keep_untrained:
         # Before cutting: documents that never had a target are not counted as lost by the cut.
-        spans = spans.without(spans.trained == 0, "untrained")
+        spans = spans.drop(spans.trained == 0, "untrained")
     if wrapped:
         assert max_length is not None
         spans = _cut_into_blocks(spans, reader, max_length)
@@ -186,7 +191,7 @@ def make_documents(
             spans = _without_cut_images(spans, reader.image_stops, max_length, keeps_rows=keep_untrained)
         spans = _apply_overlong(spans, reader, max_length, overlong=overlong, truncation_mode=truncation_mode)
     if not keep_untrained:
-        spans = spans.without(spans.trained == 0, "untrained")
+        spans = spans.drop(spans.trained == 0, "untrained")
     ledger.kept = spans.count()
     if not len(spans) and not may_be_empty:
         refuse_no_documents(ledger, f"The dataset has {len(reader)} rows", max_length)
@@ -213,14 +218,14 @@ def drop_untrained(dataset: Dataset, num_given: int, max_length: int | None) -> 
     documents = make_documents(TokenReader(dataset), max_length=None, may_be_empty=True)
     dropped = num_given - len(documents)
     if not len(documents):
-        ledger = Ledger(given=Count(num_given), dropped={"untrained": Count(dropped)})
+        ledger = Ledger(given=DocumentCounts(num_given), dropped={"untrained": DocumentCounts(dropped)})
         refuse_no_documents(ledger, f"The dataset has {num_given} rows", max_length)
     if dropped:
         logger.warning("%d of %d documents have no trained token and are dropped from training.", dropped, num_given)
     return dataset if len(documents) == len(dataset) else dataset.select(documents.row)
 
 
-def _table_spans(reader: Rows) -> Documents:
+def _table_spans(reader: RowReader) -> Documents:
     """One per row, or one per entry of `seq_lengths`."""
     packed = reader.seq_lengths()
     if packed is None:
@@ -235,7 +240,7 @@ def _table_spans(reader: Rows) -> Documents:
         if len(wrong) or len(zero):
             bad = int(wrong[0] if len(wrong) else row[zero[0]])
             raise ValueError(
-                f"`seq_lengths` of row {bad} is {lengths[row == bad].tolist()[:NUM_SHOWN]} and the row has "
+                f"`seq_lengths` of row {bad} is {lengths[row == bad].tolist()[:MAX_ROWS_NAMED]} and the row has "
                 f"{reader.lengths[bad]} tokens ({len(wrong)} rows do not add up, {len(zero)} lengths are below 1). "
                 "The lengths of the documents in a packed row must be positive and add up to the row. Correct "
                 "`seq_lengths`, or remove the column so that each row is one document."
@@ -247,7 +252,7 @@ def _table_spans(reader: Rows) -> Documents:
     return spans
 
 
-def _split(spans: Documents, reader: Rows, *, fragments: Int64Array, start: Int64Array) -> Documents:
+def _split_documents(spans: Documents, reader: RowReader, *, fragments: Int64Array, start: Int64Array) -> Documents:
     """`fragments[i]` documents in place of document i, each from `start`, counted inside it, to the next."""
     stop = np.append(start[1:], 0)
     stop[np.cumsum(fragments) - 1] = spans.lengths
@@ -257,7 +262,7 @@ def _split(spans: Documents, reader: Rows, *, fragments: Int64Array, start: Int6
     changed = np.repeat(fragments > 1, fragments)
     pieces.trained[changed] = reader.count_trained(row[changed], start[changed], stop[changed])
     before, after = spans.count(fragments > 1), pieces.count(changed)
-    spans.ledger.split = Count(before.documents, 0, before.trained_tokens - after.trained_tokens)
+    spans.ledger.split = DocumentCounts(before.documents, 0, before.trained_tokens - after.trained_tokens)
     spans.ledger.fragments = after.documents
     return pieces
 
@@ -267,24 +272,24 @@ def _without_cut_images(spans: Documents, stops: Int64Array, max_length: int, *,
     stops = stops[spans.row]
     cut = stops > max_length
     if keeps_rows and cut.any():
-        where = np.flatnonzero(cut)[:NUM_SHOWN]
+        where = np.flatnonzero(cut)[:MAX_ROWS_NAMED]
         named = ", ".join(f"{spans.row[i]} (images up to token {stops[i]})" for i in where)
         raise ValueError(
             f"{cut.sum()} of {len(cut)} documents of an evaluation set have images that end behind "
             f"`max_length={max_length}`; the first are in rows {named}. An image cannot be cut, and evaluation gives a "
             "result for every row. Raise `max_length`, make the images smaller, or remove these rows."
         )
-    return spans.without(cut, "overlong")
+    return spans.drop(cut, "overlong")
 
 
 def _apply_overlong(
-    spans: Documents, reader: Rows, max_length: int, *, overlong: Overlong, truncation_mode: str
+    spans: Documents, reader: RowReader, max_length: int, *, overlong: Overlong, truncation_mode: str
 ) -> Documents:
     long = spans.lengths > max_length
     if not long.any():
         return spans
     if overlong == "raise":
-        where = np.flatnonzero(long)[:NUM_SHOWN]
+        where = np.flatnonzero(long)[:MAX_ROWS_NAMED]
         named = ", ".join(f"{spans.row[i]} ({spans.lengths[i]} tokens)" for i in where)
         raise ValueError(
             f"{long.sum()} of {len(long)} documents are longer than `max_length={max_length}`; the first are in rows "
@@ -292,20 +297,20 @@ def _apply_overlong(
             '"split" or "drop".'
         )
     if overlong == "drop":
-        return spans.without(long, "overlong")
+        return spans.drop(long, "overlong")
     if overlong == "split" and reader.image_stops is None:
         fragments = -(-spans.lengths // max_length)
-        return _split(spans, reader, fragments=fragments, start=_index_in_group(fragments) * max_length)
+        return _split_documents(spans, reader, fragments=fragments, start=_index_in_group(fragments) * max_length)
     if overlong == "split":  # no image is cut; documents with an image of more than `max_length` tokens are dropped
         edges_of = [
             reader.cuts(row, max_length) if length > max_length else [0, length]
             for row, length in zip(spans.row.tolist(), spans.lengths.tolist(), strict=True)
         ]
-        spans = spans.without(np.array([edges is None for edges in edges_of]), "overlong")
+        spans = spans.drop(np.array([edges is None for edges in edges_of]), "overlong")
         kept = [edges for edges in edges_of if edges is not None]
         fragments = np.array([len(edges) - 1 for edges in kept], dtype=np.int64)
         start = np.array([place for edges in kept for place in edges[:-1]], dtype=np.int64)
-        return _split(spans, reader, fragments=fragments, start=start)
+        return _split_documents(spans, reader, fragments=fragments, start=start)
     start, stop = spans.start.copy(), spans.stop.copy()
     if truncation_mode == "keep_start":
         stop[long] = start[long] + max_length
@@ -316,18 +321,18 @@ def _apply_overlong(
     cut = replace(spans, start=start, stop=stop, trained=trained)
     before, after = spans.count(long), cut.count(long)
     lost = before.tokens - after.tokens, before.trained_tokens - after.trained_tokens
-    spans.ledger.truncated = Count(before.documents, *lost)
+    spans.ledger.truncated = DocumentCounts(before.documents, *lost)
     return cut
 
 
-def _cut_into_blocks(spans: Documents, reader: Rows, max_length: int) -> Documents:
+def _cut_into_blocks(spans: Documents, reader: RowReader, max_length: int) -> Documents:
     """Cut the concatenation of all documents at every multiple of `max_length` tokens; `block` counts the blocks."""
     end = np.cumsum(spans.lengths)  # of each document in the concatenation
     begin = end - spans.lengths
     first_block = begin // max_length
     fragments = (end - 1) // max_length - first_block + 1
     edge = (np.repeat(first_block, fragments) + _index_in_group(fragments)) * max_length - np.repeat(begin, fragments)
-    pieces = _split(spans, reader, fragments=fragments, start=np.maximum(edge, 0))
+    pieces = _split_documents(spans, reader, fragments=fragments, start=np.maximum(edge, 0))
     return replace(pieces, block=(np.cumsum(pieces.lengths) - pieces.lengths) // max_length)
 
 
@@ -344,7 +349,7 @@ def token_order(reader: TokenReader | ImageRows, documents: Documents, chosen: I
     """
     row, start, stop = documents.row, documents.start, documents.stop
     chosen = np.arange(len(documents)) if chosen is None else chosen
-    tokens = reader.compared if isinstance(reader, ImageRows) else reader
+    tokens = reader.comparison_reader if isinstance(reader, ImageRows) else reader
     may_share = tokens.labels_are_tokens(row[chosen], start[chosen], stop[chosen])
     numbers, others = chosen[may_share], chosen[~may_share]
 

@@ -18,10 +18,10 @@ from ..planning.arrays import BoolArray, Float64Array, Int64Array
 from ..planning.degrees import room_of_families
 from ..planning.families import Pieces, TokenOrder, make_pieces
 from ..planning.packing import Packing
-from ..planning.packs import PackPlan, reordered
+from ..planning.packs import PackPlan, shuffle_packs
 from ..planning.schedule import Schedule
 from ..planning.units import Units
-from ..samples.row import CODE
+from ..samples.row import PREPARATION_SOURCE_HASH
 from .cache import PACKS, SUFFIX, Arrays, read_or_make
 from .documents import Documents
 
@@ -29,7 +29,7 @@ MANY = 50_000  # documents from which on plans are cached: planning takes 0.1 s 
 
 
 @dataclass(frozen=True, eq=False)
-class Start:
+class ResumePoint:
     """The epoch in which a run resumes, and what was trained of it under other plans."""
 
     epoch: int = 0
@@ -42,7 +42,7 @@ class Start:
 class EpochPlanner:
     """Documents -> plan -> schedule, for any epoch. All epochs have the number of optimizer steps of the first.
 
-    A run that resumes with other ranks has trained a part of an epoch under another plan. `begin` plans the rest of
+    A run that resumes with other ranks has trained a part of an epoch under another plan. `resume_at` plans the rest of
     that epoch anew, and only this epoch has another number of steps.
 
     With sequence parallelism the later epochs have the degrees of the first, since the model is proved at each of them
@@ -53,7 +53,7 @@ class EpochPlanner:
     packing: Packing  # its degrees become those that the first epoch uses
     may_be_empty: bool = False  # allow an epoch of zero steps
     num_steps: int = field(init=False)  # of each epoch that is planned whole
-    start: Start = field(init=False, default=Start(), repr=False)
+    start: ResumePoint = field(init=False, default=ResumePoint(), repr=False)
     first_plan: PackPlan | None = field(init=False, default=None, repr=False)  # None for a strategy that keeps steps
     _first_packing: Packing = field(init=False, repr=False)
     _latest: tuple[int, Schedule] | None = field(init=False, default=None, repr=False)
@@ -61,12 +61,12 @@ class EpochPlanner:
 
     def __post_init__(self) -> None:
         packing = self._first_packing = self.packing
-        if packing.traits.keeps_steps:
+        if packing.traits.keeps_unpacked_steps:
             self.num_steps = packing.num_steps(len(self.documents))
             unit = f"{len(self.documents)} documents"
         else:
             units, block = self.units(), self.documents.block
-            arrays = read_or_make(self.file("plan", 0), lambda: _arrays(packing.plan(units, 0, block)))
+            arrays = read_or_make(self.cache_file("plan", 0), lambda: _cached_arrays(packing.plan(units, 0, block)))
             self.first_plan = PackPlan(arrays["order"], arrays["offsets"], units.rows, packing.capacity)
             self.num_steps = packing.num_steps(self.first_plan.num_packs)
             unit = f"{self.first_plan.num_packs} packs"
@@ -105,7 +105,7 @@ class EpochPlanner:
             documents = self.documents
             return Units(documents.lengths, self.packing.cost_model, self.image_costs, targets=documents.trained)
         assert self.documents.tokens is not None, "documents are not sorted by their tokens"
-        return self.pieces(self.documents.tokens)
+        return self.make_pieces(self.documents.tokens)
 
     def units(self, epoch: int = 0) -> Units:
         """What is planned as one: documents, or with `share_prefixes="family"` pieces of families.
@@ -113,21 +113,21 @@ class EpochPlanner:
         With `minibatch` these are families of the documents of each step, so every epoch has others.
         """
         tokens = self.documents.tokens
-        if tokens is None or not self.packing.traits.keeps_steps or not self.packing.shares_families:
+        if tokens is None or not self.packing.traits.keeps_unpacked_steps or not self.packing.shares_families:
             return self._units
-        of_steps = tokens.within(self.packing.kept_steps(self._unpacked_order(epoch)))
-        return self.pieces(of_steps, splits_copies=False)
+        of_steps = tokens.within(self.packing.unpacked_step_of_documents(self._unpacked_order(epoch)))
+        return self.make_pieces(of_steps, splits_copies=False)
 
-    def begin(self, start: Start) -> None:
+    def resume_at(self, start: ResumePoint) -> None:
         """Continue a run: plan anew what `start` has not trained of its epoch."""
         self.start, self._rest = start, None
         if start.trained is None:
             return
         remaining, packing = np.flatnonzero(~start.trained), self.packing
         others = replace(packing, seed=packing.seed + start.epoch)
-        rest = EpochPlanner(self.documents.taken(~start.trained), others, may_be_empty=True)
+        rest = EpochPlanner(self.documents.select(~start.trained), others, may_be_empty=True)
         if not rest.num_steps:
-            self.start = Start(start.epoch + 1, start.first_step + start.num_steps)
+            self.start = ResumePoint(start.epoch + 1, start.first_step + start.num_steps)
             return
         schedule, micro_steps = rest.schedule(0), start.num_steps * packing.accumulation
         self._rest = replace(
@@ -162,7 +162,7 @@ class EpochPlanner:
         part = max(num_epochs - epoch, 0.0)
         return max(ceil(self.first_step(epoch) + part * self.steps_of(epoch)), 1)
 
-    def trained(self, epoch: int, num_steps: int) -> BoolArray:
+    def trained_documents(self, epoch: int, num_steps: int) -> BoolArray:
         """Whether each document is trained in the first `num_steps` steps of an epoch, shape (N,)."""
         before = self.start.trained if epoch == self.start.epoch else None
         trained = np.zeros(len(self.documents), dtype=bool) if before is None else before.copy()
@@ -177,36 +177,38 @@ class EpochPlanner:
         if not self.packing.shuffle:
             epoch = 0  # without shuffling, all epochs are the same
         if self._latest is None or self._latest[0] != epoch:
-            arrays = read_or_make(self.file("schedule", epoch), lambda: _arrays(self._schedule(epoch)))
+            arrays = read_or_make(
+                self.cache_file("schedule", epoch), lambda: _cached_arrays(self._make_schedule(epoch))
+            )
             order, packing = arrays["order"], self.packing
             of_run = (packing.accumulation, packing.world_size, len(self.documents) - len(order))
             self._latest = epoch, Schedule(order, arrays["offsets"], *of_run, arrays["degrees"])
         return self._latest[1]
 
-    def file(self, kind: Literal["plan", "schedule"], epoch: int) -> Path | None:
+    def cache_file(self, kind: Literal["plan", "schedule"], epoch: int) -> Path | None:
         """The cache file of an epoch's plan or schedule, whether or not it exists; None if it is not cached."""
         if self.documents.file is None or len(self.documents) < MANY:
             return None
         packing = self._first_packing if epoch == 0 else self.packing
         settings = packing.fingerprint("packs" if kind == "plan" else "schedule")
-        key = f"{CODE} {self.documents.file.name} {kind} {epoch} {settings}"
+        key = f"{PREPARATION_SOURCE_HASH} {self.documents.file.name} {kind} {epoch} {settings}"
         return self.documents.file.with_name(f"{PACKS}-{sha256(key.encode()).hexdigest()[:16]}{SUFFIX}")
 
-    def _schedule(self, epoch: int) -> Schedule:
+    def _make_schedule(self, epoch: int) -> Schedule:
         units, packing = self.units(epoch), self._first_packing if epoch == 0 else self.packing
-        if packing.traits.keeps_steps:
-            schedule = packing.schedule_kept_steps(units, self._unpacked_order(epoch))
+        if packing.traits.keeps_unpacked_steps:
+            schedule = packing.schedule_unpacked_steps(units, self._unpacked_order(epoch))
         else:
             assert self.first_plan is not None
             plan = self.first_plan if epoch == 0 else packing.plan(units, epoch, self.documents.block)
-            if plan.num_packs > self.num_steps * packing.num_bins and not packing.drop_last:
+            if plan.num_packs > self.num_steps * packing.packs_per_step and not packing.drop_last:
                 # The Trainer has computed the number of steps from the first plan
-                plan = reordered(self.first_plan, np.random.default_rng((packing.seed, epoch)))
+                plan = shuffle_packs(self.first_plan, np.random.default_rng((packing.seed, epoch)))
             schedule = packing.schedule(plan, units, self.num_steps)
-        order, offsets = units.documents(schedule.order, schedule.offsets, packing.rng(epoch, len(units)))
+        order, offsets = units.documents(schedule.order, schedule.offsets, packing.make_rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets)
 
-    def pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
+    def make_pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
         documents, packing = self.documents, self.packing
         return make_pieces(
             tokens,
@@ -231,7 +233,7 @@ def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
     return torch.randperm(num_documents, generator=generator).numpy()
 
 
-def _arrays(packs: PackPlan | Schedule) -> Arrays:
+def _cached_arrays(packs: PackPlan | Schedule) -> Arrays:
     """What a cache file holds of them: what is not in the documents or the settings."""
     arrays = {"order": packs.order, "offsets": packs.offsets}
     return arrays | ({"degrees": packs.degrees} if isinstance(packs, Schedule) else {})

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..samples.processor import images_between
-from .collator import IGNORE_INDEX, READ, Run
+from .collator import IGNORE_INDEX, TEXT_KEYS, DocumentRun
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ImageLayout:
     images: dict[str, int]
 
 
-def join(parts: list[Tensor], axis: int) -> Tensor:
+def join_padded(parts: list[Tensor], axis: int) -> Tensor:
     """The outputs of several documents as one. All axes but this one are padded with 0 at their end."""
     largest = [max(part.shape[i] for part in parts) for i in range(parts[0].dim())]
     missing = [[0 if i == axis else size - part.shape[i] for i, size in enumerate(largest)] for part in parts]
@@ -57,7 +57,7 @@ class PaddedImageCollator:
             if outputs and axis == 1:  # one row of images per document, padded to the same number of images
                 outputs = [document.get(name, outputs[0][:, :0]) for document in documents]
             if outputs:
-                batch[name] = join(outputs, axis=0)
+                batch[name] = join_padded(outputs, axis=0)
         return batch
 
 
@@ -74,7 +74,7 @@ class RopeIndex:
     def __call__(self, document: dict[str, Any]) -> Tensor:
         tokens = torch.from_numpy(np.asarray(document["input_ids"], dtype=np.int64))[None]
         named = inspect.signature(self.model_class.get_rope_index).parameters
-        inputs = {name: value for name, value in document.items() if name in named and name not in READ}
+        inputs = {name: value for name, value in document.items() if name in named and name not in TEXT_KEYS}
         if not any(name.endswith("_grid_thw") for name in inputs):  # text: the model counts on in all three
             return torch.arange(tokens.shape[1]).expand(3, -1)
         model = object.__new__(self.model_class)
@@ -108,7 +108,9 @@ class PackedImages:
             return documents
         return [*documents, self.placeholder]
 
-    def __call__(self, documents: list[dict[str, Any]], runs: list[Run], position_ids: Tensor) -> dict[str, Any]:
+    def __call__(
+        self, documents: list[dict[str, Any]], runs: list[DocumentRun], position_ids: Tensor
+    ) -> dict[str, Any]:
         """The entries of the batch of these runs; `position_ids` are those of the text, (1, T)."""
         entries = {}
         for name in self.layout.tokens & set[str]().union(*documents):
@@ -124,7 +126,7 @@ class PackedImages:
         for name, axis in self.layout.images.items():
             parts = [outputs[name] for outputs in with_images if name in outputs]
             if parts:
-                entries[name] = join(parts, axis)
+                entries[name] = join_padded(parts, axis)
         if self.rope_index is not None:
             positions = [self.rope_index(documents[i])[:, first:] for i, first, *_ in runs]
             rest = position_ids[0, sum(part.shape[1] for part in positions) :].expand(3, -1)  # padding

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..samples.processor import RowProcessor
-from .collator import IGNORE_INDEX, READ, Run
+from .collator import IGNORE_INDEX, TEXT_KEYS, DocumentRun
 from .image_collator import ImageLayout, PackedImages, RopeIndex
 from .loaders import PackCollator
 from .prefix_collator import PrefixCollator
@@ -64,13 +64,13 @@ class ImageExamples:
             pieces.append(piece | cut | {"input_ids": piece["input_ids"][start:stop]})
         tokens = np.concatenate([np.asarray(piece["input_ids"]) for piece in pieces])
         kinds = dict.fromkeys(self.layout.tokens, torch.zeros(1, len(tokens), dtype=torch.int64))
-        runs = [Run(i) for i in range(len(pieces))]
+        runs = [DocumentRun(i) for i in range(len(pieces))]
         return {"input_ids": tokens} | kinds | PackedImages(self.layout)(pieces, runs, torch.from_numpy(tokens)[None])
 
     def packed(
         self, documents: list[dict[str, Any]], shares: bool = False, *, pad_to_multiple_of: int = 1
     ) -> dict[str, Any]:
-        """The batch of documents in one pack, or of a part (`PartOf`) of it, as in training, without labels.
+        """The batch of documents in one pack, or of a part (`RankShare`) of it, as in training, without labels.
 
         With `shares` documents share every common beginning.
         """
@@ -80,16 +80,16 @@ class ImageExamples:
 
     def alone(self, document: dict[str, Any]) -> dict[str, Any]:
         """The batch of one document in unpacked training, without labels."""
-        batch = {name: value for name, value in document.items() if name not in READ}
+        batch = {name: value for name, value in document.items() if name not in TEXT_KEYS}
         return batch | {"input_ids": torch.as_tensor(document["input_ids"])[None], "use_cache": False}
 
     def _learn_layout(self) -> ImageLayout:
         image, other = self.image(*SMALL), self.image(*SMALL)
         one, longer, two = self.document([image]), self.document([image], "a b c d e"), self.document([image, other])
         tokens, images = set(), {}
-        for name in sorted(one.keys() - READ):
+        for name in sorted(one.keys() - TEXT_KEYS):
             shapes: list[Any] = [getattr(document[name], "shape", None) for document in (one, longer, two)]
-            with_text, with_images = (_changed(shapes[0], shape) for shape in shapes[1:])
+            with_text, with_images = (_changed_axes(shapes[0], shape) for shape in shapes[1:])
             # Other axes may shrink: llava_onevision cuts an image into patches only if it is alone in its document. An
             # output that does not change at all has a row per document, such as its number of images.
             grown = [i for i in with_images or () if shapes[2][i] > shapes[0][i]]
@@ -108,7 +108,7 @@ class ImageExamples:
         return ImageLayout(frozenset(tokens), images)
 
 
-def _changed(shape: tuple[int, ...] | None, other: tuple[int, ...] | None) -> list[int] | None:
+def _changed_axes(shape: tuple[int, ...] | None, other: tuple[int, ...] | None) -> list[int] | None:
     if shape is None or other is None or len(shape) != len(other):
         return None
     return [i for i, pair in enumerate(zip(shape, other, strict=True)) if pair[0] != pair[1]]

@@ -10,12 +10,12 @@ from datasets import Dataset
 from ..planning.arrays import BoolArray, Int64Array
 from ..samples.conversation import Conversation
 from ..samples.processor import IMAGES_FROM, RowProcessor, images_of
-from ..samples.row import ROW, TURN, TurnCounts
+from ..samples.row import ROW_COLUMN, TURN_COLUMN, PerTurnCounts
 from ..samples.turns import TurnRule
-from .reader import Rows, TokenReader
+from .reader import RowReader, TokenReader
 
 
-class ImageRows(Rows):
+class ImageRows(RowReader):
     """The documents of a dataset with images: `Rows` for planning, from what was measured.
 
     Args:
@@ -31,16 +31,16 @@ class ImageRows(Rows):
         process: RowProcessor,
         measures: Dataset,
         *,
-        turns: TurnCounts | None = None,
+        turns: PerTurnCounts | None = None,
         rule: TurnRule | None = None,
     ):
         self.turns, self._rule = turns, rule
         self._dataset, self._process, self._table = dataset, process, measures
         self.compare = process.compare
         table = self._columns
-        is_per_turn = ROW in measures.column_names
-        self.conversations = table[ROW].to_numpy() if is_per_turn else None
-        self._turns: Int64Array | None = table[TURN].to_numpy() if is_per_turn else None
+        is_per_turn = ROW_COLUMN in measures.column_names
+        self.conversations = table[ROW_COLUMN].to_numpy() if is_per_turn else None
+        self._turns: Int64Array | None = table[TURN_COLUMN].to_numpy() if is_per_turn else None
         self.lengths = table["length"].to_numpy()
         self._trained: Int64Array = table["trained"].to_numpy()
         self._first_is_labelled: BoolArray = table["first_is_labelled"].to_numpy()
@@ -57,21 +57,21 @@ class ImageRows(Rows):
         return b"".join(self._columns["digest"].take(rows).to_pylist())
 
     @cached_property
-    def _spans(self) -> tuple[Int64Array, Int64Array, Int64Array]:
+    def _image_spans(self) -> tuple[Int64Array, Int64Array, Int64Array]:
         """The row, the first token and the stop of each image that is told apart, all of shape (S,), in order."""
         spans = self._columns["spans"].combine_chunks()
         first, stop = spans.flatten().to_numpy().reshape(-1, 2).T
         return np.repeat(np.arange(len(self)), spans.value_lengths().to_numpy() // 2), first, stop
 
     @property
-    def compared(self) -> TokenReader:
+    def comparison_reader(self) -> TokenReader:
         """The tokens of all rows, with the number of an image in place of its first placeholder: images by content."""
         tokens = self._columns["tokens"].combine_chunks()
         flat = tokens.flatten().to_numpy().copy()
         ends = np.cumsum(tokens.value_lengths().to_numpy(), dtype=np.int64)
         numbers: dict[bytes, int] = {}
         contents = self._columns["contents"].combine_chunks().flatten().to_pylist()
-        row, first, _ = self._spans
+        row, first, _ = self._image_spans
         begins = np.concatenate([[0], ends[:-1]])[: len(ends)]
         flat[begins[row] + first] = [IMAGES_FROM + numbers.setdefault(content, len(numbers)) for content in contents]
         offsets = pa.array(np.concatenate([[0], ends]), pa.int64())
@@ -83,7 +83,7 @@ class ImageRows(Rows):
         An image, with the special tokens around it, is in one fragment; of those between two images each gets a half.
         All images are in one fragment where tiles of one are told apart. None if that has more tokens.
         """
-        of_row, first, stop = self._spans
+        of_row, first, stop = self._image_spans
         place = slice(*np.searchsorted(of_row, [row, row + 1]))
         tokens, _ = self.tokens(row)
         is_special = np.isin(tokens, self._process.special_tokens)
@@ -114,7 +114,7 @@ class ImageRows(Rows):
 
     def of_images(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
         """What `Documents` has of the images of each span, (N,). Those of a row are of one size in a part of it."""
-        of_row, first, behind = self._spans
+        of_row, first, behind = self._image_spans
         size = int(self.lengths.max(initial=0)) + 1
         begins = of_row * size + first
         before, after, whole = (
@@ -133,7 +133,7 @@ class ImageRows(Rows):
 
     def outside_images(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
         """How many tokens of these rows from `start` on are common if no run may begin inside an image, shape (N,)."""
-        of_row, first, stop = self._spans
+        of_row, first, stop = self._image_spans
         if not len(of_row):
             return common
         size, last = int(self.lengths.max()) + 1, start + common - 1
@@ -159,7 +159,7 @@ class ImageRows(Rows):
         if self.conversations is None or self._turns is None or self._rule is None:
             return dict(self._dataset[row])
         given = self._dataset[int(self.conversations[row])]
-        conversation = self._rule.choose(Conversation.from_row(given, images_of(given))).conversation
+        conversation = self._rule.select_turn(Conversation.from_row(given, images_of(given))).conversation
         return self._rule.row_of_turn(conversation, int(self._turns[row]), self._process.processor)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.packing import Packing
-from ..planning.schedule import EMPTY
+from ..planning.schedule import NO_DOCUMENTS
 from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Synchronisation
 from .cache import cached_documents
@@ -28,8 +28,8 @@ from .documents import Documents, Overlong
 from .epochs import EpochPlanner
 from .image_collator import NO_IMAGES, PackedImages
 from .model_costs import make_cost_model
-from .parts import PartOf, cut_part
-from .reader import Rows, TokenReader
+from .rank_share import RankShare, cut_part
+from .reader import RowReader, TokenReader
 from .row_values import RowValues
 from .threads import wait_for_threads_before_forks
 
@@ -37,7 +37,9 @@ from .threads import wait_for_threads_before_forks
 class DocumentDataset(torch.utils.data.Dataset[Any]):
     """Documents by index, as numpy views of the table, with weight and source; -1 is the dummy of an empty rank."""
 
-    def __init__(self, reader: Rows, documents: Documents, pad_token_id: int = 0, *, values: RowValues | None = None):
+    def __init__(
+        self, reader: RowReader, documents: Documents, pad_token_id: int = 0, *, values: RowValues | None = None
+    ):
         self.reader, self.documents, self.pad_token_id = reader, documents, pad_token_id
         self.values = values or RowValues()
 
@@ -50,11 +52,11 @@ class DocumentDataset(torch.utils.data.Dataset[Any]):
         rows, starts, stops = (column[indices].tolist() for column in columns)
         documents = (
             dummy_document(self.pad_token_id)
-            if index == EMPTY
-            else self.reader.read(row, start, stop) | self.values.of(row)
+            if index == NO_DOCUMENTS
+            else self.reader.read(row, start, stop) | self.values.for_row(row)
             for index, row, start, stop in zip(indices, rows, starts, stops, strict=True)
         )
-        return PartOf.like(indices, documents)
+        return RankShare.like(indices, documents)
 
 
 def dummy_document(pad_token_id: int) -> dict[str, np.ndarray]:
@@ -82,10 +84,10 @@ class PackedBatchSampler:
     def __len__(self) -> int:
         return self.planner.num_steps * self.planner.packing.accumulation
 
-    def __iter__(self) -> Iterator[PartOf]:
+    def __iter__(self) -> Iterator[RankShare]:
         schedule = self.planner.schedule(self.epoch)
-        for documents, part in zip(schedule.micro_batches(self.rank), schedule.parts(self.rank), strict=True):
-            yield PartOf(documents.tolist(), *part)
+        for documents, part in zip(schedule.micro_batches(self.rank), schedule.parts_of_rank(self.rank), strict=True):
+            yield RankShare(documents.tolist(), *part)
 
 
 @dataclass
@@ -108,7 +110,7 @@ class PaddedBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         for turn in range(len(self)):
             first = (turn * self.num_processes + self.rank) * self.batch_size
-            yield [i if i < self.num_documents else EMPTY for i in range(first, first + self.batch_size)]
+            yield [i if i < self.num_documents else NO_DOCUMENTS for i in range(first, first + self.batch_size)]
 
 
 @dataclass
@@ -122,7 +124,7 @@ class PackCollator:
     images: PackedImages = NO_IMAGES
 
     def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
-        part = PartOf.like(pack, pack)
+        part = RankShare.like(pack, pack)
         documents = self.images.with_placeholder(part)
         batch, runs = self.rows.collate(documents, part.degree)
         batch |= self.images(documents, runs, batch["position_ids"])

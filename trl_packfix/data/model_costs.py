@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.modeling_utils import set_zero3_state
 
-from ..planning.costs import LLAMA_7B, CostModel, Mixers, TowerCosts, tower_costs_of, with_pairs_of, with_scans
+from ..planning.costs import LLAMA_7B, CostModel, ScanCosts, TowerCosts, tower_costs_of, with_pairs_of, with_scans
 
 DELTA_CHUNK = 64  # tokens of a chunk in flash-linear-attention's kernels
 
@@ -45,8 +45,8 @@ def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = Non
     if text_class is None or not hasattr(text, "num_hidden_layers"):
         return LLAMA_7B
     try:
-        model = built(text_class, config_part)
-        scans = (_scan(module) for _, module in model.named_modules(remove_duplicate=False))
+        model = build_on_meta(text_class, config_part)
+        scans = (_scan_of_layer(module) for _, module in model.named_modules(remove_duplicate=False))
         layers = Counter(scan for scan in scans if scan is not None)
         mixers = tuple(scan._replace(layers=number) for scan, number in layers.items())
         return with_scans(with_pairs_of(text, 2.0 * active_parameters(model)), mixers)
@@ -84,7 +84,7 @@ def with_tower(
     if whole_class is None or getattr(config, "vision_config", None) is None:
         return costs
     try:
-        tower = vision_tower(built(whole_class, config))
+        tower = vision_tower(build_on_meta(whole_class, config))
         if tower is None:
             return costs
         # Every parameter is applied to each patch, or to each square of patches behind a merger; embeddings to none.
@@ -112,7 +112,7 @@ def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
     return next(parts, None)
 
 
-def built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+def build_on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """A model on the meta device, at its real size, also on one rank alone.
 
     Under ZeRO-3 transformers divides the parts that a model builds from their configs between the ranks, and would wait
@@ -150,7 +150,7 @@ def active_parameters(model: PreTrainedModel) -> float:
     return total
 
 
-def _scan(module: nn.Module) -> Mixers | None:
+def _scan_of_layer(module: nn.Module) -> ScanCosts | None:
     """The scan of a recurrent layer, which has decays (`A_log`); None of a layer of another kind.
 
     Counted is what kernels compute, in chunks. transformers' code in torch repeats the keys of Mamba-2 for each head.
@@ -164,29 +164,29 @@ def _scan(module: nn.Module) -> Mixers | None:
     )
     if state is not None and heads and groups and chunk and size:  # Mamba-2: states of `size` by `state` per head
         per_pair, per_token = 2.0 * (groups * state + heads * size), 4.0 * heads * size * state
-        return Mixers(1, heads, groups, per_token, chunk, per_pair, 2 * size + 1, 2 * state)
+        return ScanCosts(1, heads, groups, per_token, chunk, per_pair, 2 * size + 1, 2 * state)
     if state is not None and decays.ndim > 1:  # Mamba-1: each channel has `state` numbers
         channels = decays.numel() // state
         # beside the two operations of its decays, which are parameters. Its kernels begin with no state
-        return Mixers(1, channels, 1, 4.0 * channels * state, 1, 0.0, 3, 2 * state)
+        return ScanCosts(1, channels, 1, 4.0 * channels * state, 1, 0.0, 3, 2 * state)
     heads, key, value = value_heads or heads, key or size, value or size
     if not (heads and key and value):
         return None
     decay = 1 if value_heads else key  # KDA has one for each row of a key
     per_pair, per_token = heads * (6.0 * key + 4.0 * value), 6.0 * heads * key * value
     per_head = 2 * value + 1 + 2 * decay  # decays are in fp32
-    return Mixers(1, heads, key_heads or heads, per_token, DELTA_CHUNK, per_pair, per_head, 2 * key)
+    return ScanCosts(1, heads, key_heads or heads, per_token, DELTA_CHUNK, per_pair, per_head, 2 * key)
 
 
 def experts_of(config: PreTrainedConfig) -> tuple[float, float]:
     """Number of experts of a layer, and the share of them that a token is sent to; (0, 1) without experts."""
-    num_experts, active = _setting(config, _EXPERTS), _setting(config, _EXPERTS_PER_TOKEN)
+    num_experts, active = _read_setting(config, _EXPERTS), _read_setting(config, _EXPERTS_PER_TOKEN)
     if not num_experts or not active:
         return 0.0, 1.0
     return num_experts, active / (num_experts + (getattr(config, "zero_expert_num", None) or 0))
 
 
-def _setting(config: PreTrainedConfig, names: tuple[str, ...]) -> float:
+def _read_setting(config: PreTrainedConfig, names: tuple[str, ...]) -> float:
     """The first of these fields that is set, in the config or a config inside it; the mean if it differs by layer."""
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
         for name in names:

@@ -25,14 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..planning.costs import Heads, with_pairs_of
-from .model_costs import built, experts_of, model_class_of
+from ..planning.costs import HeadCounts, with_pairs_of
+from .model_costs import build_on_meta, experts_of, model_class_of
 
 GIB = 2**30
-TOKENS = 509  # of the counted forward: a prime, so that it tells what grows with the tokens from weights
+NUM_COUNTED_TOKENS = 509  # of the counted forward: a prime, so that it tells what grows with the tokens from weights
 LORA = LoraConfig(r=16, target_modules="all-linear")  # as in examples/configs/lora.yaml
-TILE = 4096, 32768  # TRL's fused loss: tokens and words of the logits that are in memory at once, in bfloat16
-REUSED = 500_000_000  # numbers that ZeRO-3 keeps at the turn to backward: stage3_max_reuse_distance is 1e9
+LOSS_TILE = 4096, 32768  # TRL's fused loss: tokens and words of the logits that are in memory at once, in bfloat16
+NUM_REUSED_VALUES = 500_000_000  # numbers that ZeRO-3 keeps at the turn to backward: stage3_max_reuse_distance is 1e9
 SUB_GROUP = 1_000_000_000  # numbers that ZeRO-3 updates at once: sub_group_size
 TEMPORARY = 0.35  # of what a layer saves: gradients in its backward, fitted to counted memory
 ROWS_PER_DOCUMENT = 128  # in fp32, of the sum of the gradients of the queries in FlashAttention-2
@@ -42,7 +42,7 @@ Engine = Literal["DDP", "ZeRO-2", "ZeRO-3"]
 
 
 @dataclass(frozen=True)
-class Method:
+class TrainingMethod:
     """What is trained, and by what engine. Under DDP full training has fp32 weights and autocast, LoRA a bf16 base."""
 
     lora: bool
@@ -53,11 +53,11 @@ class Method:
         return f"{'LoRA' if self.lora else 'full'}, {self.engine}"
 
 
-METHODS = tuple(Method(lora, engine) for lora in (False, True) for engine in get_args(Engine))
+METHODS = tuple(TrainingMethod(lora, engine) for lora in (False, True) for engine in get_args(Engine))
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedActivations:
     """Bytes that autograd saves in a forward, per token."""
 
     layers: tuple[float, ...]  # within each layer that checkpointing computes again
@@ -77,12 +77,12 @@ class ModelSizes:
     largest: int  # of one layer
     hidden: int
     vocab: int
-    attention: tuple[Heads, ...]  # of the layers that have it
-    saved: Saved
+    attention: tuple[HeadCounts, ...]  # of the layers that have it
+    saved: SavedActivations
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakMemory:
     """Bytes on one GPU. The loss, the backward of a layer and the optimizer's step follow each other."""
 
     weights: float  # all of them, or this rank's part
@@ -101,7 +101,7 @@ class Peak:
         return states + max(self.activations + max(self.head, self.layer + self.attention), self.step)
 
 
-def count_model(config: PreTrainedConfig, method: Method, lora: LoraConfig = LORA) -> ModelSizes:
+def count_model(config: PreTrainedConfig, method: TrainingMethod, lora: LoraConfig = LORA) -> ModelSizes:
     """The sizes of a causal language model with this config, trained by this method, with these adapters if by LoRA."""
     text_class, config_part = model_class_of(config)
     if text_class is None:
@@ -115,7 +115,7 @@ def count_model(config: PreTrainedConfig, method: Method, lora: LoraConfig = LOR
     autocast = method.engine == "DDP" and not has_experts
     AttentionInterface.register(SAVED_ATTENTION, _saved_attention)
     dtype = torch.float32 if autocast and not method.lora else torch.bfloat16
-    model = built(text_class, config_part).train()
+    model = build_on_meta(text_class, config_part).train()
     model.to(dtype)
     model.set_attn_implementation(SAVED_ATTENTION)
     group_experts(model)
@@ -123,7 +123,7 @@ def count_model(config: PreTrainedConfig, method: Method, lora: LoraConfig = LOR
     # The text part of an image model may have no head; it is outside
     if model.get_output_embeddings() is None and not text.tie_word_embeddings:
         parameters = trained = parameters + text.hidden_size * text.vocab_size
-    largest = max((sum(p.numel() for p in layer.parameters()) for layer in _layers(model)), default=0)
+    largest = max((sum(p.numel() for p in layer.parameters()) for layer in _checkpointed_layers(model)), default=0)
     if method.lora:
         if config_part is not config and isinstance(lora.target_modules, str):  # a pattern for names of the whole
             lora = replace(lora, target_modules=LORA.target_modules)
@@ -170,7 +170,7 @@ def group_experts(model: nn.Module) -> None:
             module.forward = partial(grouped_mm_experts_forward, module)
 
 
-class _Attention(torch.autograd.Function):
+class _SavedByFlashAttention(torch.autograd.Function):
     """What flash attention saves: its inputs, its output, a number in fp32 per row and head. Nothing is computed."""
 
     @staticmethod
@@ -191,11 +191,11 @@ def _saved_attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    attend: Any = _Attention.apply
+    attend: Any = _SavedByFlashAttention.apply
     return attend(query, key, value).transpose(1, 2), None
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def _checkpointed_layers(model: nn.Module) -> list[nn.Module]:
     """The outermost modules that checkpointing computes again."""
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -204,7 +204,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return list(layers.values())
 
 
-def saved_in_forward(model: PreTrainedModel, autocast: bool) -> Saved:
+def saved_in_forward(model: PreTrainedModel, autocast: bool) -> SavedActivations:
     """What autograd saves in a forward without the LM head. The model, on the meta device, gets fake tensors."""
     fake = FakeTensorMode()
     with fake:
@@ -219,7 +219,7 @@ def saved_in_forward(model: PreTrainedModel, autocast: bool) -> Saved:
         storage = tensor.untyped_storage()
         if storage._cdata not in seen and storage._cdata not in weights:
             seen[storage._cdata] = storage
-            totals["casts" if storage.nbytes() % TOKENS else "tokens"] += storage.nbytes()
+            totals["casts" if storage.nbytes() % NUM_COUNTED_TOKENS else "tokens"] += storage.nbytes()
         return tensor
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -230,7 +230,7 @@ def saved_in_forward(model: PreTrainedModel, autocast: bool) -> Saved:
     def end(module: nn.Module, args: tuple[Any, ...], out: object) -> None:
         layers[-1] += totals["tokens"]
 
-    for layer in _layers(model):
+    for layer in _checkpointed_layers(model):
         layer.register_forward_pre_hook(begin, with_kwargs=True)
         layer.register_forward_hook(end)
     log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -239,12 +239,12 @@ def saved_in_forward(model: PreTrainedModel, autocast: bool) -> Saved:
     try:
         context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
         with fake, context, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            model.base_model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
+            model.base_model(input_ids=torch.zeros(1, NUM_COUNTED_TOKENS, dtype=torch.long), use_cache=False)
     finally:
         log.setLevel(level)
     others = totals["tokens"] - sum(layers)
-    per_layer, per_input = (tuple(size / TOKENS for size in sizes) for sizes in (layers, inputs))
-    return Saved(per_layer, per_input, others / TOKENS, totals["casts"], is_cached=autocast)
+    per_layer, per_input = (tuple(size / NUM_COUNTED_TOKENS for size in sizes) for sizes in (layers, inputs))
+    return SavedActivations(per_layer, per_input, others / NUM_COUNTED_TOKENS, totals["casts"], is_cached=autocast)
 
 
 def make_fake(model: nn.Module) -> None:
@@ -261,7 +261,7 @@ def make_fake(model: nn.Module) -> None:
 
 def predict_peak(
     sizes: ModelSizes,
-    method: Method,
+    method: TrainingMethod,
     *,
     tokens: int,
     gpus: int,
@@ -270,7 +270,7 @@ def predict_peak(
     documents: int = 1,
     copied_keys: float = 0.0,
     offload: bool = False,
-) -> Peak:
+) -> PeakMemory:
     """The peak of a step on one GPU, of `gpus` among which the engine divides, with micro-batches of `tokens`.
 
     The loss is TRL's in tiles (`fused_loss`), or has all logits. `copied_keys` are bytes of keys of shared prefixes,
@@ -288,16 +288,16 @@ def predict_peak(
         + (2.0 * tokens * kind.heads * (kind.key_dim + kind.value_dim) if kind.kv_heads < kind.heads else 0)
         for kind in sizes.attention
     )
-    return Peak(
-        **_states(sizes, method, gpus, casts=0.0 if checkpointing else saved.casts),
+    return PeakMemory(
+        **_model_state_bytes(sizes, method, gpus, casts=0.0 if checkpointing else saved.casts),
         activations=(saved.others + (inputs if checkpointing else sum(saved.layers))) * tokens,
-        head=_head(sizes, method, tokens, fused=fused_loss) + (casts if saved.is_cached else 0),
+        head=_head_bytes(sizes, method, tokens, fused=fused_loss) + (casts if saved.is_cached else 0),
         layer=layer,
         attention=max(attention, default=0.0) + copied_keys,
     )
 
 
-def _states(sizes: ModelSizes, method: Method, gpus: int, *, casts: float) -> dict[str, float]:
+def _model_state_bytes(sizes: ModelSizes, method: TrainingMethod, gpus: int, *, casts: float) -> dict[str, float]:
     every, trained, head = sizes.parameters, sizes.trained, sizes.hidden * sizes.vocab
     adapters = trained if method.lora else 0
     if method.engine == "DDP":
@@ -308,21 +308,21 @@ def _states(sizes: ModelSizes, method: Method, gpus: int, *, casts: float) -> di
     states = {"gradients": 4 * trained / gpus + buckets, "optimizer": 12 * trained / gpus}  # summed in fp32
     if method.engine == "ZeRO-2":
         return states | {"weights": 2 * (every + adapters), "gathered": 0, "step": 0}
-    gathered = head + min(every - head, max(REUSED, 2 * sizes.largest)) if gpus > 1 else 0
+    gathered = head + min(every - head, max(NUM_REUSED_VALUES, 2 * sizes.largest)) if gpus > 1 else 0
     step = 4 * min(trained / gpus, SUB_GROUP)
     return states | {"weights": 2 * (every + adapters) / gpus, "gathered": 2 * gathered, "step": step}
 
 
-def _head(sizes: ModelSizes, method: Method, tokens: int, *, fused: bool) -> float:
+def _head_bytes(sizes: ModelSizes, method: TrainingMethod, tokens: int, *, fused: bool) -> float:
     """The gradient of the weight is summed in fp32, then in its own dtype, too."""
     own = 4 if method.engine == "DDP" else 6
     of_weight = 0 if method.lora else own * sizes.hidden * sizes.vocab
     if fused:  # states of all tokens as they are, in fp32 and in their own dtype
-        return of_weight + 2 * min(tokens, TILE[0]) * TILE[1] + 8 * tokens * sizes.hidden
+        return of_weight + 2 * min(tokens, LOSS_TILE[0]) * LOSS_TILE[1] + 8 * tokens * sizes.hidden
     # log-probabilities and two gradients in fp32; then the gradient of the logits in half precision, and of the weight
     return max(12 * tokens * sizes.vocab, 2 * tokens * sizes.vocab + of_weight)
 
 
-def largest_tokens(predict: Callable[..., Peak], memory: float, most: int) -> int:
+def largest_tokens(predict: Callable[..., PeakMemory], memory: float, most: int) -> int:
     """The most tokens, at most `most`, whose peak needs at most `memory` bytes; 0 if none does."""
     return bisect_right(range(1, most + 1), memory, key=lambda tokens: predict(tokens=tokens).total)

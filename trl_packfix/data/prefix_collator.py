@@ -23,11 +23,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..layout import LAYOUT, Compared, Runs
+from ..layout import LAYOUT_KEY, ComparedContent, SharedRowsLayout
 from ..planning.families import MIN_SHARED, share_order
-from .collator import IGNORE_INDEX, PackedDataCollator, Run, cu_seq_lens, position_ids, seq_idx
+from .collator import IGNORE_INDEX, DocumentRun, PackedDataCollator, cu_seq_lens, position_ids, seq_idx
 
-Compare = Callable[[Sequence[dict[str, Any]]], list[Compared]]
+Compare = Callable[[Sequence[dict[str, Any]]], list[ComparedContent]]
 
 
 @dataclass
@@ -57,16 +57,18 @@ class PrefixCollator(PackedDataCollator):
     shares: bool = True  # False collates every document whole
     compare: Compare | None = None  # what is compared of documents with images, whose placeholders are all the same
 
-    def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[Run]]:
+    def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[DocumentRun]]:
         return self.collate_with_rows(documents, degree)[:2]
 
-    def order(self, documents: Sequence[dict[str, Any]]) -> tuple[list[int], list[int], list[Compared]]:
+    def order_documents(
+        self, documents: Sequence[dict[str, Any]]
+    ) -> tuple[list[int], list[int], list[ComparedContent]]:
         """As `share_order`, with the documents that share nothing because of their labels at the end; what is compared.
 
         A document that would begin to differ in an image shares what is before it.
         """
         tokens, labels = self._read(documents)
-        compared = [Compared(ids) for ids in tokens] if self.compare is None else self.compare(documents)
+        compared = [ComparedContent(ids) for ids in tokens] if self.compare is None else self.compare(documents)
         may_share = [
             i
             for i, (ids, own) in enumerate(zip(tokens, labels, strict=True))
@@ -83,10 +85,10 @@ class PrefixCollator(PackedDataCollator):
 
     def collate_with_rows(
         self, documents: Sequence[dict[str, Any]], degree: int = 1
-    ) -> tuple[dict[str, Any], list[Run], list[npt.NDArray[Any]]]:
+    ) -> tuple[dict[str, Any], list[DocumentRun], list[npt.NDArray[Any]]]:
         """Also the rows of each document's tokens, (n,); each token has one with `keeps_last_rows` only."""
         tokens, labels = self._read(documents)
-        order, shared, compared = self.order(documents) if self.shares else ([], [], [])
+        order, shared, compared = self.order_documents(documents) if self.shares else ([], [], [])
         if not any(shared):
             batch, runs = super().collate(documents, degree)
             bounds = np.cumsum([0, *map(len, tokens)])
@@ -104,16 +106,16 @@ class PrefixCollator(PackedDataCollator):
             num_rows += num_own
             if num_own:
                 images = compared[i].images
-                runs.append(Run(i, first, sum(start < first for start, _ in images), len(images)))
-        return self._batch(tokens, labels, order, runs=runs, rows_of=rows_of, degree=degree), runs, rows_of
+                runs.append(DocumentRun(i, first, sum(start < first for start, _ in images), len(images)))
+        return self._make_batch(tokens, labels, order, runs=runs, rows_of=rows_of, degree=degree), runs, rows_of
 
-    def _batch(
+    def _make_batch(
         self,
         tokens: list[npt.NDArray[Any]],
         labels: list[npt.NDArray[Any]],
         order: list[int],
         *,
-        runs: list[Run],
+        runs: list[DocumentRun],
         rows_of: list[npt.NDArray[Any]],
         degree: int,
     ) -> dict[str, Any]:
@@ -151,7 +153,7 @@ class PrefixCollator(PackedDataCollator):
             "max_length_k": max(k_lengths),
             "seq_idx": torch.from_numpy(seq_idx(q_lengths))[None],
             "use_cache": False,
-            LAYOUT: Runs(
+            LAYOUT_KEY: SharedRowsLayout(
                 kv_index=torch.from_numpy(np.concatenate(keys)),
                 target_rows=torch.from_numpy(np.concatenate(target_rows)),
                 target_documents=torch.from_numpy(documents.astype(np.int64)),

@@ -17,16 +17,16 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..planning.arrays import END, BoolArray, Int64Array
-from ..samples.row import BAD_ROW, TurnCounts, bad_rows
-from .collator import IGNORE_INDEX, MASKS
+from ..planning.arrays import END_TOKEN_KEY, BoolArray, Int64Array
+from ..samples.row import BAD_ROW_COLUMN, PerTurnCounts, bad_row_mask
+from .collator import IGNORE_INDEX, MASK_COLUMNS
 from .prefix_collator import Compare
 
 # A mask may be boolean. The type of a column without values is null.
 _HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
 
 
-class Rows(ABC):
+class RowReader(ABC):
     """R tokenised rows: what documents, plans, batches and reports need of a table. Arrays have the shape (R,)."""
 
     lengths: Int64Array  # tokens
@@ -34,7 +34,7 @@ class Rows(ABC):
     image_counts: Int64Array | None = None  # None if no row has images
     compare: Compare | None = None  # what is compared of documents to find common beginnings; None: their tokens
     conversations: Int64Array | None = None  # if documents are turns of rows with images, the row of the dataset
-    turns: TurnCounts | None = None
+    turns: PerTurnCounts | None = None
     _table: Dataset
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class Rows(ABC):
 
     def bad_rows(self) -> BoolArray:
         """Which rows could not be tokenised."""
-        return bad_rows(self._table)
+        return bad_row_mask(self._table)
 
     def digests(self, rows: Int64Array) -> bytes | None:
         """Hashes of the documents of these rows; None if the tokens are at hand."""
@@ -85,7 +85,7 @@ class Rows(ABC):
 
 def mask_columns(dataset: Dataset) -> list[str]:
     """The columns of 0 and 1 that mark the trained tokens, used if there are no `labels`."""
-    return [name for name in MASKS if name in dataset.column_names]
+    return [name for name in MASK_COLUMNS if name in dataset.column_names]
 
 
 def without_ignored_mask(dataset: Dataset, completion_only_loss: bool | None) -> Dataset:
@@ -157,7 +157,7 @@ class _ListColumn:
                 yield values, chosen, self.offsets[i][rows[chosen] - self.begins[i]].astype(np.int64)
 
 
-class TokenReader(Rows):
+class TokenReader(RowReader):
     """Read spans (row, start, stop) of a tokenised `datasets.Dataset` with R rows.
 
     Columns: `input_ids` (or `column` in its place), optionally `labels`, optionally `seq_lengths` (rows that are packs
@@ -195,7 +195,7 @@ class TokenReader(Rows):
                 "but only one mask can be read. Add `labels` (-100 where a token is not trained), or leave "
                 "`skip_prepare_dataset` unset so that they are built."
             )
-        names = [column, *targets, *(name for name in ("seq_lengths", BAD_ROW) if name in dataset.column_names)]
+        names = [column, *targets, *(name for name in ("seq_lengths", BAD_ROW_COLUMN) if name in dataset.column_names)]
         self._table = dataset.select_columns(names)
         self._open()
         if self._targets is None:
@@ -215,12 +215,12 @@ class TokenReader(Rows):
         # A selected or shuffled dataset has the whole table and the indices of its rows; there is no public accessor.
         mapping = self._table._indices
         indices = None if mapping is None else mapping.column(0).to_numpy()
-        names = [name for name in self._table.column_names if name != BAD_ROW]
+        names = [name for name in self._table.column_names if name != BAD_ROW_COLUMN]
         columns = {name: _ListColumn(name, self._table.data.column(name), indices) for name in names}
         self._tokens = columns[self._table.column_names[0]]
         self._has_labels = "labels" in columns
         # labels or a mask; None if all tokens are trained
-        self._targets = next((columns[name] for name in ("labels", *MASKS) if name in columns), None)
+        self._targets = next((columns[name] for name in ("labels", *MASK_COLUMNS) if name in columns), None)
         self._seq_lengths = columns.get("seq_lengths")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class TokenReader(Rows):
 
         `start` may be at or behind `stop`.
         """
-        block = np.full((len(row), width), END, dtype=">u4")
+        block = np.full((len(row), width), END_TOKEN_KEY, dtype=">u4")
         size = np.clip(stop - start, 0, width)
         wanted = np.flatnonzero(size)
         for values, spans, base in self._tokens.by_chunk(row[wanted]):
@@ -268,7 +268,7 @@ class TokenReader(Rows):
                 tokens = values[at : at + width]
                 block[i, : len(tokens)] = tokens
         for i in np.flatnonzero((size > 0) & (size < width)).tolist():
-            block[i, size[i] :] = END
+            block[i, size[i] :] = END_TOKEN_KEY
         return block
 
     def read_evenly(self, row: Int64Array, start: Int64Array, stop: Int64Array, *, num: int) -> npt.NDArray[np.int64]:
@@ -301,7 +301,7 @@ class TokenReader(Rows):
             shift = int(labels_base[0] - base[0])
             chunk_labels = labels[low + shift : high + shift]
             wrong = (chunk_labels != IGNORE_INDEX) & (chunk_labels != tokens[low:high])
-            are_tokens[spans] = _count(wrong, first - low, last - low) == 0
+            are_tokens[spans] = _count_marked(wrong, first - low, last - low) == 0
         return are_tokens
 
     def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
@@ -313,7 +313,7 @@ class TokenReader(Rows):
             first, last = base + start[spans], base + stop[spans]
             low = first.min()
             is_label = values[low : last.max()] != (IGNORE_INDEX if self._has_labels else 0)
-            counts[spans] = _count(is_label, first - low, last - low)
+            counts[spans] = _count_marked(is_label, first - low, last - low)
         return counts
 
     def token_range(self) -> tuple[int, int]:
@@ -331,7 +331,7 @@ class TokenReader(Rows):
         return None
 
 
-def _count(marks: BoolArray, first: Int64Array, stop: Int64Array) -> npt.NDArray[Any]:
+def _count_marked(marks: BoolArray, first: Int64Array, stop: Int64Array) -> npt.NDArray[Any]:
     """How many of `marks[first[i]:stop[i]]` are True, shape (N,)."""
     sums: npt.NDArray[Any] = np.zeros(len(marks) + 1, dtype=np.int32 if len(marks) < 2**31 else np.int64)
     np.cumsum(marks, out=sums[1:])

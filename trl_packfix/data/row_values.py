@@ -18,8 +18,8 @@ import torch
 from datasets import ClassLabel, Dataset
 
 from ..layout import layout_of
-from ..samples.row import NUM_SHOWN
-from .parts import PartOf
+from ..samples.row import MAX_ROWS_NAMED
+from .rank_share import RankShare
 
 WEIGHTS, SOURCES = "document_weights", "document_sources"  # keys of documents and of batches
 DTYPES = {WEIGHTS: torch.float32, SOURCES: torch.int64}
@@ -36,14 +36,14 @@ class RowValues:
     names: tuple[str, ...] = ()  # of the sources, sorted
     column_values: tuple[Any, ...] = ()  # the value of the column for each name
 
-    def taken(self, rows: npt.NDArray[np.int64] | None) -> "RowValues":
+    def select(self, rows: npt.NDArray[np.int64] | None) -> "RowValues":
         """Of these rows, in this order; None for all."""
         if rows is None:
             return self
         weights = None if self.weights is None else self.weights[rows]
         return replace(self, weights=weights, sources=None if self.sources is None else self.sources[rows])
 
-    def of(self, row: int) -> dict[str, Any]:
+    def for_row(self, row: int) -> dict[str, Any]:
         """What the documents of a row get, by the key of the batch."""
         columns = {WEIGHTS: self.weights, SOURCES: self.sources}
         return {name: values[row] for name, values in columns.items() if values is not None}
@@ -58,7 +58,7 @@ def read_row_values(dataset: Dataset, weight_column: str | None, source_column: 
 
 
 def read_weights(dataset: Dataset, column: str, name: str) -> npt.NDArray[np.float32]:
-    values = _column(dataset, column, "weight_column", name=name)
+    values = _value_column(dataset, column, "weight_column", name=name)
     kind = values.type
     if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
         first = values[0].as_py() if len(values) else None
@@ -73,7 +73,7 @@ def read_weights(dataset: Dataset, column: str, name: str) -> npt.NDArray[np.flo
     if len(bad):
         raise ValueError(
             f"`weight_column={column!r}` was given, and {len(bad)} of {len(weights)} rows of the {name} dataset have "
-            f"no usable weight; the first are {bad[:NUM_SHOWN].tolist()}, and row {bad[0]} holds "
+            f"no usable weight; the first are {bad[:MAX_ROWS_NAMED].tolist()}, and row {bad[0]} holds "
             f"{values[int(bad[0])].as_py()}. A negative weight would train away from its document, and NaN or infinity "
             "would spoil the whole step. Give every row a finite weight of 0 or more; 0 trains nothing of the row."
         )
@@ -110,7 +110,7 @@ def read_sources(
     >>> codes.tolist(), names, values
     ([1, 0, 1], ('code', 'web'), ('code', 'web'))
     """
-    values = _column(dataset, column, "source_column", name=name)
+    values = _value_column(dataset, column, "source_column", name=name)
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     kind = values.type
@@ -124,12 +124,12 @@ def read_sources(
     if len(missing):
         raise ValueError(
             f"`source_column={column!r}` was given, and {len(missing)} of {len(values)} rows of the {name} dataset "
-            f"hold None there; the first are {missing[:NUM_SHOWN].tolist()}. Their loss would belong to no source. "
-            'Fill in a name, such as "other", or remove the rows.'
+            f"hold None there; the first are {missing[:MAX_ROWS_NAMED].tolist()}. Their loss would belong to no "
+            'source. Fill in a name, such as "other", or remove the rows.'
         )
     distinct = pc.unique(values)
     if len(distinct) > MAX_SOURCES:
-        examples = ", ".join(str(value) for value in distinct[:NUM_SHOWN].to_pylist())
+        examples = ", ".join(str(value) for value in distinct[:MAX_ROWS_NAMED].to_pylist())
         raise ValueError(
             f"`source_column={column!r}` was given, and in the {name} dataset it has {len(distinct)} different values "
             f"({examples[:200]}, ...). Each source has its own loss in every log entry, and at most {MAX_SOURCES} are "
@@ -156,12 +156,12 @@ class StreamSources(dict[str, int]):
         self[name] = number = len(self)
         return number
 
-    def numbers(self, names: Sequence[str | None]) -> torch.Tensor:
+    def number_sources(self, names: Sequence[str | None]) -> torch.Tensor:
         """The numbers of these sources, shape (N,); 0 for the padding and the dummy, which have none."""
         return torch.tensor([0 if name is None else self[name] for name in names], dtype=DTYPES[SOURCES])
 
 
-def _column(dataset: Dataset, column: str, field: str, *, name: str) -> pa.ChunkedArray:
+def _value_column(dataset: Dataset, column: str, field: str, *, name: str) -> pa.ChunkedArray:
     if column not in dataset.column_names:
         raise ValueError(
             f"`{field}={column!r}` was given, and the {name} dataset has the columns {dataset.column_names}. Without "
@@ -187,7 +187,7 @@ class RowValuesCollator:
     def __call__(self, documents: list[dict[str, Any]]) -> dict[str, Any]:
         taken = set(self.keys.values())
         tokens = ({key: v for key, v in document.items() if key not in taken} for document in documents)
-        batch = self.collate(PartOf.like(documents, tokens))
+        batch = self.collate(RankShare.like(documents, tokens))
         num = layout_of(batch).count
         for key, name in self.keys.items():
             if key == SOURCES and self.names_sources:

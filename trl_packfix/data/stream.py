@@ -20,31 +20,40 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
-from ..planning.packing import ELASTIC, Changes, Packing, changes, listed
+from ..planning.packing import REPLANNED_SETTINGS, ChangedSettings, Packing, compare_settings, describe_changes
 from ..planning.packs import PackPlan
-from ..planning.schedule import EMPTY
+from ..planning.schedule import NO_DOCUMENTS
 from ..planning.units import Units
 from ..samples.processor import EncodedImage
 from .collator import IGNORE_INDEX
 from .documents import Ledger, refuse_no_documents
 from .loaders import dummy_document
-from .parts import PartOf
+from .rank_share import RankShare
 from .row_values import SOURCES, WEIGHTS
 from .stream_images import ENCODED, TOKENS_ALONE, EncodedRow, StreamImages
-from .stream_reader import Chunk, DocumentTokens, ReaderState, StreamReader, StreamTokens, part_of, share_of_rank
+from .stream_reader import (
+    DocumentChunk,
+    DocumentTokens,
+    ReaderState,
+    StreamReader,
+    StreamTokens,
+    part_of,
+    share_of_rank,
+)
 from .threads import wait_for_threads_before_forks
 
 logger = logging.getLogger(__name__)
 
-TOKENS = StreamTokens()
+TEXT_READER = StreamTokens()
 MOST_BYTES = 2**28  # of the rows with images of these documents: encoded images, and text
-COLUMNS = ("input_ids", "labels")  # of the documents in a state
+STATE_COLUMNS = ("input_ids", "labels")  # of the documents in a state
 STATE_VERSION = 4  # raise it when the contents of the state change
-# With other values of these and of `ELASTIC`, the rest of a pass is divided anew. `num_shards` is that of a rank.
-READ = ("rank", "num_workers", "num_shards")
-SAVED = ("num_steps", "num_passes", "num_arrived", "counts", "micro_steps", "parts", "rest", "count", "digest")
-Pack = list[DocumentTokens]
-Part = tuple[list[tuple[int, int]], int]  # of the stream: its path, see `part_of`, and the epoch of its order
+# With other values of these and of `REPLANNED_SETTINGS`, the rest of a pass is divided anew. `num_shards` is that of a
+# rank.
+READER_SETTINGS = ("rank", "num_workers", "num_shards")
+SAVED_FIELDS = ("num_steps", "num_passes", "num_arrived", "counts", "micro_steps", "parts", "rest", "count", "digest")
+StreamPack = list[DocumentTokens]
+StreamPart = tuple[list[tuple[int, int]], int]  # of the stream: its path, see `part_of`, and the epoch of its order
 
 
 @dataclass(frozen=True)
@@ -82,8 +91,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     number of groups of the smallest degree that holds `max_length`, each group reads its own shards, and this is the
     only degree. Otherwise every rank reads the whole stream, and each micro-step has its own degree.
 
-    A run that resumes with other ranks, see `merged`, first reads the rest of the pass: the parts of the stream that
-    the old ranks have not read. If they cannot be divided evenly, every rank reads all of them.
+    A run that resumes with other ranks, see `merge_states`, first reads the rest of the pass: the parts of the stream
+    that the old ranks have not read. If they cannot be divided evenly, every rank reads all of them.
 
     Args:
         dataset, rows, weight_column, source_column: see `StreamReader`.
@@ -97,13 +106,13 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
 
     num_ahead = 0  # micro-batches that a loader with processes takes before they are trained
     rows: StreamTokens | StreamImages
-    # What a snapshot holds beside the documents and the readers: `SAVED`
+    # What a snapshot holds beside the documents and the readers: `SAVED_FIELDS`
     num_steps: int
     num_passes: int
     num_arrived: int  # documents of this pass
     counts: StreamCounts
     micro_steps: dict[int, int]  # number of them so far by degree
-    parts: list[Part]
+    parts: list[StreamPart]
     rest: bool  # of a pass of other ranks
     count: int  # ranks, neighbours, that read the same in this pass
     digest: int  # checksum of the tokens of all documents so far, in the order of the packs
@@ -113,7 +122,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         dataset: IterableDataset,
         packing: Packing,
         *,
-        rows: StreamTokens | StreamImages = TOKENS,
+        rows: StreamTokens | StreamImages = TEXT_READER,
         rank: int = 0,
         pad_token_id: int = 0,
         num_workers: int = 0,
@@ -122,7 +131,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         source_column: str | None = None,
         most_bytes: int = MOST_BYTES,
     ):
-        self.dataset, self.rows = rows.opened(dataset)
+        self.dataset, self.rows = rows.open_stream(dataset)
         smallest = packing.parallel.smallest
         self.path, self.num_alike = share_of_rank(self.dataset, rank, packing.world_size, degree=smallest)
         self.num_shards = part_of(self.dataset, self.path).num_shards
@@ -141,7 +150,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
 
     def begin(self, num_steps: int = 0) -> None:
         """Begin with the first document of the stream; `num_steps` optimizer steps were trained before."""
-        self._closed, self._waiting = deque[Pack](), dict[int, DocumentTokens]()
+        self._closed, self._waiting = deque[StreamPack](), dict[int, DocumentTokens]()
         self.num_steps, self.num_passes, self.counts, self.micro_steps = num_steps, 0, StreamCounts(), {}
         self.digest = 0
         self._begin_pass()
@@ -154,7 +163,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self._readers = [ReaderState()] * num  # of each part
         self.num_arrived, self.rest, self.count = 0, False, self.num_alike
 
-    def __iter__(self) -> Iterator[Pack]:
+    def __iter__(self) -> Iterator[StreamPack]:
         self._restore(self._start)
         yield from repeat([], self._num_skipped)
         while True:
@@ -174,27 +183,27 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             self.num_passes += 1
             self._begin_pass()
 
-    def _one_pass(self) -> Iterator[list[PartOf]]:
+    def _one_pass(self) -> Iterator[list[RankShare]]:
         """The rest of the current pass: this rank's micro-batches, one optimizer step after the other."""
         packing = replace(self.packing, world_size=self.count)
 
         def bytes_of(position: int) -> int:
             return self._waiting[position].get(ENCODED, TOKENS_ALONE).num_bytes
 
-        packs = packing.pack_stream(self._arrivals(), bytes_of, self.most_bytes)
+        packs = packing.pack_stream(self._arriving_lengths(), bytes_of, self.most_bytes)
         self._has_ended = False
         while True:
             # After the last arrival, the packs of the remaining buffer are closed together and wait for their steps.
             for positions in packs:
                 self._closed.append([self._waiting.pop(position) for position in positions])
-                if len(self._closed) >= packing.num_bins and not self._has_ended:
+                if len(self._closed) >= packing.packs_per_step and not self._has_ended:
                     break
             if not self._closed:
                 return
-            step = [self._closed.popleft() for _ in range(min(packing.num_bins, len(self._closed)))]
+            step = [self._closed.popleft() for _ in range(min(packing.packs_per_step, len(self._closed)))]
             yield self._micro_batches(step, packing)
 
-    def _micro_batches(self, packs: list[Pack], packing: Packing) -> list[PartOf]:
+    def _micro_batches(self, packs: list[StreamPack], packing: Packing) -> list[RankShare]:
         """Packs of one optimizer step, for all ranks that read the same -> micro-batches of this rank; counts them."""
         documents = [document for pack in packs for document in pack]
         lengths = np.array([len(document["input_ids"]) for document in documents])
@@ -222,11 +231,11 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self.micro_steps = dict(Counter(self.micro_steps) + Counter(schedule.degrees.tolist()))
         dummy, rank = dummy_document(self.pad_token_id), self.rank % self.count
         return [
-            PartOf((dummy if i == EMPTY else documents[i] for i in indices.tolist()), *part)
-            for indices, part in zip(schedule.micro_batches(rank), schedule.parts(rank), strict=True)
+            RankShare((dummy if i == NO_DOCUMENTS else documents[i] for i in indices.tolist()), *part)
+            for indices, part in zip(schedule.micro_batches(rank), schedule.parts_of_rank(rank), strict=True)
         ]
 
-    def _arrivals(self) -> Iterator[int]:
+    def _arriving_lengths(self) -> Iterator[int]:
         """Number of tokens of each document, in arrival order. `_waiting` holds it by its position in this order."""
         position = len(self._waiting)
         yield from [len(document["input_ids"]) for document in self._waiting.values()]
@@ -252,13 +261,13 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that must be the same after a restart."""
-        own = {name: getattr(self, name) for name in (*READ, "weight_column", "source_column")}
+        own = {name: getattr(self, name) for name in (*READER_SETTINGS, "weight_column", "source_column")}
         own["image processor"] = self.rows.process and self.rows.process.settings.decode()
         return self.packing.settings("stream") | own
 
     def _snapshot(self) -> dict[str, Any]:
         """The current state. It shares the documents, which are never changed."""
-        return {name: getattr(self, name) for name in SAVED} | {
+        return {name: getattr(self, name) for name in SAVED_FIELDS} | {
             "closed": [len(pack) for pack in self._closed],
             "documents": [document for pack in self._closed for document in pack] + list(self._waiting.values()),
             "readers": list(self._readers),
@@ -271,11 +280,11 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self.num_passes = state["num_passes"]
         self._begin_pass()
         # An earlier version has not saved all of them
-        vars(self).update({name: state[name] for name in SAVED if name in state})
+        vars(self).update({name: state[name] for name in SAVED_FIELDS if name in state})
         self._readers = list(state["readers"])
         self._snapshots = {self.num_steps: self._snapshot()}
 
-    def after(self, num_steps: int) -> dict[str, Any]:
+    def state_after(self, num_steps: int) -> dict[str, Any]:
         """The state after so many optimizer steps: the latest step that was yielded, or one that is still trained.
 
         It has the `counts`, those of the ranks that read the same, `count` neighbours; and `micro_steps`, the number of
@@ -284,14 +293,14 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         return self._snapshots[num_steps]
 
     def state_dict(self, num_steps: int) -> dict[str, Any]:
-        """The state `after` so many steps, for `torch.save`.
+        """The state `state_after` so many steps, for `torch.save`.
 
         It holds the documents that were read and not trained yet: at most `buffer_size`, and a chunk per reader. With
         images it holds their rows, images encoded.
         """
         state = self._snapshots[num_steps]
         return state | {
-            "documents": packed(state["documents"]),
+            "documents": encode_documents(state["documents"]),
             "readers": [asdict(reader) for reader in state["readers"]],
             "counts": asdict(state["counts"]),
             "share": self.path,
@@ -299,14 +308,16 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             "version": STATE_VERSION,
         }
 
-    def _changed(self, state: dict[str, Any]) -> Changes:
-        return changes(state["settings"] | {"version": state["version"]}, self.settings | {"version": STATE_VERSION})
+    def _compare_settings(self, state: dict[str, Any]) -> ChangedSettings:
+        return compare_settings(
+            state["settings"] | {"version": state["version"]}, self.settings | {"version": STATE_VERSION}
+        )
 
-    def continues(self, state: dict[str, Any]) -> bool:
+    def can_continue(self, state: dict[str, Any]) -> bool:
         """Whether this rank goes on from `state` alone: it was saved by the same rank with the same settings."""
-        return not self._changed(state)
+        return not self._compare_settings(state)
 
-    def merged(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """The state of this rank in place of those of all ranks of a run with other ranks, for `load_state_dict`.
 
         Ranks may be in different passes. Those that are behind read the passes up to the last one, too. So every
@@ -319,17 +330,21 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             ValueError: settings differ that decide which documents there are.
         """
         first = states[0]
-        changed, num_shards = self._changed(first), self.dataset.num_shards  # of all ranks
-        fixed = {name: values for name, values in changed.items() if name not in ELASTIC and name not in READ}
+        changed, num_shards = self._compare_settings(first), self.dataset.num_shards  # of all ranks
+        fixed = {
+            name: values
+            for name, values in changed.items()
+            if name not in REPLANNED_SETTINGS and name not in READER_SETTINGS
+        }
         if "parts" not in first:
             fixed = changed  # saved by an earlier version
         elif (before := first["settings"]["num_shards"] * prod(num for num, _ in first["share"])) != num_shards:
             fixed["num_shards"] = (before, num_shards)
         if fixed:
             raise ValueError(
-                f"The checkpoint's stream was packed with other settings: {listed(fixed)}. The new settings give other "
-                "packs, so the documents not trained yet are unknown. Set them back, or set `ignore_data_skip=True` to "
-                "start the stream from its beginning."
+                f"The checkpoint's stream was packed with other settings: {describe_changes(fixed)}. The new settings "
+                "give other packs, so the documents not trained yet are unknown. Set them back, or set "
+                "`ignore_data_skip=True` to start the stream from its beginning."
             )
         readers = states[:: first["count"]]
         last, parts = max(state["num_passes"] for state in readers), []
@@ -345,7 +360,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             own = slice(self.rank // self.num_alike, None, num_groups)
             parts, counted = parts[own], readers[own]
         return first | {
-            "documents": packed([document for state in readers for document in unpacked(state["documents"])][own]),
+            "documents": encode_documents(
+                [document for state in readers for document in decode_documents(state["documents"])][own]
+            ),
             "closed": [],
             "readers": [reader for _, reader in parts],
             "parts": [part for part, _ in parts],
@@ -358,15 +375,15 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         }
 
     def load_state_dict(self, state: dict[str, Any], num_skipped: int = 0) -> None:
-        """Continue from a `state_dict()` that this rank `continues`, or from what `merged` makes.
+        """Continue from a `state_dict()` that this rank `can_continue`, or from what `merge_states` makes.
 
         Args:
             num_skipped: micro-batches that the caller discards first, as the Trainer does after a restart. They are
                 yielded as empty lists.
         """
-        assert self.continues(state)
+        assert self.can_continue(state)
         self._start = state | {
-            "documents": unpacked(state["documents"]),
+            "documents": decode_documents(state["documents"]),
             "readers": [ReaderState(**reader) for reader in state["readers"]],
             "counts": StreamCounts.from_dict(state["counts"]),
         }
@@ -374,15 +391,15 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self._restore(self._start)
 
 
-def _identity(chunk: Chunk) -> Chunk:
+def _identity(chunk: DocumentChunk) -> DocumentChunk:
     return chunk
 
 
-def packed(documents: Sequence[DocumentTokens]) -> dict[str, Any]:
+def encode_documents(documents: Sequence[DocumentTokens]) -> dict[str, Any]:
     """Documents as few values that `torch.load` reads with `weights_only`."""
     first = documents[0] if documents else {}
     state: dict[str, Any] = {"lengths": torch.tensor([len(document["input_ids"]) for document in documents])}
-    for name in COLUMNS if documents else ():
+    for name in STATE_COLUMNS if documents else ():
         state[name] = torch.from_numpy(np.concatenate([document[name] for document in documents]))
     if WEIGHTS in first:
         state[WEIGHTS] = torch.tensor([document[WEIGHTS] for document in documents], dtype=torch.float32)
@@ -405,9 +422,9 @@ def packed(documents: Sequence[DocumentTokens]) -> dict[str, Any]:
     return state
 
 
-def unpacked(state: dict[str, Any]) -> list[DocumentTokens]:
+def decode_documents(state: dict[str, Any]) -> list[DocumentTokens]:
     lengths = state["lengths"].tolist()
-    columns = {name: [part.numpy().copy() for part in state[name].split(lengths)] for name in COLUMNS if lengths}
+    columns = {name: [part.numpy().copy() for part in state[name].split(lengths)] for name in STATE_COLUMNS if lengths}
     if WEIGHTS in state:
         columns[WEIGHTS] = list(state[WEIGHTS].numpy())
     if SOURCES in state:

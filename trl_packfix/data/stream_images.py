@@ -16,17 +16,17 @@ import torch
 from datasets import Dataset, Image, IterableDataset
 
 from ..planning.packing import Packing
-from ..samples.apply import columns_of_batch
 from ..samples.checks import IMAGES
 from ..samples.conversation import COLUMNS
-from ..samples.images import CHECKED, Processed, features_of
+from ..samples.images import CHECKED, ProcessedImages, features_of
+from ..samples.make_samples import columns_of_batch
 from ..samples.processor import EncodedImage, RowProcessor, images_of
-from ..samples.row import BAD_ROW, ROW
+from ..samples.row import BAD_ROW_COLUMN, ROW_COLUMN
 from ..samples.turns import TurnRule
 from .collator import IGNORE_INDEX
 from .documents import Documents, make_documents
 from .image_rows import ImageRows
-from .parts import PartOf
+from .rank_share import RankShare
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class StreamImages:
     def __post_init__(self) -> None:
         self._every = CHECKED if self.process.depends_on_sizes else 1
 
-    def opened(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamImages"]:
+    def open_stream(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamImages"]:
         """The stream with its images encoded as they are stored, and how its rows become documents.
 
         Without features the dataset gives what it was made of, so its images may be decoded still.
@@ -89,20 +89,20 @@ class StreamImages:
         Raises:
             ValueError: rows cannot be processed, and `drops` is False; what `make_documents` refuses.
         """
-        rows = [self.encoded(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
-        columns = self._measured(rows)
+        rows = [self.encode_row(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
+        columns = self._measure_rows(rows)
         if self._every > 1 and any(columns["differs"]):
             logger.warning(
                 "A row of the stream has another length than the sizes of its images give. The processor runs on every "
                 "image from here on, which takes longer."
             )
             self._every = 1
-            columns = self._measured(rows)
-        bad = [i for i, reason in enumerate(columns[BAD_ROW]) if reason]
+            columns = self._measure_rows(rows)
+        bad = [i for i, reason in enumerate(columns[BAD_ROW_COLUMN]) if reason]
         if bad and not self.drops:
-            row = bad[0] if self.rule is None else columns[ROW][bad[0]]
+            row = bad[0] if self.rule is None else columns[ROW_COLUMN][bad[0]]
             raise ValueError(
-                f"Row {row} of the train stream with images cannot be processed: {columns[BAD_ROW][bad[0]]}. "
+                f"Row {row} of the train stream with images cannot be processed: {columns[BAD_ROW_COLUMN][bad[0]]}. "
                 "Every image must be found and decoded, and every placeholder in the text needs exactly one image. "
                 'Correct or filter out this row, or set `bad_rows="drop"`, which drops and counts such rows.'
             )
@@ -127,14 +127,14 @@ class StreamImages:
             )
         return documents, spans, reader.conversations
 
-    def encoded(self, row: dict[str, Any]) -> dict[str, Any]:
+    def encode_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """The columns of a row that are read, its images encoded."""
         known = {name: row[name] for name in (*COLUMNS, self.text_field) if name in row}
         return known | {"images": [EncodedImage.of(image, self.mode) for image in images_of(row)]}
 
-    def _measured(self, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    def _measure_rows(self, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
         batch = {name: [row[name] for row in rows] for name in rows[0]}
-        return columns_of_batch(batch, [*range(len(rows))], Processed(self.process, self.rule, self._every))
+        return columns_of_batch(batch, [*range(len(rows))], ProcessedImages(self.process, self.rule, self._every))
 
 
 @dataclass
@@ -161,4 +161,4 @@ class ProcessedPacks(torch.utils.data.Dataset[Any]):
                 values = {name: value for name, value in document.items() if name not in (ENCODED, *processed)}
                 document = values | processed
             documents.append(document)
-        return PartOf.like(micro_batch, documents)
+        return RankShare.like(micro_batch, documents)

@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 
 from ..compat import state_is_exact
 from ..planning.packing import Packing
-from ..samples.row import BAD_ROW
+from ..samples.row import BAD_ROW_COLUMN
 from .dataset_checks import check_tokens
 from .documents import Documents, Ledger, make_documents
 from .reader import TokenReader
@@ -30,7 +30,7 @@ from .stream_images import StreamImages
 logger = logging.getLogger(__name__)
 
 CHUNK = 128  # examples that are read, cut and sent together, without images
-COLUMNS = ("input_ids", "labels", "seq_lengths", "attention_mask", BAD_ROW)
+TOKEN_COLUMNS = ("input_ids", "labels", "seq_lengths", "attention_mask", BAD_ROW_COLUMN)
 MANY_RANKS = 8
 
 DocumentTokens = dict[str, Any]
@@ -91,7 +91,7 @@ class ReaderState:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class DocumentChunk:
     """Documents in order, their ledger, and the state of reader number `reader` after them."""
 
     documents: list[DocumentTokens]
@@ -108,7 +108,7 @@ class StreamTokens:
     process: None = None
     chunk: ClassVar[int] = CHUNK
 
-    def opened(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamTokens"]:
+    def open_stream(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamTokens"]:
         return dataset, self
 
     def read(self, batch: dict[str, Any], table: Dataset, packing: Packing) -> tuple[list[Any], Documents, None]:
@@ -144,7 +144,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
     weight_column: str | None = None
     source_column: str | None = None
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Iterator[DocumentChunk]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         unread = [number for number in range(first, len(self.parts), step) if not self.states[number].done]
@@ -157,7 +157,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         reading = [i for i, states in enumerate(by_worker) if not all(state.done for state in states)]
         if turns[first] > min(turns[i] for i in reading):
             # Workers take turns, and this one was one turn ahead when the state was saved.
-            yield Chunk([], Ledger(), unread[0], self.states[unread[0]])
+            yield DocumentChunk([], Ledger(), unread[0], self.states[unread[0]])
         for number in unread:
             state, dataset = self.states[number], self.parts[number]
             is_exact = state_is_exact(dataset)
@@ -173,8 +173,8 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
                 documents, ledger = self._documents(batch, examples)
                 examples, chunks = examples + len(next(iter(batch.values()))), chunks + 1
                 position = dataset.state_dict() if is_exact else None
-                yield Chunk(documents, ledger, number, ReaderState(position, examples, chunks))
-            yield Chunk([], Ledger(), number, ReaderState(None, examples, chunks + 1, done=True))
+                yield DocumentChunk(documents, ledger, number, ReaderState(position, examples, chunks))
+            yield DocumentChunk([], Ledger(), number, ReaderState(None, examples, chunks + 1, done=True))
 
     def _documents(self, batch: dict[str, Any], first: int) -> tuple[list[DocumentTokens], Ledger]:
         columns = self.weight_column, self.source_column
@@ -182,13 +182,13 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
             table = as_table(batch, *columns)
             values = read_row_values(table, *columns, name="train")
             documents, spans, conversations = self.rows.read(batch, table, self.packing)
-            values = values.taken(conversations)
+            values = values.select(conversations)
         except ValueError as error:
             raise ValueError(
                 f"{error} (A stream: rows are counted from number {first:,} of those that this reader read.)"
             ) from error
         for document, row in zip(documents, spans.row, strict=True):
-            document |= values.of(row)
+            document |= values.for_row(row)
             if values.sources is not None:
                 document[SOURCES] = values.names[values.sources[row]]
         return documents, spans.ledger
@@ -197,7 +197,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
 def as_table(batch: dict[str, Any], *others: str | None) -> Dataset:
     """Columns of rows (lists, arrays or tensors) as a table in memory: those that packing reads, and `others`."""
     columns = {}
-    for name in (*COLUMNS, *others):
+    for name in (*TOKEN_COLUMNS, *others):
         if name is not None and name in batch:
             # `[()]` makes a scalar of an array without dimensions
             rows = [row if isinstance(row, list | str | None) else np.asarray(row)[()] for row in batch[name]]

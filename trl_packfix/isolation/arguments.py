@@ -44,7 +44,7 @@ def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 @contextmanager
-def watching(
+def calls_watched(
     modules: dict[str, nn.Module], read: Callable[[Leaves], T], note: Callable[[str, int, T, T | None], None]
 ) -> Iterator[None]:
     """Within this context, note each call of these modules: its number, and what `read` takes of inputs and outputs.

@@ -12,15 +12,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..attention.rows import Axes
-from .arguments import Leaves, watching
+from ..attention.rows import TensorAxes
+from .arguments import Leaves, calls_watched
 from .probe import Probe
 from .probed_model import CannotRun
 
 Sizes = dict[str, tuple[int, ...] | int]  # shapes of tensors and values of integers, by place
-PACKS = ((13, 5, 29), (13, 5, 35))  # documents of two packs: 47 and 53 tokens, primes
-ROWS = ((1, 17), (1, 23), (2, 23))  # (rows, tokens) of batches without boundaries
-SHORTEST = (1, 1)  # the same for axes that grow up to a limit, which may be reached at 17 tokens
+WATCHED_PACKS = ((13, 5, 29), (13, 5, 35))  # documents of two packs: 47 and 53 tokens, primes
+WATCHED_BATCHES = ((1, 17), (1, 23), (2, 23))  # (rows, tokens) of batches without boundaries
+SHORTEST_BATCH = (1, 1)  # the same for axes that grow up to a limit, which may be reached at 17 tokens
 
 
 class NotLearned(Exception):
@@ -31,8 +31,8 @@ class NotLearned(Exception):
 class ModuleAxes:
     """Axes of a module's arguments and outputs, by their places (see `arguments.py`)."""
 
-    inputs: dict[str, Axes | None]  # None if no axis indexes tokens
-    outputs: dict[str, Axes | None]
+    inputs: dict[str, TensorAxes | None]  # None if no axis indexes tokens
+    outputs: dict[str, TensorAxes | None]
     numbers: set[str] = field(default_factory=set)  # places of integer arguments that hold the number of tokens
     # Places of outputs that have an axis beside the tokens which depends on their number, such as top-k indices
     widening: set[str] = field(default_factory=set)
@@ -44,11 +44,12 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
     Raises `NotLearned` if a shape changes with the number of tokens or rows in an unknown way.
     """
     modules = {name: probe.inner.get_submodule(name) for name in names}
-    packs = [_watch(modules, partial(probe.packed, [probe.tokens(k) for k in n])) for n in PACKS]
+    packs = [_record_sizes(modules, partial(probe.forward_packed, [probe.tokens(k) for k in n])) for n in WATCHED_PACKS]
     *rows, shortest = [
-        _watch(modules, partial(probe.rows, torch.stack([probe.tokens(n)] * b))) for b, n in (*ROWS, SHORTEST)
+        _record_sizes(modules, partial(probe.forward_rows, torch.stack([probe.tokens(n)] * b)))
+        for b, n in (*WATCHED_BATCHES, SHORTEST_BATCH)
     ]
-    totals = [sum(lengths) for lengths in PACKS]
+    totals = [sum(lengths) for lengths in WATCHED_PACKS]
     axes = {}
     for name in names:
         if not all(name in sizes for sizes in packs):
@@ -63,14 +64,14 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
                     numbers.add(place)
                 continue
             tokens = _growing(name, place, size, other=other, totals=totals)
-            inputs[place] = _axes(tokens, size, [sizes.get(place) for sizes in ins])
+            inputs[place] = _find_axes(tokens, size, [sizes.get(place) for sizes in ins])
         outputs, widening = {}, set()
         _, of_one_token = shortest.get(name, ({}, {}))
         for place in set.intersection(*(set(sizes) for sizes in outs)):
             one, longer, double = (sizes[place] for sizes in outs)
             if isinstance(one, tuple) and isinstance(longer, tuple):
-                tokens = _growing(name, place, one, other=longer, totals=[n for _, n in ROWS[:2]])
-                outputs[place] = _axes(tokens, longer, [one, longer, double])
+                tokens = _growing(name, place, one, other=longer, totals=[n for _, n in WATCHED_BATCHES[:2]])
+                outputs[place] = _find_axes(tokens, longer, [one, longer, double])
                 if _widens(tokens, one, of_one_token.get(place)):
                     widening.add(place)
         axes[name] = ModuleAxes(inputs, outputs, numbers, widening)
@@ -99,7 +100,9 @@ def _widens(tokens: tuple[int, ...], size: tuple[int, ...], shortest: tuple[int,
     return any(size[i] != shortest[i] for i in range(len(size)) if i not in tokens)
 
 
-def _axes(tokens: tuple[int, ...], size: tuple[int, ...], rows: list[tuple[int, ...] | int | None]) -> Axes | None:
+def _find_axes(
+    tokens: tuple[int, ...], size: tuple[int, ...], rows: list[tuple[int, ...] | int | None]
+) -> TensorAxes | None:
     """Axes of a tensor of shape `size`. `rows`: its shapes in one row, in one longer row, in two rows, or None."""
     _, one, two = rows
     batch = None
@@ -110,21 +113,21 @@ def _axes(tokens: tuple[int, ...], size: tuple[int, ...], rows: list[tuple[int, 
         single = [i for i, n in enumerate(size) if n == 1 and i not in tokens]
         near = single if len(tokens) == 2 else single[::-1]  # a mask is (rows, heads, T, T)
         batch = next((i for i in near if i < tokens[0]), single[0] if single else None)
-    return Axes(tokens, batch) if tokens else None
+    return TensorAxes(tokens, batch) if tokens else None
 
 
-def _sizes(leaves: Leaves) -> Sizes:
+def _leaf_sizes(leaves: Leaves) -> Sizes:
     tensors: Sizes = {place: tuple(value.shape) for place, value in leaves if isinstance(value, Tensor)}
     return tensors | {place: value for place, value in leaves if type(value) is int}
 
 
-def _watch(modules: dict[str, nn.Module], run: Callable[[], object]) -> dict[str, tuple[Sizes, Sizes]]:
+def _record_sizes(modules: dict[str, nn.Module], run: Callable[[], object]) -> dict[str, tuple[Sizes, Sizes]]:
     """Sizes of the arguments and outputs of each module in its first call. If a run raises, of those called before."""
     seen: dict[str, tuple[Sizes, Sizes]] = {}
 
     def note(name: str, call: int, inputs: Sizes, outputs: Sizes | None) -> None:
         seen.setdefault(name, (inputs, outputs or {}))
 
-    with suppress(CannotRun), watching(modules, _sizes, note):
+    with suppress(CannotRun), calls_watched(modules, _leaf_sizes, note):
         run()
     return seen

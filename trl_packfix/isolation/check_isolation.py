@@ -29,16 +29,16 @@ from ..attention.varlen import ATTENTION_NAME
 from .image_probe import ImageExamples
 from .isolation_report import IsolationReport
 from .prefix_probe import make_probe
-from .probe import LENGTHS, SPARE, Case, Documents, Examples, Probe, replaced
-from .probed_model import DRAWS, MAX_NOISE, CannotRun, distance, exact
+from .probe import DOCUMENT_LENGTHS, NUM_EXTRA_TOKENS, Documents, Examples, Probe, RunPair, replace_documents
+from .probed_model import MAX_NOISE, NUM_DRAWS, CannotRun, largest_distance, to_exact
 from .thresholds import thresholds
 from .ties import FirstOfTies
 from .tracing import Leak, find_leaks, find_origins, find_wrong_parts
 
-FAR = 300  # tokens before the document far from the start: bf16 represents integers exactly up to 256 only
-FILLER = 100  # tokens of each of these documents before it
-COARSE = 1e-4  # a tolerance above it means half precision
-LARGEST = ("max_change", "max_difference", "tolerance")  # numbers of a report, the larger of text and images
+FAR_TOKENS = 300  # tokens before the document far from the start: bf16 represents integers exactly up to 256 only
+FILLER_TOKENS = 100  # tokens of each of these documents before it
+HALF_PRECISION_TOLERANCE = 1e-4  # a tolerance above it means half precision
+MAXIMUM_FIELDS = ("max_change", "max_difference", "tolerance")  # numbers of a report, the larger of text and images
 
 
 def check_isolation(
@@ -95,7 +95,7 @@ def check_packs(
     shares: bool = False,
     farthest: int | None = None,
 ) -> IsolationReport:
-    """`check_isolation` for packs whose documents share prefixes, or not; up to `farthest` tokens apart, else `FAR`.
+    """Judge packs whose documents share prefixes, or not; up to `farthest` tokens apart, else `FAR_TOKENS`.
 
     If they share, `equal` is False, too, if a document does not attend to the tokens that it shares. `max_gradient`
     then holds the relative difference of its gradients. With `images` documents share images, and text in front of
@@ -108,17 +108,17 @@ def check_packs(
                 hooks.callback(mark_packed_forwards(probe.inner).remove)
             elif probe.degree > 1 and has_attention(probe.inner):
                 raise CannotRun(f"attention {probe.attention!r} does not exchange tokens; {ATTENTION_NAME!r} does.")
-            report, case = judge(probe, max_length, farthest=farthest)
+            report, case = judge_probe(probe, max_length, farthest=farthest)
             if case is not None or (examples := probe.image_examples()) is None:
                 return report
-            seen = judge(probe, max_length, examples)[0]
-            largest = {name: max(getattr(report, name), getattr(seen, name)) for name in LARGEST}
+            seen = judge_probe(probe, max_length, examples)[0]
+            largest = {name: max(getattr(report, name), getattr(seen, name)) for name in MAXIMUM_FIELDS}
             return replace(seen, unreachable=report.unreachable, **largest)
         except CannotRun as error:
-            return refused(probe, error)
+            return report_refusal(probe, error)
 
 
-def refused(probe: Probe, error: CannotRun) -> IsolationReport:
+def report_refusal(probe: Probe, error: CannotRun) -> IsolationReport:
     """The report on a model that raises."""
     unpacked = probe.error_unpacked()
     return IsolationReport(
@@ -135,10 +135,10 @@ def refused(probe: Probe, error: CannotRun) -> IsolationReport:
     )
 
 
-Gap = tuple[float, Case]  # a change of states relative to the largest one, and the two runs that show it
+Gap = tuple[float, RunPair]  # a change of states relative to the largest one, and the two runs that show it
 
 
-class Runs:
+class ProbeMeasurement:
     """The runs of a probe and what rounding explains of their gaps, which is measured only as far as a gap needs it.
 
     Attributes:
@@ -149,22 +149,22 @@ class Runs:
 
     def __init__(self, probe: Probe, documents: Documents):
         self.probe, self.documents = probe, documents
-        self._base = probe.silenced(lambda: probe.packed(documents))
+        self._base = probe.silenced(lambda: probe.forward_packed(documents))
         with probe.unpacked(max(map(len, documents))):
-            self._alone = {id(one): probe.alone(one) for one in documents}
+            self._alone = {id(one): probe.forward_alone(one) for one in documents}
         self.scale = max(states.abs().max().item() for states in self._base)
         self.rounding = self.tolerance = probe.rounding
         self._last = documents, self._base  # the first run of the last case
         self._is_repeated = False
-        self._draws = iter(range(1, 1 + DRAWS if self.rounding > COARSE else 1))
+        self._draws = iter(range(1, 1 + NUM_DRAWS if self.rounding > HALF_PRECISION_TOLERANCE else 1))
 
-    def gap(self, case: Case) -> Gap:
+    def gap(self, case: RunPair) -> Gap:
         """How far the documents that both runs have are apart."""
         if case.documents is not self._last[0]:
-            self._last = case.documents, self.probe.packed(case.documents)
+            self._last = case.documents, self.probe.forward_packed(case.documents)
         known = self._alone.get(id(case.others[0])) if case.alone else None
-        second = case.second(self.probe) if known is None else [known]
-        return distance([self._last[1][i] for i, _ in case.same], second) / self.scale, case
+        second = case.second_states(self.probe) if known is None else [known]
+        return largest_distance([self._last[1][i] for i, _ in case.common_documents], second) / self.scale, case
 
     def explains(self, gap: float) -> bool:
         """Whether rounding explains a gap, on all ranks."""
@@ -185,42 +185,45 @@ class Runs:
             self.tolerance = max(self.tolerance, self.rounding)
 
     def _moved(self) -> float:
-        return distance(self._base, self.probe.packed(self.documents)) / self.scale
+        return largest_distance(self._base, self.probe.forward_packed(self.documents)) / self.scale
 
 
-def judge(
+def judge_probe(
     probe: Probe, max_length: int | None, examples: Examples | None = None, *, farthest: int | None = None
-) -> tuple[IsolationReport, Case | None]:
+) -> tuple[IsolationReport, RunPair | None]:
     """The report, and the pair of runs that shows a defect most clearly; None if there is no defect.
 
     The documents are `examples`, or text of all lengths that matter. Raises `CannotRun` if the model raises.
     """
-    to_test, unreachable = thresholds(probe.config, max_length, min(LENGTHS))
+    to_test, unreachable = thresholds(probe.config, max_length, min(DOCUMENT_LENGTHS))
     if examples is None:
         examples = probe.examples(max_length)
     else:
         to_test = {}
     documents, variants = examples
-    runs = Runs(probe, documents)
-    changes = [runs.gap(Case(documents, variant)) for variant in variants]
-    alone = [runs.gap(Case(documents, [one], alone=True)) for one in documents]
+    runs = ProbeMeasurement(probe, documents)
+    changes = [runs.gap(RunPair(documents, variant)) for variant in variants]
+    alone = [runs.gap(RunPair(documents, [one], alone=True)) for one in documents]
     # transformers drops a mask that hides nothing, and with it the causality of some models
     last = documents[-1:]
-    differences = [max(alone, key=lambda gap: (gap[0], gap[1].same)), runs.gap(Case(last, last, alone=True))]
+    differences = [
+        max(alone, key=lambda gap: (gap[0], gap[1].common_documents)),
+        runs.gap(RunPair(last, last, alone=True)),
+    ]
     if to_test:  # one document exceeds all thresholds at once, between two short ones
-        long, (shorter,) = probe.long_examples(max(to_test.values()) + SPARE)
-        changes.append(runs.gap(Case(long, shorter, large=True)))
-        differences += [runs.gap(Case(long, [one], alone=True, large=True)) for one in long]
+        long, (shorter,) = probe.long_examples(max(to_test.values()) + NUM_EXTRA_TOKENS)
+        changes.append(runs.gap(RunPair(long, shorter, large=True)))
+        differences += [runs.gap(RunPair(long, [one], alone=True, large=True)) for one in long]
     gradient, reach = probe.gradient(documents) if probe.takes_gradient else None, 0
     if not probe.on_any_rank(gradient):  # else the result is clear
-        _explain(runs, changes)
-        _explain(runs, differences)
+        _explain_by_rounding(runs, changes)
+        _explain_by_rounding(runs, differences)
         if runs.explains(max(gap for gap, _ in changes + differences)):
-            length = min(FILLER, max_length or FILLER)
+            length = min(FILLER_TOKENS, max_length or FILLER_TOKENS)
             reach = _test_far(runs, documents[2], length, changes=changes, differences=differences, farthest=farthest)
     change, (difference, odd) = max(gap for gap, _ in changes), max(differences, key=lambda gap: gap[0])
     moved = not runs.explains(change)
-    leaks, leak = _leaks(runs, changes, moved=moved, is_equal=runs.explains(difference))
+    leaks, leak = _find_leaking_modules(runs, changes, moved=moved, is_equal=runs.explains(difference))
     report = IsolationReport(
         isolated=not (moved or gradient or (leaks and probe.degree == 1)),
         equal=difference <= runs.tolerance,
@@ -242,7 +245,13 @@ def judge(
 
 
 def _test_far(
-    runs: Runs, document: Any, length: int, *, changes: list[Gap], differences: list[Gap], farthest: int | None
+    runs: ProbeMeasurement,
+    document: Any,
+    length: int,
+    *,
+    changes: list[Gap],
+    differences: list[Gap],
+    farthest: int | None,
 ) -> int:
     """Compare a document far from the start of a pack with itself alone, and return the last distance that passed.
 
@@ -255,35 +264,37 @@ def _test_far(
         before = [probe.tokens(length) for _ in range(0, num_tokens, length)]
         far = [*before, document]
         try:
-            differences.append(runs.gap(Case(far, [document], alone=True, large=True)))
+            differences.append(runs.gap(RunPair(far, [document], alone=True, large=True)))
         except torch.OutOfMemoryError:
             if probe.has_engine or probe.degree > 1 or not reach:
                 raise
             break
-        _explain(runs, differences)
+        _explain_by_rounding(runs, differences)
         if not runs.explains(max(gap for gap, _ in differences)):
-            others = replaced(far, {i: probe.tokens(length) for i in range(len(before))})
-            changes.append(runs.gap(Case(far, others, large=True)))
-            _explain(runs, changes)
+            others = replace_documents(far, {i: probe.tokens(length) for i in range(len(before))})
+            changes.append(runs.gap(RunPair(far, others, large=True)))
+            _explain_by_rounding(runs, changes)
             break
         reach = sum(map(len, before))
     return reach
 
 
 def _distances(farthest: int | None) -> Iterator[int]:
-    """Generate how many tokens stand before a document: `FAR`, then twice as many up to `farthest`, if that is given.
+    """Generate how many tokens stand before a document: `FAR_TOKENS`, then twice as many up to `farthest` if given.
 
     >>> [*_distances(2048)], [*_distances(None)]
     ([300, 600, 1200, 2048], [300])
     """
-    num_tokens = FAR
+    num_tokens = FAR_TOKENS
     yield num_tokens
     while farthest is not None and num_tokens < farthest:
         num_tokens = min(2 * num_tokens, farthest)
         yield num_tokens
 
 
-def _leaks(runs: Runs, changes: list[Gap], *, moved: bool, is_equal: bool) -> tuple[list[Leak], Case]:
+def _find_leaking_modules(
+    runs: ProbeMeasurement, changes: list[Gap], *, moved: bool, is_equal: bool
+) -> tuple[list[Leak], RunPair]:
     """The modules where information crosses, and the runs that show it."""
     probe, tolerance = runs.probe, runs.tolerance
     # Prefer runs of equal lengths: only tokens differ in them, which shows the place of the leak most clearly.
@@ -297,7 +308,7 @@ def _leaks(runs: Runs, changes: list[Gap], *, moved: bool, is_equal: bool) -> tu
     if moved:
         return find_leaks(probe, case, tolerance), case
     # At the end of a deep model the rounding of half precision may hide a leak; in the module where it begins, not.
-    for gap, case in changes if runs.rounding > COARSE else ():
+    for gap, case in changes if runs.rounding > HALF_PRECISION_TOLERANCE else ():
         if not probe.on_any_rank(gap):
             continue
         runs.repeat()
@@ -310,7 +321,7 @@ def _leaks(runs: Runs, changes: list[Gap], *, moved: bool, is_equal: bool) -> tu
     return leaks, case
 
 
-def _explain(runs: Runs, gaps: list[Gap]) -> None:
+def _explain_by_rounding(runs: ProbeMeasurement, gaps: list[Gap]) -> None:
     """Replace the largest gaps by their minimum over several roundings, until one stays above the tolerance.
 
     A router or an indexer picks the largest of nearly equal scores. One rounding can change which one it picks, and
@@ -327,7 +338,7 @@ def _explain(runs: Runs, gaps: list[Gap]) -> None:
             return
 
 
-def _smallest_gap(probe: Probe, case: Case) -> float:
+def _smallest_gap(probe: Probe, case: RunPair) -> float:
     """The smallest gap of each token between the two runs, over several roundings of each; the largest of these."""
 
     def run(states: Callable[[Probe], list[Tensor]], draw: int | None) -> Tensor:
@@ -335,8 +346,8 @@ def _smallest_gap(probe: Probe, case: Case) -> float:
         with FirstOfTies(), rounding:
             return torch.cat(states(probe))
 
-    first, gaps = [run(case.first, draw) for draw in (None, *range(DRAWS))], []
-    for draw in (None, *range(DRAWS, 2 * DRAWS)):
-        second = exact(run(case.second, draw))
-        gaps += [(exact(one) - second).abs().amax(-1).nan_to_num(inf) for one in first]
+    first, gaps = [run(case.first_states, draw) for draw in (None, *range(NUM_DRAWS))], []
+    for draw in (None, *range(NUM_DRAWS, 2 * NUM_DRAWS)):
+        second = to_exact(run(case.second_states, draw))
+        gaps += [(to_exact(one) - second).abs().amax(-1).nan_to_num(inf) for one in first]
     return torch.stack(gaps).amin(0).max().item()

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from .gradients import gradient_products, largest_gap
 
 IGNORE_INDEX = -100
-FACTOR = 10.0  # of the measured rounding, which is one sample of many
-FINEST = 1e-6  # relative; sums in fp32 may agree by chance
+ROUNDING_FACTOR = 10.0  # of the measured rounding, which is one sample of many
+SMALLEST_TOLERANCE = 1e-6  # relative; sums in fp32 may agree by chance
 NUM_DRAWS = 3
 NUM_SHOWN = 5  # parameters that are named
-COARSE = 0.05  # a tolerance above it hides errors worth finding: nothing is said to hold
+LARGEST_USEFUL_TOLERANCE = 0.05  # a tolerance above it hides errors worth finding: nothing is said to hold
 
 Document = dict[str, list[int]]
 
@@ -73,7 +73,7 @@ class StepReport:
     @property
     def is_judged(self) -> bool:
         """Whether the tolerance is at most 5 %: above it an error worth finding could hide."""
-        return self.tolerance <= COARSE
+        return self.tolerance <= LARGEST_USEFUL_TOLERANCE
 
     @property
     def holds(self) -> bool:
@@ -139,7 +139,7 @@ def check_step(
     """
     documents = [{name: list(each[name]) for name in ("input_ids", "labels")} for each in documents]
     _check_documents(documents)
-    probe = _Probe(step, collate, model, reference, documents)
+    probe = _StepProbe(step, collate, model, reference, documents)
     if not any(each.any() for each in probe.each_alone):
         raise ValueError(
             f"`step` was given {len(documents)} documents one by one, and left no gradient in the parameters of "
@@ -148,11 +148,11 @@ def check_step(
         )
     laws = tuple(probe.laws())
     repeated = probe.repeated()
-    tolerance = max(FINEST, FACTOR * max(repeated, probe.rounding()))
+    tolerance = max(SMALLEST_TOLERANCE, ROUNDING_FACTOR * max(repeated, probe.rounding()))
     return StepReport(laws, tolerance, tuple(probe.unseen(laws, tolerance, repeated)))
 
 
-class _Probe:
+class _StepProbe:
     """The step, and the products of its gradients (`gradients.py`)."""
 
     def __init__(
@@ -186,7 +186,7 @@ class _Probe:
             yield Law("shift", by_last_input, "a label is predicted from the tokens before it")
         gap = self.moved(documents, range(len(documents)))
         yield Law("isolation", gap, "masked neighbours do not move a document")
-        varied = {kind: self.moved(each, (0, 2)) for kind, each in _variations(documents).items()}
+        varied = {kind: self.moved(each, (0, 2)) for kind, each in _misleading_packs(documents).items()}
         kind = max(varied, key=varied.__getitem__)
         yield Law("content", varied[kind], f"nor where documents {kind}")
         packs = documents, [each | {"labels": [each["input_ids"][0], *each["labels"][1:]]} for each in documents]
@@ -200,7 +200,7 @@ class _Probe:
             over = "micro-batches and ranks"
             gap = max(gap, *(self.gap_over_ranks(each) for each in ([documents], *groupings)))
         yield Law("grouping", gap, f"over {over} of unequal tokens as in one")
-        longest = _masked(max(documents, key=lambda each: len(each["input_ids"])))
+        longest = _mask_labels(max(documents, key=lambda each: len(each["input_ids"])))
         sentence = "a micro-batch without a trained token adds nothing"
         try:
             gap = self.gap(([documents, [longest]], [[longest], documents]))
@@ -220,7 +220,7 @@ class _Probe:
             return None
         wanted = self.summed([[document]])
         other_label = self.summed([[document | {"labels": [*document["labels"][:-1], other]}]])
-        if largest_gap(other_label, wanted) <= COARSE:
+        if largest_gap(other_label, wanted) <= LARGEST_USEFUL_TOLERANCE:
             return None
         return largest_gap(self.summed([[document | {"input_ids": [*tokens[:-1], other]}]]), wanted)
 
@@ -235,7 +235,7 @@ class _Probe:
         if other is None:
             return True
         changed = document | {"input_ids": [*tokens[:-2], other, tokens[-1]]}
-        return largest_gap(self.summed([[changed]]), self.summed([[document]])) > COARSE
+        return largest_gap(self.summed([[changed]]), self.summed([[document]])) > LARGEST_USEFUL_TOLERANCE
 
     def last_label_alone(self) -> tuple[Document, list[int]]:
         """The longest document, of which the last label only is trained, and its tokens."""
@@ -250,15 +250,15 @@ class _Probe:
         """What the laws cannot see on this step and model, and why."""
         if not isfinite(tolerance):
             yield "any error, because gradients are not finite"
-        elif FACTOR * repeated > COARSE:
-            rates = {name: each.p for name, each in self.model.named_modules() if _drops(each)}
+        elif ROUNDING_FACTOR * repeated > LARGEST_USEFUL_TOLERANCE:
+            rates = {name: each.p for name, each in self.model.named_modules() if _is_active_dropout(each)}
             named = ", ".join(f"`{name}` with p={rate}" for name, rate in rates.items())
             cause = f"dropout is on in {named}" if named else "for example dropout"
             yield (
                 f"errors below {tolerance:.0%}, because two equal steps differ by {repeated:.1%}: the step draws "
                 f"random numbers ({cause}). Switch them off"
             )
-        elif tolerance > COARSE:
+        elif tolerance > LARGEST_USEFUL_TOLERANCE:
             yield f"errors below {tolerance:.0%}, because rounding explains them. Run it in fp32"
         if self.reference is None:
             yield "a factor or a term that every document has. Give `reference`"
@@ -314,7 +314,7 @@ class _Probe:
         gaps = [0.0]
         for i in which:
             if _num_trained(documents[i]):
-                pack = [each if j == i else _masked(each) for j, each in enumerate(documents)]
+                pack = [each if j == i else _mask_labels(each) for j, each in enumerate(documents)]
                 found, wanted = self.summed([pack]), self.alone(documents[i])
                 factor = (found * wanted).sum() / (wanted * wanted).sum()
                 gaps.append(largest_gap(found, factor * wanted) if factor > 0 else inf)
@@ -328,13 +328,13 @@ class _Probe:
         """What half a unit in the last place of every module's output changes in a step, the largest of some draws."""
         wanted, found = self.summed([self.documents]), 0.0
         for seed in range(NUM_DRAWS):
-            with _noise(self.model, seed):
+            with _rounding_noise(self.model, seed):
                 found = max(found, largest_gap(self.summed([self.documents]), wanted))
         return found
 
 
 @contextmanager
-def _noise(model: nn.Module, seed: int) -> Iterator[None]:
+def _rounding_noise(model: nn.Module, seed: int) -> Iterator[None]:
     """Every number that a module without parts returns changes by up to half a unit in its last place."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -352,7 +352,7 @@ def _noise(model: nn.Module, seed: int) -> Iterator[None]:
         yield
 
 
-def _drops(module: nn.Module) -> bool:
+def _is_active_dropout(module: nn.Module) -> bool:
     """Whether a module is a dropout that is switched on."""
     rate = getattr(module, "p", 0.0)
     return module.training and "Dropout" in type(module).__name__ and isinstance(rate, float) and rate > 0
@@ -363,11 +363,11 @@ def _num_trained(document: Document) -> int:
     return sum(label != IGNORE_INDEX for label in document["labels"][1:])
 
 
-def _masked(document: Document) -> Document:
+def _mask_labels(document: Document) -> Document:
     return document | {"labels": [IGNORE_INDEX] * len(document["labels"])}
 
 
-def _variations(documents: list[Document]) -> dict[str, list[Document]]:
+def _misleading_packs(documents: list[Document]) -> dict[str, list[Document]]:
     """Packs of three documents that mislead a loop which guesses boundaries, by what is odd in their content."""
     longest = sorted(documents, key=lambda each: len(each["input_ids"]))[-3:]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 NUM_VECTORS = 8
-SMALL = 1e-3  # of the whole gradient; a parameter with less is compared with this much
+SMALL_SHARE = 1e-3  # of the whole gradient; a parameter with less is compared with this much
 
 
 def gradient_products(parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -31,21 +31,24 @@ def gradient_products(parameters: Sequence[nn.Parameter]) -> Tensor:
         gradient = gradient.detach().float().flatten(1) if gradient.dim() > 1 else gradient.detach().float()[None]
         # u^T G v for each pair of vectors: as many numbers as G has rows and columns, not entries
         num_rows, num_columns = gradient.shape
-        rows, columns = _vectors(num_rows, 2 * i).to(gradient), _vectors(num_columns, 2 * i + 1).to(gradient)
+        rows, columns = (
+            _random_vectors(num_rows, 2 * i).to(gradient),
+            _random_vectors(num_columns, 2 * i + 1).to(gradient),
+        )
         found[i] = ((gradient @ columns) * rows).sum(0, dtype=torch.float64).cpu()
     return found
 
 
-def _vectors(size: int, seed: int) -> Tensor:
+def _random_vectors(size: int, seed: int) -> Tensor:
     return torch.randn(size, NUM_VECTORS, generator=torch.Generator().manual_seed(seed))
 
 
-def largest_gap(found: Tensor, wanted: Tensor, *, small: float = SMALL) -> float:
+def largest_gap(found: Tensor, wanted: Tensor, *, small: float = SMALL_SHARE) -> float:
     """The largest relative difference of the gradient of a parameter; infinite if one is not finite."""
-    return max(gaps(found, wanted, small=small).tolist(), default=0.0)
+    return max(relative_gaps(found, wanted, small=small).tolist(), default=0.0)
 
 
-def gaps(found: Tensor, wanted: Tensor, *, small: float = SMALL) -> Tensor:
+def relative_gaps(found: Tensor, wanted: Tensor, *, small: float = SMALL_SHARE) -> Tensor:
     """The relative difference of the gradient of each parameter, (parameters,)."""
     size = wanted.norm(dim=1).clamp(min=small * float(wanted.norm())).clamp(min=torch.finfo(torch.float64).tiny)
     return ((found - wanted).norm(dim=1) / size).nan_to_num(nan=inf, posinf=inf)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..data.parts import PartOf
-from .probe import Documents, Examples, Probe, replaced
-from .probed_model import ONE_RANK, OneRank
+from ..data.rank_share import RankShare
+from .probe import Documents, Examples, Probe, replace_documents
+from .probed_model import LOCAL_RANK, LocalRank
 
 if TYPE_CHECKING:
     from ..data.image_examples import ImageExamples as ImageExamples
@@ -73,18 +73,18 @@ class ImageProbe(Probe):
             (2, document(image(*HIGH), end)),
             (2, document(tokens(7), high)),  # in another place
         ]
-        return documents, [replaced(documents, {i: other}) for i, other in changes]
+        return documents, [replace_documents(documents, {i: other}) for i, other in changes]
 
-    def _batch(self, documents: Sequence[Any], ranks: OneRank = ONE_RANK) -> dict[str, Any]:
+    def _make_batch(self, documents: Sequence[Any], ranks: LocalRank = LOCAL_RANK) -> dict[str, Any]:
         values = [self._values(document) for document in documents]
-        part = PartOf(values, ranks.degree, ranks.index)
-        return self.moved(self.images.packed(part, self.shares, pad_to_multiple_of=self.degree))
+        part = RankShare(values, ranks.degree, ranks.index)
+        return self.move_batch(self.images.packed(part, self.shares, pad_to_multiple_of=self.degree))
 
     def _values(self, document: Tensor | ImageDocument) -> dict[str, Any]:
         return document.values if isinstance(document, ImageDocument) else self.images.joined([document])
 
-    def row(self, ids: Tensor | ImageDocument) -> dict[str, Any]:
-        return self.moved(self.images.alone(self._values(ids)))
+    def make_row(self, ids: Tensor | ImageDocument) -> dict[str, Any]:
+        return self.move_batch(self.images.alone(self._values(ids)))
 
     @property
     def evaluated(self) -> nn.Module:

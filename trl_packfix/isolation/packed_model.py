@@ -17,7 +17,7 @@ from ..attention.kernel_errors import KernelError, OwnAttentionError
 from ..attention.masked import own_in_packs
 from ..attention.models import base_model, has_attention, text_config
 from ..attention.tower_attention import (
-    REPLACED,
+    REPLACED_ATTENTION,
     TOWER_ATTENTION,
     TowerAttentionError,
     has_tower_attention,
@@ -31,7 +31,7 @@ from .image_probe import ImageExamples
 from .isolation_report import IsolationReport, PackingLeakError
 from .prefix_probe import make_probe
 from .repair import Repair
-from .search import RepairSearch, agreed
+from .search import RepairSearch, agree_on_ranks
 from .unpacking import UnpackedForward, UnpackedImages
 
 OnLeak = Literal["repair", "raise", "unpack"]
@@ -43,8 +43,8 @@ LOOKS_UP = "does not look up the keys that documents share"
 class PackedModel:
     """A model with the attention, hooks and repairs that packed batches need.
 
-    `attend` sets the chosen attention and installs all hooks; `rest` undoes both. So outside of packs the model is
-    unchanged, and other trainers can use it before, between and after runs.
+    `attach_packed_attention` sets the chosen attention and installs all hooks; `restore_own_attention` undoes both. So
+    outside of packs the model is unchanged, and other trainers can use it before, between and after runs.
 
     Args:
         dtype: the dtype that reaches the attention kernel: that of autocast or of the engine, else of the weights.
@@ -80,14 +80,14 @@ class PackedModel:
         self._needs_varlen = EXCHANGES if shares_packs else LOOKS_UP if shares_prefixes else None
         self.images = images
         self.recall: Callable[..., IsolationReport] | None = None
-        self.attends = False
+        self.has_packed_attention = False
         run_hooks_inside_adapters(model)
         self._head: RemovableHandle | None = None
         self._refusals: dict[str, str | None] = {}  # attention that cannot compute this model, and why; None if it can
-        self._forget()
-        self._choose()
+        self._forget_proofs()
+        self._choose_attention()
 
-    def _choose(self) -> None:
+    def _choose_attention(self) -> None:
         refusals = {name: why for name, why in self._refusals.items() if why and name != TOWER_ATTENTION}
         settings = self.enforce_flash_attention, self.dtype
         choice = partial(choose_attention, self.model, *settings, device_type=self.device_type, refusals=refusals)
@@ -109,7 +109,7 @@ class PackedModel:
         self._search: RepairSearch | None = None
         self._unpacked: UnpackedForward | UnpackedImages | None = None
 
-    def _forget(self) -> None:
+    def _forget_proofs(self) -> None:
         """Forget the proofs of what documents and ranks share: they are of other attention."""
         self.prefixes_are_proved = False
         self._proved_degrees: dict[int, IsolationReport] = {}
@@ -139,27 +139,27 @@ class PackedModel:
 
         Raises KernelError if no attention kernel computes this model.
         """
-        self.attend()
+        self.attach_packed_attention()
         gather_lm_head_with_model(base_model(self.model))
-        if self._head is None:  # the engine may have sharded the model since `attend`
+        if self._head is None:  # the engine may have sharded the model since `attach_packed_attention`
             self._head = unshard_lm_head(base_model(self.model))
         before = self.attention
-        self.isolation = report = self._judged(wrapped)
+        self.isolation = report = self._judge_packs(wrapped)
         if self.attention is not before:
-            self._forget()
+            self._forget_proofs()
         if report.passed or self.is_unpacked or not report.runs_unpacked:
             return report
         if self.on_leak == "repair" and self._search is None:
-            self._repair(wrapped)
+            self._repair_leaks(wrapped)
         if self.on_leak != "raise" and not self.is_proved:
             return self.unpack(wrapped, why=report.summary())
         return self.isolation
 
     def prove_changed(self, wrapped: nn.Module) -> IsolationReport:
         """Choose attention and prove again, for a model whose modules have changed since the last proof."""
-        self.rest()
-        self._forget()
-        self._choose()
+        self.restore_own_attention()
+        self._forget_proofs()
+        self._choose_attention()
         return self.prove(wrapped)
 
     def unpack(self, wrapped: nn.Module, why: str) -> IsolationReport:
@@ -171,12 +171,12 @@ class PackedModel:
         self._unpacked = UnpackedForward(self.model) if self.images is None else UnpackedImages(self.model)
         for hooks in self._hooks:
             hooks.install()
-        self.isolation = self._report(wrapped)
+        self.isolation = self._report_probe(wrapped)
         reason = f"UNPACKED, documents as rows of padded batches, because {why}"
         self.attention = replace(self.attention, name=self.attention.previous, is_flash=False, reason=reason)
         return self.isolation
 
-    def _judged(self, wrapped: nn.Module) -> IsolationReport:
+    def _judge_packs(self, wrapped: nn.Module) -> IsolationReport:
         """Probe packs. Where a kernel refuses the model or computes it wrongly, do without that kernel."""
         report, name = self._on_kernels(wrapped), self.attention.name
         flash_attn = [name] if "flash" in name and name != self.attention.previous else []
@@ -184,28 +184,28 @@ class PackedModel:
         for kernel in [*flash_attn, *towers]:
             if report.passed:
                 break
-            self._use(kernel, refusal=report.summary())
+            self._use_kernel(kernel, refusal=report.summary())
             without = self._on_kernels(wrapped)
             if without.passed:
                 return without
-            self._use(kernel)  # the defect is elsewhere
+            self._use_kernel(kernel)  # the defect is elsewhere
         return report
 
     def _on_kernels(self, wrapped: nn.Module) -> IsolationReport:
         while True:
             try:
-                return self._report(wrapped)
+                return self._report_probe(wrapped)
             except TowerAttentionError as error:
-                self._use(TOWER_ATTENTION, refusal=" ".join(str(error).split()))
+                self._use_kernel(TOWER_ATTENTION, refusal=" ".join(str(error).split()))
             except KernelError as error:  # the same on all ranks: it depends on the model, the dtype and the device
                 self._choose_another(error)
 
-    def _use(self, kernel: str, refusal: str | None = None) -> None:
+    def _use_kernel(self, kernel: str, refusal: str | None = None) -> None:
         """Use an attention or, with `refusal`, why, do without it."""
-        self.rest()
+        self.restore_own_attention()
         self._refusals[kernel] = refusal
-        self._choose()
-        self.attend()
+        self._choose_attention()
+        self.attach_packed_attention()
 
     def _choose_another(self, error: KernelError) -> None:
         """Switch to another attention after a kernel raised `error`. Raises `error` if no other can be used."""
@@ -213,9 +213,9 @@ class PackedModel:
         cause = error.cause if isinstance(error, OwnAttentionError) else None  # then the model keeps its own
         if not self.enforce_flash_attention or (name == ATTENTION_NAME and cause is None):
             raise error
-        self._use(name, refusal=cause or reason)
+        self._use_kernel(name, refusal=cause or reason)
         if self.attention.name == name:
-            self.rest()
+            self.restore_own_attention()
             raise error
         text = (
             f"attention {name!r} cannot compute this model: {reason} {self.attention.name!r} is used for packed "
@@ -243,10 +243,10 @@ class PackedModel:
                 "between ranks, and everything else sees a part of the pack. Set `tokens_per_rank=None` (documents are "
                 "then at most as long as one rank can train)."
             )
-        report = self._report(wrapped, degree)
+        report = self._report_probe(wrapped, degree)
         report.raise_if_leaking(self.on_leak)
         if self.prefixes_are_proved:
-            shared = self._report(wrapped, degree, with_prefixes=True)
+            shared = self._report_probe(wrapped, degree, with_prefixes=True)
             if not shared.passed:
                 raise PackingLeakError(
                     f"Documents that share prefixes were packed, {degree} ranks shared the pack, and "
@@ -267,7 +267,7 @@ class PackedModel:
             reason = "attention drops weights: " + ", ".join(f"`{name}={rate}`" for name, rate in rates.items())
         if reason is None:
             try:
-                report = self._report(wrapped, with_prefixes=True)
+                report = self._report_probe(wrapped, with_prefixes=True)
                 reason = None if report.passed else f"where documents share prefixes, {report.summary()}"
             except KernelError as error:
                 reason = f"where documents share prefixes, {' '.join(str(error).split())}"
@@ -284,7 +284,7 @@ class PackedModel:
             return f"the attention of the model is {self.attention.name!r}: {self.attention.reason}"
         return None
 
-    def _report(self, wrapped: nn.Module, degree: int = 1, *, with_prefixes: bool = False) -> IsolationReport:
+    def _report_probe(self, wrapped: nn.Module, degree: int = 1, *, with_prefixes: bool = False) -> IsolationReport:
         name, previous, images = self.attention.name, self.attention.previous, self.images
         settings: dict[str, Any] = {"images": images, "user_attention": previous, "shares": with_prefixes}
         prove = self._as_test(partial(check_packs, wrapped, self.max_length, degree, **settings))
@@ -294,10 +294,10 @@ class PackedModel:
             hooks = [type(each).__name__ for each in self.own_hooks]
             case = (with_prefixes, self.max_length, degree, name, previous, str(self.dtype), hooks)
             report = self.recall(wrapped, prove, model=base_model(self.model), case=case)
-        agreed((report.isolated, report.equal))
+        agree_on_ranks((report.isolated, report.equal))
         return replace(report, repaired=self.repaired)
 
-    def _repair(self, wrapped: nn.Module) -> None:
+    def _repair_leaks(self, wrapped: nn.Module) -> None:
         """Repair with the chosen attention, else with the model's own, whose masks may hold more than boundaries."""
         own = own_in_packs(base_model(self.model), self.attention.previous)
         for name in dict.fromkeys((self.attention.name, own)):
@@ -307,12 +307,12 @@ class PackedModel:
             self._search = search = RepairSearch(probe, self._guard, self.max_length)
             try:
                 with probe.undisturbed():
-                    report = self._as_test(search.run)()
+                    report = self._as_test(search.search_repairs)()
             except OwnAttentionError:
                 search.give_up()
                 continue
             if self.images is not None and report.passed:
-                report = self._report(wrapped)  # the search repairs and tests documents of text
+                report = self._report_probe(wrapped)  # the search repairs and tests documents of text
             if report.passed:
                 self.isolation = replace(report, repaired=search.repairs)
                 if name != self.attention.name:
@@ -345,7 +345,7 @@ class PackedModel:
         return run
 
     def _restore_attention(self) -> None:
-        """Set the attention that was tested again if another one was set since `attend`, with a warning."""
+        """Set the tested attention again, with a warning, if another was set since `attach_packed_attention`."""
         current, tested = own_attention(self.model), self.attention.name
         if current == tested:
             return
@@ -359,14 +359,14 @@ class PackedModel:
             stacklevel=2,
         )
 
-    def attend(self) -> None:
+    def attach_packed_attention(self) -> None:
         """Set the model up for packs; without effect if it is."""
-        if self.attends:
+        if self.has_packed_attention:
             return
         if own_attention(self.model) != self.attention.previous:  # changed after the choice, which depends on it
-            self._forget()
-            self._choose()
-        self.attends = True
+            self._forget_proofs()
+            self._choose_attention()
+        self.has_packed_attention = True
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.name)
         if self._takes_towers:
@@ -375,12 +375,12 @@ class PackedModel:
             hooks.install()
         self._head = unshard_lm_head(base_model(self.model))
 
-    def rest(self) -> None:
-        """Restore the model as it was before `attend`; without effect if it is not attending."""
-        if not self.attends:
+    def restore_own_attention(self) -> None:
+        """Restore the model as it was before `attach_packed_attention`; without effect if it is not attending."""
+        if not self.has_packed_attention:
             return
-        self.attends = False
-        set_tower_attention(base_model(self.model), REPLACED)
+        self.has_packed_attention = False
+        set_tower_attention(base_model(self.model), REPLACED_ATTENTION)
         for hooks in self._hooks:
             hooks.remove()
         if self._head is not None:
@@ -389,9 +389,9 @@ class PackedModel:
         if self.attention.name != self.attention.previous:
             set_attention(self.model, self.attention.previous)
 
-    def check_attends(self, batch: dict[str, Any]) -> None:
+    def check_packed_attention(self, batch: dict[str, Any]) -> None:
         """Raise ValueError for a pack while the model rests: its own attention may not read boundaries."""
-        if self.attends or "cu_seq_lens_q" not in batch:
+        if self.has_packed_attention or "cu_seq_lens_q" not in batch:
             return
         num = batch["cu_seq_lens_q"].numel() - 1
         raise ValueError(
@@ -403,13 +403,13 @@ class PackedModel:
     @contextmanager
     def attending(self) -> Iterator[None]:
         """Within this context the model attends; on exit it rests, if it did before."""
-        attended = self.attends
-        self.attend()
+        attended = self.has_packed_attention
+        self.attach_packed_attention()
         try:
             yield
         finally:
             if not attended:
-                self.rest()
+                self.restore_own_attention()
 
 
 def prepare_for_packing(
@@ -462,7 +462,7 @@ def prepare_for_packing(
         with autocast:
             packed.prove(model).raise_if_leaking(on_leak)
     except Exception:
-        packed.rest()
+        packed.restore_own_attention()
         raise
     repairs = "; repaired: " + "; ".join(map(str, packed.repaired)) if packed.repaired else ""
     return replace(packed.attention, reason=packed.attention.reason + repairs)

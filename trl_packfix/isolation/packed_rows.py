@@ -35,15 +35,15 @@ from ..data.prefix_collator import PrefixCollator
 from ..layout import Layout
 from .isolation_report import PackingLeakError
 from .packed_model import OnLeak, PackedModel
-from .probe import FINEST, Probe
-from .probed_model import CannotRun, distance, exact, gradient_of, refusals
+from .probe import SMALLEST_ROUNDING, Probe
+from .probed_model import CannotRun, gradient_of, largest_distance, model_errors_converted, to_exact
 from .repair import AroundCall, AroundCalls, is_sharded
 from .thresholds import thresholds
-from .unpacking import joined
+from .unpacking import join_outputs
 
-POOLED = "pooler_output"  # of a backbone: one value per row, which a pack does not have
-OF_STATES = ("output_hidden_states", "output_attentions")
-OF_ROWS = ("input_ids", "attention_mask", "use_cache", *CACHE_NAMES)  # inputs in whose place a pack comes
+POOLED_OUTPUT = "pooler_output"  # of a backbone: one value per row, which a pack does not have
+STATE_OUTPUTS = ("output_hidden_states", "output_attentions")
+ROW_INPUTS = ("input_ids", "attention_mask", "use_cache", *CACHE_NAMES)  # inputs in whose place a pack comes
 
 
 class RowsOfBatch(NamedTuple):
@@ -106,7 +106,7 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PrefixCollator
 
 
 @dataclass
-class Tokens:
+class PackedTokenCounts:
     """Tokens of the forwards that ran as packs, on this rank."""
 
     padded: int = 0  # of the padded batches, which would be computed without packs
@@ -162,7 +162,7 @@ class PackedRows(AroundCalls):
         )
         self.refusal: str | None = None
         self.whole: str | None = None
-        self.tokens = Tokens()
+        self.tokens = PackedTokenCounts()
         self.is_proved = self._is_paused = False
         self._compares = True
         self._thresholds = [*thresholds(text_config(self.model), None, 1)[0].values()]
@@ -184,27 +184,27 @@ class PackedRows(AroundCalls):
         try:
             report = packed.prove(wrapped)
             if packed.is_unpacked:
-                self._refuse(packed.attention.reason)
+                self._refuse_packs(packed.attention.reason)
             elif not packed.is_proved:
-                self._refuse(report.summary())
+                self._refuse_packs(report.summary())
             elif self.collate.shares and (reason := packed.prove_prefixes(wrapped)) is not None:
                 self._share_nothing(reason)
         except KernelError as error:
-            self._refuse(" ".join(str(error).split()))
+            self._refuse_packs(" ".join(str(error).split()))
         finally:
-            self._attend(False)
+            self._switch_attention(False)
         self.is_proved = True
         if self.refusal is not None:
-            packed.rest()
+            packed.restore_own_attention()
 
-    def take_away(self) -> None:
+    def remove_hooks(self) -> None:
         """Leave the model as it was."""
         self.is_proved = False
-        self.packed_model.rest()
+        self.packed_model.restore_own_attention()
 
     # What cannot be done
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse_packs(self, reason: str) -> None:
         name = type(self.model).__name__
         if self.packed_model.on_leak == "raise":
             raise PackingLeakError(
@@ -240,19 +240,19 @@ class PackedRows(AroundCalls):
         self.tokens.padded += batch.shape[0] * batch.shape[1]
         self.tokens.real += len(batch.cells)
         self.tokens.computed += batch.num_computed
-        self._attend(True)
+        self._switch_attention(True)
         try:
-            output = yield (), _of_pack(inputs) | batch.pack
+            output = yield (), _pack_inputs(inputs) | batch.pack
         finally:
-            self._attend(False)
+            self._switch_attention(False)
 
         def states(values: list[Tensor]) -> Tensor:
-            found = _laid_back(values[0], batch)
+            found = _lay_out_rows(values[0], batch)
             if found.requires_grad:
                 found.register_hook(self._attend_in_backward)
             return found
 
-        yield joined([output], states, routers=lambda values: _laid_back(values[0], batch))
+        yield join_outputs([output], states, routers=lambda values: _lay_out_rows(values[0], batch))
 
     def _is_padded(self, module: nn.Module, inputs: dict[str, Any]) -> bool:
         tokens, mask, use_cache = (inputs.get(name) for name in ("input_ids", "attention_mask", "use_cache"))
@@ -261,9 +261,9 @@ class PackedRows(AroundCalls):
         if use_cache is None:  # training does not use a cache
             use_cache = not module.training and getattr(text_config(self.model), "use_cache", False)
         has_cache = use_cache or any(inputs.get(name) is not None for name in CACHE_NAMES)
-        if has_cache or any(inputs.get(name) for name in OF_STATES):
+        if has_cache or any(inputs.get(name) for name in STATE_OUTPUTS):
             return False
-        rest = _of_pack(inputs)
+        rest = _pack_inputs(inputs)
         others = [name for name, value in rest.items() if isinstance(value, Tensor) and value.dim() > 0]
         if torch.is_grad_enabled() and not set(others) <= self._ignored:  # `generate` gives positions
             self._ignored.update(others)
@@ -275,7 +275,7 @@ class PackedRows(AroundCalls):
             )
         return not others
 
-    def _attend(self, on: bool) -> None:
+    def _switch_attention(self, on: bool) -> None:
         """Set the attention of packs, or the model's own."""
         attention = self.packed_model.attention
         name = attention.name if on else attention.previous
@@ -284,8 +284,8 @@ class PackedRows(AroundCalls):
 
     def _attend_in_backward(self, gradient: Tensor) -> None:
         """Before any layer is recomputed: its states get their gradient first."""
-        self._attend(True)
-        Variable._execution_engine.queue_callback(lambda: self._attend(False))
+        self._switch_attention(True)
+        Variable._execution_engine.queue_callback(lambda: self._switch_attention(False))
 
     # The proof on the first batch of each kind
 
@@ -316,7 +316,7 @@ class PackedRows(AroundCalls):
             assert whole is not None
             batch, reason = whole, difference(whole)
         if reason is not None:
-            self._refuse(f"{where}, {reason}")
+            self._refuse_packs(f"{where}, {reason}")
             return None
         self._compared |= {kind, (False, *kind[1:])}
         self._longest_compared = max(batch.longest, longest)
@@ -333,42 +333,44 @@ class PackedRows(AroundCalls):
 
         def run(in_pack: bool) -> list[Tensor]:
             """States of the tokens, (N, hidden), and the gradient of the embeddings of the pack, (T, hidden)."""
-            self._attend(in_pack)
+            self._switch_attention(in_pack)
             with probe.embeddings() if wants_gradients else torch.no_grad() as embedded:
-                output = module(**(_of_pack(inputs) | batch.pack if in_pack else inputs))
-                if in_pack and isinstance(output, dict) and output.get(POOLED) is not None:
-                    raise CannotRun(f"it also returns {POOLED}, computed of each row")
+                output = module(**(_pack_inputs(inputs) | batch.pack if in_pack else inputs))
+                if in_pack and isinstance(output, dict) and output.get(POOLED_OUTPUT) is not None:
+                    raise CannotRun(f"it also returns {POOLED_OUTPUT}, computed of each row")
                 states = output[0].flatten(0, 1)[batch.rows if in_pack else batch.cells]
                 if embedded is None:
-                    return [exact(states)]
+                    return [to_exact(states)]
                 weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
                 gradient = gradient_of((states * weights).sum(), embedded[0])
             if gradient is None:
-                return [exact(states.detach())]
-            gradient = exact(gradient.flatten(0, 1))
+                return [to_exact(states.detach())]
+            gradient = to_exact(gradient.flatten(0, 1))
             if not in_pack:  # tokens that share a row of the pack give it the sum of their gradients
                 summed = gradient.new_zeros(batch.num_computed, gradient.shape[-1])
                 gradient = summed.index_add(0, batch.rows, gradient[batch.cells])
-            return [exact(states.detach()), gradient]
+            return [to_exact(states.detach()), gradient]
 
         self._is_paused = True
         try:
-            with probe.undisturbed(), nullcontext() if is_training else probe.evaluating(), refusals():
-                self._attend(True)
+            with probe.undisturbed(), nullcontext() if is_training else probe.evaluating(), model_errors_converted():
+                self._switch_attention(True)
                 # The wrapper by which accelerate runs a forward under autocast remembers in one place what was on
                 # before: a forward within a forward would leave autocast on after both.
                 with torch.autocast(self.model.device.type, enabled=False):
-                    probe.silenced(lambda: probe.packed([probe.tokens(n) for n in (3, 5)]))
+                    probe.silenced(lambda: probe.forward_packed([probe.tokens(n) for n in (3, 5)]))
                 padded, first = run(in_pack=False), run(in_pack=True)
-                gaps = _gaps(padded, first)
+                gaps = _largest_gaps(padded, first)
                 limits = probe.limits_of_rounding(
-                    gaps, [tolerance, max(FINEST, tolerance**0.5)][: len(gaps)], lambda: _gaps(first, run(in_pack=True))
+                    gaps,
+                    [tolerance, max(SMALLEST_ROUNDING, tolerance**0.5)][: len(gaps)],
+                    lambda: _largest_gaps(first, run(in_pack=True)),
                 )
         except (CannotRun, KernelError) as error:
             return f"the model raised: {error}"
         finally:
             self._is_paused = False
-            self._attend(False)
+            self._switch_attention(False)
         each = zip(("states", "gradients"), gaps, limits, strict=False)
         what, gap, limit = max(each, key=lambda one: one[1] / one[2])
         if gap <= limit:
@@ -382,20 +384,20 @@ def computing_dtype(model: PreTrainedModel) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
 
-def _gaps(one: list[Tensor], two: list[Tensor]) -> list[float]:
+def _largest_gaps(one: list[Tensor], two: list[Tensor]) -> list[float]:
     """The largest difference of states and of gradients, if both have these, relative to the largest."""
     return [
-        distance([first], [second]) / max(first.abs().max().item(), 1e-30)
+        largest_distance([first], [second]) / max(first.abs().max().item(), 1e-30)
         for first, second in zip(one, two, strict=False)
     ]
 
 
-def _of_pack(inputs: dict[str, Any]) -> dict[str, Any]:
+def _pack_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs that a pack keeps."""
-    return {name: value for name, value in inputs.items() if name not in OF_ROWS}
+    return {name: value for name, value in inputs.items() if name not in ROW_INPUTS}
 
 
-def _laid_back(values: Tensor, batch: RowsOfBatch) -> Tensor:
+def _lay_out_rows(values: Tensor, batch: RowsOfBatch) -> Tensor:
     """Values of the rows of a pack at the tokens of the padded batch, and 0 at its padding.
 
     (1, T, ...) -> (B, S, ...), and (T, ...) -> (B * S, ...).

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..data.prefix_collator import PrefixCollator
 from ..layout import layout_of
 from .image_probe import HIGH, SQUARE, WIDE, ImageExamples, ImageProbe
-from .probe import FINEST, Examples, Probe, replaced
+from .probe import SMALLEST_ROUNDING, Examples, Probe, replace_documents
 
 TRUNK, BRANCH = 17, 10  # tokens that most documents begin with; some leave it earlier
 
@@ -60,22 +60,22 @@ class PrefixProbe(Probe):
             (7, torch.cat([other_trunk, self.tokens(4)])),
         ]
         documents = [ids[:max_length] for ids in documents]
-        return documents, [replaced(documents, {i: ids[:max_length]}) for i, ids in changes]
+        return documents, [replace_documents(documents, {i: ids[:max_length]}) for i, ids in changes]
 
     def long_examples(self, threshold: int) -> Examples:
         """Two documents that part behind the threshold, and one that leaves them before it."""
         trunk = self.tokens(threshold)
         ends = [self.tokens(n) for n in (7, 9)]
         documents = [*(torch.cat([trunk, end]) for end in ends), torch.cat([trunk[:BRANCH], self.tokens(6)])]
-        return documents, [replaced(documents, {1: torch.cat([trunk, self.tokens(12)])})]
+        return documents, [replace_documents(documents, {1: torch.cat([trunk, self.tokens(12)])})]
 
-    def packed(self, documents: list[Tensor], gradient: bool = False) -> list[Tensor]:
+    def forward_packed(self, documents: list[Tensor], gradient: bool = False) -> list[Tensor]:
         num_rows, rows, _ = self._shared(documents)
         states = self._of_rows(documents, num_rows, gradient=gradient)
         return [states[rows_of_one] for rows_of_one in rows]
 
-    def alone(self, ids: Tensor) -> Tensor:
-        return super().alone(ids)[:-1]
+    def forward_alone(self, ids: Tensor) -> Tensor:
+        return super().forward_alone(ids)[:-1]
 
     def gradient(self, documents: list[Tensor]) -> float | None:
         """Largest gradient of one document's states with respect to the embeddings of rows that are not its own.
@@ -86,12 +86,12 @@ class PrefixProbe(Probe):
         _, rows, shared = self._shared(documents)
         # not of documents all of whose rows belong to others, too
         places = [each for each in zip(documents, rows, shared, strict=True) if each[2] < len(each[1])]
-        limit = max(FINEST, self.rounding**0.5)
-        return self._wrong_gradient(self._batch(documents, self.ranks), places, limit=limit)
+        limit = max(SMALLEST_ROUNDING, self.rounding**0.5)
+        return self._wrong_gradient(self._make_batch(documents, self.ranks), places, limit=limit)
 
     def _shared(self, documents: list[Tensor]) -> tuple[int, list[Tensor], list[int]]:
         """Rows of the pack, those of each document from which a token is predicted, and how many of them it shares."""
-        batch = self._batch(documents)
+        batch = self._make_batch(documents)
         layout = layout_of(batch)
         saved = layout.sizes(torch.ones(layout.count, device=self.device)).saved
         rows = [layout.predicting(i).to(self.device) for i in range(len(documents))]
@@ -130,7 +130,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
             document(self.tokens(8)),
         ]
         if self.degree > 1:  # the collator sorts a document that begins with an image to the end
-            before = self._batch(documents)["input_ids"].shape[1]
+            before = self._make_batch(documents)["input_ids"].shape[1]
             documents.append(document(image(*HIGH), self.tokens(before)))
         changes = [
             (0, document(head, image(*SQUARE), question, self.tokens(9))),  # another image
@@ -141,7 +141,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
             (7, document(other_head, wide, between, image(*HIGH), question)),
             (1, document(self.tokens(6), high)),
         ]
-        return documents, [replaced(documents, {i: other}) for i, other in changes]
+        return documents, [replace_documents(documents, {i: other}) for i, other in changes]
 
     @contextmanager
     def embeddings(self) -> Iterator[list[Tensor]]:

@@ -1,6 +1,6 @@
 """Run small packs through a model for the leak probe: collated as in training, on the model as it will train.
 
-A `Case` is what is compared. `check_isolation.py` judges the cases, and `tracing.py` finds the modules where
+A `RunPair` is what is compared. `check_isolation.py` judges the cases, and `tracing.py` finds the modules where
 information crosses.
 """
 
@@ -18,24 +18,29 @@ from transformers import PreTrainedConfig
 from ..attention.kernel_errors import KernelError
 from ..attention.mixers import tokens_summed_in_common
 from ..data.collator import PackedDataCollator
-from ..data.parts import cut_part
-from .probed_model import ONE_RANK, CannotRun, OneRank, ProbedModel, distance
+from ..data.rank_share import cut_part
+from .probed_model import LOCAL_RANK, CannotRun, LocalRank, ProbedModel, largest_distance
 from .randomness import watching_draws
 
-LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
-OVER_PARTS = (13, 1, 11, 28)  # the same for more than two ranks: the last one fills a part and goes on, 53 tokens
-SPARE = 3  # tokens by which a document is longer than the one in whose place it is put
-PADDING = 2  # tokens behind a document in a padded row
+DOCUMENT_LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
+DOCUMENT_LENGTHS_OVER_RANKS = (
+    13,
+    1,
+    11,
+    28,
+)  # the same for more than two ranks: the last one fills a part and goes on, 53 tokens
+NUM_EXTRA_TOKENS = 3  # tokens by which a document is longer than the one in whose place it is put
+NUM_PADDING_TOKENS = 2  # tokens behind a document in a padded row
 READS_AHEAD = 1e-3  # a change of earlier states, relative to the largest, that is no rounding
 # Relative difference of gradients that is never rounding in fp64, where some modules compute in fp32
-FINEST = 1e-4
+SMALLEST_ROUNDING = 1e-4
 T = TypeVar("T")
 Documents = list[Any]  # of a pack; in the probe for images they are no tensors
 Examples = tuple[Documents, list[Documents]]  # a pack, and the same pack with other documents in some places
 
 
 @dataclass(frozen=True)
-class Case:
+class RunPair:
     """Two runs that should give the same states of the documents that both have.
 
     Attributes:
@@ -50,7 +55,7 @@ class Case:
     large: bool = False
 
     @property
-    def same(self) -> list[tuple[int, int]]:
+    def common_documents(self) -> list[tuple[int, int]]:
         """The documents that both runs have, by their indices in the first and in the second."""
         return [(i, j) for i, one in enumerate(self.documents) for j, other in enumerate(self.others) if one is other]
 
@@ -61,26 +66,26 @@ class Case:
             [slice(end - len(ids), end) for ids, end in zip(pack, accumulate(map(len, pack)), strict=True)]
             for pack in (self.documents, self.others)
         )
-        return [(first[i], second[j]) for i, j in self.same]
+        return [(first[i], second[j]) for i, j in self.common_documents]
 
     @property
     def same_length(self) -> bool:
         return not self.alone and [*map(len, self.documents)] == [*map(len, self.others)]
 
-    def first(self, probe: "Probe") -> list[Tensor]:
+    def first_states(self, probe: "Probe") -> list[Tensor]:
         """The states of these documents in the first run."""
-        states = probe.packed(self.documents)
-        return [states[i] for i, _ in self.same]
+        states = probe.forward_packed(self.documents)
+        return [states[i] for i, _ in self.common_documents]
 
-    def second(self, probe: "Probe") -> list[Tensor]:
+    def second_states(self, probe: "Probe") -> list[Tensor]:
         """The same in the second run."""
         if self.alone:
-            return [probe.alone(self.others[0])]
-        states = probe.packed(self.others)
-        return [states[j] for _, j in self.same]
+            return [probe.forward_alone(self.others[0])]
+        states = probe.forward_packed(self.others)
+        return [states[j] for _, j in self.common_documents]
 
 
-def replaced(documents: Documents, others: dict[int, Any]) -> Documents:
+def replace_documents(documents: Documents, others: dict[int, Any]) -> Documents:
     """The pack with other documents in these places."""
     return [others.get(i, document) for i, document in enumerate(documents)]
 
@@ -117,11 +122,16 @@ class Probe(ProbedModel):
 
     def examples(self, max_length: int | None) -> Examples:
         """Documents of text, each of at most `max_length` tokens, and changes of them."""
-        lengths = [min(n, max_length or n) for n in (LENGTHS if self.degree <= 2 else OVER_PARTS)]
+        lengths = [
+            min(n, max_length or n) for n in (DOCUMENT_LENGTHS if self.degree <= 2 else DOCUMENT_LENGTHS_OVER_RANKS)
+        ]
         documents = [self.tokens(n) for n in lengths]
         # Others around two documents, of the same lengths; and a longer one between. The gradient tests all pairs.
         around = {i: self.tokens(lengths[i]) for i in (0, 3)}
-        return documents, [replaced(documents, around), replaced(documents, {2: self.tokens(lengths[2] + SPARE)})]
+        return documents, [
+            replace_documents(documents, around),
+            replace_documents(documents, {2: self.tokens(lengths[2] + NUM_EXTRA_TOKENS)}),
+        ]
 
     def image_examples(self) -> Examples | None:
         """Documents with images in unequal places, and changes of them; None for a probe of text."""
@@ -130,9 +140,9 @@ class Probe(ProbedModel):
     def long_examples(self, threshold: int) -> Examples:
         """Three documents, the second at least as long as the threshold, and the pack with another in its place."""
         documents = [self.tokens(7), self.tokens(threshold), self.tokens(9)]
-        return documents, [replaced(documents, {1: self.tokens(8)})]
+        return documents, [replace_documents(documents, {1: self.tokens(8)})]
 
-    def packed(self, documents: list[Tensor], gradient: bool = False) -> list[Tensor]:
+    def forward_packed(self, documents: list[Tensor], gradient: bool = False) -> list[Tensor]:
         """Last hidden states of each document in one pack, (length, hidden) each."""
         lengths = [len(ids) for ids in documents]
         padded = -(-sum(lengths) // self.degree) * self.degree
@@ -142,17 +152,17 @@ class Probe(ProbedModel):
     def _of_rows(self, documents: list[Tensor], num_rows: int, *, gradient: bool) -> Tensor:
         """Last hidden states of the rows of a pack, of all ranks that share it, (rows, hidden)."""
         with torch.set_grad_enabled(gradient):
-            states = self.ranks.states(lambda: self.states(self._batch(documents, self.ranks)))[0]
+            states = self.ranks.states(lambda: self.states(self._make_batch(documents, self.ranks)))[0]
         if len(states) != num_rows:
             raise CannotRun(f"the LM head gets {len(states)} states for a pack of {num_rows} tokens")
         return states
 
-    def alone(self, ids: Tensor) -> Tensor:
+    def forward_alone(self, ids: Tensor) -> Tensor:
         """Last hidden states of a document in unpacked training of the model as it was given: (n,) -> (n, hidden)."""
         with self.unpacked(len(ids)), torch.no_grad():
-            return self.states(self.row(ids))[0][: len(ids)]
+            return self.states(self.make_row(ids))[0][: len(ids)]
 
-    def rows(self, ids: Tensor) -> None:
+    def forward_rows(self, ids: Tensor) -> None:
         """Run rows without boundaries, (B, n), with the attention of packs."""
         with self.evaluating(), torch.no_grad():
             self.states({"input_ids": ids.to(self.device), "use_cache": False})
@@ -160,27 +170,28 @@ class Probe(ProbedModel):
     def error_unpacked(self) -> str | None:
         """What the model raises on a row in training mode, without packing and with its own attention; None if nothing.
 
-        `alone` runs in eval mode without gradients, and so without checkpointing. An engine would wait for a backward.
+        `forward_alone` runs in eval mode without gradients, and so without checkpointing. An engine would wait for a
+        backward.
         """
-        ids = self.tokens(LENGTHS[0])
+        ids = self.tokens(DOCUMENT_LENGTHS[0])
         try:
             with self.as_given(len(ids)), torch.set_grad_enabled(not self.has_engine):
-                self.states(self.row(ids))
+                self.states(self.make_row(ids))
         except (CannotRun, KernelError) as error:
             return str(error)
         return None
 
-    def row(self, ids: Tensor) -> dict[str, Any]:
+    def make_row(self, ids: Tensor) -> dict[str, Any]:
         """The batch of a document alone, (1, n), or of several of equal length, (B, n), with PADDING if needed."""
-        return self._rows(ids.reshape(-1, ids.shape[-1]), self._is_padded)
+        return self._make_rows(ids.reshape(-1, ids.shape[-1]), self._is_padded)
 
-    def _rows(self, ids: Tensor, padded: bool) -> dict[str, Any]:
+    def _make_rows(self, ids: Tensor, padded: bool) -> dict[str, Any]:
         """The unpacked batch of rows of equal length, (B, n)."""
         if not padded:
             return {"input_ids": ids.to(self.device), "use_cache": False}
-        tokens = torch.cat([ids, ids[:, -1:].expand(-1, PADDING)], dim=1).to(self.device)
+        tokens = torch.cat([ids, ids[:, -1:].expand(-1, NUM_PADDING_TOKENS)], dim=1).to(self.device)
         mask = torch.ones_like(tokens)
-        mask[:, -PADDING:] = 0
+        mask[:, -NUM_PADDING_TOKENS:] = 0
         return {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
 
     @cached_property
@@ -194,8 +205,8 @@ class Probe(ProbedModel):
         rows = torch.stack([ids, torch.cat([ids[:-2], self.tokens(2)])])
 
         def moves(padded: bool) -> bool:
-            first, second = self.states(self._rows(rows, padded))[:, :7]
-            return self.on_any_rank(distance([first], [second]) > READS_AHEAD * first.abs().max().item())
+            first, second = self.states(self._make_rows(rows, padded))[:, :7]
+            return self.on_any_rank(largest_distance([first], [second]) > READS_AHEAD * first.abs().max().item())
 
         with self.unpacked(len(ids)), torch.no_grad():
             self.reads_ahead = moves(padded=False)
@@ -207,14 +218,14 @@ class Probe(ProbedModel):
                 return False
         return True
 
-    def whole(self, documents: list[Tensor]) -> None:
+    def forward_padded(self, documents: list[Tensor]) -> None:
         """Run the pack on each rank as a whole, with the padding that a pack of this degree has."""
         with torch.no_grad():
-            self.states(self._batch(documents))
+            self.states(self._make_batch(documents))
 
-    def _batch(self, documents: list[Tensor], ranks: OneRank = ONE_RANK) -> dict[str, Any]:
+    def _make_batch(self, documents: list[Tensor], ranks: LocalRank = LOCAL_RANK) -> dict[str, Any]:
         batch = cut_part(self._collate([{"input_ids": ids} for ids in documents]), ranks.degree, ranks.index)
-        return self.moved({name: value for name, value in batch.items() if name not in ("labels", "shift_labels")})
+        return self.move_batch({name: value for name, value in batch.items() if name not in ("labels", "shift_labels")})
 
     def silenced(self, run: Callable[[], T]) -> T:
         """What `run` returns, after modules that draw random numbers in it were set to eval mode; `dtype` is noted.
@@ -249,7 +260,7 @@ class Probe(ProbedModel):
             places = [(None, torch.cat([one for i, one in enumerate(rows) if i >> bit & 1]), 0) for bit in bits]
         try:
             return self._wrong_gradient(
-                self._batch(documents, self.ranks),
+                self._make_batch(documents, self.ranks),
                 places,
                 limit=limit,
                 rounding=tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps,
@@ -281,7 +292,7 @@ class Probe(ProbedModel):
             if limit is not None:
                 own = torch.arange(first, len(rows), device=self.device)
                 with self.unpacked(len(ids)):
-                    found = self.embedding_gradients(self.row(ids), [own])
+                    found = self.embedding_gradients(self.make_row(ids), [own])
                 if found is None:
                     return None
                 alone = found[0][: len(rows)]

@@ -29,10 +29,10 @@ T = TypeVar("T")
 # Texts of errors where `autograd.grad` is not supported: reentrant checkpointing, models that recompute or detach
 NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
 LARGEST_SCORES = 8 * 2**30  # bytes of the scores that `eager` may hold for a document alone
-DRAWS = 6  # random roundings to try: with a router the largest change is rare
+NUM_DRAWS = 6  # random roundings to try: with a router the largest change is rare
 # As many times the rounding of states is that of gradients; above the second nothing is compared
 FINER, COARSE_GRADIENT = 64, 1e-2
-OF_ROUNDING = 3  # times the largest change of so few draws
+ROUNDING_FACTOR = 3  # times the largest change of so few draws
 MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
 
 
@@ -41,7 +41,7 @@ class CannotRun(Exception):
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
+def model_errors_converted() -> Iterator[None]:
     """Within this context, `CannotRun` is raised for an error of the model, and `KernelError` for one of a kernel.
 
     Errors of the device and of communication stay: they say nothing about the model, and the context may be lost.
@@ -55,7 +55,7 @@ def refusals() -> Iterator[None]:
         raise CannotRun(str(error)) from error
 
 
-class OneRank:
+class LocalRank:
     """This rank, which holds whole packs."""
 
     degree, index = 1, 0
@@ -77,10 +77,10 @@ class OneRank:
         return None
 
 
-ONE_RANK = OneRank()
+LOCAL_RANK = LocalRank()
 
 
-class Sharers(OneRank):
+class SequenceGroup(LocalRank):
     """The ranks that share each pack, each its part of it. All must call a method."""
 
     def __init__(self, degree: int):
@@ -96,13 +96,13 @@ class Sharers(OneRank):
             states = forward()
         except CannotRun as error:
             problem = str(error)
-        if any(problems := gathered(problem)):
+        if any(problems := gather_values(problem)):
             raise CannotRun(next(filter(None, problems)))
-        return self._joined(states, dim=1)
+        return self._join_parts(states, dim=1)
 
     def gradient(self, gradient: Tensor, num_rows: int) -> Tensor:
         if len(gradient) != num_rows:
-            return self._joined(gradient, dim=0)
+            return self._join_parts(gradient, dim=0)
         dist.all_reduce(gradient, group=self._group)  # with images each embeds the whole pack, and cuts it after that
         return gradient
 
@@ -113,7 +113,7 @@ class Sharers(OneRank):
         # in half precision a rounding may choose other experts, so only what is lost is found
         return FINER * rounding if FINER * rounding < COARSE_GRADIENT else inf
 
-    def _joined(self, part: Tensor, dim: int) -> Tensor:
+    def _join_parts(self, part: Tensor, dim: int) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self.degree)]
         dist.all_gather(parts, part.contiguous(), group=self._group)
         return torch.cat(parts, dim=dim)
@@ -139,10 +139,10 @@ class ProbedModel:
     """
 
     def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
-        model = self.model = uncompiled(model)
+        model = self.model = without_compile(model)
         wrapped = [model]  # DDP, DataParallel and the DeepSpeed engine hold the model as `module`
         while isinstance(module := getattr(wrapped[-1], "module", None), nn.Module):
-            wrapped.append(uncompiled(module))
+            wrapped.append(without_compile(module))
         self.has_engine = len(wrapped) > 1 or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self._below_ddp = wrapped[1] if isinstance(model, DistributedDataParallel) else model
         self.takes_gradient = not self.has_engine or degree > 1
@@ -156,7 +156,7 @@ class ProbedModel:
         self.user_attention = default_attention(self.inner) if user_attention == ATTENTION_NAME else user_attention
         self._is_unpacked = False
         self.degree = degree
-        self.ranks = Sharers(degree) if degree > 1 else ONE_RANK
+        self.ranks = SequenceGroup(degree) if degree > 1 else LOCAL_RANK
 
     def states(self, batch: dict[str, Any], *, from_backbone: bool = False, model: Any = None) -> Tensor:
         """The last hidden states, (B, T, hidden), from a forward of the whole wrapped model, or of `model`.
@@ -183,7 +183,7 @@ class ProbedModel:
             module = torch.get_device_module(self.device)
             with module.device(self.device) if hasattr(module, "device") else nullcontext():
                 module.manual_seed(0)
-        with hooks, refusals():
+        with hooks, model_errors_converted():
             (model or self.model)(**batch)
         if not caught:
             raise ValueError(
@@ -195,7 +195,7 @@ class ProbedModel:
         states = caught[-1]  # the outermost call ends last
         return states if states.dim() == 3 else states.reshape(len(batch["input_ids"]), -1, states.shape[-1])
 
-    def moved(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def move_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {
             key: value.to(self.device) if isinstance(value, Tensor | Layout) else value for key, value in batch.items()
         }
@@ -297,7 +297,7 @@ class ProbedModel:
         There all ranks must run the same forwards. Without this, kernels that sum in a different order in each
         run may give ranks different roundings, and so different forwards to run.
         """
-        return any(gathered(condition)) if self.has_engine or self.degree > 1 else bool(condition)
+        return any(gather_values(condition)) if self.has_engine or self.degree > 1 else bool(condition)
 
     @contextmanager
     def embeddings(self) -> Iterator[list[Tensor]]:
@@ -314,7 +314,7 @@ class ProbedModel:
             yield embedded
 
     def embedding_gradients(
-        self, batch: dict[str, Any], places: Sequence[Tensor], ranks: OneRank = ONE_RANK
+        self, batch: dict[str, Any], places: Sequence[Tensor], ranks: LocalRank = LOCAL_RANK
     ) -> list[Tensor] | None:
         """For each of `places`, rows of the pack, the gradient of their states with respect to all embeddings, (T, D).
 
@@ -337,7 +337,7 @@ class ProbedModel:
                     gradient = gradient_of(loss, embedded[0], retain_graph=rows is not together[-1])
                     if gradient is None:
                         return None
-                    gradient = exact(gradient.reshape(-1, gradient.shape[-1]))
+                    gradient = to_exact(gradient.reshape(-1, gradient.shape[-1]))
                     found.append(ranks.gradient(gradient, ranks.degree * len(states)))
         return found
 
@@ -383,17 +383,19 @@ class ProbedModel:
         limits: Sequence[float],
         moved: Callable[[], Sequence[float]],
         *,
-        draws: Iterable[int] = range(DRAWS),
+        draws: Iterable[int] = range(NUM_DRAWS),
         by_channel: bool = False,
     ) -> list[float]:
         """The limits of these gaps, raised by what other roundings move, until they explain all or no draw is left.
 
-        `moved` runs the same again, under another rounding, and returns how far each is from where it was.
+        `move_batch` runs the same again, under another rounding, and returns how far each is from where it was.
         """
         draws, found = iter(draws), [*limits]
         while self.is_beyond(gaps, found) and (draw := next(draws, None)) is not None:
             with self.rounded_otherwise(draw, by_channel=by_channel):
-                found = [max(old, min(OF_ROUNDING * new, MAX_NOISE)) for old, new in zip(found, moved(), strict=True)]
+                found = [
+                    max(old, min(ROUNDING_FACTOR * new, MAX_NOISE)) for old, new in zip(found, moved(), strict=True)
+                ]
         return found
 
     def is_beyond(self, gaps: Sequence[float], limits: Sequence[float]) -> bool:
@@ -414,18 +416,18 @@ def gradient_of(loss: Tensor, leaf: Tensor, *, retain_graph: bool = False) -> Te
         return None
 
 
-def exact(value: Tensor) -> Tensor:
+def to_exact(value: Tensor) -> Tensor:
     """`value` in a dtype that represents differences of its numbers: fp64, or fp32 on MPS, which has no fp64."""
     return value.float() if value.device.type == "mps" else value.double()
 
 
-def distance(first: list[Tensor], second: list[Tensor]) -> float:
+def largest_distance(first: list[Tensor], second: list[Tensor]) -> float:
     """Largest difference of the documents' states; infinity if any is nan."""
-    gaps = [(exact(one) - exact(other)).abs().max().item() for one, other in zip(first, second, strict=True)]
+    gaps = [(to_exact(one) - to_exact(other)).abs().max().item() for one, other in zip(first, second, strict=True)]
     return max((inf if gap != gap else gap for gap in gaps), default=0.0)
 
 
-def gathered(value: T) -> list[T]:
+def gather_values(value: T) -> list[T]:
     """The values of all ranks; of this one alone without others."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
@@ -434,6 +436,6 @@ def gathered(value: T) -> list[T]:
     return values
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
+def without_compile(model: nn.Module) -> nn.Module:
     """The model that was passed to `torch.compile`, or `model` itself."""
     return getattr(model, "_orig_mod", model)

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.forwards import Call, ModelHooks
-from ..attention.packed_forward import PackedForward, entered, in_backward, running_forward, running_pack
-from ..attention.rows import Axes, DocumentRows
+from ..attention.forwards import CallArguments, ModelHooks
+from ..attention.packed_forward import PackedForward, in_backward, packed_forward_entered, running_forward, running_pack
+from ..attention.rows import DocumentRows, TensorAxes
 from ..compat import recorded_router_logits
 from .arguments import argument_leaves, output_leaves
 from .axes import ModuleAxes
@@ -30,11 +30,11 @@ from .tracing import ShiftedPositions
 BOUNDARY_NAMES = ("cu_seq", "max_length_", "max_seqlen", "seq_idx")
 
 AroundCall = Generator[Any, Any, None]
-POSITIONS = Axes((1,), 0)  # of `position_ids` as the collator makes them, (1, T)
+POSITIONS = TensorAxes((1,), 0)  # of `position_ids` as the collator makes them, (1, T)
 
 
 @dataclass(frozen=True)
-class Mode:
+class RepairMode:
     """How a repaired module runs on documents."""
 
     rows: bool  # as rows of padded batches, else one after the other
@@ -45,7 +45,7 @@ class Mode:
         return text if self.positions else text + ", with its own positions"
 
 
-MODES = (Mode(True, True), Mode(True, False), Mode(False, True), Mode(False, False))
+REPAIR_MODES = (RepairMode(True, True), RepairMode(True, False), RepairMode(False, True), RepairMode(False, False))
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class AroundCalls(ModelHooks):
         return before + [each.register_forward_hook(self._after, always_call=True) for each in self._modules]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
         call = self._around(module, args, kwargs)
         inputs = next(call, None)
         self._running.append(None if inputs is None else call)
@@ -127,7 +127,7 @@ class AroundCalls(ModelHooks):
 class RepairedModule(AroundCalls):
     """Runs `module` on each document separately in packed forwards, while it is installed."""
 
-    def __init__(self, module: nn.Module, axes: ModuleAxes, mode: Mode):
+    def __init__(self, module: nn.Module, axes: ModuleAxes, mode: RepairMode):
         if not mode.rows and is_sharded(module):
             raise ValueError(
                 f"{type(module).__name__} must run on documents one after the other, but its parameters are sharded "
@@ -139,37 +139,37 @@ class RepairedModule(AroundCalls):
         self._is_sharded = is_sharded(module)
 
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
-        running = _running(module)
+        running = _running_pack(module)
         if running is None:
             return
         # FSDP2 gathers parameters for a call and shards them again after it: once sharded, always sharded.
         self._is_sharded = self._is_sharded or is_sharded(module)
         budget = (inf if self._is_sharded else running.num_tokens) if self.mode.rows else 0
         rows, forwards = running.documents(budget)
-        inputs = self._inputs(module, args, kwargs, rows=rows, index=0)
+        inputs = self._inputs_of_batch(module, args, kwargs, rows=rows, index=0)
         num_before = len(recorded_router_logits())
-        with entered(forwards[0]):  # the module's forward runs between the two hooks
+        with packed_forward_entered(forwards[0]):  # the module's forward runs between the two hooks
             output = yield inputs
         outputs, recorded = [output], recorded_router_logits()
         num_routers = len(recorded) - num_before
         for index, forward in enumerate(forwards[1:], start=1):
-            with entered(forward):
-                args_here, kwargs_here = self._inputs(module, args, kwargs, rows=rows, index=index)
+            with packed_forward_entered(forward):
+                args_here, kwargs_here = self._inputs_of_batch(module, args, kwargs, rows=rows, index=index)
                 outputs.append(module.forward(*args_here, **kwargs_here))
         if num_routers:  # of each router the logits of all batches, with their padding, become those of the pack
             of_rows = recorded[num_before:]
             of_routers = [of_rows[i::num_routers] for i in range(num_routers)]
             # A checkpoint that computes this again records no logits: what it saves here it would look for in vain
             with saved_tensors_hooks(lambda x: x, lambda x: x):
-                recorded[num_before:] = [rows.join(logits, Axes((0,), 0)) for logits in of_routers]
+                recorded[num_before:] = [rows.join(logits, TensorAxes((0,), 0)) for logits in of_routers]
         first, tree = output_leaves(output)
         values = zip(*([value for _, value in output_leaves(each)[0]] for each in outputs), strict=True)
-        joined = [self._join(place, [*each], rows) for (place, _), each in zip(first, values, strict=True)]
+        joined = [self._join_batches(place, [*each], rows) for (place, _), each in zip(first, values, strict=True)]
         yield tree_unflatten(joined, tree)
 
-    def _inputs(
+    def _inputs_of_batch(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: DocumentRows, index: int
-    ) -> Call:
+    ) -> CallArguments:
         """Return the arguments of the call for batch `index` of `rows`."""
         group = rows.groups[index]
         leaves, tree = argument_leaves(module, args, kwargs)
@@ -194,7 +194,7 @@ class RepairedModule(AroundCalls):
             values.append(value)
         return tree_unflatten(values, tree)
 
-    def _join(self, place: str, values: list[object], rows: DocumentRows) -> object:
+    def _join_batches(self, place: str, values: list[object], rows: DocumentRows) -> object:
         tensors = [value for value in values if isinstance(value, Tensor)]
         if not tensors:
             return values[0]
@@ -223,10 +223,12 @@ class RestartedPositions(ModelHooks):
         return f"with positions from {self.shifted.first} in each document"
 
     def _register(self) -> list[RemovableHandle]:
-        return [self.module.register_forward_pre_hook(self._enter, with_kwargs=True)]
+        return [self.module.register_forward_pre_hook(self._restart_positions, with_kwargs=True)]
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        running = _running(module)
+    def _restart_positions(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CallArguments | None:
+        running = _running_pack(module)
         if running is None:
             return None
         leaves, tree = argument_leaves(module, args, kwargs)
@@ -242,7 +244,7 @@ class RestartedPositions(ModelHooks):
         return tree_unflatten(values, tree)
 
 
-def _running(module: nn.Module) -> PackedForward | None:
+def _running_pack(module: nn.Module) -> PackedForward | None:
     """The packed forward whose documents this module must separate; None outside of packs and in repaired modules."""
     if running_forward() is None and module.training and in_backward():
         raise ValueError(

@@ -13,23 +13,23 @@ from torch import nn
 from ..attention.forwards import ModelHooks, PackedForwardGuard
 from ..attention.varlen import OwnMaskError
 from .axes import NotLearned, learn_axes
-from .check_isolation import judge, refused
+from .check_isolation import judge_probe, report_refusal
 from .isolation_report import IsolationReport
-from .probe import LENGTHS, Case, Probe
-from .probed_model import CannotRun, T, gathered
-from .repair import MODES, Mode, Repair, RepairedModule, RestartedPositions
+from .probe import DOCUMENT_LENGTHS, Probe, RunPair
+from .probed_model import CannotRun, T, gather_values
+from .repair import REPAIR_MODES, Repair, RepairedModule, RepairMode, RestartedPositions
 from .tracing import find_leaks, find_raising, find_shifted
 
 MAX_ROUNDS = 40  # far more than any model needed; each costs a probe
 
 
 @dataclass
-class _Site:
+class _RepairSite:
     """Modules of one class, repaired in the same way."""
 
     names: list[str]
-    modes: Iterator[Mode]
-    mode: Mode | None = None
+    modes: Iterator[RepairMode]
+    mode: RepairMode | None = None
     repaired: list[RepairedModule] = field(default_factory=list)
 
     def remove(self) -> None:
@@ -43,20 +43,20 @@ class RepairSearch:
 
     def __init__(self, probe: Probe, guard: PackedForwardGuard, max_length: int | None):
         self.probe, self.guard, self.max_length = probe, guard, max_length
-        self._sites: dict[type[nn.Module], _Site] = {}
+        self._sites: dict[type[nn.Module], _RepairSite] = {}
         self._restarted: list[RestartedPositions] = []
         self._modules = dict(probe.inner.named_modules())
 
-    def run(self) -> IsolationReport:
+    def search_repairs(self) -> IsolationReport:
         """Repair until documents are isolated and equal to themselves alone, or all options have been tried."""
         for _ in range(MAX_ROUNDS):
-            case: Case | None = None
+            case: RunPair | None = None
             try:
-                report, case = judge(self.probe, self.max_length)
+                report, case = judge_probe(self.probe, self.max_length)
             except CannotRun as error:
-                report = refused(self.probe, error)
+                report = report_refusal(self.probe, error)
             # Before any other forward: with different results, ranks would wait for each other in it.
-            verdict = agreed("raised" if report.error is not None else "isolated" if case is None else "leaked")
+            verdict = agree_on_ranks("raised" if report.error is not None else "isolated" if case is None else "leaked")
             if verdict == "isolated":
                 return report
             if verdict == "leaked" and not self._restarted and self._restart_positions():
@@ -70,10 +70,10 @@ class RepairSearch:
                 self.guard.ignores_masks = True
                 continue
             else:
-                name = find_raising(self.probe, [self.probe.tokens(n) for n in LENGTHS])
+                name = find_raising(self.probe, [self.probe.tokens(n) for n in DOCUMENT_LENGTHS])
             if name is None and self._sites:  # e.g. if only the backward pass shows it: assume the last repair
                 name = list(self._sites.values())[-1].names[0]
-            if agreed(name) is None or name is None or not self._repair(self._outermost(name)):
+            if agree_on_ranks(name) is None or name is None or not self._repair_module(self._outermost_repaired(name)):
                 break
         return report
 
@@ -100,14 +100,14 @@ class RepairSearch:
     def _masks_are_boundaries(self) -> bool:
         """Whether the model raises because of a mask that holds only boundaries; run with gradients to check this."""
         try:
-            self.probe.packed([self.probe.tokens(n) for n in LENGTHS], gradient=True)
+            self.probe.forward_packed([self.probe.tokens(n) for n in DOCUMENT_LENGTHS], gradient=True)
         except CannotRun as error:
             return isinstance(error.__cause__, OwnMaskError) and error.__cause__.is_boundary
         return False
 
     def _restart_positions(self) -> bool:
         try:
-            shifted = find_shifted(self.probe, [self.probe.tokens(n) for n in LENGTHS])
+            shifted = find_shifted(self.probe, [self.probe.tokens(n) for n in DOCUMENT_LENGTHS])
         except CannotRun:
             return False
         self._restarted += [RestartedPositions(self._modules[each.name], each) for each in shifted]
@@ -115,7 +115,7 @@ class RepairSearch:
             each.install()
         return bool(self._restarted)
 
-    def _outermost(self, name: str) -> str:
+    def _outermost_repaired(self, name: str) -> str:
         """The repaired module that contains this one, else the smallest one not defined by torch."""
         repaired = [name for site in self._sites.values() for name in site.names]
         outer = [other for other in repaired if name == other or name.startswith(other + ".")]
@@ -128,7 +128,7 @@ class RepairSearch:
             name = name.rpartition(".")[0]
         return name
 
-    def _repair(self, name: str) -> bool:
+    def _repair_module(self, name: str) -> bool:
         """Repair this module and all of its class in the next way to try, else its parent. False at the top."""
         while name:
             kind = type(self._modules[name])
@@ -137,7 +137,7 @@ class RepairSearch:
                 for inside, site in list(self._sites.items()):
                     if any(inner.startswith(outer + ".") for inner in site.names for outer in names):
                         self._sites.pop(inside).remove()
-                self._sites[kind] = _Site(names, iter(MODES))
+                self._sites[kind] = _RepairSite(names, iter(REPAIR_MODES))
             if self._next_way(self._sites[kind]):
                 return True
             self._sites.pop(kind).remove()
@@ -146,7 +146,7 @@ class RepairSearch:
                 name = name.rpartition(".")[0]
         return False
 
-    def _next_way(self, site: _Site) -> bool:
+    def _next_way(self, site: _RepairSite) -> bool:
         site.remove()
         for mode in site.modes:
             try:
@@ -167,9 +167,9 @@ class RepairSearch:
         return False
 
 
-def agreed(value: T) -> T:
+def agree_on_ranks(value: T) -> T:
     """`value`, which must be the same on all ranks, so that all repair the same modules."""
-    values = gathered(value)
+    values = gather_values(value)
     if any(other != value for other in values):
         raise RuntimeError(
             f"the leak probe found {values} on the {len(values)} ranks: with different results, ranks would run "

@@ -232,7 +232,7 @@ def _layers_of_all_kinds(model: PreTrainedModel) -> range:
     num_layers = config.num_hidden_layers
     for module in backbone(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            layers = [_features(layer) for layer in module]
+            layers = [_layer_features(layer) for layer in module]
             offsets = defaultdict(set)  # a field that numbers the layers has one offset only
             for index, layer in enumerate(layers):
                 for key, value in layer.items():
@@ -247,7 +247,7 @@ def _layers_of_all_kinds(model: PreTrainedModel) -> range:
     return range(num_layers)
 
 
-def _features(layer: nn.Module) -> dict[tuple[str, str], Any]:
+def _layer_features(layer: nn.Module) -> dict[tuple[str, str], Any]:
     """The features that distinguish layers: classes of the modules inside, their settings, shapes of parameters."""
     features: dict[tuple[str, str], Any] = {}
     for name, module in layer.named_modules():

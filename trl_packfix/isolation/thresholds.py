@@ -17,17 +17,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ..compat import nested_rope_keys
 
 # Fields in tokens that have a word of the other list, too
-THRESHOLD = re.compile(r"conv_kernel(_size|_dim)?$|conv1d_width$|d_conv$|conv_L_cache$")
+KERNEL_FIELDS = re.compile(r"conv_kernel(_size|_dim)?$|conv1d_width$|d_conv$|conv_L_cache$")
 # Words in the names of fields that count no tokens
-OTHERS = set(
+OTHER_FIELDS = set(
     "vocab hidden intermediate embd embed embeds embedding embeddings ff ffn dff inner dim dims headdim rank lowrank "
     "width channels head heads layer layers expert experts group groups id ids token theta seed iters expand state "
     "model d freq types scalar multiple divisible positions ctx image patch mel proj projection classifier encoder "
     "decoder adapter parts prompt vision audio buckets forward".split()
 )
 # Fields that count blocks, or chosen positions: those of one family ("index_...") may be multiplied
-CHOSEN = re.compile(r"top_?k|blocks|pool|chunks")
-BLOCK = re.compile(r"pool|block_size")
+SELECTION_FIELDS = re.compile(r"top_?k|blocks|pool|chunks")
+BLOCK_FIELDS = re.compile(r"pool|block_size")
 # Tokens that layers of a kind compress to one key, by kind (DeepSeek-V4); `index_topk` then counts compressed keys
 RATES, INDEXED = "compress_rates", "compressed_sparse_attention"
 POSITIONS = "max_position_embeddings"
@@ -45,14 +45,14 @@ def thresholds(
     positions = vars(config).get(config.attribute_map.get(POSITIONS, POSITIONS))
     positions = positions if isinstance(positions, int) else inf
     limit = positions if max_length is None else max_length
-    lengths = _lengths(vars(config)) | _rope_thresholds(config)
+    lengths = _length_fields(vars(config)) | _rope_thresholds(config)
     to_test = {name: n for name, n in lengths.items() if shortest <= n < limit}
     # Where no length is given, dynamic RoPE may be meant for documents beyond the positions
     last = positions + (max_length is None)
     return to_test, {name: n for name, n in lengths.items() if limit <= n < last}
 
 
-def _lengths(fields: dict[str, Any]) -> dict[str, int]:
+def _length_fields(fields: dict[str, Any]) -> dict[str, int]:
     """The fields that may hold a length above which tokens are computed differently, in tokens.
 
     Positions that are chosen in blocks may be all positions until one more block is full.
@@ -60,19 +60,19 @@ def _lengths(fields: dict[str, Any]) -> dict[str, int]:
     numbers = {
         name: n
         for name, n in fields.items()
-        if _is_length(n) and (THRESHOLD.search(name) or not OTHERS.intersection(name.lower().split("_")))
+        if _is_length(n) and (KERNEL_FIELDS.search(name) or not OTHER_FIELDS.intersection(name.lower().split("_")))
     }
     lengths = dict(numbers)
     for first, second in combinations(numbers, 2):
-        if CHOSEN.search(first + second) and first.split("_")[0] == second.split("_")[0]:
+        if SELECTION_FIELDS.search(first + second) and first.split("_")[0] == second.split("_")[0]:
             lengths[f"{first} * {second}"] = numbers[first] * numbers[second]
     rates = fields.get(RATES)
     if isinstance(rates, dict):
         lengths |= {f"{RATES}.{kind}": rate for kind, rate in rates.items() if _is_length(rate)}
         if "index_topk" in lengths:
             lengths["index_topk"] *= rates.get(INDEXED, 1)
-    block = max((n for name, n in numbers.items() if BLOCK.search(name)), default=0)
-    return {name: n + block * bool(CHOSEN.search(name)) for name, n in lengths.items()}
+    block = max((n for name, n in numbers.items() if BLOCK_FIELDS.search(name)), default=0)
+    return {name: n + block * bool(SELECTION_FIELDS.search(name)) for name, n in lengths.items()}
 
 
 def _rope_thresholds(config: PreTrainedConfig) -> dict[str, int]:

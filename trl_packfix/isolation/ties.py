@@ -23,9 +23,11 @@ class FirstOfTies(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
-        return (_first if function is torch.ops.aten.topk.default else function)(*args, **(kwargs or {}))
+        return (_first_of_ties if function is torch.ops.aten.topk.default else function)(*args, **(kwargs or {}))
 
 
-def _first(values: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+def _first_of_ties(
+    values: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, Tensor]:
     ordered, indices = values.sort(dim=dim, descending=largest, stable=True)
     return ordered.narrow(dim, 0, k), indices.narrow(dim, 0, k)

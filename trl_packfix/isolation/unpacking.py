@@ -14,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import ModelOutput
 
 from ..attention.models import backbone, base_model
-from ..attention.packed_forward import BOUNDARIES, undivided
-from ..attention.rows import Axes, DocumentRows, Group
+from ..attention.packed_forward import BOUNDARIES, undivided_budget
+from ..attention.rows import DocumentRows, PaddedBatch, TensorAxes
 from .repair import AroundCall, AroundCalls, is_sharded
 
 DROPPED = (*BOUNDARIES, "position_ids", "input_ids", "inputs_embeds", "attention_mask")
-TOKENS = Axes((1,), 0)  # of (rows, tokens, ...)
+TOKENS = TensorAxes((1,), 0)  # of (rows, tokens, ...)
 Output = tuple[Any, ...] | ModelOutput  # of a backbone
 PADDING = 1  # tokens behind the longest row: transformers drops a mask that hides nothing, and some models need it
 
@@ -63,22 +63,22 @@ class UnpackedForward(AroundCalls):
         rest = {key: value for key, value in kwargs.items() if key not in DROPPED}
         budget = inf if is_sharded(module) else tokens.shape[1]
         lengths = [length for length in boundaries.diff().tolist() if length]  # empty documents pad their number
-        documents = DocumentRows(lengths, tokens.device, undivided(budget), padding=PADDING)
+        documents = DocumentRows(lengths, tokens.device, undivided_budget(budget), padding=PADDING)
 
-        def inputs(group: Group) -> dict[str, Any]:
+        def inputs(group: PaddedBatch) -> dict[str, Any]:
             sizes = torch.tensor(group.lengths, device=tokens.device)
             mask = torch.arange(group.longest, device=tokens.device) < sizes[:, None]
             return {**rest, name: group.split(tokens, TOKENS), "attention_mask": mask.long()}
 
         output = yield (), inputs(documents.groups[0])
-        yield joined(
+        yield join_outputs(
             [output, *(module.forward(**inputs(group)) for group in documents.groups[1:])],
             states=lambda values: documents.join(values, TOKENS),
-            routers=lambda values: documents.join(values, Axes((0,), 0)),
+            routers=lambda values: documents.join(values, TensorAxes((0,), 0)),
         )
 
 
-def joined(
+def join_outputs(
     outputs: list[Any], states: Callable[[list[Tensor]], Tensor], routers: Callable[[list[Tensor]], Tensor]
 ) -> Output:
     """The first of some outputs of a backbone with the states, and the router logits of each layer, of all of them."""
@@ -117,4 +117,4 @@ class UnpackedImages(AroundCalls):
             if rows.get(name) is not None:
                 rows[name] = rows[name][0][source].masked_fill(~mask, 0)
         output = yield (), rows | {"attention_mask": mask.long()}
-        yield joined([output], lambda values: values[0][mask][None], lambda values: values[0][mask.flatten()])
+        yield join_outputs([output], lambda values: values[0][mask][None], lambda values: values[0][mask.flatten()])

@@ -81,13 +81,15 @@ def describe_hooks(model: nn.Module) -> str:
     ran = forward_hooks_of_user(model)
     text = ""
     if aside:
-        text += f"; hooks on gradients left out: {_listed([f'{name} ({num} times)' for name, num in aside.items()])}"
+        text += (
+            f"; hooks on gradients left out: {_join_names([f'{name} ({num} times)' for name, num in aside.items()])}"
+        )
     if ran:
-        text += f"; forward hooks ran, and count their calls in the tests, too: {_listed(ran)}"
+        text += f"; forward hooks ran, and count their calls in the tests, too: {_join_names(ran)}"
     return text
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
@@ -126,7 +128,7 @@ def parameters_unchanged(model: nn.Module) -> Iterator[None]:
     if before.shape == after.shape and bool(((before == after) | (before.isnan() & after.isnan())).all()):
         return
     hooks = forward_hooks_of_user(model)
-    ran = f"These hooks ran in the tests: {_listed(hooks)}" if hooks else "No hook of the user's ran in the tests"
+    ran = f"These hooks ran in the tests: {_join_names(hooks)}" if hooks else "No hook of the user's ran in the tests"
     raise ValueError(
         f"The tests before the first step changed parameters of {type(model).__name__}, so training would not begin "
         f"with the weights that were given. {ran}. Register what changes weights in `on_step_begin` of a callback, "

@@ -7,4 +7,4 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
-END = 2**32 - 1  # in place of the tokens behind the end of a document: sorts after all of them
+END_TOKEN_KEY = 2**32 - 1  # in place of the tokens behind the end of a document: sorts after all of them

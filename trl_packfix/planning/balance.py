@@ -16,19 +16,26 @@ import heapq
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
-from .exact_fill import Buffer
+from .exact_fill import WaitingDocuments
 from .units import Bins, Units
 
-FEW = 4  # units per slot; below this they are not dealt again, since they hardly ever fit another way
-GOOD_ENOUGH = 1.002  # times the mean: packs with less waiting than this stay as they are
-SHORT = 32  # documents of at most capacity / 32 tokens are short. They fill the room beside the long ones,
-FILLING = 1 / 4  # and at least this share of the tokens does, or full slots would hold long documents only
-SPARE = 32  # the last capacity / 32 of a slot is for the shortest documents, which go where there is most room
-TOGETHER = (4, 6, 8, 12, 16, 24)  # shortest documents of each of two slots that are divided anew; the fewest that work
-PARTNERS = 16  # slots with most room that are tried for a slot above its capacity
+FEW_UNITS = 4  # units per slot; below this they are not dealt again, since they hardly ever fit another way
+GOOD_ENOUGH_RATIO = 1.002  # times the mean: packs with less waiting than this stay as they are
+SHORT_DIVISOR = 32  # documents of at most capacity / 32 tokens are short. They fill the room beside the long ones,
+FILLING_SHARE = 1 / 4  # and at least this share of the tokens does, or full slots would hold long documents only
+SPARE_DIVISOR = 32  # the last capacity / 32 of a slot is for the shortest documents, which go where there is most room
+NUM_DIVIDED_TOGETHER = (
+    4,
+    6,
+    8,
+    12,
+    16,
+    24,
+)  # shortest documents of each of two slots that are divided anew; the fewest that work
+NUM_PARTNERS = 16  # slots with most room that are tried for a slot above its capacity
 
 
-def balanced(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Array]:
+def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Array]:
     """The units of `packs` in S packs with the least modelled waiting time, in slot order.
 
     If dealing the units again does not help, the packs, at most S and none above the capacity, are returned in the best
@@ -63,10 +70,10 @@ def balanced(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Arr
         placed, waiting = order, better
     members = np.concatenate(packs)
     cost = of_units[members]
-    if waiting <= GOOD_ENOUGH * cost.sum() / world_size or len(members) < FEW * slots:
+    if waiting <= GOOD_ENOUGH_RATIO * cost.sum() / world_size or len(members) < FEW_UNITS * slots:
         return [packs[i] for i in placed]
     sizes = {"capacity": bins.capacity, "world_size": world_size, "num_slots": slots}
-    dealt = deal(units.rows[members], cost, by_rank=by_rank, **sizes)
+    dealt = deal_documents(units.rows[members], cost, by_rank=by_rank, **sizes)
     if dealt is not None and all(len(pack) for pack in dealt):
         costs = np.array([cost[pack].sum() for pack in dealt])
         order = np.arange(slots) if by_rank else np.argsort(-costs, kind="stable")
@@ -85,7 +92,7 @@ def least_loaded(
     if rows.sum() > num * capacity:
         return None
     slots = _Slots(rows, costs, capacity=capacity, num_slots=num, spare=0)
-    slots.deal(list(range(len(rows))), [[slot] for slot in range(num)])
+    slots.deal_to_groups(list(range(len(rows))), [[slot] for slot in range(num)])
     return [np.array(units, dtype=np.int64) for units in slots.documents] if min(slots.room, default=0) >= 0 else None
 
 
@@ -107,7 +114,7 @@ def even_targets(packs: list[Int64Array], units: Units, num: int, *, capacity: i
     candidates = [packs + [members[:0]] * (num - len(packs))]
     attempts = [
         least_loaded(rows, targets, num, capacity=capacity),
-        deal(rows, targets.astype(float), capacity=capacity, world_size=num, num_slots=num, by_rank=False),
+        deal_documents(rows, targets.astype(float), capacity=capacity, world_size=num, num_slots=num, by_rank=False),
     ]
     candidates += [[longest_first[places] for places in attempt] for attempt in attempts if attempt is not None]
 
@@ -118,7 +125,7 @@ def even_targets(packs: list[Int64Array], units: Units, num: int, *, capacity: i
     return min(candidates, key=spread)
 
 
-def deal(
+def deal_documents(
     lengths: Int64Array, cost: Float64Array, *, capacity: int, world_size: int, num_slots: int, by_rank: bool
 ) -> list[Int64Array] | None:
     """Positions of the documents in each slot, of N documents; None if they are not made to fit.
@@ -135,26 +142,28 @@ def deal(
     # By cost and not by length: a short document with large images costs as much as a long one.
     dearest_first = np.argsort(-cost, kind="stable")
     tokens = np.cumsum(lengths[dearest_first])
-    num_long = min((lengths * SHORT > capacity).sum(), np.searchsorted(tokens, tokens[-1] * (1 - FILLING)))
+    num_long = min(
+        (lengths * SHORT_DIVISOR > capacity).sum(), np.searchsorted(tokens, tokens[-1] * (1 - FILLING_SHARE))
+    )
     long, short = dearest_first[:num_long].tolist(), dearest_first[num_long:].tolist()
     # In a full slot a document stands in the place of short ones; where there is room, all that it costs is excess.
-    has_room = tokens[-1] < (1 - 1 / SPARE) * num_slots * capacity
+    has_room = tokens[-1] < (1 - 1 / SPARE_DIVISOR) * num_slots * capacity
     excess = cost - (0 if has_room else cost[short].sum() / max(lengths[short].sum(), 1)) * lengths
     excess[long] = np.maximum(excess[long], 0)
-    slots = _Slots(lengths, excess, capacity=capacity, num_slots=num_slots, spare=capacity // SPARE)
+    slots = _Slots(lengths, excess, capacity=capacity, num_slots=num_slots, spare=capacity // SPARE_DIVISOR)
     num_groups = world_size if by_rank else num_slots
     groups = rest = [list(range(i, num_slots, num_groups)) for i in range(num_groups)]
     while not by_rank and len(rest) > world_size and long and excess[long[0]] * len(rest) > excess[long].sum():
-        long = slots.deal(long, rest[:world_size], limit=excess[long[0]])
+        long = slots.deal_to_groups(long, rest[:world_size], limit=excess[long[0]])
         rest = rest[world_size:]
-    slots.deal(long, rest)
-    short = slots.close(short)
+    slots.deal_to_groups(long, rest)
+    short = slots.fill_slots_exactly(short)
     if has_room and not by_rank:  # what ends with the dearest slot of a micro-step costs no time
         load = np.array([excess[documents].sum() for documents in slots.documents])
         for part in np.argsort(-load, kind="stable").reshape(-1, world_size).tolist():
-            short = slots.deal(short, [[slot] for slot in part], limit=load[part[0]])
-    slots.deal(short, groups)
-    return [np.array(documents, dtype=np.int64) for documents in slots.documents] if slots.settle() else None
+            short = slots.deal_to_groups(short, [[slot] for slot in part], limit=load[part[0]])
+    slots.deal_to_groups(short, groups)
+    return [np.array(documents, dtype=np.int64) for documents in slots.documents] if slots.exchange_excess() else None
 
 
 class _Slots:
@@ -167,11 +176,11 @@ class _Slots:
         self.capacity, self.spare, self.room = capacity, spare, [capacity] * num_slots
         self.documents: list[list[int]] = [[] for _ in range(num_slots)]
 
-    def put(self, document: int, slot: int) -> None:
+    def put_document(self, document: int, slot: int) -> None:
         self.documents[slot].append(document)
         self.room[slot] -= self.lengths[document]
 
-    def deal(self, documents: list[int], groups: list[list[int]], limit: float = np.inf) -> list[int]:
+    def deal_to_groups(self, documents: list[int], groups: list[list[int]], limit: float = np.inf) -> list[int]:
         """Each to the group with the least excess that has room, else with most room; returns those above `limit`."""
         others: list[int] = []
         heap = [(sum([self.excess[d] for slot in group for d in self.documents[slot]]), group) for group in groups]
@@ -190,42 +199,42 @@ class _Slots:
                 others.append(document)
                 continue
             heapq.heappop(heap) if heap else heapq.heappop(full)
-            self.put(document, max(group, key=self.room.__getitem__))
+            self.put_document(document, max(group, key=self.room.__getitem__))
             heapq.heappush(heap, (load, group))
         return others
 
-    def close(self, short: list[int]) -> list[int]:
+    def fill_slots_exactly(self, short: list[int]) -> list[int]:
         """Fill slots with little room exactly, by one or two documents; returns the others."""
         longest = max([self.lengths[document] for document in short], default=0)
-        buffer, others = Buffer(longest), dict.fromkeys(short)
+        buffer, others = WaitingDocuments(longest), dict.fromkeys(short)
         for document in short:
             buffer.add(document, self.lengths[document])
         for slot in [slot for slot, room in enumerate(self.room) if 0 < room <= 2 * longest]:
             for length in buffer.exact_fill(self.room[slot], longest):
                 document = buffer.take(length)
                 others.pop(document)
-                self.put(document, slot)
+                self.put_document(document, slot)
         return list(others)
 
-    def settle(self) -> bool:
+    def exchange_excess(self) -> bool:
         """Exchange documents until no slot is above the capacity; False if no such exchanges are found."""
         under = [(-room, slot) for slot, room in enumerate(self.room) if room > 0]
         heapq.heapify(under)
         for slot in sorted(range(len(self.room)), key=self.room.__getitem__):
             while self.room[slot] < 0:
                 tried: list[int] = []
-                while not tried or not self.divide(slot, tried[-1]):
-                    if not under or len(tried) == PARTNERS:
+                while not tried or not self.divide_pair(slot, tried[-1]):
+                    if not under or len(tried) == NUM_PARTNERS:
                         return False
                     tried.append(heapq.heappop(under)[1])
                 for changed in [i for i in (*tried, slot) if self.room[i] > 0]:
                     heapq.heappush(under, (-self.room[changed], changed))
         return True
 
-    def divide(self, slot: int, partner: int) -> bool:
+    def divide_pair(self, slot: int, partner: int) -> bool:
         """Divide short documents of both anew so that `slot` has less above its capacity, and `partner` nothing."""
         # All sums are the bits of one integer: Pisinger 2003, https://doi.org/10.1016/S0305-0548(02)00131-7
-        for most in TOGETHER:
+        for most in NUM_DIVIDED_TOGETHER:
             pools = [self.documents[i][-most:] for i in (slot, partner)]
             mine, theirs = ([self.lengths[d] for d in pool] for pool in pools)
             low, high = sum(mine) - self.room[partner], sum(mine) + self.room[slot]  # tokens that `slot` may keep
@@ -243,7 +252,7 @@ class _Slots:
             del self.documents[i][-most:]
         for document, before in zip(reversed(pools[0] + pools[1]), reversed(sums[:-1]), strict=True):
             without = before >> tokens & 1
-            self.put(document, partner if without else slot)
+            self.put_document(document, partner if without else slot)
             tokens -= 0 if without else self.lengths[document]
         for i in (slot, partner):
             self.documents[i].sort(key=self.lengths.__getitem__, reverse=True)

@@ -11,7 +11,9 @@ import numpy as np
 from .arrays import Int64Array
 
 Packs = tuple[Int64Array, Int64Array]
-Run = tuple[int, int, int]  # of packs in `pour`: the first, how many, and the documents that each of them has
+EqualPacks = tuple[
+    int, int, int
+]  # of packs in `best_fit_of_histogram`: the first, how many, and the documents that each of them has
 
 
 def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Generator | None = None) -> Packs:
@@ -30,7 +32,7 @@ def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Gener
     else:
         shuffled = rng.permutation(len(lengths))
         by_length = shuffled[np.argsort(key[shuffled], kind="stable")]
-    first_pack, num_packs, per_pack, filled = pour(np.bincount(lengths), capacity).T
+    first_pack, num_packs, per_pack, filled = best_fit_of_histogram(np.bincount(lengths), capacity).T
     # Row by row, `per_pack` documents go to each of `num_packs` packs from `first_pack` on, behind the `filled` ones.
     documents = num_packs * per_pack
     index = np.arange(len(lengths)) - np.repeat(np.cumsum(documents) - documents, documents)
@@ -50,7 +52,7 @@ def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Gener
     return members, sizes
 
 
-def pour(counts: Int64Array, capacity: int) -> Int64Array:
+def best_fit_of_histogram(counts: Int64Array, capacity: int) -> Int64Array:
     """Best-fit decreasing on a histogram: rows (first_pack, num_packs, per_pack, filled), longest documents first.
 
     Packs with the same documents are one run of consecutive numbers, so a run of packs takes all it can of one length
@@ -64,11 +66,11 @@ def pour(counts: Int64Array, capacity: int) -> Int64Array:
     [[0, 2, 1, 0], [2, 1, 1, 0], [0, 2, 1, 1]]
     """
     rows: list[tuple[int, int, int, int]] = []
-    runs: dict[int, deque[Run]] = {}  # by the free tokens of each of their packs, the oldest run first
+    runs: dict[int, deque[EqualPacks]] = {}  # by the free tokens of each of their packs, the oldest run first
     spaces: list[int] = []  # keys of `runs`, ascending
     opened = 0
 
-    def runs_with(space: int) -> deque[Run]:
+    def runs_with(space: int) -> deque[EqualPacks]:
         if space not in runs:
             runs[space] = deque()
             insort(spaces, space)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Numbers = TypeVar("Numbers", npt.NDArray[Any], "Tensor")
 
 
-class Heads(NamedTuple):
+class HeadCounts(NamedTuple):
     """Attention layers with the same heads: what an exchange between ranks sends."""
 
     layers: int
@@ -32,7 +32,7 @@ class Heads(NamedTuple):
     value_dim: int
 
 
-class Mixers(NamedTuple):
+class ScanCosts(NamedTuple):
     """Recurrent layers with the same scan: what it computes, and what an exchange between ranks sends."""
 
     layers: int
@@ -75,8 +75,8 @@ class CostModel:
     # 1: what a token costs beside matrices with weights.
     windows: tuple[tuple[int, float], ...] = ()
     chunks: tuple[tuple[int, float], ...] = ()  # the same where a token sees its own chunk only
-    attention: tuple[Heads, ...] = field(default=(), compare=False)  # for sequence parallelism; (): not known
-    mixers: tuple[Mixers, ...] = field(default=(), compare=False)
+    attention: tuple[HeadCounts, ...] = field(default=(), compare=False)  # for sequence parallelism; (): not known
+    mixers: tuple[ScanCosts, ...] = field(default=(), compare=False)
     tower: TowerCosts = TowerCosts(0.0, 0.0)  # also where its costs cannot be counted
 
     @property
@@ -102,16 +102,16 @@ class CostModel:
 
     def __call__(self, n: Numbers) -> Numbers:
         """FLOPs of documents of these lengths, shape (N,): of an array, or a tensor on any device."""
-        cost = self.per_token * n + self.per_pair * _pairs(n)
+        cost = self.per_token * n + self.per_pair * _count_pairs(n)
         for window, per_pair in self.windows:
-            cost = cost + per_pair * (_pairs(n) - _pairs((n - window).clip(min=0)))
+            cost = cost + per_pair * (_count_pairs(n) - _count_pairs((n - window).clip(min=0)))
         for chunk, per_pair in self.chunks:
             whole = n // chunk
-            cost = cost + per_pair * (whole * (chunk * (chunk + 1) / 2) + _pairs(n - whole * chunk))
+            cost = cost + per_pair * (whole * (chunk * (chunk + 1) / 2) + _count_pairs(n - whole * chunk))
         return cost
 
 
-def _pairs(n: Numbers) -> Numbers:
+def _count_pairs(n: Numbers) -> Numbers:
     """Pairs of n tokens of which one sees the other or itself."""
     return n * (n + 1.0) / 2  # a float, which does not overflow as int32 does
 
@@ -119,7 +119,7 @@ def _pairs(n: Numbers) -> Numbers:
 LLAMA_7B = CostModel(
     per_token=2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 4096 * 32000,
     per_pair=4 * 32 * 4096,
-    attention=(Heads(layers=32, heads=32, kv_heads=32, key_dim=128, value_dim=128),),
+    attention=(HeadCounts(layers=32, heads=32, kv_heads=32, key_dim=128, value_dim=128),),
 )
 """Where no config is known: Llama 2 7B. Attention costs as much as the matrices in a document of 50,400 tokens."""
 
@@ -147,7 +147,7 @@ def with_pairs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
     for layer, kind, own, indexer in zip(config.per_layer_config, kinds, num_heads, indexers, strict=False):
         if kind in _WITHOUT_PAIRS:
             continue
-        sizes = _heads(layer, own)
+        sizes = _read_heads(layer, own)
         heads[sizes] += 1
         query_heads, _, key, value = sizes
         pair, scores = 2.0 * query_heads * (key + value), 0.0
@@ -163,11 +163,11 @@ def with_pairs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
             chunks[layer.attention_chunk_size] = chunks.get(layer.attention_chunk_size, 0) + pair
         else:
             full += pair
-    attention = tuple(Heads(layers, *sizes) for sizes, layers in heads.items())
+    attention = tuple(HeadCounts(layers, *sizes) for sizes, layers in heads.items())
     return CostModel(per_token, full, tuple(sorted(windows.items())), tuple(sorted(chunks.items())), attention)
 
 
-def with_scans(costs: CostModel, mixers: tuple[Mixers, ...]) -> CostModel:
+def with_scans(costs: CostModel, mixers: tuple[ScanCosts, ...]) -> CostModel:
     """The same cost model with the scans of recurrent layers.
 
     >>> scan = Mixers(layers=2, heads=1, kv_heads=1, per_token=5.0, chunk=2, per_pair=1.0, per_head=1, per_kv_head=1)
@@ -212,8 +212,8 @@ def _layer_kinds(config: "PreTrainedConfig") -> list[str]:
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 
-def _heads(layer: "PreTrainedConfig", num_heads: int | None) -> tuple[int, int, int, int]:
-    """`Heads` of one layer, but for their number."""
+def _read_heads(layer: "PreTrainedConfig", num_heads: int | None) -> tuple[int, int, int, int]:
+    """`HeadCounts` of one layer, but for their number."""
     heads = num_heads or layer.num_attention_heads
     if getattr(layer, "kv_lora_rank", None):  # multi-head latent attention: every head has its own keys
         key, kv_heads = layer.qk_nope_head_dim + layer.qk_rope_head_dim, heads

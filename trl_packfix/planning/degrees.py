@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
-from .balance import balanced, least_loaded
+from .balance import balance_packs, least_loaded
 from .best_fit import best_fit_decreasing
 from .costs import CostModel
 from .packs import PackPlan
@@ -128,7 +128,7 @@ def schedule_groups(
 
 def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: SequenceParallel) -> DividedStep:
     """The units of these packs for groups of S ranks in groups with the least modelled time that is found."""
-    step = Step(np.concatenate(packs), units, bins, parallel=parallel)
+    step = UndividedStep(np.concatenate(packs), units, bins, parallel=parallel)
     degree, accumulation = parallel.smallest, bins.accumulation
     packs = packs + [np.zeros(0, np.int64)] * (bins.num_slots // degree - len(packs))
     if bins.balance == "none":
@@ -141,7 +141,7 @@ def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: 
     return fastest
 
 
-class Step:
+class UndividedStep:
     """The units of one optimizer step, longest and dearest first, while they are divided among groups of ranks."""
 
     def __init__(self, members: Int64Array, units: Units, bins: Bins, *, parallel: SequenceParallel):
@@ -218,7 +218,7 @@ class Step:
             degree=degree,
             synchronisation="micro",  # the ranks of a group wait for each other in every layer
         )
-        return balanced(packs, self.units, bins)
+        return balance_packs(packs, self.units, bins)
 
     def grouped(self, packs: list[Int64Array], degree: int) -> DividedStep:
         """Packs of groups of one degree, micro-step after micro-step, with their modelled time."""

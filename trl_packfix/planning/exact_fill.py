@@ -14,12 +14,12 @@ from .arrays import Int64Array
 from .best_fit import Packs, best_fit_decreasing, by_earliest, select_packs
 
 MAX_PASSED_OVER = 32  # documents too long for the gap that a search skips: bounds the work per pack
-FILL_FROM = 3  # an exact fill is searched for gaps of at most this many mean documents; see `Packer`
-ENOUGH = 2  # short documents are scarce below this many times the room beside long ones; see `Packer`
+FILL_FROM = 3  # an exact fill is searched for gaps of at most this many mean documents; see `StreamPacker`
+ENOUGH_FILLERS = 2  # short documents are scarce below this many times the room beside long ones; see `StreamPacker`
 MAX_REMEMBERED = 1 << 16  # placed positions in memory: bounds the memory of an endless stream
 
 
-class Buffer:
+class WaitingDocuments:
     """Waiting documents by length, with the searches that closing a pack needs.
 
     `present[l]` is 1 where a document of l tokens waits, and `mirrored` is the same back to front: the pairs that sum
@@ -90,8 +90,8 @@ class Buffer:
 
 
 def fill_exactly(arriving: Int64Array, capacity: int, buffer_size: int) -> Packs:
-    """The packs of a `Packer` for lengths that are all known."""
-    return _as_arrays(Packer(arriving.tolist(), capacity, buffer_size, longest=int(arriving.max(initial=1))))
+    """The packs of a `StreamPacker` for lengths that are all known."""
+    return _as_arrays(StreamPacker(arriving.tolist(), capacity, buffer_size, longest=int(arriving.max(initial=1))))
 
 
 def _as_arrays(packs: Iterable[list[int]]) -> Packs:
@@ -105,7 +105,7 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
 
     def until_empty(arriving: Int64Array) -> Packs:
         longest = int(arriving.max())
-        return _as_arrays(Packer(arriving.tolist(), capacity, len(arriving), longest).packs(until_empty=True))
+        return _as_arrays(StreamPacker(arriving.tolist(), capacity, len(arriving), longest).packs(until_empty=True))
 
     decreasing = np.argsort(-lengths, kind="stable")
     members, sizes = until_empty(lengths[decreasing])
@@ -114,7 +114,7 @@ def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
 
 
 @dataclass(eq=False)
-class Packer:
+class StreamPacker:
     """Packs of positions in arrival order, each as soon as it is closed: oldest documents first, then an exact fill.
 
     An exact fill is searched only once the gap is at most FILL_FROM mean documents. Larger gaps mostly have one, made
@@ -147,11 +147,11 @@ class Packer:
 
     def __post_init__(self) -> None:
         self.next_lengths, self.ended = iter(self.arriving), False
-        self.buffer = Buffer(self.longest)
+        self.buffer = WaitingDocuments(self.longest)
         self.lengths: list[int] = []  # of the positions from `first` on
         self.taken = bytearray()  # of the same
         self.first = self.num_bytes = 0
-        self.spare = 0  # tokens of short documents that wait, less `ENOUGH` times the room beside the long ones
+        self.spare = 0  # tokens of short documents that wait, less `ENOUGH_FILLERS` times the room beside the long ones
         self.members: list[int] = []  # of the pack that is open
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -186,7 +186,7 @@ class Packer:
             buffer.add(position, length)
             self.lengths.append(length)
             self.taken.append(0)
-            self.spare += length if 2 * length <= self.capacity else ENOUGH * (length - self.capacity)
+            self.spare += length if 2 * length <= self.capacity else ENOUGH_FILLERS * (length - self.capacity)
             if self.bytes_of is not None:
                 self.num_bytes += self.bytes_of(position)
 
@@ -195,7 +195,7 @@ class Packer:
         position = self.buffer.take(length)
         self.taken[position - self.first] = 1
         self.members.append(position)
-        self.spare -= length if 2 * length <= self.capacity else ENOUGH * (length - self.capacity)
+        self.spare -= length if 2 * length <= self.capacity else ENOUGH_FILLERS * (length - self.capacity)
         if self.bytes_of is not None:
             self.num_bytes -= self.bytes_of(position)
         self._fill_buffer()

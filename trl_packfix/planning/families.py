@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import END, BoolArray, Float64Array, Int64Array
+from .arrays import END_TOKEN_KEY, BoolArray, Float64Array, Int64Array
 from .costs import CostModel
 from .units import Units
 
@@ -36,7 +36,7 @@ KEYS_PER_CAPACITY = 8
 TARGETS_PER_CAPACITY = 16
 """Times the room of a piece: most trained tokens of it. Rows do not bound them, and all of them are in one step."""
 
-BLOCK = 2**22  # tokens that are compared at a time, 16 MiB, if each document may have the fewest
+NUM_KEY_TOKENS = 2**22  # tokens that are compared at a time, 16 MiB, if each document may have the fewest
 BLOCK_OF_PACK = 2**13  # the same among the documents of a pack
 WIDTHS = 16, 2**16  # fewest and most tokens of a document in a block
 
@@ -52,7 +52,7 @@ def share_order(
     lengths = np.array([len(tokens) for tokens in documents], dtype=np.int64)
 
     def read(chosen: Int64Array, first: int, width: int) -> npt.NDArray[np.uint32]:
-        block = np.full((len(chosen), width), END, dtype=">u4")
+        block = np.full((len(chosen), width), END_TOKEN_KEY, dtype=">u4")
         for row, i in zip(block, chosen.tolist(), strict=True):
             tokens = documents[i][first : first + width]
             row[: len(tokens)] = tokens
@@ -108,7 +108,7 @@ class TokenOrder:
 
 
 def sort_by_tokens(
-    lengths: Int64Array, read: Callable[[Int64Array, int, int], npt.NDArray[np.uint32]], block: int = BLOCK
+    lengths: Int64Array, read: Callable[[Int64Array, int, int], npt.NDArray[np.uint32]], block: int = NUM_KEY_TOKENS
 ) -> TokenOrder:
     """Sort documents of so many tokens by these, and find the common tokens of neighbours on the way.
 
@@ -125,7 +125,7 @@ def sort_by_tokens(
         keys = np.empty((len(places), 1 + width), dtype=">u4")
         keys[:, 0] = group
         keys[:, 1:] = read(order[places], first, width)
-        differ = _differ(keys)
+        differ = _differ_from_previous(keys)
         mixed = np.zeros(int(group[-1]) + 1, dtype=bool)
         mixed[group[1:][differ & (group[1:] == group[:-1])]] = True
         moved = np.flatnonzero(mixed[group])
@@ -134,7 +134,7 @@ def sort_by_tokens(
             by_key = moved_keys.view(f"V{moved_keys.shape[1] * 4}")[:, 0].argsort(kind="stable")
             order[places[moved]] = order[places[moved[by_key]]]
             keys[moved] = moved_keys[by_key]
-            differ = _differ(keys)
+            differ = _differ_from_previous(keys)
         parted = np.flatnonzero(differ & (group[1:] == group[:-1])) + 1
         common[places[parted]] = first + (keys[parted, 1:] != keys[parted - 1, 1:]).argmax(axis=1)
         first += width
@@ -151,7 +151,7 @@ def sort_by_tokens(
     return TokenOrder(order, common)
 
 
-def _differ(keys: npt.NDArray[np.uint32]) -> BoolArray:
+def _differ_from_previous(keys: npt.NDArray[np.uint32]) -> BoolArray:
     """Whether each row but the first differs from the one before, shape (n - 1,)."""
     native = keys.view(np.uint32)  # the order of bytes does not matter, and numpy compares its own faster
     return (native[1:] != native[:-1]).any(axis=1)
@@ -231,7 +231,7 @@ def make_pieces(
     >>> [piece.tolist() for piece in np.split(pieces.order, pieces.offsets[1:-1])], pieces.rows.tolist()
     ([[0, 2], [1]], [50, 60])
     """
-    copy, first_copy = _copies(tokens, lengths)
+    copy, first_copy = _count_copies(tokens, lengths)
     if splits_copies and copy.any():
         tokens = tokens.within(copy)
     size = lengths[tokens.order]
@@ -242,7 +242,7 @@ def make_pieces(
     family[tokens.order] = np.cumsum(begins) - 1
     shared[begins] = 0
     room_of = np.broadcast_to(room, len(lengths))[tokens.order]
-    begins[_cuts(size, shared, trained[tokens.order], begins=begins, room=room_of)] = True
+    begins[_cut_families(size, shared, trained[tokens.order], begins=begins, room=room_of)] = True
     shared[begins] = 0
     starts = np.flatnonzero(begins)
     # numbered by their smallest document
@@ -267,7 +267,7 @@ def make_pieces(
     )
 
 
-def _copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+def _count_copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
     """How many documents before each one have the same tokens, and the first of them, both by number, shape (N,)."""
     size = lengths[tokens.order]
     is_copy = np.zeros(len(size), dtype=bool)
@@ -280,7 +280,7 @@ def _copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, Int64A
     return copy, first_copy
 
 
-def _cuts(
+def _cut_families(
     lengths: Int64Array, shared: Int64Array, trained: Int64Array, *, begins: BoolArray, room: Int64Array
 ) -> list[int]:
     """Places at which families are cut: parts have few enough rows (`room`, by their first document), keys, targets."""

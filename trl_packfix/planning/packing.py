@@ -15,7 +15,7 @@ import numpy as np
 from .arrays import Int64Array
 from .costs import LLAMA_7B, CostModel
 from .degrees import schedule_groups
-from .exact_fill import Packer
+from .exact_fill import StreamPacker
 from .families import Pieces, SharePrefixes
 from .packs import PackPlan, plan_blocks
 from .parallel import FILL, SequenceParallel, Speeds, possible_degrees, smallest_degree
@@ -23,7 +23,7 @@ from .schedule import Schedule, schedule_packs, schedule_steps
 from .strategies import STRATEGIES, Strategy, StrategyTraits
 from .units import Balance, Bins, Synchronisation, Units
 
-Changes = dict[str, tuple[Any, Any]]
+ChangedSettings = dict[str, tuple[Any, Any]]
 """Settings that differ, with their values before and now."""
 
 # What a field of `Packing` says about itself, beside `name`, that in `SFTConfig` if it is another. A field that says
@@ -102,11 +102,11 @@ class Packing:
         return Bins(**{each.name: getattr(self, each.name) for each in fields(Bins) if each.name != "degree"})
 
     @property
-    def num_bins(self) -> int:
+    def packs_per_step(self) -> int:
         """Packs of an optimizer step: one for each micro-step and group of the fewest ranks that hold any document."""
         return self.bins.num_slots // self.parallel.smallest
 
-    def rng(self, *seed: int) -> np.random.Generator | None:
+    def make_rng(self, *seed: int) -> np.random.Generator | None:
         """Draws what the epoch `seed` draws; None without shuffling."""
         return np.random.default_rng((self.seed, *seed)) if self.shuffle else None
 
@@ -115,35 +115,35 @@ class Packing:
         rows = np.minimum(units.rows, self.planned_capacity)  # a longer unit is alone in its pack, which may be full
         if self.traits.plan is None:
             assert block is not None, "documents are not cut into blocks"
-            return plan_blocks(block, rows, self.batch_size, capacity=self.planned_capacity, rng=self.rng(epoch))
-        rng = self.rng(epoch)
+            return plan_blocks(block, rows, self.batch_size, capacity=self.planned_capacity, rng=self.make_rng(epoch))
+        rng = self.make_rng(epoch)
         order = np.arange(len(rows)) if rng is None else units.visited(rng.permutation(len(rows)))
         return self.traits.plan(rows, self.planned_capacity, order=order, rng=rng)
 
     def pack_stream(
         self, lengths: Iterable[int], bytes_of: Callable[[int], int] | None = None, most_bytes: float = np.inf
     ) -> Iterator[list[int]]:
-        """Packs of documents that arrive with these lengths, by their positions, see `Packer`."""
+        """Packs of documents that arrive with these lengths, by their positions, see `StreamPacker`."""
         capacity = self.planned_capacity if len(self.degrees) > 1 else self.capacity  # dealt anew, or as they are
         arriving = (min(length, capacity) for length in lengths)  # a longer document is alone in its pack
         longest = min(self.max_length, capacity)
-        return iter(Packer(arriving, capacity, self.buffer_size, longest, bytes_of, most_bytes))
+        return iter(StreamPacker(arriving, capacity, self.buffer_size, longest, bytes_of, most_bytes))
 
     def num_steps(self, num: int) -> int:
         """Optimizer steps of an epoch of so many packs; of a strategy that keeps steps, of so many documents."""
-        per_step = self.documents_per_step if self.traits.keeps_steps else self.num_bins
+        per_step = self.unpacked_documents_per_step if self.traits.keeps_unpacked_steps else self.packs_per_step
         return num // per_step if self.drop_last else -(-num // per_step)
 
     @property
-    def documents_per_step(self) -> int:
+    def unpacked_documents_per_step(self) -> int:
         """Of the unpacked run."""
         return self.batch_size * self.bins.num_slots
 
-    def kept_steps(self, order: Int64Array) -> Int64Array:
+    def unpacked_step_of_documents(self, order: Int64Array) -> Int64Array:
         """The step of each document in the unpacked run, which visits them in this order; -1: none; both shape (N,)."""
-        reached = order[: self.num_steps(len(order)) * self.documents_per_step]
+        reached = order[: self.num_steps(len(order)) * self.unpacked_documents_per_step]
         step = np.full(len(order), -1)
-        step[reached] = np.arange(len(reached)) // self.documents_per_step
+        step[reached] = np.arange(len(reached)) // self.unpacked_documents_per_step
         return step
 
     def schedule(self, plan: PackPlan, units: Units, num_steps: int) -> Schedule:
@@ -152,13 +152,13 @@ class Packing:
             return schedule_packs(plan, units, num_steps, bins=self.bins)
         return schedule_groups(plan, units, num_steps, bins=self.bins, parallel=self.parallel)
 
-    def schedule_kept_steps(self, units: Units, order: Int64Array) -> Schedule:
+    def schedule_unpacked_steps(self, units: Units, order: Int64Array) -> Schedule:
         """Every step has the documents of the unpacked run, visited in this order. Units may be families of these."""
         steps = np.arange(self.num_steps(len(order)) + 1)
         if not isinstance(units, Pieces):
-            bounds = np.minimum(steps * self.documents_per_step, len(order))
+            bounds = np.minimum(steps * self.unpacked_documents_per_step, len(order))
             return schedule_steps(units, order, bounds, bins=self.bins)
-        step = self.kept_steps(order)[units.order[units.offsets[:-1]]]
+        step = self.unpacked_step_of_documents(order)[units.order[units.offsets[:-1]]]
         by_step = np.argsort(step, kind="stable")
         return schedule_steps(units, by_step, np.searchsorted(step[by_step], steps), bins=self.bins)
 
@@ -166,7 +166,7 @@ class Packing:
         """The settings that decide which documents an optimizer step has, by the names that a user sets."""
         ignored = ("free", "tables") if of == "stream" else ("free",)
         chosen = [setting for setting in fields(self) if setting.metadata.get("restart") not in ignored]
-        return {NAMES[setting.name]: getattr(self, setting.name) for setting in chosen}
+        return {CONFIG_NAMES[setting.name]: getattr(self, setting.name) for setting in chosen}
 
     def fingerprint(self, of: Literal["packs", "schedule"]) -> str:
         """Hash of all settings that decide the packs of the first epoch, or the schedule of any."""
@@ -175,31 +175,35 @@ class Packing:
         return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
-NAMES = {setting.name: setting.metadata.get("name", setting.name) for setting in fields(Packing)}
+CONFIG_NAMES = {setting.name: setting.metadata.get("name", setting.name) for setting in fields(Packing)}
 """Of each field in `SFTConfig`."""
-ELASTIC = frozenset(NAMES[each.name] for each in fields(Packing) if each.metadata.get("restart") == "adapted")
+REPLANNED_SETTINGS = frozenset(
+    CONFIG_NAMES[each.name] for each in fields(Packing) if each.metadata.get("restart") == "adapted"
+)
 """Settings for other values of which the rest of an epoch, or of a pass, can be planned anew."""
-DEFAULTS = {NAMES[each.name]: each.default for each in fields(Packing) if each.default is not MISSING}
+DEFAULTS = {CONFIG_NAMES[each.name]: each.default for each in fields(Packing) if each.default is not MISSING}
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> ChangedSettings:
     """What differs of the settings `now`. Where an earlier version has not saved one, it had the default.
 
     >>> changes({"max_length": 8, "batch_size": 2}, Packing(max_length=8, seed=1).settings("table"))
     {'seed': (0, 1), 'per_device_train_batch_size': (2, 1)}
     """
-    before = DEFAULTS | {NAMES.get(name, name): value for name, value in before.items()}
+    before = DEFAULTS | {CONFIG_NAMES.get(name, name): value for name, value in before.items()}
     return {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
 
 
-def listed(changed: Changes) -> str:
+def describe_changes(changed: ChangedSettings) -> str:
     """The differences in words.
 
     >>> listed({"seed": (0, 1)})
     '`seed` was 0 and is 1'
     """
-    return ", ".join(f"`{name}` was {_short(before)} and is {_short(now)}" for name, (before, now) in changed.items())
+    return ", ".join(
+        f"`{name}` was {_shorten(before)} and is {_shorten(now)}" for name, (before, now) in changed.items()
+    )
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else repr(value)  # a hash

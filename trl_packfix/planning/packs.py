@@ -93,7 +93,7 @@ def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | N
     members, sizes = best_fit_decreasing(lengths, capacity, rng)
     if rng is None:
         members, sizes = by_earliest(members, sizes)
-    return _plan(members, sizes, lengths, capacity=capacity)
+    return _make_plan(members, sizes, lengths, capacity=capacity)
 
 
 def plan_stream(
@@ -104,7 +104,7 @@ def plan_stream(
     rng: np.random.Generator | None = None,
     buffer_size: int = 1000,
 ) -> PackPlan:
-    """Packs of a `Packer` for documents that are visited in the order given, a permutation of range(N); see there.
+    """Plan packs by `StreamPacker` for documents that are visited in the order given, a permutation of range(N).
 
     With `rng` packs come in random order, else as they are closed. They are closed while no document waits for more
     than `buffer_size` packs, because each pack takes the oldest document of the buffer. But short documents close a
@@ -131,7 +131,7 @@ def plan_stream(
     members, sizes = packs or fill_exactly(arriving, capacity, buffer_size)
     if rng is not None:
         members, sizes = select_packs(members, sizes, rng.permutation(len(sizes)))
-    return _plan(order[members], sizes, lengths, capacity=capacity)
+    return _make_plan(order[members], sizes, lengths, capacity=capacity)
 
 
 def plan_blocks(
@@ -142,15 +142,15 @@ def plan_blocks(
     if rng is not None:
         members, sizes = select_packs(members, sizes, rng.permutation(len(sizes)))
     sizes = np.add.reduceat(sizes, np.arange(0, len(sizes), batch_size))
-    return _plan(members, sizes, lengths, capacity=capacity)
+    return _make_plan(members, sizes, lengths, capacity=capacity)
 
 
-def reordered(plan: PackPlan, rng: np.random.Generator) -> PackPlan:
+def shuffle_packs(plan: PackPlan, rng: np.random.Generator) -> PackPlan:
     members, sizes = select_packs(plan.order, np.diff(plan.offsets), rng.permutation(plan.num_packs))
-    return _plan(members, sizes, plan.lengths, capacity=plan.capacity)
+    return _make_plan(members, sizes, plan.lengths, capacity=plan.capacity)
 
 
-def _plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, *, capacity: int) -> PackPlan:
+def _make_plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, *, capacity: int) -> PackPlan:
     return PackPlan(members, np.concatenate([[0], np.cumsum(sizes)]), lengths, int(capacity))
 
 

@@ -16,11 +16,11 @@ from itertools import pairwise
 import numpy as np
 
 from .arrays import Float64Array, Int64Array
-from .balance import balanced, even_targets, least_loaded
+from .balance import balance_packs, even_targets, least_loaded
 from .packs import PackPlan, plan_bfd
 from .units import Bins, Synchronisation, Units
 
-EMPTY = -1
+NO_DOCUMENTS = -1
 """Id of the dummy document, two tokens and none trained, of a rank that has no document in a micro-batch."""
 
 
@@ -52,14 +52,14 @@ class Schedule:
     def micro_batches(self, rank: int) -> Iterator[Int64Array]:
         """Document indices of each micro-batch of one rank, in training order; `[EMPTY]` where it has none.
 
-        With sequence parallelism they are those of the whole pack, of which the rank holds a part: see `parts`.
+        With sequence parallelism they are those of the whole pack, of which the rank holds a part: see `parts_of_rank`.
         """
-        for micro_step, (_, index) in enumerate(self.parts(rank)):
+        for micro_step, (_, index) in enumerate(self.parts_of_rank(rank)):
             slot = micro_step * self.world_size + rank - index
             documents = self.order[self.offsets[slot] : self.offsets[slot + 1]]
-            yield documents if len(documents) else np.array([EMPTY])
+            yield documents if len(documents) else np.array([NO_DOCUMENTS])
 
-    def parts(self, rank: int) -> Iterator[tuple[int, int]]:
+    def parts_of_rank(self, rank: int) -> Iterator[tuple[int, int]]:
         """Degree and index of the part that a rank holds of its pack, for each micro-batch; (1, 0): all of it."""
         return ((degree, rank % degree) for degree in self.degrees.tolist())
 
@@ -117,9 +117,9 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
     if bins.evens_targets:
         steps = (even_targets(step, units, len(step), capacity=bins.capacity) for step in steps)
     elif bins.balance == "step":
-        steps = (balanced(step, units, bins) for step in steps)
+        steps = (balance_packs(step, units, bins) for step in steps)
     none = np.zeros(0, np.int64)
-    return _schedule((step + [none] * (bins.num_slots - len(step)) for step in steps), bins)
+    return _make_schedule((step + [none] * (bins.num_slots - len(step)) for step in steps), bins)
 
 
 def packs_of_steps(plan: PackPlan, rows: Int64Array, num_steps: int, *, bins: Bins) -> Iterator[list[Int64Array]]:
@@ -163,11 +163,11 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
             packs = even_targets(packs, units, num_filled, capacity=bins.capacity)
             return packs + [members[:0]] * (bins.num_slots - len(packs))
         if bins.balance == "step":
-            packs = balanced(packs, units, replace(bins, accumulation=len(packs) // bins.world_size))
-        return _spread(packs, units.rows, bins.num_slots)
+            packs = balance_packs(packs, units, replace(bins, accumulation=len(packs) // bins.world_size))
+        return _fill_empty_packs(packs, units.rows, bins.num_slots)
 
     steps = (slots(order[first:last]) for first, last in pairwise(bounds.tolist()))
-    return _schedule(steps, bins)
+    return _make_schedule(steps, bins)
 
 
 def _few_packs(documents: Int64Array, lengths: Int64Array, bins: Bins) -> list[Int64Array]:
@@ -186,7 +186,7 @@ def _few_packs(documents: Int64Array, lengths: Int64Array, bins: Bins) -> list[I
     return [longest_first[pack] for pack in packs]
 
 
-def _spread(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int64Array]:
+def _fill_empty_packs(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int64Array]:
     """`num` packs, since the Trainer runs them all: an empty one gets the shortest document of a pack with several."""
     spread = [*(pack.tolist() for pack in packs), *([] for _ in range(num - len(packs)))]
     # of documents of one length those of all packs in turn
@@ -233,7 +233,7 @@ def split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[
     return [packs[i] for i in sorted(range(len(packs)), key=place.__getitem__)]
 
 
-def _schedule(steps: Iterable[list[Int64Array]], bins: Bins) -> Schedule:
+def _make_schedule(steps: Iterable[list[Int64Array]], bins: Bins) -> Schedule:
     """The slots of all steps, one after the other. Of each step two arrays are kept: those of its slots take more."""
     orders, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
     for slots in steps:

@@ -25,11 +25,11 @@ class StrategyTraits:
     overlong: Literal["truncate", "split"] = "truncate"  # where `overlong` is unset
     packs_streams: bool = False  # it needs no document beyond a bounded buffer, so it packs an `IterableDataset`
     cuts_blocks: bool = False  # all documents are concatenated and cut every `max_length` tokens
-    keeps_steps: bool = False  # every optimizer step has the documents of the unpacked run
+    keeps_unpacked_steps: bool = False  # every optimizer step has the documents of the unpacked run
     instead: str | None = None  # what to do instead of `plan_packs`, where lengths alone are not enough to plan it
 
 
-def _bfd(lengths: Int64Array, capacity: int, *, order: Int64Array, rng: np.random.Generator | None) -> PackPlan:
+def _plan_bfd(lengths: Int64Array, capacity: int, *, order: Int64Array, rng: np.random.Generator | None) -> PackPlan:
     return plan_bfd(lengths, capacity, rng)
 
 
@@ -40,14 +40,14 @@ STRATEGIES: dict[Strategy, StrategyTraits] = {
         plan=lambda lengths, capacity, *, order, rng: plan_stream(lengths, order, capacity, rng=rng),
         packs_streams=True,
     ),
-    "bfd": StrategyTraits(plan=_bfd),
+    "bfd": StrategyTraits(plan=_plan_bfd),
     "bfd_split": StrategyTraits(
-        plan=_bfd,
+        plan=_plan_bfd,
         overlong="split",
         instead="split the documents at max_length first and plan the pieces with strategy='bfd', or use the trainer",
     ),
     "wrapped": StrategyTraits(overlong="split", cuts_blocks=True, instead=_USE_THE_TRAINER.format("wrapped")),
-    "minibatch": StrategyTraits(keeps_steps=True, instead=_USE_THE_TRAINER.format("minibatch")),
+    "minibatch": StrategyTraits(keeps_unpacked_steps=True, instead=_USE_THE_TRAINER.format("minibatch")),
 }
 
 

@@ -6,20 +6,20 @@ import numpy as np
 
 from ..compat import libraries_newer_than_tested
 from ..data.epochs import EpochPlanner
-from ..data.reader import Rows
+from ..data.reader import RowReader
 from ..data.stream import PackedStream, StreamCounts
 from ..planning.schedule import imbalance, rank_costs
 from .packs import first_packs
-from .parts import ImageNumbers, LengthHistogram, SharedPacks
 from .report import PackingReport, PlanSample
 from .savings import planned_savings
+from .sections import ImageNumbers, LengthHistogram, SharedPacks
 
 NUM_DRAWN = 100_000  # documents drawn to estimate the efficiency of padded batches
 NUM_MICRO_STEPS = 8
 SETTINGS = ("strategy", "overlong", "max_length", "batch_size", "accumulation", "world_size", "capacity")
 
 
-def make_report(planner: EpochPlanner, reader: Rows, *, unpacked_counts_first: bool = False) -> PackingReport:
+def make_report(planner: EpochPlanner, reader: RowReader, *, unpacked_counts_first: bool = False) -> PackingReport:
     """`unpacked_counts_first`: TRL's unpacked loss of this model also divides by the first label of each row."""
     packing, documents, lengths = planner.packing, planner.documents, planner.documents.lengths
     schedule, units, plan = planner.schedule(0), planner.units(), planner.first_plan

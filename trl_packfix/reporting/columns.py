@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from ..data.documents import Count
+from ..data.documents import DocumentCounts
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ COLUMNS = (
     Column("computed", "shared_prefixes.rows", ".2f", "computed_share", OF_TOKENS, meaning=COMPUTED),
     Column("families/step", "shared_prefixes.families_per_step", ",.1f", "families_per_step", FAMILIES, "families"),
     Column("images/pack", "images.per_pack", ".1f", "images_per_pack", unit="images", meaning="mean"),
-    Column("too long", lambda r: r.images and r.ledger.dropped.get("overlong", Count()).documents, legend=TOO_LONG),
+    Column(
+        "too long", lambda r: r.images and r.ledger.dropped.get("overlong", DocumentCounts()).documents, legend=TOO_LONG
+    ),
     Column("language", "images.language_imbalance", ".3f", "language_imbalance", LANGUAGE, "ratio"),
     Column("tower", "images.tower_imbalance", ".3f", "tower_imbalance", TOWER, "ratio"),
     Column("exchange", "shared.exchange_share", ".1%", "exchange_share", EXCHANGE),

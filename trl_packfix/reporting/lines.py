@@ -6,21 +6,21 @@ A part of the report that may be absent (images, turns, ...) has a method `line`
 from typing import TYPE_CHECKING, Any
 
 from ..planning.strategies import STRATEGIES
-from .parts import Lines
+from .sections import Lines
 
 if TYPE_CHECKING:
     from .report import PackingReport
 
 
-def _line(label: str, part: Any, *given: object) -> Lines:
+def _part_line(label: str, part: Any, *given: object) -> Lines:
     """That of a part of the report, if it has one."""
     text = None if part is None else part.line(*given)
     if text is not None:
         yield label, text
 
 
-def _documents(report: "PackingReport") -> Lines:
-    yield from _line("conversations", report.turns)
+def _documents_lines(report: "PackingReport") -> Lines:
+    yield from _part_line("conversations", report.turns)
     text = (
         "a stream of unknown length; packed in arrival order, with uneven lengths in the first and last documents of "
         "each pass; read again from its start at its end"
@@ -29,12 +29,12 @@ def _documents(report: "PackingReport") -> Lines:
         packs = "" if report.num_packs is None else f" -> {report.num_packs:,} packs ({report.strategy})"
         text = f"{report.num_documents:,} of {report.num_rows:,} rows, {report.num_tokens:,} tokens{packs}"
     yield "documents", text
-    yield from _line("trained tokens", report.trained, report.num_trained_tokens, report.num_tokens)
-    yield from _line("images", report.images)
-    yield from _line("lengths", report.lengths)
+    yield from _part_line("trained tokens", report.trained, report.num_trained_tokens, report.num_tokens)
+    yield from _part_line("images", report.images)
+    yield from _part_line("lengths", report.lengths)
 
 
-def _packs(report: "PackingReport") -> Lines:
+def _packs_lines(report: "PackingReport") -> Lines:
     size = report.groups.size(report)
     if report.num_rows is None:
         yield "micro-batch", size
@@ -42,7 +42,7 @@ def _packs(report: "PackingReport") -> Lines:
         of_run = f"accumulation {report.accumulation}, ranks {report.world_size}"
         yield "steps", f"{report.num_steps:,} (max_steps), packs in each: {num} ({of_run})"
         if report.num_packs:
-            yield from _line("sequence parallelism", report.shared)
+            yield from _part_line("sequence parallelism", report.shared)
             read = report.ledger.given
             yield "read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)"
             tokens = f"{report.num_tokens:,} tokens ({report.num_trained_tokens:,} trained)"
@@ -61,7 +61,7 @@ def _packs(report: "PackingReport") -> Lines:
         f"{report.accumulation}, ranks {report.world_size}); unpacked: {-(-report.num_documents // documents):,} of "
         f"{documents:,}",
     )
-    yield from _line("common prefixes", report.prefixes, report)
+    yield from _part_line("common prefixes", report.prefixes, report)
     yield "against unpacked", _unpacked_text(report)
     if report.unpacked_loss != 1:
         yield (
@@ -73,7 +73,7 @@ def _packs(report: "PackingReport") -> Lines:
 
 def _unpacked_text(report: "PackingReport") -> str:
     """What to set instead of the unpacked run's. The learning rate is scaled by the square root, for Adam."""
-    if STRATEGIES[report.strategy].keeps_steps:
+    if STRATEGIES[report.strategy].keeps_unpacked_steps:
         same = "the same steps" if report.unpacked_loss == 1 else "the same steps but for the loss"
         return f"{same}: no setting has to change"
     assert report.documents_per_step is not None  # it is known for a table
@@ -90,7 +90,7 @@ def _unpacked_text(report: "PackingReport") -> str:
     return f"{families}{rate}, settings in steps / {ratio:.1f}{instead}"
 
 
-def _cuts(report: "PackingReport") -> Lines:
+def _cuts_lines(report: "PackingReport") -> Lines:
     ledger, truncated = report.ledger, report.ledger.truncated
     if truncated.documents:
         tokens = f"{truncated.tokens:,} tokens ({truncated.trained_tokens:,} trained)"
@@ -106,7 +106,7 @@ def _cuts(report: "PackingReport") -> Lines:
         yield "warning", report.warning
 
 
-def _model(report: "PackingReport") -> Lines:
+def _model_lines(report: "PackingReport") -> Lines:
     if report.experimental:
         yield "experimental", f"{', '.join(report.experimental)}: several GPUs have not run this yet"
     if report.newer_libraries:
@@ -126,4 +126,4 @@ def _model(report: "PackingReport") -> Lines:
         yield "first step", report.first_step
 
 
-LINES = (_documents, _packs, _cuts, _model)
+LINES = (_documents_lines, _packs_lines, _cuts_lines, _model_lines)

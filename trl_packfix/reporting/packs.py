@@ -10,12 +10,12 @@ import numpy as np
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from ..data.collator import IGNORE_INDEX, READ, PackedDataCollator
+from ..data.collator import IGNORE_INDEX, TEXT_KEYS, PackedDataCollator
 from ..data.epochs import EpochPlanner
 from ..data.loaders import DocumentDataset
 from ..data.prefix_collator import PrefixCollator
-from ..data.reader import Rows
-from ..layout import LAYOUT
+from ..data.reader import RowReader
+from ..layout import LAYOUT_KEY
 
 NUM_PACKS = 8
 REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # a special token several times: the tokens of an image
@@ -24,7 +24,7 @@ LEGEND = (
     "[n] document n of the pack, each in one colour; [[trained tokens]] are also bold; [... n ...] n tokens omitted"
 )
 
-Run = tuple[bool, int, int]  # of tokens of a document: whether they are trained, the first, one after the last
+TokenSpan = tuple[bool, int, int]  # of tokens of a document: whether they are trained, the first, one after the last
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ShownDocument:
     start: int
     stop: int
     positions: tuple[int, int]  # first and last position id
-    runs: list[Run]
+    runs: list[TokenSpan]
     tokens: np.ndarray | None  # ids, shape (stop - start,)
     shared: int = 0  # tokens whose rows are those of the document before it
     num_images: int | None = None  # None if the table has none
@@ -51,7 +51,7 @@ class ShownDocument:
         return 0 if self.shared and own == 1 else own
 
     @property
-    def own_runs(self) -> list[Run]:
+    def own_runs(self) -> list[TokenSpan]:
         """The runs of the tokens that are not shared, from the first of these."""
         runs = [(trained, max(first - self.shared, 0), end - self.shared) for trained, first, end in self.runs]
         return [run for run in runs if run[2] > 0]
@@ -64,7 +64,7 @@ class ShownDocument:
         parts = []
         for trained, first, end in self.runs:
             ids = None if self.tokens is None else self.tokens[first:end]
-            text = None if ids is None or tokenizer is None else _decode(tokenizer, ids)
+            text = None if ids is None or tokenizer is None else _decode_tokens(tokenizer, ids)
             parts.append({"trained": trained, "input_ids": None if ids is None else ids.tolist(), "text": text})
         values = {"row": self.row, "start": self.start, "stop": self.stop, "position_ids": list(self.positions)}
         values |= {"trained_tokens": self.num_trained, "parts": parts}
@@ -115,7 +115,7 @@ class ShownPack:
         return replace(self, documents=[replace(document, tokens=None) for document in self.documents])
 
 
-def first_packs(planner: EpochPlanner, reader: Rows, num_packs: int = NUM_PACKS) -> list[ShownPack]:
+def first_packs(planner: EpochPlanner, reader: RowReader, num_packs: int = NUM_PACKS) -> list[ShownPack]:
     """The first packs of a run that trains with this planner, each read back from a batch of the collator.
 
     Of a step with more packs they are evenly spaced, because the most expensive ones come first.
@@ -127,17 +127,17 @@ def first_packs(planner: EpochPlanner, reader: Rows, num_packs: int = NUM_PACKS)
     return [_read_pack(planner, reader, slot) for slot in filled[np.arange(num) * len(filled) // num].tolist()]
 
 
-def _read_pack(planner: EpochPlanner, reader: Rows, slot: int) -> ShownPack:
+def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack:
     packing, schedule, documents = planner.packing, planner.schedule(0), planner.documents
     chosen = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]]
     read = DocumentDataset(reader, documents).__getitems__(chosen.tolist())
     prefixes = PrefixCollator(shares=packing.share_prefixes != "off", compare=reader.compare)
     trained, keys, shared = prefixes(read), [], [0] * len(read)
-    if LAYOUT in trained:
-        order, shared, _ = prefixes.order(read)
+    if LAYOUT_KEY in trained:
+        order, shared, _ = prefixes.order_documents(read)
         chosen, read, keys = chosen[order], [read[i] for i in order], trained["cu_seq_lens_k"].tolist()
     # Each document whole, as the picture and the text show it
-    batch = PackedDataCollator()([{name: row[name] for name in READ if name in row} for row in read])
+    batch = PackedDataCollator()([{name: row[name] for name in TEXT_KEYS if name in row} for row in read])
     tokens, labels, positions = (batch[name][0].numpy() for name in ("input_ids", "labels", "position_ids"))
     whole = batch["cu_seq_lens_q"].tolist()
     counts = documents.image_count
@@ -147,7 +147,7 @@ def _read_pack(planner: EpochPlanner, reader: Rows, slot: int) -> ShownPack:
             start=int(documents.start[document]),
             stop=int(documents.stop[document]),
             positions=(int(positions[first]), int(positions[end - 1])),
-            runs=_runs(labels[first:end] != IGNORE_INDEX),
+            runs=_token_spans(labels[first:end] != IGNORE_INDEX),
             tokens=tokens[first:end],
             shared=common,
             num_images=None if counts is None else int(counts[document]),
@@ -163,7 +163,7 @@ def _read_pack(planner: EpochPlanner, reader: Rows, slot: int) -> ShownPack:
     return ShownPack(place, capacity, trained["cu_seq_lens_q"].tolist(), shown, rank, degree, keys)
 
 
-def _runs(trained: np.ndarray) -> list[Run]:
+def _token_spans(trained: np.ndarray) -> list[TokenSpan]:
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
     return [(bool(trained[first]), first, end) for first, end in itertools.pairwise(edges)]
 
@@ -198,7 +198,9 @@ def pack_text(
         text.append("    ")
         if document.shared:
             text.append(f"[... {document.shared:,} shared ...] ", style)
-        for part, trained in _parts(document.tokens[document.shared :], document.own_runs, tokenizer, num=num_tokens):
+        for part, trained in _text_of_parts(
+            document.tokens[document.shared :], document.own_runs, tokenizer, num=num_tokens
+        ):
             text.append(f"[[{part}]]" if trained else part, f"bold {style}" if trained else style)
         text.append("\n")
     if tail := pack.documents[num_documents:]:
@@ -206,8 +208,8 @@ def pack_text(
     return text
 
 
-def _parts(
-    tokens: np.ndarray, runs: list[Run], tokenizer: PreTrainedTokenizerBase | None, *, num: int
+def _text_of_parts(
+    tokens: np.ndarray, runs: list[TokenSpan], tokenizer: PreTrainedTokenizerBase | None, *, num: int
 ) -> Iterator[tuple[str, bool]]:
     """Text of each run and whether it is trained, without the middle of a long document."""
     length, half = len(tokens), num // 2
@@ -219,12 +221,12 @@ def _parts(
             if low < high:
                 text = " ".join(map(str, tokens[low:high]))
                 if tokenizer is not None:
-                    text = _decode(tokenizer, tokens[low:high])
+                    text = _decode_tokens(tokenizer, tokens[low:high])
                     text = REPEATED.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text)
                 yield text.replace("\n", "\\n"), trained
             if low == first and first <= hidden[0] < min(end, hidden[1]):
                 yield f" [... {omitted} ...] ", False
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> str:
+def _decode_tokens(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> str:
     return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))

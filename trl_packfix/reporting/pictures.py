@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .packs import ShownPack
-from .parts import LengthHistogram
+from .sections import LengthHistogram
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,13 +15,13 @@ from rich.text import Text
 from ..data.documents import Ledger
 from ..isolation.isolation_report import IsolationReport, finite
 from ..planning.strategies import Strategy
-from ..samples.row import Trained, TurnCounts
+from ..samples.row import PerTurnCounts, TrainedSummary
 from .columns import COLUMNS
 from .lines import LINES
 from .packs import ShownPack
-from .parts import ImageNumbers, LengthHistogram, OwnPacks, SharedPacks
 from .pictures import plot_report
 from .savings import PrefixSavings
+from .sections import ImageNumbers, LengthHistogram, OwnPacks, SharedPacks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,8 +105,8 @@ class PackingReport:
     shared: SharedPacks | None = None
     prefixes: PrefixSavings | None = None
     images: ImageNumbers | None = None
-    turns: TurnCounts | None = None
-    trained: Trained | None = None
+    turns: PerTurnCounts | None = None
+    trained: TrainedSummary | None = None
     lengths: LengthHistogram | None = None
     attention: str = "not chosen yet"
     isolation: IsolationReport | None = None

@@ -15,7 +15,7 @@ from ..data.documents import token_order
 from ..data.epochs import EpochPlanner
 from ..data.image_rows import ImageRows
 from ..data.prefix_collator import PrefixCollator
-from ..data.reader import Rows, TokenReader
+from ..data.reader import RowReader, TokenReader
 from ..layout import layout_of
 from ..planning.arrays import Int64Array
 from ..planning.families import Pieces, SharePrefixes, TokenOrder, shared_by_neighbours
@@ -93,7 +93,7 @@ def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
     return PrefixSavings("family", rows, flops, num_families=num_families, families_per_step=per_step)
 
 
-def estimated_savings(planner: EpochPlanner, reader: Rows) -> PrefixSavings | None:
+def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings | None:
     """The savings of a run that packs no families; None where prefixes cannot be shared, or tokens are not known.
 
     Also None for documents with images and "off": to know what sharing would save, images would be processed.
@@ -115,7 +115,7 @@ def estimated_savings(planner: EpochPlanner, reader: Rows) -> PrefixSavings | No
         if is_sampled:
             first = np.linspace(0, len(documents) - STRETCH, NUM_STRETCHES).astype(np.int64)
             chosen = (first[:, None] + np.arange(STRETCH)).ravel()
-        pieces = planner.pieces(token_order(reader, documents, chosen))
+        pieces = planner.make_pieces(token_order(reader, documents, chosen))
         in_families, num_families = float(pieces.rows.sum() / documents.lengths[chosen].sum()), pieces.num_families
     setting = planner.packing.share_prefixes
     now = (rows, flops) if setting == "pack" else (1.0, 1.0)

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from . import texts
 from .conversation import Tokenizer
-from .row import NUM_SHOWN
-from .turns import Settings
+from .row import MAX_ROWS_NAMED
+from .turns import TurnSettings
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def check_rows(dataset: object, name: str) -> None:
 
 
 def check_raw_dataset(
-    dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, *, args: Settings, is_formatted: bool = False
+    dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, *, args: TurnSettings, is_formatted: bool = False
 ) -> None:
     """Refuse a dataset of which nothing can be tokenised or trained and, but for `bad_rows="drop"`, such rows.
 
@@ -97,8 +97,8 @@ def check_raw_dataset(
     if len(halves) and forms and names_rows and "completion" not in dataset.column_names:
         raise ValueError(
             f"{len(halves)} of {len(dataset)} rows of the {name} dataset have a `prompt` and no `completion`; the "
-            f"first are {halves[:NUM_SHOWN].tolist()}. TRL tokenises `prompt` with `completion`, and whether the text "
-            f"in `{args.dataset_text_field}` has the prompt is not known. Rename the column of the answers to "
+            f"first are {halves[:MAX_ROWS_NAMED].tolist()}. TRL tokenises `prompt` with `completion`, and whether the "
+            f"text in `{args.dataset_text_field}` has the prompt is not known. Rename the column of the answers to "
             "`completion`, or remove the column `prompt`."
         )
     if len(bare) and forms and names_rows:
@@ -106,8 +106,8 @@ def check_raw_dataset(
         named = " and ".join(f"`{column}`" for column in columns if texts.missing(dataset, column)[bare].any())
         raise ValueError(
             f"{len(bare)} of {len(dataset)} rows of the {name} dataset hold None in {named}; the first are "
-            f"{bare[:NUM_SHOWN].tolist()}. None cannot be tokenised. Remove these rows (`dataset.select`), or fill in "
-            "the missing text."
+            f"{bare[:MAX_ROWS_NAMED].tolist()}. None cannot be tokenised. Remove these rows (`dataset.select`), or "
+            "fill in the missing text."
         )
     num_plain = sum(int(has.sum()) for columns, has in forms if not texts.is_list(dataset, columns[0]))
     num_plain = len(dataset) if is_formatted else num_plain
@@ -123,8 +123,8 @@ def check_raw_dataset(
         if len(silent):
             raise ValueError(
                 f"`assistant_only_loss=True` was given and {len(silent)} of {len(dataset)} rows of the {name} dataset "
-                f"have no assistant message; the first are {silent[:NUM_SHOWN].tolist()}. Such a row has no token to "
-                "train. Remove these rows (`dataset.select`), or set `assistant_only_loss=False`."
+                f"have no assistant message; the first are {silent[:MAX_ROWS_NAMED].tolist()}. Such a row has no token "
+                "to train. Remove these rows (`dataset.select`), or set `assistant_only_loss=False`."
             )
 
 
@@ -215,7 +215,7 @@ def check_conversations(dataset: Dataset | IterableDataset, name: str, setting: 
         )
 
 
-def check_turns(args: Settings, train_dataset: object, eval_dataset: object, *, is_formatted: bool) -> None:
+def check_turns(args: TurnSettings, train_dataset: object, eval_dataset: object, *, is_formatted: bool) -> None:
     """Refuse datasets without conversations, and messages whose weight would not be read, before a model is loaded."""
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     for name, dataset in [("train", train_dataset), *eval_sets.items()]:
@@ -259,7 +259,7 @@ def _check_unread(dataset: Dataset | IterableDataset, name: str, *, key: str, ow
         )
 
 
-def what_is_trained(args: Settings, dataset: object) -> str:
+def what_is_trained(args: TurnSettings, dataset: object) -> str:
     """The rule by which tokens of a training set are trained, and the setting that chose it."""
     columns = columns_of(dataset)
     if args.per_turn:
@@ -275,7 +275,7 @@ def what_is_trained(args: Settings, dataset: object) -> str:
     return "every token"
 
 
-def holds(rows: Iterable[Mapping[str, Any]], key: str, values: Collection[str] | None = None) -> bool:
+def row_holds(rows: Iterable[Mapping[str, Any]], key: str, values: Collection[str] | None = None) -> bool:
     """Whether a message of these rows holds the key, with one of the values if they are given."""
     lists = (row[column] for row in rows for column in MESSAGES if isinstance(row.get(column), list))
     contents = (message.get(key) for messages in lists for message in messages if isinstance(message, dict))
@@ -288,7 +288,7 @@ def rows_holding(
     """The rows that hold one of the keys, and how many were looked at; of a stream, the first."""
     if isinstance(dataset, IterableDataset):
         first = first_rows(dataset)
-        rows = [row for row in first if any(holds([row], key, values) for key in keys)]
+        rows = [row for row in first if any(row_holds([row], key, values) for key in keys)]
         return rows, f"the first {len(first)} rows"
     places = np.flatnonzero(np.any([rows_with(dataset, key, values=values) for key in keys], axis=0))
     return dataset.select(places).with_format(None), f"{len(dataset)} rows"
@@ -316,7 +316,7 @@ def _messages_with(messages: pa.Array, key: str, values: Collection[str] | None)
         text = messages.storage
         names = "|".join([key] if values is None else values)
         for i in np.flatnonzero(pc.fill_null(pc.match_substring_regex(text, f'"({names})"'), False)):
-            has[i] = holds([{"messages": [json.loads(text[i].as_py())]}], key, values)
+            has[i] = row_holds([{"messages": [json.loads(text[i].as_py())]}], key, values)
     if not pa.types.is_struct(messages.type) or messages.type.get_field_index(key) < 0:
         return has
     contents = pc.struct_field(messages, key)

@@ -19,12 +19,21 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..compat import masks_images
-from .apply import columns_of_batch
 from .conversation import Conversation
+from .make_samples import columns_of_batch
 from .processor import RowProcessor, images_of, with_images
 from .recipes import Recipe, Row, samples_of_turns, training_template
-from .row import BAD_ROW, NUM_SHOWN, NUMBERS, Cached, MaskCounts, Sample, bad_rows, hash_modules_of
-from .turns import PARTS, TurnRule, parts
+from .row import (
+    BAD_ROW_COLUMN,
+    BOOKKEEPING_COLUMNS,
+    MAX_ROWS_NAMED,
+    AssistantTurnCounts,
+    HashedMapFunction,
+    Sample,
+    bad_row_mask,
+    hash_modules_of,
+)
+from .turns import PART_MARKERS, TurnRule, text_parts
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +54,12 @@ KINDS: dict[str, tuple[object, object]] = {
 
 
 def features_of(rule: TurnRule | None) -> Features:
-    numbers = {} if rule is None else dict.fromkeys(NUMBERS, Value("int64"))
-    return Features({name: kind for name, (kind, _) in KINDS.items()} | {BAD_ROW: Value("string")} | numbers)
+    numbers = {} if rule is None else dict.fromkeys(BOOKKEEPING_COLUMNS, Value("int64"))
+    return Features({name: kind for name, (kind, _) in KINDS.items()} | {BAD_ROW_COLUMN: Value("string")} | numbers)
 
 
 @dataclass(frozen=True)
-class Processed(Recipe):
+class ProcessedImages(Recipe):
     """What is measured of a row with images, or of each of its assistant turns that is trained.
 
     A conversation without such a turn is one sample, in which nothing is trained.
@@ -68,14 +77,14 @@ class Processed(Recipe):
     def samples(self, row: Row, number: int) -> list[Sample]:
         rule = self.rule
         if rule is None:
-            return [self._measured(row, number)]
+            return [self._measure_rows(row, number)]
 
         def make(conversation: Conversation, turn: int) -> Sample:
-            return self._measured(rule.row_of_turn(conversation, turn, self.process.processor), number)
+            return self._measure_rows(rule.row_of_turn(conversation, turn, self.process.processor), number)
 
-        return samples_of_turns(rule.choose(Conversation.from_row(row, images_of(row))), make, row)
+        return samples_of_turns(rule.select_turn(Conversation.from_row(row, images_of(row))), make, row)
 
-    def _measured(self, row: Row, number: int) -> Sample:
+    def _measure_rows(self, row: Row, number: int) -> Sample:
         # Reading the row decodes its images, so a missing or broken one is found here.
         row, by_size = with_images(row), None
         if self.every > 1:
@@ -101,7 +110,7 @@ def measure(
     """Run the processor on every row and keep the numbers of `KINDS`; `datasets` caches them beside the data.
 
     With a rule, each assistant turn that is trained is a document, and `NUMBERS` note which. With `drops`, rows that
-    cannot be processed get length 0 and their reason in `BAD_ROW`.
+    cannot be processed get length 0 and their reason in `BAD_ROW_COLUMN`.
     """
     if dataset.format["type"] == "custom":
         raise ValueError(
@@ -112,11 +121,11 @@ def measure(
 
     def run(every: int) -> Dataset:
         return dataset.map(
-            Cached(columns_of_batch, users_code=hash_modules_of(process.processor)),
+            HashedMapFunction(columns_of_batch, users_code=hash_modules_of(process.processor)),
             with_indices=True,
             batched=True,
             batch_size=1,
-            fn_kwargs={"recipe": Processed(process, rule, every)},
+            fn_kwargs={"recipe": ProcessedImages(process, rule, every)},
             remove_columns=dataset.column_names,
             features=features_of(rule),
             num_proc=num_proc,
@@ -133,14 +142,14 @@ def measure(
             *(len(differs), -(-len(measures) // CHECKED), name, differs[0]),
         )
         measures = run(1)
-    bad = bad_rows(measures)
+    bad = bad_row_mask(measures)
     if bad.any() and not drops:
-        first = np.flatnonzero(bad)[:NUM_SHOWN]
+        first = np.flatnonzero(bad)[:MAX_ROWS_NAMED]
         raise ValueError(
             f"{bad.sum()} of {len(measures)} rows of the {name} dataset with images cannot be processed; the first "
-            f"are {first.tolist()}. Row {first[0]}: {measures[int(first[0])][BAD_ROW]}. Every image must be found and "
-            "decoded, and every placeholder in the text needs exactly one image. Correct or remove these rows "
-            '(`dataset.select`), or set `bad_rows="drop"`, which drops and counts them.'
+            f"are {first.tolist()}. Row {first[0]}: {measures[int(first[0])][BAD_ROW_COLUMN]}. Every image must be "
+            "found and decoded, and every placeholder in the text needs exactly one image. Correct or remove these "
+            'rows (`dataset.select`), or set `bad_rows="drop"`, which drops and counts them.'
         )
     return measures
 
@@ -161,11 +170,11 @@ class AssistantCollator(DataCollatorForVisionLanguageModeling):
         for example in examples:
             images = [example["image"]] if "image" in example else example["images"]
             messages = prepare_multimodal_messages(example["messages"], images=images)
-            chosen = self.rule.choose(Conversation(messages, 0, {"chat_template": self.chat_template}))
+            chosen = self.rule.select_turn(Conversation(messages, 0, {"chat_template": self.chat_template}))
             text, spans = self.rule.spans(chosen, self.processor)
             first, *others = example["messages"]
-            in_parts.append(example | {"messages": [first | {"parts": parts(text, spans)}, *others]})
-        return DataCollatorForVisionLanguageModeling.torch_call(replace(self, chat_template=PARTS), in_parts)
+            in_parts.append(example | {"messages": [first | {"parts": text_parts(text, spans)}, *others]})
+        return DataCollatorForVisionLanguageModeling.torch_call(replace(self, chat_template=PART_MARKERS), in_parts)
 
 
 def masking_collator(collate: DataCollatorForVisionLanguageModeling, rule: TurnRule) -> AssistantCollator:
@@ -180,14 +189,14 @@ def masking_collator(collate: DataCollatorForVisionLanguageModeling, rule: TurnR
     return AssistantCollator(**values, rule=rule)
 
 
-def count_turns_of_images(dataset: object, rule: TurnRule) -> MaskCounts | None:
+def count_turns_of_images(dataset: object, rule: TurnRule) -> AssistantTurnCounts | None:
     """The assistant turns of a table with images, whose rows are tokenised when they are read; None for a stream."""
     if not isinstance(dataset, Dataset) or "messages" not in dataset.column_names:
         return None
     counts = np.zeros(3, np.int64)
     for row in dataset.select_columns("messages"):
         try:
-            counts += astuple(rule.choose(Conversation.from_row(row)).counts)
+            counts += astuple(rule.select_turn(Conversation.from_row(row)).counts)
         except Exception:
             continue  # a bad row, named when it is processed
-    return MaskCounts(*counts.tolist())
+    return AssistantTurnCounts(*counts.tolist())

@@ -15,7 +15,7 @@ from transformers import ProcessorMixin
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..compat import training_every_token
-from ..layout import IGNORE_INDEX, READ, Compared
+from ..layout import IGNORE_INDEX, TEXT_KEYS, ComparedContent
 from .conversation import plain_tokenizer
 
 IMAGES_FROM = 2**31  # numbers that stand for images where documents are compared: above all tokens
@@ -86,7 +86,7 @@ class RowProcessor:
         cut |= {name: document[name][:, start:stop] for name in TOKEN_KINDS if name in document}
         return cut | (images_between(document, within[0], within[-1] + 1, num=len(spans)) if within else {})
 
-    def compare(self, documents: Sequence[Mapping[str, Any]]) -> list[Compared]:
+    def compare(self, documents: Sequence[Mapping[str, Any]]) -> list[ComparedContent]:
         """What is compared to find common beginnings: tokens and, in place of its first placeholder, each image.
 
         Two images have the same number there if the processor returns the same for them. All images of a document count
@@ -102,7 +102,7 @@ class RowProcessor:
                     digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
                     digest.update(values.contiguous().flatten().view(torch.uint8).numpy().data)
                 tokens[first] = IMAGES_FROM + numbers.setdefault(digest.digest(), len(numbers))
-            compared.append(Compared(tokens, spans))
+            compared.append(ComparedContent(tokens, spans))
         return compared
 
     def image_spans(self, document: Mapping[str, Any]) -> list[Span]:
@@ -212,7 +212,7 @@ def sequence_sizes(document: Mapping[str, Any]) -> Tensor:
 def images_between(document: Mapping[str, Any], first: int, stop: int, *, num: int) -> dict[str, Tensor]:
     """What the processor returns for the images `first` to `stop - 1` of the `num` images of a document, by name."""
     if (first, stop) == (0, num):
-        return {name: document[name] for name in _names(document)}
+        return {name: document[name] for name in _processor_outputs(document)}
     ends = _ends_of_images(document, num)
     assert ends is not None  # else they count as one
     images = {}
@@ -230,7 +230,7 @@ def _ends_of_images(document: Mapping[str, Any], num: int) -> dict[str, tuple[in
     grid = document.get("image_grid_thw")
     patches = [] if grid is None or len(grid) != num else grid.prod(-1).cumsum(0).tolist()
     ends = {}
-    for name in _names(document):
+    for name in _processor_outputs(document):
         shape = document[name].shape
         if patches and name == "pixel_values" and shape[0] == patches[-1]:
             ends[name] = 0, patches
@@ -241,9 +241,9 @@ def _ends_of_images(document: Mapping[str, Any], num: int) -> dict[str, tuple[in
     return ends
 
 
-def _names(document: Mapping[str, Any]) -> Collection[str]:
+def _processor_outputs(document: Mapping[str, Any]) -> Collection[str]:
     """The outputs of the processor that are of images."""
-    return document.keys() - READ - {*TOKEN_KINDS}
+    return document.keys() - TEXT_KEYS - {*TOKEN_KINDS}
 
 
 def _hash_of_images(digest: Any, images: list[Any]) -> bytes:
@@ -275,18 +275,18 @@ class SizeProcessor:
         from PIL import Image as Pillow  # a requirement of data with images only
 
         try:
-            sizes = _each(images, lambda image: (image.size, image.mode))
+            sizes = _map_images(images, lambda image: (image.size, image.mode))
         except TypeError:  # arrays, for example
             return self._image_processor(images=images, **kwargs)
         key = repr((sizes, sorted(kwargs.items(), key=str)))
         if key not in self._known:
-            plain = _each(images, lambda image: Pillow.new(image.mode, image.size, 1))
+            plain = _map_images(images, lambda image: Pillow.new(image.mode, image.size, 1))
             outputs = self._image_processor(images=plain, **kwargs)
             self._known[key] = type(outputs)({name: _shape(value) for name, value in outputs.items()})
         return copy.copy(self._known[key])
 
 
-def _each(images: object, function: Callable[[Any], object]) -> object:
+def _map_images(images: object, function: Callable[[Any], object]) -> object:
     """The function of each image, nested as the images are. TypeError: something else than images of PIL."""
     from PIL import Image as Pillow
 
@@ -294,7 +294,7 @@ def _each(images: object, function: Callable[[Any], object]) -> object:
         return function(images)
     if not isinstance(images, list | tuple):
         raise TypeError(f"not an image: {type(images).__name__}")
-    return [_each(image, function) for image in images]
+    return [_map_images(image, function) for image in images]
 
 
 def _shape(value: Any) -> Any:

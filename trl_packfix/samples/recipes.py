@@ -1,11 +1,11 @@
 """Recipes: from a row to its samples.
 
-    Whole       one sample of the row, made by TRL's own functions
-    Masked      one sample of the conversation, in which assistant turns are trained (`assistant_only_loss`)
+    WholeRows   one sample of the row, made by TRL's own functions
+    MaskedTurns one sample of the conversation, in which assistant turns are trained (`assistant_only_loss`)
     EachTurn    one sample per assistant turn, as the chat template renders it at this turn (`per_turn`)
 
-Where no sample can be made, a recipe raises an error, or returns the reason for a turn. `apply.py` applies recipes to
-tables and streams.
+Where no sample can be made, a recipe raises an error, or returns the reason for a turn. `make_samples.py` applies
+recipes to tables and streams.
 """
 
 import copy
@@ -23,9 +23,9 @@ from trl.chat_template_utils import get_training_chat_template
 from ..layout import IGNORE_INDEX
 from .checks import check_conversations, columns_of, has_conversations, has_images
 from .conversation import COLUMNS, Conversation, Tokenizer, num_same, plain_tokenizer, with_chat_roles
-from .row import NUM_SHOWN, MaskCounts, Sample, UnknownTurnError, reason, refuse
+from .row import MAX_ROWS_NAMED, AssistantTurnCounts, Sample, UnknownTurnError, explain_bad_row, raise_bad_rows
 from .texts import text_columns, with_one_text
-from .turns import Chosen, Settings, TurnRule, has_markers
+from .turns import TurnRule, TurnSelection, TurnSettings, has_markers
 
 NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row
 # Bound here: a script may set `trl.SFTTrainer` to a class of ours, whose method calls this module
@@ -53,7 +53,7 @@ Step: TypeAlias = tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[str, .
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedMaps:
     """Replaces a dataset of one row while TRL prepares it: `map` records a step, and iterating applies all to the row.
 
     TRL reads the row to choose its steps.
@@ -69,16 +69,16 @@ class Recorded:
         fn_kwargs: Mapping[str, Any] | None = None,
         remove_columns: str | list[str] | None = None,
         batched: bool = False,
-    ) -> "Recorded":
+    ) -> "RecordedMaps":
         assert not batched, "TRL maps rows one by one"
         removed = (remove_columns,) if isinstance(remove_columns, str) else tuple(remove_columns or ())
         return replace(self, steps=(*self.steps, (partial(function, **fn_kwargs or {}), removed)))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        yield _applied(self.steps, self.row)
+        yield _apply_steps(self.steps, self.row)
 
 
-def _applied(steps: tuple[Step, ...], row: Row) -> dict[str, Any]:
+def _apply_steps(steps: tuple[Step, ...], row: Row) -> dict[str, Any]:
     row = dict(row)
     for function, removed in steps:
         row = {name: value for name, value in row.items() if name not in removed} | function(dict(row))
@@ -86,7 +86,7 @@ def _applied(steps: tuple[Step, ...], row: Row) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Whole(Recipe):
+class WholeRows(Recipe):
     """One sample of a row, by the functions that TRL's `_prepare_dataset` would map over a dataset of such rows.
 
     TRL chooses them by the first row. Here they are chosen by the first good row of each form: text, messages, or
@@ -103,7 +103,7 @@ class Whole(Recipe):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Without the steps known so far: `datasets` hashes it to find its cache
-        return Whole, tuple(getattr(self, each.name) for each in fields(self) if each.name != "_steps")
+        return WholeRows, tuple(getattr(self, each.name) for each in fields(self) if each.name != "_steps")
 
     def samples(self, row: Row, number: int) -> list[Sample]:
         columns = text_columns(row, self.text_field)
@@ -111,11 +111,11 @@ class Whole(Recipe):
         form = columns, bool(columns) and isinstance(row[columns[-1]], list)
         if form not in self._steps:
             self._steps[form] = self._steps_of(copy.deepcopy(row))  # TRL renames keys in place
-        sample = _applied(self._steps[form], row)
+        sample = _apply_steps(self._steps[form], row)
         return [Sample.of(sample["input_ids"], sample["labels"])]
 
     def _steps_of(self, row: Row) -> tuple[Step, ...]:
-        recorded = Recorded(row)
+        recorded = RecordedMaps(row)
         if self.formatting_func is None:
             recorded = recorded.map(with_chat_roles)
         trainer = SimpleNamespace(  # what TRL's method reads of its trainer
@@ -135,7 +135,7 @@ class Whole(Recipe):
 
 
 @dataclass(frozen=True)
-class Masked(Recipe):
+class MaskedTurns(Recipe):
     """One sample of a conversation in which assistant turns are trained."""
 
     rule: TurnRule
@@ -148,7 +148,7 @@ class Masked(Recipe):
         conversation = Conversation.from_row(row)
         conversation.arguments.setdefault("chat_template", self.chat_template)
         num_prompt = conversation.first if self.completion_only else 0
-        chosen = self.rule.choose(replace(conversation, first=num_prompt))
+        chosen = self.rule.select_turn(replace(conversation, first=num_prompt))
         tokens, mask = self.rule.masked(chosen, self.tokenizer)
         if 1 not in mask and (chosen.trained or not chosen.counts.turns):
             raise UnknownTurnError(
@@ -180,31 +180,31 @@ class EachTurn(Recipe):
                 self.rule.mask_thinking(labels, conversation.messages[turn], self.tokenizer)
             return Sample.of(tokens, labels)
 
-        return samples_of_turns(self.rule.choose(Conversation.from_row(row)), make, row)
+        return samples_of_turns(self.rule.select_turn(Conversation.from_row(row)), make, row)
 
 
-def samples_of_turns(chosen: Chosen, make: Callable[[Conversation, int], Sample], row: Row) -> list[Sample]:
+def samples_of_turns(chosen: TurnSelection, make: Callable[[Conversation, int], Sample], row: Row) -> list[Sample]:
     """A sample for each trained turn of a conversation, or one for turn -1 without any."""
     samples: list[Sample] = []
     for turn in chosen.trained or [-1]:
         try:
             made = make(chosen.conversation, turn)
         except Exception as error:
-            made = Sample({}, reason=reason(row, error))
-        samples.append(replace(made, turn=turn, counts=MaskCounts() if samples else chosen.counts))
+            made = Sample({}, reason=explain_bad_row(row, error))
+        samples.append(replace(made, turn=turn, counts=AssistantTurnCounts() if samples else chosen.counts))
     return samples
 
 
 def recipe_of(
     dataset: Dataset | IterableDataset,
     name: str,
-    args: Settings,
+    args: TurnSettings,
     tokenizer: Tokenizer,
     completion_only_loss: bool,
     formatting_func: Callable[[dict[str, Any]], str] | None,
 ) -> Recipe:
     if formatting_func is None and args.assistant_only_loss and has_conversations(dataset):
-        return Masked(TurnRule.of(args), tokenizer, training_template(tokenizer), completion_only_loss)
+        return MaskedTurns(TurnRule.of(args), tokenizer, training_template(tokenizer), completion_only_loss)
     if formatting_func is None and args.per_turn:
         check_conversations(dataset, name)  # that of `evaluate` was not given before
         if has_images(dataset):
@@ -214,16 +214,16 @@ def recipe_of(
                 "training set an empty column `images`, or remove the column here."
             )
         return EachTurn(TurnRule.of(args), tokenizer)
-    recipe = Whole(tokenizer, completion_only_loss, args.dataset_text_field, formatting_func)
+    recipe = WholeRows(tokenizer, completion_only_loss, args.dataset_text_field, formatting_func)
     problems: list[tuple[int, str]] = []
     for number, row in enumerate(dataset if isinstance(dataset, Dataset) else dataset.take(NUM_TRIED)):
         try:
             recipe.samples(row, number)
         except Exception as error:
-            problems.append((number, reason(row, error, recipe.text_field)))
+            problems.append((number, explain_bad_row(row, error, recipe.text_field)))
         else:
             return recipe
-    refuse(name, problems[:NUM_SHOWN], len(problems), total=len(problems))
+    raise_bad_rows(name, problems[:MAX_ROWS_NAMED], len(problems), total=len(problems))
 
 
 def training_template(processing_class: Tokenizer) -> str | None:

@@ -19,14 +19,16 @@ from datasets import Dataset
 
 from .texts import NoTextError, text_columns
 
-BAD_ROW = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
-# Columns while turns are counted: the number of the row, and attributes of `Sample` and `MaskCounts`
-NUMBERS = ROW, TURN, *_ = [f"packfix_{name}" for name in ("row", "turn", "turns", "context", "earlier")]
-NUM_SHOWN = 10  # rows that a message names
+BAD_ROW_COLUMN = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
+# Columns while turns are counted: the number of the row, and attributes of `Sample` and `AssistantTurnCounts`
+BOOKKEEPING_COLUMNS = ROW_COLUMN, TURN_COLUMN, *_ = [
+    f"packfix_{name}" for name in ("row", "turn", "turns", "context", "earlier")
+]
+MAX_ROWS_NAMED = 10  # rows that a message names
 
 
 @dataclass(frozen=True)
-class TurnCounts:
+class PerTurnCounts:
     """What became of the conversations of a table, with `per_turn`."""
 
     conversations: int  # rows given
@@ -50,7 +52,7 @@ class TurnCounts:
 
 
 @dataclass(frozen=True)
-class MaskCounts:
+class AssistantTurnCounts:
     """Assistant turns, and those of them that are not trained."""
 
     turns: int = 0  # those of a prompt left out
@@ -59,12 +61,12 @@ class MaskCounts:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedSummary:
     """What the loss of a run is computed on."""
 
     rule: str  # in words, with the setting that chose it
     key: str | None = None  # of messages, by which turns are left out
-    counts: MaskCounts | None = None  # assistant turns of a table, with `assistant_only_loss`
+    counts: AssistantTurnCounts | None = None  # assistant turns of a table, with `assistant_only_loss`
 
     def line(self, num_trained: int, num_tokens: int) -> str:
         """
@@ -87,11 +89,11 @@ class Sample:
 
     columns: Mapping[str, object]  # tokens and labels; of a row with images what was measured
     turn: int = -1  # index of the message that is trained, of a sample of one turn
-    counts: MaskCounts = MaskCounts()  # the assistant turns of the row, in the first of its samples
+    counts: AssistantTurnCounts = AssistantTurnCounts()  # the assistant turns of the row, in the first of its samples
     reason: str = ""  # then there are no columns
 
     @classmethod
-    def of(cls, tokens: list[int], labels: list[int], counts: MaskCounts = MaskCounts()) -> "Sample":
+    def of(cls, tokens: list[int], labels: list[int], counts: AssistantTurnCounts = AssistantTurnCounts()) -> "Sample":
         # Arrays, because lists of Python's integers would need many times the memory
         columns = {"input_ids": np.array(tokens, np.int32), "labels": np.array(labels, np.int64)}
         return cls(columns, counts=counts)
@@ -101,7 +103,7 @@ class UnknownTurnError(ValueError):
     """A row of which it is not known which tokens are to be trained."""
 
 
-def refuse(name: str, first: list[tuple[int, str]], count: int, *, total: int) -> NoReturn:
+def raise_bad_rows(name: str, first: list[tuple[int, str]], count: int, *, total: int) -> NoReturn:
     """Raise a ValueError that names the `first` of `count` bad rows, with the reason of the first."""
     row, why = first[0]
     if count == total:
@@ -118,18 +120,18 @@ def refuse(name: str, first: list[tuple[int, str]], count: int, *, total: int) -
     )
 
 
-def reason(row: Mapping[str, object], error: Exception, text_field: str = "") -> str:
+def explain_bad_row(row: Mapping[str, object], error: Exception, text_field: str = "") -> str:
     """Why a row cannot be tokenised: the missing or malformed field, if one is found, and the error."""
     if isinstance(error, UnknownTurnError):
         return str(error)
-    gap = next(_gaps(row, text_field), None)
+    gap = next(_find_gaps(row, text_field), None)
     if isinstance(error, NoTextError):
         return gap or str(error)
     text = next(iter(str(error).splitlines()), "").rstrip(". ")
     return (f"{gap}; " if gap else "") + f"{type(error).__name__}: {shorten(text, 300, placeholder=' ...')}"
 
 
-def _gaps(row: Mapping[str, object], text_field: str) -> Iterator[str]:
+def _find_gaps(row: Mapping[str, object], text_field: str) -> Iterator[str]:
     """The fields of a row that do not have the form in TRL's documentation."""
 
     def kind(value: object) -> str:
@@ -167,21 +169,21 @@ def _gaps(row: Mapping[str, object], text_field: str) -> Iterator[str]:
             yield "`tools` is a text that is not JSON"
 
 
-def column_of(samples: Dataset, name: str) -> npt.NDArray[np.int64]:
+def read_integer_column(samples: Dataset, name: str) -> npt.NDArray[np.int64]:
     """A column of numbers, shape (samples,)."""
     numbers: npt.NDArray[np.int64] = samples.select_columns(name).with_format("arrow")[:][name].to_numpy()
     return numbers
 
 
-def mask_counts(samples: Dataset) -> MaskCounts:
-    return MaskCounts(*(int(column_of(samples, name).sum()) for name in NUMBERS[2:]))
+def mask_counts(samples: Dataset) -> AssistantTurnCounts:
+    return AssistantTurnCounts(*(int(read_integer_column(samples, name).sum()) for name in BOOKKEEPING_COLUMNS[2:]))
 
 
-def bad_rows(dataset: Dataset) -> npt.NDArray[np.bool_]:
-    """Which rows have a reason in the column `BAD_ROW`, shape (R,); none if the dataset has no such column."""
-    if BAD_ROW not in dataset.column_names:
+def bad_row_mask(dataset: Dataset) -> npt.NDArray[np.bool_]:
+    """Which rows have a reason in the column `BAD_ROW_COLUMN`, shape (R,); none if the dataset has no such column."""
+    if BAD_ROW_COLUMN not in dataset.column_names:
         return np.zeros(len(dataset), dtype=bool)
-    reasons = dataset.select_columns(BAD_ROW).with_format("arrow")[:][BAD_ROW]
+    reasons = dataset.select_columns(BAD_ROW_COLUMN).with_format("arrow")[:][BAD_ROW_COLUMN]
     return pc.fill_null(pc.not_equal(reasons, ""), False).to_numpy()
 
 
@@ -209,7 +211,7 @@ def _hash_versions() -> str:
 
 
 # Computed at import: the source files may change during the run
-CODE = f"{hash_sources(Path(__file__).parents[1])} {_hash_versions()}"
+PREPARATION_SOURCE_HASH = f"{hash_sources(Path(__file__).parents[1])} {_hash_versions()}"
 
 
 def hash_modules_of(*users: object) -> str:
@@ -231,14 +233,14 @@ def hash_modules_of(*users: object) -> str:
 
 
 @dataclass(frozen=True)
-class Cached:
+class HashedMapFunction:
     """A function for `Dataset.map`, whose result `datasets` finds again only with the same code.
 
     `datasets` hashes a function of a module by its name, but an object by its attributes.
     """
 
     function: Callable[..., Any]
-    code: str = CODE
+    code: str = PREPARATION_SOURCE_HASH
     users_code: str = ""  # of what the function calls, see `hash_modules_of`
 
     def __call__(self, *args: object, **kwargs: object) -> Any:

@@ -23,7 +23,7 @@ from trl.data_utils import prepare_multimodal_messages
 
 from ..layout import IGNORE_INDEX
 from .conversation import NUM_SHOWN, Conversation, Message, Tokenizer, num_same, plain_tokenizer
-from .row import MaskCounts, UnknownTurnError
+from .row import AssistantTurnCounts, UnknownTurnError
 
 AssistantTurns = Literal["all", "last"]
 Span: TypeAlias = tuple[int, int]  # of characters
@@ -31,13 +31,13 @@ Span: TypeAlias = tuple[int, int]  # of characters
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 EMPTY_THINKING = re.compile(r"\s*(<think>\s*)?</think>\s*")  # the prompt may end with its first tag
 # Renders a text that is already made, with markers where it is trained
-PARTS = (
+PART_MARKERS = (
     "{%- for part in messages[0].parts %}{% if part.trained %}{% generation %}{{ part.text }}{% endgeneration %}"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}"
 )
 
 
-class Settings(Protocol):
+class TurnSettings(Protocol):
     """The fields of `SFTConfig` by which rows become samples."""
 
     assistant_only_loss: bool
@@ -55,12 +55,12 @@ class Settings(Protocol):
     def process_index(self) -> int: ...
 
 
-class Chosen(NamedTuple):
+class TurnSelection(NamedTuple):
     """A conversation without the key that chooses, the messages of it that are trained, and the counts."""
 
     conversation: Conversation
     trained: list[int]
-    counts: MaskCounts
+    counts: AssistantTurnCounts
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class TurnRule:
     train_empty_thinking: bool = True
 
     @classmethod
-    def of(cls, args: Settings) -> "TurnRule":
+    def of(cls, args: TurnSettings) -> "TurnRule":
         return cls(args.message_train_key, args.assistant_turns, args.train_empty_thinking)
 
-    def choose(self, conversation: Conversation) -> Chosen:
+    def select_turn(self, conversation: Conversation) -> TurnSelection:
         key, messages, turns, context = self.message_train_key, conversation.messages, conversation.turns, set()
         for turn in turns:
             weight = None if key is None else messages[turn].get(key)
@@ -85,19 +85,19 @@ class TurnRule:
                 context.add(turn)
         earlier = set(turns[:-1]) - context if self.assistant_turns == "last" else set()
         messages = [{name: value for name, value in message.items() if name != key} for message in messages]
-        counts = MaskCounts(len(turns), len(context), len(earlier))
+        counts = AssistantTurnCounts(len(turns), len(context), len(earlier))
         trained = [turn for turn in turns if turn not in context | earlier]
-        return Chosen(replace(conversation, messages=messages), trained, counts)
+        return TurnSelection(replace(conversation, messages=messages), trained, counts)
 
-    def masked(self, chosen: Chosen, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    def masked(self, chosen: TurnSelection, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """Tokens of a conversation, and 1 for each that is trained."""
         conversation, every = chosen.conversation, len(chosen.trained) == chosen.counts.turns
         if every and self.train_empty_thinking and has_markers(template_of(tokenizer, conversation.arguments)):
             return conversation.masked(tokenizer)
         text, spans = self.spans(chosen, tokenizer)
         if isinstance(tokenizer, ProcessorMixin):
-            message = {"role": "user", "content": [], "parts": parts(text, spans)}
-            return Conversation([message], 0, {"chat_template": PARTS}).masked(tokenizer)
+            message = {"role": "user", "content": [], "parts": text_parts(text, spans)}
+            return Conversation([message], 0, {"chat_template": PART_MARKERS}).masked(tokenizer)
         outputs = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         begins, ends = np.array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
         mask = np.zeros(len(begins), np.int64)
@@ -105,7 +105,7 @@ class TurnRule:
             mask[(begins < stop) & (ends > start)] = 1
         return list(outputs["input_ids"]), mask.tolist()
 
-    def spans(self, chosen: Chosen, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
+    def spans(self, chosen: TurnSelection, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
         """The rendered conversation, and the spans of it that are trained, in its order."""
         template = template_of(tokenizer, chosen.conversation.arguments)
         if has_markers(template):
@@ -161,14 +161,14 @@ def template_of(tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> Any:
     return tokenizer.get_chat_template(template, arguments.get("tools"))
 
 
-def parts(text: str, spans: list[Span]) -> list[dict[str, object]]:
-    """A text in parts that are trained or not, for the template `PARTS`."""
+def text_parts(text: str, spans: list[Span]) -> list[dict[str, object]]:
+    """A text in parts that are trained or not, for the template `PART_MARKERS`."""
     edges = [0, *(edge for span in spans for edge in span), len(text)]
     stretches = enumerate(pairwise(edges))
     return [{"text": text[a:b], "trained": i % 2 == 1} for i, (a, b) in stretches if text[a:b]]
 
 
-def _in_markers(chosen: Chosen, tokenizer: Tokenizer, template: str) -> tuple[str, list[tuple[int, Span]]]:
+def _in_markers(chosen: TurnSelection, tokenizer: Tokenizer, template: str) -> tuple[str, list[tuple[int, Span]]]:
     """The text of a template with markers, and the trained turns with what their markers enclose.
 
     Which markers are those of a message is known from their number before it, if the history alone has the same.
@@ -200,7 +200,7 @@ def _in_markers(chosen: Chosen, tokenizer: Tokenizer, template: str) -> tuple[st
     return text, [(turn, span) for turn, (a, b) in of_turns if turn in chosen.trained for span in whole[a:b]]
 
 
-def _turn_by_turn(chosen: Chosen, tokenizer: Tokenizer) -> tuple[str, list[tuple[int, Span]]]:
+def _turn_by_turn(chosen: TurnSelection, tokenizer: Tokenizer) -> tuple[str, list[tuple[int, Span]]]:
     """The text of a template without markers, and the trained turns with their spans."""
 
     def rest(text: str, other: str) -> str:

@@ -25,18 +25,18 @@ from ..isolation.isolation_report import IsolationReport
 from ..isolation.user_hooks import describe_hooks, parameters_unchanged
 from ..reporting.build import make_stream_report
 from ..reporting.report import PackingReport, metrics
-from .choices import Setup
+from .choices import RunSettings
 from .evaluation import Evaluation
-from .features import experimental, refuse
+from .features import experimental_choices, refuse_conflicts
 from .first_step import FirstStep
 from .lm_head import check_fused_head
 from .loading import TrainingData
 from .objective import Objective
 from .progress import proof_status
 from .proofs import prove_degrees, prove_prefixes
-from .run import Run
 from .same_data import check_same_stream
 from .step_comparison import StepComparison
+from .trainer_view import TrainerView
 
 logger = logging.getLogger(__name__)
 
@@ -55,20 +55,20 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
 class BeforeTraining(TrainerCallback):
     """Says what is trained, and refuses what shows only now: evaluation sets without a trained token, another loss."""
 
-    def __init__(self, run: Run, data: TrainingData, objective: Objective, *, evaluation: Evaluation):
-        self._run, self._data, self._objective, self._evaluation = run, data, objective, evaluation
+    def __init__(self, trainer: TrainerView, data: TrainingData, objective: Objective, *, evaluation: Evaluation):
+        self._trainer, self._data, self._objective, self._evaluation = trainer, data, objective, evaluation
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:
-        run, args = self._run, self._run.args
-        if self._objective.is_ours and run.compute_loss_func is None:
-            with run.compute_loss_context_manager():
+        trainer, args = self._trainer, self._trainer.args
+        if self._objective.replaces_trl_loss and trainer.compute_loss_func is None:
+            with trainer.compute_loss_context_manager():
                 self._objective.has_own_logits = check_fused_head(
-                    run.model_wrapped, base_model(run.model), self._data.attention_dtype
+                    trainer.model_wrapped, base_model(trainer.model), self._data.attention_dtype
                 )
         if args.packing:
             self._warn_of_uneven_micro_batches()
         else:  # the report of packing has this line
-            run.accelerator.print(f"Trained tokens: {self._data.trained_line()}")
+            trainer.accelerator.print(f"Trained tokens: {self._data.trained_line()}")
         if args.eval_strategy != "no" or args.eval_on_start:
             self._evaluation.check_evaluation_sets()
 
@@ -76,13 +76,15 @@ class BeforeTraining(TrainerCallback):
         planner, schedule, trained = self._data.planner, None, None
         if planner is not None:
             schedule, trained = planner.schedule(planner.start.epoch), self._data.documents.trained
-        warning = self._run.user_code.describe_uneven_micro_batches(schedule, trained)
-        if warning is not None and self._run.is_world_process_zero():
+        warning = self._trainer.user_code.describe_uneven_micro_batches(schedule, trained)
+        if warning is not None and self._trainer.is_world_process_zero():
             logger.warning(warning)
 
     def on_pre_optimizer_step(self, *call: object, **kwargs: object) -> None:
         if not self._objective.totals.is_scored:
-            refuse(Setup(args=self._run.args, own_loss=f"{type(self._run).__name__}.compute_loss"))
+            refuse_conflicts(
+                RunSettings(args=self._trainer.args, own_loss=f"{type(self._trainer).__name__}.compute_loss")
+            )
 
 
 def backward_note(model: nn.Module, most_documents: int | None) -> str:
@@ -102,59 +104,59 @@ def backward_note(model: nn.Module, most_documents: int | None) -> str:
 class BeforeFirstStep(TrainerCallback):
     """Proves isolation on the wrapped model, and compares the first step, on all ranks; then shows the report."""
 
-    def __init__(self, run: Run, data: TrainingData, first_step: FirstStep):
-        self._run, self._data, self._first_step = run, data, first_step
+    def __init__(self, trainer: TrainerView, data: TrainingData, first_step: FirstStep):
+        self._trainer, self._data, self._first_step = trainer, data, first_step
         self._modules: list[int] = []  # those that were tested, by identity
 
     def on_step_begin(self, *call: object, **kwargs: object) -> None:
         """Prove isolation again if modules of the model were replaced, added or removed since the last proof."""
-        run, modules = self._run, self._identities()
-        if modules == self._modules or run.packed_model.is_unpacked:  # rows of padded batches need no proof
+        trainer, modules = self._trainer, self._identities()
+        if modules == self._modules or trainer.packed_model.is_unpacked:  # rows of padded batches need no proof
             return
         self._modules = modules
-        with run.compute_loss_context_manager():
-            isolation = run.packed_model.prove_changed(run.model_wrapped)
-        isolation.raise_if_leaking(run.args.on_leak)
-        prove_prefixes(run, self._data, run.model_wrapped)
-        prove_degrees(run, self._data.degrees)
+        with trainer.compute_loss_context_manager():
+            isolation = trainer.packed_model.prove_changed(trainer.model_wrapped)
+        isolation.raise_if_leaking(trainer.args.on_leak)
+        prove_prefixes(trainer, self._data, trainer.model_wrapped)
+        prove_degrees(trainer, self._data.degrees)
         logger.warning(
-            f"Modules of {type(base_model(run.model)).__name__} were changed before optimizer step "
-            f"{run.state.global_step + 1}, so documents in packs were tested again: {isolation.summary()}."
+            f"Modules of {type(base_model(trainer.model)).__name__} were changed before optimizer step "
+            f"{trainer.state.global_step + 1}, so documents in packs were tested again: {isolation.summary()}."
         )
 
     def _identities(self) -> list[int]:
-        return [id(module) for module in base_model(self._run.model).modules()]
+        return [id(module) for module in base_model(self._trainer.model).modules()]
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:
-        run, args, packed_model = self._run, self._run.args, self._run.packed_model
-        if run.packing_report is None:  # made with the loader of this package
-            refuse(Setup(args=args, own_loader=f"{type(run).__name__}.get_train_dataloader"))
-        model = base_model(run.model)
-        with parameters_unchanged(run.model):  # whose root FSDP shards, also around an adapter
+        trainer, args, packed_model = self._trainer, self._trainer.args, self._trainer.packed_model
+        if trainer.packing_report is None:  # made with the loader of this package
+            refuse_conflicts(RunSettings(args=args, own_loader=f"{type(trainer).__name__}.get_train_dataloader"))
+        model = base_model(trainer.model)
+        with parameters_unchanged(trainer.model):  # whose root FSDP shards, also around an adapter
             isolation, step = self._prove_and_compare()
-        report = run.packing_report
+        report = trainer.packing_report
         assert report is not None
         attention = packed_model.attention
         text = f"{attention.name}: {attention.reason}"
         if attention.is_flash:
-            text += backward_note(run.model, report.most_documents)
+            text += backward_note(trainer.model, report.most_documents)
             if self._data.shares_prefixes:
                 text += f"; copied keys of shared prefixes take at most {COPIED_BYTES / 2**30:g} GiB, in one layer"
-        tried = experimental(Setup(args=args, model=model))
+        tried = experimental_choices(RunSettings(args=args, model=model))
         first_step = step.text + describe_hooks(model)
         report = replace(report, isolation=isolation, first_step=first_step, attention=text, experimental=tried)
-        run.packing_report = report
-        if args.packing_report and run.is_world_process_zero():
+        trainer.packing_report = report
+        if args.packing_report and trainer.is_world_process_zero():
             report.show()
             report.save(str(args.output_dir))
         isolation.raise_if_leaking(args.on_leak)
         step.raise_if_different()
         self._modules = self._identities()
         # Loggers get these, and the log history writes them to trainer_state.json; printed, they are in the report
-        handler, callbacks = run.callback_handler, run.callback_handler.callbacks
+        handler, callbacks = trainer.callback_handler, trainer.callback_handler.callbacks
         if args.packing_report:
             handler.callbacks = [each for each in callbacks if not isinstance(each, PrinterCallback | ProgressCallback)]
-        run.log(
+        trainer.log(
             {
                 "isolation/max_change": isolation.max_change,
                 "isolation/max_difference": isolation.max_difference,
@@ -169,32 +171,32 @@ class BeforeFirstStep(TrainerCallback):
 
     def _prove_and_compare(self) -> tuple[IsolationReport, StepComparison]:
         """Prove isolation, shared prefixes and parts of packs, and compare the first step with unpacked training."""
-        run, args, packed_model = self._run, self._run.args, self._run.packed_model
-        with run.compute_loss_context_manager(), proof_status(args, packed_model):
-            isolation = packed_model.prove(run.model_wrapped)
-        reason, report = prove_prefixes(run, self._data, run.model_wrapped), run.packing_report
+        trainer, args, packed_model = self._trainer, self._trainer.args, self._trainer.packed_model
+        with trainer.compute_loss_context_manager(), proof_status(args, packed_model):
+            isolation = packed_model.prove(trainer.model_wrapped)
+        reason, report = prove_prefixes(trainer, self._data, trainer.model_wrapped), trainer.packing_report
         if reason is not None and report is not None and report.prefixes is not None:
-            run.packing_report = replace(report, prefixes=replace(report.prefixes, refused=reason))
+            trainer.packing_report = replace(report, prefixes=replace(report.prefixes, refused=reason))
         step = StepComparison("not compared: isolation was not proved")
         if isolation.passed:
-            prove_degrees(run, self._data.degrees)
+            prove_degrees(trainer, self._data.degrees)
             step = self._first_step.compare()
         shares = self._data.shares_prefixes or max(self._data.degrees, default=1) > 1  # then rows cannot be padded
         if step.problem is not None and args.on_leak != "raise" and not (shares or packed_model.is_unpacked):
-            isolation = packed_model.unpack(run.model_wrapped, why=f"in the first step {step.problem}")
+            isolation = packed_model.unpack(trainer.model_wrapped, why=f"in the first step {step.problem}")
             unpacked = self._first_step.compare() if isolation.passed else step
             step = step if unpacked.problem is not None else unpacked
         return isolation, step
 
     def on_save(self, *call: object, **kwargs: object) -> None:
-        run, report = self._run, self._run.packing_report
-        if run.args.packing_report and run.is_world_process_zero():
+        trainer, report = self._trainer, self._trainer.packing_report
+        if trainer.args.packing_report and trainer.is_world_process_zero():
             assert report is not None
-            folder = run._get_output_dir(getattr(run, "_trial", None))
-            report.save(f"{folder}/{PREFIX_CHECKPOINT_DIR}-{run.state.global_step}")
+            folder = trainer._get_output_dir(getattr(trainer, "_trial", None))
+            report.save(f"{folder}/{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
 
 
-class AdaptersLearn(TrainerCallback):
+class CheckAdapterGradients(TrainerCallback):
     """Refuses adapters that get no gradient in the first optimizer step, though the modules around them ran.
 
     Fused kernels of Mamba-2 leave out an adapter on the output projection. Adapters on modules that did not run may get
@@ -221,8 +223,8 @@ class AdaptersLearn(TrainerCallback):
         for handle in self._handles:
             handle.remove()
         adapters, self._adapters, self._handles = self._adapters or {}, {}, []
-        trained = {name: parameters for name, module in adapters.items() if (parameters := _trained(module))}
-        learns = {name: _learn(parameters, ran=name in self._ran) for name, parameters in trained.items()}
+        trained = {name: parameters for name, module in adapters.items() if (parameters := _trained_parameters(module))}
+        learns = {name: _has_gradient(parameters, ran=name in self._ran) for name, parameters in trained.items()}
         if not any(learns.values()):
             return
         dead = {re.sub(r"\d+", "*", name) for name in learns if name.rpartition(".")[0] in self._ran}
@@ -239,13 +241,13 @@ class AdaptersLearn(TrainerCallback):
             )
 
 
-def _trained(adapter: BaseTunerLayer) -> list[nn.Parameter]:
+def _trained_parameters(adapter: BaseTunerLayer) -> list[nn.Parameter]:
     """The trained parameters of the adapter, without those of the layer below it."""
     base = {id(parameter) for parameter in adapter.get_base_layer().parameters()}
     return [p for p in adapter.parameters() if p.requires_grad and id(p) not in base]  # type: ignore[attr-defined]
 
 
-def _learn(parameters: list[nn.Parameter], *, ran: bool) -> bool:
+def _has_gradient(parameters: list[nn.Parameter], *, ran: bool) -> bool:
     """Whether one of them has a gradient; if their adapter did not run, one that is not zero."""
     # Of a sharded parameter only whether it has one: a part of it may be zero
     return any(p.grad is not None and (ran or isinstance(p.grad, DTensor) or bool(p.grad.any())) for p in parameters)
@@ -254,14 +256,14 @@ def _learn(parameters: list[nn.Parameter], *, ran: bool) -> bool:
 class StreamCallback(TrainerCallback):
     """Refuses ranks that read different streams, and reports with each checkpoint what was read and trained."""
 
-    def __init__(self, run: Run, data: TrainingData):
-        self._run, self._data = run, data
+    def __init__(self, trainer: TrainerView, data: TrainingData):
+        self._trainer, self._data = trainer, data
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:
-        args = self._run.args
+        args = self._trainer.args
         if args.world_size == 1:
             return
-        firsts = gather_object([self._data.images.first_of_stream(self._run.train_dataset)])
+        firsts = gather_object([self._data.images.first_of_stream(self._trainer.train_dataset)])
         other = [rank for rank in range(args.world_size) if firsts[rank] != firsts[0]]
         if other:
             raise ValueError(
@@ -274,28 +276,28 @@ class StreamCallback(TrainerCallback):
     def on_step_end(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
         """Compare what ranks have read, in steps after which all ranks wait for each other anyway."""
         stream = self._data.stream
-        if self._run.args.world_size > 1 and stream is not None and (control.should_log or control.should_save):
-            check_same_stream(stream, self._run.state.global_step)
+        if self._trainer.args.world_size > 1 and stream is not None and (control.should_log or control.should_save):
+            check_same_stream(stream, self._trainer.state.global_step)
 
     def on_save(self, *call: object, **kwargs: object) -> None:
         self._report()
 
     def on_train_end(self, *call: object, **kwargs: object) -> None:
         report = self._report()
-        if self._run.args.packing_report and self._run.is_world_process_zero():
+        if self._trainer.args.packing_report and self._trainer.is_world_process_zero():
             report.show()
 
     def _report(self) -> PackingReport:
         """Update the report with what was read and trained up to now. All ranks must call."""
-        run, stream, num_steps = self._run, self._data.stream, self._run.state.global_step
-        assert stream is not None and run.packing_report is not None  # made with the training loader
-        state, before = stream.after(num_steps), run.packing_report
+        trainer, stream, num_steps = self._trainer, self._data.stream, self._trainer.state.global_step
+        assert stream is not None and trainer.packing_report is not None  # made with the training loader
+        state, before = stream.state_after(num_steps), trainer.packing_report
         counts, alike = state["counts"], state["count"]
         if alike < stream.packing.world_size:  # each group has counted its own shards only
             counts = sum(gather_object([counts])[:: alike * self._data.ranks.copies], StreamCounts())
-        report = make_stream_report(stream, run.args.max_steps, counts, micro_steps=state["micro_steps"])
+        report = make_stream_report(stream, trainer.args.max_steps, counts, micro_steps=state["micro_steps"])
         before_training = ("attention", "isolation", "first_step", "trained", "experimental")
-        report = run.packing_report = replace(report, **{name: getattr(before, name) for name in before_training})
-        if run.args.packing_report and run.is_world_process_zero():
-            report.save(str(run.args.output_dir))
+        report = trainer.packing_report = replace(report, **{name: getattr(before, name) for name in before_training})
+        if trainer.args.packing_report and trainer.is_world_process_zero():
+            report.save(str(trainer.args.output_dir))
         return report

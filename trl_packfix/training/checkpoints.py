@@ -19,38 +19,41 @@ from transformers.trainer_utils import sort_checkpoints
 
 from ..version import __version__
 
-VERSION = 2
-FILE = "packing_state.json"
-TRAINED = "trained_documents.npy"
+STATE_VERSION = 2
+STATE_FILE = "packing_state.json"
+TRAINED_FILE = "trained_documents.npy"
 HASHED_WHOLE = 2**26  # bytes of the largest file of which all are hashed
 NUM_BLOCKS, BLOCK = 16, 2**16  # of a larger file these are hashed, evenly spaced; bytes of a block
 
-Trained = npt.NDArray[np.bool_]
+TrainedMask = npt.NDArray[np.bool_]
 
 
 # What is written
 
 
-def begin(checkpoint: Path) -> dict[str, int]:
+def note_times(checkpoint: Path) -> dict[str, int]:
     """Mark a checkpoint folder as unfinished; returns the files that an earlier run wrote there, with their ns."""
-    for name in (TRAINER_STATE_NAME, FILE):  # in this order: without the first file it counts as unfinished at once
+    for name in (
+        TRAINER_STATE_NAME,
+        STATE_FILE,
+    ):  # in this order: without the first file it counts as unfinished at once
         (checkpoint / name).unlink(missing_ok=True)
-    return {name: stat.st_mtime_ns for name, stat in _files(checkpoint)}
+    return {name: stat.st_mtime_ns for name, stat in _list_files(checkpoint)}
 
 
 def save_state(checkpoint: Path, state: dict[str, Any], earlier_files: dict[str, int]) -> None:
-    """Write `packing_state.json` atomically, with sizes and hashes of all files written since `begin`."""
+    """Write `packing_state.json` atomically, with sizes and hashes of all files written since `note_times`."""
     # Files of an earlier run are not listed: callbacks overwrite them later, and their size is not known yet.
     files = {
         name: [stat.st_size, _hash(checkpoint / name)]
-        for name, stat in _files(checkpoint)
+        for name, stat in _list_files(checkpoint)
         if stat.st_mtime_ns != earlier_files.get(name)
     }
-    content = {"version": VERSION, "trl_packfix": __version__, **state, "files": files}
+    content = {"version": STATE_VERSION, "trl_packfix": __version__, **state, "files": files}
     text = json.dumps(content | {"hash": _hash_of_state(content)}, indent=2) + "\n"
-    unfinished = checkpoint / f"{FILE}.{os.getpid()}"
+    unfinished = checkpoint / f"{STATE_FILE}.{os.getpid()}"
     write_synced(unfinished, lambda stream: stream.write(text.encode()))
-    unfinished.replace(checkpoint / FILE)
+    unfinished.replace(checkpoint / STATE_FILE)
     folder = os.open(checkpoint, os.O_RDONLY)
     try:
         os.fsync(folder)  # the new name
@@ -83,7 +86,7 @@ def _hash_of_state(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def _files(checkpoint: Path) -> Iterable[tuple[str, os.stat_result]]:
+def _list_files(checkpoint: Path) -> Iterable[tuple[str, os.stat_result]]:
     for file in sorted(checkpoint.rglob("*")):
         if file.is_file():
             yield str(file.relative_to(checkpoint)), file.stat()
@@ -95,14 +98,14 @@ def _files(checkpoint: Path) -> Iterable[tuple[str, os.stat_result]]:
 def damage(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be whole, or None. Without `packing_state.json` only the Trainer's own state is read."""
     _, problem = _read_json(checkpoint / TRAINER_STATE_NAME)
-    if problem is not None or not (checkpoint / FILE).exists():
+    if problem is not None or not (checkpoint / STATE_FILE).exists():
         return problem
-    state, problem = _read_json(checkpoint / FILE)
+    state, problem = _read_json(checkpoint / STATE_FILE)
     if problem is not None:
         return problem
     written = state.pop("hash", None)  # earlier checkpoints have none, and list sizes only
     if "files" not in state or written not in (None, _hash_of_state(state)):
-        return f"its `{FILE}` does not hold what was saved"
+        return f"its `{STATE_FILE}` does not hold what was saved"
     for name, listed in state["files"].items():
         size, digest = listed if isinstance(listed, list) else (listed, None)
         file = checkpoint / name
@@ -130,7 +133,7 @@ def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
     """What `save_state` and `save_trained` wrote; None if the checkpoint is not from a packed run of this package."""
-    file = checkpoint / FILE
+    file = checkpoint / STATE_FILE
     if not file.is_file():
         return None
     state: dict[str, Any] = json.loads(file.read_text())
@@ -142,15 +145,15 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
 # Which documents of the running epoch were trained: a bit for each, in a file of its own
 
 
-def save_trained(checkpoint: Path, now: Trained, before: Trained | None) -> None:
+def save_trained(checkpoint: Path, now: TrainedMask, before: TrainedMask | None) -> None:
     """Write which documents of the epoch were trained, and which before the running plan was made, (N,)."""
     bits = np.packbits([now] if before is None else [now, before], axis=1)
-    write_synced(checkpoint / TRAINED, lambda stream: np.save(stream, bits))
+    write_synced(checkpoint / TRAINED_FILE, lambda stream: np.save(stream, bits))
 
 
-def read_trained(checkpoint: Path, num_documents: int) -> tuple[Trained | None, Trained | None]:
+def read_trained(checkpoint: Path, num_documents: int) -> tuple[TrainedMask | None, TrainedMask | None]:
     """The inverse of `save_trained`; None for what was not saved, as by earlier versions."""
-    file = checkpoint / TRAINED
+    file = checkpoint / TRAINED_FILE
     if not file.is_file():
         return None, None
     rows = np.unpackbits(np.load(file), axis=1, count=num_documents).astype(bool)

@@ -18,40 +18,40 @@ from ..attention.models import base_model, head_counts
 from ..compat import DDP
 from ..data.dataset_checks import check_tokenised
 from ..data.row_values import read_row_values
-from ..planning.packing import changes, listed
+from ..planning.packing import compare_settings, describe_changes
 from ..planning.parallel import possible_degrees
 from ..planning.units import Synchronisation
 from ..samples.checks import check_rows, check_turns, columns_of, has_images
-from .choices import UNPREPARED, Setup, text_config
+from .choices import UNPREPARED, RunSettings, text_config
 from .config import SFTConfig
-from .features import refuse
-from .run import Run
+from .features import refuse_conflicts
+from .trainer_view import TrainerView
 
 sampler_of_trl: object = trl.SFTTrainer._get_train_sampler  # bound here: a script may replace the class in `trl`
 
 
-def setup_of(kind: type[Run], arguments: dict[str, Any]) -> Setup:
+def settings_of_trainer(kind: type[TrainerView], arguments: dict[str, Any]) -> RunSettings:
     """What a trainer of this kind was given, for `refuse`, by the names of its arguments."""
     dataset, sampler = arguments["train_dataset"], cast(object, kind._get_train_sampler)
-    return Setup(
+    return RunSettings(
         columns=getattr(dataset, "column_names", None) or (),
         own_sampler=None if sampler is sampler_of_trl else f"{kind.__name__}._get_train_sampler",
-        **{each.name: arguments[each.name] for each in fields(Setup) if each.name in arguments},
+        **{each.name: arguments[each.name] for each in fields(RunSettings) if each.name in arguments},
     )
 
 
-def check_before_loading(setup: Setup) -> None:
+def check_before_loading(setup: RunSettings) -> None:
     """Refuse what cannot work, before the model is loaded and the dataset is tokenised."""
-    refuse(setup)
+    refuse_conflicts(setup)
     args = setup.args
     assert isinstance(args, SFTConfig)  # `adopt` has made it one
     if args.packing:
         _check_lengths(setup, args)
     if setup.is_stream and not setup.columns:  # the first row is read only where all else can work
-        refuse(replace(setup, columns=columns_of(setup.train_dataset)))
+        refuse_conflicts(replace(setup, columns=columns_of(setup.train_dataset)))
 
 
-def _check_lengths(setup: Setup, args: SFTConfig) -> None:
+def _check_lengths(setup: RunSettings, args: SFTConfig) -> None:
     config = text_config(setup.model, args)
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None)
@@ -93,7 +93,7 @@ def check_prepared_sets(
     args: SFTConfig, train_dataset: object, eval_dataset: object, *, vocab_size: int | None
 ) -> None:
     """With `skip_prepare_dataset`, check the datasets here. Otherwise this happens when TRL prepares them."""
-    if UNPREPARED.describe(Setup(args=args)) is None:
+    if UNPREPARED.describe(RunSettings(args=args)) is None:
         return
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     sets = [(name, dataset, args.packs_evaluation) for name, dataset in eval_sets.items()]
@@ -105,10 +105,10 @@ def check_prepared_sets(
 
 # What is changed after the trainer is constructed
 
-FIXED = ("packing", "padding_free")  # the constructor decides by these what the trainer is made of
+FIXED_FIELDS = ("packing", "padding_free")  # the constructor decides by these what the trainer is made of
 # Settings by which the constructor makes labels, cuts documents, chooses collators and prepares the model
-FIXED_WITH_PACKING = (
-    *FIXED,
+FIXED_FIELDS_WITH_PACKING = (
+    *FIXED_FIELDS,
     *"packing_strategy max_length overlong truncation_mode bad_rows per_turn share_prefixes tokens_per_rank".split(),
     *"pad_to_multiple_of pad_documents_to_multiple_of document_weighting weight_column source_column on_leak".split(),
     *"enforce_flash_attention neftune_noise_alpha label_smoothing_factor use_liger_kernel".split(),
@@ -116,20 +116,20 @@ FIXED_WITH_PACKING = (
 )
 
 
-class Constructed:
+class ModelInit:
     """The settings and the model with which a trainer was constructed, to refuse other ones later."""
 
     def __init__(self, args: SFTConfig, model: nn.Module):
-        self._settings = {name: getattr(args, name) for name in FIXED_WITH_PACKING}
+        self._settings = {name: getattr(args, name) for name in FIXED_FIELDS_WITH_PACKING}
         self._model = base_model(model)
 
     def check(self, args: SFTConfig, model: nn.Module, trains: bool = False) -> None:
         """Refuse what the trainer would not use. Evaluation reads some of the settings anew, such as `max_length`."""
-        names = FIXED_WITH_PACKING if trains and self._settings["packing"] else FIXED
-        changed = changes(self._settings, {name: getattr(args, name) for name in names})
+        names = FIXED_FIELDS_WITH_PACKING if trains and self._settings["packing"] else FIXED_FIELDS
+        changed = compare_settings(self._settings, {name: getattr(args, name) for name in names})
         if changed:
             raise ValueError(
-                f"`trainer.args` was changed after the trainer was constructed: {listed(changed)}. Labels "
+                f"`trainer.args` was changed after the trainer was constructed: {describe_changes(changed)}. Labels "
                 "are made, documents are cut, and the model and its loss are prepared by these settings when the "
                 "trainer is constructed, so the change would not be honoured. Construct the trainer with the new "
                 "settings."

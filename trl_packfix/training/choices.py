@@ -24,7 +24,7 @@ MEDIA = ("video", "videos", "audio", "audios")  # columns of video and sound
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class RunSettings:
     """What a run is given. Only the config is always known; what is not known yet counts as not given."""
 
     args: trl.SFTConfig
@@ -51,17 +51,17 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Condition:
     """Something that a user may choose."""
 
     name: str  # in docs/combinations.md
-    describe: Callable[[Setup], str | None]  # how a message names what was given; None if it was not given
+    describe: Callable[[RunSettings], str | None]  # how a message names what was given; None if it was not given
     undo: str  # what to do to be without it
 
 
-def _choice(name: str, undo: str) -> Callable[[Callable[[Setup], str | None]], Choice]:
+def _condition(name: str, undo: str) -> Callable[[Callable[[RunSettings], str | None]], Condition]:
     """Make a choice of the function by which a message names it."""
-    return lambda describe: Choice(name, describe, undo)
+    return lambda describe: Condition(name, describe, undo)
 
 
 def text_config(model: Any, args: trl.SFTConfig) -> PretrainedConfig:
@@ -77,113 +77,120 @@ def text_config(model: Any, args: trl.SFTConfig) -> PretrainedConfig:
 # Fields of the config
 
 
-def _setting(name: str, off: object = None, on: tuple[object, ...] = ()) -> Choice:
+def _field_condition(name: str, off: object = None, on: tuple[object, ...] = ()) -> Condition:
     """A field of the config that has one of the values `on`; if there are none, another value than `off`."""
     values = ", ".join(f"`{name}={value}`" if value is False else f'`{name}="{value}"`' for value in on)
     undo = f"leave `{name}` unset" if off is None else f"set `{name}={off!r}`"
 
-    def describe(setup: Setup) -> str | None:
+    def describe(setup: RunSettings) -> str | None:
         value = getattr(setup.args, name)
         return f"`{name}={value!r}`" if (value in on if on else value != off) else None
 
-    return Choice(values or f"`{name}`", describe, undo)
+    return Condition(values or f"`{name}`", describe, undo)
 
 
-def _strategies(which: Callable[[StrategyTraits], bool]) -> Choice:
-    return _setting("packing_strategy", "stream", tuple(name for name, traits in STRATEGIES.items() if which(traits)))
+def _strategies(which: Callable[[StrategyTraits], bool]) -> Condition:
+    return _field_condition(
+        "packing_strategy", "stream", tuple(name for name, traits in STRATEGIES.items() if which(traits))
+    )
 
 
-PACKING = Choice("packing", lambda setup: "packing" if setup.packs else None, "set `packing=False`")
-NO_PACKING = Choice("`packing=False`", lambda setup: None if setup.packs else "`packing=False`", "set `packing=True`")
-PACKED_EVALUATION = Choice(
+PACKING = Condition("packing", lambda setup: "packing" if setup.packs else None, "set `packing=False`")
+NO_PACKING = Condition(
+    "`packing=False`", lambda setup: None if setup.packs else "`packing=False`", "set `packing=True`"
+)
+PACKED_EVALUATION = Condition(
     "`eval_packing=True`",
     lambda setup: "`eval_packing=True`" if getattr(setup.args, "eval_packing", None) else None,
     "leave `eval_packing` unset",
 )
-TOKENS_PER_RANK = _setting("tokens_per_rank")
-NO_PARTS = Choice(
+TOKENS_PER_RANK = _field_condition("tokens_per_rank")
+NO_PARTS = Condition(
     "no `tokens_per_rank`",
     lambda setup: None if TOKENS_PER_RANK.describe(setup) else "`tokens_per_rank=None`",
     "set `tokens_per_rank`",
 )
-SPEEDS = _setting("exchange_speeds")
-IN_PACKS, IN_FAMILIES = (_setting("share_prefixes", "off", (value,)) for value in ("pack", "family"))
-PER_TURN = _setting("per_turn", False)
-SMOOTHING, NOISE = _setting("label_smoothing_factor", 0.0), _setting("neftune_noise_alpha")
-CONSTANT_SHAPES = _setting("pad_documents_to_multiple_of")
-BY_DOCUMENT = _setting("document_weighting", "token")
-WEIGHT_COLUMN, SOURCE_COLUMN = _setting("weight_column"), _setting("source_column")
-OVERLONG = _setting("overlong")
-KEEP_END = _setting("truncation_mode", "keep_start", ("keep_end",))
-OWN_ATTENTION = _setting("enforce_flash_attention", True)
-BATCH_SIZE = _setting("per_device_train_batch_size", 1)
-SAMPLING = _setting("train_sampling_strategy", "random", ("group_by_length", "batch_rebalance"))
+SPEEDS = _field_condition("exchange_speeds")
+IN_PACKS, IN_FAMILIES = (_field_condition("share_prefixes", "off", (value,)) for value in ("pack", "family"))
+PER_TURN = _field_condition("per_turn", False)
+SMOOTHING, NOISE = _field_condition("label_smoothing_factor", 0.0), _field_condition("neftune_noise_alpha")
+CONSTANT_SHAPES = _field_condition("pad_documents_to_multiple_of")
+BY_DOCUMENT = _field_condition("document_weighting", "token")
+WEIGHT_COLUMN, SOURCE_COLUMN = _field_condition("weight_column"), _field_condition("source_column")
+OVERLONG = _field_condition("overlong")
+KEEP_END = _field_condition("truncation_mode", "keep_start", ("keep_end",))
+OWN_ATTENTION = _field_condition("enforce_flash_attention", True)
+BATCH_SIZE = _field_condition("per_device_train_batch_size", 1)
+SAMPLING = _field_condition("train_sampling_strategy", "random", ("group_by_length", "batch_rebalance"))
 NOT_OF_STREAMS = _strategies(lambda traits: not traits.packs_streams)
 CUT_BLOCKS = _strategies(lambda traits: traits.cuts_blocks)
 NOT_BY_LENGTHS = _strategies(lambda traits: traits.instead is not None)
-DROP_LAST = _setting("dataloader_drop_last", False)
-ASSISTANT_ONLY = _setting("assistant_only_loss", False)
-LAST_TURN, NO_EMPTY_THINKING = _setting("assistant_turns", "all"), _setting("train_empty_thinking", True)
-EVERY_TURN = Choice(
+DROP_LAST = _field_condition("dataloader_drop_last", False)
+ASSISTANT_ONLY = _field_condition("assistant_only_loss", False)
+LAST_TURN, NO_EMPTY_THINKING = (
+    _field_condition("assistant_turns", "all"),
+    _field_condition("train_empty_thinking", True),
+)
+EVERY_TURN = Condition(
     "neither `assistant_only_loss` nor `per_turn`",
     lambda setup: None if ASSISTANT_ONLY.describe(setup) or PER_TURN.describe(setup) else "`assistant_only_loss=False`",
     "set `assistant_only_loss=True` or `per_turn=True`",
 )
-HISTORY_TRAINED = _setting("completion_only_loss", None, (False,))
-CHUNKED = _setting("loss_type", "nll", ("chunked_nll",))
-LIGER = _setting("use_liger_kernel", False)
-NO_END = Choice(
+HISTORY_TRAINED = _field_condition("completion_only_loss", None, (False,))
+CHUNKED = _field_condition("loss_type", "nll", ("chunked_nll",))
+LIGER = _field_condition("use_liger_kernel", False)
+NO_END = Condition(
     "no `max_steps`",
     lambda setup: f"`max_steps={setup.args.max_steps}`" if setup.args.max_steps <= 0 else None,
     "set `max_steps` to the optimizer steps to train (a stream begins again when it ends)",
 )
 
 
-@_choice(
+@_condition(
     "a strategy or `overlong` that does not truncate",
     undo='set `overlong="truncate"` (with "stream", "bfd" or "minibatch")',
 )
-def NO_TRUNCATION(setup: Setup) -> str | None:
+def NO_TRUNCATION(setup: RunSettings) -> str | None:
     policy = OVERLONG.describe(setup) or _strategies(lambda traits: traits.overlong == "split").describe(setup)
     return policy if setup.packs and policy != "`overlong='truncate'`" else None
 
 
-@_choice("`activation_offloading` on the CPU", undo="leave `activation_offloading` unset")
-def OFFLOADING_ON_CPU(setup: Setup) -> str | None:
+@_condition("`activation_offloading` on the CPU", undo="leave `activation_offloading` unset")
+def OFFLOADING_ON_CPU(setup: RunSettings) -> str | None:
     is_on_cpu = setup.args.activation_offloading and setup.args.device.type == "cpu"
     return "`activation_offloading=True` on the CPU" if is_on_cpu else None
 
 
-@_choice(
+@_condition(
     "`fused_linear_cross_entropy`, `cross_entropy` in `liger_kernel_config`",
     undo="leave the losses out of `liger_kernel_config`",
 )
-def LIGER_LOSS(setup: Setup) -> str | None:
+def LIGER_LOSS(setup: RunSettings) -> str | None:
     kernels = setup.args.liger_kernel_config or {}
     name = next((name for name in ("fused_linear_cross_entropy", "cross_entropy") if kernels.get(name)), None)
     return name and f"`{name}={kernels[name]}` in `liger_kernel_config`"
 
 
-@_choice("`skip_prepare_dataset`", undo="leave `skip_prepare_dataset` unset")
-def UNPREPARED(setup: Setup) -> str | None:
+@_condition("`skip_prepare_dataset`", undo="leave `skip_prepare_dataset` unset")
+def UNPREPARED(setup: RunSettings) -> str | None:
     options = setup.args.dataset_kwargs
     is_unprepared = isinstance(options, dict) and options.get("skip_prepare_dataset")
     return "`dataset_kwargs={'skip_prepare_dataset': True}`" if is_unprepared else None
 
 
-@_choice("`split_batches`, `dispatch_batches`", undo="set both to False in `accelerator_config`")
-def DIVIDED(setup: Setup) -> str | None:
+@_condition("`split_batches`, `dispatch_batches`", undo="set both to False in `accelerator_config`")
+def DIVIDED_MODEL(setup: RunSettings) -> str | None:
     for name in ("split_batches", "dispatch_batches"):
         if getattr(setup.args.accelerator_config, name, None):
             return f"`accelerator_config.{name}=True`"
     return None
 
 
-@_choice(
+@_condition(
     "`average_tokens_across_devices=False` on several ranks",
     undo="leave `average_tokens_across_devices` at its default, True",
 )
-def OWN_MEANS(setup: Setup) -> str | None:
+def OWN_MEANS(setup: RunSettings) -> str | None:
     # The number of ranks sets the device up, so it is asked last
     is_given = not setup.args.average_tokens_across_devices and setup.args.world_size > 1
     return f"`average_tokens_across_devices=False` on {setup.args.world_size} ranks" if is_given else None
@@ -192,56 +199,60 @@ def OWN_MEANS(setup: Setup) -> str | None:
 # The dataset
 
 
-def _column(names: tuple[str, ...], label: str, undo: str, *, packs: bool = True) -> Choice:
+def _column_condition(names: tuple[str, ...], label: str, undo: str, *, packs: bool = True) -> Condition:
     """A column of the training set, with packing or without."""
 
-    def describe(setup: Setup) -> str | None:
+    def describe(setup: RunSettings) -> str | None:
         column = next((name for name in setup.columns if name in names), None)
         return f"the column `{column}`" if column is not None and setup.packs == packs else None
 
-    return Choice(label, describe, undo)
+    return Condition(label, describe, undo)
 
 
-STREAM = Choice(
+STREAM = Condition(
     "an `IterableDataset`",
     lambda setup: "an `IterableDataset`" if setup.is_stream and setup.packs else None,
     "load the dataset without streaming",
 )
-PACKED_IMAGES = _column(IMAGES, "images", "remove the column of images")
-VIDEO_OR_SOUND = _column(MEDIA, "video or audio", "remove the column where the text alone is to be trained")
-UNPACKED_IMAGES = _column(IMAGES, "images and `packing=False`", "set `packing=True`", packs=False)
+PACKED_IMAGES = _column_condition(IMAGES, "images", "remove the column of images")
+VIDEO_OR_SOUND = _column_condition(MEDIA, "video or audio", "remove the column where the text alone is to be trained")
+UNPACKED_IMAGES = _column_condition(IMAGES, "images and `packing=False`", "set `packing=True`", packs=False)
 
 
 # Arguments of the trainer, and methods of a subclass
 
 
-def _argument(name: str) -> Choice:
-    def describe(setup: Setup) -> str | None:
+def _argument_condition(name: str) -> Condition:
+    def describe(setup: RunSettings) -> str | None:
         value = getattr(setup, name)
         return None if value is None else f"`{name}={getattr(value, '__name__', type(value).__name__)}`"
 
-    return Choice(f"`{name}`", describe, f"leave `{name}` unset")
+    return Condition(f"`{name}`", describe, f"leave `{name}` unset")
 
 
-COLLATOR, FORMATTING, LOSS_FUNCTION = map(_argument, ("data_collator", "formatting_func", "compute_loss_func"))
-NO_PROCESSOR = Choice(
+COLLATOR, FORMATTING, LOSS_FUNCTION = map(
+    _argument_condition, ("data_collator", "formatting_func", "compute_loss_func")
+)
+NO_PROCESSOR = Condition(
     "a `processing_class` that is no processor",
     lambda setup: (
-        None if isinstance(setup.processing_class, ProcessorMixin) else _argument("processing_class").describe(setup)
+        None
+        if isinstance(setup.processing_class, ProcessorMixin)
+        else _argument_condition("processing_class").describe(setup)
     ),
     "give the processor of the model (`AutoProcessor.from_pretrained`), or leave `processing_class` unset",
 )
-OWN_LOSS = Choice(
+OWN_LOSS = Condition(
     "a `compute_loss` that does not call `super().compute_loss`",
     lambda setup: setup.own_loss and f"`{setup.own_loss}`, which does not call `super().compute_loss`,",
     "change what `super().compute_loss` returns",
 )
-OWN_LOADER = Choice(
+OWN_LOADER = Condition(
     "a `get_train_dataloader` that does not call `super().get_train_dataloader`",
     lambda setup: setup.own_loader and f"`{setup.own_loader}`, which does not call `super().get_train_dataloader`,",
     "change what `super().get_train_dataloader` returns",
 )
-OWN_SAMPLER = Choice(
+OWN_SAMPLER = Condition(
     "a subclass with `_get_train_sampler`", lambda setup: setup.own_sampler and f"`{setup.own_sampler}`", "remove it"
 )
 
@@ -249,33 +260,33 @@ OWN_SAMPLER = Choice(
 # The model
 
 
-@_choice("an encoder-decoder", undo="give a causal language model")
-def ENCODER_DECODER(setup: Setup) -> str | None:
+@_condition("an encoder-decoder", undo="give a causal language model")
+def ENCODER_DECODER(setup: RunSettings) -> str | None:
     is_one = getattr(getattr(setup.model, "config", None), "is_encoder_decoder", False)
     return type(setup.model).__name__ if is_one else None
 
 
-@_choice("adapters of peft (LoRA)", undo="train all weights")
-def ADAPTERS(setup: Setup) -> str | None:
+@_condition("adapters of peft (LoRA)", undo="train all weights")
+def ADAPTERS(setup: RunSettings) -> str | None:
     adapters = [*getattr(setup.model, "peft_config", {}).values(), setup.peft_config]
     return next((f"an adapter {adapter.peft_type.value}" for adapter in adapters if adapter is not None), None)
 
 
-@_choice("an adapter with virtual tokens (prompt tuning)", undo="use LoRA")
-def VIRTUAL_TOKENS(setup: Setup) -> str | None:
+@_condition("an adapter with virtual tokens (prompt tuning)", undo="use LoRA")
+def VIRTUAL_TOKENS(setup: RunSettings) -> str | None:
     adapters = [*getattr(setup.model, "peft_config", {}).values(), setup.peft_config]
     config = next((adapter for adapter in adapters if getattr(adapter, "is_prompt_learning", False)), None)
     return config and f"an adapter {config.peft_type.value} with {config.num_virtual_tokens} virtual tokens"
 
 
-@_choice("dropout of attention weights", undo="load the model with the rate 0.0")
-def DROPPED_WEIGHTS(setup: Setup) -> str | None:
+@_condition("dropout of attention weights", undo="load the model with the rate 0.0")
+def DROPPED_WEIGHTS(setup: RunSettings) -> str | None:
     rates = {} if setup.model is None else dropped_weights(text_config(setup.model, setup.args))
     return next((f"`{name}={rate}` in the config of the model" for name, rate in rates.items()), None)
 
 
-@_choice("`tokens_per_rank` with a [hybrid model](hybrids.md)", undo="set `tokens_per_rank=None`")
-def PARTS_OF_HYBRIDS(setup: Setup) -> str | None:
+@_condition("`tokens_per_rank` with a [hybrid model](hybrids.md)", undo="set `tokens_per_rank=None`")
+def PARTS_OF_HYBRIDS(setup: RunSettings) -> str | None:
     parts = TOKENS_PER_RANK.describe(setup)
     if parts is None or setup.model is None:
         return None
@@ -283,12 +294,12 @@ def PARTS_OF_HYBRIDS(setup: Setup) -> str | None:
     return f"{parts} for the recurrent layers of {config.model_type}" if is_hybrid(config) else None
 
 
-@_choice(
+@_condition(
     "a model on several devices (`device_map`)",
     undo="launch one process per GPU (`accelerate launch` or `torchrun`), or make one GPU visible with "
     "`CUDA_VISIBLE_DEVICES`",
 )
-def SEVERAL_DEVICES(setup: Setup) -> str | None:
+def SEVERAL_DEVICES(setup: RunSettings) -> str | None:
     # "auto" does so with all visible GPUs. Modules offloaded to "cpu" or "disk" run on another device.
     placed = (getattr(setup.model, "hf_device_map", None) or {}).values()
     devices = sorted({str(device) for device in placed} - {"cpu", "disk"})
@@ -298,11 +309,11 @@ def SEVERAL_DEVICES(setup: Setup) -> str | None:
 # The engine
 
 
-@_choice(
+@_condition(
     "context or sequence parallelism of accelerate or DeepSpeed",
     undo="set its size to 1 and `tokens_per_rank`, by which ranks share long packs exactly",
 )
-def CONTEXT_PARALLELISM(setup: Setup) -> str | None:
+def CONTEXT_PARALLELISM(setup: RunSettings) -> str | None:
     sizes: dict[str, Any] = {}
     config = setup.args.parallelism_config if setup.accelerator is None else setup.accelerator.parallelism_config
     if config is None and setup.accelerator is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
@@ -313,11 +324,11 @@ def CONTEXT_PARALLELISM(setup: Setup) -> str | None:
     return _above_one(sizes)
 
 
-@_choice(
+@_condition(
     "tensor parallelism of DeepSpeed",
     undo="set its size to 1 and load the model with `DistributedConfig(tp_size=...)` of transformers",
 )
-def DEEPSPEED_TENSORS(setup: Setup) -> str | None:
+def DEEPSPEED_TENSORS(setup: RunSettings) -> str | None:
     tensor = _deepspeed_config(setup).get("tensor_parallel", {})
     of_training = tensor.get("tp") or tensor.get("tensor_parallel") or {}
     return _above_one(
@@ -328,7 +339,7 @@ def DEEPSPEED_TENSORS(setup: Setup) -> str | None:
     )
 
 
-def _deepspeed_config(setup: Setup) -> dict[str, Any]:
+def _deepspeed_config(setup: RunSettings) -> dict[str, Any]:
     accelerator = setup.accelerator
     if accelerator is None or accelerator.distributed_type != DistributedType.DEEPSPEED:
         return {}
@@ -339,10 +350,10 @@ def _above_one(sizes: dict[str, Any]) -> str | None:
     return next((f"`{name}={size}`" for name, size in sizes.items() if isinstance(size, int) and size > 1), None)
 
 
-def _distributed(name: str) -> Callable[[Setup], str | None]:
+def _distributed_size(name: str) -> Callable[[RunSettings], str | None]:
     """A size above 1 in the `DistributedConfig` with which transformers has loaded the model."""
 
-    def describe(setup: Setup) -> str | None:
+    def describe(setup: RunSettings) -> str | None:
         # The config of a model that was saved so has it, too
         is_divided = getattr(setup.model, "is_distributed_loading_by_transformers", False)
         size = getattr(setup.model.config.distributed_config, name) if is_divided else 1
@@ -351,32 +362,34 @@ def _distributed(name: str) -> Callable[[Setup], str | None]:
     return describe
 
 
-@_choice(
+@_condition(
     "tensor or expert parallelism of transformers (`tp_size`)",
     undo="load the model without `tp_size` in `DistributedConfig`",
 )
-def TENSOR_PARALLELISM(setup: Setup) -> str | None:
+def TENSOR_PARALLELISM(setup: RunSettings) -> str | None:
     size = getattr(setup.model, "_tp_size", None) or 1
     return f"`DistributedConfig(tp_size={size})`" if size > 1 else None
 
 
-@_choice("`tp_size` with `fsdp_size` of transformers", undo="load the model with one of the two sizes")
-def TENSORS_AND_SHARDS(setup: Setup) -> str | None:
-    is_both = TENSOR_PARALLELISM.describe(setup) and _distributed("dp_size")(setup)
+@_condition("`tp_size` with `fsdp_size` of transformers", undo="load the model with one of the two sizes")
+def TENSORS_AND_SHARDS(setup: RunSettings) -> str | None:
+    is_both = TENSOR_PARALLELISM.describe(setup) and _distributed_size("dp_size")(setup)
     return "`tp_size` with `fsdp_size` in `DistributedConfig`" if is_both else None
 
 
-@_choice("Megatron-LM", undo="use DDP, DeepSpeed or FSDP")
-def MEGATRON(setup: Setup) -> str | None:
+@_condition("Megatron-LM", undo="use DDP, DeepSpeed or FSDP")
+def MEGATRON(setup: RunSettings) -> str | None:
     is_one = setup.accelerator is not None and setup.accelerator.distributed_type == DistributedType.MEGATRON_LM
     return "Megatron-LM" if is_one else None
 
 
-@_choice("`sp_size` of accelerate and `packing=False`", undo="set `sp_size=1`")
-def UNPACKED_SEQUENCES(setup: Setup) -> str | None:
+@_condition("`sp_size` of accelerate and `packing=False`", undo="set `sp_size=1`")
+def UNPACKED_SEQUENCES(setup: RunSettings) -> str | None:
     config = None if setup.accelerator is None else setup.accelerator.parallelism_config
     size = 1 if config is None else config.sp_size
     return f"`sp_size={size}` and `packing=False`" if size > 1 and not setup.packs else None
 
 
-PIPELINE = Choice("pipeline parallelism of transformers", _distributed("pp_size"), "load the model with `pp_size=1`")
+PIPELINE = Condition(
+    "pipeline parallelism of transformers", _distributed_size("pp_size"), "load the model with `pp_size=1`"
+)

@@ -23,8 +23,8 @@ from ..planning.families import SharePrefixes
 from ..planning.strategies import STRATEGIES, Strategy
 from ..planning.units import Balance
 from ..samples.turns import AssistantTurns
-from .choices import Setup
-from .features import EXPERIMENTAL, refuse
+from .choices import RunSettings
+from .features import EXPERIMENTAL, refuse_conflicts
 from .foreign_keys import with_hints
 from .progress import say_deepspeed_communicates
 
@@ -219,7 +219,7 @@ class SFTConfig(trl.SFTConfig):
 SFTConfig.__init__ = with_hints(SFTConfig.__init__)  # type: ignore[method-assign]  # `dataclass` makes it
 
 
-def _texts(hint: object) -> tuple[str | None, ...]:
+def _literal_values(hint: object) -> tuple[str | None, ...]:
     """The values of a `Literal`, also of one that may be None; () for another type."""
     literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
     texts = tuple(text for literal in literals for text in get_args(literal))
@@ -228,7 +228,7 @@ def _texts(hint: object) -> tuple[str | None, ...]:
 
 # The values of each field that has a choice
 CHOICES: dict[str, Collection[str | None]] = {
-    name: _texts(get_type_hints(SFTConfig)[name]) for name in SFTConfig.__annotations__
+    name: _literal_values(get_type_hints(SFTConfig)[name]) for name in SFTConfig.__annotations__
 }
 CHOICES |= {"packing_strategy": STRATEGIES.keys(), "truncation_mode": get_args(TruncationMode)}
 # The types of fields that hold no text
@@ -254,7 +254,7 @@ def _refuse_texts(args: SFTConfig) -> None:
         )
 
 
-def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
+def adopt_args(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
     """Our `SFTConfig` of what a user of TRL passes, which is not changed. TRL's keeps its `packing_strategy`, "bfd"."""
     if args is None:
         return SFTConfig(default_output_dir)
@@ -277,7 +277,7 @@ def adopt(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
     return SFTConfig(**values)
 
 
-def changed(args: SFTConfig, **settings: object) -> SFTConfig:
+def with_settings(args: SFTConfig, **settings: object) -> SFTConfig:
     """The same config with other values of some fields, unless they contradict each other."""
     args = copy.copy(args)
     vars(args).update(settings)
@@ -329,7 +329,7 @@ def check_config(args: SFTConfig) -> None:
         if args.packing or args.max_length is not None or args.pad_documents_to_multiple_of is not None:
             check_max_length(args.max_length, args.per_device_train_batch_size)
         check_overlong("packing_strategy", args.packing_strategy, args.overlong)
-    refuse(Setup(args=args))
+    refuse_conflicts(RunSettings(args=args))
 
 
 def _check_tokens_per_rank(args: SFTConfig) -> None:

@@ -28,9 +28,9 @@ from .loading import TrainingData
 from .objective import Objective
 from .planner import make_planner
 from .proofs import prove_degrees, prove_prefixes
-from .run import Part, Run
 from .same_data import check_same_documents
 from .totals import EvaluationTotals, scores_of
+from .trainer_view import TrainerPart, TrainerView
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +45,15 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
 }
 
 
-class Evaluation(Part):
+class Evaluation(TrainerPart):
     """How a trainer evaluates and predicts: every document once, metrics from totals."""
 
     _totals: EvaluationTotals
     _has_said_whose_loss = False
     _has_equal_batches = False  # in the running evaluation, those of our padded loader are
 
-    def __init__(self, run: Run, data: TrainingData, objective: Objective, *, own: type):
-        super().__init__(run)
+    def __init__(self, trainer: TrainerView, data: TrainingData, objective: Objective, *, own: type):
+        super().__init__(trainer)
         self._data, self._objective = data, objective
         self._own = own  # our class of trainers: a method that differs from its method is the user's
 
@@ -83,15 +83,15 @@ class Evaluation(Part):
             return False
         if not self.args.packing:
             return True  # the model reads boundaries, and is proved, only during evaluation (`_on_packs`)
-        packed_model = self._run.packed_model
+        packed_model = self._trainer.packed_model
         # Before training, the engine (DeepSpeed, FSDP) does not exist yet, so the model cannot be proved under it.
         # Padded batches give the same numbers.
-        if not (self._run.is_deepspeed_enabled or self._run.is_fsdp_enabled):
-            with packed_model.attending(), self._run.compute_loss_context_manager():
+        if not (self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled):
+            with packed_model.attending(), self._trainer.compute_loss_context_manager():
                 if packed_model.isolation is None:
-                    packed_model.prove(self._run.model)
+                    packed_model.prove(self._trainer.model)
             if not packed_model.prefixes_are_proved:
-                prove_prefixes(self._run, self._data, self._run.model)
+                prove_prefixes(self._trainer, self._data, self._trainer.model)
         return packed_model.is_proved
 
     @property
@@ -121,16 +121,16 @@ class Evaluation(Part):
             sorts_tokens=self._brings_together,
         )
         check_same_documents(documents, "The evaluation set", args.world_size)
-        pad_token_id = self._run._tokenizer.pad_token_id
-        return DocumentDataset(reader, documents, pad_token_id, values=values.taken(reader.conversations))
+        pad_token_id = self._trainer._tokenizer.pad_token_id
+        return DocumentDataset(reader, documents, pad_token_id, values=values.select(reader.conversations))
 
     def check_evaluation_sets(self) -> None:
         """Refuse evaluation sets without a trained token, if training would evaluate a loss on them."""
         if self._overridden("evaluate", "get_eval_dataloader", "evaluation_loop", "prediction_step"):
             return
-        if self._run.compute_metrics is not None and not self.args.prediction_loss_only:
+        if self._trainer.compute_metrics is not None and not self.args.prediction_loss_only:
             return
-        eval_dataset = self._run.eval_dataset
+        eval_dataset = self._trainer.eval_dataset
         for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}).items():
             if self._evaluates_documents(dataset):
                 self._check_trained(self._rows(dataset).documents, "eval" if name is None else f"eval_{name}")
@@ -176,7 +176,7 @@ class Evaluation(Part):
 
     def _overridden(self, *methods: str) -> list[str]:
         """The `methods` that a subclass, or an assignment to this object, has replaced."""
-        found = {name: getattr(getattr(self._run, name), "__func__", None) for name in methods}
+        found = {name: getattr(getattr(self._trainer, name), "__func__", None) for name in methods}
         return [name for name, function in found.items() if function is not getattr(self._own, name)]
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader[Any]:
@@ -208,7 +208,7 @@ class Evaluation(Part):
         else:
             self._check_padded(documents, needs_logits)
             sampler = PaddedBatchSampler(len(documents), args.eval_batch_size, ranks.rank, ranks.count)
-            check_padded_images(self._run.accelerator, rows.reader)
+            check_padded_images(self._trainer.accelerator, rows.reader)
             collate = self._data.images.padded(self._data.padded_collator)
         if rows.values.sources is not None:
             collate = RowValuesCollator(collate, {SOURCES: SOURCES})
@@ -224,7 +224,7 @@ class Evaluation(Part):
             self._check_trained(rows.documents, prefix)
         self._objective.gather_totals()  # `num_tokens` is also logged here
         names = rows.values.names if isinstance(rows, DocumentDataset) else ()
-        self._totals = EvaluationTotals(self._run.accelerator.device, names)
+        self._totals = EvaluationTotals(self._trainer.accelerator.device, names)
         if self._loss_of_user is not None and not self._has_said_whose_loss:
             self._has_said_whose_loss = True
             logger.warning(
@@ -237,18 +237,18 @@ class Evaluation(Part):
         self._has_equal_batches = isinstance(sampler, PaddedBatchSampler)
         with self._on_packs() if packs else nullcontext():
             if packs and self.args.packing:
-                prove_degrees(self._run, packs.planner.packing.degrees)
+                prove_degrees(self._trainer, packs.planner.packing.degrees)
             output = loop()
-        metrics, loss = self._totals.metrics(self._run.accelerator, self._data.ranks.copies), f"{prefix}_loss"
+        metrics, loss = self._totals.metrics(self._trainer.accelerator, self._data.ranks.copies), f"{prefix}_loss"
         assert output.metrics is not None
         if metrics:
             output.metrics[loss] = metrics.pop("loss")
             for name in [name for name in metrics if "/" in name]:
                 output.metrics[f"{prefix}_{name}"] = metrics.pop(name)
             # TRL's `log` averages these lists and adds them to what is logged
-            logged = self._run._metrics["eval"]
+            logged = self._trainer._metrics["eval"]
             logged.update({key: [value] for key, value in metrics.items()})
-            logged["num_tokens"] = [self._run._total_train_tokens]
+            logged["num_tokens"] = [self._trainer._total_train_tokens]
         elif self.is_exact:
             output.metrics.pop(loss, None)  # no trained token: the loop reports 0.0
         return output
@@ -256,11 +256,11 @@ class Evaluation(Part):
     @contextmanager
     def _on_packs(self) -> Iterator[None]:
         """A context in which the model takes packs. If training is not packed, the model is proved first."""
-        packed_model = self._run.packed_model if self.args.packing else self._data.make_packed_model()
+        packed_model = self._trainer.packed_model if self.args.packing else self._data.make_packed_model()
         with packed_model.attending():
             if not self.args.packing:
-                with self._run.compute_loss_context_manager():
-                    packed_model.prove(self._run.model).raise_if_leaking()
+                with self._trainer.compute_loss_context_manager():
+                    packed_model.prove(self._trainer.model).raise_if_leaking()
             yield
 
     @property
@@ -271,33 +271,33 @@ class Evaluation(Part):
     @property
     def _loss_of_user(self) -> str | None:
         """What the user has defined as the loss, for a message; None if nothing."""
-        if self._run.compute_loss_func is not None:
+        if self._trainer.compute_loss_func is not None:
             return "`compute_loss_func`"
         methods = self._overridden("compute_loss", "prediction_step")
-        return f"`{type(self._run).__name__}.{methods[0]}`" if methods else None
+        return f"`{type(self._trainer).__name__}.{methods[0]}`" if methods else None
 
     def predict(
         self, model: torch.nn.Module, inputs: dict[str, Any], loss_only: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Loss, logits and labels of a batch, which is added to the totals; with `loss_only` the loss alone."""
-        inputs = self._run._prepare_inputs(inputs)
+        inputs = self._trainer._prepare_inputs(inputs)
         objective = self._objective
         if self.args.packing:
-            self._run.packed_model.check_attends(inputs)
+            self._trainer.packed_model.check_packed_attention(inputs)
         inputs["use_cache"] = False
         layout = layout_of(inputs)
-        with torch.no_grad(), self._run.compute_loss_context_manager():
+        with torch.no_grad(), self._trainer.compute_loss_context_manager():
             if loss_only:
-                if self._run.aux_loss_enabled:
+                if self._trainer.aux_loss_enabled:
                     inputs["output_router_logits"] = True
                 with objective.router_logits(inputs) as router_logits:
                     outputs = model(**inputs, fused_lm_head=True)
                 targets = layout.targets(outputs.label_mask)
-                if self._run.aux_loss_enabled:
+                if self._trainer.aux_loss_enabled:
                     aux_loss = objective.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
                     # zero on ranks after the first of a group, so the mean over ranks counts it once
-                    aux_loss = self._run.accelerator.gather(layout.degree * aux_loss).mean().item()
-                    self._run._metrics["eval"]["aux_loss"].append(aux_loss)
+                    aux_loss = self._trainer.accelerator.gather(layout.degree * aux_loss).mean().item()
+                    self._trainer._metrics["eval"]["aux_loss"].append(aux_loss)
                 return self._totals.add(outputs, targets, objective.sources_of(targets)).float(), None, None
             labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
             logits = model(**inputs).logits

@@ -1,30 +1,32 @@
 """What goes with what: a record per feature, with what it cannot be combined with, why, and what to set instead.
 
-`refuse` raises the message of two choices that cannot be combined. It is asked when the config is made, when the
-trainer is constructed, when the engine is known, and at the first step. docs/combinations.md is made of the same
+`refuse_conflicts` raises the message of two choices that cannot be combined. It is asked when the config is made, when
+the trainer is constructed, when the engine is known, and at the first step. docs/combinations.md is made of the same
 records (`tools/combinations.py`). A feature with settings of its own begins with its record here.
 """
 
 from dataclasses import dataclass, field
 
 from . import choices as of
-from .choices import Choice, Setup
+from .choices import Condition, RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
     """A feature, and what it cannot be combined with. A pair of features is in the record of one of them."""
 
-    choice: Choice
-    conflicts: dict[Choice, str] = field(default_factory=dict)  # and why not
-    remedies: dict[Choice, str] = field(default_factory=dict)  # where there is more to say than to undo one of the two
+    choice: Condition
+    conflicts: dict[Condition, str] = field(default_factory=dict)  # and why not
+    remedies: dict[Condition, str] = field(
+        default_factory=dict
+    )  # where there is more to say than to undo one of the two
     page: str = ""  # in docs/, where it is described
 
-    def remedy(self, other: Choice) -> str:
+    def remedy(self, other: Condition) -> str:
         """What to set instead of this feature with `other`."""
         return self.remedies.get(other) or f"{_capital(other.undo)}, or {self.choice.undo}"
 
-    def refuse(self, setup: Setup) -> None:
+    def refuse_conflicts(self, setup: RunSettings) -> None:
         """Refuse what this feature cannot be combined with."""
         if (ours := self.choice.describe(setup)) is None:
             return
@@ -34,13 +36,13 @@ class Feature:
                 raise ValueError(message)
 
 
-def refuse(setup: Setup) -> None:
+def refuse_conflicts(setup: RunSettings) -> None:
     """Refuse two choices that cannot be combined."""
     for feature in FEATURES:
-        feature.refuse(setup)
+        feature.refuse_conflicts(setup)
 
 
-def experimental(setup: Setup) -> tuple[str, ...]:
+def experimental_choices(setup: RunSettings) -> tuple[str, ...]:
     """Names of the choices that were given and that several GPUs have not run yet."""
     return tuple(choice.name.replace("`", "") for choice in EXPERIMENTAL if choice.describe(setup) is not None)
 
@@ -101,7 +103,7 @@ FEATURES = (
             "boundaries, or leave documents out",
             of.SAMPLING: "Packs are made of documents of all lengths and balanced over ranks by `balance`, so batches "
             "by length have no meaning",
-            of.DIVIDED: "Every rank reads its own packs, and one pack of shape (1, T) cannot be divided",
+            of.DIVIDED_MODEL: "Every rank reads its own packs, and one pack of shape (1, T) cannot be divided",
             of.OWN_MEANS: "Ranks hold different numbers of trained tokens, so the mean of their means is not the loss "
             "per token (the difference was 0.7 % in a small run)",
             of.ENCODER_DECODER: "The encoder of an encoder-decoder reads a whole document at once, and this trainer "

@@ -29,46 +29,46 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from ..attention.models import base_model
-from ..data.parts import PartOf
+from ..data.rank_share import RankShare
 from ..data.row_values import WEIGHTS
-from ..isolation.gradients import SMALL, gaps, gradient_products, largest_gap
+from ..isolation.gradients import SMALL_SHARE, gradient_products, largest_gap, relative_gaps
 from ..isolation.image_probe import ImageDocument
 from ..isolation.isolation_report import PackingLeakError
 from ..isolation.prefix_probe import make_probe
-from ..isolation.probed_model import OF_ROUNDING
+from ..isolation.probed_model import ROUNDING_FACTOR
 from ..isolation.ties import FirstOfTies
 from ..layout import IGNORE_INDEX
 from .groups import check_same_packs
 from .loading import TrainingData
 from .noise import DocumentNoise
 from .objective import Objective
-from .run import Run
 from .step_comparison import (
     Document,
     StepComparison,
-    chosen,
+    choose_documents,
+    document_length,
     first_documents,
-    int64,
     is_plain,
     is_text,
-    length,
     longest_of,
-    masked,
+    mask_document,
     num_trained,
     relative_distance,
+    to_int64,
 )
 from .totals import TrainingTotals
+from .trainer_view import TrainerView
 
 NUM_BEFORE = 8  # tokens of the document before a long one
-FINE = 1e-4  # relative; a larger difference is judged by what rounding does
-FINE_GRADIENTS = 1e-3  # TRL's fused head alone makes 1.5e-4 to 2.4e-4 of SmolLM2-135M in fp32, which no draw shows
-SET = ("current_gradient_accumulation_steps", "aux_loss_enabled")  # of the trainer, during the comparison
+FINE_LOSS_GAP = 1e-4  # relative; a larger difference is judged by what rounding does
+FINE_GRADIENT_GAP = 1e-3  # TRL's fused head alone makes 1.5e-4 to 2.4e-4 of SmolLM2-135M in fp32, which no draw shows
+SET_ATTRIBUTES = ("current_gradient_accumulation_steps", "aux_loss_enabled")  # of the trainer, during the comparison
 SMALL_IN_HALF = 3e-2  # as SMALL: a small gradient, such as that of a bias in front of attention, is a sum of roundings
 
 logger = logging.get_logger(__name__)
 
 
-class _Step(NamedTuple):
+class _StepGradients(NamedTuple):
     """Loss and products of the gradients of a step over all ranks; None where gradients are not compared."""
 
     loss: float
@@ -83,25 +83,27 @@ class FirstStep:
     """
 
     def __init__(
-        self, run: Run, data: TrainingData, objective: Objective, *, training_step: Callable[..., Tensor]
+        self, trainer: TrainerView, data: TrainingData, objective: Objective, *, training_step: Callable[..., Tensor]
     ) -> None:
-        self._run, self._data, self._objective, self._training_step = run, data, objective, training_step
+        self._trainer, self._data, self._objective, self._training_step = trainer, data, objective, training_step
         self.longest_compared: float = inf  # tokens; longer documents are compared later
 
     def _probe_of(self, model: nn.Module) -> Any:
-        return make_probe(model, self._data.images.examples, user_attention=self._run.packed_model.attention.previous)
+        return make_probe(
+            model, self._data.images.examples, user_attention=self._trainer.packed_model.attention.previous
+        )
 
     # What is compared
 
     def compare(self) -> StepComparison:
         """Train a few documents packed and unpacked, without an optimizer step."""
-        self._probe = self._probe_of(self._run.model_wrapped)
+        self._probe = self._probe_of(self._trainer.model_wrapped)
         model = self._probe.model
         self._alone: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         below = self._probe if self._alone is model else self._probe_of(self._alone)
         # Whether a forward waits for other ranks
-        self._has_collectives = self._run.accelerator.num_processes > 1 and below.has_engine
-        named = {name: each for name, each in base_model(self._run.model).named_parameters() if each.requires_grad}
+        self._has_collectives = self._trainer.accelerator.num_processes > 1 and below.has_engine
+        named = {name: each for name, each in base_model(self._trainer.model).named_parameters() if each.requires_grad}
         self._names, self._parameters = [*named], [*named.values()]
         if (why := self._why_not()) is not None:
             return StepComparison(f"not compared with unpacked training: {why}")
@@ -112,8 +114,8 @@ class FirstStep:
             packed, unpacked = self._probe.silenced(lambda: self._packed(packs)), self._unpacked(packs)
             gap, dtype = self._gaps(packed, unpacked), self._data.attention_dtype
             # Under FSDP2 in half precision the model's own logits are rounded, those of the loss are not
-            fine = torch.finfo(dtype).eps if self._run.is_fsdp_enabled and dtype.itemsize < 4 else FINE
-            fine_gradients = max(FINE_GRADIENTS, self._probe.rounding)
+            fine = torch.finfo(dtype).eps if self._trainer.is_fsdp_enabled and dtype.itemsize < 4 else FINE_LOSS_GAP
+            fine_gradients = max(FINE_GRADIENT_GAP, self._probe.rounding)
             limit = self._probe.limits_of_rounding(
                 gap,
                 [fine, fine_gradients],
@@ -127,46 +129,46 @@ class FirstStep:
                     gap = self._gaps(packed, unpacked)
                     if self._probe.is_beyond(gap, limit):
                         problem = self._what_differs(packs, packed, unpacked, limit=limit)
-        self._run.model.zero_grad(set_to_none=True)
-        self.longest_compared = self._most(max(length(each) for pack in packs for each in pack))
+        self._trainer.model.zero_grad(set_to_none=True)
+        self.longest_compared = self._most(max(document_length(each) for pack in packs for each in pack))
         if not self._has_collectives:  # each rank compares them when it meets them
             below.silent, self._probe = self._probe.silent, below
         text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked ({gap[0]:.0e})"
-        if (method := f"{type(self._run).__name__}.training_step") in self._run.user_code.methods:
+        if (method := f"{type(self._trainer).__name__}.training_step") in self._trainer.user_code.methods:
             text += f", without {method}, which is not tested"
         if packed.products is None:
             return StepComparison(f"{text}; gradients are held by the engine, not compared", gap[0], problem=problem)
         text += f"; gradients {gap[1]:.0e} over {len(self._names)} parameters"
-        if self._run.aux_loss_enabled and self._data.packs_images:
+        if self._trainer.aux_loss_enabled and self._data.packs_images:
             text += "; the router loss is not compared with images"
-        if limit[0] > FINE or limit[1] > fine_gradients:
-            text += f" (rounding alone makes {limit[0] / OF_ROUNDING:.0e} and {limit[1] / OF_ROUNDING:.0e})"
+        if limit[0] > FINE_LOSS_GAP or limit[1] > fine_gradients:
+            text += f" (rounding alone makes {limit[0] / ROUNDING_FACTOR:.0e} and {limit[1] / ROUNDING_FACTOR:.0e})"
         return StepComparison(text, *gap, problem=problem)
 
     def _why_not(self) -> str | None:
-        run = self._run
-        if run.compute_loss_func is not None:
+        trainer = self._trainer
+        if trainer.compute_loss_func is not None:
             return "`compute_loss_func` gets a whole batch, so its loss need not be a sum over documents"
-        if (method := f"{type(run).__name__}.compute_loss") in run.user_code.methods:
+        if (method := f"{type(trainer).__name__}.compute_loss") in trainer.user_code.methods:
             return f"the loss is that of {method}"
-        return None if self._objective.is_ours else "the loss is TRL's"
+        return None if self._objective.replaces_trl_loss else "the loss is TRL's"
 
     @cached_property
     def _has_gradients(self) -> bool:
         """Whether gradients can be read between two backward passes: not where an engine holds or divides them."""
-        run = self._run
-        if run.accelerator.distributed_type == DistributedType.DEEPSPEED or self._objective.summed_by_ranks:
+        trainer = self._trainer
+        if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED or self._objective.summed_by_ranks:
             return False
-        if run.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):  # their backward is the optimizer step
+        if trainer.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):  # their backward is the optimizer step
             return False
         is_sharded = any(isinstance(module, FSDPModule) for module in self._alone.modules())
-        return run.get_tp_size() == 1 and (not run.is_fsdp_enabled or is_sharded)
+        return trainer.get_tp_size() == 1 and (not trainer.is_fsdp_enabled or is_sharded)
 
     @property
     def _small(self) -> float:
-        return SMALL_IN_HALF if self._data.attention_dtype.itemsize < 4 else SMALL
+        return SMALL_IN_HALF if self._data.attention_dtype.itemsize < 4 else SMALL_SHARE
 
-    def _gaps(self, one: _Step, other: _Step) -> tuple[float, float]:
+    def _gaps(self, one: _StepGradients, other: _StepGradients) -> tuple[float, float]:
         """Of the loss, and of the gradient of a parameter."""
         loss = abs(one.loss - other.loss) / max(abs(other.loss), torch.finfo(torch.float64).tiny)
         if one.products is None or other.products is None:
@@ -175,47 +177,49 @@ class FirstStep:
 
     # Documents
 
-    def _packs(self) -> list[PartOf]:
+    def _packs(self) -> list[RankShare]:
         """Two packs of this rank with unequal numbers of tokens, one of them of one document."""
-        found, degree, index = first_documents(self._data, self._run.train_dataset)
+        found, degree, index = first_documents(self._data, self._trainer.train_dataset)
         found = [each for each in found if num_trained(each) and each.get(WEIGHTS, 1) > 0]  # that change the model
         examples = self._data.images.examples
         if examples is not None and self._has_collectives:  # a row without images calls no tower, which others gather
             has_images = [examples.images.has_images(each) for each in found]
-            kind = self._summed(any(has_images)) == self._run.accelerator.num_processes
+            kind = self._summed(any(has_images)) == self._trainer.accelerator.num_processes
             found = [each for each, has in zip(found, has_images, strict=True) if has is kind]
-        documents = chosen(found)
-        others = documents[1:] if degree > 1 else [max(documents, key=length)]  # one has too few tokens for parts
-        return [PartOf(pack, degree, index) for pack in (documents, others)]
+        documents = choose_documents(found)
+        others = (
+            documents[1:] if degree > 1 else [max(documents, key=document_length)]
+        )  # one has too few tokens for parts
+        return [RankShare(pack, degree, index) for pack in (documents, others)]
 
     # Packed
 
-    def _packed(self, packs: list[PartOf]) -> _Step:
-        run, model, keys = self._run, self._probe.model, [WEIGHTS] if self._run.args.weight_column else []
-        batches = [self._probe.moved(self._data.training_collator(keys)(pack)) for pack in packs]
+    def _packed(self, packs: list[RankShare]) -> _StepGradients:
+        trainer, model, keys = self._trainer, self._probe.model, [WEIGHTS] if self._trainer.args.weight_column else []
+        batches = [self._probe.move_batch(self._data.training_collator(keys)(pack)) for pack in packs]
         if self._data.ranks.may_share:
             check_same_packs(batches, self._data.ranks.copies)
-        num_items = run._get_num_items_in_batch(batches, run.accelerator.device)
-        run.current_gradient_accumulation_steps = len(batches)
-        run.model.zero_grad(set_to_none=True)
+        num_items = trainer._get_num_items_in_batch(batches, trainer.accelerator.device)
+        trainer.current_gradient_accumulation_steps = len(batches)
+        trainer.model.zero_grad(set_to_none=True)
         losses = []
         for i, batch in enumerate(batches):
             is_last = i == len(batches) - 1
             if not self._has_gradients:
-                with torch.no_grad(), run.compute_loss_context_manager():
-                    batch = run._prepare_inputs(batch)
-                    losses.append(run.compute_loss(model, batch, num_items_in_batch=num_items))
+                with torch.no_grad(), trainer.compute_loss_context_manager():
+                    batch = trainer._prepare_inputs(batch)
+                    losses.append(trainer.compute_loss(model, batch, num_items_in_batch=num_items))
                 continue
-            with nullcontext() if is_last or self._alone is model else run.accelerator.no_sync(model):
+            with nullcontext() if is_last or self._alone is model else trainer.accelerator.no_sync(model):
                 losses.append(self._training_step(model, batch, num_items))
-        loss = run.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean")
-        return _Step(float(loss), self._products(is_summed=True))
+        loss = trainer.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean")
+        return _StepGradients(float(loss), self._products(is_summed=True))
 
     # Unpacked
 
-    def _unpacked(self, packs: list[PartOf]) -> _Step:
+    def _unpacked(self, packs: list[RankShare]) -> _StepGradients:
         """The same step from rows, without collator, packed attention, fused LM head and loss of the trainer."""
-        run, args = self._run, self._run.args
+        trainer, args = self._trainer, self._trainer.args
         owns = packs[0].member == 0  # of ranks that share a pack, the first
         documents = packs[0]  # which has those of the others, too
         factors, parts = [0.0] * len(documents), 0.0
@@ -230,33 +234,33 @@ class FirstStep:
         together: dict[int, list[int]] = {}  # rows of equal length, but where each forward waits for other ranks
         for i, document in enumerate(documents):
             is_alone = self._has_collectives or self._data.packs_images
-            together.setdefault(-i if is_alone else length(document), []).append(i)
-        run.model.zero_grad(set_to_none=True)
+            together.setdefault(-i if is_alone else document_length(document), []).append(i)
+        trainer.model.zero_grad(set_to_none=True)
         total = 0.0
-        with self._probe.unpacked(max(map(length, documents))):  # layers may be computed again in the backward
+        with self._probe.unpacked(max(map(document_length, documents))):  # layers may be computed again in the backward
             for places in together.values():
                 losses = self._row_losses([documents[i] for i in places])
                 total += self._backward((losses * losses.new_tensor([factors[i] for i in places])).sum() / divisor)
-            if run.aux_loss_enabled:
+            if trainer.aux_loss_enabled:
                 num_packs = self._summed(owns * len(packs)) / copies
                 for pack in packs:
-                    total += self._backward(self._aux_loss(pack) * owns * run.router_aux_loss_coef / num_packs)
-        return _Step(self._summed(total) / copies, self._products(is_summed=False))
+                    total += self._backward(self._aux_loss(pack) * owns * trainer.router_aux_loss_coef / num_packs)
+        return _StepGradients(self._summed(total) / copies, self._products(is_summed=False))
 
     def _row_losses(self, documents: list[Document]) -> Tensor:
         """The sum of the loss over the trained tokens of each document, (B,), by the model's own logits.
 
         Documents of equal length are rows of one batch; one with images is alone.
         """
-        run, args = self._run, self._run.args
-        labels = torch.stack([int64(document["labels"])[1:] for document in documents]).to(self._probe.device)
+        trainer, args = self._trainer, self._trainer.args
+        labels = torch.stack([to_int64(document["labels"])[1:] for document in documents]).to(self._probe.device)
         if is_text(documents[0]):
-            tokens = [int64(document["input_ids"]) for document in documents]
-            row = self._probe.row(torch.stack(tokens) if len(tokens) > 1 else tokens[0])
+            tokens = [to_int64(document["input_ids"]) for document in documents]
+            row = self._probe.make_row(torch.stack(tokens) if len(tokens) > 1 else tokens[0])
         else:
             without_weight = {name: value for name, value in documents[0].items() if name != WEIGHTS}
-            row = self._probe.row(ImageDocument(without_weight))
-        with run.compute_loss_context_manager():
+            row = self._probe.make_row(ImageDocument(without_weight))
+        with trainer.compute_loss_context_manager():
             if not self._objective.has_own_logits:  # of which the user was told
                 padded = F.pad(labels, (1, row["input_ids"].shape[1] - labels.shape[1] - 1), value=IGNORE_INDEX)
                 return -self._alone(**row, labels=padded, fused_lm_head=True).log_probs.float().sum(-1)
@@ -266,17 +270,17 @@ class FirstStep:
         if args.loss_type == "dft":
             losses = of_labels * of_labels.exp().detach()
         else:
-            share = 0.0 if run.label_smoother is None else run.label_smoother.epsilon
+            share = 0.0 if trainer.label_smoother is None else trainer.label_smoother.epsilon
             losses = (1 - share) * of_labels + share * log_probs.mean(-1)
         return -losses.where(labels != IGNORE_INDEX, 0).sum(-1)
 
     def _aux_loss(self, documents: list[Document]) -> Tensor:
         """The router loss of unpacked training, of these documents as padded rows."""
-        tokens = [int64(document["input_ids"]) for document in documents]
+        tokens = [to_int64(document["input_ids"]) for document in documents]
         ids, mask = (pad_sequence(rows, batch_first=True) for rows in (tokens, [*map(torch.ones_like, tokens)]))
         rows = {"input_ids": ids, "attention_mask": mask, "output_router_logits": True, "use_cache": False}
-        with self._run.compute_loss_context_manager():
-            return self._alone(**self._probe.moved(rows)).aux_loss
+        with self._trainer.compute_loss_context_manager():
+            return self._alone(**self._probe.move_batch(rows)).aux_loss
 
     # Longer documents
 
@@ -287,7 +291,7 @@ class FirstStep:
         Where an engine divides the model, all ranks take part. A document that does not fit alone ends the search.
         Raises `PackingLeakError` if its states are others in a pack.
         """
-        if self.longest_compared == inf or 2 * self.longest_compared > (self._run.args.max_length or inf):
+        if self.longest_compared == inf or 2 * self.longest_compared > (self._trainer.args.max_length or inf):
             return
         plain = [batch for batch in batches if is_plain(batch)]
         most = self._most if self._has_collectives else int
@@ -298,18 +302,20 @@ class FirstStep:
         if longest < 2 * self.longest_compared:  # constant shapes name `max_length` as the longest
             return
         try:
-            with self._undisturbed(), self._run.compute_loss_context_manager(), torch.no_grad():
+            with self._undisturbed(), self._trainer.compute_loss_context_manager(), torch.no_grad():
                 pack = [self._probe.tokens(NUM_BEFORE), document]
 
                 def in_pack() -> Tensor:
-                    return self._probe.packed(pack)[1]
+                    return self._probe.forward_packed(pack)[1]
 
-                alone, packed = self._probe.alone(document), in_pack()
+                alone, packed = self._probe.forward_alone(document), in_pack()
                 gap = relative_distance(packed, alone)
-                (limit,) = self._probe.limits_of_rounding([gap], [FINE], lambda: [relative_distance(in_pack(), packed)])
+                (limit,) = self._probe.limits_of_rounding(
+                    [gap], [FINE_LOSS_GAP], lambda: [relative_distance(in_pack(), packed)]
+                )
                 if is_beyond := self._probe.is_beyond([gap], [limit]):
                     with FirstOfTies():
-                        gap = relative_distance(in_pack(), self._probe.alone(document))
+                        gap = relative_distance(in_pack(), self._probe.forward_alone(document))
                         is_beyond = self._probe.is_beyond([gap], [limit])
         except torch.OutOfMemoryError:
             logger.warning(
@@ -336,17 +342,17 @@ class FirstStep:
 
     @property
     def _scale(self) -> float:
-        scaler = self._run.accelerator.scaler  # of fp16
+        scaler = self._trainer.accelerator.scaler  # of fp16
         return 1.0 if scaler is None else scaler.get_scale()
 
     def _products(self, *, is_summed: bool) -> Tensor | None:
         """Of the gradients of the step; `is_summed` if they are the mean over ranks already."""
         if not self._has_gradients:
             return None
-        found, accelerator = gradient_products(self._parameters) / self._scale, self._run.accelerator
+        found, accelerator = gradient_products(self._parameters) / self._scale, self._trainer.accelerator
         if is_summed or accelerator.num_processes == 1:
             return found
-        if self._run.is_fsdp_enabled:  # the engine has made the mean
+        if self._trainer.is_fsdp_enabled:  # the engine has made the mean
             summed = found * accelerator.num_processes
         else:
             summed = accelerator.reduce(found.to(self._probe.device), reduction="sum").cpu()
@@ -354,28 +360,30 @@ class FirstStep:
 
     def _summed(self, value: float) -> float:
         number = torch.tensor(float(value), device=self._probe.device)
-        return float(self._run.accelerator.reduce(number, reduction="sum"))
+        return float(self._trainer.accelerator.reduce(number, reduction="sum"))
 
     def _most(self, value: int) -> int:
-        return int(self._run.accelerator.gather(torch.tensor([value], device=self._probe.device)).max())
+        return int(self._trainer.accelerator.gather(torch.tensor([value], device=self._probe.device)).max())
 
     # What differs
 
-    def _what_differs(self, packs: list[PartOf], packed: _Step, unpacked: _Step, *, limit: list[float]) -> str:
+    def _what_differs(
+        self, packs: list[RankShare], packed: _StepGradients, unpacked: _StepGradients, *, limit: list[float]
+    ) -> str:
         found = []
         if self._probe.is_beyond(self._gaps(packed, unpacked)[:1], limit[:1]):
             found.append(f"the loss is {packed.loss:.5g} packed and {unpacked.loss:.5g} unpacked")
         if packed.products is not None and unpacked.products is not None:
-            by_name = gaps(packed.products, unpacked.products, small=self._small)
+            by_name = relative_gaps(packed.products, unpacked.products, small=self._small)
             worst, count = int(by_name.argmax()), int((by_name > limit[1]).sum())
             if count:
                 found.append(
                     f"gradients of {count} parameters differ, of `{self._names[worst]}` by {by_name[worst]:.1e}"
                 )
         for i, document in enumerate(packs[0]):  # alone trained, among others that are not
-            pack = [each if j == i else masked(each) for j, each in enumerate(packs[0])]
-            ours = self._packed([PartOf.like(packs[0], pack)])
-            theirs = self._unpacked([PartOf.like(packs[0], [document])])
+            pack = [each if j == i else mask_document(each) for j, each in enumerate(packs[0])]
+            ours = self._packed([RankShare.like(packs[0], pack)])
+            theirs = self._unpacked([RankShare.like(packs[0], [document])])
             gap = self._gaps(ours, theirs)
             if self._probe.is_beyond(gap, limit):
                 found.append(
@@ -387,15 +395,15 @@ class FirstStep:
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """No dropout and no noise; counts of the log, random state, modes and buffers are restored."""
-        run, objective, probe = self._run, self._objective, self._probe
-        totals, before = objective.totals, {name: getattr(run, name, None) for name in SET}
-        noise = {each: each.alpha for each in run.packed_model.own_hooks if isinstance(each, DocumentNoise)}
+        trainer, objective, probe = self._trainer, self._objective, self._probe
+        totals, before = objective.totals, {name: getattr(trainer, name, None) for name in SET_ATTRIBUTES}
+        noise = {each: each.alpha for each in trainer.packed_model.own_hooks if isinstance(each, DocumentNoise)}
         objective.totals = TrainingTotals(totals.sources, totals.shares_prefixes)
         try:
-            with run.packed_model.attending(), probe.undisturbed():
+            with trainer.packed_model.attending(), probe.undisturbed():
                 for hooks in noise:
                     hooks.alpha = 0.0
-                run.aux_loss_enabled &= not self._data.packs_images
+                trainer.aux_loss_enabled &= not self._data.packs_images
                 # The trainer sets all modules to train mode, also those that draw
                 with probe.inner.register_forward_pre_hook(probe.silence):
                     yield
@@ -404,4 +412,4 @@ class FirstStep:
             for hooks, alpha in noise.items():
                 hooks.alpha = alpha
             for name, value in before.items():
-                setattr(run, name, value)
+                setattr(trainer, name, value)

@@ -18,7 +18,7 @@ EXPLAINED = {name: note for note, names in TABLES["explained"].items() for name 
 NOT_NEEDED = TABLES["removed"]
 
 
-def hints(names: Iterable[str]) -> str:
+def describe_foreign_keys(names: Iterable[str]) -> str:
     """Sentences that say what keys of other trainers are called here, to be put into a message; "" if none is known.
 
     >>> hints(["sequence_len", "train_on_inputs", "learning_rat"])
@@ -72,5 +72,5 @@ def _place(name: str, own: Collection[str], fields: Collection[str]) -> str:
     if name in fields:
         return f" Set it in the config: `args=SFTConfig({name}=...)`."
     field = RENAMED.get(name, "").partition(":")[0]
-    hint = hints([name]) if name in NOT_NEEDED or field in own or field in fields else ""
+    hint = describe_foreign_keys([name]) if name in NOT_NEEDED or field in own or field in fields else ""
     return hint + f" Set it in the config: `args=SFTConfig({field}=...)`." * (field in fields)

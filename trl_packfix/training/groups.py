@@ -10,7 +10,7 @@ from .config import SFTConfig
 from .loading import TrainingData
 
 NUM_CHECKED_STEPS = 2  # optimizer steps after which ranks that read the same packs of a table are believed to go on so
-COMPARED = ("cu_seq_lens_q", "input_ids", "labels")  # of packs that ranks do not share
+COMPARED_KEYS = ("cu_seq_lens_q", "input_ids", "labels")  # of packs that ranks do not share
 
 
 class SamePackCheck:
@@ -69,7 +69,7 @@ def _pack_of(batch: dict[str, Any]) -> torch.Tensor:
     if layout.degree > 1:
         return torch.tensor([layout.degree, layout.num_tokens, layout.checksum], device=tokens.device)
     checksum = tokens.new_zeros((), dtype=torch.int64)
-    for tensor in (*(batch[name] for name in COMPARED if name in batch), *layout.content()):
+    for tensor in (*(batch[name] for name in COMPARED_KEYS if name in batch), *layout.content()):
         values = tensor.flatten().long()
         odd = 2 * torch.arange(len(values), device=values.device) + 1
         checksum = 31 * checksum + (values * odd * odd).sum()  # wraps around, on all ranks alike

@@ -20,30 +20,30 @@ from ..data.image_rows import ImageRows
 from ..data.loaders import PaddedCollator
 from ..data.model_costs import vision_tower, with_tower
 from ..data.prefix_collator import Compare
-from ..data.reader import Rows, TokenReader
+from ..data.reader import RowReader, TokenReader
 from ..data.stream_images import StreamImages
 from ..data.stream_reader import StreamTokens, read_whole, refuse_empty
 from ..planning.costs import CostModel
-from ..samples.apply import count_turns
 from ..samples.checks import check_conversations, columns_of, has_images
 from ..samples.conversation import plain_tokenizer
+from ..samples.dataset_warnings import warn_if_nothing_is_stripped, warn_if_turns_do_not_end
 from ..samples.images import measure
+from ..samples.make_samples import count_turns
 from ..samples.processor import RowProcessor
-from ..samples.row import column_of
-from ..samples.said import say_if_nothing_is_stripped, say_if_turns_do_not_end
+from ..samples.row import read_integer_column
 from ..samples.turns import TurnRule
 from .config import SFTConfig
-from .run import Part, Run
+from .trainer_view import TrainerPart, TrainerView
 
 
-class NoImages(Part):
+class NoImages(TrainerPart):
     """How the rows of a run are read, where packs have no images."""
 
     examples: ImageExamples | None = None
     tower = nn.Module()  # the vision tower
     compare: Compare | None = None  # see `PrefixCollator`
 
-    def read(self, dataset: Dataset, name: str) -> Rows:
+    def read(self, dataset: Dataset, name: str) -> RowReader:
         """The rows of a table: tokens, or images and text, which are measured once."""
         return TokenReader(dataset)
 
@@ -77,17 +77,17 @@ class ImageData(NoImages):
 
     examples: ImageExamples
 
-    def __init__(self, run: Run):
-        super().__init__(run)
-        self.process = row_processor(run.data_collator, self.args.per_turn)
+    def __init__(self, trainer: TrainerView):
+        super().__init__(trainer)
+        self.process = row_processor(trainer.data_collator, self.args.per_turn)
         self.compare = self.process.compare
-        inner = base_model(run.model)
+        inner = base_model(trainer.model)
         kind = type(inner.base_model)
         rope_index = RopeIndex(kind, inner.config) if hasattr(kind, "get_rope_index") else None
-        self.examples = ImageExamples(self.process, run.data_collator.dataset_text_field, rope_index)
+        self.examples = ImageExamples(self.process, trainer.data_collator.dataset_text_field, rope_index)
         self.tower = vision_tower(inner) or nn.Module()
 
-    def read(self, dataset: Dataset, name: str) -> Rows:
+    def read(self, dataset: Dataset, name: str) -> RowReader:
         if self._is_tokens(dataset):
             return super().read(dataset, name)
         return measure_rows(dataset, self.process, name, args=self.args, marks=name == "train")
@@ -100,17 +100,17 @@ class ImageData(NoImages):
         return StreamImages(self.process, self.args.dataset_text_field, rule, drops=self.args.bad_rows == "drop")
 
     def first_of_stream(self, dataset: IterableDataset) -> str:
-        rows, reading = self.of_stream().opened(dataset)
-        return hashlib.sha256(repr(reading.encoded(next(iter(rows)))).encode()).hexdigest()
+        rows, reading = self.of_stream().open_stream(dataset)
+        return hashlib.sha256(repr(reading.encode_row(next(iter(rows)))).encode()).hexdigest()
 
     def table(self, dataset: IterableDataset) -> Dataset:
         if self._is_tokens(dataset):
             return super().table(dataset)
-        rows, reading = self.of_stream().opened(dataset)
+        rows, reading = self.of_stream().open_stream(dataset)
         values = self.args.weight_column, self.args.source_column
         others, images = [], []
         for row in rows:
-            encoded = reading.encoded(row)
+            encoded = reading.encode_row(row)
             images.append([{"path": image.path, "bytes": image.data} for image in encoded.pop("images")])
             others.append(encoded | {name: row[name] for name in values if name and name in row})
         if not others:
@@ -119,19 +119,19 @@ class ImageData(NoImages):
         return concatenate_datasets([Dataset.from_list(others), pictures], axis=1)
 
     def costs(self, costs: CostModel) -> CostModel:
-        model = base_model(self._run.model)
+        model = base_model(self._trainer.model)
         is_trained = any(parameter.requires_grad for parameter in self.tower.parameters())
         return with_tower(costs, model.config, type(model), is_trained=is_trained)
 
     def of_packs(self) -> PackedImages:
-        accelerator = self._run.accelerator
+        accelerator = self._trainer.accelerator
         needs_image = accelerator.num_processes > 1 and not (
             accelerator.distributed_type in DDP and self.args.ddp_find_unused_parameters
         )
         return replace(self.examples.images, placeholder=self.examples.placeholder() if needs_image else None)
 
     def padded(self, collate: Callable[..., Any]) -> Callable[..., Any]:
-        return PaddedImageCollator(self.examples.layout, self._run._tokenizer.pad_token_id)
+        return PaddedImageCollator(self.examples.layout, self._trainer._tokenizer.pad_token_id)
 
 
 def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool) -> RowProcessor:
@@ -158,14 +158,14 @@ def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SF
     counts = count_turns(dataset, measures, name, args=args, is_split=True, drops=drops)
     reader = ImageRows(dataset, process, measures, turns=counts, rule=rule)
     if marks:
-        trained = np.flatnonzero(column_of(measures, "trained"))[:1].tolist()
+        trained = np.flatnonzero(read_integer_column(measures, "trained"))[:1].tolist()
         first = [reader.read(row, 0, int(reader.lengths[row])) for row in trained]
-        say_if_turns_do_not_end(first, name, process.processor, setting="per_turn")
-        say_if_nothing_is_stripped(measures, name)
+        warn_if_turns_do_not_end(first, name, process.processor, setting="per_turn")
+        warn_if_nothing_is_stripped(measures, name)
     return reader
 
 
-def check_padded_images(accelerator: Accelerator, reader: Rows) -> None:
+def check_padded_images(accelerator: Accelerator, reader: RowReader) -> None:
     """Refuse padded evaluation in which a rank may have no image while ranks gather parameters together."""
     is_sharded = accelerator.distributed_type == DistributedType.FSDP or (
         accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3

@@ -29,7 +29,7 @@ from ..attention.models import backbone
 from ..compat import scores_tokens
 from ..data.collator import IGNORE_INDEX
 from ..isolation.probe import Probe
-from ..isolation.probed_model import CannotRun, refusals
+from ..isolation.probed_model import CannotRun, model_errors_converted
 
 CHUNK = 1024  # labels whose logits are in memory together
 NUM_TOKENS = 9  # of a row in which heads are compared
@@ -167,7 +167,7 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
 
     handle = backbone(model).register_forward_hook(scale)  # both ways to the head pass it
     try:
-        with probe.evaluating(), torch.no_grad(), refusals():
+        with probe.evaluating(), torch.no_grad(), model_errors_converted():
             # Prompt tuning puts virtual tokens before each row, which have logits, too
             logits = wrapped(input_ids=ids, use_cache=False).logits[:, -NUM_TOKENS:-1].float()
             found = wrapped(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[:, 1 - NUM_TOKENS :].float()

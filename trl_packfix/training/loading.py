@@ -21,7 +21,7 @@ from ..data.epochs import EpochPlanner
 from ..data.loaders import DocumentDataset, PackCollator, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model
 from ..data.prefix_collator import PrefixCollator
-from ..data.reader import Rows, TokenReader, without_ignored_mask
+from ..data.reader import RowReader, TokenReader, without_ignored_mask
 from ..data.row_values import (
     SOURCES,
     WEIGHTS,
@@ -39,24 +39,24 @@ from ..planning.costs import CostModel
 from ..planning.packing import Packing
 from ..reporting.build import make_report, make_stream_report
 from ..samples.checks import check_texts_with_images, has_images, what_is_trained
-from ..samples.row import Trained, TurnCounts
+from ..samples.row import PerTurnCounts, TrainedSummary
 from . import checks
-from .choices import Setup, text_config
+from .choices import RunSettings, text_config
 from .config import SFTConfig
-from .features import refuse
+from .features import refuse_conflicts
 from .images import ImageData, NoImages
 from .lora_inputs import LoraInputs
 from .noise import DocumentNoise
 from .planner import documents_of, make_planner, packing_of
-from .progress import status
+from .progress import status_shown
 from .remembered import RememberedProofs
-from .run import DataRanks, Part, Run
 from .same_data import check_same_documents
+from .trainer_view import DataRanks, TrainerPart, TrainerView
 
 logger = logging.getLogger(__name__)
 
 
-class TrainingData(Part):
+class TrainingData(TrainerPart):
     """The data of a trainer, from its training set to batches.
 
     With packing, a table becomes documents when the trainer is constructed, and packs when training starts. If
@@ -64,22 +64,24 @@ class TrainingData(Part):
     model is loaded. `attach` does what needs the model.
     """
 
-    reader: Rows  # with packing of a table, as are `documents`
+    reader: RowReader  # with packing of a table, as are `documents`
     documents: Documents
     row_values: RowValues
     padded_collator: Callable[..., Any]  # of an unpacked run
     unpacked_counts_first: bool  # TRL would divide an unpacked loss by the first label of each row, too: no target
     ranks: DataRanks
 
-    def __init__(self, run: Run, args: SFTConfig, model: Any, *, train_dataset: object, eval_dataset: object):
+    def __init__(
+        self, trainer: TrainerView, args: SFTConfig, model: Any, *, train_dataset: object, eval_dataset: object
+    ):
         require_gathers(args.world_size, args.device.type)  # before weights are loaded, and without packing, too
-        super().__init__(run)
+        super().__init__(trainer)
         self.vocab_size: int | None = getattr(text_config(model, args), "vocab_size", None)
         checks.check_prepared_sets(args, train_dataset, eval_dataset, vocab_size=self.vocab_size)
-        self.images = NoImages(run)
+        self.images = NoImages(trainer)
         self._rows = PackedDataCollator()  # makes the rows of packs in training
-        self.turns: TurnCounts | None = None
-        self.trained = Trained(what_is_trained(args, train_dataset), args.message_train_key)
+        self.turns: PerTurnCounts | None = None
+        self.trained = TrainedSummary(what_is_trained(args, train_dataset), args.message_train_key)
         self.planner: EpochPlanner | None = None  # of a table, from when training starts
         self.stream: PackedStream | None = None  # the same of a stream
         self.stream_sources: StreamSources | None = None  # that this rank has met
@@ -87,33 +89,33 @@ class TrainingData(Part):
 
     def attach(self) -> None:
         """Read the training set, and prepare the model for packs."""
-        run, args = self._run, self.args
-        refuse(Setup(args=args, model=run.model, accelerator=run.accelerator))
-        self.ranks = DataRanks.of(args, run.get_tp_size())
-        declare_whole_sizes(run.model)
+        trainer, args = self._trainer, self.args
+        refuse_conflicts(RunSettings(args=args, model=trainer.model, accelerator=trainer.accelerator))
+        self.ranks = DataRanks.from_args(args, trainer.get_tp_size())
+        declare_whole_sizes(trainer.model)
         if args.world_size > 1:
             wait_for_threads_at_exit()
-        self.unpacked_counts_first = run.model_accepts_loss_kwargs and not run._loss_shifts_labels
-        self.padded_collator = run.data_collator
+        self.unpacked_counts_first = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
+        self.padded_collator = trainer.data_collator
         if args.packing:
-            checks.check_quantisation(run.model, args.device.type)
-            run.padding_free = True
+            checks.check_quantisation(trainer.model, args.device.type)
+            trainer.padding_free = True
             if self.packs_images:
-                self.images = ImageData(run)
+                self.images = ImageData(trainer)
             collate = self.packed_collator(args.per_device_train_batch_size, args.share_prefixes != "off")
-            run.data_collator, self._rows = collate, collate.rows
-        eval_sets = run.eval_dataset if isinstance(run.eval_dataset, dict) else {"eval": run.eval_dataset}
-        for name, dataset in [("train", run.train_dataset), *eval_sets.items()]:
-            check_texts_with_images(dataset, name, run.processing_class, per_turn=args.per_turn)
+            trainer.data_collator, self._rows = collate, collate.rows
+        eval_sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
+        for name, dataset in [("train", trainer.train_dataset), *eval_sets.items()]:
+            check_texts_with_images(dataset, name, trainer.processing_class, per_turn=args.per_turn)
         self._read_training_set()
         if args.packing:
-            run.packed_model = self.make_packed_model()
-        self.constructed_with = checks.Constructed(args, run.model)
+            trainer.packed_model = self.make_packed_model()
+        self.constructed_with = checks.ModelInit(args, trainer.model)
 
     @property
     def leaves_images(self) -> bool:
         """Whether rows have images, of which TRL makes batches, because they are not packed."""
-        return self._run._is_vision_dataset and not self.packs_images
+        return self._trainer._is_vision_dataset and not self.packs_images
 
     # Tables
 
@@ -125,7 +127,7 @@ class TrainingData(Part):
 
     def _read_training_set(self) -> None:
         """Weights and sources of the rows of `train_dataset` and, with packing, its documents."""
-        args, dataset = self.args, self._run.train_dataset
+        args, dataset = self.args, self._trainer.train_dataset
         self._dataset_read = dataset
         if isinstance(dataset, IterableDataset):
             self.stream_sources = None if args.source_column is None else StreamSources()
@@ -134,19 +136,19 @@ class TrainingData(Part):
             self.row_values = read_row_values(dataset, args.weight_column, args.source_column, name="train")
             if args.packing:
                 self.reader = self.images.read(dataset, "train")
-                self.row_values = self.row_values.taken(self.reader.conversations)
+                self.row_values = self.row_values.select(self.reader.conversations)
                 self.turns = self.reader.turns or self.turns
-                with status(args, f"Cutting {len(self.reader):,} rows into documents"):
+                with status_shown(args, f"Cutting {len(self.reader):,} rows into documents"):
                     self.documents = documents_of(self.reader, args)
                 check_same_documents(self.documents, "The training set", args.world_size)
         if (keys := self._value_columns) and not args.packing:  # rows have the two columns themselves
             index = {value: i for i, value in enumerate(self.row_values.column_values)}
             names_sources = self.stream_sources is not None
-            self._run.data_collator = RowValuesCollator(self.padded_collator, keys, index, names_sources)
+            self._trainer.data_collator = RowValuesCollator(self.padded_collator, keys, index, names_sources)
 
     def trained_line(self) -> str:
         """What is trained without packing, with the share of the tokens of a table."""
-        dataset = self._run.train_dataset
+        dataset = self._trainer.train_dataset
         if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
             return self.trained.line(0, 0)
         counts = make_documents(TokenReader(dataset), max_length=None).ledger.given
@@ -154,36 +156,40 @@ class TrainingData(Part):
 
     def start(self) -> None:
         """Refuse what was changed since construction, and read a training set that was set since."""
-        run, args = self._run, self.args
-        model = run.accelerator.unwrap_model(run.model, keep_torch_compile=False)
+        trainer, args = self._trainer, self.args
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         self.constructed_with.check(args, model, trains=True)
-        before, dataset = self._dataset_read, run.train_dataset
+        before, dataset = self._dataset_read, trainer.train_dataset
         if dataset is before:
             return
         if args.packing:
             checks.check_replacement(dataset, before, self.vocab_size)
             if isinstance(dataset, Dataset):
-                run.train_dataset = without_ignored_mask(dataset, run.completion_only_loss)
-        refuse(checks.setup_of(type(run), {"args": args, "model": run.model, "train_dataset": dataset}))
-        checks.check_weights(args, run.train_dataset)
+                trainer.train_dataset = without_ignored_mask(dataset, trainer.completion_only_loss)
+        refuse_conflicts(
+            checks.settings_of_trainer(type(trainer), {"args": args, "model": trainer.model, "train_dataset": dataset})
+        )
+        checks.check_weights(args, trainer.train_dataset)
         self.turns, self.trained = None, replace(self.trained, counts=None)
         self._read_training_set()
 
     def packed_loader(self) -> DataLoader[Any]:
         """The loader of packs of the training set. Plans the first epoch, and makes the report."""
-        if isinstance(self._run.train_dataset, IterableDataset):
+        if isinstance(self._trainer.train_dataset, IterableDataset):
             return self._make_stream_loader()
-        with status(self.args, f"Planning packs of {len(self.documents):,} documents") as show:
+        with status_shown(self.args, f"Planning packs of {len(self.documents):,} documents") as show:
             planner = self.planner = self.make_planner()
             show(f"Planned packs of {len(self.documents):,} documents; making the report")
             reports: list[Any] = [None]
             if self.args.process_index == 0:  # of many documents it takes as much memory as the plan
                 reports[0] = make_report(planner, self.reader, unpacked_counts_first=self.unpacked_counts_first)
             max_steps = self.args.max_steps if self.args.max_steps > 0 else None
-            self._run.packing_report = replace(
+            self._trainer.packing_report = replace(
                 broadcast_object_list(reports)[0], trained=self.trained, turns=self.turns, max_steps=max_steps
             )
-        rows = DocumentDataset(self.reader, self.documents, self._run._tokenizer.pad_token_id, values=self.row_values)
+        rows = DocumentDataset(
+            self.reader, self.documents, self._trainer._tokenizer.pad_token_id, values=self.row_values
+        )
         sampler = PackedBatchSampler(planner, self.ranks.rank)
         return self.make_loader(rows, sampler, self.training_collator(self._value_columns))
 
@@ -199,22 +205,22 @@ class TrainingData(Part):
         return () if self.packing is None else self.packing.degrees
 
     @property
-    def _of_run(self) -> dict[str, Any]:
+    def _packing_of_run(self) -> dict[str, Any]:
         """What the model, the engine and the run decide of the packing."""
         return {
             "cost_model": self.cost_model,
             "world_size": self.ranks.count,
-            "synchronisation": checks.synchronisation(self._run.accelerator, base_model(self._run.model)),
-            "batch_size": self._run._train_batch_size,  # lowered by `auto_find_batch_size`
-            "evens_targets": bool(self._run.user_code.names) and self.args.balance == "step",
+            "synchronisation": checks.synchronisation(self._trainer.accelerator, base_model(self._trainer.model)),
+            "batch_size": self._trainer._train_batch_size,  # lowered by `auto_find_batch_size`
+            "evens_targets": bool(self._trainer.user_code.names) and self.args.balance == "step",
         }
 
     def make_planner(self) -> EpochPlanner:
-        return make_planner(self.args, self.documents, **self._of_run)
+        return make_planner(self.args, self.documents, **self._packing_of_run)
 
     @cached_property
     def cost_model(self) -> CostModel:
-        model = base_model(self._run.model)
+        model = base_model(self._trainer.model)
         return self.images.costs(make_cost_model(model.config, type(model)))
 
     def make_loader(
@@ -226,9 +232,9 @@ class TrainingData(Part):
 
     def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]:
         """What makes a batch of the documents of a pack, with the values that `keys` name: see `RowValuesCollator`."""
-        run, collate = self._run, self._run.data_collator
+        trainer, collate = self._trainer, self._trainer.data_collator
         if self.args.pad_documents_to_multiple_of is not None:  # `auto_find_batch_size` may have lowered the capacity
-            collate = self.packed_collator(run._train_batch_size, self.shares_prefixes)
+            collate = self.packed_collator(trainer._train_batch_size, self.shares_prefixes)
         if keys:
             collate = RowValuesCollator(collate, {key: key for key in keys}, names_sources=names_sources)
         # On CUDA documents of a pack come by length, in launches of their own; a compiler would trace each anew
@@ -243,11 +249,11 @@ class TrainingData(Part):
             multiple = -(-most // (multiple or 1)) * (multiple or 1)
         rows = PrefixCollator(
             multiple,
-            self._run._tokenizer.pad_token_id,
+            self._trainer._tokenizer.pad_token_id,
             args.pad_documents_to_multiple_of,
             longest,
             # A router sees every token, also one on whose output no document is trained
-            keeps_last_rows=self._run.aux_loss_enabled,
+            keeps_last_rows=self._trainer.aux_loss_enabled,
             shares=shares,
             compare=self.images.compare,
         )
@@ -268,7 +274,7 @@ class TrainingData(Part):
 
     @property
     def _loader_settings(self) -> dict[str, Any]:
-        args, device = self.args, self._run.accelerator.device
+        args, device = self.args, self._trainer.accelerator.device
         pins = args.dataloader_pin_memory and device.type != "cpu"
         return {"device": device, "pin_memory": pins, "num_workers": args.dataloader_num_workers}
 
@@ -286,17 +292,17 @@ class TrainingData(Part):
     def _make_stream_loader(self) -> DataLoader[Any]:
         args = self.args
         stream = self.stream = PackedStream(
-            self._run.train_dataset,
-            packing_of(args, **self._of_run),
+            self._trainer.train_dataset,
+            packing_of(args, **self._packing_of_run),
             rank=self.ranks.rank,
             rows=self.images.of_stream(self.vocab_size),
-            pad_token_id=self._run._tokenizer.pad_token_id,
+            pad_token_id=self._trainer._tokenizer.pad_token_id,
             num_workers=args.dataloader_num_workers,
             worker_kwargs=self._worker_kwargs,
             weight_column=args.weight_column,
             source_column=args.source_column,
         )
-        self._run.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)
+        self._trainer.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)
         collate = self.training_collator(self._value_columns, names_sources=True)
         settings = self._loader_settings
         if stream.rows.process is None:
@@ -315,12 +321,12 @@ class TrainingData(Part):
 
     def make_packed_model(self) -> PackedModel:
         args = self.args
-        hooks: list[ModelHooks] = [LoraInputs(self._run.model)]
+        hooks: list[ModelHooks] = [LoraInputs(self._trainer.model)]
         if args.neftune_noise_alpha is not None:
-            model = base_model(self._run.model)
+            model = base_model(self._trainer.model)
             hooks.append(DocumentNoise(model, args.neftune_noise_alpha, sorts_rows=not self.packs_images))
         packed_model = PackedModel(
-            self._run.model,
+            self._trainer.model,
             self.attention_dtype,
             args.device.type,
             args.max_length,
@@ -331,9 +337,9 @@ class TrainingData(Part):
             shares_prefixes=args.share_prefixes != "off",
             images=self.images.examples,
         )
-        if args.packing and isinstance(self._run.train_dataset, Dataset) and self.documents.file is not None:
-            plugin = self._run.accelerator.state.deepspeed_plugin
-            engine = self._run.accelerator.distributed_type, plugin and plugin.deepspeed_config
+        if args.packing and isinstance(self._trainer.train_dataset, Dataset) and self.documents.file is not None:
+            plugin = self._trainer.accelerator.state.deepspeed_plugin
+            engine = self._trainer.accelerator.distributed_type, plugin and plugin.deepspeed_config
             packed_model.recall = RememberedProofs(self.documents.file.parent, (engine, args.torch_compile)).recall
         return packed_model
 
@@ -342,7 +348,7 @@ class TrainingData(Part):
         """The dtype that reaches the attention kernel: that of autocast, else that of the weights."""
         if self.args.bf16:
             return torch.bfloat16
-        return torch.float16 if self.args.fp16 else base_model(self._run.model).dtype
+        return torch.float16 if self.args.fp16 else base_model(self._trainer.model).dtype
 
 
 def unpacked_rows(

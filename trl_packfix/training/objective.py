@@ -33,20 +33,20 @@ from .groups import SamePackCheck
 from .lm_head import score_tokens
 from .loading import TrainingData
 from .routers import check_router_loss, group_load_balancing
-from .run import Part, Run
 from .totals import TrainingTotals, sum_dtype
+from .trainer_view import TrainerPart, TrainerView
 from .user_code import has_trained_tokens
 
 NUM_DUMMY_TOKENS = 2
 
 
-class Objective(Part):
+class Objective(TrainerPart):
     """The training loss of a trainer, and its log. `attach` does what needs the model."""
 
     totals: TrainingTotals  # tokens are real ones, without padding and dummies; exact at each log and checkpoint
 
-    def __init__(self, run: Run, data: TrainingData, compute_loss_func: Callable[..., Any] | None):
-        super().__init__(run)
+    def __init__(self, trainer: TrainerView, data: TrainingData, compute_loss_func: Callable[..., Any] | None):
+        super().__init__(trainer)
         self._data, self._loss_of_user = data, compute_loss_func
         self.summed_by_ranks: list[nn.Parameter] = []  # transformers sums their gradients after each backward
         self.values_of_batch: dict[str, Tensor] = {}  # weights and sources of the documents of the current batch
@@ -55,48 +55,48 @@ class Objective(Part):
 
     def attach(self) -> None:
         """Prepare the model, and count from now on."""
-        run, args = self._run, self.args
-        run.compute_loss_func = self._loss_of_user  # TRL below 1.15 replaces it for `loss_type="dft"`
-        score_tokens(base_model(run.model))
-        run.router_aux_loss_coef = router_loss_coefficient(run, args) or 0.0
-        check_router_loss(run)
+        trainer, args = self._trainer, self.args
+        trainer.compute_loss_func = self._loss_of_user  # TRL below 1.15 replaces it for `loss_type="dft"`
+        score_tokens(base_model(trainer.model))
+        trainer.router_aux_loss_coef = router_loss_coefficient(trainer, args) or 0.0
+        check_router_loss(trainer)
         self.totals = TrainingTotals(self._data.row_values.names, args.share_prefixes != "off")
         if args.packing:
             # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
-            run.neftune_noise_alpha = None
+            trainer.neftune_noise_alpha = None
         if args.packing or args.document_weighting == "document" or args.weight_column is not None:
             # The mean is over the whole optimizer step, also for models to which transformers passes no token count
-            run.model_accepts_loss_kwargs = True
+            trainer.model_accepts_loss_kwargs = True
 
     @property
-    def is_ours(self) -> bool:
+    def replaces_trl_loss(self) -> bool:
         """False for unpacked images and sequence parallelism: everything stays TRL's."""
-        return not self._data.leaves_images and self._run.get_sp_size() == 1
+        return not self._data.leaves_images and self._trainer.get_sp_size() == 1
 
     @property
     def smoothing(self) -> float:
         """The share of all tokens in the loss of a label: that of the smoother which transformers has constructed."""
-        smoother = self._run.label_smoother
+        smoother = self._trainer.label_smoother
         return 0.0 if smoother is None or self.args.loss_type == "dft" else smoother.epsilon
 
     # The loss
 
     def start(self) -> None:
         """Prepare for a training, of a model or a training set that was used elsewhere or set since."""
-        score_tokens(base_model(self._run.model))  # a trainer of TRL may have been built on this model
+        score_tokens(base_model(self._trainer.model))  # a trainer of TRL may have been built on this model
         self.totals.set_sources(self._data.row_values.names, self._data.stream_sources)
         self.same_pack.start(self.args)
-        self.summed_by_ranks = parameters_summed_by_ranks(base_model(self._run.model))
+        self.summed_by_ranks = parameters_summed_by_ranks(base_model(self._trainer.model))
 
-    def take_values(self, inputs: dict[str, Any]) -> None:
+    def pop_row_values(self, inputs: dict[str, Any]) -> None:
         """Take the weights and sources of documents out of a batch: no model takes them, and DeepSpeed would round."""
         self.values_of_batch = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
         names, numbered = self.values_of_batch.get(SOURCES), self._data.stream_sources
         if isinstance(names, list) and numbered is not None:
-            self.values_of_batch[SOURCES] = numbered.numbers(names)
+            self.values_of_batch[SOURCES] = numbered.number_sources(names)
 
     def sources_of(self, targets: Targets) -> Tensor | None:
-        """The source of each value of `targets.of`."""
+        """The source of each value of `targets.select`."""
         if SOURCES not in self.values_of_batch:
             return None
         return self.values_of_batch[SOURCES].to(targets.documents.device)[targets.documents]
@@ -110,9 +110,9 @@ class Objective(Part):
     ) -> Tensor | tuple[Tensor, Any]:
         """The loss of a micro-batch in training, its share of the optimizer step; added to the log."""
         if self.args.packing:
-            self._run.packed_model.check_attends(inputs)
+            self._trainer.packed_model.check_packed_attention(inputs)
         inputs["use_cache"] = False
-        if self._run.aux_loss_enabled:
+        if self._trainer.aux_loss_enabled:
             inputs["output_router_logits"] = True
         with self.router_logits(inputs) as router_logits:
             loss, outputs = self._loss(model, inputs, num_items_in_batch)
@@ -122,17 +122,17 @@ class Objective(Part):
         layout = layout_of(inputs)
         targets = layout.targets(outputs.label_mask)
         aux_loss = None
-        if self._run.aux_loss_enabled:
+        if self._trainer.aux_loss_enabled:
             aux_loss = self.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
-            if self._run.compute_loss_func is None:
+            if self._trainer.compute_loss_func is None:
                 steps = 1 if num_items_in_batch is None else self._num_statistics
-                loss = loss + self._run.router_aux_loss_coef * aux_loss / steps
+                loss = loss + self._trainer.router_aux_loss_coef * aux_loss / steps
         aux_sum = targets.trained.new_zeros(()) if aux_loss is None else aux_loss
-        scores = [targets.of(values).sum() for values in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
+        scores = [targets.select(values).sum() for values in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
         self.totals.add(self.totals.OF_OUTPUTS, [*scores, aux_sum])
         self.totals.is_scored = True
         if (sources := self.sources_of(targets)) is not None:
-            losses, is_trained = targets.of(-outputs.log_probs), targets.of(outputs.label_mask)
+            losses, is_trained = targets.select(-outputs.log_probs), targets.select(outputs.label_mask)
             self.totals.add_sources(losses, is_trained, sources)
         if return_outputs:  # as in TRL: a second forward makes the logits, which the fused LM head does not
             with torch.no_grad():
@@ -144,13 +144,13 @@ class Objective(Part):
 
         The forward runs because other ranks wait for its collective calls. Nothing is added to the log.
         """
-        self._run.packed_model.check_attends(inputs)
+        self._trainer.packed_model.check_packed_attention(inputs)
         inputs["use_cache"] = False
         return -model(**inputs, fused_lm_head=True).log_probs.sum()
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
-        of_user = self._run.compute_loss_func
+        of_user = self._trainer.compute_loss_func
         if of_user is None and not self.smoothing:
             outputs = model(**inputs, fused_lm_head=True)
             targets = layout_of(inputs).targets(outputs.label_mask)
@@ -166,12 +166,12 @@ class Objective(Part):
             # Of a dummy, the user's mean would be 0 / 0. The forwards ran, because other ranks wait for them
             return with_logits.logits.masked_fill(outputs.label_mask.new_ones(()).bool(), 0).sum(), outputs
         if of_user is not None:
-            with self._run.user_code.other_models_checked(inputs):
+            with self._trainer.user_code.other_models_checked(inputs):
                 return of_user(with_logits, inputs.get("labels"), num_items_in_batch=num_items), outputs
-        if self._run.aux_loss_enabled:  # which TRL does not train with label smoothing
+        if self._trainer.aux_loss_enabled:  # which TRL does not train with label smoothing
             outputs.aux_loss = with_logits.aux_loss
         targets, num_classes = layout_of(inputs).targets(outputs.label_mask), with_logits.logits.shape[-1]
-        nll, total = _smoothed(with_logits.logits, inputs)
+        nll, total = _smoothing_terms(with_logits.logits, inputs)
         share = self.smoothing
         mean_nll = self._mean(nll, targets, outputs.label_mask, num_items=num_items)
         mean_total = self._mean(total, targets, outputs.label_mask, num_items=num_items, num_classes=num_classes)
@@ -185,7 +185,7 @@ class Objective(Part):
         `values` are 0 where `mask` says that nothing is trained, both (B, T - 1), or (1, T / s) of a part. `num_items`
         are the trained tokens of the step over all ranks; None: the mean over this batch.
         """
-        values, count = targets.of(values), targets.of(mask).sum()
+        values, count = targets.select(values), targets.select(mask).sum()
         if self.args.document_weighting == "document":
             values = values / targets.trained.clamp(min=1)[targets.documents]
             count = (targets.trained > 0).sum()
@@ -207,22 +207,22 @@ class Objective(Part):
     def count_step(
         self, batch_samples: list[dict[str, Any]], device: torch.device, count: Callable[[list[Any]], Any]
     ) -> Any:
-        """Trained tokens of an optimizer step over all ranks, as `count` of transformers has them.
+        """Trained tokens of an optimizer step over all ranks, as `count_batch` of transformers has them.
 
         The other divisors of our loss are stored: the number of documents, and of micro-batches that have documents.
         """
         self.totals.start_step()
-        batches = [batch for batch in batch_samples if "labels" in batch] if self.is_ours else []
+        batches = [batch for batch in batch_samples if "labels" in batch] if self.replaces_trl_loss else []
         if not batches:
             return count(batch_samples)
         own: list[Tensor] = []  # trained tokens of the documents that this rank counts
         for batch in batches:
             layout = layout_of(batch)
             trained = layout.targets(batch["labels"][:, 1:] != IGNORE_INDEX).trained
-            self.count(batch, layout, trained)
+            self.count_batch(batch, layout, trained)
             own.append(trained * layout.is_first)
-        accelerator = self._run.accelerator
-        if self._run.aux_loss_enabled:
+        accelerator = self._trainer.accelerator
+        if self._trainer.aux_loss_enabled:
             # One statistic per micro-batch with documents. If none is empty, this is TRL's number of micro-batches.
             filled = torch.stack([counts.any() for counts in own]).float().sum().to(device)
             self._num_statistics = accelerator.reduce(filled, reduction="mean")
@@ -246,7 +246,7 @@ class Objective(Part):
         may_pad = pads or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
         may_pad |= self._data.packs_images  # a rank without images may have a document that stands in for them
         layout = layout_of(inputs)
-        if not (self._run.aux_loss_enabled and layout.is_packed and (may_pad or layout.weighs_rows)):
+        if not (self._trainer.aux_loss_enabled and layout.is_packed and (may_pad or layout.weighs_rows)):
             yield caught
             return
 
@@ -254,7 +254,7 @@ class Objective(Part):
             if not caught:  # with label smoothing a second forward, without gradients, computes the metrics
                 caught[:] = output.router_logits
 
-        handle = base_model(self._run.model).base_model.register_forward_hook(catch)
+        handle = base_model(self._trainer.model).base_model.register_forward_hook(catch)
         try:
             yield caught
         finally:
@@ -267,7 +267,7 @@ class Objective(Part):
         """
         if not router_logits:
             return outputs.aux_loss
-        config = base_model(self._run.model).config.get_text_config()
+        config = base_model(self._trainer.model).config.get_text_config()
         counts = layout.row_counts(trained)
         if layout.degree > 1:
             value = group_load_balancing(
@@ -286,7 +286,7 @@ class Objective(Part):
 
     # Numbers for the log
 
-    def count(self, inputs: dict[str, Any], layout: Layout, trained: Tensor) -> None:
+    def count_batch(self, inputs: dict[str, Any], layout: Layout, trained: Tensor) -> None:
         sizes = layout.sizes(trained)
         once = [trained.sum(), sizes.tokens, (trained > 0).sum(), (trained > 0).any(), self.flops(inputs, sizes)]
         own, tokens, documents, micro_batches, flops = (value * layout.is_first for value in once)
@@ -308,19 +308,19 @@ class Objective(Part):
 
     @cached_property
     def trained_share(self) -> float:
-        return trained_share(self._run.model, without=self._data.images.tower)
+        return trained_share(self._trainer.model, without=self._data.images.tower)
 
     def gather_totals(self) -> None:
         """Update `_total_train_tokens` and `num_input_tokens_seen`. All ranks must call."""
-        gathered = self.totals.gather(self._run.accelerator, self._data.ranks.copies)
-        self._run._total_train_tokens += round(gathered["tokens"])
+        gathered = self.totals.gather(self._trainer.accelerator, self._data.ranks.copies)
+        self._trainer._total_train_tokens += round(gathered["tokens"])
         seen = {"no": 0.0, "non_padding": gathered["tokens"], "all": gathered["row_tokens"]}
-        self._run.state.num_input_tokens_seen += round(seen[str(self.args.include_num_input_tokens_seen)])
+        self._trainer.state.num_input_tokens_seen += round(seen[str(self.args.include_num_input_tokens_seen)])
 
     def add_metrics(self, logs: dict[str, float], start_time: float | None) -> None:
         """Add to `logs` what was trained since the last log; at the end, in the whole training. All ranks must call."""
         is_end = "train_runtime" in logs
-        if not (self.is_ours and (is_end or ("loss" in logs and start_time is not None))):
+        if not (self.replaces_trl_loss and (is_end or ("loss" in logs and start_time is not None))):
             return
         self.gather_totals()
         window = self.totals.end_window()
@@ -328,18 +328,20 @@ class Objective(Part):
         if span.num_steps:
             packing = self._data.packing
             capacity = None  # of strategies that do not fill micro-batches
-            if packing is not None and not packing.traits.keeps_steps:
+            if packing is not None and not packing.traits.keeps_unpacked_steps:
                 capacity = packing.parallel.tokens_per_rank
-            peak = self.args.peak_tflops or own_peak_tflops(self._run.accelerator.device, self._data.attention_dtype)
+            peak = self.args.peak_tflops or own_peak_tflops(
+                self._trainer.accelerator.device, self._data.attention_dtype
+            )
             logs |= self.totals.metrics(span, capacity=capacity, num_ranks=self.args.world_size, peak_tflops=peak)
-            if not self._run.aux_loss_enabled:
+            if not self._trainer.aux_loss_enabled:
                 logs.pop("aux_loss", None)
-            logs["num_tokens"] = self._run._total_train_tokens
+            logs["num_tokens"] = self._trainer._total_train_tokens
         if is_end and logs["train_runtime"]:
             logs["train_samples_per_second"] = round(self.totals.num_documents / logs["train_runtime"], 3)
 
 
-def _smoothed(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _smoothing_terms(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The terms of label smoothing at each position, 0 where nothing is trained: of its label, and of all tokens.
 
     In the order of transformers' `LabelSmoother`, whose loss this is to the bit.

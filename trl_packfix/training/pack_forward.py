@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 from ..attention.models import base_model
 from ..isolation.packed_model import OnLeak
-from ..isolation.packed_rows import PackedRows, Tokens, computing_dtype
+from ..isolation.packed_rows import PackedRows, PackedTokenCounts, computing_dtype
 from . import checks
 from .choices import (
     CONTEXT_PARALLELISM,
@@ -23,8 +23,8 @@ from .choices import (
     PACKING,
     PIPELINE,
     SEVERAL_DEVICES,
-    Choice,
-    Setup,
+    Condition,
+    RunSettings,
 )
 from .features import ON_SEVERAL_DEVICES, Feature
 from .progress import proof_status
@@ -34,13 +34,13 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
     "packing/tokens": ("tokens", "of these rows, without padding"),
     "packing/computed": ("tokens", "that were computed"),
 }
-DATA_PARALLEL = Choice(
+DATA_PARALLEL = Condition(
     "`DataParallel`",
     lambda setup: f"`DataParallel` on {setup.args.n_gpu} GPUs in one process" if setup.args.n_gpu > 1 else None,
     SEVERAL_DEVICES.undo,
 )
 PACKED_ROWS = Feature(
-    choice=Choice("`pack_forward`", lambda setup: "`pack_forward`", "remove `pack_forward`"),
+    choice=Condition("`pack_forward`", lambda setup: "`pack_forward`", "remove `pack_forward`"),
     conflicts={
         CONTEXT_PARALLELISM: "It replaces attention by its own, which divides a row between ranks as if it were one "
         "document, so rows of a pack would attend to each other",
@@ -73,9 +73,9 @@ class RowPacking:
             of.callback_handler.callbacks.insert(0, self._callback)
 
     @property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> PackedTokenCounts:
         """Tokens of all forwards that ran as packs on this rank."""
-        return Tokens(*np.sum([astuple(rows.tokens) for rows in self.rows.values()], axis=0).tolist())
+        return PackedTokenCounts(*np.sum([astuple(rows.tokens) for rows in self.rows.values()], axis=0).tolist())
 
     def summary(self) -> str:
         """What was computed, in one line for all models and one for each."""
@@ -105,7 +105,7 @@ class RowPacking:
     def remove(self) -> None:
         """Leave the trainer and its models as they were."""
         for rows in self.rows.values():
-            rows.take_away()
+            rows.remove_hooks()
         if isinstance(self._of, Trainer) and self._callback is not None:
             self._of.remove_callback(self._callback)
             self._callback = None
@@ -178,7 +178,7 @@ def _rows_of_trainer(
 ) -> dict[str, PackedRows]:
     args: Any = trainer.args
     model: Any = trainer.model
-    PACKED_ROWS.refuse(Setup(args=args, model=model, accelerator=trainer.accelerator))
+    PACKED_ROWS.refuse_conflicts(RunSettings(args=args, model=model, accelerator=trainer.accelerator))
     checks.check_quantisation(model, args.device.type)
     max_length = getattr(args, "max_length", None) if max_length is None else max_length
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
@@ -216,7 +216,7 @@ class _LogAndProve(TrainerCallback):
 
     def __init__(self, trainer: Trainer, packing: RowPacking):
         self.trainer, self.packing = trainer, packing
-        self.logged = Tokens()
+        self.logged = PackedTokenCounts()
         self.is_unused = False
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 from ..data.cache import cached_documents
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
-from ..data.reader import Rows
+from ..data.reader import RowReader
 from ..planning.costs import CostModel
-from ..planning.packing import NAMES, Packing
+from ..planning.packing import CONFIG_NAMES, Packing
 from ..planning.parallel import Speeds
 from ..planning.strategies import STRATEGIES
 from .config import SFTConfig
@@ -26,10 +26,12 @@ def packing_of(config: SFTConfig, cost_model: CostModel, world_size: int, **sett
         "world_size": world_size,
     } | settings
     of_config = (setting.name for setting in fields(Packing) if setting.name not in settings)
-    return Packing(**{n: getattr(config, NAMES[n]) for n in of_config if hasattr(config, NAMES[n])} | settings)
+    return Packing(
+        **{n: getattr(config, CONFIG_NAMES[n]) for n in of_config if hasattr(config, CONFIG_NAMES[n])} | settings
+    )
 
 
-def documents_of(reader: Rows, config: SFTConfig) -> Documents:
+def documents_of(reader: RowReader, config: SFTConfig) -> Documents:
     return cached_documents(
         reader,
         config.max_length,

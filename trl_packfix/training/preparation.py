@@ -9,20 +9,20 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..data.dataset_checks import check_tokenised
 from ..data.image_rows import ImageRows
-from ..samples.apply import make_samples
 from ..samples.images import masking_collator
+from ..samples.make_samples import make_samples
 from ..samples.turns import TurnRule
 from .checks import check_datasets
-from .choices import Setup
+from .choices import RunSettings
 from .config import SFTConfig
-from .features import refuse
+from .features import refuse_conflicts
 from .images import measure_rows, row_processor
 
 
 def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> Dataset:
     """Tokens and labels of the rows of a table; a table that is tokenised is only checked.
 
-    With `bad_rows="drop"`, rows that cannot be tokenised have no tokens, and the reason in the column `BAD_ROW`.
+    With `bad_rows="drop"`, rows that cannot be tokenised have no tokens, and the reason in the column `BAD_ROW_COLUMN`.
     """
     completion_only = _prepare(dataset, processing_class, args)
     if "input_ids" in dataset.column_names:
@@ -48,7 +48,7 @@ def prepare_images(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRo
 
 def _prepare(dataset: Dataset, processing_class: Any, args: SFTConfig) -> bool:
     """Refuse what a trainer refuses, and set the tokenizer up as TRL does. Returns `completion_only_loss`."""
-    refuse(Setup(args=args, train_dataset=dataset, columns=tuple(dataset.column_names)))
+    refuse_conflicts(RunSettings(args=args, train_dataset=dataset, columns=tuple(dataset.column_names)))
     check_datasets(args, dataset, None, is_formatted=False)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if args.eos_token is not None:

@@ -20,7 +20,7 @@ USUAL_FORWARDS = 12  # of a probe of a dense decoder with nothing to repair (tes
 
 
 @contextmanager
-def status(args: TrainingArguments, text: str) -> Iterator[Callable[[str], None]]:
+def status_shown(args: TrainingArguments, text: str) -> Iterator[Callable[[str], None]]:
     """Show `text` and the elapsed time on stderr while the block runs; the yielded function replaces the text.
 
     Nothing is shown on other ranks, and with `disable_tqdm`. A file gets one line, when the block ends.
@@ -42,7 +42,7 @@ def status(args: TrainingArguments, text: str) -> Iterator[Callable[[str], None]
 def proof_status(args: TrainingArguments, packed_model: PackedModel) -> Iterator[None]:
     """Show the forwards that the probe and the search for a repair have run so far."""
     model = base_model(packed_model.model)
-    with status(args, f"Proving isolation on {type(model).__name__}") as show:
+    with status_shown(args, f"Proving isolation on {type(model).__name__}") as show:
         if args.torch_compile:  # a hook would be compiled, and its removal compile the model again
             yield
             return

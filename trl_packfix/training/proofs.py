@@ -8,23 +8,23 @@ from transformers.utils import logging
 from ..attention.exchange import make_groups
 from ..isolation.isolation_report import IsolationReport, PackingLeakError
 from .loading import TrainingData
-from .run import Run
+from .trainer_view import TrainerView
 
 logger = logging.get_logger(__name__)
 
 
-def prove_prefixes(run: Run, data: TrainingData, wrapped: nn.Module) -> str | None:
+def prove_prefixes(trainer: TrainerView, data: TrainingData, wrapped: nn.Module) -> str | None:
     """Prove that documents that begin alike are what they are alone; where they are not, pack documents whole.
 
     All ranks must call it. Returns why documents are packed whole; None if they share, or if nothing is to be proved.
     """
-    if not (data.shares_prefixes and run.packed_model.is_proved):
+    if not (data.shares_prefixes and trainer.packed_model.is_proved):
         return None
-    with run.packed_model.attending(), run.compute_loss_context_manager():
-        reason = run.packed_model.prove_prefixes(wrapped)
+    with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
+        reason = trainer.packed_model.prove_prefixes(wrapped)
     if reason is None:
         return None
-    args = run.args
+    args = trainer.args
     if args.share_prefixes == "family" or args.on_leak == "raise":
         raise PackingLeakError(
             f"`share_prefixes={args.share_prefixes!r}` was given, and on this model {reason}. So a beginning that "
@@ -37,9 +37,9 @@ def prove_prefixes(run: Run, data: TrainingData, wrapped: nn.Module) -> str | No
     return reason
 
 
-def prove_degrees(run: Run, degrees: Iterable[int]) -> list[IsolationReport]:
+def prove_degrees(trainer: TrainerView, degrees: Iterable[int]) -> list[IsolationReport]:
     """Make the process groups of all degrees, and prove isolation at each, once. All ranks must call it."""
     degrees = [degree for degree in degrees if degree > 1]
-    make_groups(degrees, run.args.ddp_timeout_delta)
-    with run.packed_model.attending(), run.compute_loss_context_manager():
-        return [run.packed_model.prove_degree(run.model_wrapped, degree) for degree in degrees]
+    make_groups(degrees, trainer.args.ddp_timeout_delta)
+    with trainer.packed_model.attending(), trainer.compute_loss_context_manager():
+        return [trainer.packed_model.prove_degree(trainer.model_wrapped, degree) for degree in degrees]

@@ -33,8 +33,8 @@ from torch import nn
 
 from ..data.cache import PREFIX, SUFFIX, read_arrays, write_arrays
 from ..isolation.isolation_report import IsolationReport
-from ..isolation.probed_model import gathered
-from ..samples.row import CODE
+from ..isolation.probed_model import gather_values
+from ..samples.row import PREPARATION_SOURCE_HASH
 
 SIMPLE = (bool, int, float, str, type(None))
 
@@ -52,10 +52,10 @@ class RememberedProofs:
 
         All ranks must call it: where one does not remember, all prove.
         """
-        key = hashlib.sha256(repr([case, self.settings, *_decisive(wrapped, model)]).encode()).hexdigest()
+        key = hashlib.sha256(repr([case, self.settings, *_proof_key_parts(wrapped, model)]).encode()).hexdigest()
         file = self.folder / f"{PREFIX}-proof-{key[:16]}{SUFFIX}"
         arrays = read_arrays(file)
-        if all(gathered(arrays is not None)) and arrays is not None:
+        if all(gather_values(arrays is not None)) and arrays is not None:
             return IsolationReport(**json.loads(arrays["report"].tobytes()))
         report = prove()
         if report.passed:
@@ -64,11 +64,11 @@ class RememberedProofs:
         return report
 
 
-def _decisive(wrapped: nn.Module, model: Any) -> Iterator[Any]:
+def _proof_key_parts(wrapped: nn.Module, model: Any) -> Iterator[Any]:
     """What a proof depends on, without an address or a time."""
     device = next(model.parameters()).device.type
-    versions = {name: _version(name) for name in [*sys.modules] if "." not in name}
-    yield CODE, sorted((name, version) for name, version in versions.items() if version is not None)
+    versions = {name: _package_version(name) for name in [*sys.modules] if "." not in name}
+    yield PREPARATION_SOURCE_HASH, sorted((name, version) for name, version in versions.items() if version is not None)
     # A kernel may be loaded only when it first runs. The names of these folders hold the name and the version
     yield sorted({folder.name for place in sys.path for folder in Path(place).glob("*-info")})
     yield device, dist.is_initialized() and dist.get_world_size()
@@ -78,14 +78,14 @@ def _decisive(wrapped: nn.Module, model: Any) -> Iterator[Any]:
     yield torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device))
     yield model.config.to_json_string(use_diff=False)
     kinds = {type(module) for module in wrapped.modules()}
-    yield sorted((f"{kind.__module__}.{kind.__qualname__}", repr(_compiled(kind.forward))) for kind in kinds)
+    yield sorted((f"{kind.__module__}.{kind.__qualname__}", repr(_code_content(kind.forward))) for kind in kinds)
     yield sorted(_hashes_of_code(kinds))
     for name, module in model.named_modules():
         yield name, sorted((key, value) for key, value in vars(module).items() if isinstance(value, SIMPLE))
-        yield type(module).__qualname__, _compiled(vars(module).get("forward"))
+        yield type(module).__qualname__, _code_content(vars(module).get("forward"))
     for module in wrapped.modules():
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        yield [_compiled(getattr(hook, "func", hook)) for hook in hooks]  # of a partial, the function
+        yield [_code_content(getattr(hook, "func", hook)) for hook in hooks]  # of a partial, the function
     for name, values in [*model.named_parameters(), *model.named_buffers()]:
         yield name, tuple(values.shape), str(values.dtype), values.requires_grad
 
@@ -97,31 +97,31 @@ def _hashes_of_code(kinds: set[type[nn.Module]]) -> set[str]:
         try:
             folders.add(Path(inspect.getfile(base)).parent)
         except (OSError, TypeError):  # built in, or typed in a notebook
-            hashes.add(repr([_compiled(value) for value in vars(base).values()]))
+            hashes.add(repr([_code_content(value) for value in vars(base).values()]))
     for file in {file for folder in folders for file in folder.glob("*.py")}:
         with suppress(OSError):  # it belongs to another user
             hashes.add(hashlib.sha256(file.read_bytes()).hexdigest())
     return hashes
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that will take it away
         version = getattr(sys.modules.get(package), "__version__", None)
     return version if isinstance(version, str) else None
 
 
-def _compiled(function: Any) -> Any:
+def _code_content(function: Any) -> Any:
     """What a function does, without the places of its lines; None of anything else."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else function
     if not isinstance(code, CodeType):
         return None
-    constants = [_constant(each) for each in code.co_consts]
+    constants = [_constant_content(each) for each in code.co_consts]
     return code.co_code.hex(), code.co_names, code.co_varnames, constants
 
 
-def _constant(value: Any) -> Any:
+def _constant_content(value: Any) -> Any:
     if isinstance(value, CodeType):
-        return _compiled(value)
+        return _code_content(value)
     # The order of a set of texts differs between processes
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)

@@ -17,22 +17,22 @@ import torch
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 
-from ..data.epochs import EpochPlanner, Start
-from ..data.reader import Rows
+from ..data.epochs import EpochPlanner, ResumePoint
+from ..data.reader import RowReader
 from ..data.stream import PackedStream
-from ..planning.packing import ELASTIC, Changes, changes, listed
+from ..planning.packing import REPLANNED_SETTINGS, ChangedSettings, compare_settings, describe_changes
 from ..version import __version__
 from . import checkpoints
-from .checkpoints import FILE, VERSION, Trained, choose_checkpoint, read_state
+from .checkpoints import STATE_FILE, STATE_VERSION, TrainedMask, choose_checkpoint, read_state
 from .loading import TrainingData
-from .run import Part, Run
+from .trainer_view import TrainerPart, TrainerView
 
 logger = logging.getLogger(__name__)
 
 # Optimizer steps may have the same documents for other values of these. The hash of the steps decides.
-ADJUSTABLE = ELASTIC | {"share_prefixes"}
-WEIGHTS = "weights of the rows"
-SAMPLE = "sample of every document"
+ADJUSTABLE = REPLANNED_SETTINGS | {"share_prefixes"}
+WEIGHTS_LABEL = "weights of the rows"
+SAMPLE_LABEL = "sample of every document"
 
 
 # What is saved
@@ -47,7 +47,7 @@ def step_hash(planner: EpochPlanner, epoch: int) -> str:
     return digest.hexdigest()
 
 
-def progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tuple[Trained, Trained | None]]:
+def epoch_progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tuple[TrainedMask, TrainedMask | None]]:
     """The running epoch after `step` optimizer steps of the run, and its trained documents for `save_trained`."""
     epoch, done = planner.position(step - 1)  # an epoch that is complete is still the running one
     done += 1
@@ -59,10 +59,10 @@ def progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tuple[Tr
         "steps_left": planner.steps_of(epoch) - done,
         "step_hash": step_hash(planner, epoch),
     }
-    return state, (planner.trained(epoch, done), planner.start.trained if is_start else None)
+    return state, (planner.trained_documents(epoch, done), planner.start.trained if is_start else None)
 
 
-def settings_of(planner: EpochPlanner, reader: Rows) -> dict[str, Any]:
+def settings_of(planner: EpochPlanner, reader: RowReader) -> dict[str, Any]:
     """All that decides which documents are in which optimizer step, under the names that a user sets."""
     documents = planner.documents
     fingerprint, _, sample = documents.fingerprint.partition("-")
@@ -71,7 +71,7 @@ def settings_of(planner: EpochPlanner, reader: Rows) -> dict[str, Any]:
         "documents": len(documents),
         "tokens": int(documents.lengths.sum()),
         "fingerprint of the documents": fingerprint,
-        SAMPLE: sample,
+        SAMPLE_LABEL: sample,
         **planner.packing.settings("table"),
     }
 
@@ -79,38 +79,46 @@ def settings_of(planner: EpochPlanner, reader: Rows) -> dict[str, Any]:
 # What is compared
 
 
-def continued(checkpoint: str, state: dict[str, Any], settings: dict[str, Any], *, planner: EpochPlanner) -> Changes:
+def continue_planner(
+    checkpoint: str, state: dict[str, Any], settings: dict[str, Any], *, planner: EpochPlanner
+) -> ChangedSettings:
     """Let the planner continue the run that saved `state`: with the same batches, or with the rest planned anew.
 
     Returns the settings for which it is planned anew. Others are refused.
     """
     before = dict(state["settings"])
-    if SAMPLE in settings:  # an earlier version has not saved it
-        before.setdefault(SAMPLE, settings[SAMPLE])
-    changed = changes(before, settings)
+    if SAMPLE_LABEL in settings:  # an earlier version has not saved it
+        before.setdefault(SAMPLE_LABEL, settings[SAMPLE_LABEL])
+    changed = compare_settings(before, settings)
     fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
     epoch, (trained, trained_before) = state["epoch"], state.get("trained", (None, None))
     if not fixed:
         first_step = state.get("first_step", epoch * planner.num_steps)
-        planner.begin(Start(epoch, first_step, state.get("planned_at", 0), trained_before))
+        planner.resume_at(ResumePoint(epoch, first_step, state.get("planned_at", 0), trained_before))
         if step_hash(planner, epoch) == state["step_hash"]:
             if changed:
                 logger.warning(
-                    f"Resuming with {listed(changed)}. Every optimizer step has the same documents as before; "
-                    "random numbers (dropout) and rounding differ."
+                    f"Resuming with {describe_changes(changed)}. Every optimizer step has the same documents as "
+                    "before; random numbers (dropout) and rounding differ."
                 )
             return {}
-        if trained is not None and changed.keys() & ELASTIC and "family" not in changed.get("share_prefixes", ()):
+        if (
+            trained is not None
+            and changed.keys() & REPLANNED_SETTINGS
+            and "family" not in changed.get("share_prefixes", ())
+        ):
             step = state["global_step"]
             is_whole = not state["steps_left"]
-            planner.begin(Start(epoch + 1, step) if is_whole else Start(epoch, first_step, step - first_step, trained))
+            planner.resume_at(
+                ResumePoint(epoch + 1, step) if is_whole else ResumePoint(epoch, first_step, step - first_step, trained)
+            )
             return changed
     if fixed or "family" in changed.get("share_prefixes", ()):
         remedy = "Set them back"
     elif changed.keys() - {"share_prefixes"}:  # "off" and "pack" plan the same steps
         slots = before["gradient_accumulation_steps"] * before["world_size"]
         remedy = (
-            f"The checkpoint has no `{checkpoints.TRAINED}`, from which the rest could be planned anew. "
+            f"The checkpoint has no `{checkpoints.TRAINED_FILE}`, from which the rest could be planned anew. "
             f"Set `per_device_train_batch_size={before['per_device_train_batch_size']}` and "
             f"`gradient_accumulation_steps` so that its product with the number of ranks is {slots} again"
         )
@@ -118,22 +126,22 @@ def continued(checkpoint: str, state: dict[str, Any], settings: dict[str, Any], 
         changed = {"trl_packfix": (state["trl_packfix"], __version__)}
         remedy = "Install the version that began the run"
     raise ValueError(
-        f"`resume_from_checkpoint={checkpoint!r}` was given, which was saved with other settings: {listed(changed)}. "
-        f"After step {state['global_step']} documents of the epoch would be repeated and others left out. {remedy}, "
-        "or set `ignore_data_skip=True` to start the epoch's documents anew on purpose."
+        f"`resume_from_checkpoint={checkpoint!r}` was given, which was saved with other settings: "
+        f"{describe_changes(changed)}. After step {state['global_step']} documents of the epoch would be repeated and "
+        f"others left out. {remedy}, or set `ignore_data_skip=True` to start the epoch's documents anew on purpose."
     )
 
 
-class Restart(Part):
+class Restart(TrainerPart):
     """What a trainer saves for a restart, and reads at one: it continues exactly or refuses."""
 
     resumed: tuple[str, dict[str, Any]] | None = None  # the checkpoint from which this training resumes, and its state
     settings: dict[str, Any]  # all that decide which documents are in which batch
-    replanned_for: Changes  # see `continued`
+    replanned_for: ChangedSettings  # see `continue_planner`
     read_from: str | None  # the checkpoint whose weights were read last
 
-    def __init__(self, run: Run, data: TrainingData):
-        super().__init__(run)
+    def __init__(self, trainer: TrainerView, data: TrainingData):
+        super().__init__(trainer)
         self._data = data
 
     def choose(self, requested: str | bool | None) -> str | bool | None:
@@ -142,7 +150,7 @@ class Restart(Part):
         if not requested:
             return requested
         outcome: list[Any] = [None, None, None, None]
-        if self._run.is_world_process_zero():
+        if self._trainer.is_world_process_zero():
             try:
                 checkpoint, warning = choose_checkpoint(requested, str(self.args.output_dir))
                 outcome = [checkpoint, checkpoint and read_state(Path(checkpoint)), warning, None]
@@ -158,16 +166,17 @@ class Restart(Part):
         self._check_origin(checkpoint, state)
         if state is not None:
             self.resumed = checkpoint, state
-            self._run._total_train_tokens = state["num_tokens"]
+            self._trainer._total_train_tokens = state["num_tokens"]
         return checkpoint
 
     def _check_origin(self, checkpoint: str, state: dict[str, Any] | None) -> None:
-        if state is not None and state["version"] != VERSION:
+        if state is not None and state["version"] != STATE_VERSION:
             raise ValueError(
-                f"`resume_from_checkpoint={checkpoint!r}` was given, whose `{FILE}` has version {state['version']}. "
-                f"trl_packfix {__version__} reads version {VERSION}. Install trl_packfix {state['trl_packfix']}."
+                f"`resume_from_checkpoint={checkpoint!r}` was given, whose `{STATE_FILE}` has version "
+                f"{state['version']}. trl_packfix {__version__} reads version {STATE_VERSION}. "
+                f"Install trl_packfix {state['trl_packfix']}."
             )
-        table_or_stream = "stream" if isinstance(self._run.train_dataset, IterableDataset) else "table"
+        table_or_stream = "stream" if isinstance(self._trainer.train_dataset, IterableDataset) else "table"
         now = f"with packing a {table_or_stream}" if self.args.packing else "without packing"
         before = "without packing, by another trainer or with `save_only_model=True`"
         if state is not None:
@@ -191,7 +200,7 @@ class Restart(Part):
         before = state.get("world_size", state.get("settings", {}).get("world_size", now))
         if state["engine"] != "deepspeed" or before == now:
             return
-        config = self._run.accelerator.state.deepspeed_plugin.deepspeed_config
+        config = self._trainer.accelerator.state.deepspeed_plugin.deepspeed_config
         is_universal = (Path(checkpoint) / "latest_universal").is_file()
         if is_universal and config.get("checkpoint", {}).get("load_universal"):
             return
@@ -213,29 +222,33 @@ class Restart(Part):
         return {
             "document_weighting": args.document_weighting,
             "weight_column": args.weight_column,
-            WEIGHTS: None if weights is None else hashlib.sha256(weights.astype("<f4").data).hexdigest(),
+            WEIGHTS_LABEL: None if weights is None else hashlib.sha256(weights.astype("<f4").data).hexdigest(),
             "loss_type": "dft" if is_dft else "nll",  # "chunked_nll" is the same loss in less memory
             "label_smoothing_factor": 0.0 if is_dft else args.label_smoothing_factor,
-            "router_aux_loss_coef": self._run.router_aux_loss_coef if self._run.aux_loss_enabled else 0.0,
+            "router_aux_loss_coef": self._trainer.router_aux_loss_coef if self._trainer.aux_loss_enabled else 0.0,
         }
 
     def _check_same_loss(self, checkpoint: str, state: dict[str, Any]) -> None:
         settings = self._loss_settings()
-        changed = changes(settings | state, settings)  # checkpoints of earlier versions do not have all entries
+        changed = compare_settings(
+            settings | state, settings
+        )  # checkpoints of earlier versions do not have all entries
         if changed:
-            names = [f"`{name}={before!r}`" for name, (before, _) in changed.items() if name != WEIGHTS]
+            names = [f"`{name}={before!r}`" for name, (before, _) in changed.items() if name != WEIGHTS_LABEL]
             remedy = f"Set {', '.join(names)}" if names else "Give the rows the weights that they had"
             raise ValueError(
                 f"`resume_from_checkpoint={checkpoint!r}` was given, which was saved with another loss: "
-                f"{listed(changed)}. From step {state['global_step']} on, the new loss would be minimised with the "
-                f"optimizer state and the schedule of the old one. {remedy}, or pass the checkpoint as `model` to "
-                "start a new run with its weights."
+                f"{describe_changes(changed)}. From step {state['global_step']} on, the new loss would be minimised "
+                f"with the optimizer state and the schedule of the old one. {remedy}, or pass the checkpoint as "
+                "`model` to start a new run with its weights."
             )
 
     @property
     def _engine(self) -> str:
         """The engine whose files a checkpoint holds: "deepspeed", "fsdp" or "none"."""
-        return "deepspeed" if self._run.is_deepspeed_enabled else "fsdp" if self._run.is_fsdp_enabled else "none"
+        return (
+            "deepspeed" if self._trainer.is_deepspeed_enabled else "fsdp" if self._trainer.is_fsdp_enabled else "none"
+        )
 
     def check_training_set(self) -> None:
         """Refuse a checkpoint whose batches of the epoch, or whose loss, are not those of this run."""
@@ -246,7 +259,7 @@ class Restart(Part):
             self.settings = settings_of(planner, self._data.reader)
             self.replanned_for = {}
             if self.resumed is not None and not self.args.ignore_data_skip:
-                self.replanned_for = continued(*self.resumed, self.settings, planner=planner)
+                self.replanned_for = continue_planner(*self.resumed, self.settings, planner=planner)
         if self.resumed is not None:
             self._check_same_loss(*self.resumed)
 
@@ -273,13 +286,17 @@ class Restart(Part):
         planner = self._data.planner
         if planner is None or self.resumed is None or self.args.ignore_data_skip:
             return values
-        step, total, before = self._run.state.global_step, self._run.state.max_steps, self.resumed[1].get("max_steps")
+        step, total, before = (
+            self._trainer.state.global_step,
+            self._trainer.state.max_steps,
+            self.resumed[1].get("max_steps"),
+        )
         epoch, done = planner.position(step)
-        if self.replanned_for and self._run.is_world_process_zero():
-            rest = len(planner.documents) - int(planner.trained(epoch, done).sum())
+        if self.replanned_for and self._trainer.is_world_process_zero():
+            rest = len(planner.documents) - int(planner.trained_documents(epoch, done).sum())
             logger.warning(
-                f"Resuming with {listed(self.replanned_for)}: the {rest:,} documents that epoch {epoch + 1} has not "
-                f"trained are planned anew, in {planner.steps_of(epoch) - done:,} optimizer steps. In all, "
+                f"Resuming with {describe_changes(self.replanned_for)}: the {rest:,} documents that epoch {epoch + 1} "
+                f"has not trained are planned anew, in {planner.steps_of(epoch) - done:,} optimizer steps. In all, "
                 f"{max(total - step, 0):,} of {total:,} steps remain (the run was planned with {before:,}), and the "
                 f"learning-rate schedule is the one for {total:,} steps. Random numbers (dropout) differ."
             )
@@ -295,25 +312,29 @@ class Restart(Part):
         """Let a stream continue from the state saved in `checkpoint`."""
         stream = self._data.stream
         if checkpoint is not None and stream is not None:
-            step = self._run.state.global_step
+            step = self._trainer.state.global_step
             num_skipped = step % max_steps * self.args.gradient_accumulation_steps
-            resume(stream, checkpoint, step, num_skipped=num_skipped, ignore_data_skip=self.args.ignore_data_skip)
+            resume_stream_at(
+                stream, checkpoint, step, num_skipped=num_skipped, ignore_data_skip=self.args.ignore_data_skip
+            )
 
     def begin_checkpoint(self, trial: object) -> None:
         """Mark the folder of the checkpoint of this step as unfinished. All ranks must call."""
         if not self.args.packing:
             return
         if self.args.should_save:
-            run_dir = self._run._get_output_dir(trial)
-            self._earlier_files = checkpoints.begin(Path(run_dir) / f"checkpoint-{self._run.state.global_step}")
-        self._run.accelerator.wait_for_everyone()  # no rank writes before the files of an earlier run are listed
+            run_dir = self._trainer._get_output_dir(trial)
+            self._earlier_files = checkpoints.note_times(
+                Path(run_dir) / f"checkpoint-{self._trainer.state.global_step}"
+            )
+        self._trainer.accelerator.wait_for_everyone()  # no rank writes before the files of an earlier run are listed
 
     def end_checkpoint(self, folder: str) -> None:
         """Write the state of a restart into the checkpoint. All ranks must call, when they have written the rest."""
-        step, planner, stream = self._run.state.global_step, self._data.planner, self._data.stream
+        step, planner, stream = self._trainer.state.global_step, self._data.planner, self._data.stream
         state = {
             "global_step": step,
-            "num_tokens": self._run._total_train_tokens,
+            "num_tokens": self._trainer._total_train_tokens,
             "engine": self._engine,
             "world_size": self.args.world_size,
             **self._loss_settings(),
@@ -323,16 +344,16 @@ class Restart(Part):
                 saved = stream.state_dict(step)
                 checkpoints.write_synced(stream_file(folder, stream.rank), partial(torch.save, saved))
         elif planner is not None:
-            state |= {"max_steps": self._run.state.max_steps, "settings": self.settings}
+            state |= {"max_steps": self._trainer.state.max_steps, "settings": self.settings}
             if self.args.should_save:  # one rank writes it, and it sorts and hashes all documents of the epoch
-                epoch_state, trained = progress(planner, step)
+                epoch_state, trained = epoch_progress(planner, step)
                 state |= epoch_state
                 checkpoints.save_trained(Path(folder), *trained)
         else:
             return  # without packing, or with a loader that the user made
         # These are the last files that every rank writes. Then the Trainer writes `trainer_state.json`, and after that
         # it deletes older checkpoints. So one checkpoint is whole at every moment.
-        self._run.accelerator.wait_for_everyone()
+        self._trainer.accelerator.wait_for_everyone()
         if self.args.should_save:
             checkpoints.save_state(Path(folder), state, self._earlier_files)
 
@@ -341,16 +362,20 @@ def stream_file(checkpoint: str | Path, rank: int) -> Path:
     return Path(checkpoint) / f"packed_stream_{rank}.pt"
 
 
-def resume(stream: PackedStream, checkpoint: str, num_steps: int, *, num_skipped: int, ignore_data_skip: bool) -> None:
+def resume_stream_at(
+    stream: PackedStream, checkpoint: str, num_steps: int, *, num_skipped: int, ignore_data_skip: bool
+) -> None:
     """Set the stream to its state after `num_steps` steps. The Trainer then discards `num_skipped` batches."""
     if ignore_data_skip:
         stream.begin(num_steps)
         return
-    state = _saved(checkpoint, stream.rank, stream) if stream_file(checkpoint, stream.rank).is_file() else None
-    if state is None or not stream.continues(state):
-        first = _saved(checkpoint, 0, stream)
-        states = [_saved(checkpoint, rank, stream) for rank in range(first["settings"]["world_size"])]
-        state = stream.merged(states)
+    state = (
+        _read_saved_stream(checkpoint, stream.rank, stream) if stream_file(checkpoint, stream.rank).is_file() else None
+    )
+    if state is None or not stream.can_continue(state):
+        first = _read_saved_stream(checkpoint, 0, stream)
+        states = [_read_saved_stream(checkpoint, rank, stream) for rank in range(first["settings"]["world_size"])]
+        state = stream.merge_states(states)
         if stream.rank == 0:
             waiting = sum(len(one["documents"]["lengths"]) for one in states[:: first["count"]])
             how = "every rank reads all of it" if state["count"] > stream.num_alike else "divided between the ranks"
@@ -362,7 +387,7 @@ def resume(stream: PackedStream, checkpoint: str, num_steps: int, *, num_skipped
     stream.load_state_dict(state, num_skipped)
 
 
-def _saved(checkpoint: str, rank: int, stream: PackedStream) -> dict[str, Any]:
+def _read_saved_stream(checkpoint: str, rank: int, stream: PackedStream) -> dict[str, Any]:
     file = stream_file(checkpoint, rank)
     if not file.is_file():
         raise ValueError(

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..attention.exchange import group_of
 from ..attention.models import base_model
 from ..compat import drops_router_logits
-from .run import Run
+from .trainer_view import TrainerView
 
 
 def gives_router_logits(model: PreTrainedModel) -> bool:
@@ -29,11 +29,11 @@ def gives_router_logits(model: PreTrainedModel) -> bool:
     return not classes or any(isinstance(module, tuple(set(classes))) for module in model.modules())
 
 
-def check_router_loss(run: Run) -> None:
+def check_router_loss(trainer: TrainerView) -> None:
     """Switch the router loss off for a model without router logits, or refuse it. (TRL reads the config alone.)"""
-    if not run.aux_loss_enabled:
+    if not trainer.aux_loss_enabled:
         return
-    args, model = run.args, base_model(run.model)
+    args, model = trainer.args, base_model(trainer.model)
     text = model.config.get_text_config()
     # Below TRL 1.13 the default is a number, which the user has not given
     is_set = args.router_aux_loss_coef not in (0.0, type(args).__dataclass_fields__["router_aux_loss_coef"].default)
@@ -44,18 +44,18 @@ def check_router_loss(run: Run) -> None:
                 "of its layers has a router, so there is no router loss to add. Set `router_aux_loss_coef=0.0`, or "
                 "leave it at its default."
             )
-        _switch_off(run, text)
+        _switch_off(trainer, text)
         return
     if drops_router_logits(model):
         problem = (
-            f"`router_aux_loss_coef={run.router_aux_loss_coef}` is set for {type(model).__name__}. transformers "
+            f"`router_aux_loss_coef={trainer.router_aux_loss_coef}` is set for {type(model).__name__}. transformers "
             f"{transformers.__version__} does not return the logits of its routers, so there is no router loss to add. "
             "Run `pip install 'transformers>=5.18'`, or set `router_aux_loss_coef=0.0`."
         )
         if is_set:
             raise ValueError(problem)
         warnings.warn(problem, stacklevel=2)
-        _switch_off(run, text)
+        _switch_off(trainer, text)
         return
     if not hasattr(text, "num_experts"):  # TRL's forward reads this name; some types have only the other
         text.num_experts = text.num_local_experts
@@ -63,7 +63,7 @@ def check_router_loss(run: Run) -> None:
     if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
         source = "was given" if is_set else "is in the config of the model"
         problem = (
-            f"`router_aux_loss_coef={run.router_aux_loss_coef}` {source}, with `use_reentrant=True` in "
+            f"`router_aux_loss_coef={trainer.router_aux_loss_coef}` {source}, with `use_reentrant=True` in "
             "`gradient_checkpointing_kwargs`. Reentrant checkpointing runs layers without gradients, so the logits of "
             "their routers have none, and the router loss trains nothing. Set `use_reentrant=False`, or "
             "`router_aux_loss_coef=0.0`."
@@ -73,9 +73,9 @@ def check_router_loss(run: Run) -> None:
         warnings.warn(problem, stacklevel=2)
 
 
-def _switch_off(run: Run, config: PreTrainedConfig) -> None:
+def _switch_off(trainer: TrainerView, config: PreTrainedConfig) -> None:
     """Train without a router loss. `config` is that of the text model."""
-    run.aux_loss_enabled, run.router_aux_loss_coef = False, 0.0
+    trainer.aux_loss_enabled, trainer.router_aux_loss_coef = False, 0.0
     config.output_router_logits = False
 
 

@@ -46,7 +46,7 @@ def check_same_stream(stream: PackedStream, num_steps: int) -> None:
         stream: that of this rank.
         num_steps: optimizer steps that were trained.
     """
-    state = stream.after(num_steps)
+    state = stream.state_after(num_steps)
     on_ranks: list[tuple[int, int]] = gather_object([(state["count"], state["digest"])])
     for rank, (alike, digest) in enumerate(on_ranks):
         first = rank - rank % alike

@@ -18,15 +18,15 @@ from ..data.documents import make_documents
 from ..data.loaders import DocumentDataset, PackedBatchSampler, dummy_document
 from ..data.row_values import SOURCES, WEIGHTS, read_row_values
 from ..isolation.isolation_report import PackingLeakError
-from ..layout import IGNORE_INDEX, READ, layout_of
-from ..planning.schedule import EMPTY
+from ..layout import IGNORE_INDEX, TEXT_KEYS, layout_of
+from ..planning.schedule import NO_DOCUMENTS
 from .loading import TrainingData
 
 NUM_CANDIDATES, NUM_DOCUMENTS = 32, 3  # documents that are read, and of a pack
-HALF = 16  # tokens of a document's beginning, and around its first trained one
+NUM_HALF_TOKENS = 16  # tokens of a document's beginning, and around its first trained one
 MOST_TOKENS = 512  # of a document with images, which is not shortened
 
-OF_TEXT = {*PackedDataCollator()([{"input_ids": [0]}]), WEIGHTS, SOURCES}  # entries of a batch
+TEXT_ENTRIES = {*PackedDataCollator()([{"input_ids": [0]}]), WEIGHTS, SOURCES}  # entries of a batch
 
 Document = dict[str, Any]
 
@@ -55,7 +55,7 @@ class StepComparison:
             )
 
 
-def length(document: Document) -> int:
+def document_length(document: Document) -> int:
     return len(document["input_ids"])
 
 
@@ -63,8 +63,8 @@ def num_trained(document: Document) -> int:
     return int((np.asarray(document["labels"])[1:] != IGNORE_INDEX).sum())
 
 
-def masked(document: Document) -> Document:
-    return document | {"labels": np.full(length(document), IGNORE_INDEX)}
+def mask_document(document: Document) -> Document:
+    return document | {"labels": np.full(document_length(document), IGNORE_INDEX)}
 
 
 def first_documents(data: TrainingData, dataset: IterableDataset) -> tuple[list[Document], int, int]:
@@ -88,18 +88,20 @@ def first_documents(data: TrainingData, dataset: IterableDataset) -> tuple[list[
     rows = DocumentDataset(data.reader, data.documents, values=data.row_values)
     packs = list(islice(PackedBatchSampler(data.planner, data.ranks.rank), data.args.gradient_accumulation_steps))
     first = max(packs, key=attrgetter("degree"))
-    indices = [index for pack in packs for index in pack if pack.degree == first.degree and index != EMPTY]
+    indices = [index for pack in packs for index in pack if pack.degree == first.degree and index != NO_DOCUMENTS]
     return rows.__getitems__(indices[:NUM_CANDIDATES]), first.degree, first.member
 
 
-def chosen(documents: list[Document]) -> list[Document]:
+def choose_documents(documents: list[Document]) -> list[Document]:
     """`NUM_DOCUMENTS` of them, shortened: two that begin alike for longest, one with images, and short ones."""
-    shortened = [_shortened(each) for each in documents] or [dummy_document(0)]
-    fitting = [each for each in shortened if length(each) <= MOST_TOKENS] or [min(shortened, key=length)]
+    shortened = [_shorten(each) for each in documents] or [dummy_document(0)]
+    fitting = [each for each in shortened if document_length(each) <= MOST_TOKENS] or [
+        min(shortened, key=document_length)
+    ]
     in_order = sorted(fitting, key=lambda each: np.asarray(each["input_ids"]).tolist())
     alike = max(range(len(in_order)), key=lambda i: _num_common(in_order[i : i + 2]))
     others = in_order[:alike] + in_order[alike + 2 :]
-    chosen = in_order[alike : alike + 2] + sorted(others, key=lambda each: (is_text(each), length(each)))
+    chosen = in_order[alike : alike + 2] + sorted(others, key=lambda each: (is_text(each), document_length(each)))
     return (chosen * NUM_DOCUMENTS)[:NUM_DOCUMENTS]
 
 
@@ -110,10 +112,10 @@ def _num_common(pair: list[Document]) -> int:
 
 
 def is_text(document: Document) -> bool:
-    return document.keys() <= READ | {WEIGHTS}
+    return document.keys() <= TEXT_KEYS | {WEIGHTS}
 
 
-def _shortened(document: Document) -> Document:
+def _shorten(document: Document) -> Document:
     """Without its source. Of text the first tokens, and those around the first trained one.
 
     If another token is trained, not the last one: documents must be told apart without an end token, too.
@@ -122,20 +124,20 @@ def _shortened(document: Document) -> Document:
     if not is_text(document):
         return document
     trained = np.flatnonzero(np.asarray(document["labels"])[1:] != IGNORE_INDEX)  # the places that predict them
-    start = max(HALF, int(trained[0]) - HALF // 2)
-    kept = np.r_[0:HALF, start : start + HALF]
-    kept = kept[kept < length(document) - (len(trained) > 1)]
-    return document | {name: np.asarray(document[name])[kept] for name in READ}
+    start = max(NUM_HALF_TOKENS, int(trained[0]) - NUM_HALF_TOKENS // 2)
+    kept = np.r_[0:NUM_HALF_TOKENS, start : start + NUM_HALF_TOKENS]
+    kept = kept[kept < document_length(document) - (len(trained) > 1)]
+    return document | {name: np.asarray(document[name])[kept] for name in TEXT_KEYS}
 
 
-def int64(values: npt.ArrayLike) -> Tensor:
+def to_int64(values: npt.ArrayLike) -> Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int64))  # a copy: values of a table cannot be written
 
 
 def is_plain(batch: dict[str, Any]) -> bool:
     """Whether this is a pack of text, whole, whose documents share no row."""
     layout, tensors = layout_of(batch), {name for name, value in batch.items() if isinstance(value, Tensor)}
-    return tensors <= OF_TEXT and layout.is_packed and not layout.weighs_rows
+    return tensors <= TEXT_ENTRIES and layout.is_packed and not layout.weighs_rows
 
 
 def longest_of(batch: dict[str, Any]) -> Tensor:

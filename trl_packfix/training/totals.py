@@ -18,7 +18,7 @@ from .lm_head import TokenScores
 
 
 @dataclass
-class Span:
+class StepSpan:
     """Some optimizer steps: those since the last log, or all of a training."""
 
     sums: dict[str, float]  # by name, over all ranks
@@ -26,7 +26,7 @@ class Span:
     seconds: float = 0.0
     waited: float = 0.0  # seconds for batches, on this rank
 
-    def add(self, other: "Span") -> None:
+    def add(self, other: "StepSpan") -> None:
         self.sums = {name: value + other.sums.get(name, 0.0) for name, value in self.sums.items()}
         self.num_steps += other.num_steps
         self.seconds += other.seconds
@@ -58,7 +58,7 @@ class TrainingTotals:
         self._pending_of_stream: Tensor | None = None  # by source of a stream, as this rank numbers them
         self.num_documents = 0  # over all ranks
         self.is_scored = False  # outputs were added in this optimizer step
-        self.training = Span(dict.fromkeys(self._names, 0.0))  # all windows that have ended
+        self.training = StepSpan(dict.fromkeys(self._names, 0.0))  # all windows that have ended
         self._start_window()
 
     def _name_sources(self, sources: Sequence[str]) -> None:
@@ -69,11 +69,11 @@ class TrainingTotals:
 
     def _start_window(self) -> None:
         """Begin a window, of what is summed up to the next log."""
-        self.window = Span(dict.fromkeys(self._names, 0.0))
+        self.window = StepSpan(dict.fromkeys(self._names, 0.0))
         self._started: float | None = None  # set by the next fetch: evaluation and checkpoints do not count
         self._fetching = time.perf_counter()
 
-    def end_window(self) -> Span:
+    def end_window(self) -> StepSpan:
         """Add the window to those of the training, and begin another. Returns the one that ends."""
         window = self.window
         if self._started is not None:
@@ -123,7 +123,7 @@ class TrainingTotals:
         sums = torch.cat([part.to(accelerator.device) for part in parts])
         gathered = dict(zip(self._names, (accelerator.reduce(sums, reduction="sum") / copies).tolist(), strict=True))
         self._pending = {}
-        self.window.add(Span(gathered))
+        self.window.add(StepSpan(gathered))
         self.num_documents += round(gathered["documents"])
         return gathered
 
@@ -142,7 +142,7 @@ class TrainingTotals:
             self._pending[self._of_sources] = ordered.flatten()
 
     def metrics(
-        self, span: Span, *, capacity: int | None, num_ranks: int = 1, peak_tflops: float | None = None
+        self, span: StepSpan, *, capacity: int | None, num_ranks: int = 1, peak_tflops: float | None = None
     ) -> dict[str, float]:
         """Compute the values that are logged for the steps of `span`.
 
@@ -161,9 +161,9 @@ class TrainingTotals:
         if self.shares_prefixes:
             speed["computed_share"] = round(sums["computed"] / max(sums["tokens"], 1.0), 4)
         if sums["flops"] and elapsed:
-            speed["tflops_per_second_per_rank"] = _rounded(sums["flops"] / elapsed / num_ranks / 1e12)
+            speed["tflops_per_second_per_rank"] = _round_value(sums["flops"] / elapsed / num_ranks / 1e12)
             if peak_tflops is not None:
-                speed["mfu"] = _rounded(sums["flops"] / elapsed / num_ranks / 1e12 / peak_tflops)
+                speed["mfu"] = _round_value(sums["flops"] / elapsed / num_ranks / 1e12 / peak_tflops)
         return (of_outputs if sums["scored"] else {}) | {
             "trained_tokens": round(sums["trained_tokens"]),
             "documents_per_step": round(sums["documents"] / max(span.num_steps, 1), 2),
@@ -217,7 +217,7 @@ def source_metrics(sources: Sequence[str], sums: Sequence[float]) -> dict[str, f
     return losses | {f"trained_tokens/{source}": round(tokens) for source, _, tokens in seen}
 
 
-def _rounded(value: float) -> float:
+def _round_value(value: float) -> float:
     """Four digits, of small models on a CPU, too."""
     return float(f"{value:.4g}")
 
@@ -233,7 +233,7 @@ class EvaluationTotals:
     def add(self, scores: Any, targets: Targets, sources: Tensor | None = None) -> Tensor:
         """Add a batch, with the source of each target; returns its mean loss."""
         of_tokens = (-scores.log_probs, scores.entropy, scores.is_top1, scores.label_mask)
-        values = [targets.of(tensor) for tensor in of_tokens]
+        values = [targets.select(tensor) for tensor in of_tokens]
         batch = torch.stack([x.sum(dtype=self.sums.dtype) for x in values])
         self.sums[:4] += batch
         if sources is not None:

@@ -42,13 +42,13 @@ from ..data.dataset_checks import check_tokenised
 from ..data.reader import mask_columns, without_ignored_mask
 from ..isolation.packed_model import PackedModel
 from ..reporting.report import PackingReport, complete_card, is_on_hub
-from ..samples.apply import make_samples
 from ..samples.checks import check_rows, has_transform, without_format
 from ..samples.images import count_turns_of_images, masking_collator
+from ..samples.make_samples import make_samples
 from ..samples.turns import TurnRule
 from . import checks
-from .callbacks import AdaptersLearn, BeforeFirstStep, BeforeTraining, StreamCallback
-from .config import SFTConfig, adopt
+from .callbacks import BeforeFirstStep, BeforeTraining, CheckAdapterGradients, StreamCallback
+from .config import SFTConfig, adopt_args
 from .evaluation import Evaluation
 from .first_step import FirstStep
 from .foreign_keys import with_hints
@@ -134,13 +134,13 @@ class SFTTrainer(trl.SFTTrainer):
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         name = model if isinstance(model, str) else get_config_model_id(model.config)
-        given["args"] = args = adopt(args, f"{name.split('/')[-1]}-SFT")
+        given["args"] = args = adopt_args(args, f"{name.split('/')[-1]}-SFT")
         if args.padding_free and not args.packing:
             # TRL's own check would refuse `padding_free` with a `max_length`
             args.packing, args.packing_strategy = True, "minibatch"
         given["train_dataset"] = train_dataset = without_format(train_dataset)
         given["eval_dataset"] = eval_dataset = without_format(eval_dataset)
-        checks.check_before_loading(checks.setup_of(type(self), given))
+        checks.check_before_loading(checks.settings_of_trainer(type(self), given))
         if args.use_liger_kernel:  # as TRL does from 1.16 on: its default is a loss that replaces the model's forward
             args.liger_kernel_config = (args.liger_kernel_config or {}) | {"fused_linear_cross_entropy": False}
         checks.check_datasets(args, train_dataset, eval_dataset, is_formatted=formatting_func is not None)
@@ -168,7 +168,7 @@ class SFTTrainer(trl.SFTTrainer):
         data.attach()
         self.training_objective.attach()
         self.add_callback(BeforeTraining(self, data, self.training_objective, evaluation=self.evaluation))
-        self.add_callback(AdaptersLearn())
+        self.add_callback(CheckAdapterGradients())
         if args.packing:
             if isinstance(self.train_dataset, IterableDataset):
                 self.add_callback(StreamCallback(self, data))
@@ -257,7 +257,7 @@ class SFTTrainer(trl.SFTTrainer):
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:  # transformers calls no callback for a run that fails
             if self.args.packing:
-                self.packed_model.rest()  # gives the model back its own attention
+                self.packed_model.restore_own_attention()  # gives the model back its own attention
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         self.data.start()
@@ -292,7 +292,7 @@ class SFTTrainer(trl.SFTTrainer):
         super()._run_epoch(*args, **kwargs)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        self.training_objective.take_values(inputs)
+        self.training_objective.pop_row_values(inputs)
         return super()._prepare_inputs(inputs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -312,7 +312,7 @@ class SFTTrainer(trl.SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        if self.model.training and self.training_objective.is_ours:
+        if self.model.training and self.training_objective.replaces_trl_loss:
             return self.training_objective.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         check_one_document_per_row(inputs)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -338,7 +338,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         # transformers gathers over ranks in every micro-batch, and takes a pad token inside a document for padding
-        if not self.training_objective.is_ours:
+        if not self.training_objective.replaces_trl_loss:
             super()._track_num_input_tokens(inputs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

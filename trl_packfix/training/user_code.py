@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..data.collator import IGNORE_INDEX
 from ..planning.schedule import Schedule
 from .other_models import refused_if_unprepared
-from .run import Part, Run
+from .trainer_view import TrainerPart, TrainerView
 
 OWN_METHODS = ("training_step", "compute_loss")  # of a trainer, by which a step is computed
 
@@ -31,7 +31,7 @@ def has_trained_tokens(inputs: dict[str, Any]) -> bool:
     return bool((inputs["labels"][:, 1:] != IGNORE_INDEX).any())
 
 
-class UserCode(Part):
+class UserCode(TrainerPart):
     """The user's own code in the steps of a trainer.
 
     Args:
@@ -40,11 +40,11 @@ class UserCode(Part):
         dummy_loss: computes the loss of a dummy, with the arguments of `compute_loss`.
     """
 
-    def __init__(self, run: Run, own: type, dummy_loss: Callable[..., Tensor]):
-        super().__init__(run)
+    def __init__(self, trainer: TrainerView, own: type, dummy_loss: Callable[..., Tensor]):
+        super().__init__(trainer)
         self._own, self._dummy_loss = own, dummy_loss
         self._num_filled = 0  # micro-batches of the current step with a trained token
-        self._users_step: Callable[..., Tensor] = run.training_step
+        self._users_step: Callable[..., Tensor] = trainer.training_step
         # Names of the user's methods, while this class stands before them
         self._methods_in_training: list[str] | None = None
 
@@ -53,8 +53,8 @@ class UserCode(Part):
         """Names of the methods of the trainer that replace those of this package, as a message names them."""
         if self._methods_in_training is not None:
             return self._methods_in_training
-        names = [name for name in OWN_METHODS if not self._is_own(getattr(self._run, name), name)]
-        return [f"{type(self._run).__name__}.{name}" for name in names]
+        names = [name for name in OWN_METHODS if not self._is_own(getattr(self._trainer, name), name)]
+        return [f"{type(self._trainer).__name__}.{name}" for name in names]
 
     def _is_own(self, method: Any, name: str) -> bool:
         return getattr(method, "__func__", method) is getattr(self._own, name)
@@ -62,7 +62,7 @@ class UserCode(Part):
     @property
     def names(self) -> list[str]:
         """Names of everything of the user's that computes a loss or a step."""
-        return [*self.methods, *(["compute_loss_func"] if self._run.compute_loss_func is not None else [])]
+        return [*self.methods, *(["compute_loss_func"] if self._trainer.compute_loss_func is not None else [])]
 
     @contextmanager
     def without_dummies(self) -> Iterator[None]:
@@ -70,9 +70,9 @@ class UserCode(Part):
         if not (self.args.packing and self.methods):
             yield
             return
-        self._methods_in_training, self._users_step = self.methods, self._run.training_step
+        self._methods_in_training, self._users_step = self.methods, self._trainer.training_step
         try:
-            with _attribute(self._run, "training_step", self._training_step):
+            with _attribute(self._trainer, "training_step", self._training_step):
                 yield
         finally:
             self._methods_in_training = None
@@ -91,15 +91,15 @@ class UserCode(Part):
 
     def _training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
         """Run the user's step, or on a dummy this package's, and return its loss."""
-        run = self._run
+        trainer = self._trainer
         if has_trained_tokens(inputs):
             # transformers divides losses that are means by it, and an unpacked step has no dummies
-            run.current_gradient_accumulation_steps = self._num_filled
+            trainer.current_gradient_accumulation_steps = self._num_filled
             inputs["use_cache"] = False  # other models get these inputs, too
             with self.other_models_checked(inputs):
                 return self._users_step(model, inputs, num_items_in_batch)
-        with _attribute(run, "compute_loss", self._dummy_loss):
-            return self._own.training_step(run, model, inputs, num_items_in_batch)  # type: ignore[attr-defined]
+        with _attribute(trainer, "compute_loss", self._dummy_loss):
+            return self._own.training_step(trainer, model, inputs, num_items_in_batch)  # type: ignore[attr-defined]
 
     def describe_uneven_micro_batches(self, schedule: Schedule | None, trained: np.ndarray | None) -> str | None:
         """Say how unevenly a mean over each micro-batch would count tokens; None if there is nothing to say.
@@ -132,9 +132,9 @@ class UserCode(Part):
 
 
 @contextmanager
-def _attribute(run: Run, name: str, value: object) -> Iterator[None]:
+def _attribute(trainer: TrainerView, name: str, value: object) -> Iterator[None]:
     """Set an attribute of the trainer itself, which goes before the methods of its class."""
-    attributes = vars(run)
+    attributes = vars(trainer)
     before = attributes.get(name)
     attributes[name] = value
     try:

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from ..layout import LAYOUT, layout_of
+from ..layout import LAYOUT_KEY, layout_of
 from .collator import IGNORE_INDEX
 
 # Entries of a packed batch with one value per token, (1, T). The boundaries stay those of the whole pack.
 PER_TOKEN = ("input_ids", "labels", "position_ids", "seq_idx")
-SAMPLED = 16  # of so many numbers of an image one enters the checksum
+SAMPLING_STEP = 16  # of so many numbers of an image one enters the checksum
 
 
-class PartOf(list[Any]):
+class RankShare(list[Any]):
     """The documents of a pack, or their indices, of which a rank holds a part: that of a `member` of `degree` ranks.
 
     Each rank of a group reads the whole pack. A group may be one rank.
@@ -31,9 +31,9 @@ class PartOf(list[Any]):
         self.degree, self.member = degree, member
 
     @classmethod
-    def like(cls, pack: list[Any], documents: Iterable[Any]) -> "PartOf":
+    def like(cls, pack: list[Any], documents: Iterable[Any]) -> "RankShare":
         """`documents` for the ranks that share `pack`; a plain list is for one rank."""
-        return cls(documents, pack.degree, pack.member) if isinstance(pack, PartOf) else cls(documents)
+        return cls(documents, pack.degree, pack.member) if isinstance(pack, RankShare) else cls(documents)
 
 
 def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool = False) -> dict[str, Any]:
@@ -64,10 +64,10 @@ def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool
     for tensor in (batch["cu_seq_lens_q"], batch["input_ids"], labels, *layout.content()):
         checksum = zlib.crc32(tensor.numpy().data, checksum)
     if "pixel_values" in batch:
-        checksum = zlib.crc32(batch["pixel_values"].flatten()[::SAMPLED].contiguous().numpy().data, checksum)
+        checksum = zlib.crc32(batch["pixel_values"].flatten()[::SAMPLING_STEP].contiguous().numpy().data, checksum)
     names = ("labels",) if has_images else PER_TOKEN
     part = {name: batch[name][:, rows].contiguous() for name in names}
     part["shift_labels"] = shifted[:, rows].contiguous()
     own = layout.cut(rows, shifted != IGNORE_INDEX)
-    part[LAYOUT] = replace(own, degree=degree, index=index, num_tokens=num_tokens, checksum=checksum)
+    part[LAYOUT_KEY] = replace(own, degree=degree, index=index, num_tokens=num_tokens, checksum=checksum)
     return batch | part

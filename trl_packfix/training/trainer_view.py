@@ -17,7 +17,7 @@ from ..reporting.report import PackingReport
 from .config import SFTConfig
 
 
-class Run(Protocol):
+class TrainerView(Protocol):
     """A trainer during a run. The model and the datasets are there when it is constructed, and may be replaced."""
 
     args: SFTConfig
@@ -84,18 +84,18 @@ class DataRanks:
     may_share: bool  # whether several processes may have the same pack, or parts of it
 
     @classmethod
-    def of(cls, args: SFTConfig, copies: int) -> "DataRanks":
+    def from_args(cls, args: SFTConfig, copies: int) -> "DataRanks":
         rank, index = divmod(args.process_index, copies)
         may_share = copies > 1 or (args.world_size > 1 and args.tokens_per_rank is not None)
         return cls(rank, args.world_size // copies, copies, index, may_share)
 
 
-class Part:
+class TrainerPart:
     """What a trainer holds, and reads the trainer."""
 
-    def __init__(self, run: Run):
-        self._run = run
+    def __init__(self, trainer: TrainerView):
+        self._trainer = trainer
 
     @property
     def args(self) -> SFTConfig:
-        return self._run.args
+        return self._trainer.args

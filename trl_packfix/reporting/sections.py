@@ -33,7 +33,7 @@ class OwnPacks:
     def size(self, report: "PackingReport") -> str:
         return f"{report.capacity:,} tokens (batch size {report.batch_size} x max_length {report.max_length:,})"
 
-    def each(self, report: "PackingReport") -> str:
+    def per_rank_text(self, report: "PackingReport") -> str:
         return f"{report.batch_size} x max_length tokens"
 
     def needs(self, report: "PackingReport") -> str:
@@ -107,7 +107,7 @@ class SharedPacks:
     def exchange(self) -> str:
         return f", and {self.exchange_share:.1%} of it is the exchange"
 
-    def each(self, report: "PackingReport") -> str:
+    def per_rank_text(self, report: "PackingReport") -> str:
         return f"{self.tokens_per_rank:,} tokens per rank"
 
     def needs(self, report: "PackingReport") -> str:

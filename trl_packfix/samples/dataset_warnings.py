@@ -14,10 +14,10 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from ..layout import IGNORE_INDEX
-from .checks import columns_of, first_rows, holds, rows_holding, rows_with
+from .checks import columns_of, first_rows, row_holds, rows_holding, rows_with
 from .conversation import NUM_SHOWN, ROLES, Conversation, Message, Tokenizer, plain_tokenizer, with_role
 from .recipes import Recipe
-from .row import ROW, column_of
+from .row import ROW_COLUMN, read_integer_column
 from .texts import forms_of_table, text_columns
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ NUM_LABELLED = 100  # rows in which the end of the last trained turn is looked f
 KIND = 60  # characters in which warnings of one kind agree
 
 
-def say_what_is_renamed(dataset: Dataset | IterableDataset, name: str) -> None:
+def warn_of_renamed_roles(dataset: Dataset | IterableDataset, name: str) -> None:
     """Warn that roles of `conversations` of a table are renamed (`with_chat_roles`), with the number of rows."""
     is_table = isinstance(dataset, Dataset)
     num_rows = int(rows_with(dataset, "from", ("conversations",), values=ROLES).sum()) if is_table else 0
@@ -44,7 +44,7 @@ def say_what_is_renamed(dataset: Dataset | IterableDataset, name: str) -> None:
         )
 
 
-def say_if_prompt_is_unread(dataset: Dataset | IterableDataset, name: str, text_field: str) -> None:
+def warn_if_prompt_is_unread(dataset: Dataset | IterableDataset, name: str, text_field: str) -> None:
     """Warn that a column `prompt` without a `completion` is not tokenised beside another text."""
     columns = columns_of(dataset)
     if "prompt" in columns and "completion" not in columns:
@@ -59,7 +59,7 @@ def say_if_prompt_is_unread(dataset: Dataset | IterableDataset, name: str, text_
         )
 
 
-def say_what_is_left_out(dataset: Dataset | IterableDataset, name: str, recipe: Recipe) -> None:
+def warn_of_what_is_left_out(dataset: Dataset | IterableDataset, name: str, recipe: Recipe) -> None:
     """Warn of fields that the chat template leaves out, and of roles that it does not know, with the number of rows.
 
     A recipe that splits conversations renders a message at its turn.
@@ -73,7 +73,7 @@ def say_what_is_left_out(dataset: Dataset | IterableDataset, name: str, recipe: 
             holders += [(conversation, i) for i in sorted({*held[:2], *held[-2:]})]
         left_out = [holder for holder in holders if _is_left_out(*holder, fields, tokenizer=tokenizer, alone=per_turn)]
         if left_out:
-            names = " or ".join(f"`{field}`" for field in fields if holds(rows, field))
+            names = " or ".join(f"`{field}`" for field in fields if row_holds(rows, field))
             if per_turn or any(_is_left_out(*holder, fields, tokenizer=tokenizer, alone=True) for holder in left_out):
                 advice = "`chat_template_path` to a template that renders it, or write it into `content`"
             else:  # it is left out of earlier turns only
@@ -86,7 +86,7 @@ def say_what_is_left_out(dataset: Dataset | IterableDataset, name: str, recipe: 
     _, conversations, count = _holding(dataset, recipe, ("role",), values=ROLES)
     for conversation in conversations:
         renamed = [with_role(message, "role") for message in conversation.messages]
-        texts = [_text(conversation, messages, tokenizer) for messages in (conversation.messages, renamed)]
+        texts = [_text_of_field(conversation, messages, tokenizer) for messages in (conversation.messages, renamed)]
         if None not in texts and texts[0] != texts[1]:
             logger.warning(
                 "%s of the %s dataset have the roles `human` or `gpt`, and the chat template renders them otherwise "
@@ -103,11 +103,13 @@ def _is_left_out(
     """Whether message `i` is rendered as without the fields, at its own turn or in the whole conversation."""
     messages = conversation.messages[: i + 1] if alone else conversation.messages
     without = {key: value for key, value in messages[i].items() if key not in fields}
-    text = _text(conversation, messages, tokenizer)
-    return text is not None and text == _text(conversation, [*messages[:i], without, *messages[i + 1 :]], tokenizer)
+    text = _text_of_field(conversation, messages, tokenizer)
+    return text is not None and text == _text_of_field(
+        conversation, [*messages[:i], without, *messages[i + 1 :]], tokenizer
+    )
 
 
-def _text(conversation: Conversation, messages: list[Message], tokenizer: Tokenizer) -> str | None:
+def _text_of_field(conversation: Conversation, messages: list[Message], tokenizer: Tokenizer) -> str | None:
     try:
         return conversation.text(messages, tokenizer)
     except Exception:  # a template raises what it wants; a bad row is named elsewhere
@@ -137,12 +139,12 @@ def _holding(
     return rows, list(shapes.values())[:NUM_RENDERED], f"{len(holding)} of {of}"
 
 
-def say_if_turns_do_not_end(
+def warn_if_turns_do_not_end(
     rows: Iterable[Mapping[str, Any]], name: str, tokenizer: Tokenizer, *, setting: str
 ) -> None:
     """Warn if a turn trained by this setting has no end-of-turn token: the template puts it before the next message."""
     trained = (row["labels"] for row in islice(rows, NUM_LABELLED) if max(row["labels"], default=-1) >= 0)
-    end = next((end for labels in trained if (end := unended(labels, tokenizer)) is not None), None)
+    end = next((end for labels in trained if (end := find_unended_turns(labels, tokenizer)) is not None), None)
     if end is not None:
         logger.warning(
             "`%s=True` was given, and the chat template renders assistant turns of the %s dataset without an "
@@ -152,7 +154,7 @@ def say_if_turns_do_not_end(
         )
 
 
-def unended(labels: Sequence[int], tokenizer: Tokenizer) -> str | None:
+def find_unended_turns(labels: Sequence[int], tokenizer: Tokenizer) -> str | None:
     """The text at the end of a sample, if no special token ends its turn; else None. White space may follow it."""
     plain: Any = plain_tokenizer(tokenizer)
     added = plain.added_tokens_decoder  # also tokens such as </tool_call>, which end no turn
@@ -166,9 +168,9 @@ def unended(labels: Sequence[int], tokenizer: Tokenizer) -> str | None:
     return str(plain.decode(trained)[-NUM_SHOWN:])
 
 
-def say_if_nothing_is_stripped(samples: Dataset, name: str) -> None:
+def warn_if_nothing_is_stripped(samples: Dataset, name: str) -> None:
     """Warn if, in the first conversations, every sample is the beginning of the next: then `per_turn` gives nothing."""
-    rows = column_of(samples, ROW)
+    rows = read_integer_column(samples, ROW_COLUMN)
     rows = rows[: np.searchsorted(rows, NUM_COMPARED)]
     column = "input_ids" if "input_ids" in samples.column_names else "tokens"
     lists = samples.select_columns(column).select(range(len(rows))).with_format("arrow")[:][column]
@@ -186,7 +188,7 @@ def say_if_nothing_is_stripped(samples: Dataset, name: str) -> None:
         )
 
 
-class Repeats(logging.Filter):
+class RepeatedMessages(logging.Filter):
     """While it is entered, the logger of TRL's trainer shows the first warning of each kind.
 
     TRL logs some warnings once for each text, and the text has the end of a prompt, which is another in every row.
@@ -196,7 +198,7 @@ class Repeats(logging.Filter):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __enter__(self) -> "Repeats":
+    def __enter__(self) -> "RepeatedMessages":
         trl_logger.addFilter(self)
         return self
 

@@ -11,73 +11,73 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
 
 from ..compat import main_process_first
-from . import said
+from . import dataset_warnings
 from .checks import NUM_OF_STREAM, check_chat_template, check_raw_dataset, columns_of
 from .conversation import Conversation, Tokenizer, plain_tokenizer
 from .recipes import Recipe, recipe_of
 from .row import (
-    BAD_ROW,
-    NUM_SHOWN,
-    NUMBERS,
-    ROW,
-    TURN,
-    Cached,
-    MaskCounts,
+    BAD_ROW_COLUMN,
+    BOOKKEEPING_COLUMNS,
+    MAX_ROWS_NAMED,
+    ROW_COLUMN,
+    TURN_COLUMN,
+    AssistantTurnCounts,
+    HashedMapFunction,
+    PerTurnCounts,
     Sample,
-    TurnCounts,
-    bad_rows,
-    column_of,
+    bad_row_mask,
+    explain_bad_row,
     hash_modules_of,
     mask_counts,
-    reason,
-    refuse,
+    raise_bad_rows,
+    read_integer_column,
 )
-from .turns import Settings
+from .turns import TurnSettings
 
 logger = logging.getLogger(__name__)
 
-TOKENS = {"input_ids": [Value("int32")], "labels": [Value("int64")], BAD_ROW: Value("string")}
+TOKEN_FEATURES = {"input_ids": [Value("int32")], "labels": [Value("int64")], BAD_ROW_COLUMN: Value("string")}
 ROWS_AT_ONCE, CONVERSATIONS_AT_ONCE = 1000, 16  # in memory: samples of turns have many times the tokens of their row
 
 
 @dataclass(frozen=True)
-class Made:
+class PreparedDataset:
     """The samples of a dataset: tokenised rows with the other columns of theirs."""
 
     rows: Dataset | IterableDataset
     recipe: Recipe
-    masked: MaskCounts | None = None  # the assistant turns of a table, with `assistant_only_loss`
-    turns: TurnCounts | None = None  # the same with `per_turn`
+    masked: AssistantTurnCounts | None = None  # the assistant turns of a table, with `assistant_only_loss`
+    turns: PerTurnCounts | None = None  # the same with `per_turn`
 
 
 def make_samples(
     dataset: Dataset | IterableDataset,
     name: str,
-    args: Settings,
+    args: TurnSettings,
     *,
     tokenizer: Tokenizer,
     completion_only_loss: bool,
     marks: bool,
     formatting_func: Callable[[dict[str, Any]], str] | None = None,
     is_training_set: bool = True,
-) -> Made:
+) -> PreparedDataset:
     """Tokens and labels of all rows of a dataset that is not tokenised.
 
     With `marks` and `bad_rows="drop"`, rows or turns of which no sample can be made are kept without tokens, with the
-    reason in the column `BAD_ROW`, so that they are counted.
+    reason in the column `BAD_ROW_COLUMN`, so that they are counted.
     """
     if isinstance(dataset, Dataset):
         plain = plain_tokenizer(tokenizer)
         check_raw_dataset(dataset, name, plain, args=args, is_formatted=formatting_func is not None)
     if formatting_func is None:
         check_chat_template(dataset, name, tokenizer)
-    with said.Repeats() as repeats:
+    with dataset_warnings.RepeatedMessages() as repeats:
         recipe = recipe_of(dataset, name, args, tokenizer, completion_only_loss, formatting_func)
         if formatting_func is None:
-            said.say_what_is_renamed(dataset, name)
-            said.say_if_prompt_is_unread(dataset, name, args.dataset_text_field)
+            dataset_warnings.warn_of_renamed_roles(dataset, name)
+            dataset_warnings.warn_if_prompt_is_unread(dataset, name, args.dataset_text_field)
             if is_training_set and args.process_index == 0:
-                said.say_what_is_left_out(dataset, name, recipe)
+                dataset_warnings.warn_of_what_is_left_out(dataset, name, recipe)
         users_code = hash_modules_of(formatting_func, tokenizer)
         settings: dict[str, Any] = {"marks": marks, "is_training_set": is_training_set, "users_code": users_code}
         made = _applied(recipe, dataset, name, args=args, **settings)
@@ -90,11 +90,11 @@ def _applied(
     dataset: Dataset | IterableDataset,
     name: str,
     *,
-    args: Settings,
+    args: TurnSettings,
     marks: bool,
     is_training_set: bool,
     users_code: str,
-) -> Made:
+) -> PreparedDataset:
     columns, drops = columns_of(dataset), args.bad_rows == "drop"
     consumed = [column for column in columns if column in recipe.consumes]
     others = [column for column in columns if column not in consumed]
@@ -102,20 +102,22 @@ def _applied(
     settings = {"with_indices": True, "batched": True}
     says_end = is_training_set and recipe.setting
     if isinstance(dataset, IterableDataset):
-        kwargs |= {"name": name, "drops": drops, "repeats": said.Repeats()}
+        kwargs |= {"name": name, "drops": drops, "repeats": dataset_warnings.RepeatedMessages()}
         # Rows of a stream may have other columns than the first
         consumed = consumed if dataset.column_names is not None else [*recipe.consumes]
         stream = dataset.map(_columns_of_stream, batch_size=1, remove_columns=consumed, fn_kwargs=kwargs, **settings)
         if says_end:
-            said.say_if_turns_do_not_end(stream.take(NUM_OF_STREAM), name, recipe.tokenizer, setting=recipe.setting)
-        return Made(without_bad_rows(stream) if drops and not marks else stream, recipe)
-    numbers = dict.fromkeys(NUMBERS if recipe.setting else (), Value("int64"))
+            dataset_warnings.warn_if_turns_do_not_end(
+                stream.take(NUM_OF_STREAM), name, recipe.tokenizer, setting=recipe.setting
+            )
+        return PreparedDataset(without_bad_rows(stream) if drops and not marks else stream, recipe)
+    numbers = dict.fromkeys(BOOKKEEPING_COLUMNS if recipe.setting else (), Value("int64"))
     kwargs["repeated"] = others if recipe.splits else []
     with main_process_first():
         samples = dataset.map(
-            Cached(columns_of_batch, users_code=users_code),
+            HashedMapFunction(columns_of_batch, users_code=users_code),
             batch_size=CONVERSATIONS_AT_ONCE if recipe.splits else ROWS_AT_ONCE,
-            features=Features({column: dataset.features[column] for column in others} | TOKENS | numbers),
+            features=Features({column: dataset.features[column] for column in others} | TOKEN_FEATURES | numbers),
             num_proc=args.dataset_num_proc,
             desc=f"Tokenizing {'each assistant turn of ' if recipe.splits else ''}{name} dataset",
             remove_columns=columns if recipe.splits else consumed,
@@ -124,17 +126,17 @@ def _applied(
         )
     turns = count_turns(dataset, samples, name, args=args, is_split=recipe.splits, drops=drops)
     if says_end:
-        said.say_if_turns_do_not_end(samples, name, recipe.tokenizer, setting=recipe.setting)
+        dataset_warnings.warn_if_turns_do_not_end(samples, name, recipe.tokenizer, setting=recipe.setting)
     if is_training_set and recipe.splits:
-        said.say_if_nothing_is_stripped(samples, name)
+        dataset_warnings.warn_if_nothing_is_stripped(samples, name)
     rows = samples.remove_columns([*numbers])
     rows = rows if drops and marks else without_bad_rows(rows)
     if recipe.splits:
-        return Made(rows, recipe, turns=turns)
-    return Made(rows, recipe, masked=mask_counts(samples) if numbers else None)
+        return PreparedDataset(rows, recipe, turns=turns)
+    return PreparedDataset(rows, recipe, masked=mask_counts(samples) if numbers else None)
 
 
-class _Row(Mapping[str, Any]):
+class _RowView(Mapping[str, Any]):
     """A row of a batch. Its columns are decoded when they are read, so a broken image is an error of its row."""
 
     def __init__(self, batch: Mapping[str, Sequence[Any]], place: int):
@@ -154,16 +156,16 @@ def columns_of_batch(
     batch: Mapping[str, Sequence[Any]], indices: list[int], recipe: Recipe, *, repeated: Sequence[str] = ()
 ) -> dict[str, list[Any]]:
     """The samples of some rows, both as columns; `repeated` are other columns of the rows, which each sample gets."""
-    numbers = NUMBERS if recipe.setting else ()
-    columns: dict[str, list[Any]] = {name: [] for name in (*recipe.bad, BAD_ROW, *numbers, *repeated)}
+    numbers = BOOKKEEPING_COLUMNS if recipe.setting else ()
+    columns: dict[str, list[Any]] = {name: [] for name in (*recipe.bad, BAD_ROW_COLUMN, *numbers, *repeated)}
     for place, i in enumerate(indices):
-        row = _Row(batch, place)
+        row = _RowView(batch, place)
         try:
             samples = recipe.samples(row, i)
         except Exception as error:  # of a template, a tokenizer, a processor, the image library or the file system
-            samples = [Sample({}, reason=reason(row, error, recipe.text_field))]
+            samples = [Sample({}, reason=explain_bad_row(row, error, recipe.text_field))]
         for sample in samples:
-            made = {BAD_ROW: sample.reason, **recipe.bad, **sample.columns}
+            made = {BAD_ROW_COLUMN: sample.reason, **recipe.bad, **sample.columns}
             made |= zip(numbers, (i, sample.turn, *astuple(sample.counts)), strict=False)
             made |= {name: row[name] for name in repeated}
             for name, column in columns.items():
@@ -178,12 +180,12 @@ def _columns_of_stream(
     *,
     recipe: Recipe,
     drops: bool,
-    repeats: said.Repeats,
+    repeats: dataset_warnings.RepeatedMessages,
 ) -> dict[str, list[Any]]:
     repeated = [column for column in batch if column not in recipe.consumes] if recipe.splits else []
     with repeats:
         columns = columns_of_batch(batch, indices, recipe, repeated=repeated)
-    for why in columns[BAD_ROW] if not drops else ():
+    for why in columns[BAD_ROW_COLUMN] if not drops else ():
         if why:
             raise ValueError(
                 f"Row {indices[0]} of the {name} stream cannot be tokenised: {why}. Every row must go through the chat "
@@ -192,22 +194,22 @@ def _columns_of_stream(
             )
     for column in ("input_ids", "labels"):
         columns[column] = [values.tolist() for values in columns[column]]
-    left_out = NUMBERS if drops else (*NUMBERS, BAD_ROW)
+    left_out = BOOKKEEPING_COLUMNS if drops else (*BOOKKEEPING_COLUMNS, BAD_ROW_COLUMN)
     return {column: values for column, values in columns.items() if column not in left_out}
 
 
 def count_turns(
-    dataset: Dataset, samples: Dataset, name: str, *, args: Settings, is_split: bool, drops: bool
-) -> TurnCounts:
+    dataset: Dataset, samples: Dataset, name: str, *, args: TurnSettings, is_split: bool, drops: bool
+) -> PerTurnCounts:
     """Count the samples of the rows of a dataset, and refuse or name the rows of which none can be made.
 
     A sample is a row or, if it is split, a turn, and the columns say of which row.
     """
-    bad = bad_rows(samples)
-    row_of = column_of(samples, ROW) if is_split else np.arange(len(samples))
-    trains = column_of(samples, TURN) >= 0 if is_split else ~bad
-    left = mask_counts(samples) if is_split else MaskCounts()
-    counts = TurnCounts(
+    bad = bad_row_mask(samples)
+    row_of = read_integer_column(samples, ROW_COLUMN) if is_split else np.arange(len(samples))
+    trains = read_integer_column(samples, TURN_COLUMN) >= 0 if is_split else ~bad
+    left = mask_counts(samples) if is_split else AssistantTurnCounts()
+    counts = PerTurnCounts(
         conversations=len(dataset),
         samples=int((~bad & trains).sum()),
         without_turn=int((~bad & ~trains).sum()),
@@ -216,10 +218,12 @@ def count_turns(
     )
     if counts.bad:
         rows, where = np.unique(row_of[bad], return_index=True)
-        first = np.flatnonzero(bad)[where][:NUM_SHOWN]
-        reasons = list(zip(rows[:NUM_SHOWN].tolist(), samples.select(first).with_format(None)[BAD_ROW], strict=True))
+        first = np.flatnonzero(bad)[where][:MAX_ROWS_NAMED]
+        reasons = list(
+            zip(rows[:MAX_ROWS_NAMED].tolist(), samples.select(first).with_format(None)[BAD_ROW_COLUMN], strict=True)
+        )
         if not drops or not counts.samples:
-            refuse(name, reasons, len(rows), total=len(dataset))
+            raise_bad_rows(name, reasons, len(rows), total=len(dataset))
         what, be, where_are = f"{len(rows)} of {len(dataset)} rows", "tokenised", ""
         if is_split:
             what, be = f"{counts.bad} turns in {len(rows)} of {len(dataset)} conversations", "rendered"
@@ -241,9 +245,9 @@ def count_turns(
 
 
 def without_bad_rows(dataset: Any) -> Any:
-    """The rows that have tokens, of a table or a stream, without the column `BAD_ROW`."""
+    """The rows that have tokens, of a table or a stream, without the column `BAD_ROW_COLUMN`."""
     if isinstance(dataset, IterableDataset):
-        return dataset.filter(not_, input_columns=BAD_ROW).remove_columns(BAD_ROW)
-    if (bad := bad_rows(dataset)).any():
+        return dataset.filter(not_, input_columns=BAD_ROW_COLUMN).remove_columns(BAD_ROW_COLUMN)
+    if (bad := bad_row_mask(dataset)).any():
         dataset = dataset.select(np.flatnonzero(~bad))
-    return dataset.remove_columns(BAD_ROW) if BAD_ROW in dataset.column_names else dataset
+    return dataset.remove_columns(BAD_ROW_COLUMN) if BAD_ROW_COLUMN in dataset.column_names else dataset

@@ -11,9 +11,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from trl_packfix import PackedDataCollator
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.loaders import PackCollator
-from trl_packfix.data.parts import PER_TOKEN, PartOf, cut_part
 from trl_packfix.data.prefix_collator import PrefixCollator
-from trl_packfix.layout import LAYOUT
+from trl_packfix.data.rank_share import PER_TOKEN, RankShare, cut_part
+from trl_packfix.layout import LAYOUT_KEY
 
 
 def documents(lengths, prompt):
@@ -39,7 +39,7 @@ def test_parts_end_to_end_are_the_pack_and_labels_are_shifted_over_their_borders
     assert torch.equal(following[:, :-1], whole["labels"][:, 1:]) and following[0, -1] == IGNORE_INDEX
     assert all(part["cu_seq_lens_q"] is whole["cu_seq_lens_q"] for part in parts)
 
-    assert all(part[LAYOUT].num_tokens == num_tokens for part in parts)
+    assert all(part[LAYOUT_KEY].num_tokens == num_tokens for part in parts)
 
 
 def test_the_checksum_is_that_of_the_whole_pack():
@@ -47,7 +47,7 @@ def test_the_checksum_is_that_of_the_whole_pack():
         batch = PackedDataCollator(pad_to_multiple_of=2)(list(documents(lengths, 1)))
         if change:
             batch[change][0, -1] += 1
-        return cut_part(batch, 2, index)[LAYOUT].checksum
+        return cut_part(batch, 2, index)[LAYOUT_KEY].checksum
 
     assert checksum([4, 4]) == checksum([4, 4], index=1)
     others = {checksum([4, 4]), checksum([5, 3]), checksum([4, 4], change="input_ids")}
@@ -59,8 +59,8 @@ def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):
     part = cut_part(PackedDataCollator(pad_to_multiple_of=2)(list(documents([3, 2], 0))), 2, 0)
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *args: pinned.append(self) or self.clone())
-    found = pin_memory(part)[LAYOUT]
-    own = part[LAYOUT]
+    found = pin_memory(part)[LAYOUT_KEY]
+    own = part[LAYOUT_KEY]
     assert {id(own.following), id(own.trained)} <= {id(tensor) for tensor in pinned}
     assert torch.equal(found.trained, own.trained) and found.trained is not own.trained
     assert (found.degree, found.index, found.checksum) == (own.degree, own.index, own.checksum)
@@ -77,7 +77,7 @@ def test_rows_are_padded_for_the_ranks_that_share_them(kind, multiple, degree):
     assert (
         num_rows % degree == 0 and num_rows % (multiple or 1) == 0 and collate(found)["input_ids"].shape[1] < num_rows
     )
-    parts = [collate(PartOf(found, degree, index)) for index in range(degree)]
+    parts = [collate(RankShare(found, degree, index)) for index in range(degree)]
     for name in ("input_ids", "position_ids", "seq_idx"):
         assert torch.equal(torch.cat([part[name] for part in parts], dim=1), whole[name])
     for part in parts:
