@@ -103,7 +103,8 @@ def case(
         for degree in degrees
         if degree >= needed and (found := divided(units, bins, replace(parallel, degrees=(degree,)))) is not None
     }
-    assert chosen is not None and one
+    assert chosen is not None
+    assert one
     smallest, best = one[min(one)], min(one.values(), key=lambda found: found.seconds)
     assert chosen.seconds <= best.seconds * (1 + 1e-12)
     grouping = min(chosen.seconds, *(several_degrees(step, found) for found in (chosen, best, smallest)))

@@ -232,7 +232,8 @@ def one_pack(size: Size, num_tokens: int, lengths: np.ndarray, rounds: int, cons
     table = Table("method", "documents", "CPU s per step", "of these system", "tokens per CPU s", "times TRL")
     medians = {name: median_epoch(epochs[name]) for name in names}
     for name, row in medians.items():
-        assert row["tokens"] == num_tokens and row["steps"] == 1, "not one pack"
+        assert row["tokens"] == num_tokens, "not one pack"
+        assert row["steps"] == 1, "not one pack"
         speed = medians[names[1]]["cpu_seconds"] / row["cpu_seconds"]
         rate = row["tokens"] / row["cpu_seconds"]
         seconds = [f"{row['cpu_seconds']:.2f}", f"{row['system_seconds']:.2f}"]

@@ -86,7 +86,8 @@ def test_the_quickstart_trains(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     variables = {}
     exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-0.6B").replace("100", "8"), variables)
-    assert variables["trainer"].state.global_step == 5 and variables["trainer"].packing_report.isolation.isolated
+    assert variables["trainer"].state.global_step == 5
+    assert variables["trainer"].packing_report.isolation.isolated
 
 
 def test_what_to_do_after_training_works(workplace, monkeypatch, capsys):
@@ -95,7 +96,8 @@ def test_what_to_do_after_training_works(workplace, monkeypatch, capsys):
     variables = {}
     for i, code in enumerate(blocks):
         exec(quick(code) if i == 0 else code, variables)
-    assert len(blocks) == 4 and "'eval_loss/a'" in capsys.readouterr().out
+    assert len(blocks) == 4
+    assert "'eval_loss/a'" in capsys.readouterr().out
     merged = AutoModelForCausalLM.from_pretrained("merged")
     ids = torch.arange(5, 10)[None]
     with torch.no_grad():
@@ -112,7 +114,8 @@ def test_the_readme_of_a_wing_names_its_modules_and_no_others(wing):
     named, there = set(re.findall(r"`(?:cli/)?(\w+\.py)`", text)), {path.name for path in wing.glob("*.py")}
     others = {"layout.py"} | ({"__init__.py"} if wing.name == "cli" else set())
     assert there - {"__init__.py"} <= named <= there | others
-    assert "**Extend.**" in text and len(WINGS) == 8
+    assert "**Extend.**" in text
+    assert len(WINGS) == 8
 
 
 # The API reference
@@ -190,12 +193,15 @@ def test_commands_exist(line, capsys):
     elif program == "pip":
         extra = re.fullmatch(r"\.(?:\[(\w+)\])?", words[1])[1]
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        assert len(words) == 2 and words[0] == "install" and extra in {None, *extras}
+        assert len(words) == 2
+        assert words[0] == "install"
+        assert extra in {None, *extras}
     elif program == "trl-packfix":
         with pytest.raises(SystemExit) as done:
             cli.main([words[0], "--help"])
         text = capsys.readouterr().out
-        assert done.value.code == 0 and all(flag in text for flag in flags)
+        assert done.value.code == 0
+        assert all(flag in text for flag in flags)
     elif "trl_packfix" in words or files == ["examples/train.py", *files[1:]]:
         assert flags - OF_LAUNCHERS <= {f"--{name}" for name in OF_TRAINING}
         assert "trl_packfix" not in words or words[words.index("trl_packfix") + 1] in cli.COMMANDS

@@ -53,25 +53,30 @@ def test_tiny_demo(tmp_path):
     output = done.stdout
     before, after = re.search(r"before (\d+\.\d+), .* after (\d+\.\d+)", output).groups()
     assert float(after) < float(before) - 0.05
-    assert "Packing report" in output and "documents         16 of 16 rows" in output
+    assert "Packing report" in output
+    assert "documents         16 of 16 rows" in output
     assert (tmp_path / "demo_output" / "adapter_model.safetensors").is_file()
     # an order, the answer before and after, and the right one
     titles = ("The question again", "Before training", "After training", "In the data")
     question, *answers = (re.search(rf"--- {title}.*\n(.+)\n", output)[1] for title in titles)
-    assert answers[0] != answers[1] and json.loads(answers[2])["customer"] in question
+    assert answers[0] != answers[1]
+    assert json.loads(answers[2])["customer"] in question
     assert 0.2 < float(re.search(r"at most (\d+\.\d) GiB of memory", output)[1]) < 3
     assert "## Packing" in (tmp_path / "demo_output" / "README.md").read_text()
     # the bar begins with the first step, behind the proof
     steps = re.search(r"steps +(\d+) of about", output)[1]
     bars = [bar.start() for bar in re.finditer(rf"0/{steps} \[00:00<\?, \?it/s\]", done.stderr)]
-    assert len(bars) == 1 and done.stderr.index("Proving isolation") < bars[0]
+    assert len(bars) == 1
+    assert done.stderr.index("Proving isolation") < bars[0]
 
 
 @needs_the_model
 def test_tiny_dpo(tmp_path):
     output = run(str(EXAMPLES / "train_dpo.py"), "--tiny", cwd=tmp_path).stdout
     margins = [float(margin) for margin in re.findall(r"margin +(-?\d+\.\d+)", output)]
-    assert len(margins) == 4 and margins[0] == 0 and margins[-1] > 0.1
+    assert len(margins) == 4
+    assert margins[0] == 0
+    assert margins[-1] > 0.1
     found = re.findall(r"(?:padded|real|computed) ([\d,]+)", output)[-3:]
     padded, real, computed = (int(number.replace(",", "")) for number in found)
     assert computed < real < padded
@@ -128,7 +133,8 @@ def test_minimal_is_the_import_swap(workplace, monkeypatch):
     assert "from trl_packfix import SFTConfig, SFTTrainer" in source
     quick = "packing=True, use_cpu=True, bf16=False, max_steps=1, max_length=64"
     variables = execute("minimal.py", workplace, monkeypatch, **{"packing=True": quick})
-    assert variables["trainer"].state.global_step == 1 and variables["trainer"].packing_report.isolation.isolated
+    assert variables["trainer"].state.global_step == 1
+    assert variables["trainer"].packing_report.isolation.isolated
 
 
 def test_the_notebook_for_colab_trains(workplace, monkeypatch):
@@ -136,7 +142,8 @@ def test_the_notebook_for_colab_trains(workplace, monkeypatch):
     cells = json.loads((EXAMPLES / "colab.ipynb").read_text())["cells"]
     assert "Not run on a GPU yet" in "".join(cells[0]["source"])
     code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert len(code) > 5 and not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    assert len(code) > 5
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
     install, *texts = ["".join(cell["source"]) for cell in code]
     assert install.startswith("%pip install")
     quick = {"max_steps=50": "max_steps=1, use_cpu=True", "max_length=1024": "max_length=64", "tokens=100": "tokens=2"}
@@ -154,7 +161,8 @@ def test_with_transformers_trains_every_document_each_epoch(workplace, monkeypat
     quick = {"bf16=True, learning_rate=2e-5, num_train_epochs=1": arguments, "MAX_LENGTH = 1024": "MAX_LENGTH = 128"}
     variables = execute("with_transformers.py", workplace, monkeypatch, **quick, **{'"bfloat16"': '"float32"'})
     num_steps = variables["trainer"].state.global_step
-    assert len(seen) == num_steps and num_steps < 2 * NUM_ROWS  # packs, not documents
+    assert len(seen) == num_steps  # packs, not documents
+    assert num_steps < 2 * NUM_ROWS
     first, second = seen[: num_steps // 2], seen[num_steps // 2 :]
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(NUM_ROWS))
     assert first != second  # every epoch has a plan of its own
@@ -191,7 +199,8 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
     assert sorted(checkpoints) == [3, 6, 8]
     for step, file in checkpoints.items():  # within an epoch, and behind the first; from the last nothing is trained
         weights, printed = train(accumulation=4, resume=file)
-        assert torch.equal(flat(weights), flat(found["one"][0])) and printed.count("gradient") == 8 - step
+        assert torch.equal(flat(weights), flat(found["one"][0]))
+        assert printed.count("gradient") == 8 - step
     assert fork_ranks(2, one_rank), capsys.readouterr().err
     found["two"] = torch.load(tmp_path / "two.pt")
     settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_train_epochs": 2}
@@ -199,10 +208,12 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
     run.train()
     logs = [log for log in run.state.log_history if "grad_norm" in log]
     evaluated = [log["eval_loss"] for log in run.state.log_history if "eval_loss" in log]
-    assert len(logs) == 8 and len(evaluated) == 2
+    assert len(logs) == 8
+    assert len(evaluated) == 2
     before, expected = (flat(model.state_dict()) for model in (start, run.model))
     for name, (weights, printed) in found.items():
-        assert "24 documents in 16 micro-batches" in printed and "proved on this model" in printed
+        assert "24 documents in 16 micro-batches" in printed
+        assert "proved on this model" in printed
         steps = re.findall(r"loss (\S+), gradient (\S+)", printed)
         wanted = [(log["loss"], log["grad_norm"]) for log in logs]
         assert [tuple(map(float, step)) for step in steps] == [pytest.approx(log, rel=2e-4) for log in wanted], name
@@ -234,7 +245,8 @@ def test_job_is_accepted(file):
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig))
     _, training_args, model_args = parser.parse_args_and_config(["--config", str(file), *cpu])
     job = yaml.safe_load(file.read_text())
-    assert training_args.packing and training_args.max_length == job["max_length"]
+    assert training_args.packing
+    assert training_args.max_length == job["max_length"]
     assert model_args.use_peft == job.get("use_peft", False)
     assert training_args.use_cpu or not training_args.logging_nan_inf_filter  # it waits for the GPU
     if "deepspeed" in job:

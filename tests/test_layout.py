@@ -42,11 +42,14 @@ def parts_of(documents, kind, degree):
 
 def test_a_batch_without_an_entry_has_a_view_of_its_boundaries():
     batch = PackedDataCollator()(turns([3, 4]))
-    assert LAYOUT_KEY not in batch and type(layout_of(batch)) is PackedLayout
+    assert LAYOUT_KEY not in batch
+    assert type(layout_of(batch)) is PackedLayout
     rows = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(2, 5)}
-    assert type(layout_of(rows)) is UnpackedLayout and layout_of(rows).count == 2
+    assert type(layout_of(rows)) is UnpackedLayout
+    assert layout_of(rows).count == 2
     assert type(layout_of(COLLATORS["runs"]()(turns([3, 4])))) is SharedRowsLayout
-    assert not layout_of(rows).is_packed and layout_of(batch).is_packed
+    assert not layout_of(rows).is_packed
+    assert layout_of(batch).is_packed
 
 
 def test_a_row_is_a_document():
@@ -192,7 +195,8 @@ def test_a_loader_of_accelerate_moves_it(batch):
     values = values_of(send_to_device(batch, "meta")[LAYOUT_KEY])
     moved = {name: value.device.type for name, value in values.items() if isinstance(value, Tensor)}
     assert moved.pop("run_lengths", "cpu") == "cpu"
-    assert set(moved.values()) == {"meta"} and len(moved) >= 4
+    assert set(moved.values()) == {"meta"}
+    assert len(moved) >= 4
     assert find_batch_size(batch) == 1
 
 

@@ -31,9 +31,11 @@ def test_the_tour_learns_and_shows(tmp_path):
     runpy.run_path(str(ROOT / "tools" / "notebook.py"))["run"](ran, str(tmp_path))
     values = json.loads(ran.cells.pop().outputs[0].text)
     assert values["after"] < values["before"] - 0.5
-    assert values["leaks"] and not values["isolated"]
+    assert values["leaks"]
+    assert not values["isolated"]
     losses = values["losses"]
-    assert len(losses) == 4 and max(losses) - min(losses) < 1e-5
+    assert len(losses) == 4
+    assert max(losses) - min(losses) < 1e-5
     assert losses[0] == pytest.approx(values["after"], abs=1e-5)
     stored = json.loads(NOTEBOOK.read_text())
     assert outputs(ran) == outputs(stored), "stored with other outputs than it has: run `python tools/notebook.py`"

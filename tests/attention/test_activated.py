@@ -103,9 +103,12 @@ def test_our_calls_fit_its_functions(name, fa3):
     with Dispatched() as mode:
         found = outputs_and_gradients(function, random_inputs(num_tokens, head_dim=64, dtype=torch.bfloat16))
     on_fa2 = len(fa2.forwards), len(fa2.backwards)
-    assert (fa3.calls["forward"], fa3.calls["backward"]) == on_fa2 and min(on_fa2) > 0 and not mode.forwards
+    assert (fa3.calls["forward"], fa3.calls["backward"]) == on_fa2
+    assert min(on_fa2) > 0
+    assert not mode.forwards
     for mine, theirs in zip(found, wanted, strict=True):
-        assert mine.abs().sum() > 0 and torch.equal(mine, theirs)
+        assert mine.abs().sum() > 0
+        assert torch.equal(mine, theirs)
 
 
 def test_the_report_names_it(fa3):
@@ -129,10 +132,13 @@ def test_the_probe_judges_it(fault, fa3):
         assert (report.isolated and report.equal) is not bool(fault)
         if not fault:
             assert packed.prove_prefixes(model) is None
-    assert activated_in_torch() == "FA3" and not mode.forwards
-    assert fa3.calls["forward"] > 10 and fa3.calls["backward"] > 1
+    assert activated_in_torch() == "FA3"
+    assert not mode.forwards
+    assert fa3.calls["forward"] > 10
+    assert fa3.calls["backward"] > 1
     packed.restore_own_attention()
-    assert activated_in_torch() == "FA3" and model.config._attn_implementation == "sdpa"
+    assert activated_in_torch() == "FA3"
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_refusal_is_raised(fa3):

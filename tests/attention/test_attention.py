@@ -107,8 +107,10 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model, float64_thro
     batch.pop("labels")
     logits = model(**batch).logits
     num_layers = model.config.num_hidden_layers
-    assert len(calls) == num_layers and sum(calls[0]) == sum(LENGTHS)
-    assert len(masks) == num_layers and all(mask is None for mask in masks)
+    assert len(calls) == num_layers
+    assert sum(calls[0]) == sum(LENGTHS)
+    assert len(masks) == num_layers
+    assert all(mask is None for mask in masks)
     assert (logits - expected).abs().max() < 1e-10
 
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -135,7 +137,8 @@ def test_generate_and_padding_are_as_before(model_type, tiny_model):
         ours, theirs = (m.generate(input_ids, attention_mask=padding, **options, **cache) for m in (model, stock))
         assert torch.equal(ours.sequences, theirs.sequences)
         difference = (torch.stack(ours.logits) - torch.stack(theirs.logits)).abs().max()
-        assert difference < 1e-5 and (model_type in ("gemma2", "gpt_oss") or difference == 0)
+        assert difference < 1e-5
+        assert model_type in ("gemma2", "gpt_oss") or difference == 0
     for kwargs in ({}, {"attention_mask": padding}, {"attention_mask": padding.flip(1)}):
         seen = kwargs.get("attention_mask", torch.ones_like(input_ids)).bool()
         with torch.no_grad():
@@ -163,7 +166,8 @@ def test_guard_is_removable_and_survives_errors(tiny_model):
     seen = []
     handle = model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(len(packed_forwards)))
     model(**batch)
-    assert seen == [1] and not packed_forwards
+    assert seen == [1]
+    assert not packed_forwards
     broken = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**batch)
@@ -253,7 +257,8 @@ def test_multimodal_text_part_only(calls):
     vision = pytest.importorskip("support.vision")  # needs Pillow
     model = vision.build_model("gemma3")
     choice = select_attention(model)
-    assert choice.previous == "sdpa" and model.config.text_config._attn_implementation == ATTENTION_NAME
+    assert choice.previous == "sdpa"
+    assert model.config.text_config._attn_implementation == ATTENTION_NAME
     assert model.config._attn_implementation == ATTENTION_NAME  # some models make the text part's masks from this one
     assert model.config.vision_config._attn_implementation == "sdpa"
     mark_packed_forwards(model)

@@ -41,21 +41,25 @@ def collator(**settings):
 def test_documents_come_by_length_with_their_values(small_classes):
     batch = collator()(documents())
     lengths = batch["cu_seq_lens_q"].diff().tolist()
-    assert lengths == sorted(LENGTHS, reverse=True) and batch[WEIGHTS].tolist() == lengths
+    assert lengths == sorted(LENGTHS, reverse=True)
+    assert batch[WEIGHTS].tolist() == lengths
     assert layout_of(batch).attention()["launches"] == (
         (0, 1, 0, 70, 70), (1, 3, 70, 123, 33), (3, 9, 123, 149, 8)
     )  # fmt: skip
     part = collator()(RankShare(documents(), 2, 1))
-    assert part[LAYOUT_KEY].attention()["launches"][0] == (0, 1, 0, 70, 70) and part[LAYOUT_KEY].index == 1
+    assert part[LAYOUT_KEY].attention()["launches"][0] == (0, 1, 0, 70, 70)
+    assert part[LAYOUT_KEY].index == 1
     moved = layout_of(batch).to("meta")
-    assert moved.launches == layout_of(batch).launches and moved.seq_idx.device.type == "meta"
+    assert moved.launches == layout_of(batch).launches
+    assert moved.seq_idx.device.type == "meta"
 
 
 def test_launches_hold_every_token_once_and_no_empty_document(small_classes):
     batch = collator(pad_to_multiple_of=200, pad_documents_to_multiple_of=16, max_length=70)(documents())
     found = layout_of(batch).attention()["launches"]
     assert [start for _, _, start, _, _ in found] == [0, *(stop for _, _, _, stop, _ in found[:-1])]
-    assert found[-1][3] == batch["input_ids"].shape[1] == 200 and found[-1][1] < 16
+    assert found[-1][3] == batch["input_ids"].shape[1] == 200
+    assert found[-1][1] < 16
     lengths = batch["cu_seq_lens_q"].diff()
     assert all(lengths[first:last].max() == longest for first, last, *_, longest in found)
 
@@ -88,7 +92,9 @@ def test_outputs_and_gradients_are_those_of_one_launch_to_the_bit(small_classes,
     del batch[LAYOUT_KEY]
     strict, wanted, wanted_grads = trained(batch, monkeypatch)
     assert len(strict.forwards) == layers
-    assert torch.equal(logits, wanted) and all(map(torch.equal, grads, wanted_grads)) and len(grads) > 10
+    assert torch.equal(logits, wanted)
+    assert all(map(torch.equal, grads, wanted_grads))
+    assert len(grads) > 10
 
 
 @pytest.mark.parametrize(

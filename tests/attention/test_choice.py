@@ -43,7 +43,8 @@ def on(model, name):
 def test_other_devices_run_document_by_document(device_type, reason, tiny_model, recwarn):
     model = tiny_model("llama")
     choice = select_attention(model, device_type=device_type)
-    assert choice == AttentionChoice(ATTENTION_NAME, False, "sdpa", choice.reason) and reason in choice.reason
+    assert choice == AttentionChoice(ATTENTION_NAME, False, "sdpa", choice.reason)
+    assert reason in choice.reason
     assert select_attention(model, device_type=device_type).previous == ATTENTION_NAME  # twice is once
     assert not [w for w in recwarn if "enforce" in str(w.message)]
 
@@ -65,7 +66,8 @@ def test_the_users_attention_that_is_replaced_is_named(device_type, name, tiny_m
 def test_enforce_false_keeps_the_users_and_names_the_price(name, tiny_model, recwarn):
     model = on(tiny_model("llama"), name)
     choice = select_attention(model, False, device_type="cuda")
-    assert choice == AttentionChoice(name, False, name, choice.reason) and model.config._attn_implementation == name
+    assert choice == AttentionChoice(name, False, name, choice.reason)
+    assert model.config._attn_implementation == name
     said = "".join(str(w.message) for w in recwarn)
     message = rf"keeps attn_implementation='{name}'.*T x T.*5\.9 times slower.*Set enforce"
     assert bool(re.search(message, said)) is (name != "flex_attention")  # its block mask is not a T x T tensor
@@ -77,11 +79,13 @@ def test_ranks_that_share_packs_get_the_attention_that_exchanges_tokens(users, m
     needs = BF16 | {"needs_varlen": "does not exchange tokens between the ranks that share a pack"}
     machine(flash_attn=True)
     choice = choose_attention(on(tiny_model("llama"), users), **needs)
-    assert choice.name == ATTENTION_NAME and choice.is_flash
+    assert choice.name == ATTENTION_NAME
+    assert choice.is_flash
     assert (f"{users} does not exchange tokens" in choice.reason) is ("flash" in users)
     with pytest.warns(UserWarning, match="softcapping=50.0"):
         choice = choose_attention(on(tiny_model("gemma2"), users), **needs)
-    assert choice.name == ATTENTION_NAME and not choice.is_flash
+    assert choice.name == ATTENTION_NAME
+    assert not choice.is_flash
 
 
 DROPOUT = {"gpt2": "attn_pdrop", "llama": "attention_dropout", "bert": "attention_probs_dropout_prob"}
@@ -140,7 +144,8 @@ def test_what_no_flash_kernel_computes_runs_document_by_document(
     message = f"trains packs without flash attention: .*{message}"
     with pytest.warns(UserWarning, match=message) as raised:
         found = choose_attention(tiny_model(model_type, **settings), **BF16)
-    assert (found.name, found.is_flash) == (ATTENTION_NAME, False) and "not flash" in found.reason
+    assert (found.name, found.is_flash) == (ATTENTION_NAME, False)
+    assert "not flash" in found.reason
     assert ("pip install" in str(raised[0].message)) is ("install" in message)  # only where it helps
 
 
@@ -194,7 +199,8 @@ def test_attention_code_of_its_own_is_left_alone(model_type, device_type, tiny_m
     model = tiny_model(model_type)
     before = model.config._attn_implementation
     choice = select_attention(model, device_type=device_type)
-    assert choice == AttentionChoice(before, False, before, choice.reason) and "its own attention code" in choice.reason
+    assert choice == AttentionChoice(before, False, before, choice.reason)
+    assert "its own attention code" in choice.reason
     assert model.config._attn_implementation == before
 
 
@@ -228,4 +234,5 @@ def test_a_model_that_refuses_flash_attention_2_runs_on_the_kernels_in_torch(tin
     machine(flash_attn=True)
     monkeypatch.setattr(choosing, "set_attention", set_attention)
     found = choose_attention(tiny_model("hrm_text", head_dim=8), **BF16)
-    assert found.name == ATTENTION_NAME and "FlashAttention cannot represent the PrefixLM" in found.reason
+    assert found.name == ATTENTION_NAME
+    assert "FlashAttention cannot represent the PrefixLM" in found.reason

@@ -52,7 +52,8 @@ class Calls(TorchDispatchMode):
         if func in (ATEN._flash_attention_forward.default, ATEN._flash_attention_backward.default):
             self.kernels["forward" if func is ATEN._flash_attention_forward.default else "backward"] += 1
             tensors = args[: 3 if func is ATEN._flash_attention_forward.default else 5]
-            assert {x.dtype for x in tensors} == {torch.bfloat16} and all(x.stride(-1) == 1 for x in tensors)
+            assert {x.dtype for x in tensors} == {torch.bfloat16}
+            assert all(x.stride(-1) == 1 for x in tensors)
             self.heads |= {x.shape[-1] for x in tensors}
         return out
 
@@ -117,7 +118,8 @@ def test_no_read_on_the_host(model_type, case, as_on_cuda, monkeypatch):
         batch = pack_by_length(monkeypatch)
     with Calls() as calls:
         model(**batch).logits.sum().backward()
-    assert set(calls.reads) <= NOT_OURS and len(calls.reads) <= 2, calls.reads
+    assert set(calls.reads) <= NOT_OURS, calls.reads
+    assert len(calls.reads) <= 2, calls.reads
     forwards, backwards = (count / model.config.num_hidden_layers for count in calls.kernels.values())
     if expected := (READS | {"by length": (3, 3)})[case]:
         assert (forwards, backwards) == expected
@@ -172,4 +174,5 @@ def test_one_graph_without_breaks(model_type, shares, as_on_cuda):
         compiled(**each).logits.sum().backward()
         counts.append(counter.frame_count)
     # one for the first pack, one when torch sees that lengths change, with shared prefixes one of the guard's hook
-    assert counts[0] == 1 and counts[1] == counts[-1] <= 3, counts
+    assert counts[0] == 1, counts
+    assert counts[1] == counts[-1] <= 3, counts

@@ -29,7 +29,9 @@ def judged(tmp_path_factory):
 def test_a_pack_equals_its_documents_on_the_flash_path(model_type, judged):
     row = judged[model_type]
     assert row["attention"] == OTHERS.get(model_type, "flash_attention_2"), row
-    assert row["proved"] and row["right"] and not row["unpacked"], row
+    assert row["proved"], row
+    assert row["right"], row
+    assert not row["unpacked"], row
     assert bool(row["repairs"]) == (model_type in REPAIRED), row
     if model_type not in OTHERS:
         assert row["calls"]["varlen"] > 10, row  # five packs of the judge, two layers, and the probe
@@ -54,8 +56,11 @@ def test_a_pack_with_images_on_the_flash_path(family, judged_images):
     """Chosen for the whole model, as users do: the tower runs on it, too, with boundaries of its own."""
     row = judged_images[family]
     assert row["attention"] == row["tower"] == "flash_attention_2", row
-    assert row["proved"] and not row["unpacked"] and row["repairs"] == [], row
-    assert row["calls"]["varlen"] > 10 and row["silent"] == [], row
+    assert row["proved"], row
+    assert not row["unpacked"], row
+    assert row["repairs"] == [], row
+    assert row["calls"]["varlen"] > 10, row
+    assert row["silent"] == [], row
 
 
 @pytest.mark.slow
@@ -66,7 +71,8 @@ def test_trainings_on_the_flash_path(tmp_path):
     assert len(trained) == 12
     without = {(row["type"], row["lora"]): row for row in trained if row["checkpointing"] == "none"}
     for row in trained:
-        assert row["trained_with"] == "flash_attention_2" and row["silent"] == [], row
+        assert row["trained_with"] == "flash_attention_2", row
+        assert row["silent"] == [], row
         assert row["repaired"] == 0, row  # a leak of the path would be found by the probe, and repaired
         assert re.match(r"loss .* packed, .*; gradients", row["first_step"]), row
         assert row["as_without_checkpointing"], row

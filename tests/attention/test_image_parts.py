@@ -58,11 +58,14 @@ def test_each_image_is_computed_once_and_all_ranks_get_it(family, degree, monkey
             found = division.exchanged(tower(*own_args, **own_kwargs), None)
             computed.append(division.rows[index])
     total = len(next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)))
-    assert sum(computed[:degree]) == total and max(computed) < total
+    assert sum(computed[:degree]) == total
+    assert max(computed) < total
     assert 0 in computed or degree == 2 or total >= degree, "every rank has an image"
-    assert type(found) is type(whole) and len(leaves(found)) == len(leaves(whole)) > 0
+    assert type(found) is type(whole)
+    assert len(leaves(found)) == len(leaves(whole)) > 0
     for ours, theirs in zip(leaves(found), leaves(whole), strict=True):
-        assert ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-5)
+        assert ours.shape == theirs.shape
+        assert torch.allclose(ours, theirs, atol=1e-5)
 
 
 def test_a_tower_that_joins_its_images_computes_them_on_every_rank():
@@ -113,7 +116,8 @@ def test_every_row_has_its_inputs(pattern, degree):
             of_images.tolist(),
             (of_images + 0.5).tolist(),
         ]
-        assert part["attention_mask"] is None and part["use_cache"] is False
+        assert part["attention_mask"] is None
+        assert part["use_cache"] is False
     assert sum(len(part["deepstack_visual_embeds"][0]) for part in parts) == 4 * sum(pattern)
 
 

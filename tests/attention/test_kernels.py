@@ -38,9 +38,13 @@ def judged(tmp_path_factory):
 def test_documents_are_what_they_are_alone_on_the_kernels(model_type, judged):
     """In fp64 to rounding: nothing is repaired, and no document reaches another, also if they share prefixes."""
     row = judged[model_type]
-    assert row["proved"] and row["right"] and not row["unpacked"] and row["repairs"] == [], row
+    assert row["proved"], row
+    assert row["right"], row
+    assert not row["unpacked"], row
+    assert row["repairs"] == [], row
     assert row["exact"] < 1e-13, row
-    assert set(row["calls"]) == CALLS[model_type] and row["silent"] == [], row
+    assert set(row["calls"]) == CALLS[model_type], row
+    assert row["silent"] == [], row
     if model_type == "jamba":
         assert "a scan that cannot begin with the state of a prefix" in row["shared_refusal"], row
         return
@@ -53,8 +57,11 @@ def test_documents_are_what_they_are_alone_on_the_kernels(model_type, judged):
 def test_what_the_kernel_of_mamba2_rounds_is_no_leak(tmp_path):
     """It sums decays over documents, so gradients of others cancel up to rounding only."""
     (row,) = rows_of("on_kernels.py", tmp_path, "rounding", "bamba")
-    assert row["isolated"] and row["equal"] and row["gradient"] == 0.0, row
-    assert not row["strictly"] and row["strict_gradient"] > 0, row
+    assert row["isolated"], row
+    assert row["equal"], row
+    assert row["gradient"] == 0.0, row
+    assert not row["strictly"], row
+    assert row["strict_gradient"] > 0, row
 
 
 @pytest.mark.slow
@@ -65,13 +72,16 @@ def test_trainings_on_the_kernels(tmp_path):
     rows = rows_of("on_kernels.py", tmp_path, "train", str(tmp_path / "output"), "bamba", "kimi_linear")
     assert [row["type"] for row in rows] == ["bamba"] * 4 + ["kimi_linear"] * 4
     for row in rows:
-        assert row["repaired"] == [] and row["silent"] == [] and row["still"] == [], row
+        assert row["repaired"] == [], row
+        assert row["silent"] == [], row
+        assert row["still"] == [], row
         fuses = any("split" in call for call in row["calls"])
         assert fuses is (row["type"] == "bamba" and not row["lora"]), row
         if row["type"] == "bamba" and row["lora"]:  # without packing the fused kernel leaves adapters out
             assert "No adapter of `base_model.model.model.layers.*.mamba.out_proj` got a gradient" in row["refusal"]
         else:
-            assert row["refusal"] is None and row["error"] < 1e-3, row
+            assert row["refusal"] is None, row
+            assert row["error"] < 1e-3, row
     for full, recomputed, lora, recomputed_lora in (rows[:4], rows[4:]):
         assert full["error"] == recomputed["error"] < 1e-5
         assert lora["moved"] == recomputed_lora["moved"]
@@ -86,7 +96,9 @@ def test_kernels_with_boundaries_need_no_read_of_the_host(tmp_path):
     for name, row in rows.items():
         ours = {place: number for place, number in row["reads"].items() if not place.startswith("transformers/")}
         assert ours == ({"attention/packed_forward.py:bounds": 1.0} if name == "jamba" else {}), row
-        assert CONVOLUTION in row["calls"] and row["repaired"] == [] and row["silent"] == [], row
+        assert CONVOLUTION in row["calls"], row
+        assert row["repaired"] == [], row
+        assert row["silent"] == [], row
 
 
 @pytest.mark.slow
@@ -98,7 +110,8 @@ def test_the_comparison_on_triton_kernels_finds_leaks(tmp_path):
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=1200)
     rows = list(csv.DictReader((tmp_path / "found.csv").open()))
     assert done.returncode == 1, done.stderr[-3000:]
-    assert len(rows) == 10 and {row["triton"] for row in rows} == {"stand-in"}
+    assert len(rows) == 10
+    assert {row["triton"] for row in rows} == {"stand-in"}
     for row in rows:
         assert (row["right"] == "yes") is (row["leaks"] == ""), row
         assert (float(row["error"]) > 0.05) is (row["leaks"] == "by design"), row

@@ -67,7 +67,8 @@ def test_transformers_has_no_other_function_with_a_kernel():
     folder = Path(transformers.__file__).parent / "models"
     found = {pair for path in folder.glob("*/modeling_*.py") for pair in pattern.findall(path.read_text())}
     others = {(kernel, function) for kernel, function in found if kernel not in GENERATION}
-    assert len(others) >= 6 and {function for _, function in others} <= set(MIXER_REPLACEMENTS), others
+    assert len(others) >= 6, others
+    assert {function for _, function in others} <= set(MIXER_REPLACEMENTS), others
 
 
 def test_names_are_replaced_while_a_pack_runs_only():
@@ -79,19 +80,23 @@ def test_names_are_replaced_while_a_pack_runs_only():
     model.model.layers[0].linear_attn.register_forward_hook(lambda *given: during.append(functions(model)))
     model.eval()(input_ids=torch.arange(20, 29)[None], use_cache=False)
     model.train()(**pack(5, 4))
-    assert functions(model) == before and during[0] == before
-    assert all(during[1][place] is not function for place, function in before.items()) and len(before) == 2
+    assert functions(model) == before
+    assert during[0] == before
+    assert all(during[1][place] is not function for place, function in before.items())
+    assert len(before) == 2
     broken = model.model.layers[1].register_forward_hook(lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**pack(5, 4))
-    assert functions(model) == before and not packed_forwards
+    assert functions(model) == before
+    assert not packed_forwards
     broken.remove()
     other = zoo.build_model("qwen3_next", seed=1)  # two models of a type, one within the other
     other.set_attn_implementation("packfix_varlen")
     mark_packed_forwards(other)
     model.model.layers[0].register_forward_hook(lambda *given: other(**pack(3, 3)) and None)
     model(**pack(5, 4))
-    assert functions(model) == before and functions(model) == functions(other)
+    assert functions(model) == before
+    assert functions(model) == functions(other)
     guard.remove()
 
 
@@ -101,7 +106,8 @@ def test_what_is_not_found_is_repaired(monkeypatch):
     monkeypatch.delitem(MIXER_REPLACEMENTS, "mamba2_chunk_scan")
     model = zoo.build_model("bamba")
     packed = packed_model(model)
-    assert packed.prove(model).isolated and [repair.module for repair in packed.repaired] == ["BambaMixer"]
+    assert packed.prove(model).isolated
+    assert [repair.module for repair in packed.repaired] == ["BambaMixer"]
 
 
 @pytest.mark.sweep
@@ -111,7 +117,8 @@ def test_compiled_mixers_start_anew_in_each_document(tmp_path):
     for run in runs:
         torch.compiler.reset()
         run.train()
-        assert run.packed_model.is_proved and not run.packed_model.repaired
+        assert run.packed_model.is_proved
+        assert not run.packed_model.repaired
     assert torch.equal(*map(weights, runs))
 
 
@@ -134,7 +141,8 @@ def test_the_convolution_of_a_pack_is_that_of_its_documents(width, lengths):
     assert torch.allclose(out, expected, atol=1e-14)
     given = torch.randn_like(out)
     first, second = (torch.autograd.grad(x, states, given, retain_graph=True)[0] for x in (out, expected))
-    assert torch.allclose(first, second, atol=1e-14) and first.any()
+    assert torch.allclose(first, second, atol=1e-14)
+    assert first.any()
 
 
 def test_ranks_share_no_pack_whose_documents_share_prefixes():
@@ -152,7 +160,8 @@ def test_boundaries_of_kernels_need_no_host():
         assert mixers._boundary_tensor(pack, "seq_idx", 17).shape == (1, 17)
         assert mixers._boundary_tensor(pack, "cu_seqlens", 17) is pack.cu_seq_lens_q
         source, own = mixers._rows_with_context(pack, 4, 17)
-        assert own.shape == (17,) and source.shape == (17 + 4 * 3,)
+        assert own.shape == (17,)
+        assert source.shape == (17 + 4 * 3,)
 
 
 @pytest.mark.parametrize("fault", ["parents", "states", "halo"])
@@ -227,8 +236,10 @@ def test_deep_branches_need_few_calls(num_turns):
         found = torch.autograd.grad((out * weights).sum(), leaf)[0]
     levels = mixer_prefixes.levels_of(pack)[0]
     assert len(levels) == num_turns or num_turns > mixer_prefixes.MAX_LEVELS
-    assert 1 < len(levels) <= mixer_prefixes.MAX_LEVELS and len(calls) <= 2 * len(levels)
-    assert (out - alone).abs().max() < 1e-13 and (found - expected).abs().max() < 1e-12 < expected.abs().max()
+    assert 1 < len(levels) <= mixer_prefixes.MAX_LEVELS
+    assert len(calls) <= 2 * len(levels)
+    assert (out - alone).abs().max() < 1e-13
+    assert (found - expected).abs().max() < 1e-12 < expected.abs().max()
     scanned = sum(rows.numel() for level in levels for rows in level.batches)
     assert scanned < sum(map(len, documents)), "packed whole, the scan has more rows"
     for level in levels:

@@ -56,7 +56,8 @@ def test_outputs_and_gradients_are_those_of_sdpa(family, device, monkeypatch):
         found = outcome(ours, args, kwargs)
     for mine, theirs in zip(found, wanted, strict=True):
         assert distance(mine, theirs) < 1e-11
-    assert len(found[0]) > 0 and any(grad.abs().max() > 1e-3 for grad in wanted[1])
+    assert len(found[0]) > 0
+    assert any(grad.abs().max() > 1e-3 for grad in wanted[1])
     layers = getattr(ours.config, "depth", None) or ours.config.num_hidden_layers
     calls = layers if device == "kernel" else 0
     assert len(strict.forwards) == len(strict.backwards) == calls
@@ -107,7 +108,10 @@ def test_a_tower_that_our_attention_fails_on_goes_back_to_sdpa(fault, monkeypatc
     monkeypatch.setattr(tower_attention, "attend_by_document", faulty)
     packed = prepared("qwen2_5_vl")
     report = packed.prove(packed.model)
-    assert report.isolated and report.equal and not packed.is_unpacked and not packed.repaired
+    assert report.isolated
+    assert report.equal
+    assert not packed.is_unpacked
+    assert not packed.repaired
     assert packed.model.config.vision_config._attn_implementation == REPLACED_ATTENTION
     assert "vision tower on sdpa, image by image: " in packed.attention.reason
     assert "attn_implementation='flash_attention_2'" in packed.attention.reason
@@ -140,7 +144,9 @@ def test_the_tower_is_ours_while_the_model_takes_packs_only():
     packed = prepared("qwen3_vl")
     config = packed.model.config.vision_config
     report = packed.prove(packed.model)
-    assert report.isolated and report.equal and packed.has_packed_attention
+    assert report.isolated
+    assert report.equal
+    assert packed.has_packed_attention
     assert config._attn_implementation == TOWER_ATTENTION
     assert f"vision tower on {TOWER_ATTENTION}, all images of a pack together" in packed.attention.reason
     packed.restore_own_attention()

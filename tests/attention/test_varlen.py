@@ -136,7 +136,9 @@ def test_dropout(attend, options):
     torch.manual_seed(0)
     out = attend(query, key, value, [30, 10], dropout=0.5, **options)
     change = (out - attend(query, key, value, [30, 10], **options))[:, :, :30]
-    assert (out[:, :, 30:] == 0).all() and change.mean().abs() < 0.15 and change.std() > 0.1
+    assert (out[:, :, 30:] == 0).all()
+    assert change.mean().abs() < 0.15
+    assert change.std() > 0.1
     grad = torch.randn_like(out)
     # With the dropped weights fixed the output is linear in the values
     (grad_value,) = torch.autograd.grad(out, value, grad)
@@ -200,7 +202,8 @@ def launches(monkeypatch):
     call = F.scaled_dot_product_attention
 
     def counting(query, key, value, attn_mask=None, **kwargs):
-        assert key.shape[1] == query.shape[1] and "enable_gqa" not in kwargs  # else CUDA computes T x T weights
+        assert key.shape[1] == query.shape[1]  # else CUDA computes T x T weights
+        assert "enable_gqa" not in kwargs
         seen.append((tuple(query.shape), attn_mask is not None))
         return call(query, key, value, attn_mask, **kwargs)
 
@@ -212,12 +215,15 @@ def test_many_short_documents_are_few_launches_without_much_padding(launches):
     lengths = torch.randint(1, 17, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     attend_by_document(*random_inputs(sum(lengths)), lengths, scale=1.0)
     padded = sum(rows * length for (rows, _, length, _), _ in launches)
-    assert len(launches) <= 3 and padded <= 2 * sum(lengths) and not any(masked for _, masked in launches)
+    assert len(launches) <= 3
+    assert padded <= 2 * sum(lengths)
+    assert not any(masked for _, masked in launches)
 
 
 def test_masks_of_windows_are_no_larger_than_two_windows(launches):
     attend_by_document(*random_inputs(2000), [1500, 500], scale=1.0, window=300)
-    assert len(launches) == 7 and max(shape[2] for shape, _ in launches) == 300  # 1500 = 5 tiles, 500 = 2
+    assert len(launches) == 7  # 1500 = 5 tiles, 500 = 2
+    assert max(shape[2] for shape, _ in launches) == 300
 
 
 # The code for CUDA, on a strict stand-in for the operators of torch
@@ -248,8 +254,10 @@ def test_chunks_of_documents_are_made_on_the_device(lengths, chunk):
     launch = KernelLaunch((bounds, bounds), (max(lengths), max(lengths)), slice(None), slice(None))
     found, keys = _in_chunks(launch, sum(lengths), chunk).cu_seq_lens
     chunks = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
-    assert [n for n in found.diff().tolist() if n] == chunks and found.dtype == torch.int32
-    assert found[-1] == sum(lengths) and (found.diff() >= 0).all()
+    assert [n for n in found.diff().tolist() if n] == chunks
+    assert found.dtype == torch.int32
+    assert found[-1] == sum(lengths)
+    assert (found.diff() >= 0).all()
     assert torch.equal(found, keys)
     on_meta = launch._replace(cu_seq_lens=(bounds.to("meta"), bounds.to("meta")))  # any read on the host raises
     assert _in_chunks(on_meta, sum(lengths), chunk).cu_seq_lens[0].shape == found.shape
@@ -261,7 +269,10 @@ def test_what_runs_on_flash_is_decided_without_a_look_at_the_device(monkeypatch)
         return varlen.runs_flash(states, states, softcap, dropout=dropout)
 
     monkeypatch.setattr(varlen, "cuda_varlen_problem", lambda: None)
-    assert runs() and not runs(head_dim=264) and not runs(softcap=50.0) and not runs(dropout=0.1)
+    assert runs()
+    assert not runs(head_dim=264)
+    assert not runs(softcap=50.0)
+    assert not runs(dropout=0.1)
     monkeypatch.setattr(varlen, "cuda_varlen_problem", lambda: "compute capability 7.5 is below 8.0")
     assert not runs()
 
@@ -310,9 +321,13 @@ def test_the_cuda_kernels_refuse_fp32():
 def wide_stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
     """As ffpa-attn's `ffpa_attn_varlen_func`, with its limits: (T, H, D) -> (T, H, D)."""
     lengths = cu_seqlens_q.diff().tolist()
-    assert q.shape[-1] == v.shape[-1] >= 320 and q.shape[-1] % 64 == 0 and cu_seqlens_q.dtype == torch.int32
-    assert k.data_ptr() != v.data_ptr() and max_seqlen_q == max_seqlen_k >= max(lengths)
-    assert options.pop("causal") and options.pop("enable_gqa")
+    assert q.shape[-1] == v.shape[-1] >= 320
+    assert q.shape[-1] % 64 == 0
+    assert cu_seqlens_q.dtype == torch.int32
+    assert k.data_ptr() != v.data_ptr()
+    assert max_seqlen_q == max_seqlen_k >= max(lengths)
+    assert options.pop("causal")
+    assert options.pop("enable_gqa")
     query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
     return attend_by_document(query, key, value, lengths, scale=options.pop("softmax_scale"), **options)[0].transpose(
         0, 1
@@ -345,11 +360,15 @@ def test_gemma_4_is_flash_where_it_can_be(installed, tiny_model, monkeypatch):
         packed = PackedModel(model, torch.bfloat16, "cuda", 64)
     with StrictVarlen() as calls:
         found = packed.prove(model)
-    assert packed.is_proved and found.max_gradient == 0 and not packed.repaired, found.summary()
-    assert packed.attention.name == varlen.ATTENTION_NAME and packed.attention.is_flash is installed
+    assert packed.is_proved, found.summary()
+    assert found.max_gradient == 0, found.summary()
+    assert not packed.repaired, found.summary()
+    assert packed.attention.name == varlen.ATTENTION_NAME
+    assert packed.attention.is_flash is installed
     assert ("ffpa-attn for wider heads without a window" in packed.attention.reason) is installed
     # The layer with windows is on torch's kernels
-    assert calls.forwards and heads == {("wide_stand_in", 320) if installed else ("attend_by_document", 264)}
+    assert calls.forwards
+    assert heads == {("wide_stand_in", 320) if installed else ("attend_by_document", 264)}
 
 
 def test_wide_heads_with_other_features_run_document_by_document(monkeypatch):
@@ -396,7 +415,9 @@ def test_boundaries_from_any_source():
 
     def check(layer, **kwargs):
         out, weights = varlen_attention(layer, query, key, value, None, **kwargs)
-        assert weights is None and out.is_contiguous() and largest_difference([out], [expected]) < 1e-12
+        assert weights is None
+        assert out.is_contiguous()
+        assert largest_difference([out], [expected]) < 1e-12
 
     for kwargs in (FROM_KWARGS, {"cu_seq_lens_q": BOUNDS}, {"position_ids": POSITIONS}):
         check(Layer(), **kwargs)
@@ -452,7 +473,8 @@ def test_boundaries_on_a_device():
         _pack_of({"cu_seq_lens_q": BOUNDS}, None, T, is_flash=True)
     for source in (FROM_KWARGS, {"position_ids": POSITIONS}):
         pack = _pack_of(source, None, T, is_flash=True)
-        assert torch.equal(pack.cu_seq_lens_q, BOUNDS) and pack.cu_seq_lens_k.dtype == torch.int32
+        assert torch.equal(pack.cu_seq_lens_q, BOUNDS)
+        assert pack.cu_seq_lens_k.dtype == torch.int32
         assert (pack.max_length_q, pack.max_length_k) == (200, 200)
 
 

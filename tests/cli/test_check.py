@@ -30,20 +30,27 @@ ROWS = compatibility.read(DOCS)
 def test_the_table_keeps_the_promise():
     """docs/compatibility.csv covers every type of the transformers that made it, and holds no silent leak."""
     causal, pictured = ({row.model_type: row for row in ROWS if row.kind == kind} for kind in ("causal", "image-text"))
-    assert len(causal) >= 196 and len(pictured) >= 100 and len(causal) + len(pictured) == len(ROWS)
-    assert not any(row.false_negatives for row in ROWS) and {row.verdict for row in ROWS} <= {*VERDICTS}
+    assert len(causal) >= 196
+    assert len(pictured) >= 100
+    assert len(causal) + len(pictured) == len(ROWS)
+    assert not any(row.false_negatives for row in ROWS)
+    assert {row.verdict for row in ROWS} <= {*VERDICTS}
     assert sum(row.is_right for row in causal.values()) >= 189
     assert all(row.reason for row in ROWS if row.verdict in ("refused", "no text", "unpack only"))
     shared = {name: row.shared for name, row in causal.items() if row.verdict != "no text"}
-    assert {*shared.values()} == {"yes", "no"} and [*shared.values()].count("yes") >= 106
+    assert {*shared.values()} == {"yes", "no"}
+    assert [*shared.values()].count("yes") >= 106
     isolated = {name: row for name, row in causal.items() if (row.verdict, row.stock_trl) == ("native", "isolated")}
     own_attention = [name for name, row in isolated.items() if row.attention != "packfix_varlen"]
     assert len(own_attention) >= 4
     assert {shared[name] for name in own_attention} == {"no"}  # they are right on whole packs only
     with_kernels = Counter(row.with_kernels for row in causal.values() if row.with_kernels)
-    assert {*with_kernels} == {"native", "repaired"} and with_kernels.total() >= 24 and with_kernels["native"] >= 20
+    assert {*with_kernels} == {"native", "repaired"}
+    assert with_kernels.total() >= 24
+    assert with_kernels["native"] >= 20
     tested = {name: row for name, row in pictured.items() if row.images != NOT_TESTED}
-    assert tested.keys() >= image_families.FAMILIES.keys() & pictured.keys() and len(tested) >= 22
+    assert tested.keys() >= image_families.FAMILIES.keys() & pictured.keys()
+    assert len(tested) >= 22
     assert [name for name, row in tested.items() if not row.is_right_with_images] == ["mllama"]
     assert all(row.images_reason for row in pictured.values() if row.images not in ("native", "varlen"))
 
@@ -57,7 +64,9 @@ def test_a_silent_leak_is_counted(monkeypatch):
 
     monkeypatch.setattr(sweeping, "PackedModel", blind)
     row = sweep_type("gemma3", "image-text")
-    assert row.images == "varlen" and row.false_negatives == 1 and not row.is_right_with_images
+    assert row.images == "varlen"
+    assert row.false_negatives == 1
+    assert not row.is_right_with_images
 
 
 def test_the_page_is_made_of_the_table(tmp_path):
@@ -116,7 +125,10 @@ def saved(tmp_path_factory):
 def test_check_a_model(saved, capsys):
     assert main(["check", str(saved / "llama")]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Isolation check\n") and "verdict" in out and "PACKED" in out and "packfix_varlen" in out
+    assert out.startswith("Isolation check\n")
+    assert "verdict" in out
+    assert "PACKED" in out
+    assert "packfix_varlen" in out
     assert "flash_attention_2: flash-attn 2 is not installed" in out or torch.cuda.is_available()
     assert main(["check", str(saved / "lfm2")]) == 0
     assert re.search(r"\n *kernels +mixers run in torch.* `pip install causal-conv1d`", capsys.readouterr().out)
@@ -136,11 +148,15 @@ def test_the_answer_is_of_the_attention_that_training_runs(saved, printed):
 
 def test_a_leak_that_is_not_repaired_is_exit_code_1(saved, printed):
     found = printed("check", saved / "bloom", "--on-leak", "raise", code=1)
-    assert found["verdict"] == "LEAK" and not found["right"]
-    assert "self_attention" in found["as_it_is"]["leaks"][0]["name"] and found["as_it_is"]["max_change"] > 1e-3
+    assert found["verdict"] == "LEAK"
+    assert not found["right"]
+    assert "self_attention" in found["as_it_is"]["leaks"][0]["name"]
+    assert found["as_it_is"]["max_change"] > 1e-3
 
 
 def test_a_leak_that_is_repaired_is_exit_code_0_and_needs_no_weights(saved, tmp_path, printed):
     (tmp_path / "config.json").write_text((saved / "bloom" / "config.json").read_text())
     found = printed("check", tmp_path, "--config-only")
-    assert found["verdict"] == "REPAIRED" and "BloomAttention" in found["repaired"][0] and found["in_training"]["equal"]
+    assert found["verdict"] == "REPAIRED"
+    assert "BloomAttention" in found["repaired"][0]
+    assert found["in_training"]["equal"]

@@ -32,7 +32,8 @@ def test_help_teaches(command, capsys):
     if command is None:
         assert all(f"  {name} " in text for name in COMMANDS)
     else:
-        assert ("--json" in text or command == "train") and "xit code" in text
+        assert "--json" in text or command == "train"
+        assert "xit code" in text
         assert text.count(f"trl-packfix {command}") > (1 if command != "check" else 0)  # usage, and examples
 
 
@@ -72,15 +73,19 @@ def test_a_terminal_without_the_characters_gets_escapes_and_a_closed_pipe_is_no_
         process.stdout.readline()
         process.stdout.close()
         error = process.stderr.read()
-    assert process.returncode == 141 and "Broken" not in error and "Traceback" not in error
+    assert process.returncode == 141
+    assert "Broken" not in error
+    assert "Traceback" not in error
 
 
 def test_prepare_makes_what_training_would_make(workplace, tmp_path, capsys):
     code, printed = prepare(workplace, capsys, tmp_path / "table", "--json")
     manifest = json.loads(printed.out)
-    assert code == 0 and manifest == json.loads((tmp_path / "table" / "prepared.json").read_text())
+    assert code == 0
+    assert manifest == json.loads((tmp_path / "table" / "prepared.json").read_text())
     table = load_from_disk(tmp_path / "table")
-    assert table.column_names == ["input_ids", "labels"] and len(table) == manifest["rows"] == 55
+    assert table.column_names == ["input_ids", "labels"]
+    assert len(table) == manifest["rows"] == 55
     assert manifest["tokens"] == sum(map(len, table["input_ids"]))
     trained = sum(label != -100 for labels in table["labels"] for label in labels[1:])
     assert manifest["trained_tokens"] == trained
@@ -112,7 +117,8 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, capsys):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert f"`--output {output}` was given, and writing failed" in capsys.readouterr().err
-        assert output.exists() == is_there and not [*output.glob("*")]
+        assert output.exists() == is_there
+        assert not [*output.glob("*")]
         assert main([*words, str(output)]) == 0
 
 
@@ -177,10 +183,13 @@ def test_what_cannot_be_done_is_exit_code_2(words, workplace, monkeypatch, capsy
     DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk("splits")
     assert main(words.split()) == 2
     error = capsys.readouterr().err
-    assert REFUSED[words] in error and "which None" not in error and not Path("new").exists()
+    assert REFUSED[words] in error
+    assert "which None" not in error
+    assert not Path("new").exists()
     with pytest.raises(SystemExit) as ended:
         main(["recipes", "model", "--no-such-flag"])  # a command that takes no flags of a run
-    assert ended.value.code == 2 and "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_one_line_and_the_signal(monkeypatch, capsys):
@@ -189,7 +198,8 @@ def test_an_interrupt_is_one_line_and_the_signal(monkeypatch, capsys):
     monkeypatch.setattr(cli.os, "kill", lambda pid, number: killed.append(number))
     monkeypatch.setattr(cli.signal, "signal", lambda *given: None)
     cli.run_program()
-    assert killed == [signal.SIGINT] and capsys.readouterr().err == "trl-packfix: interrupted\n"
+    assert killed == [signal.SIGINT]
+    assert capsys.readouterr().err == "trl-packfix: interrupted\n"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, None])
@@ -214,7 +224,8 @@ def test_what_others_wrote_meanwhile_stays(is_link, error, workplace, tmp_path, 
     else:
         with pytest.raises(error):
             prepare(workplace, capsys, output)
-    assert [file.name for file in output.iterdir()] == ["precious"] and output.is_symlink() == is_link
+    assert [file.name for file in output.iterdir()] == ["precious"]
+    assert output.is_symlink() == is_link
     assert not [*tmp_path.glob(".*")], "something was left behind"
 
 

@@ -45,10 +45,12 @@ def test_figures_are_those_of_the_training_run(workplace, tmp_path, printed):
     planned = wanted.keys() - {*NOT_PLANNED}
     assert {name: alone[name] for name in planned} == {name: wanted[name] for name in planned}
     shared = printed(*words, "--strategy", "stream", "--share-prefixes", "pack", code=1)["plans"][0]["prefixes"]
-    assert shared["rows"] <= 1 and shared["images"] == 1.0, "no two rows have the same image"
+    assert shared["rows"] <= 1, "no two rows have the same image"
+    assert shared["images"] == 1.0, "no two rows have the same image"
     counts = np.array([len(row["images"]) for row in ROWS])
     dropped = wanted["ledger"]["dropped"]["overlong"]["documents"]
-    assert 0 < dropped <= (counts == 2).sum() and wanted["ledger"]["truncated"]["documents"] > 0
+    assert 0 < dropped <= (counts == 2).sum()
+    assert wanted["ledger"]["truncated"]["documents"] > 0
     assert alone["images"]["num_images"] == counts.sum() - 2 * dropped
     assert 0.1 < alone["images"]["tower_share"] < 0.9
     documents = training.data.documents.lengths
@@ -65,7 +67,9 @@ def test_show_names_the_images_of_a_document(workplace, capsys, printed):
     assert {images for _, images in shown} == {0, 1, 2}
     assert main([*map(str, words), "--packs", "3"]) == 0
     out = capsys.readouterr().out
-    assert "images: 2, position_ids" in out and "<image> x 16 " in out and "<image>" * 4 not in out
+    assert "images: 2, position_ids" in out
+    assert "<image> x 16 " in out
+    assert "<image>" * 4 not in out
 
 
 def test_training_finds_the_lengths_that_prepare_made(workplace, tmp_path, printed, monkeypatch):
@@ -74,7 +78,8 @@ def test_training_finds_the_lengths_that_prepare_made(workplace, tmp_path, print
     monkeypatch.delattr(RowProcessor, "measured")
     data = load_from_disk(str(tmp_path / "out"))
     found = made(tmp_path / "run", workplace, data, max_length=80)
-    assert manifest["tokens"] == found.data.reader.lengths.sum() and manifest["rows"] == len(ROWS)
+    assert manifest["tokens"] == found.data.reader.lengths.sum()
+    assert manifest["rows"] == len(ROWS)
     with pytest.raises(ValueError, match="cannot be processed"):  # guard: another processor does not find them
         other = AutoProcessor.from_pretrained(workplace / "model")
         other.num_additional_image_tokens = 0
@@ -110,7 +115,8 @@ NOT_POSSIBLE = {  # words -> the message
 def test_what_cannot_be_planned_is_said(words, workplace, capsys, monkeypatch):
     monkeypatch.chdir(workplace)
     assert main(words.split()) == 2
-    assert NOT_POSSIBLE[words] in capsys.readouterr().err and not (workplace / "both").exists()
+    assert NOT_POSSIBLE[words] in capsys.readouterr().err
+    assert not (workplace / "both").exists()
 
 
 def test_the_table_has_the_images_also_for_ranks_that_share_packs(workplace, capsys, monkeypatch):

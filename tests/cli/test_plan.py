@@ -35,7 +35,8 @@ def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, pr
     run.train()
     trained = json.loads((tmp_path / "packing_report.json").read_text())
     assert trained == json.loads(json.dumps(run.packing_report.to_dict()))
-    assert found["prefixes"]["in_packs"] < 1 and trained["prefixes"] is None
+    assert found["prefixes"]["in_packs"] < 1
+    assert trained["prefixes"] is None
     planned = {name: found[name] for name in trained if name not in NOT_PLANNED}
     assert planned == {name: value for name, value in trained.items() if name not in NOT_PLANNED}
     assert planned["num_packs" if strategy != "minibatch" else "num_steps"] > 3
@@ -50,7 +51,8 @@ def test_several_lengths_strategies_and_world_sizes(workplace, printed):
     assert found["max_length"] == 256
     for one, three, many in zip(*(found["plans"][i::3] for i in range(3)), strict=True):
         assert one["imbalance"] == 1 <= three["imbalance"]
-        assert many["num_steps"] == 1 and three["num_steps"] == -(-one["num_packs"] // 3)
+        assert many["num_steps"] == 1
+        assert three["num_steps"] == -(-one["num_packs"] // 3)
         # 3 ranks do the same work in a third of the time, but for the waiting
         assert three["tokens_per_second"] == pytest.approx(3 * one["tokens_per_second"] / three["imbalance"])
         assert one["tokens_per_second"] == pytest.approx(one["num_tokens"] * 100e12 / one["flops"])
@@ -64,11 +66,14 @@ def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path,
     lost = [each["lost_trained_share"] for each in found["plans"]]
     trained = sum(lengths) - len(lengths)
     assert lost == pytest.approx([10 * (3000 - 1024) / trained, 10 * (3000 - 2048) / trained, 0])
-    assert found["max_length"] == 4096 and "no trained token" in found["reasons"][0]
-    assert "The next shorter, 2,048, loses" in str(found["reasons"]) and "The next longer" not in str(found["reasons"])
+    assert found["max_length"] == 4096
+    assert "no trained token" in found["reasons"][0]
+    assert "The next shorter, 2,048, loses" in str(found["reasons"])
+    assert "The next longer" not in str(found["reasons"])
     # a length given that is too short: the best of them, and exit code 1
     found = printed("plan", tmp_path / "lengths.txt", "--max-length", 1024, 2048, code=1)
-    assert found["max_length"] == 2048 and "try a longer one" in found["reasons"][0]
+    assert found["max_length"] == 2048
+    assert "try a longer one" in found["reasons"][0]
 
 
 def test_the_file_of_a_run_is_planned(workplace, tmp_path, monkeypatch, capsys, printed):
@@ -94,7 +99,8 @@ def test_the_file_of_a_run_is_planned(workplace, tmp_path, monkeypatch, capsys, 
     file.write_text(json.dumps(settings | {"packing": False}))
     assert main(["plan", "--config", str(file), "--json"]) == 1
     done = capsys.readouterr()
-    assert json.loads(done.out) == by_flags and "`packing` is off in this run" in done.err
+    assert json.loads(done.out) == by_flags
+    assert "`packing` is off in this run" in done.err
     file.write_text(json.dumps(settings | {"packing": False, "padding_free": True, "packing_strategy": "bfd"}))
     assert printed("plan", "--config", file, code=1)["plans"][0]["strategy"] == "minibatch"
 
@@ -121,7 +127,9 @@ def test_files_that_hold_no_lengths_are_refused_at_once(name, tmp_path, capsys):
     (tmp_path / name).write_bytes(UNREADABLE[name])
     assert main(["plan", str(tmp_path / name), "--overlong", "split", "--max-length", "2048"]) == 2
     error = capsys.readouterr().err
-    assert name in error and "2,147,483,647" in error and ("40,000,000,000" in error) == (name == "long.txt")
+    assert name in error
+    assert "2,147,483,647" in error
+    assert ("40,000,000,000" in error) == (name == "long.txt")
 
 
 def test_columns_of_texts_beside_lengths_are_said_and_not_read(tmp_path, caplog):
@@ -153,10 +161,12 @@ def test_the_table_fits_the_terminal(width, several, tmp_path, monkeypatch, caps
         words = "--strategy stream bfd --tokens-per-rank 16384 --world-size 8 64 --tflops 100".split()
     assert main(["plan", str(tmp_path / "a.txt"), "--max-length", "1024", "131072", *words]) == 0
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
-    assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
     shown = " ".join(" ".join(lines).split())
     waiting = "on 64 ranks waiting for each other adds" in shown
-    assert "Recommended: max_length 131,072" in shown and waiting == several
+    assert "Recommended: max_length 131,072" in shown
+    assert waiting == several
     assert f"micro-batches of {'16,384 tokens per rank' if several else '8 x max_length tokens'}" in shown
     tables = [line.split() for line in lines if line.split()[:1] == ["max_length"]]
     wanted = "packs filled padded steps docs/step imbalance cut lost".split()
@@ -191,7 +201,8 @@ def test_data_that_cannot_be_read_is_one_line_and_exit_code_2(command, file, wor
     Path(file[0]).write_text(file[1], encoding="latin-1")
     assert main([*command, file[0], "--tokenizer", str(workplace / "model")]) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-packfix"))
-    assert BAD_DATA[file] in line and line.endswith(".")
+    assert BAD_DATA[file] in line
+    assert line.endswith(".")
     assert ("utf-8" in line.lower()) == ("\xe9" in file[1])
 
 
@@ -204,15 +215,20 @@ def test_plan_with_sequence_parallelism(tmp_path, capsys, printed):
     for each in (eight, twelve):
         shared = each["shared"]
         assert sum(shared["micro_steps"].values()) == each["num_steps"] * 2
-        assert set(shared["micro_steps"]) <= {"1", "2", "4", "8"} and len(shared["micro_steps"]) > 1
-        assert each["batch_size"] == 1 and shared["smallest_degree"] == 4
-        assert 0 < shared["exchange_share"] < 0.5 and 450 < shared["largest_part"] <= 512
+        assert set(shared["micro_steps"]) <= {"1", "2", "4", "8"}
+        assert len(shared["micro_steps"]) > 1
+        assert each["batch_size"] == 1
+        assert shared["smallest_degree"] == 4
+        assert 0 < shared["exchange_share"] < 0.5
+        assert 450 < shared["largest_part"] <= 512
     assert "8" not in twelve["shared"]["micro_steps"], "8 does not divide 12"
     # without lengths, only those that the ranks can hold
     assert [each["max_length"] for each in printed("plan", *words)["plans"][::2]] == [1024, 2048]
     assert main(["plan", *map(str, words)]) == 0
     shown = capsys.readouterr().out
-    assert "512 tokens per rank" in shown and "micro-steps by degree" in shown and "of it is the exchange" in shown
+    assert "512 tokens per rank" in shown
+    assert "micro-steps by degree" in shown
+    assert "of it is the exchange" in shown
     assert main(["plan", *map(str, words), "--max-length", "8192"]) == 2
     assert "`max_length=8192` was given with `tokens_per_rank=512` on 8 ranks" in capsys.readouterr().err
 
@@ -229,7 +245,8 @@ def test_memory_without_data(workplace, monkeypatch, capsys, printed):
     """In 80 columns the rows, what is modelled, and what fits."""
     words = ["--model", workplace / "model", *"--gpus 1 8 --batch-size 1 --max-length 64 --memory 1.1".split()]
     rows = memory_of(printed, *words)
-    assert len(rows) == 2 * 6 * 2 and {gpus for gpus, *_ in rows} == {1, 8}
+    assert len(rows) == 2 * 6 * 2
+    assert {gpus for gpus, *_ in rows} == {1, 8}
     assert 1 < rows[1, "full, DDP", False]["largest"] < rows[1, "full, DDP", True]["largest"] <= 4096
     given = "--use_peft --lora_r 2 --lora_dropout 0.1 --lora_target_modules q_proj v_proj".split()
     of_run = memory_of(printed, *words, *given)
@@ -238,11 +255,14 @@ def test_memory_without_data(workplace, monkeypatch, capsys, printed):
     make_terminal(monkeypatch, 80)
     assert main(["plan", *map(str, words)]) == 0
     shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
     shown = " ".join(shown.split())
     assert "fits with 64 tokens in a micro-batch: LoRA on 1 GPU without checkpointing; full on 1 GPU without" in shown
-    assert "peak with 64 tokens in a micro-batch, on 8 GPU(s)" in shown and shown.count("LoRA, ZeRO-2") == 8
-    assert "Modelled: gathered" in shown and "one H200 took" in shown
+    assert "peak with 64 tokens in a micro-batch, on 8 GPU(s)" in shown
+    assert shown.count("LoRA, ZeRO-2") == 8
+    assert "Modelled: gathered" in shown
+    assert "one H200 took" in shown
 
 
 def test_offloaded_activations_lie_on_the_host(workplace, capsys, printed):
@@ -252,8 +272,11 @@ def test_offloaded_activations_lie_on_the_host(workplace, capsys, printed):
     sizes = build_tiny_model().config
     layers, size = sizes.num_hidden_layers, 64 * sizes.hidden_size * 2 / 2**30
     one, other = kept[8, "full, ZeRO-3", True], freed[8, "full, ZeRO-3", True]
-    assert layers > 1 and one["activations"] - other["activations"] == pytest.approx((layers - 1) * size)
-    assert other["host"] == pytest.approx(layers * size) and one["host"] == 0 and other["largest"] > one["largest"]
+    assert layers > 1
+    assert one["activations"] - other["activations"] == pytest.approx((layers - 1) * size)
+    assert other["host"] == pytest.approx(layers * size)
+    assert one["host"] == 0
+    assert other["largest"] > one["largest"]
     assert kept[8, "full, ZeRO-3", False] == freed[8, "full, ZeRO-3", False]
     assert main(["plan", *map(str, words), "--offload"]) == 0
     assert "activations lie on the host" in capsys.readouterr().out
@@ -267,8 +290,10 @@ def test_memory_says_what_the_model_itself_cannot_run(data_dir, tmp_path, capsys
         copy(data_dir / "defect_configs" / "tiny" / f"{name}.json", tmp_path / name / "config.json")
         assert main(["plan", "--model", str(tmp_path / name), "--memory", "80"]) == 0
         printed[name] = capsys.readouterr().out
-    assert "ZeRO-2" in printed["step-3.5-flash"] and "left out" not in printed["step-3.5-flash"]
-    assert "DDP" in printed["xlstm-7b"] and "ZeRO" not in printed["xlstm-7b"]
+    assert "ZeRO-2" in printed["step-3.5-flash"]
+    assert "left out" not in printed["step-3.5-flash"]
+    assert "DDP" in printed["xlstm-7b"]
+    assert "ZeRO" not in printed["xlstm-7b"]
     assert "left out: full training without autocast, in which the model raises" in printed["xlstm-7b"]
 
 

@@ -38,7 +38,8 @@ FOR_ACCELERATE = "accelerate-fsdp2"
 def test_every_recipe_is_listed_and_printed(capsys, printed):
     assert main(["recipes"]) == 0
     listing = capsys.readouterr().out
-    assert [line.split()[0] for line in listing.splitlines()] == NAMES and len(NAMES) >= 10
+    assert [line.split()[0] for line in listing.splitlines()] == NAMES
+    assert len(NAMES) >= 10
     assert main(["recipes", "qwen3-8b-lora"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["model_name_or_path"] == "Qwen/Qwen3-8B"
     assert printed("recipes", "qwen3-8b-lora")["use_peft"] is True
@@ -46,7 +47,8 @@ def test_every_recipe_is_listed_and_printed(capsys, printed):
 
 def test_the_file_for_accelerate_is_accepted():
     config = load_config_from_file(str(recipes.FOLDER / f"{FOR_ACCELERATE}.yaml"))
-    assert config.distributed_type == "FSDP" and config.fsdp_config["fsdp_version"] == 2
+    assert config.distributed_type == "FSDP"
+    assert config.fsdp_config["fsdp_version"] == 2
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {FOR_ACCELERATE}))
@@ -55,13 +57,16 @@ def test_a_recipe_is_accepted(name, tmp_path, printed):
     file = recipes.FOLDER / f"{name}.yaml"
     settings = yaml.safe_load(file.read_text())
     script, args, model, *_ = parse_configs(["--config", str(file), *CPU])
-    assert args.packing and args.max_length == settings["max_length"] and script.dataset_name
+    assert args.packing
+    assert args.max_length == settings["max_length"]
+    assert script.dataset_name
     assert model.use_peft == settings.get("use_peft", False) == ("LoRA" in file.read_text().splitlines()[0])
     (tmp_path / "lengths.txt").write_text("5 7 90")
     words = ["plan", tmp_path / "lengths.txt", "--config", file, "--model", tmp_path, "--world-size", 8]
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 2097152}')
     planned = printed(*words, "--per_turn", "false", "--share_prefixes", "off")["plans"][0]
-    assert planned["max_length"] == settings["max_length"] and planned["batch_size"] == args.per_device_train_batch_size
+    assert planned["max_length"] == settings["max_length"]
+    assert planned["batch_size"] == args.per_device_train_batch_size
     assert ("8 GPUs" in recipes.recipe_titles()[name]) == ("deepspeed --num_gpus=8" in file.read_text())
 
 
@@ -98,6 +103,8 @@ def test_a_recipe_trains(name, tmp_path, monkeypatch):
     may_change = {name for name, weight in weights.items() if weight.requires_grad}
     trainer.train()
     changed = {name for name, weight in trainer.model.named_parameters() if not weight.equal(before[name])}
-    assert changed and changed <= may_change and all("lora_" in name for name in changed) == model_args.use_peft
+    assert changed
+    assert changed <= may_change
+    assert all("lora_" in name for name in changed) == model_args.use_peft
     assert not any("visual" in name or "vision" in name for name in may_change)
     assert trainer.packing_report.num_documents == (12 if name == "agent-per-turn" else 6)

@@ -47,11 +47,14 @@ def test_what_is_shown_is_what_is_trained(workplace, run, printed):
     assert [pack["place"] for pack in packs] == ["step 0.0", "step 0.1", "step 1.0", "step 1.1"]
     for pack, batch in zip(packs, batches, strict=False):
         documents = pack["documents"]
-        assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist() and len(documents) > 1
+        assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist()
+        assert len(documents) > 1
         parts = [part for each in documents for part in each["parts"]]
         assert sum((part["input_ids"] for part in parts), []) == batch["input_ids"][0].tolist()
         trained = sum(([part["trained"]] * len(part["input_ids"]) for part in parts), [])
-        assert trained == (batch["labels"][0] != -100).tolist() and any(trained) and not all(trained)
+        assert trained == (batch["labels"][0] != -100).tolist()
+        assert any(trained)
+        assert not all(trained)
         positions = [list(range(a, b + 1)) for a, b in (each["position_ids"] for each in documents)]
         assert sum(positions, []) == batch["position_ids"][0].tolist()
         assert all(each["stop"] - each["start"] == each["position_ids"][1] + 1 for each in documents)
@@ -61,7 +64,9 @@ def test_what_is_shown_is_what_is_trained(workplace, run, printed):
 
 def test_the_text_marks_trained_tokens_and_leaves_out_the_middle(workplace, capsys):
     out = show(workplace, capsys, *FLAGS, "--packs", "1", "--documents", "2", "--tokens", "1000")
-    assert out.startswith("[n] document n") and "step 0.0: " in out and "... and " in out
+    assert out.startswith("[n] document n")
+    assert "step 0.0: " in out
+    assert "... and " in out
     rows = re.findall(r"\[(\d)\] row (\d+), tokens 0-(\d+), (\d+) trained, position_ids 0\.\.(\d+)\n    (.*)", out)
     assert [row[0] for row in rows] == ["0", "1"]
     for _, row, last, trained, position, text in rows:
@@ -80,7 +85,8 @@ def test_documents_have_a_colour_each_and_it_is_not_alone(run):
     text = pack_text(pack, run.processing_class)
     colours = [str(span.style) for span in text.spans if "[" in text.plain[span.start : span.start + 1]]
     headings = [style for style in colours if style.startswith("bold")]
-    assert all(a != b for a, b in zip(headings[::2], headings[2::2], strict=False)) and len(set(headings)) > 2
+    assert all(a != b for a, b in zip(headings[::2], headings[2::2], strict=False))
+    assert len(set(headings)) > 2
     assert all(f"[{i}] row" in text.plain for i in range(len(pack.documents)))
 
 
@@ -92,10 +98,13 @@ def test_plot(words, workplace, tmp_path, capsys):
     path = tmp_path / "packs.png"
     given = str(tmp_path if words else path)  # in a folder it has this name
     text = show(workplace, capsys, *FLAGS, *words, "--plot", given)
-    assert text == show(workplace, capsys, *FLAGS, *words) + f"Drawn: {path}\n" and "[[answer" in text
-    assert list(tmp_path.parent.glob(f"{tmp_path.name}*")) == [tmp_path] and list(tmp_path.iterdir()) == [path]
+    assert text == show(workplace, capsys, *FLAGS, *words) + f"Drawn: {path}\n"
+    assert "[[answer" in text
+    assert list(tmp_path.parent.glob(f"{tmp_path.name}*")) == [tmp_path]
+    assert list(tmp_path.iterdir()) == [path]
     picture = imread(path)
-    assert picture.shape[1] > 1000 and path.stat().st_size < 300_000
+    assert picture.shape[1] > 1000
+    assert path.stat().st_size < 300_000
     assert len(np.unique(picture[::4, ::4, :3].reshape(-1, 3), axis=0)) > 20  # something is drawn
 
 
@@ -118,7 +127,8 @@ def test_the_picture_says_what_the_report_says(run):
     corners = [patch.get_xy()[:3] for patch in mask.patches]
     areas = [(xy[2, 0] - xy[0, 0]) * (xy[1, 1] - xy[0, 1]) for xy in corners]
     named = int(re.search(r"(\d+)% of", mask.get_title(loc="left")).group(1))
-    assert named == pytest.approx(100 * sum(areas) / sum(a**0.5 for a in areas) ** 2, abs=2) and len(areas) > 1
+    assert named == pytest.approx(100 * sum(areas) / sum(a**0.5 for a in areas) ** 2, abs=2)
+    assert len(areas) > 1
     # no title runs out of the picture or into another
     boxes = [axes._left_title.get_window_extent() for axes in figure.axes]
     width, height = figure.canvas.get_width_height()
@@ -136,14 +146,16 @@ def test_the_title_says_how_full_the_strips_are(tmp_path):
     report = report_of(tmp_path, [50, 49] * 3, max_length=100, ranks=8)
     full = np.mean([pack.cu_seq_lens[-1] for pack in report.sample.packs] + [0, 0]) / report.capacity
     title = report.plot().axes[0].get_title("left")
-    assert len(report.sample.packs) == 6 and f"8 micro-batches, {full:.1%} full" in title
+    assert len(report.sample.packs) == 6
+    assert f"8 micro-batches, {full:.1%} full" in title
 
 
 def test_a_notebook_shows_the_picture(run, tmp_path):
     """Jupyter calls `_repr_png_`; it knows the figures of pyplot only."""
     figure = run.packing_report.plot(tmp_path / "packs.png")
     shown, saved = imread(io.BytesIO(figure._repr_png_())), imread(tmp_path / "packs.png")
-    assert shown.shape == saved.shape and np.abs(shown - saved).mean() < 0.05  # the layout is computed again
+    assert shown.shape == saved.shape  # the layout is computed again
+    assert np.abs(shown - saved).mean() < 0.05
     assert pickle.loads(pickle.dumps(figure))._repr_png_()
 
 
@@ -161,7 +173,8 @@ def test_log_axes_have_one_notation(low, high, tmp_path):
         first, last = axis.get_view_interval()
         shown = [tick for tick in axis.get_major_ticks() if first <= tick.get_loc() <= last]
         labels = [tick.label1.get_text() for tick in shown]
-        assert labels == [f"{tick.get_loc():,.0f}" for tick in shown] and 2 <= len(set(labels)) == len(labels) <= 12
+        assert labels == [f"{tick.get_loc():,.0f}" for tick in shown]
+        assert 2 <= len(set(labels)) == len(labels) <= 12
         assert not any(tick.label1.get_text() for tick in axis.get_minor_ticks())
         boxes = [tick.label1.get_window_extent() for tick in shown]
         assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
@@ -174,10 +187,13 @@ def test_the_bin_that_max_length_cuts_is_drawn_in_two(tmp_path):
     assert max_length + 1 not in edges
     axes = lengths_panel(tmp_path, lengths, max_length)
     bars = [(bar.get_x(), bar.get_x() + bar.get_width(), bar.get_height(), bar.get_hatch()) for bar in axes.patches]
-    assert len(bars) == len(edges) and all((first > max_length) == (hatch is not None) for first, _, _, hatch in bars)
+    assert len(bars) == len(edges)
+    assert all((first > max_length) == (hatch is not None) for first, _, _, hatch in bars)
     (before,) = [bar for bar in bars if bar[1] == max_length + 1]
     (after,) = [bar for bar in bars if bar[0] == max_length + 1]
-    assert (before[0], after[1]) == (edges[15], edges[16]) and before[2] == after[2] and after[3]
+    assert (before[0], after[1]) == (edges[15], edges[16])
+    assert before[2] == after[2]
+    assert after[3]
 
 
 @pytest.mark.slow
@@ -187,7 +203,8 @@ def test_the_picture_in_the_documentation_is_what_is_drawn(data_dir, tmp_path, c
     words += ["--world-size", "2", "--plot", str(tmp_path / "packs.png")]
     assert main(["show", str(data_dir / "t0_p3_sample.jsonl"), *words]) == 0
     stored, drawn = (imread(path) for path in (ROOT / "docs/images/packs.png", tmp_path / "packs.png"))
-    assert stored.shape == drawn.shape and np.abs(stored - drawn).mean() < 1e-3
+    assert stored.shape == drawn.shape
+    assert np.abs(stored - drawn).mean() < 1e-3
 
 
 def test_a_stream_has_no_picture():
@@ -204,10 +221,14 @@ def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, capsys, printed):
     assert shared, "no pack is shared"
     for pack in shared:
         ranks, bounds = pack["ranks"], pack["cu_seq_lens"]
-        assert pack["place"].endswith(f"ranks {ranks[0]['rank']}-{ranks[-1]['rank']}") and len(ranks) in (2, 4)
+        assert pack["place"].endswith(f"ranks {ranks[0]['rank']}-{ranks[-1]['rank']}")
+        assert len(ranks) in (2, 4)
         edges = [rank["tokens"][0] for rank in ranks] + [ranks[-1]["tokens"][1]]
-        assert edges[0] == 0 and edges[-1] == bounds[-1] and pack["capacity"] == 32 * len(ranks)
-        assert [rank["tokens"][1] for rank in ranks] == edges[1:] and max(np.diff(edges)) <= 32
+        assert edges[0] == 0
+        assert edges[-1] == bounds[-1]
+        assert pack["capacity"] == 32 * len(ranks)
+        assert [rank["tokens"][1] for rank in ranks] == edges[1:]
+        assert max(np.diff(edges)) <= 32
         assert {*np.diff(edges)[:-1].tolist()} == {-(-bounds[-1] // len(ranks))}
         for rank in ranks:
             held = {int(np.searchsorted(bounds, token, side="right")) - 1 for token in range(*rank["tokens"])}
@@ -215,7 +236,8 @@ def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, capsys, printed):
     assert main([*words, "--plot", str(tmp_path / "packs.svg")]) == 0
     first = shared[0]["ranks"][1]
     line = f"rank {first['rank']}: tokens {first['tokens'][0]}-{first['tokens'][1] - 1}, ["
-    assert line in capsys.readouterr().out and (tmp_path / "packs.svg").stat().st_size > 10_000
+    assert line in capsys.readouterr().out
+    assert (tmp_path / "packs.svg").stat().st_size > 10_000
 
 
 def test_on_one_rank_no_pack_is_shared(tmp_path, printed):
@@ -223,15 +245,19 @@ def test_on_one_rank_no_pack_is_shared(tmp_path, printed):
     np.savetxt(tmp_path / "lengths.txt", [*range(5, 64)], fmt="%d")
     words = "--max-length 64 --tokens-per-rank 64 --packs 99 --accumulation 2".split()
     packs = printed("show", tmp_path / "lengths.txt", *words)
-    assert len(packs) > 20 and not any("ranks" in pack for pack in packs)
-    assert sum(len(pack["documents"]) for pack in packs) == 59 and {pack["capacity"] for pack in packs} == {64}
+    assert len(packs) > 20
+    assert not any("ranks" in pack for pack in packs)
+    assert sum(len(pack["documents"]) for pack in packs) == 59
+    assert {pack["capacity"] for pack in packs} == {64}
 
 
 def test_lengths_alone_show_boundaries_and_a_picture(tmp_path, capsys, printed):
     (tmp_path / "x.txt").write_text("10 20 30")
     words = ["show", str(tmp_path / "x.txt"), "--max-length", "64"]
-    assert main([*words, "--batch-size", "1"]) == 0 and "60 of 64 tokens" in capsys.readouterr().out
+    assert main([*words, "--batch-size", "1"]) == 0
+    assert "60 of 64 tokens" in capsys.readouterr().out
     (pack,) = packs = printed(*words)
     assert {part["input_ids"] for each in pack["documents"] for part in each["parts"]} == {None}
     assert printed(*words, "--plot", tmp_path / "packs") == {"plot": str(tmp_path / "packs.png"), "packs": packs}
-    assert (tmp_path / "packs.png").is_file() and not (tmp_path / "packs").exists()
+    assert (tmp_path / "packs.png").is_file()
+    assert not (tmp_path / "packs").exists()

@@ -65,7 +65,8 @@ def test_positions_are_those_that_model_init_kwargs_give(workplace, monkeypatch,
     longer = {"max_position_embeddings": 256, "rope_parameters": YARN}
     train(workplace, monkeypatch, *words, "--output_dir", "longer", **given, model_init_kwargs=longer)
     saved = json.loads((workplace / "longer" / "config.json").read_text())
-    assert saved["max_position_embeddings"] == 256 and saved["rope_parameters"]["rope_type"] == "yarn"
+    assert saved["max_position_embeddings"] == 256
+    assert saved["rope_parameters"]["rope_type"] == "yarn"
 
 
 SFT_FILE = yaml.safe_load("""
@@ -91,7 +92,9 @@ def test_a_file_of_trl_sft_means_the_same(tmp_path, monkeypatch):
             if name not in ("packing_strategy", "logging_nan_inf_filter", "logging_dir"):
                 assert str(found) == str(expected), name
                 compared += 1
-    assert compared > 140 and ours[1].packing_strategy == "stream" and ours[2].lora_r == 4
+    assert compared > 140
+    assert ours[1].packing_strategy == "stream"
+    assert ours[2].lora_r == 4
 
 
 def test_keys_of_the_launcher_are_named(tmp_path, capsys):
@@ -124,7 +127,8 @@ def test_a_file_of_another_trainer_is_refused_with_the_names_of_ours(trainer, fi
     configs = parse_configs(["--config", "ours.yaml"])
     known = {each.name for config in configs[:4] for each in fields(config)}
     refused = [key for key in keys if key not in known]
-    assert len(refused) > 8 and "did you mean" not in message
+    assert len(refused) > 8
+    assert "did you mean" not in message
     for key in refused:
         assert f" `{key}` is `" in message or f" `{key}` can be removed: " in message, key
     named = {RENAMED[key].split(":")[0] for key in refused if key in RENAMED}
@@ -150,7 +154,8 @@ def test_other_defaults_are_fields_and_differ_from_ours(tmp_path):
         for name, value in table["defaults"].items():
             assert str(value_of(configs, name)) != str(value), (trainer, name)
         message = other_defaults({*table["known_by"][:2], "learning_rate"})
-        assert message.startswith(f" {trainer} has other defaults.") and "learning_rate" not in message
+        assert message.startswith(f" {trainer} has other defaults.")
+        assert "learning_rate" not in message
         assert other_defaults({table["known_by"][0], "learning_rate"}) == ""
 
 
@@ -158,7 +163,9 @@ def test_foreign_keys_are_foreign_and_lead_to_fields():
     kinds = (SFTConfig, ModelConfig, TrainArguments, MixtureConfig)
     known = {each.name for kind in kinds for each in fields(kind)}
     assert {value.split(":")[0] for value in RENAMED.values()} <= known
-    assert not known & {*RENAMED, *NOT_NEEDED} and not {*RENAMED} & {*NOT_NEEDED} and {*EXPLAINED} <= {*RENAMED}
+    assert not known & {*RENAMED, *NOT_NEEDED}
+    assert not {*RENAMED} & {*NOT_NEEDED}
+    assert {*EXPLAINED} <= {*RENAMED}
 
 
 MODEL, DATA = ["--model_name_or_path", "model"], ["--dataset_name", "one.jsonl"]
@@ -228,7 +235,9 @@ def test_what_cannot_be_used_is_one_message_and_exit_code_2(flags, settings, mes
     assert main(["train", *QUICK, "--output_dir", "refused", *flags]) == 2
     lines = capsys.readouterr().err.splitlines()
     (line,) = (line for line in lines if line.startswith("trl-packfix train: "))
-    assert line == lines[-1] and message in line and line.endswith(".")
+    assert line == lines[-1]
+    assert message in line
+    assert line.endswith(".")
     assert not (workplace / "refused").exists()
 
 
@@ -262,14 +271,16 @@ def test_packing_is_the_default(flags, settings, packing, is_said, tmp_path, cap
     settings |= {"learning_rate": 0.5, "use_cpu": True, "bf16": False}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     args = parse_configs(["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path), *flags])[1]
-    assert args.packing is packing and args.learning_rate == 0.5
+    assert args.packing is packing
+    assert args.learning_rate == 0.5
     assert (NOTE in capsys.readouterr().out) is is_said
 
 
 def test_a_default_that_is_refused_is_said(tmp_path, capsys):
     """The user did not set `packing`, so a message about it needs the reason."""
     assert main(["train", "--output_dir", str(tmp_path), "--train_sampling_strategy", "group_by_length"]) == 2
-    assert "was given with packing." in (error := capsys.readouterr().err) and NOTE in error
+    assert "was given with packing." in (error := capsys.readouterr().err)
+    assert NOTE in error
 
 
 def test_without_a_word_about_packing_packs_are_trained_and_reported(workplace, monkeypatch, capsys):
@@ -313,7 +324,8 @@ def test_several_files_are_joined_and_a_run_continues_from_the_newest_checkpoint
     assert {path.name for path in (workplace / "joined").glob("checkpoint-*")} == {f"checkpoint-{i}" for i in (1, 2, 3)}
     history = json.loads((workplace / "joined" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
     tokens = [entry["num_tokens"] for entry in history if "loss" in entry]
-    assert len(tokens) == 3 and tokens == sorted(tokens)
+    assert len(tokens) == 3
+    assert tokens == sorted(tokens)
     assert "Dataset: one.jsonl, two.jsonl, three" in capsys.readouterr().out
 
 
@@ -337,7 +349,9 @@ def test_no_test_row_is_trained_and_fractions_are_those_of_trl(workplace, monkey
     entries = [{"path": "one.jsonl"}, {"path": "two.jsonl"}]
     splits, again = (load_mixture(MixtureConfig([*entries], test_split_size=0.25), seed=0) for _ in range(2))
     train, test = set(splits["train"]["text"]), set(splits["test"]["text"])
-    assert len(test) == len(splits["test"]) == 7 and not train & test and len(train | test) == 28
+    assert len(test) == len(splits["test"]) == 7
+    assert not train & test
+    assert len(train | test) == 28
     assert again["test"]["text"] == splits["test"]["text"]
     for one, two in ((3, 1), (None, None)):
         given = [{"path": "json", "data_files": "one.jsonl", "fraction": one}]

@@ -24,7 +24,8 @@ def test_collator_flattens_documents_and_pads_with_one_document(lengths, multipl
     assert batch["input_ids"][0, :total].tolist() == list(range(1, total + 1))
     expected = lengths + [padding] * (padding > 0)
     bounds, index, positions = batch["cu_seq_lens_q"], batch["seq_idx"][0], batch["position_ids"][0]
-    assert bounds[0] == 0 and bounds.diff().tolist() == expected, "padding is one final document"
+    assert bounds[0] == 0, "padding is one final document"
+    assert bounds.diff().tolist() == expected, "padding is one final document"
     assert index.tolist() == [i for i, n in enumerate(expected) for _ in range(n)]
     assert positions.tolist() == [i for n in expected for i in range(n)]
     assert (positions.dtype, bounds.dtype, index.dtype) == (torch.int64, torch.int32, torch.int32)
@@ -34,7 +35,8 @@ def test_collator_flattens_documents_and_pads_with_one_document(lengths, multipl
     trained = batch["labels"][0, :total][~starts[:total]]
     assert torch.equal(trained, batch["input_ids"][0, :total][~starts[:total]])
     assert (batch["labels"][0, total:] == -100).all()
-    assert "attention_mask" not in batch and batch["use_cache"] is False
+    assert "attention_mask" not in batch
+    assert batch["use_cache"] is False
 
 
 def test_collator_takes_lists_tensors_missing_labels_masks_of_ones_and_a_mask_beside_labels():

@@ -53,13 +53,15 @@ def test_documents_by_hand(lengths, given, kept):
 
 def test_long_documents_are_dropped_and_counted():
     kept, documents = contents(table([5, 2, 7]), max_length=4, overlong="drop")
-    assert kept == [[15, 16]] and documents.ledger.dropped["overlong"].tokens == 12
+    assert kept == [[15, 16]]
+    assert documents.ledger.dropped["overlong"].tokens == 12
 
 
 def test_documents_without_a_trained_token_are_dropped_and_counted_and_kept_for_evaluation():
     data = table([3, 3, 1], untrained=lambda row, position: row == 1)
     kept, documents = contents(data, max_length=8)
-    assert kept == [[10, 11, 12]] and documents.ledger.dropped["untrained"].documents == 2
+    assert kept == [[10, 11, 12]]
+    assert documents.ledger.dropped["untrained"].documents == 2
     assert len(contents(data, max_length=8, keep_untrained=True)[0]) == 3
 
 
@@ -109,8 +111,10 @@ def test_views_share_memory_with_the_dataset():
     one_size = data.cast(Features({name: List(Value("int64"), length=4) for name in data.column_names}))
     for reader in (TokenReader(data), TokenReader(one_size)):
         tokens = reader.read(1, 0, 4)["input_ids"]
-        assert np.shares_memory(tokens, reader.read(1, 2, 4)["input_ids"]) and not tokens.flags.writeable
-        assert tokens.tolist() == data[1]["input_ids"] and reader.lengths.tolist() == [4, 4]
+        assert np.shares_memory(tokens, reader.read(1, 2, 4)["input_ids"])
+        assert not tokens.flags.writeable
+        assert tokens.tolist() == data[1]["input_ids"]
+        assert reader.lengths.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize(
@@ -163,10 +167,12 @@ def test_every_token_is_kept_once_in_order_or_counted(rows, max_length, policy):
     assert tokens == sorted(set(tokens)), "a token twice, or out of order"
     assert documents.lengths.max() <= max_length
     trained = [sum(int(label) != -100 for label in span["labels"][1:]) for span in spans]
-    assert documents.trained.tolist() == trained and min(trained) > 0
+    assert documents.trained.tolist() == trained
+    assert min(trained) > 0
     ledger = documents.ledger
     dropped = ledger.dropped.values()
-    assert ledger.kept.tokens == len(tokens) and ledger.kept.trained_tokens == sum(trained)
+    assert ledger.kept.tokens == len(tokens)
+    assert ledger.kept.trained_tokens == sum(trained)
     assert ledger.given.tokens == ledger.kept.tokens + ledger.truncated.tokens + sum(c.tokens for c in dropped)
     assert ledger.given.trained_tokens == (
         ledger.kept.trained_tokens

@@ -49,7 +49,8 @@ def test_lengths_and_padded_batches_are_those_of_trl(family):
     trained = found.count_trained(everything, 0 * everything, found.lengths)
     assert trained.tolist() == (batch["labels"][:, 1:] != -100).sum(1).tolist()
     texts = [row for row in everything if not ROWS[int(row)]["images"]]
-    assert texts and all((found.image_stops[row] == 0) == (row in texts) for row in everything)
+    assert texts
+    assert all((found.image_stops[row] == 0) == (row in texts) for row in everything)
     for row in (0, texts[0]):
         stop = found.image_stops[row]
         kept = batch["input_ids"][row][: found.lengths[row]].tolist()
@@ -57,7 +58,8 @@ def test_lengths_and_padded_batches_are_those_of_trl(family):
             placeholder = collate.processor.tokenizer.image_token_id
         else:
             placeholder = collate.processor.image_token_id
-        assert placeholder not in kept[stop:] and (stop == 0 or kept[stop - 1] == placeholder or family == "gemma3")
+        assert placeholder not in kept[stop:]
+        assert stop == 0 or kept[stop - 1] == placeholder or family == "gemma3"
     layout = ImageExamples(processor_of(family)).layout
     ours = PaddedImageCollator(layout, collate.processor.tokenizer.pad_token_id)(
         [found.read(row, 0, found.lengths[row]) for row in everything]
@@ -78,10 +80,12 @@ def test_a_row_is_one_document_for_every_form_of_trl():
     assert (plain == process.processor.image_token_id).sum() == 16
     completion = processor_of("llava", completion_only_loss=True)
     pair = completion({"images": [image], "prompt": chat[:1], "completion": chat[1:]})
-    assert (pair["labels"] == -100).sum() > 15 and (pair["labels"] != -100).any()
+    assert (pair["labels"] == -100).sum() > 15
+    assert (pair["labels"] != -100).any()
     for nothing in ({"image": None}, {"images": []}, {"images": None}):
         text = process({**nothing, "messages": [{"role": "user", "content": "ab"}]})
-        assert "pixel_values" not in text and process.image_spans(text) == []
+        assert "pixel_values" not in text
+        assert process.image_spans(text) == []
 
 
 def test_measures_are_cached_beside_the_data(tmp_path, monkeypatch):
@@ -94,12 +98,14 @@ def test_measures_are_cached_beside_the_data(tmp_path, monkeypatch):
 
     monkeypatch.setattr(RowProcessor, "__call__", never)
     again = measured("llava", Dataset.load_from_disk(str(tmp_path)))
-    assert again.lengths.tolist() == first.lengths.tolist() and again.fingerprint == first.fingerprint
+    assert again.lengths.tolist() == first.lengths.tolist()
+    assert again.fingerprint == first.fingerprint
     monkeypatch.undo()
     other = measured("idefics3", Dataset.load_from_disk(str(tmp_path)))
     assert other.lengths.tolist() != first.lengths.tolist(), "another processor found the same file"
     documents = cached_documents(first, 200)
-    assert documents.fingerprint and documents.file is not None
+    assert documents.fingerprint
+    assert documents.file is not None
     assert cached_documents(again, 200).fingerprint == documents.fingerprint
 
 
@@ -107,9 +113,11 @@ def test_a_document_is_truncated_behind_its_images_or_dropped():
     found = measured("qwen2_5_vl", ROWS)
     limit = int(np.median(found.image_stops[found.image_stops > 0]))
     documents = make_documents(found, limit)
-    assert (documents.stop >= found.image_stops[documents.row]).all() and documents.lengths.max() == limit
+    assert (documents.stop >= found.image_stops[documents.row]).all()
+    assert documents.lengths.max() == limit
     dropped = documents.ledger.dropped["overlong"].documents
-    assert dropped == (found.image_stops > limit).sum() > 0 and documents.ledger.truncated.documents > 0
+    assert dropped == (found.image_stops > limit).sum() > 0
+    assert documents.ledger.truncated.documents > 0
     assert documents.ledger.kept.documents + dropped == len(ROWS)
     cut = np.flatnonzero((documents.lengths == limit) & (found.image_stops[documents.row] > 0))[0]
     document = found.read(documents.row[cut], 0, limit)
@@ -128,8 +136,10 @@ def test_a_document_is_split_outside_its_images(family):
     limit = next(limits)  # the largest image, with the tokens around it
     assert largest <= limit <= largest + 4 or family == "idefics3", "its images are of several tiles"
     documents = make_documents(found, limit, "split", keep_untrained=True)
-    assert documents.lengths.max() <= limit and len(documents) > len(found)
-    assert documents.ledger.split.documents > 2 and not documents.ledger.dropped
+    assert documents.lengths.max() <= limit
+    assert len(documents) > len(found)
+    assert documents.ledger.split.documents > 2
+    assert not documents.ledger.dropped
     assert documents.image_count.sum() == found.image_counts.sum()
     assert documents.image_values.sum() == pytest.approx(found.image_values.sum(), rel=0.02)
     pixels = found._process.processor.image_token_id
@@ -186,7 +196,8 @@ def test_bad_rows_are_dropped_and_counted(tmp_path):
     process, dataset = processor_of("llava"), broken(tmp_path)
     found = ImageRows(dataset, process, measure(dataset, process, "train", num_proc=None, drops=True))
     ledger = make_documents(found, 100).ledger
-    assert ledger.kept.documents == 1 and ledger.dropped["bad_row"].documents == 5
+    assert ledger.kept.documents == 1
+    assert ledger.dropped["bad_row"].documents == 5
 
 
 def test_a_transform_and_a_changed_image_are_refused():
@@ -225,9 +236,11 @@ def test_a_pack_without_images_gets_one_where_ranks_must_call_the_tower():
     texts = [found.read(row, 0, found.lengths[row]) for row in np.flatnonzero(found.image_stops == 0)]
     alone = PackCollator(PackedDataCollator(), examples.images)(texts)
     batch = collate(texts)
-    assert "pixel_values" not in alone and len(batch["pixel_values"]) == 1
+    assert "pixel_values" not in alone
+    assert len(batch["pixel_values"]) == 1
     added = batch["input_ids"].shape[1] - alone["input_ids"].shape[1]
-    assert added == len(images.placeholder["input_ids"]) and (batch["labels"][0, -added:] == -100).all()
+    assert added == len(images.placeholder["input_ids"])
+    assert (batch["labels"][0, -added:] == -100).all()
     mixed = int(np.flatnonzero(found.image_stops)[0])
     assert len(collate([found.read(mixed, 0, found.lengths[mixed])])["cu_seq_lens_q"]) == 2
 
@@ -263,7 +276,9 @@ def test_families_are_right_in_both_dtypes(family):
     on_leak = "unpack" if family.startswith("gemma") else "repair"
     packed = PackedModel(model, torch.float32, "cpu", 512, on_leak=on_leak, images=examples)
     packed.prove(model)
-    assert packed.is_proved and packed.is_unpacked == (family in AS_ROWS) and not packed.repaired
+    assert packed.is_proved
+    assert packed.is_unpacked == (family in AS_ROWS)
+    assert not packed.repaired
     assert judge.compare(model, torch.float32).error < 1e-5
     assert judge.compare(model, torch.float64).error < EXACT
 

@@ -40,7 +40,8 @@ def test_all_ranks_together_hold_every_document_once(strategy):
             dataset(), 32, 2, strategy=strategy, gradient_accumulation_steps=2, rank=rank, world_size=3
         )
         batches = list(loader)
-        assert len(batches) == len(loader) and len(loader) % 2 == 0
+        assert len(batches) == len(loader)
+        assert len(loader) % 2 == 0
         assert all(batch["input_ids"].shape[1] <= 64 for batch in batches)
         # a rank without documents trains two tokens, none of them a target
         seen += [row for batch in batches if (batch["labels"] != -100).any() for row in rows(batch)]
@@ -128,7 +129,8 @@ def test_prepare_for_packing_tests_the_dtype_of_autocast():
     model, seen = build_tiny_model(), set()
     model.lm_head.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
     prepare_for_packing(model, dtype=torch.bfloat16)
-    assert seen == {torch.bfloat16} and not torch.is_autocast_enabled("cpu")
+    assert seen == {torch.bfloat16}
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_prepare_for_packing_starts_nothing_of_accelerate(monkeypatch):

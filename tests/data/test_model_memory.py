@@ -94,7 +94,8 @@ def test_the_largest_length_fits_and_one_more_does_not():
     most = largest_tokens(peak, 8 * 2**30, 10**6)
     assert 1000 < most < 10**6
     assert peak(most).total <= 8 * 2**30 < peak(most + 1).total
-    assert largest_tokens(peak, 2**20, 10**6) == 0 and largest_tokens(peak, 2**50, 10**6) == 10**6
+    assert largest_tokens(peak, 2**20, 10**6) == 0
+    assert largest_tokens(peak, 2**50, 10**6) == 10**6
 
 
 def test_a_model_that_cannot_be_counted_is_refused():

@@ -178,7 +178,8 @@ def test_tables_in_memory_and_disabled_caching_leave_nothing(tmp_path):
         datasets.enable_caching()
     in_memory = Dataset.from_dict({"input_ids": [[5, 6, 7]]})
     cached_documents(TokenReader(in_memory), 30)
-    assert files(tmp_path) == before and TokenReader(in_memory).files == []
+    assert files(tmp_path) == before
+    assert TokenReader(in_memory).files == []
 
 
 @pytest.mark.parametrize("form", ["text", "tokenised"])
@@ -190,7 +191,8 @@ def test_a_second_start_writes_nothing_and_trains_on_the_same(tmp_path, form):
         run = trainer(tmp_path / "out", load_from_disk(tmp_path / "data"), max_length=20)
         seen.append([documents_of(batch) for batch in run.get_train_dataloader()])
         left.append(files(tmp_path / "data"))
-    assert seen[0] == seen[1] and left[0] == left[1]
+    assert seen[0] == seen[1]
+    assert left[0] == left[1]
     assert len(list((tmp_path / "data").glob("cache-packfix-spans-*"))) == 1
     # documents that are tokenised already are not written once more
     assert any((tmp_path / "data").glob("cache-*.arrow")) is (form == "text")

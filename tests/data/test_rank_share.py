@@ -36,7 +36,8 @@ def test_parts_end_to_end_are_the_pack_and_labels_are_shifted_over_their_borders
         assert all(part[name].shape == (1, num_tokens // degree) for part in parts)
         assert torch.equal(torch.cat([part[name] for part in parts], 1), whole[name])
     following = torch.cat([part["shift_labels"] for part in parts], 1)
-    assert torch.equal(following[:, :-1], whole["labels"][:, 1:]) and following[0, -1] == IGNORE_INDEX
+    assert torch.equal(following[:, :-1], whole["labels"][:, 1:])
+    assert following[0, -1] == IGNORE_INDEX
     assert all(part["cu_seq_lens_q"] is whole["cu_seq_lens_q"] for part in parts)
 
     assert all(part[LAYOUT_KEY].num_tokens == num_tokens for part in parts)
@@ -62,7 +63,8 @@ def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):
     found = pin_memory(part)[LAYOUT_KEY]
     own = part[LAYOUT_KEY]
     assert {id(own.following), id(own.trained)} <= {id(tensor) for tensor in pinned}
-    assert torch.equal(found.trained, own.trained) and found.trained is not own.trained
+    assert torch.equal(found.trained, own.trained)
+    assert found.trained is not own.trained
     assert (found.degree, found.index, found.checksum) == (own.degree, own.index, own.checksum)
 
 
@@ -74,13 +76,12 @@ def test_rows_are_padded_for_the_ranks_that_share_them(kind, multiple, degree):
     collate = PackCollator(kind(multiple))
     whole = kind(math.lcm(multiple or 1, degree))(found)
     num_rows = whole["input_ids"].shape[1]
-    assert (
-        num_rows % degree == 0 and num_rows % (multiple or 1) == 0 and collate(found)["input_ids"].shape[1] < num_rows
-    )
+    assert num_rows % degree == 0
+    assert num_rows % (multiple or 1) == 0
+    assert collate(found)["input_ids"].shape[1] < num_rows
     parts = [collate(RankShare(found, degree, index)) for index in range(degree)]
     for name in ("input_ids", "position_ids", "seq_idx"):
         assert torch.equal(torch.cat([part[name] for part in parts], dim=1), whole[name])
     for part in parts:
-        assert torch.equal(part["cu_seq_lens_k"], whole["cu_seq_lens_k"]) and part["layout"].shares_rows == (
-            kind is PrefixCollator
-        )
+        assert torch.equal(part["cu_seq_lens_k"], whole["cu_seq_lens_k"])
+        assert part["layout"].shares_rows == (kind is PrefixCollator)

@@ -123,7 +123,8 @@ def test_nothing_is_remembered_of_documents_that_are_gone(monkeypatch):
         waiting -= len(pack)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (seen == 1).all() and most <= buffer_size + 100
+    assert (seen == 1).all()
+    assert most <= buffer_size + 100
     assert peak < 4 * num, "a list of all lengths would take 8 bytes for each"
 
 
@@ -234,7 +235,9 @@ def test_a_restart_goes_on_with_the_same_batches(source, workers, num_points):
             states[step - 1] = saved_and_loaded(whole.state_dict(step - 1))
         if step in points:
             states[step] = saved_and_loaded(whole.state_dict(step))
-    assert whole.num_passes >= 2 and end_of_pass and len(states) >= num_points
+    assert whole.num_passes >= 2
+    assert end_of_pass
+    assert len(states) >= num_points
     for step, state in states.items():
         resumed = stream()
         resumed.load_state_dict(state, num_skipped=2 * step)
@@ -259,7 +262,8 @@ def test_a_restart_keeps_the_ledger_and_reads_nothing_twice():
     resumed = make_stream(source(), **SIZE)
     resumed.load_state_dict(state)
     next(iter(resumed))
-    assert FIRST_ID not in read and len(read) <= 2 * CHUNK
+    assert FIRST_ID not in read
+    assert len(read) <= 2 * CHUNK
     assert resumed.state_after(31)["counts"].packs == 31
     assert resumed.state_after(30)["counts"] == cut.state_after(30)["counts"]
 
@@ -350,7 +354,8 @@ def test_workers_read_the_rest_of_a_pass_and_a_restart_within_it_is_exact():
         expected.append(numbers(batch))
         if one.num_steps == 9:
             state = saved_and_loaded(one.state_dict(9))
-    assert len(state["parts"]) == 4 and len(expected) > 10
+    assert len(state["parts"]) == 4
+    assert len(expected) > 10
     seen.update(chain.from_iterable(expected))
     assert seen == dict.fromkeys(range(len(TABLE)), 1)
     again = make_stream(dataset, num_workers=2, **SIZE)
@@ -387,7 +392,8 @@ def test_documents_keep_their_sources_and_weights_on_other_ranks():
     assert len(documents) > 60
     for document in documents:
         (number,) = numbers([document])
-        assert document["document_sources"] == f"from {number % 3}" and document["document_weights"] == number
+        assert document["document_sources"] == f"from {number % 3}"
+        assert document["document_weights"] == number
 
 
 FORMS = {
@@ -409,7 +415,8 @@ def test_a_stream_trains_on_the_documents_of_the_table(form, tmp_path):
             break
     assert sorted(got) == expected
     run.train()
-    assert run.state.global_step == 2 and np.isfinite(run.state.log_history[-1]["train_loss"])
+    assert run.state.global_step == 2
+    assert np.isfinite(run.state.log_history[-1]["train_loss"])
 
 
 def test_the_report_counts_the_tokens_that_were_trained_not_those_that_were_read(tmp_path):
@@ -436,7 +443,8 @@ def test_the_report_counts_the_tokens_that_were_trained_not_those_that_were_read
     resumed = trainer(tmp_path / "resumed", stream, max_steps=5)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.packing_report.num_trained_tokens == report.num_trained_tokens
-    assert resumed.packing_report.ledger == report.ledger and resumed.state.epoch == whole.state.epoch
+    assert resumed.packing_report.ledger == report.ledger
+    assert resumed.state.epoch == whole.state.epoch
 
 
 def test_a_checkpoint_without_a_position_of_the_stream_is_refused(tmp_path):
@@ -457,7 +465,8 @@ def test_ignore_data_skip_begins_the_stream_anew_and_can_be_saved_again(tmp_path
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     folders = tmp_path / "checkpoint-2", tmp_path / "anew/checkpoint-4"
     before, after = (torch.load(stream_file(folder, 0), weights_only=True) for folder in folders)
-    assert before["counts"] == after["counts"] and before["num_steps"] + 2 == after["num_steps"]
+    assert before["counts"] == after["counts"]
+    assert before["num_steps"] + 2 == after["num_steps"]
 
 
 def test_the_report_says_what_is_known(tmp_path, capsys):
@@ -475,9 +484,12 @@ def test_the_report_says_what_is_known(tmp_path, capsys):
     assert running == [0, 1, 2]
     before, after = capsys.readouterr().out.split("Packing report\n")[1:]
     for text in (before, after):
-        assert "a stream of unknown length" in text and "3 (max_steps)" in text and "passed: changing" in text
+        assert "a stream of unknown length" in text
+        assert "3 (max_steps)" in text
+        assert "passed: changing" in text
         assert "uneven lengths in the first and last documents of each pass" in " ".join(text.split())
-    assert "  efficiency " not in before and "truncated" not in before
+    assert "  efficiency " not in before
+    assert "truncated" not in before
     for text in (r"read +300 documents", r"trained .* in 3 packs", "efficiency", "trained tokens are lost: raise"):
         assert re.search(text, after), text
 

@@ -61,7 +61,8 @@ def by_hand(row, k, tokenizer):
     messages = [{key: v for key, v in message.items() if v is not None} for message in row["messages"]]
     prompt = tokenizer.apply_chat_template(messages[:k], add_generation_prompt=True, return_dict=False)
     tokens = tokenizer.apply_chat_template(messages[: k + 1], return_dict=False)
-    assert tokens[: len(prompt)] == prompt and len(tokens) > len(prompt)
+    assert tokens[: len(prompt)] == prompt
+    assert len(tokens) > len(prompt)
     return tokens, [-100] * len(prompt) + tokens[len(prompt) :]
 
 
@@ -102,12 +103,14 @@ def test_each_turn_is_one_sample_with_the_prompt_that_generation_sees(template, 
         prompt = tokenizer.apply_chat_template(
             messages[:turn], tools=json.loads(TOOLS), add_generation_prompt=True, return_dict=False
         )
-        assert tokens[:first] == prompt and tokens[first:] == trained
+        assert tokens[:first] == prompt
+        assert tokens[first:] == trained
         said = tokenizer.decode(trained)
         for mark in ("A", "T"):  # of this turn and of no other
             marks = [f"<{mark}{i}>" for i in conversation.turns if f"<{mark}{i}>" in said]
             assert marks == [f"<{mark}{turn}>"] * (f"<{mark}{turn}>" in json.dumps(messages[turn]))
-        assert said.endswith(ENDS[template]) and "Q" not in said
+        assert said.endswith(ENDS[template])
+        assert "Q" not in said
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +142,8 @@ def test_samples_are_rows_of_trl_wherever_the_prompt_is_their_beginning(template
             "llava"
         )
         return
-    assert rows_of_trl(rows, tokenizer) == ours and len(ours) == 3
+    assert rows_of_trl(rows, tokenizer) == ours
+    assert len(ours) == 3
     assert "is not a prefix" not in caplog.text
 
 
@@ -184,12 +188,15 @@ def test_a_turn_follows_its_prompt_where_the_template_drops_thoughts_of_the_hist
         num_changed += not whole.startswith(prompt)
         tokens, labels = conversation.sample(turn, tokenizer)
         texts[turn] = tokenizer.decode([token for token in labels if token != -100])
-        assert tokenizer.decode(tokens) == prompt + texts[turn] and whole.endswith(texts[turn])
-    assert num_changed == 1 and "<T4>" not in whole
+        assert tokenizer.decode(tokens) == prompt + texts[turn]
+        assert whole.endswith(texts[turn])
+    assert num_changed == 1
+    assert "<T4>" not in whole
     assert ["<T2>" in texts[1], "<T4>" in texts[3], "A6" in texts[5], "A8" in texts[7]] == [True] * 4
     assert all("Q" not in text and "R" not in text and text.count("<T") <= 1 for text in texts.values())
     if template != EMPTIED:  # which renders an answer without its thought, too
-        assert "<T6>" in texts[5] and "<T8>" in texts[7]
+        assert "<T6>" in texts[5]
+        assert "<T8>" in texts[7]
 
 
 def test_forms_of_rows():
@@ -200,11 +207,14 @@ def test_forms_of_rows():
         m["content"] for m in messages
     ]
     split = Conversation.from_row({"prompt": messages[:3], "completion": messages[3:]})
-    assert plain.turns == [1, 3] and split.turns == [3] and split.messages == plain.messages
+    assert plain.turns == [1, 3]
+    assert split.turns == [3]
+    assert split.messages == plain.messages
     assert split.sample(3, CHATML) == plain.sample(3, CHATML)
     greeting = Conversation.from_row({"messages": [answer("hello"), *chat(1)]})
     said = CHATML.decode(greeting.sample(0, CHATML)[0])
-    assert said == "<|im_start|>assistant\nhello<|im_end|>\n" and greeting.turns == [0, 2]
+    assert said == "<|im_start|>assistant\nhello<|im_end|>\n"
+    assert greeting.turns == [0, 2]
     row = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
     with pytest.raises(ValueError, match=r"the prompt of `messages\[3\]` with .*continues with .*T2"):
         Conversation.from_row(row).sample(3, TOKENIZERS["qwen3"])  # it thinks although its prompt says that it does not
@@ -228,8 +238,10 @@ def test_training_and_evaluation_have_each_turn_once(tmp_path):
         if packing:
             assert all_documents(run) == sorted(expected)
             report, ledger = run.packing_report, run.packing_report.ledger
-            assert ledger.given.documents == len(expected) + 1 and ledger.kept.documents == len(expected)
-            assert ledger.dropped["untrained"].documents == 1 and ledger.dropped["untrained"].tokens > 20
+            assert ledger.given.documents == len(expected) + 1
+            assert ledger.kept.documents == len(expected)
+            assert ledger.dropped["untrained"].documents == 1
+            assert ledger.dropped["untrained"].tokens > 20
             assert dict(report.lines())["conversations"] == (
                 f"11, one document for each of their {len(expected)} assistant turns; 1 without an assistant turn"
             )
@@ -299,7 +311,10 @@ def test_one_condition_makes_the_template_of_deepseek_r1_keep_the_thoughts_of_th
     assert tokenizer.chat_template.count(before) == 1
     tokenizer.chat_template = tokenizer.chat_template.replace(before, after)
     texts = [tokenizer.decode(conversation.sample(turn, tokenizer)[0]) for turn in conversation.turns]
-    assert "T1." in texts[0] and "T1." not in texts[1] and "A1." in texts[1] and "T2." in texts[1]
+    assert "T1." in texts[0]
+    assert "T1." not in texts[1]
+    assert "A1." in texts[1]
+    assert "T2." in texts[1]
 
 
 BAD = [user("x"), answer("<think>\nthoughts\n</think>\n\nno"), user("y"), answer("yes")]
@@ -328,7 +343,8 @@ def test_a_turn_after_another_prompt_is_named_or_dropped(tmp_path, caplog):
     num = len(turns_of(data))
     run.get_train_dataloader()
     ledger, report = run.packing_report.ledger, run.packing_report
-    assert ledger.dropped["bad_row"].documents == 2 and ledger.kept.documents == num - 2
+    assert ledger.dropped["bad_row"].documents == 2
+    assert ledger.kept.documents == num - 2
     assert "2 turns cannot be rendered" in dict(report.lines())["conversations"]
     with pytest.raises(ValueError, match=r"2 of 2 rows of the train dataset .*Row 0: `messages` is None"):
         data = Dataset.from_list([{"messages": None}, {"messages": [user(None), answer("a")]}])
@@ -348,7 +364,8 @@ def test_streams_are_split_while_they_are_read(tmp_path):
     assert max(read) < 10, "a stream is read before training"
     batches = [documents_of(batch) for batch in islice(run.get_train_dataloader(), 3)]
     expected = [by_hand(row, k, TOKENIZERS["qwen3"]) for row, k in turns_of(chats(60))]
-    assert all(document in expected for batch in batches for document in batch) and sum(map(len, batches)) > 4
+    assert all(document in expected for batch in batches for document in batch)
+    assert sum(map(len, batches)) > 4
 
 
 MESSAGES, TEXT = Dataset.from_list([{"messages": chat(1)}] * 2), Dataset.from_dict({"text": ["a"]})
@@ -398,10 +415,11 @@ def test_prepare_and_plan_count_conversations_and_turns(tmp_path, capsys):
     assert main(["prepare", *words, "--output", str(tmp_path / "table"), "--json"]) == 0
     said = capsys.readouterr()
     manifest = json.loads(said.out)
-    assert (
-        manifest["conversations"] == 19 and manifest["rows"] == num + 1 + bad - 2 and manifest["settings"]["per_turn"]
-    )
-    assert manifest["documents_without_a_trained_token"] == 1 and manifest["bad_rows_dropped"] == 2
+    assert manifest["conversations"] == 19
+    assert manifest["rows"] == num + 1 + bad - 2
+    assert manifest["settings"]["per_turn"]
+    assert manifest["documents_without_a_trained_token"] == 1
+    assert manifest["bad_rows_dropped"] == 2
     assert f"11, one document for each of their {num} assistant turns; 1 without an assistant turn" in said.err
     table = load_from_disk(tmp_path / "table")
     assert table.column_names == ["input_ids", "labels"]

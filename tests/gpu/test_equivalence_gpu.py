@@ -31,4 +31,6 @@ def test_packs_are_as_far_from_fp32_as_unpacked_training_is(name, tmp_path, monk
     error, rounding = (
         weight_difference(found["end"], exact["end"], exact["start"], least_change=0.1) for found in (packed, unpacked)
     )
-    assert packed["proof"][:2] == (True, True) and rounding > 1e-4 and error <= 3 * rounding + 1e-3
+    assert packed["proof"][:2] == (True, True)
+    assert rounding > 1e-4
+    assert error <= 3 * rounding + 1e-3

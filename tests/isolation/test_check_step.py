@@ -114,7 +114,8 @@ def test_a_gap_of_numbers_that_are_not_finite_is_infinite(value, place):
 def test_a_fault_breaks_its_law_first(fault, law):
     report = report_of(fault)
     assert report.broken[:1] == (law,)
-    assert max(each.error for each in report.laws) > 1e-2 and f"BROKEN  {law}" in str(report)
+    assert max(each.error for each in report.laws) > 1e-2
+    assert f"BROKEN  {law}" in str(report)
     if fault in loops.THREADS and law != "scale":  # all but a constant factor is found without a reference, too
         assert report_of(fault, has_reference=False).broken[:1] == (law,)
 
@@ -176,7 +177,8 @@ def test_a_step_that_raises_without_a_target_breaks_the_last_law():
         right(micro_batches)
 
     report = check_step(step, collate, loops.documents(), model)
-    assert report.broken == ("masked",) and "the step raised RuntimeError: empty" in str(report)
+    assert report.broken == ("masked",)
+    assert "the step raised RuntimeError: empty" in str(report)
 
 
 # Real models
@@ -250,5 +252,6 @@ def on_two_ranks(folder: Path) -> None:
 def test_two_ranks(tmp_path):
     assert fork_ranks(2, partial(on_two_ranks, tmp_path))
     found = torch.load(tmp_path / "found.pt")
-    assert found[""] == () and found["times the ranks"][0] == "scale"
+    assert found[""] == ()
+    assert found["times the ranks"][0] == "scale"
     assert found["divided by the tokens of a rank"] == ("grouping",)

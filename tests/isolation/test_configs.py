@@ -115,8 +115,11 @@ def check_training(file, folder, dtype=torch.float32):
             trained(file, folder, stock, dtype)
         pytest.skip(f"stock TRL cannot train it: {error}")
     losses = [log["loss"] for log in run.state.log_history if "loss" in log]
-    assert len(losses) == 2 and all(map(isfinite, losses)) and losses[0] != losses[1]
-    assert run.packed_model.is_proved and not run.packed_model.is_unpacked
+    assert len(losses) == 2
+    assert all(map(isfinite, losses))
+    assert losses[0] != losses[1]
+    assert run.packed_model.is_proved
+    assert not run.packed_model.is_unpacked
     said = run.packing_report.first_step
     assert re.match(r"loss .* packed, .*; gradients", said), said
 
@@ -126,7 +129,8 @@ def test_is_proved_in_bf16(tiny_config):
     if tiny_config.stem in NOT_BUILT:
         pytest.skip(NOT_BUILT[tiny_config.stem])
     report = proved(build(tiny_config, torch.bfloat16), torch.bfloat16)[1]
-    assert report.isolated and report.equal, report.summary()
+    assert report.isolated, report.summary()
+    assert report.equal, report.summary()
 
 
 def test_trains_packed_as_unpacked(tiny_config, tmp_path):
@@ -152,7 +156,8 @@ def test_the_config_alone_is_judged_as_the_tiny_model(full_config, tmp_path):
     tiny = full_config.parent.parent / "tiny" / full_config.name
     if tiny.exists() and full_config.stem not in JUDGED_APART:
         packed, report = proved(build(tiny), torch.float32)
-        assert report.isolated and report.equal
+        assert report.isolated
+        assert report.equal
         assert {repair.module for repair in packed.repaired} == {r.module for r in result.in_training.repaired}
 
 
@@ -193,20 +198,26 @@ def test_a_leak_by_real_rope_is_found_from_the_config_alone(tmp_path):
 def test_only_sizes_shrink():
     given = AutoConfig.for_model(**LONGROPE)
     found = tiny_model(given).config
-    assert found.num_hidden_layers == 2 and found.hidden_size == 32 and found.vocab_size == 128
-    assert found.eos_token_id == [7, 8, 9] and found.sliding_window is None
-    assert found.original_max_position_embeddings == 256 and found.max_position_embeddings == 4096
+    assert found.num_hidden_layers == 2
+    assert found.hidden_size == 32
+    assert found.vocab_size == 128
+    assert found.eos_token_id == [7, 8, 9]
+    assert found.sliding_window is None
+    assert found.original_max_position_embeddings == 256
+    assert found.max_position_embeddings == 4096
     assert found.rope_parameters["rope_type"] == "longrope"
     assert found.rope_parameters["long_factor"] == [given.rope_parameters["long_factor"][i] for i in (0, 12, 24, 36)]
     granite = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
     found = tiny_model(AutoConfig.for_model("granite", attention_multiplier=0.0078125, **granite)).config
-    assert {name: getattr(found, name) for name in granite} == granite and found.attention_multiplier == 0.0078125
+    assert {name: getattr(found, name) for name in granite} == granite
+    assert found.attention_multiplier == 0.0078125
     jitter = AutoConfig.for_model("phimoe", router_jitter_noise=0.01, rope_parameters={"rope_theta": 1e4})
     assert tiny_model(jitter).config.router_jitter_noise == 0.01
     silu = AutoConfig.for_model("llama", num_hidden_layers=4, layer_pattern="MEM*")  # a character for each layer
     assert (tiny_model(silu).config.hidden_act, tiny_model(silu).config.layer_pattern) == ("silu", "ME")
     nope = AutoConfig.for_model("smollm3", no_rope_layers=[1, 1, 1, 0] * 9, pad_token_id=0)
-    assert tiny_model(nope).config.no_rope_layers == [1, 1, 1, 0] and tiny_model(nope).config.num_hidden_layers == 4
+    assert tiny_model(nope).config.no_rope_layers == [1, 1, 1, 0]
+    assert tiny_model(nope).config.num_hidden_layers == 4
 
 
 def test_a_layer_of_each_kind_stays():

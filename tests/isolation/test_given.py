@@ -64,8 +64,10 @@ def test_a_selection_that_our_attention_leaves_out_is_seen(monkeypatch):
     monkeypatch.setattr(varlen, "_check_arguments", lambda module, kwargs: None)
 
     report = proved(zoo.build_model(MINIMAX), on_leak="raise")[1]
-    assert report.attention == ATTENTION_NAME and report.isolated
-    assert not report.equal and report.max_difference > 0.1
+    assert report.attention == ATTENTION_NAME
+    assert report.isolated
+    assert not report.equal
+    assert report.max_difference > 0.1
     monkeypatch.setattr(Probe, "as_given", lambda self, length: self.evaluating())
     report = proved(zoo.build_model(MINIMAX), on_leak="raise")[1]
     assert report.equal, "the fault must be invisible without the model's own attention"
@@ -105,7 +107,8 @@ def test_documents_alone_run_on_the_given_attention_and_the_model_gets_ours_back
 def test_a_model_with_our_attention_is_compared_with_that_of_transformers():
     model = build_tiny_model()
     set_attention(model, ATTENTION_NAME)
-    assert Probe(model).user_attention == "sdpa" and check_isolation(model, max_length=64).equal
+    assert Probe(model).user_attention == "sdpa"
+    assert check_isolation(model, max_length=64).equal
 
 
 def test_a_long_document_does_not_run_on_eager(monkeypatch):
@@ -125,13 +128,16 @@ def test_a_long_document_does_not_run_on_eager(monkeypatch):
 def test_minimax_m3_keeps_its_own_attention_and_selects_blocks():
     model = zoo.build_model(MINIMAX)
     packed, report = proved(model)
-    assert report.isolated and report.equal and packed.attention.name == "sdpa"
+    assert report.isolated
+    assert report.equal
+    assert packed.attention.name == "sdpa"
     assert "block_indices" in packed.attention.reason
     assert [(repair.module, repair.way) for repair in packed.repaired] == [
         ("MiniMaxM3VLAttention", "as rows of a padded batch")
     ]
     judgement = Judge(zoo.build_model(MINIMAX)).judge(model)
-    assert judgement.right and 0 < judgement.given < 1e-5
+    assert judgement.right
+    assert 0 < judgement.given < 1e-5
 
 
 def paligemma():
@@ -147,9 +153,14 @@ def test_text_of_paligemma_is_causal_as_in_padded_batches():
         )
     assert (alone - padded).abs().max() > 1e-2, "transformers reads padding no longer: the reference may be simpler"
     packed, report = proved(model)
-    assert report.isolated and report.equal and not packed.repaired and not packed.is_unpacked
+    assert report.isolated
+    assert report.equal
+    assert not packed.repaired
+    assert not packed.is_unpacked
     judgement = Judge(paligemma()).judge(model)
-    assert judgement.right and judgement.given < 1e-5 and judgement.error > 0.1
+    assert judgement.right
+    assert judgement.given < 1e-5
+    assert judgement.error > 0.1
 
 
 def difference_alone(packed, model, lengths):
@@ -185,7 +196,9 @@ def test_the_proof_has_a_pack_of_one_document(monkeypatch):
     monkeypatch.setattr(choice, "own_in_packs", lambda model, name: name)
     model = paligemma()
     packed, report = proved(model, on_leak="raise")
-    assert packed.attention.name == "sdpa" and report.isolated and not report.equal
+    assert packed.attention.name == "sdpa"
+    assert report.isolated
+    assert not report.equal
     assert difference_alone(packed, model, [20, 9]) < 1e-5 < 1e-2 < difference_alone(packed, model, [20])
 
 
@@ -199,7 +212,8 @@ def test_only_models_that_read_ahead_get_padding():
         probe = Probe(model)
         with probe.undisturbed():
             row = probe.make_row(ids)
-            assert row["input_ids"].shape == (1, len(ids) + padding) and ("attention_mask" in row) == bool(padding)
+            assert row["input_ids"].shape == (1, len(ids) + padding)
+            assert ("attention_mask" in row) == bool(padding)
             assert probe.forward_alone(ids).shape[0] == len(ids)
 
 
@@ -234,7 +248,9 @@ def test_thresholds_are_in_tokens(model_type, fields, expected):
 def test_a_model_that_reads_ahead_is_said_to():
     model = zoo.build_model("xlnet")
     report = proved(model)[1]
-    assert report.isolated and report.equal and report.reads_ahead
+    assert report.isolated
+    assert report.equal
+    assert report.reads_ahead
     assert report.summary().endswith("the model is not causal: a token changes earlier states of its document")
     assert not proved(build_tiny_model())[1].reads_ahead
 
@@ -244,7 +260,8 @@ def test_a_model_whose_values_depend_on_padding_is_refused():
     """CPM-Ant counts tokens that are not 0 and is not causal: padding moves every state."""
     model = zoo.build_model("cpmant")
     report = proved(model)[1]
-    assert not report.equal and report.reads_ahead
+    assert not report.equal
+    assert report.reads_ahead
     with pytest.raises(PackingLeakError, match=r"differ from themselves alone by .*The model is not causal: "):
         report.raise_if_leaking("repair")
 
@@ -261,7 +278,8 @@ def tied(seed):
 @pytest.mark.parametrize("seed", [0, 3])
 def test_ties_of_an_indexer_are_no_leak(seed, monkeypatch):
     report = check_isolation(tied(seed), max_length=64)
-    assert report.isolated and report.equal
+    assert report.isolated
+    assert report.equal
     monkeypatch.setattr("trl_packfix.isolation.check_isolation.FirstOfTies", nullcontext)
     report = check_isolation(tied(seed), max_length=64)
     assert not (report.isolated and report.equal), "this seed has no ties, so it tests nothing"
@@ -279,7 +297,8 @@ def test_an_indexer_that_reads_other_documents_is_a_leak_with_ties_too():
     for indexer in indexers:
         indexer.register_forward_pre_hook(without_boundaries, with_kwargs=True)
     report = check_isolation(model, max_length=64)
-    assert indexers and not (report.isolated and report.equal)
+    assert indexers
+    assert not (report.isolated and report.equal)
     assert max(report.max_change, report.max_difference) > 0.1
 
 
@@ -294,7 +313,8 @@ def test_a_model_that_chooses_blocks_is_proved_beyond_what_it_chooses():
     config.text_config.index_topk, config.text_config.index_kpool = 32, 4
     model = zoo.random_model(lambda: AutoModelForImageTextToText.from_config(config))
     packed, report = proved(model)
-    assert report.equal and any("Attention" in str(repair) for repair in packed.repaired)
+    assert report.equal
+    assert any("Attention" in str(repair) for repair in packed.repaired)
     assert difference_alone(packed, model, [60, 20]) < 1e-5
     packed.restore_own_attention()
     plain, report = proved(model, 35)
@@ -307,4 +327,6 @@ def test_layers_that_share_keys_are_proved():
     """Given a number of logits to keep, transformers computes such layers on these tokens only."""
     layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
     report = check_isolation(zoo.build_model("gemma4_text", num_kv_shared_layers=2, **layers), 64)
-    assert report.isolated and report.equal and report.error is None
+    assert report.isolated
+    assert report.equal
+    assert report.error is None

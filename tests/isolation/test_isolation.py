@@ -67,7 +67,9 @@ def test_what_a_repeated_run_explains_has_a_cap(monkeypatch):
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_the_models_own_masks_pass_too(model, attention):
     report = check_isolation(build_tiny_model(model, attn_implementation=attention), max_length=64)
-    assert report.isolated and report.equal and report.attention == attention
+    assert report.isolated
+    assert report.equal
+    assert report.attention == attention
 
 
 LEAKING = {"mamba": "mixer", "mpt": "attn", "rwkv": "time_shift", "bloom": "self_attention"}
@@ -76,7 +78,8 @@ LEAKING = {"mamba": "mixer", "mpt": "attn", "rwkv": "time_shift", "bloom": "self
 @pytest.mark.parametrize("model, where", LEAKING.items())
 def test_architectures_that_ignore_boundaries_are_found_with_the_place(model, where):
     report = judged(build_tiny_model(model), max_length=64)
-    assert not report.isolated and report.max_gradient > 0
+    assert not report.isolated
+    assert report.max_gradient > 0
     assert where in report.leaks[0].name
     message = f"(?s)changed others by .*Information crosses in .*{where}.*Set `on_leak="
     with pytest.raises(PackingLeakError, match=message):
@@ -164,7 +167,8 @@ def test_batches_under_which_transformers_forgets_the_boundaries_are_found(chang
     assert check_isolation(model, max_length=64).isolated
     model.model.register_forward_pre_hook(lambda m, args, kwargs: change(kwargs) or (args, kwargs), with_kwargs=True)
     report = check_isolation(model, max_length=64)
-    assert not report.isolated and report.leaks[0].name == "model.layers.0.self_attn"
+    assert not report.isolated
+    assert report.leaks[0].name == "model.layers.0.self_attn"
 
 
 @pytest.mark.parametrize("config", [PrefixTuningConfig, PromptTuningConfig])
@@ -172,7 +176,8 @@ def test_prompt_learning_is_found(config):
     model = build_tiny_model("llama", attn_implementation="sdpa")
     model = get_peft_model(model, config(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     report = check_isolation(model, max_length=64)
-    assert not report.isolated and not report.equal
+    assert not report.isolated
+    assert not report.equal
     with pytest.raises(PackingLeakError):
         report.raise_if_leaking()
 
@@ -185,17 +190,21 @@ def test_rope_that_depends_on_length_is_found_through_length_only(rope):
     assert not report.isolated, "its length does"
     beyond = judged(copy.deepcopy(model), max_length=32)
     unreachable = {} if rope is DYNAMIC else {"original_max_position_embeddings": 48}
-    assert beyond.isolated and beyond.unreachable == unreachable
+    assert beyond.isolated
+    assert beyond.unreachable == unreachable
 
 
 @pytest.mark.parametrize("factor", [4.0, 1.01])
 def test_half_precision_does_not_hide_a_leak_through_length(factor):
     """It is below the rounding of bf16 where the model ends, and far above it where positions become angles."""
     report = judged(build_tiny_model("llama", dtype=torch.bfloat16, **longrope(factor)), max_length=200)
-    assert not report.isolated and report.max_change < report.tolerance
+    assert not report.isolated
+    assert report.max_change < report.tolerance
     assert [leak.module for leak in report.leaks] == ["LlamaRotaryEmbedding"]
     report = judged(build_tiny_model("llama", dtype=torch.bfloat16, **longrope(1.0)), max_length=200)
-    assert report.isolated and report.equal and not report.leaks
+    assert report.isolated
+    assert report.equal
+    assert not report.leaks
 
 
 def test_positions_that_are_exact_only_near_the_start_of_a_pack_are_found():
@@ -246,7 +255,8 @@ def test_the_probe_leaves_no_trace(wrap):
     torch.manual_seed(3)
     state = torch.get_rng_state()
     report = check_isolation(model, max_length=64)
-    assert report.isolated and report.equal, "dropout was on"
+    assert report.isolated, "dropout was on"
+    assert report.equal, "dropout was on"
     assert torch.equal(state, torch.get_rng_state())
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -272,7 +282,9 @@ def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path
         results.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
         entries = [entry for entry in run.state.log_history if "loss" in entry]
         logs.append([(entry["loss"], entry["num_tokens"]) for entry in entries])
-    assert torch.equal(*results) and logs[0] == logs[1] and len(logs[0]) == 3
+    assert torch.equal(*results)
+    assert logs[0] == logs[1]
+    assert len(logs[0]) == 3
 
 
 def test_the_trainer_refuses_a_leaking_model_and_the_report_says_so(tmp_path, capsys):
@@ -293,7 +305,9 @@ def test_half_precision_is_judged_by_its_own_rounding(weights, tmp_path):
     run = trainer(tmp_path, texts(), model=build_tiny_model(dtype=weights, **size), max_steps=1, bf16=True)
     run.train()
     found = run.packing_report.isolation
-    assert found.isolated and found.equal and run.packed_model.attention.name == "packfix_varlen"
+    assert found.isolated
+    assert found.equal
+    assert run.packed_model.attention.name == "packfix_varlen"
     assert 1e-3 < found.tolerance < 0.1, "the rounding of fp32 is below 1e-5"
     example = leaking_example()
     model = build_tiny_model(example.model_type, dtype=weights)
@@ -313,7 +327,9 @@ def test_other_roundings_of_half_precision_are_no_leak(name, size):
     """Routers send a token elsewhere for one rounding, and deep models add them up."""
     model = build_tiny_model(name, dtype=torch.bfloat16, vocab_size=200, initializer_range=0.02, **size)
     report = judged(model)
-    assert report.isolated and report.equal and report.max_gradient == 0
+    assert report.isolated
+    assert report.equal
+    assert report.max_gradient == 0
     by_dtype_alone = 4 * torch.finfo(torch.bfloat16).eps
     assert report.max_difference > by_dtype_alone or name == "llama", "the dtype alone explains it"
     assert by_dtype_alone <= report.tolerance <= 0.5
@@ -333,7 +349,8 @@ def test_half_precision_does_not_hide_a_leak_of_a_few_percent_in_one_layer(layer
 
     model.model.layers[layer].self_attn.register_forward_hook(mix)
     report = check_isolation(model)
-    assert not report.isolated and report.max_change < report.tolerance
+    assert not report.isolated
+    assert report.max_change < report.tolerance
     assert [leak.name for leak in report.leaks] == [f"model.layers.{layer}.self_attn"]
 
 
@@ -346,7 +363,8 @@ def test_lots_fall_the_same_in_every_run():
         drawn.clear()
         for _ in range(2):
             probe.forward_packed([probe.tokens(5)])
-    assert len(drawn) == 2 and torch.equal(*drawn)
+    assert len(drawn) == 2
+    assert torch.equal(*drawn)
 
 
 @pytest.mark.parametrize("longest, said", [(0, "raises without packing, too"), (13, "refuses a pack")])
@@ -359,20 +377,23 @@ def test_what_a_row_raises_is_no_fault_of_packs(longest, said):
 
     model.model.layers[0].register_forward_pre_hook(fail)
     report = check_isolation(model)
-    assert report.summary() == f"the model {said}: no pinned memory" and report.runs_unpacked is bool(longest)
+    assert report.summary() == f"the model {said}: no pinned memory"
+    assert report.runs_unpacked is bool(longest)
 
 
 def test_noise_of_neftune_does_not_blind_the_probe(tmp_path):
     run = trainer(tmp_path, texts(), max_steps=1, neftune_noise_alpha=5.0, on_leak="raise")
     run.train()
-    assert run.packing_report.isolation.isolated and run.packing_report.isolation.tolerance < 1e-5
+    assert run.packing_report.isolation.isolated
+    assert run.packing_report.isolation.tolerance < 1e-5
 
 
 @pytest.mark.parametrize("eos", [[2], [2, 290, 299]])
 def test_a_config_may_name_several_ends_of_a_text(eos):
     model = build_tiny_model(eos_token_id=eos, image_token_id=250)
     report = judged(model, max_length=64)
-    assert report.isolated and report.equal
+    assert report.isolated
+    assert report.equal
     tokens = set(Probe(model).tokens(20_000).tolist())
     assert tokens == set(range(3, 300)) - {*eos, 250}, "the probe's documents hold special tokens, or few others"
 
@@ -399,7 +420,8 @@ def test_each_kind_of_layer_may_have_rope_of_its_own():
     model = build_tiny_model("gemma3", rope_parameters={"sliding_attention": plain, "full_attention": long})
     assert thresholds(model.config, 1024, 13)[0] == {"sliding_window": 16, "original_max_position_embeddings": 48}
     report = judged(model, max_length=64)
-    assert not report.isolated and [leak.module for leak in report.leaks] == ["Gemma3RotaryEmbedding"]
+    assert not report.isolated
+    assert [leak.module for leak in report.leaks] == ["Gemma3RotaryEmbedding"]
 
 
 def test_what_lies_beyond_the_positions_of_the_model_is_no_threshold_of_a_shorter_run():
@@ -428,7 +450,9 @@ def test_randomness_of_a_forward_is_no_leak_and_hides_none():
     first, second = (model.train()(tokens, use_cache=False).logits for _ in range(2))
     assert (first - second).abs().max() > 1e-3, "nothing is random"
     report = judged(model, max_length=64)
-    assert report.isolated and report.equal and report.tolerance < 1e-5
+    assert report.isolated
+    assert report.equal
+    assert report.tolerance < 1e-5
     assert all(module.training for module in model.modules())
     model.model.layers[1].mlp = PreviousToken(mlp)
     report = judged(model, max_length=64)
@@ -440,7 +464,9 @@ def test_a_router_that_samples_its_experts_is_no_leak():
     settings = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_theta": 10000.0}}
     model = build_tiny_model("phimoe", router_jitter_noise=0.5, input_jitter_noise=0.3, **settings)
     report = judged(model, max_length=64)
-    assert report.isolated and report.equal and report.tolerance < 1e-5
+    assert report.isolated
+    assert report.equal
+    assert report.tolerance < 1e-5
 
 
 class Choice(torch.nn.Module):
@@ -477,7 +503,8 @@ def test_a_near_tie_is_no_leak(monkeypatch):
         pytest.skip("on this machine packs round as documents alone")
     choice.edge = sum(pairs[0]) / 2
     report = judged(model, max_length=64)
-    assert report.isolated and report.equal, "one rounding was taken for a leak"
+    assert report.isolated, "one rounding was taken for a leak"
+    assert report.equal, "one rounding was taken for a leak"
     monkeypatch.setattr(isolation, "_explain_by_rounding", lambda *_, **__: None)
     assert not judged(model, max_length=64).equal, "nothing was near a tie"
     monkeypatch.undo()

@@ -94,8 +94,10 @@ def test_the_probe_sees_keys_without_a_gradient():
         layer.self_attn.v_proj.register_forward_hook(detach_shared)
         layer.self_attn.k_proj.register_forward_hook(detach_shared)
     found = check_packs(model, 64, shares=True)
-    assert found.equal and found.max_difference < found.tolerance
-    assert found.max_gradient > 1e-2 and not found.isolated
+    assert found.equal
+    assert found.max_difference < found.tolerance
+    assert found.max_gradient > 1e-2
+    assert not found.isolated
 
 
 @pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
@@ -112,7 +114,8 @@ def test_documents_under_other_attention_softcap_and_dropout_are_packed_whole(mo
     model = zoo.build_model(model_type, **config)
     packed = packed_model(model, **settings)
     packed.prove(model)
-    assert packed.is_proved and not packed.repaired
+    assert packed.is_proved
+    assert not packed.repaired
     assert reason in packed.prove_prefixes(model)
 
 
@@ -122,7 +125,8 @@ def test_the_judge_sees_a_lost_prefix():
     packed = packed_model(model)
     packed.prove(model)
     right = judge.judge(model)
-    assert right.right and right.error > 0
+    assert right.right
+    assert right.error > 0
     assert judge.judge(model, lambda documents: lost_prefix(with_prefixes(documents))).error > 1e-2
 
 
@@ -143,15 +147,18 @@ def test_a_trainer_shares_prefixes_only_where_that_is_proved(tmp_path, caplog):
     logging.set_verbosity_warning()
     _, whole = rows_trained(tmp_path / "off")
     run, shared = rows_trained(tmp_path / "pack", share_prefixes="pack")
-    assert run.data.shares_prefixes and run.packed_model.prefixes_are_proved
+    assert run.data.shares_prefixes
+    assert run.packed_model.prefixes_are_proved
     assert all(a < b for a, b in zip(shared, whole, strict=True))
     bloom = zoo.build_model("bloom")
     bloom.resize_token_embeddings(300)
     with caplog.at_level("WARNING"):
         logging.get_logger("trl_packfix").propagate = True
         run, unshared = rows_trained(tmp_path / "bloom", model=bloom, share_prefixes="pack")
-    assert not run.data.shares_prefixes and unshared == whole
-    assert 'Documents are packed whole: `share_prefixes="pack"`' in caplog.text and "repaired" in caplog.text
+    assert not run.data.shares_prefixes
+    assert unshared == whole
+    assert 'Documents are packed whole: `share_prefixes="pack"`' in caplog.text
+    assert "repaired" in caplog.text
     assert dict(run.packing_report.lines())["common prefixes"].startswith("not shared: these modules are repaired")
 
 
@@ -175,7 +182,8 @@ def test_evaluation_before_training_proves_first(tmp_path):
     shared = run.evaluate()["eval_loss"]
     assert run.packed_model.prefixes_are_proved
     whole = trainer(tmp_path, ALIKE, trainer_kwargs={"eval_dataset": ALIKE}).evaluate()["eval_loss"]
-    assert shared == pytest.approx(whole, rel=1e-6) and shared > 1
+    assert shared == pytest.approx(whole, rel=1e-6)
+    assert shared > 1
 
 
 @pytest.mark.parametrize("users", ["sdpa", "flash_attention_2"])
@@ -185,5 +193,6 @@ def test_attention_that_looks_up_keys_is_chosen_on_cuda(users, monkeypatch):
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr(attention, "cuda_varlen_problem", lambda: None)
     packed = PackedModel(model, torch.bfloat16, "cuda", 64, shares_prefixes=True)
-    assert packed.attention.name == ATTENTION_NAME and packed.attention.is_flash
+    assert packed.attention.name == ATTENTION_NAME
+    assert packed.attention.is_flash
     assert ("does not look up" in packed.attention.reason) is ("flash" in users)

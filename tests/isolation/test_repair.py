@@ -48,7 +48,8 @@ def test_restarted_positions_need_no_groups_of_documents(monkeypatch):
 def test_rope_that_depends_on_length_is_computed_for_each_document(rope, dtype):
     model = build_tiny_model("llama", dtype=dtype, **rope)
     report = packed_model(model).prove(model)
-    assert report.isolated and report.equal
+    assert report.isolated
+    assert report.equal
     assert [(x.module, x.way) for x in report.repaired] == [("LlamaRotaryEmbedding", "one after the other")]
 
 
@@ -63,7 +64,8 @@ def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, monkeypatch):
     with torch.no_grad():
         alone = model.eval()(batch["input_ids"][:, -40:]).logits
     report = packed_model(model).prove(model)
-    assert report.isolated and report.equal
+    assert report.isolated
+    assert report.equal
     with torch.no_grad():
         error = (model.eval()(**batch).logits[:, -40:] - alone).abs().max() / alone.abs().max()
     assert ([repair.module for repair in report.repaired] == ["FalconModel"]) == is_seen
@@ -82,7 +84,8 @@ def test_a_repair_around_the_decoder_is_seen_in_long_packs():
         before = probe.forward_packed(documents)
         RepairedModule(model.model, axes, RepairMode(rows=False, positions=True)).install()
         after = probe.forward_packed(documents)
-    assert [len(states) for states in after] == [7, 20, 9] and before[1].shape == after[1].shape
+    assert [len(states) for states in after] == [7, 20, 9]
+    assert before[1].shape == after[1].shape
 
 
 HALF = "bloom openai-gpt blenderbot-small phimoe gpt_oss".split()
@@ -97,10 +100,13 @@ def test_what_leaks_in_half_precision_is_repaired_under_an_engine_too(model_type
     with monkeypatch.context() as engine:
         engine.setattr("trl_packfix.isolation.probe.Probe.gradient", lambda *_: None)
         packed = packed_model(model)
-        assert packed.prove(model).isolated and not packed.is_unpacked
+        assert packed.prove(model).isolated
+        assert not packed.is_unpacked
     assert bool(packed.repaired) == (model_type not in ("phimoe", "mixtral", "gpt_oss"))
     again = check_isolation(model.float(), max_length=64)
-    assert again.isolated and again.equal and again.tolerance < 1e-5
+    assert again.isolated
+    assert again.equal
+    assert again.tolerance < 1e-5
 
 
 @pytest.mark.slow
@@ -111,7 +117,8 @@ def test_experts_choices_and_lots_are_no_leak_under_autocast(model_type, monkeyp
     packed = packed_model(zoo.build_model(model_type))
     with torch.autocast("cpu", torch.bfloat16):
         assert packed.prove(packed.model).isolated
-    assert not packed.repaired and not packed.is_unpacked
+    assert not packed.repaired
+    assert not packed.is_unpacked
 
 
 def gradients(model, batch):
@@ -204,11 +211,14 @@ def test_the_report_says_what_was_repaired_and_the_state_keeps_it(tmp_path, caps
     run.train()
     shown = capsys.readouterr().out
     assert f"2 {example.module} ({example.first}) as rows of a padded batch" in shown
-    assert "passed: " in shown and "UNPACKED" not in shown
-    assert "isolation/max_change" not in shown and "train_loss" in shown, "the report shows these numbers"
+    assert "passed: " in shown
+    assert "UNPACKED" not in shown
+    assert "isolation/max_change" not in shown, "the report shows these numbers"
+    assert "train_loss" in shown, "the report shows these numbers"
     run.save_state()
     (entry,) = [each for each in run.state.log_history if "isolation/max_change" in each]
-    assert entry["isolation/repaired_modules"] == 2 and entry["isolation/unpacked"] == 0
+    assert entry["isolation/repaired_modules"] == 2
+    assert entry["isolation/unpacked"] == 0
     assert 0 <= entry["isolation/max_change"] <= entry["isolation/tolerance"] < 1e-5
     assert entry in json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
 
@@ -221,7 +231,9 @@ def test_padding_stays_bounded_in_a_repaired_module():
     linear = next(each for each in example.attention_of(model).modules() if isinstance(each, torch.nn.Linear))
     linear.register_forward_hook(lambda m, args, out: seen.append(math.prod(out.shape[:-1])))
     model(**pack([200] + [5] * 60))
-    assert len(seen) == 2 and max(seen) <= 500 and sum(seen) < 2 * 500  # as rows of one batch: 61 x 200
+    assert len(seen) == 2  # as rows of one batch: 61 x 200
+    assert max(seen) <= 500
+    assert sum(seen) < 2 * 500
 
 
 def test_router_logits_of_repaired_layers_are_those_of_the_tokens():

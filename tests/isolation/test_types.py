@@ -94,7 +94,9 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     packed_model = PackedModel(model, torch.float32, "cpu", 64)
     report = packed_model.prove(model)
-    assert report.passed and packed_model.is_proved and not packed_model.is_unpacked
+    assert report.passed
+    assert packed_model.is_proved
+    assert not packed_model.is_unpacked
     assert {repair.module: repair.way for repair in packed_model.repaired} == wanted.repaired
     judge = Judge(pristine, decides_only=True)
     found = judge.judge(model)
@@ -103,7 +105,8 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
         found = judge.judge(model, static)
         assert found.right, found
     after = model.state_dict()
-    assert after.keys() == weights.keys() and all(torch.equal(after[name], weights[name]) for name in weights)
+    assert after.keys() == weights.keys()
+    assert all(torch.equal(after[name], weights[name]) for name in weights)
     if wanted.shares is not None:
         reason = packed_model.prove_prefixes(model)
         assert (reason is None) is wanted.shares, reason
@@ -115,7 +118,8 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
         with in_double():
             found = PrefixJudge(pristine).compare(model, torch.float64)
         limit = 1e-6 if model_type == "qwen3_moe" else 1e-13  # its router has a softmax in fp32
-        assert found.refusal is None and 0 < found.error < limit, found
+        assert found.refusal is None, found
+        assert 0 < found.error < limit, found
     packed_model.restore_own_attention()
     assert not packed_forwards
     assert not wanted.repaired or not check_isolation(model, max_length=64).passed, "rest restores the model"
@@ -152,6 +156,7 @@ def test_the_judge_takes_no_rounding_for_an_error(monkeypatch):
 def test_packs_of_one_shape_without_our_attention(model_type, settings):
     model = zoo.build_model(model_type)
     packed_model = PackedModel(model, torch.float32, "cpu", 64, **settings)
-    assert packed_model.prove(model).passed and packed_model.is_unpacked is ("on_leak" in settings)
+    assert packed_model.prove(model).passed
+    assert packed_model.is_unpacked is ("on_leak" in settings)
     found = Judge(zoo.build_model(model_type), decides_only=True).judge(model, static)
     assert found.right, found

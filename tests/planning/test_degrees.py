@@ -124,7 +124,9 @@ def test_the_exchange_sends_what_ulysses_sends():
 def test_heads_that_do_not_divide_take_longer_and_images_are_divided():
     odd = CostModel(3.0, 7.0, windows=((4, 7.0),), attention=(HeadCounts(1, 28, 4, 128, 128),))
     costs = odd.shared_by(8)
-    assert costs.per_token == 3.0 and costs.per_pair == pytest.approx(8.0) and costs.windows[0][1] == pytest.approx(8.0)
+    assert costs.per_token == 3.0
+    assert costs.per_pair == pytest.approx(8.0)
+    assert costs.windows[0][1] == pytest.approx(8.0)
     assert odd.shared_by(4) == odd
     lengths, images = np.array([8, 20]), np.array([0.0, 3e12])
     assert Units(lengths, odd, images).costs(8) == pytest.approx(costs(lengths) + images)
@@ -157,7 +159,9 @@ def test_a_model_without_attention_pays_for_exchanges(model_type):
         planner(lengths, cost_model=each, speeds=Speeds(), world_size=8, max_length=32).schedule(0).degrees
         for each in (costs, replace(costs, mixers=()))
     ]
-    assert (chosen[0] == 1).mean() > 0.7 and chosen[0].max() == 2 and (chosen[1] > 2).mean() > 0.7
+    assert (chosen[0] == 1).mean() > 0.7
+    assert chosen[0].max() == 2
+    assert (chosen[1] > 2).mean() > 0.7
 
 
 def test_degrees_divide_the_ranks_and_leave_each_rank_a_head():
@@ -186,14 +190,14 @@ def test_a_loader_reads_its_parts_and_goes_on_after_skipped_batches():
     batches = list(whole)
     assert [batch["input_ids"].tolist() for batch in rest] == [batch["input_ids"].tolist() for batch in batches[3:]]
     parts = [(b[LAYOUT_KEY].degree, b[LAYOUT_KEY].index) if LAYOUT_KEY in b else (1, 0) for b in batches]
-    assert parts == list(whole.batch_sampler.planner.schedule(1).parts_of_rank(3)) and len(set(parts)) > 1
+    assert parts == list(whole.batch_sampler.planner.schedule(1).parts_of_rank(3))
+    assert len(set(parts)) > 1
 
 
 def test_a_restart_knows_another_number_of_tokens_per_rank():
     before, now = (planner([5, 6], 4, each).packing.settings("table") for each in (16, 32))
-    assert (
-        compare_settings(before, now) == {"tokens_per_rank": (16, 32)} and "tokens_per_rank" not in REPLANNED_SETTINGS
-    )
+    assert compare_settings(before, now) == {"tokens_per_rank": (16, 32)}
+    assert "tokens_per_rank" not in REPLANNED_SETTINGS
 
 
 PARTS = {"tokens_per_rank": 16, "per_device_train_batch_size": 1}
@@ -208,7 +212,8 @@ def test_slow_links_get_smaller_degrees(tmp_path):
         of_run = {"world_size": 8, "synchronisation": "micro", "batch_size": 1}
         planner = make_planner(args, documents_of(lengths), LLAMA_7B, **of_run)
         used.append(planner.schedule(0).degrees.tolist())
-    assert used[1] == used[2] and np.mean(used[1]) < np.mean(used[0])
+    assert used[1] == used[2]
+    assert np.mean(used[1]) < np.mean(used[0])
 
 
 def test_documents_beyond_all_ranks_are_refused(tmp_path):

@@ -122,16 +122,19 @@ def test_a_restart_with_the_same_ranks_has_the_same_steps_after_others(plan, tmp
     first, second = ({"accumulation": a, "world_size": 2, "batch_size": 1} for a in (1, 2))
     saved = Saved(resumed(plan, first, None), first, 3, tmp_path)
     run = resumed(plan, second, saved)
-    assert not run.is_even and run.position(3) == (0, 3)
+    assert not run.is_even
+    assert run.position(3) == (0, 3)
     later = 5
     assert run.steps_of(0) > later, "the epoch ends before the second checkpoint"
     again = resumed(plan, second, Saved(run, second, later, tmp_path))
-    assert again.start.num_steps == 3 and again.total_steps(EPOCHS) == run.total_steps(EPOCHS)
+    assert again.start.num_steps == 3
+    assert again.total_steps(EPOCHS) == run.total_steps(EPOCHS)
     for step in range(later, run.total_steps(EPOCHS)):
         assert documents_of(again, step) == documents_of(run, step)
     in_next_epoch = run.first_step(1) + 1
     again = resumed(plan, second, Saved(run, second, in_next_epoch, tmp_path))
-    assert not again.is_even and again.position(in_next_epoch) == (1, 1)
+    assert not again.is_even
+    assert again.position(in_next_epoch) == (1, 1)
     for step in range(in_next_epoch, run.total_steps(EPOCHS)):
         assert documents_of(again, step) == documents_of(run, step)
 
@@ -140,7 +143,8 @@ def test_nothing_is_planned_anew_without_a_change(tmp_path):
     launch = {"accumulation": 2, "world_size": 2, "batch_size": 1}
     run = resumed("stream", launch, None)
     again = resumed("stream", launch, Saved(run, launch, run.num_steps + 2, tmp_path))
-    assert again.is_even and again.position(run.num_steps + 2) == (1, 2)
+    assert again.is_even
+    assert again.position(run.num_steps + 2) == (1, 2)
     assert np.array_equal(again.schedule(1).order, run.schedule(1).order)
 
 
@@ -151,7 +155,8 @@ def test_an_epoch_that_drops_its_last_step_ends_there(tmp_path):
     assert run.schedule(0).num_skipped, "nothing is dropped"
     fewer = launch | {"world_size": 1, "accumulation": 1}
     again = resumed("stream", fewer, Saved(run, launch, run.num_steps, tmp_path))
-    assert again.position(run.num_steps) == (1, 0) and again.steps_of(1) == again.num_steps
+    assert again.position(run.num_steps) == (1, 0)
+    assert again.steps_of(1) == again.num_steps
     # Before, the rest of the epoch has them, too; a rest of less than one step is dropped
     again = resumed("stream", fewer, Saved(run, launch, run.num_steps - 1, tmp_path))
     assert again.position(run.num_steps - 1)[0] == 0

@@ -83,11 +83,13 @@ def test_what_is_kept_is_what_would_be_planned(strategy, tmp_path):
         expected = alone.schedule(epoch)
         for run in (first, second):
             got = run.schedule(epoch)
-            assert same(got, expected) and is_mapped(got.order), epoch
+            assert same(got, expected), epoch
+            assert is_mapped(got.order), epoch
     assert first.num_steps == second.num_steps == alone.num_steps
     if strategy != "minibatch":
         again = planner(documents, strategy).first_plan
-        assert is_mapped(again.order) and again.lower_bound == alone.first_plan.lower_bound
+        assert is_mapped(again.order)
+        assert again.lower_bound == alone.first_plan.lower_bound
     assert not list(tmp_path.glob("*.tmp*"))
 
 
@@ -140,7 +142,8 @@ def test_one_process_plans_and_the_others_wait_for_its_file(tmp_path, monkeypatc
 def test_a_folder_that_cannot_be_written_makes_no_process_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda folder, mode: (folder, mode) != (tmp_path, os.W_OK))
     monkeypatch.setattr(cache, "one_first", None)
-    assert array_in(tmp_path / "x", lambda: np.arange(5)).tolist() == [0, 1, 2, 3, 4] and not list(tmp_path.iterdir())
+    assert array_in(tmp_path / "x", lambda: np.arange(5)).tolist() == [0, 1, 2, 3, 4]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
@@ -171,7 +174,8 @@ def test_no_file_is_written_through_a_link(tmp_path, monkeypatch):
     assert array_in(tmp_path / f"x{SUFFIX}", lambda: np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     assert victim.read_text() == "precious"
     cache.lock_of(tmp_path / f"y{SUFFIX}").symlink_to(tmp_path / "new")
-    assert is_mapped(array_in(tmp_path / f"y{SUFFIX}", lambda: np.arange(5))) and not (tmp_path / "new").exists()
+    assert is_mapped(array_in(tmp_path / f"y{SUFFIX}", lambda: np.arange(5)))
+    assert not (tmp_path / "new").exists()
 
 
 def test_all_columns_of_documents_are_mapped(tmp_path):
@@ -183,7 +187,8 @@ def test_all_columns_of_documents_are_mapped(tmp_path):
     for one, other in [(read.tokens, documents.tokens), (read, documents)]:
         for name, values in vars(other).items():
             if isinstance(values, np.ndarray):
-                assert is_mapped(getattr(one, name)) and np.array_equal(getattr(one, name), values)
+                assert is_mapped(getattr(one, name))
+                assert np.array_equal(getattr(one, name), values)
             elif name != "tokens":
                 assert getattr(one, name) == values
     assert is_mapped(read.lengths)
@@ -282,11 +287,13 @@ def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
     monkeypatch.setattr(epochs, "MANY", 1)
     before = files()
     kinds = {name.split("-")[2] for name in before}
-    assert kinds == {"spans", "range", "packs"} and files() == before
+    assert kinds == {"spans", "range", "packs"}
+    assert files() == before
     for module in (cache, epochs):
         monkeypatch.setattr(module, "PREPARATION_SOURCE_HASH", "of another version")
     after = files() - before
-    assert {name.split("-")[2] for name in after} == kinds and len(after) == len(before)
+    assert {name.split("-")[2] for name in after} == kinds
+    assert len(after) == len(before)
     assert (
         Hasher.hash(HashedMapFunction(len))
         == Hasher.hash(HashedMapFunction(len))
@@ -321,7 +328,8 @@ def test_plans_that_nobody_asked_for_are_removed_and_stay_with_those_who_read_th
     planner(documents)  # asks for the plan
     reading.schedule(1)
     assert [file.exists() for file in files] == [True, False, False]
-    assert documents.file.exists() and reading.cache_file("schedule", 1).exists()
+    assert documents.file.exists()
+    assert reading.cache_file("schedule", 1).exists()
     assert np.array_equal(planner(documents).schedule(0).order, expected)
 
 
@@ -335,7 +343,8 @@ def test_the_first_to_finish_is_believed_and_never_replaced(tmp_path):
 
     for _ in range(2):
         cache.write_atomically(file, late)
-        assert file.read_text() == "of another rank" and list(tmp_path.iterdir()) == [file]
+        assert file.read_text() == "of another rank"
+        assert list(tmp_path.iterdir()) == [file]
 
     def interrupted(path):
         path.write_text("half")

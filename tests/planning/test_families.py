@@ -88,7 +88,8 @@ def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block, seed):
     """Of all documents, and of each group of them, for which no token is read."""
     found = sorted_by_tokens(documents, block)
     order, common = naive_order(documents)
-    assert found.order.tolist() == order and found.common.tolist() == common
+    assert found.order.tolist() == order
+    assert found.common.tolist() == common
     lengths = np.array([len(each) for each in documents])
     assert share_order(documents) == (order, shared_by_neighbours(found.common, lengths[found.order]).tolist())
     groups = np.random.default_rng(seed).integers(-1, 3, len(documents))
@@ -98,7 +99,8 @@ def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block, seed):
         order += members[own].tolist()
         common += shared if len(members) else []
     found = found.within(groups)
-    assert found.order.tolist() == order and found.common.tolist() == common
+    assert found.order.tolist() == order
+    assert found.common.tolist() == common
 
 
 def test_no_token_is_read_beyond_the_first_difference_and_its_block():
@@ -145,18 +147,23 @@ def test_a_family_is_cut_where_it_has_too_many_rows_keys_or_targets(monkeypatch)
     lengths, found = np.full(60, 103), sorted_by_tokens(documents)
     monkeypatch.setattr(families, "KEYS_PER_CAPACITY", 100)
     rows = make_pieces(found, lengths, np.ones(60, np.int64), cost_model=COSTS, room=150)
-    assert rows.rows.tolist() == [103 + 11 * 4] * 5 and rows.num_families == 1
+    assert rows.rows.tolist() == [103 + 11 * 4] * 5
+    assert rows.num_families == 1
     monkeypatch.setattr(families, "KEYS_PER_CAPACITY", 4)
     keys = make_pieces(found, lengths, np.ones(60, np.int64), cost_model=COSTS, room=250)  # at most 1000 keys
-    assert np.diff(keys.offsets).tolist() == [9] * 6 + [6] and keys.num_families == 1
+    assert np.diff(keys.offsets).tolist() == [9] * 6 + [6]
+    assert keys.num_families == 1
     # A chat of which each sample begins the next: what remains of the shorter ones looks up nothing
     lengths, found = np.arange(100, 200), sorted_by_tokens([np.arange(n) for n in range(100, 200)])
     assert len(make_pieces(found, lengths, np.ones(100, np.int64), cost_model=COSTS, room=300)) == 1
     pieces = make_pieces(found, lengths, lengths - 1, cost_model=COSTS, room=300)
     targets = [int(lengths[members].sum()) - len(members) for members in np.split(pieces.order, pieces.offsets[1:-1])]
     most = TARGETS_PER_CAPACITY * 300
-    assert most / 2 < min(sorted(targets)[1:]) and max(targets) <= most and sum(targets) > 3 * most
-    assert pieces.num_families == 1 and pieces.distance.tolist() == [0] * len(pieces)
+    assert most / 2 < min(sorted(targets)[1:])
+    assert max(targets) <= most
+    assert sum(targets) > 3 * most
+    assert pieces.num_families == 1
+    assert pieces.distance.tolist() == [0] * len(pieces)
 
 
 @settings(max_examples=60, deadline=None)
@@ -202,7 +209,8 @@ def test_copies_of_a_row_are_not_one_update():
         return found / 2 / len(documents)
 
     family, single = planner("family"), planner("family", sorted_documents(once)[1])
-    assert 3 * single.num_steps <= family.num_steps <= 4 * single.num_steps and single.num_steps > 10
+    assert 3 * single.num_steps <= family.num_steps <= 4 * single.num_steps
+    assert single.num_steps > 10
     assert together(family) <= together(planner("off")) < 0.05
     # In the steps of the unpacked run copies may meet: that run has them in one step, too
     same = sorted_documents([np.arange(50)] * 64)[1]
@@ -262,14 +270,16 @@ def test_families_leave_groups_less_to_compute_and_shorter_steps():
         assert found.exchange_share == pytest.approx(exchange.sum() / modelled.sum())
         assert found.largest_part <= 64
         seconds[share_prefixes], rows[share_prefixes] = modelled.sum(), units.rows.sum()
-    assert rows["family"] < 0.7 * rows["off"] and seconds["family"] < 0.7 * seconds["off"]
+    assert rows["family"] < 0.7 * rows["off"]
+    assert seconds["family"] < 0.7 * seconds["off"]
 
 
 @pytest.mark.parametrize("strategy", ["stream", "bfd", "minibatch"])
 def test_the_plan_of_pack_is_that_of_off_to_the_byte(strategy):
     plans = [make_epochs(DOCUMENTS, strategy, 2, 256, 2, 2, share_prefixes=each) for each in ("off", "pack", "family")]
     off, pack, family = ((each.order.tobytes(), each.offsets.tobytes()) for each in (p.schedule(1) for p in plans))
-    assert off == pack != family and step_hash(plans[0], 1) == step_hash(plans[1], 1)
+    assert off == pack != family
+    assert step_hash(plans[0], 1) == step_hash(plans[1], 1)
 
 
 def test_balance_knows_the_cost_of_pieces():
@@ -293,7 +303,8 @@ def test_documents_with_labels_that_are_not_tokens_share_nothing():
     reader, documents = sorted_documents(tokens, labels=labels)
     spans = documents.row, documents.start, documents.stop
     assert reader.labels_are_tokens(*spans).tolist() == [False, True, True, True]
-    assert documents.tokens.order.tolist() == [2, 1, 3, 0] and documents.tokens.common.tolist() == [0, 50, 40, 0]
+    assert documents.tokens.order.tolist() == [2, 1, 3, 0]
+    assert documents.tokens.common.tolist() == [0, 50, 40, 0]
     # labels in another place of their buffer than tokens
     values = pa.array(np.concatenate([np.full(3, -100), *labels]))
     ends = np.cumsum([3, *(len(each) for each in labels)]).astype(np.int32)
@@ -333,9 +344,12 @@ def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch,
     for name in ("read_block", "labels_are_tokens"):
         monkeypatch.delattr(TokenReader, name)
     again, same, savings_again = start()
-    assert np.array_equal(same.order, schedule.order) and savings_again == saved
-    assert np.array_equal(same.degrees, schedule.degrees) and (same.degrees == 1).all() == (not parts)
-    assert again.cache_file("plan", 0).exists() and again.cache_file("schedule", 0).exists()
+    assert np.array_equal(same.order, schedule.order)
+    assert savings_again == saved
+    assert np.array_equal(same.degrees, schedule.degrees)
+    assert (same.degrees == 1).all() == (not parts)
+    assert again.cache_file("plan", 0).exists()
+    assert again.cache_file("schedule", 0).exists()
     assert np.array_equal(start("off")[1].order, off.order)
     with pytest.raises(AttributeError):
         cached_documents(TokenReader(load_from_disk(tmp_path)), 200, sorts_tokens=True)  # not cached yet
@@ -366,7 +380,8 @@ def test_the_report_says_what_is_computed_and_how_many_families_a_step_has():
     schedule, pieces = of_units(plan)
     steps = map(plan.schedule(0).step_documents, range(plan.num_steps))
     per_step = np.mean([len(set(pieces.family[documents].tolist())) for documents in steps])
-    assert found.prefixes.rows == pytest.approx(share_in_packs(plan)) and found.prefixes.rows < 0.55
+    assert found.prefixes.rows == pytest.approx(share_in_packs(plan))
+    assert found.prefixes.rows < 0.55
     assert found.prefixes.families_per_step == pytest.approx(per_step)
     assert line(found) == (
         f"{found.prefixes.rows:.2f} of the tokens are computed, {len(TOKENS):,} documents in {pieces.num_families} "
@@ -409,7 +424,8 @@ def test_what_cannot_be_shared_has_no_line_and_a_large_table_is_estimated(monkey
         monkeypatch.setattr(savings, name, number)
     together = sorted_documents(sorted(TOKENS, key=sort_key))
     found = report("off", *together, batch_size=1, accumulation=1, world_size=1)[0]
-    assert "(estimated from 4 packs)" in line(found) and "(100 documents in " in line(found)
+    assert "(estimated from 4 packs)" in line(found)
+    assert "(100 documents in " in line(found)
     assert "neighbours in the table, as an estimate)" in line(found)
     assert found.prefixes.in_families == pytest.approx(whole, abs=0.1)
 
@@ -434,12 +450,15 @@ def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monke
     found = trainer(tmp_path, forest(), share_prefixes=name, **settings)
     found.train()
     shares = [entry["computed_share"] for entry in found.state.log_history if "computed_share" in entry]
-    assert not read and "packing/computed_share" not in str(found.state.log_history)
+    assert not read
+    assert "packing/computed_share" not in str(found.state.log_history)
     if name == "off":
-        assert line(found.packing_report) is None and not shares
+        assert line(found.packing_report) is None
+        assert not shares
     else:
         said = "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
-        assert line(found.packing_report) == said and max(shares) < 0.85
+        assert line(found.packing_report) == said
+        assert max(shares) < 0.85
     with pytest.raises(TypeError):  # the guard: an estimate reads them
         savings.estimated_savings(found.data.planner, found.data.reader)
     assert read
@@ -486,7 +505,8 @@ def test_show_draws_shared_beginnings_once(name, ranks, capsys, tmp_path):
         assert pack["cu_seq_lens_k"] == batch["cu_seq_lens_k"].tolist()
         layout, shared = batch[LAYOUT_KEY], [each["shared_tokens"] for each in pack["documents"]]
         own, rows = layout.lengths - torch.tensor(shared), layout.lengths - layout.shared
-        assert ((own == rows) | (own == 1)).all() and max(shared) >= 16  # a last row of its own is not computed
+        assert ((own == rows) | (own == 1)).all()  # a last row of its own is not computed
+        assert max(shared) >= 16
         num_without_rows += int((rows == 0).sum())
         tokens = [sum((part["input_ids"] for part in each["parts"]), []) for each in pack["documents"]]
         for before, after, count in zip(tokens, tokens[1:], shared[1:], strict=False):
@@ -495,7 +515,8 @@ def test_show_draws_shared_beginnings_once(name, ranks, capsys, tmp_path):
         for rank in pack.get("ranks", []):
             first, stop = rank["tokens"]
             runs = batch["seq_idx"][0, first:stop].unique().numpy()
-            assert stop - first <= 64 and rank["documents"] == np.flatnonzero(rows)[runs].tolist()
+            assert stop - first <= 64
+            assert rank["documents"] == np.flatnonzero(rows)[runs].tolist()
         assert pack["cu_seq_lens"][-1] == batch["input_ids"].shape[1] < layout.lengths.sum()
     assert num_without_rows, "every document has a row, so runs and documents have the same numbers"
     assert main([*words, "--packs", "1", "--tokens", "1000"]) == 0
@@ -512,12 +533,14 @@ def test_the_picture_of_a_pack_covers_the_rows_that_each_document_sees():
     assert pack.cu_seq_lens[-1] < 0.8 * sum(each.num_tokens for each in pack.documents)
     for document, path in zip(pack.documents, row_paths(pack), strict=True):
         rows = np.concatenate([np.arange(first, end) for first, end in path])
-        assert len(rows) == document.shared + document.num_rows and (np.diff(rows) > 0).all()
+        assert len(rows) == document.shared + document.num_rows
+        assert (np.diff(rows) > 0).all()
     strips, mask, *_ = found.plot().axes
     areas = {3: 0.0, 4: 0.0}
     for patch in mask.patches:
         corners = patch.get_xy()[:-1]
         areas[len(corners)] += np.prod(np.ptp(corners, axis=0)) / (2 if len(corners) == 3 else 1)
     named = int(re.search(r"(\d+)% of", mask.get_title(loc="left")).group(1))
-    assert areas[4] > 0 and named == pytest.approx(200 * sum(areas.values()) / mask.get_xlim()[1] ** 2, abs=2)
+    assert areas[4] > 0
+    assert named == pytest.approx(200 * sum(areas.values()) / mask.get_xlim()[1] ** 2, abs=2)
     assert "drawn once" in strips.get_xlabel()

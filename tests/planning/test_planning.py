@@ -24,7 +24,8 @@ def check(plan: PackPlan, lengths, capacity: int) -> None:
     """Every document once, no pack empty, none over capacity; the arrays and numbers are those of the contract."""
     lengths = np.asarray(lengths, dtype=np.int64)
     assert plan.order.dtype == plan.offsets.dtype == np.int64
-    assert plan.offsets[0] == 0 and plan.offsets[-1] == len(lengths) == len(plan.order)
+    assert plan.offsets[0] == 0
+    assert plan.offsets[-1] == len(lengths) == len(plan.order)
     assert plan.num_packs == len(plan.offsets) - 1
     assert plan.capacity == capacity
     assert (np.bincount(plan.order, minlength=len(lengths)) == 1).all()
@@ -97,7 +98,8 @@ def test_bfd_equals_item_by_item_on_thousands(capacity, median, sigma):
     lengths = lognormal(capacity, median, sigma, 2000)
     reference = sorted(tuple(pack) for pack in best_fit_decreasing_by_item(lengths.tolist(), capacity))
     assert by_length(plan_bfd(lengths, capacity, None), lengths.tolist()) == reference
-    assert max(map(len, reference)) > 2 and (capacity < 2**16 or lengths.max() >= 2**15)
+    assert max(map(len, reference)) > 2
+    assert capacity < 2**16 or lengths.max() >= 2**15
 
 
 def test_bfd_rng_exchanges_equal_lengths_and_shuffles_packs():
@@ -235,7 +237,8 @@ def test_lower_bound_is_l2(case):
 def test_epochs_and_seeds_differ_and_are_reproducible(strategy):
     lengths = lognormal(512, 60, 0.8, 500)
     plans = [plan_packs(lengths, 512, strategy, *pair) for pair in [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0)]]
-    assert len({tuple(plan.order) for plan in plans}) == 4 and packs_of(plans[0]) == packs_of(plans[-1])
+    assert len({tuple(plan.order) for plan in plans}) == 4
+    assert packs_of(plans[0]) == packs_of(plans[-1])
     one, other = ({frozenset(pack) for pack in packs_of(plan)} for plan in plans[:2])
     assert len(one & other) < len(one) / 2  # other packs, not the same ones in another order
 
@@ -246,7 +249,8 @@ def test_integer_type_does_not_matter(strategy):
     expected = plan_packs(lengths.tolist(), 255, strategy, 3)
     for dtype in (np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint64, ">i4"):
         plan = plan_packs(lengths.astype(dtype), np.int32(255), strategy, 3)
-        assert plan.order.tolist() == expected.order.tolist() and plan.offsets.tolist() == expected.offsets.tolist()
+        assert plan.order.tolist() == expected.order.tolist()
+        assert plan.offsets.tolist() == expected.offsets.tolist()
         check(plan, lengths, 255)
 
 

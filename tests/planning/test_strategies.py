@@ -82,7 +82,8 @@ def test_one_record_makes_a_strategy(next_fit, tmp_path, capsys):
     size = {"max_length": 4, "per_device_train_batch_size": 2}
     run = trainer(tmp_path, rows, packing_strategy="next_fit", num_train_epochs=1, **size)
     run.train()
-    assert run.state.max_steps == 12 == run.packing_report.num_packs and run.packing_report.strategy == "next_fit"
+    assert run.state.max_steps == 12 == run.packing_report.num_packs
+    assert run.packing_report.strategy == "next_fit"
     # Of each step, and in the last line of the whole training
     assert [entry["documents_per_step"] for entry in run.state.log_history if "documents_per_step" in entry] == [2] * 13
     rows.save_to_disk(tmp_path / "rows")

@@ -30,7 +30,8 @@ def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, capsys)
     heading, row = (line.split() for line in out.splitlines() if line.split()[:1] in (["max_length"], ["16"]))
     assert row[heading.index("docs/pack")] == "3.00"  # 6 documents of 8 tokens in packs of 32: 4 and 2
     assert "docs/pack: mean number of documents in a pack" in out
-    assert main([*words, "--strategy", "minibatch"]) == 0 and "docs/pack" not in capsys.readouterr().out
+    assert main([*words, "--strategy", "minibatch"]) == 0
+    assert "docs/pack" not in capsys.readouterr().out
     monkeypatch.setattr(report, "LINES", (*lines.LINES, say_more))
     run = trainer(tmp_path, Dataset.from_dict({"input_ids": [[5] * 8] * 6}), max_length=16)
     run.get_train_dataloader()
@@ -40,4 +41,5 @@ def test_a_column_is_one_entry_and_a_line_another(tmp_path, monkeypatch, capsys)
 
 @pytest.mark.parametrize("names", [NAMES, [column.metric for column in columns.COLUMNS if column.metric]])
 def test_names_are_given_once(names):
-    assert len(names) > 15 and len(set(names)) == len(names)
+    assert len(names) > 15
+    assert len(set(names)) == len(names)

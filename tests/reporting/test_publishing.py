@@ -36,7 +36,8 @@ def test_the_report_is_fourteen_lines_of_at_most_100_columns(run, capsys):
     report = run.packing_report
     report.show()
     plain = capsys.readouterr().out
-    assert max(map(len, plain.splitlines())) <= 100 and plain.isascii()
+    assert max(map(len, plain.splitlines())) <= 100
+    assert plain.isascii()
     assert len(plain.splitlines()) == 17, "fourteen where nothing is cut: three say that and warn"
     told = ["passed: changing one document", "lost", "truncated", report.lengths.line()]
     assert all(text in plain for text in (f"{report.num_packs:,} packs", f"{report.efficiency:.2%}", *told))
@@ -53,7 +54,8 @@ def test_the_report_on_a_terminal_is_whole(width):
     show_lines("Packing report", lines, console)
     shown = console.file.getvalue().splitlines()
     cells = [line.split("\u2502")[1:3] for line in shown if "\u2502" in line]
-    assert max(map(len, shown)) <= width and shown[0].startswith("Packing report")
+    assert max(map(len, shown)) <= width
+    assert shown[0].startswith("Packing report")
     for shown_column, column in zip(zip(*cells, strict=True), zip(*lines, strict=True), strict=True):
         assert "".join("".join(shown_column).split()) == "".join("".join(column).split())
 
@@ -95,10 +97,13 @@ def test_the_model_card_says_packed_how_and_proved(run):
     run.create_model_card(model_name="x")
     run.create_model_card(model_name="x")  # written anew, not twice
     card = Path(run.args.output_dir, "README.md").read_text()
-    assert card.count("## Packing") == 1 and card.index("## Packing") < card.index("### Framework versions")
+    assert card.count("## Packing") == 1
+    assert card.index("## Packing") < card.index("### Framework versions")
     for label, text in run.packing_report.lines():
         assert f"| {label} | {text.replace('|', '/')} |" in card
-    assert "(stream)" in card and "passed: changing one document" in card and "Cite TRL as" in card
+    assert "(stream)" in card
+    assert "passed: changing one document" in card
+    assert "Cite TRL as" in card
 
 
 def test_a_card_names_local_models_and_datasets_without_a_link_or_a_path(tmp_path):
@@ -110,21 +115,28 @@ def test_a_card_names_local_models_and_datasets_without_a_link_or_a_path(tmp_pat
     run = SFTTrainer(str(folder), args, train_dataset=Dataset.from_dict({"text": ["abc", "defg"]}))
     run.create_model_card(dataset_name=[str(file), "trl-lib/Capybara"])
     card = (tmp_path / "output" / "README.md").read_text()
-    assert "# Model Card for output" in card and 'model="output"' in card and "None" not in card
+    assert "# Model Card for output" in card
+    assert 'model="output"' in card
+    assert "None" not in card
     capybara = "[trl-lib/Capybara](https://huggingface.co/datasets/trl-lib/Capybara)"
     assert f"version of `my-model` (local model) on `chats.jsonl` (local dataset), {capybara}.\n" in card
-    assert "secret" not in card and "## Packing" not in card and "datasets:\n- trl-lib/Capybara\n" in card
+    assert "secret" not in card
+    assert "## Packing" not in card
+    assert "datasets:\n- trl-lib/Capybara\n" in card
     run.model.config._name_or_path = "Qwen/Qwen3-0.6B"
     run.create_model_card()
     card = (tmp_path / "output" / "README.md").read_text()
-    assert "version of [Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B).\n" in card and "base_model:" in card
+    assert "version of [Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B).\n" in card
+    assert "base_model:" in card
 
 
 @pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [1, 2, 3], list(range(2, 5000, 7)), [3] * 1000 + [100_000]])
 def test_histogram_counts_every_document(lengths):
     lengths = np.array(lengths)
     found = LengthHistogram.of(lengths)
-    assert sum(found.counts) == len(lengths) and found.edges[0] == lengths.min() and found.edges[-1] > lengths.max()
+    assert sum(found.counts) == len(lengths)
+    assert found.edges[0] == lengths.min()
+    assert found.edges[-1] > lengths.max()
     (bars,) = re.findall(r"\[(.*)\]", found.line())
     assert len(bars) == len(found.counts) <= 24
     assert [bar == " " for bar in bars] == [count == 0 for count in found.counts]

@@ -62,7 +62,8 @@ def test_losses_above_one_percent_are_a_warning_that_names_the_remedy(lengths, s
 def test_memory_for_many_short_documents_is_told(tmp_path, tiny_model):
     """FlashAttention-2 adds 128 fp32 rows per document in backward: for 1,024 documents of 8 tokens 2 GiB a layer."""
     found = report(tmp_path, table([2, 2, 3, 8, 8]), max_length=8, packing_strategy="bfd")
-    assert found.most_documents == 3 and found.to_dict()["most_documents"] == 3
+    assert found.most_documents == 3
+    assert found.to_dict()["most_documents"] == 3
     told = dict(replace(found, experimental=("tokens_per_rank",)).lines())
     assert told["experimental"] == "tokens_per_rank: several GPUs have not run this yet"
     model = tiny_model("llama", hidden_size=4096, num_attention_heads=32, intermediate_size=8, num_hidden_layers=0)
@@ -116,10 +117,12 @@ def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_p
         for unpacked, packed in zip(ends[False], ends[True], strict=True):
             assert unpacked / packed == pytest.approx(share, rel=1e-5)
         if model.config.model_type == "llama" or labels == "answers":
-            assert share == 1 and "unpacked loss" not in rows_shown
+            assert share == 1
+            assert "unpacked loss" not in rows_shown
             assert rows_shown["against unpacked"] == "the same steps: no setting has to change"
         else:
-            assert 0.75 < share < 0.95 and rows_shown["unpacked loss"].startswith(f"{share:.3f} of the packed one")
+            assert 0.75 < share < 0.95
+            assert rows_shown["unpacked loss"].startswith(f"{share:.3f} of the packed one")
             assert rows_shown["against unpacked"].startswith("the same steps but for the loss")
 
 
@@ -142,15 +145,19 @@ def test_the_report_of_shared_packs_says_degrees_and_time():
     made = make_report(run, reader)
     shared = made.shared
     assert shared.micro_steps == {d: int((run.schedule(0).degrees == d).sum()) for d in shared.micro_steps}
-    assert sum(shared.micro_steps.values()) == run.num_steps * 2 and shared.smallest_degree == 4
+    assert sum(shared.micro_steps.values()) == run.num_steps * 2
+    assert shared.smallest_degree == 4
     lines = dict(made.lines())
     assert "32 tokens at most on each rank (tokens_per_rank)" in lines["micro-batch"]
     assert f"micro-steps by degree (ranks that share a pack): {shared.histogram}" in lines["sequence parallelism"]
     assert f"{shared.exchange_share:.1%} of it in the exchange" in lines["modelled time"]
-    assert "imbalance" not in lines and "minibatch" not in lines["against unpacked"]
+    assert "imbalance" not in lines
+    assert "minibatch" not in lines["against unpacked"]
     assert metrics(made)["packing/exchange_share"] == shared.exchange_share
     unset = make_report(make_epochs(documents, "stream", 1, 128, 2, 4), reader)
-    assert unset.shared is None and "packing/exchange_share" not in metrics(unset) and "minibatch" in str(unset.lines())
+    assert unset.shared is None
+    assert "packing/exchange_share" not in metrics(unset)
+    assert "minibatch" in str(unset.lines())
 
 
 def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
@@ -159,8 +166,10 @@ def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
     made = make_stream_report(stream, 9)
     lines, numbers = dict(made.lines()), metrics(made)
     size = "32 tokens at most on each rank (tokens_per_rank); a document of max_length 64 needs 2"
-    assert size in lines["micro-batch"] and "packs in each: 4 (accumulation 2, ranks 4)" in lines["steps"]
-    assert "sequence parallelism" not in lines and numbers["packing/smallest_degree"] == 2
+    assert size in lines["micro-batch"]
+    assert "packs in each: 4 (accumulation 2, ranks 4)" in lines["steps"]
+    assert "sequence parallelism" not in lines
+    assert numbers["packing/smallest_degree"] == 2
     assert not {"packing/documents", "packing/packs", "packing/lost_trained_share"} & numbers.keys()  # not read yet
     list(islice(stream, 2 * 3))
     counted = stream.state_after(3)["micro_steps"]

@@ -37,7 +37,8 @@ class StrictVarlen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _forward(self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, **options):
-        assert dropout == 0 and not debug
+        assert dropout == 0
+        assert not debug
         self.forwards.append((len(q), len(k), len(cu_q) - 1, causal or options["window_size_right"] == 0))
         out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], len(q)), torch.nan, dtype=_wide(q))
         for rows, keys, logits in _sequences(q, k, v, cu_q, cu_k, max_q, max_k, causal, **options):
@@ -47,9 +48,14 @@ class StrictVarlen(TorchDispatchMode):
         return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), q.new_empty(0)
 
     def _backward(self, g, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset, **options):
-        assert dropout == 0 and seed.dtype == torch.uint64
-        assert g.dtype == out.dtype == q.dtype and g.shape == out.shape == q.shape and g.stride(-1) == 1
-        assert lse.shape == (q.shape[1], len(q)) and lse.dtype == _wide(q) and lse.is_contiguous()
+        assert dropout == 0
+        assert seed.dtype == torch.uint64
+        assert g.dtype == out.dtype == q.dtype
+        assert g.shape == out.shape == q.shape
+        assert g.stride(-1) == 1
+        assert lse.shape == (q.shape[1], len(q))
+        assert lse.dtype == _wide(q)
+        assert lse.is_contiguous()
         self.backwards.append((len(q), len(k), len(cu_q) - 1, causal or options["window_size_right"] == 0))
         grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
         groups = k.shape[1], q.shape[1] // k.shape[1]
@@ -75,16 +81,26 @@ def _heads(x, q):
 
 def _sequences(q, k, v, cu_q, cu_k, max_q, max_k, causal, *, scale, window_size_left, window_size_right):
     """(queries, keys, logits (H, queries, keys)) of each sequence."""
-    assert q.dtype in DTYPES and q.dtype == k.dtype == v.dtype, "FlashAttention takes bfloat16 and float16"
+    assert q.dtype in DTYPES, "FlashAttention takes bfloat16 and float16"
+    assert q.dtype == k.dtype == v.dtype, "FlashAttention takes bfloat16 and float16"
     assert all(x.dim() == 3 and x.stride(-1) == 1 for x in (q, k, v))
-    assert q.shape[2] % 8 == 0 and q.shape[2] <= 256 and q.shape[1] % k.shape[1] == 0
-    assert k.shape == v.shape and k.shape[2] == q.shape[2]
-    assert isinstance(max_q, int) and isinstance(max_k, int), "the host would wait for the device"
+    assert q.shape[2] % 8 == 0
+    assert q.shape[2] <= 256
+    assert q.shape[1] % k.shape[1] == 0
+    assert k.shape == v.shape
+    assert k.shape[2] == q.shape[2]
+    assert isinstance(max_q, int), "the host would wait for the device"
+    assert isinstance(max_k, int), "the host would wait for the device"
     for bounds, longest, states in ((cu_q, max_q, q), (cu_k, max_k, k)):
-        assert bounds.dtype == torch.int32 and bounds.is_contiguous() and bounds.dim() == 1
-        assert bounds[0] == 0 and bounds[-1] == len(states) and (bounds.diff() >= 0).all()
+        assert bounds.dtype == torch.int32
+        assert bounds.is_contiguous()
+        assert bounds.dim() == 1
+        assert bounds[0] == 0
+        assert bounds[-1] == len(states)
+        assert (bounds.diff() >= 0).all()
         assert bounds.diff().max() <= longest <= len(states) + 1, "some blocks of a sequence are not computed"
-    assert cu_q.shape == cu_k.shape and len(cu_q) > 1
+    assert cu_q.shape == cu_k.shape
+    assert len(cu_q) > 1
     assert not (causal and window_size_left >= 0), "a window and causal at once is not what we call"
     swapped = max_q == 1 and q.shape[1] > k.shape[1] and window_size_left < 0 and window_size_right < 0
     assert not swapped, "the kernel swaps heads and queries"

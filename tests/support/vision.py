@@ -80,7 +80,8 @@ def stripping(processor: Any) -> Any:
     """The processor with a template that strips `AS_SEEN` from all messages but the last."""
     template = processor.chat_template.replace("{{ part['text'] }}", STRIPPING)
     loop = "{%- for message in messages %}"
-    assert STRIPPING in template and loop in template
+    assert STRIPPING in template
+    assert loop in template
     processor.chat_template = template.replace(loop, loop + "{%- set loop_of_messages = loop %}")
     return processor
 

@@ -105,7 +105,8 @@ def test_labels_are_those_of_trl_for_every_template(template):
     tokenizer = tokenizer_with(template)
     stock = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     labels = [t if bit else -100 for t, bit in zip(stock["input_ids"], stock["assistant_masks"], strict=True)]
-    assert sample(CHAT, tokenizer)["labels"] == labels and max(labels) >= 0
+    assert sample(CHAT, tokenizer)["labels"] == labels
+    assert max(labels) >= 0
     alone = [sample(weighted(*row), tokenizer)["labels"] for row in np.eye(3, dtype=int).tolist()]
     for i, each in enumerate(alone):
         text = tokenizer.decode([label for label in each if label != -100])
@@ -150,7 +151,8 @@ def test_an_empty_thinking_of_the_template_can_be_left_untrained():
             assert found["input_ids"] == full["input_ids"]
             (text,) = trained_texts(found, tokenizer)
             assert text == kept or (kept is None and text.strip().endswith("A1<|im_end|>"))
-            assert ("<think>" in trained_texts(full, tokenizer)[0]) and ("<think>" in text) == ("T" in text)
+            assert "<think>" in trained_texts(full, tokenizer)[0]
+            assert ("<think>" in text) == ("T" in text)
     own = answer("<think>\n\n</think>\n\nA1")
     assert "<think>" in trained_texts(sample([user("Q"), own], PLAIN, train_empty_thinking=False), PLAIN)[0]
     # the same in one sample per turn
@@ -158,7 +160,8 @@ def test_an_empty_thinking_of_the_template_can_be_left_untrained():
     _, labels = Conversation.from_row({"messages": CHAT}).sample(5, THINKING)
     before = len(trained_texts({"labels": labels}, THINKING)[0])
     rule.mask_thinking(labels, CHAT[5], THINKING)
-    assert trained_texts({"labels": labels}, THINKING) == ["A3<|im_end|>\n"] and before > 20
+    assert trained_texts({"labels": labels}, THINKING) == ["A3<|im_end|>\n"]
+    assert before > 20
 
 
 def test_a_weight_that_is_no_weight_is_refused():
@@ -193,7 +196,8 @@ def test_packs_streams_unpacked_runs_and_evaluation_have_the_same_labels(last, t
         assert [(row["input_ids"], row["labels"]) for row in each] == expected
     unpacked = run_of(tmp_path, ROWS, packing=False, **settings)
     assert sorted((row["input_ids"], row["labels"]) for row in unpacked.train_dataset) == trained
-    assert set(unpacked.train_dataset["id"]) <= {0, 1, 2} and not unpacked.args.packing
+    assert set(unpacked.train_dataset["id"]) <= {0, 1, 2}
+    assert not unpacked.args.packing
     stream = run_of(tmp_path, ROWS.to_iterable_dataset(), **settings)
     assert [(row["input_ids"], row["labels"]) for row in stream.train_dataset] == expected
     counts = run.data.trained.counts
@@ -282,7 +286,8 @@ def test_turns_of_rows_with_images(family, tmp_path):
     rows = rows_of(run)
     for labels, texts in zip(rows, expected, strict=True):
         found = joined(labels)
-        assert [text in found for text in texts] == [True] * len(texts) and "turn" not in found
+        assert [text in found for text in texts] == [True] * len(texts)
+        assert "turn" not in found
         assert found.count("then") == len(texts)
     unpacked = vision.make(tmp_path, family, packing=False, **settings | {"max_length": None})
     batch = unpacked.data_collator([data[i] for i in range(len(data))])

@@ -45,7 +45,8 @@ def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, pac
     named = rf"(?s)2 of 12 rows of the {{}} dataset cannot be tokenised; the first are \[3, 8\]\. .*{said}.*`bad_rows="
     with pytest.raises(ValueError, match=named.format("train")) as raised:
         trainer(tmp_path, data, **settings)
-    assert raised.value.__cause__ is None and raised.value.__context__ is None  # none of the lines of jinja2
+    assert raised.value.__cause__ is None  # none of the lines of jinja2
+    assert raised.value.__context__ is None
     good = data.select([i for i in range(12) if i not in BAD])
     with pytest.raises(ValueError, match=named.format("eval")):
         trainer(tmp_path, good, trainer_kwargs={"eval_dataset": data}, **settings)
@@ -57,7 +58,8 @@ def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, pac
         assert dropped in caplog.text
     stock = trainer(tmp_path, good, trainer_class=trl.SFTTrainer, **settings | {"packing": False})
     expected = [(row["input_ids"], row["labels"]) for row in stock.train_dataset]
-    assert len(expected) == 10 and all(tokens for tokens, _ in expected)
+    assert len(expected) == 10
+    assert all(tokens for tokens, _ in expected)
     assert [(row["input_ids"], row["labels"]) for row in run.eval_dataset] == expected
     if not packing:
         assert [(row["input_ids"], row["labels"]) for row in run.train_dataset] == expected
@@ -65,7 +67,9 @@ def test_bad_rows_are_named_or_dropped_and_the_others_are_those_of_trl(name, pac
         return
     assert all_documents(run) == sorted((tokens, [-100, *labels[1:]]) for tokens, labels in expected)
     ledger = run.packing_report.ledger
-    assert ledger.dropped["bad_row"].documents == 2 and ledger.given.documents == 12 and ledger.kept.documents == 10
+    assert ledger.dropped["bad_row"].documents == 2
+    assert ledger.given.documents == 12
+    assert ledger.kept.documents == 10
     assert dict(run.packing_report.lines())["dropped, bad_row"] == "2 documents, 0 tokens"
 
 
@@ -81,7 +85,8 @@ def test_only_ten_rows_are_named_and_the_number_of_processes_makes_no_difference
     with pytest.raises(ValueError, match=rf"30 of 60 rows .* the first are \{list(range(20, 30))}\. Row 20: "):
         trainer(tmp_path, data, dataset_num_proc=2)
     documents = [all_documents(trainer(tmp_path, data, bad_rows="drop", dataset_num_proc=n)) for n in (None, 2)]
-    assert documents[0] == documents[1] and len(documents[0]) == 30
+    assert documents[0] == documents[1]
+    assert len(documents[0]) == 30
 
 
 def test_rows_are_tokenised_in_one_map_and_a_second_start_tokenises_nothing(tmp_path, monkeypatch):
@@ -103,7 +108,9 @@ def test_rows_are_tokenised_in_one_map_and_a_second_start_tokenises_nothing(tmp_
         run = trainer(tmp_path, load_from_disk(tmp_path / "bad"), bad_rows="drop")
         ledgers.append(run.data.documents.ledger)
         left.append({file: file.stat().st_mtime_ns for file in (tmp_path / "bad").glob("cache-*")})
-    assert left[0] == left[1] and len(left[0]) > 1 and ledgers[0] == ledgers[1]
+    assert left[0] == left[1]
+    assert len(left[0]) > 1
+    assert ledgers[0] == ledgers[1]
     assert maps[1:] == ["Tokenizing train dataset"] * 2
 
 
@@ -145,7 +152,8 @@ def test_bad_rows_of_a_stream_are_dropped_and_counted(bad, tmp_path):
     run.train()
     ledger = run.packing_report.ledger
     passes = ledger.given.documents // 40
-    assert passes >= 1 and ledger.given.documents == passes * 40
+    assert passes >= 1
+    assert ledger.given.documents == passes * 40
     dropped = ledger.dropped["bad_row"].documents if bad else 0
     assert dropped == passes * len(bad) == ledger.given.documents - ledger.kept.documents
     resumed = trainer(tmp_path / "resumed", documents.to_iterable_dataset(), bad_rows="drop", **settings)
@@ -169,7 +177,9 @@ def test_commands_name_bad_rows_or_leave_them_out(command, tmp_path, capsys, pri
     if command == "prepare":
         assert (found["bad_rows_dropped"], found["documents_without_a_trained_token"]) == (2, 0)
         table = load_from_disk(tmp_path / "table")
-        assert table.column_names == ["input_ids", "labels"] and len(table) == 10 and all(table["input_ids"])
+        assert table.column_names == ["input_ids", "labels"]
+        assert len(table) == 10
+        assert all(table["input_ids"])
     elif command == "plan":
         ledger = found["plans"][0]["ledger"]
         assert (ledger["dropped"]["bad_row"]["documents"], ledger["given"]["documents"]) == (2, 12)

@@ -54,11 +54,17 @@ def test_agent_traces_train_on_what_the_assistant_says(template, tmp_path):
     rows = stock(tmp_path, traces(), processing_class=tokenizer, **settings).train_dataset
     packed = all_documents(run)
     unpacked = [(list(row["input_ids"]), [-100, *row["labels"][1:]]) for row in rows]
-    assert packed == sorted(unpacked) and len(packed) == 9
+    assert packed == sorted(unpacked)
+    assert len(packed) == 9
     for tokens, labels in packed:
         trained = tokenizer.decode([token for token in labels if token != -100])
-        assert "add" in trained and "It is" in trained and "REASON" in trained and "Then" in trained
-        assert "What is" not in trained and "RESULT" not in trained and "You add" not in trained
+        assert "add" in trained
+        assert "It is" in trained
+        assert "REASON" in trained
+        assert "Then" in trained
+        assert "What is" not in trained
+        assert "RESULT" not in trained
+        assert "You add" not in trained
         assert "RESULT" in tokenizer.decode(tokens)
 
 
@@ -128,7 +134,8 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
     plain = Dataset.from_list(sharegpt(roles=("user", "assistant"), keys=("role", "content")))
     expected = rows_of(trainer(tmp_path, plain.rename_column("conversations", "messages"), **settings))
     plain_trl = trainer(tmp_path, Dataset.from_list(sharegpt()), trainer_class=trl.SFTTrainer, **settings)
-    assert "<|im_start|>human" in build_tokenizer().decode(rows_of(plain_trl)[1][0]) and "renamed" not in caplog.text
+    assert "<|im_start|>human" in build_tokenizer().decode(rows_of(plain_trl)[1][0])
+    assert "renamed" not in caplog.text
     for table in tables(sharegpt(), "conversations"):
         caplog.clear()
         assert rows_of(trainer(tmp_path, table, **settings)) == expected

@@ -82,11 +82,13 @@ def test_drop_last_leaves_out_the_incomplete_step_and_counts_it(strategy, num_ra
     else:
         found = request.getfixturevalue("launch")["ddp", "drop_last"]
     whole, report = found["whole"], found["report"]
-    assert found["world_size"] == num_ranks and found["num_steps"] == report["num_steps"] == whole["num_steps"] - 1
+    assert found["world_size"] == num_ranks
+    assert found["num_steps"] == report["num_steps"] == whole["num_steps"] - 1
     accumulation = 4 // num_ranks
     *expected, last = step_documents(whole, accumulation)
     steps = step_documents(found, accumulation)
-    assert steps == expected and len(found["seen"][0]) == accumulation * len(steps)
+    assert steps == expected
+    assert len(found["seen"][0]) == accumulation * len(steps)
     assert whole["report"]["documents_not_reached"] == 0 < len(last) < len(steps[0])
     if strategy == "minibatch":
         assert {len(step) for step in steps} == {8}
@@ -98,7 +100,8 @@ def test_drop_last_leaves_out_the_incomplete_step_and_counts_it(strategy, num_ra
     assert report["documents_not_reached"] == len(last)
     assert report["tokens_not_reached"] == sum(tokens[i] for i in last)
     assert report["trained_tokens_not_reached"] == sum(tokens[i] - 1 for i in last)
-    assert report["num_tokens"] == sum(tokens) and report["documents_per_step"] * len(steps) == len(seen)
+    assert report["num_tokens"] == sum(tokens)
+    assert report["documents_per_step"] * len(steps) == len(seen)
 
 
 # bf16
@@ -108,7 +111,8 @@ def test_drop_last_leaves_out_the_incomplete_step_and_counts_it(strategy, num_ra
 def test_in_bf16_two_ranks_find_the_same_leak(result, engine):
     """It is below the rounding of the whole model, and each rank looks for it module by module."""
     found = result("repaired_in_bf16")
-    assert found["proof"] == (True, True) and found["repaired"] == ["BloomAttention"]
+    assert found["proof"] == (True, True)
+    assert found["repaired"] == ["BloomAttention"]
 
 
 @pytest.mark.parametrize("engine", ["fsdp2"])
@@ -116,7 +120,8 @@ def test_ranks_that_round_otherwise_run_the_same_forwards(result, engine):
     """Under FSDP a forward that another rank does not run waits for it for ever."""
     first, second = result("rounded")["verdicts"]
     assert first[1] > 0 == second[1]
-    assert first[0] is second[0] is False and first[2] == second[2] == ["BloomAttention"]
+    assert first[0] is second[0] is False
+    assert first[2] == second[2] == ["BloomAttention"]
 
 
 # The probe
@@ -158,8 +163,10 @@ def test_training_after_an_evaluation_is_training(result, kind):
     """accelerate does not wrap a model that it has prepared for evaluation, and its ranks would train apart."""
     found, expected = result(f"{kind}_evaluated"), result(f"{kind}_trained")
     first, second = found["norms"]
-    assert first == second and len(first) > 10
-    assert found["losses"] == expected["losses"] and len(found["losses"]) == 2
+    assert first == second
+    assert len(first) > 10
+    assert found["losses"] == expected["losses"]
+    assert len(found["losses"]) == 2
     assert torch.equal(found["weights"], expected["weights"])
 
 
@@ -167,7 +174,8 @@ def test_training_after_an_evaluation_is_training(result, kind):
 def test_each_row_is_predicted_once(launch, engine, folder):
     """By ranks that divide a model."""
     found, expected = launch[engine, "predicted"]["predicted"], scenarios.predicted(folder, None)["predicted"]
-    assert len(expected) == 19 and found.shape == expected.shape
+    assert len(expected) == 19
+    assert found.shape == expected.shape
     real = expected != -100
     assert (found - expected)[real].abs().max() < 1e-4 * expected[real].abs().max()
 
@@ -208,14 +216,17 @@ def test_what_cannot_work_is_refused_on_all_ranks(launch, engine, name, step, me
 def test_every_document_once_per_epoch_and_a_restart_in_the_second_is_exact(result, engine, name):
     found = result(name)
     whole, stop, per_epoch = found["whole"], found["stop"], found["per_epoch"]
-    assert found["engine"] == whole["engine"] and per_epoch < stop < 2 * per_epoch
+    assert found["engine"] == whole["engine"]
+    assert per_epoch < stop < 2 * per_epoch
     assert found["synchronisation"] == ("step" if engine == "ddp" else "micro")
     epochs = [[rank[i * 2 * per_epoch :][: 2 * per_epoch] for rank in whole["seen"]] for i in range(3)]
-    assert all(count(epoch) == dict.fromkeys(range(60), 1) for epoch in epochs) and epochs[0] != epochs[1]
+    assert all(count(epoch) == dict.fromkeys(range(60), 1) for epoch in epochs)
+    assert epochs[0] != epochs[1]
     assert max(map(len, chain(*epochs[0]))) > 2, "nothing was packed"
     assert whole["num_steps"] == found["num_steps"] == 3 * per_epoch
     assert found["seen"] == [micro_batches[stop * 2 :] for micro_batches in whole["seen"]]
-    assert found["losses"] == whole["losses"] and found["num_tokens"] == whole["num_tokens"]
+    assert found["losses"] == whole["losses"]
+    assert found["num_tokens"] == whole["num_tokens"]
     gap = (found["weights"] - whole["weights"]).norm() / found["weights"].norm()
     assert gap == 0 if engine == "ddp" else gap < 1e-6
     saved = AutoModelForCausalLM.from_pretrained(found["saved"])
@@ -228,11 +239,14 @@ def test_a_restart_of_a_row_of_the_table_is_exact(launch, engine, name):
     found = launch[engine, f"restart_{name}"]
     assert torch.equal(*found["weights"])
     whole, resumed = found["tokens"]
-    assert resumed == whole and len(whole) == 6
+    assert resumed == whole
+    assert len(whole) == 6
     whole, resumed = found["seen"]
-    assert resumed == whole[-len(resumed) :] and len(whole) == 3 * len(resumed)
+    assert resumed == whole[-len(resumed) :]
+    assert len(whole) == 3 * len(resumed)
     whole, resumed = found["reports"]
-    assert resumed["ledger"] == whole["ledger"] and resumed["shared"] == whole["shared"]
+    assert resumed["ledger"] == whole["ledger"]
+    assert resumed["shared"] == whole["shared"]
     if name.startswith("parts"):  # compared once more: a table in two steps, a stream in all
         is_stream = "stream" in name
         assert found["steps_to_compare"] == (6 - 2 if is_stream else 0)  # it has trained two
@@ -258,7 +272,8 @@ def test_a_run_of_two_ranks_continues_on_one(result, folder, strategy):
     one = scenarios.make(folder, **restarts.THREE_EPOCHS | settings | {"gradient_accumulation_steps": 3})
     one.train(found["checkpoint"])
     before = step_documents(found["whole"])[: found["stop"]]
-    assert len(one.seen) % 3 == 0 and count([before, one.seen]) == dict.fromkeys(range(60), 3)
+    assert len(one.seen) % 3 == 0
+    assert count([before, one.seen]) == dict.fromkeys(range(60), 3)
 
 
 def test_a_stream_of_two_ranks_continues_on_one(launch, folder, caplog):
@@ -268,7 +283,8 @@ def test_a_stream_of_two_ranks_continues_on_one(launch, folder, caplog):
     one = make_trainer(folder, ROWS["images_stream"], **settings)
     one.train(str(folder / "restart_images_stream" / "whole" / "checkpoint-4"))
     assert "Resuming a stream of 2 ranks on 1" in caplog.text
-    assert one.state.global_step == 6 and one.packing_report.num_documents == 6 * 12
+    assert one.state.global_step == 6
+    assert one.packing_report.num_documents == 6 * 12
 
 
 @pytest.mark.parametrize("engine", ["zero3"])

@@ -36,13 +36,16 @@ def test_packs_train_what_trl_trains_unpacked(name):
     found = train(folder(), row)
     if row.given.get("bf16"):  # as far from unpacked training as that is with other micro-batches
         apart = difference(unpacked(key(row), halves=True), expected)
-        assert 1e-4 < apart < 0.02 and difference(found, expected) <= 3 * apart
+        assert 1e-4 < apart < 0.02
+        assert difference(found, expected) <= 3 * apart
     else:
         assert difference(found, expected) <= tolerance(rounding()[0])
         check_logs(row, found, expected)
     assert re.match(r"loss .* packed, .*; gradients \de-\d\d over \d+ parameters", found["report"]["first_step"])
     isolated, equal, attention = found["proof"]
-    assert isolated and equal and len(found["seen"]) == NUM_STEPS * row.micro_batches
+    assert isolated
+    assert equal
+    assert len(found["seen"]) == NUM_STEPS * row.micro_batches
     assert max(count for *_, count in found["seen"]) > 2, "nothing was packed"
     assert found["unpacked"] is (row.model in AS_ROWS or "on_leak" in row.ours)
     assert attention == "packfix_varlen" or found["unpacked"] or row.model in OWN_ATTENTION

@@ -251,4 +251,5 @@ def test_deprecations_of_trl_are_passed_through(given, tmp_path):
     # a name that transformers below 5.20 need
     assert warned[1] == {text for text in warned[0] if not text.startswith("`gradient_checkpointing` is deprecated")}
     assert bool(warned[1]) is bool(given) or "gradient_checkpointing" in given
-    assert args.packing_strategy in ("bfd", "bfd_split") and args.loss_type == "nll"
+    assert args.packing_strategy in ("bfd", "bfd_split")
+    assert args.loss_type == "nll"

@@ -54,7 +54,8 @@ def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, eval_packing, b
     expected = by_hand(build_tiny_model(tie_word_embeddings=True), data)
     for name, value in expected.items():
         assert logged[f"eval_{name}"] == pytest.approx(value, rel=1e-6), name
-    assert metrics["eval_loss"] == logged["eval_loss"] and expected["mean_token_accuracy"] > 0
+    assert metrics["eval_loss"] == logged["eval_loss"]
+    assert expected["mean_token_accuracy"] > 0
     # an evaluation set may be called "train"; rows without a trained token are rows
     assert run.evaluate({"train": data})["eval_train_loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert [len(run._prepare_dataset(data, None, run.args, packing, None, name)) for name in ("train", "b")] == [23, 23]
@@ -96,12 +97,14 @@ def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
     model = build_tiny_model()
     for row, document in enumerate(data):
         length = len(document["input_ids"])
-        assert labels[row, :length].tolist() == document["labels"] and (labels[row, length:] == -100).all()
+        assert labels[row, :length].tolist() == document["labels"]
+        assert (labels[row, length:] == -100).all()
         with torch.no_grad():
             top = model(torch.tensor([document["input_ids"]])).logits[0].argmax(-1)
         assert tops[row, :length].tolist() == top.tolist()
     predicted = run.predict(data)
-    assert predicted.predictions.shape[0] == 23 and predicted.metrics["test_rows"] == 23
+    assert predicted.predictions.shape[0] == 23
+    assert predicted.metrics["test_rows"] == 23
     assert predicted.metrics["test_loss"] == pytest.approx(by_hand(model, data)["loss"], rel=1e-6)
 
 
@@ -161,7 +164,8 @@ def test_a_loss_of_a_subclass_is_evaluated_as_in_trl_and_said_so_once(method, tm
     assert built(SFTTrainer, compute_metrics=lambda _: {}).evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
     packed = built(SFTTrainer, packing=True)
     assert packed.evaluate()["eval_loss"] == pytest.approx(expected, rel=0.01)
-    assert all("cu_seq_lens_q" in batch for batch in packed.batches) and packed.batches
+    assert all("cu_seq_lens_q" in batch for batch in packed.batches)
+    assert packed.batches
 
 
 # Sets without a trained token: 0.0 would be the best loss of all
@@ -179,7 +183,8 @@ def test_a_loss_of_no_token_is_refused_before_the_first_step(packing, tmp_path):
         run = trainer(tmp_path, ANSWERS, trainer_kwargs={"eval_dataset": sets}, packing=packing, **EVERY_STEP)
         with pytest.raises(ValueError, match=REFUSED.format(name)):
             run.train()
-        assert run.state.global_step == 0 and not run.state.log_history
+        assert run.state.global_step == 0
+        assert not run.state.log_history
         with pytest.raises(ValueError, match=REFUSED.format(name)):
             run.evaluate()
     with pytest.raises(ValueError, match=REFUSED.format("_later")):
@@ -197,9 +202,11 @@ def test_predictions_and_metrics_of_rows_without_a_trained_token_have_no_loss(pa
     run = trainer(tmp_path, ANSWERS, trainer_kwargs=given, packing=packing, max_steps=1, **EVERY_STEP)
     run.train()
     metrics = run.evaluate()
-    assert metrics["eval_rows"] == 3 and "eval_loss" not in metrics
+    assert metrics["eval_rows"] == 3
+    assert "eval_loss" not in metrics
     predicted = run.predict(run.eval_dataset)
-    assert predicted.predictions.shape[0] == 3 and "test_loss" not in predicted.metrics
+    assert predicted.predictions.shape[0] == 3
+    assert "test_loss" not in predicted.metrics
 
 
 # Decisions that stand on evaluation
@@ -250,7 +257,8 @@ def test_labels_of_any_integer_type_are_predicted_on_as_in_trl(labels, packing, 
         evaluated, predicted = run.evaluate(), run.predict(data)
         own = kind(build_tiny_model(), args, **given, compute_metrics=metric, compute_loss_func=loss).evaluate()
         found.append((evaluated["eval_right"], own["eval_loss"], seen["labels"], predicted.label_ids))
-        assert np.isfinite(evaluated["eval_loss"]) and len(predicted.predictions) == 7
+        assert np.isfinite(evaluated["eval_loss"])
+        assert len(predicted.predictions) == 7
     for ours, stock in zip(*found, strict=True):
         assert np.asarray(ours).dtype == np.asarray(stock).dtype
         np.testing.assert_allclose(ours, stock, rtol=1e-5)

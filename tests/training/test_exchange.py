@@ -106,7 +106,8 @@ def test_all_ranks_make_all_groups_where_torch_refuses_a_group_of_some(monkeypat
     monkeypatch.setattr(exchange.dist, "new_group", new_group)
     make_groups([4, 2])
     assert made == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1, 2, 3], [4, 5, 6, 7]]
-    assert exchange._groups[2][1] == (6, 7) and exchange._groups[4][1] == (4, 5, 6, 7)
+    assert exchange._groups[2][1] == (6, 7)
+    assert exchange._groups[4][1] == (4, 5, 6, 7)
 
 
 def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():

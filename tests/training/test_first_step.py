@@ -75,7 +75,8 @@ def compare(trainer, fault=nullcontext):
         try:
             trainer.train()
         except PackingLeakError as error:
-            assert found and found[0].problem in str(error)
+            assert found
+            assert found[0].problem in str(error)
     return found[0]
 
 
@@ -95,7 +96,9 @@ CASES = {
 def test_packed_and_unpacked_are_equal(tmp_path, name):
     trainer = make(tmp_path, **CASES[name])
     found = compare(trainer)
-    assert found.problem is None and found.loss_gap < 2e-6 and found.gradient_gap < 1e-5, found.text
+    assert found.problem is None, found.text
+    assert found.loss_gap < 2e-6, found.text
+    assert found.gradient_gap < 1e-5, found.text
     number = sum(parameter.requires_grad for parameter in trainer.model.parameters())
     assert f"over {number} parameters" in found.text
     assert dict(trainer.packing_report.lines())["first step"] == found.text
@@ -103,7 +106,8 @@ def test_packed_and_unpacked_are_equal(tmp_path, name):
 
 def test_half_precision_is_judged_by_its_rounding(tmp_path):
     found = compare(make(tmp_path, bf16=True))
-    assert found.problem is None and 1e-4 < found.gradient_gap < 0.1, found.text
+    assert found.problem is None, found.text
+    assert 1e-4 < found.gradient_gap < 0.1, found.text
     assert compare(make(tmp_path, bf16=True), FAULTS["labels rolled"][0]).problem
     # Recomputed layers must be rounded as in their forward, or an expert gets other tokens
     model, dataset = zoo.build_model("dbrx").bfloat16(), rows((60, 13, 100, 33, 7, 90))
@@ -125,7 +129,8 @@ def test_no_type_is_refused_for_its_rounding(tmp_path, model_type):
     settings = {"bf16": True, "max_length": 128, "gradient_checkpointing": checkpointing, "on_leak": "repair"}
     trainer = make(tmp_path, model, rows((60, 13, 100, 33, 7, 90)), **settings)
     found = compare(trainer)
-    assert found.problem is None and found.gradient_gap < 0.5, found.text
+    assert found.problem is None, found.text
+    assert found.gradient_gap < 0.5, found.text
     assert trainer.first_step.longest_compared == 100
 
 
@@ -277,7 +282,8 @@ MARKS = {"positions go on": current_models}
 def test_a_fault_is_named(tmp_path, fault, settings, named):
     trainer = make(tmp_path, **settings)
     found = compare(trainer, fault)
-    assert found.problem is not None and named in found.problem, found.text
+    assert found.problem is not None, found.text
+    assert named in found.problem, found.text
     assert trainer.state.global_step == 0
 
 
@@ -295,10 +301,12 @@ def test_documents_run_as_rows_where_that_is_right(tmp_path, fault, helps):
     refused = pytest.raises(PackingLeakError, match="packed and unpacked before the first step: the loss is")
     with mock.patch.object(FirstStep, "compare", with_fault), nullcontext() if helps else refused:
         trainer.train()
-    assert compared == [False, helps] and trainer.packed_model.is_unpacked
+    assert compared == [False, helps]
+    assert trainer.packed_model.is_unpacked
     said = dict(trainer.packing_report.lines())
     assert "UNPACKED, documents as rows of padded batches, because in the first step" in said["attention"]
-    assert ("gradients" in said["first step"]) and trainer.state.global_step == helps
+    assert "gradients" in said["first step"]
+    assert trainer.state.global_step == helps
 
 
 def test_a_loss_of_the_user_is_not_compared(tmp_path):
@@ -362,7 +370,8 @@ def test_lengths_are_compared_when_they_double(tmp_path):
 
     with mock.patch.object(Probe, "forward_alone", note):
         trainer.train()
-    assert trainer.first_step.longest_compared == 200 and seen == [90, 200], seen
+    assert trainer.first_step.longest_compared == 200, seen
+    assert seen == [90, 200], seen
 
 
 def test_padding_is_no_long_document():

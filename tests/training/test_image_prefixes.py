@@ -73,7 +73,8 @@ def test_every_document_has_its_own_images(found, multiple):
     for i, first, before, num in collate.rows.collate(documents)[1]:
         is_image = torch.as_tensor(documents[i]["input_ids"]) == examples.processor.image_token_id
         assert not is_image[first] or is_image[:first].sum() % 16 == 0
-        assert before <= num <= is_image.sum() // 16 and (num == 0 or before in (0, num) or num > 1)
+        assert before <= num <= is_image.sum() // 16
+        assert num == 0 or before in (0, num) or num > 1
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "internvl", "llava_next"])
@@ -103,7 +104,8 @@ def test_an_image_for_the_tower_alone_counts_nothing():
         layout_of(batch).sizes(layout_of(batch).targets(batch["labels"][:, 1:] != -100).trained)
         for batch in (added, collate(texts))
     )
-    assert found.tokens == wanted.tokens == 67 and found.computed == wanted.computed < 67
+    assert found.tokens == wanted.tokens == 67
+    assert found.computed == wanted.computed < 67
     assert found.saved.sum() == wanted.saved.sum() > 0
 
 
@@ -129,10 +131,12 @@ def test_the_probe_sees_images_of_others(fault):
         found, text = (
             check_packs(model, 512, images=x, user_attention=users, shares=True) for x in (packed.images, None)
         )
-        assert not (found.isolated and found.equal) and found.error is None
+        assert not (found.isolated and found.equal)
+        assert found.error is None
         assert max(found.max_change, found.max_difference) > 100 * found.tolerance
         assert packed.prove_prefixes(model).startswith("where documents share prefixes, ")
-        assert text.isolated and text.equal, "text alone shows nothing"
+        assert text.isolated, "text alone shows nothing"
+        assert text.equal, "text alone shows nothing"
 
 
 def test_the_probe_sees_images_without_a_gradient():
@@ -154,7 +158,9 @@ def test_the_probe_sees_images_without_a_gradient():
         layer.self_attn.v_proj.register_forward_hook(detach_images)
         layer.self_attn.k_proj.register_forward_hook(detach_images)
     found = check_packs(model, 512, images=packed.images, user_attention=packed.attention.previous, shares=True)
-    assert found.equal and found.max_gradient > 1e-2 and not found.isolated
+    assert found.equal
+    assert found.max_gradient > 1e-2
+    assert not found.isolated
 
 
 # Training
@@ -194,7 +200,8 @@ def test_a_family_is_planned_with_the_rows_that_it_has(compares, tmp_path, monke
     # the last token of a document that another begins with has no row
     assert all(planned - computed <= 2 for computed, planned, num in rows if num == 1)
     units = run.data.planner.units()
-    assert len(units) < 12 and units.rows.sum() < 0.6 * run.data.documents.lengths.sum()
+    assert len(units) < 12
+    assert units.rows.sum() < 0.6 * run.data.documents.lengths.sum()
     costs = run.data.planner.image_costs
     assert units.image_costs.sum() == pytest.approx(len(units) / len(costs) * costs.sum(), rel=0.2)
     text = dict(run.packing_report.lines())["common prefixes"]
@@ -235,10 +242,13 @@ def test_training_computes_what_plan_estimates(family, tmp_path):
     run.get_batch_samples = counted
     run.train()
     shares = [entry["computed_share"] for entry in run.state.log_history if "computed_share" in entry]
-    assert run.data.shares_prefixes and max(seen) <= 3 and max(shares) < 0.7
+    assert run.data.shares_prefixes
+    assert max(seen) <= 3
+    assert max(shares) < 0.7
     # of the three steps of an epoch; the fourth begins another
     report = estimated_savings(run.data.planner, run.data.reader)
-    assert report.num_packs is None and report.images == sum(seen[:3]) / 24
+    assert report.num_packs is None
+    assert report.images == sum(seen[:3]) / 24
     tokens = np.diff([0, *(entry["num_tokens"] for entry in run.state.log_history if "num_tokens" in entry)])[:3]
     assert report.rows == pytest.approx(np.average(shares[:3], weights=tokens), abs=1e-4)
     assert report.flops < 0.6
@@ -251,6 +261,7 @@ def test_show_draws_the_runs_that_are_trained(tmp_path):
     loader = run.get_train_dataloader()
     (pack,) = first_packs(run.data.planner, run.data.reader, num_packs=1)
     batch = next(iter(loader))
-    assert pack.cu_seq_lens == batch["cu_seq_lens_q"].tolist() and pack.cu_seq_lens_k == batch["cu_seq_lens_k"].tolist()
+    assert pack.cu_seq_lens == batch["cu_seq_lens_q"].tolist()
+    assert pack.cu_seq_lens_k == batch["cu_seq_lens_k"].tolist()
     assert [each.num_images for each in pack.documents] == [1] * 8
     assert sorted(each.shared for each in pack.documents) == sorted(batch[LAYOUT_KEY].shared.tolist())

@@ -37,7 +37,8 @@ def test_a_sample_is_the_row_of_trl(family, tmp_path):
     made = run(tmp_path, Dataset.from_list([*TURNS, *silent], features=TURNS.features), family)
     reader, expected = made.data.reader, by_turn()
     stock = make(tmp_path, family, expected, **UNPACKED)
-    assert len(reader) == len(expected) + 1 and reader.image_counts.tolist() == [1, 2, 3] * len(TURNS) + [1]
+    assert len(reader) == len(expected) + 1
+    assert reader.image_counts.tolist() == [1, 2, 3] * len(TURNS) + [1]
     for i in range(len(expected)):
         found, wanted = reader.read(i, 0, reader.lengths[i]), dict(stock.data_collator([dict(expected[i])]))
         for name in ("input_ids", "labels"):
@@ -46,7 +47,9 @@ def test_a_sample_is_the_row_of_trl(family, tmp_path):
         assert found.keys() == wanted.keys() >= {"pixel_values"}
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     last = reader.read(len(expected), 0, reader.lengths[-1])
-    assert (last["labels"] == -100).all() and last["input_ids"].dtype == np.int64 and "pixel_values" in last
+    assert (last["labels"] == -100).all()
+    assert last["input_ids"].dtype == np.int64
+    assert "pixel_values" in last
 
 
 def test_in_the_order_of_the_table_a_conversation_computes_each_image_once(tmp_path):
@@ -58,7 +61,8 @@ def test_in_the_order_of_the_table_a_conversation_computes_each_image_once(tmp_p
     batches = list(made.get_train_dataloader())
     assert [(layout_of(batch).count, len(batch["pixel_values"])) for batch in batches] == [(3, 3)] * len(TURNS)
     line = "6, one document for each of their 18 assistant turns"
-    assert dict(made.packing_report.lines())["conversations"] == line and made.packing_report.num_documents == 18
+    assert dict(made.packing_report.lines())["conversations"] == line
+    assert made.packing_report.num_documents == 18
 
 
 # Evaluation
@@ -142,8 +146,11 @@ def test_a_template_that_changes_the_history_keeps_the_prompt_of_generation():
     conversation = Conversation.from_row({"messages": chat("a", "b", "c", "d", images=1)}, TURNS[0]["images"][:1])
     whole = conversation.text(conversation.messages, processor)
     row = conversation.row_of_turn(3, processor)
-    assert not whole.startswith(row["prompt"]) and "\nb<" in row["prompt"] and "\nb<" not in whole
-    assert row["completion"] == "d<|im_end|>\n" and whole.endswith(row["completion"])
+    assert not whole.startswith(row["prompt"])
+    assert "\nb<" in row["prompt"]
+    assert "\nb<" not in whole
+    assert row["completion"] == "d<|im_end|>\n"
+    assert whole.endswith(row["completion"])
 
 
 def test_evaluation_with_images_of_a_run_without_is_refused(tmp_path):
@@ -162,7 +169,8 @@ def test_prepare_measures_turns_and_keeps_conversations(tmp_path, capsys, monkey
     assert main(["prepare", *map(str, words), "--output", str(tmp_path / "out")]) == 0
     assert "6 conversations, one document for each of their 18 assistant turns; 0 without" in capsys.readouterr().out
     planned = printed("plan", *words, "--max-length", 300)["plans"][0]
-    assert planned["num_documents"] == 18 and planned["images"]["num_images"] == 36
+    assert planned["num_documents"] == 18
+    assert planned["images"]["num_images"] == 36
 
     def never(*args):
         raise AssertionError("a turn was measured again")
@@ -172,4 +180,5 @@ def test_prepare_measures_turns_and_keeps_conversations(tmp_path, capsys, monkey
     made = run(tmp_path / "run", load_from_disk(str(tmp_path / "out")), processor=processor)
     assert len(made.data.documents) == 18
     manifest = json.loads((tmp_path / "out" / "prepared.json").read_text())
-    assert manifest["tokens"] == made.data.reader.lengths.sum() and manifest["conversations"] == 6
+    assert manifest["tokens"] == made.data.reader.lengths.sum()
+    assert manifest["conversations"] == 6

@@ -63,9 +63,12 @@ def test_kernels_of_layers_train_packs_as_unpacked_and_are_proved(played, tmp_pa
     run.train()
     assert played.given == kernels | {"fused_linear_cross_entropy": False}
     assert kernels == {"rope": True, "swiglu": False}, "the user's own settings were changed"
-    assert played.calls > 0 and run.packed_model.isolation.isolated and not run.packed_model.repaired
+    assert played.calls > 0
+    assert run.packed_model.isolation.isolated
+    assert not run.packed_model.repaired
     change = weights(unpacked) - start
-    assert (weights(run) - weights(unpacked)).norm() < 1e-5 * change.norm() and change.norm() > 1e-3
+    assert (weights(run) - weights(unpacked)).norm() < 1e-5 * change.norm()
+    assert change.norm() > 1e-3
 
 
 def test_evaluation_is_as_without(played, tmp_path):
@@ -75,7 +78,8 @@ def test_evaluation_is_as_without(played, tmp_path):
         run = trainer(tmp_path, texts(12), **rows, **settings)
         run.train()
         losses.append(run.evaluate()["eval_loss"])
-    assert played.calls > 0 and losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
+    assert played.calls > 0
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
 
 
 def test_a_kernel_that_mixes_rows_is_found(played, tmp_path):
@@ -96,5 +100,8 @@ def test_the_triton_kernels_train_packs_as_unpacked(model_type):
     run = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
-    assert found["isolated"] and found["equal"] and not found["repaired"] and found["kernels"]
+    assert found["isolated"]
+    assert found["equal"]
+    assert not found["repaired"]
+    assert found["kernels"]
     assert found["error"] < 2e-6 < found["change"]

@@ -59,10 +59,12 @@ def test_scores_and_gradients_are_those_of_full_logits(model_type, chunk, monkey
 
     add_token_scores(model)
     scores = model(ids, labels=labels, fused_lm_head=True)
-    assert isinstance(scores, TokenScores) and not hasattr(scores, "logits")
+    assert isinstance(scores, TokenScores)
+    assert not hasattr(scores, "logits")
     for found, right in zip((scores.log_probs, scores.entropy), expected, strict=False):
         torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
-    assert torch.equal(scores.is_top1, expected[2]) and torch.equal(scores.label_mask, labels[:, 1:] != -100)
+    assert torch.equal(scores.is_top1, expected[2])
+    assert torch.equal(scores.label_mask, labels[:, 1:] != -100)
     scores.log_probs.sum().backward()
     for parameter, right in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, right, atol=1e-5, rtol=1e-4)
@@ -75,7 +77,8 @@ def test_other_calls_are_as_before():
     before = model(ids, labels=labels, use_cache=False)
     add_token_scores(model)
     after = model(ids, labels=labels, use_cache=False)
-    assert torch.equal(before.loss, after.loss) and torch.equal(before.logits, after.logits)
+    assert torch.equal(before.loss, after.loss)
+    assert torch.equal(before.logits, after.logits)
     assert model.generate(ids[:1, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
 
 
@@ -87,11 +90,14 @@ def test_labels_that_are_shifted_already_are_not_shifted_again():
     whole, given = (
         model(ids, fused_lm_head=True, **{name: x}) for name, x in (("labels", labels), ("shift_labels", shifted))
     )
-    assert torch.equal(whole.log_probs, given.log_probs[:, :-1]) and not given.log_probs[:, -1].any()
+    assert torch.equal(whole.log_probs, given.log_probs[:, :-1])
+    assert not given.log_probs[:, -1].any()
 
 
 def test_versions_without_the_head_get_ours():
-    assert not compat.scores_tokens("1.9.0") and not compat.scores_tokens("1.15.0") and compat.scores_tokens("1.16.0")
+    assert not compat.scores_tokens("1.9.0")
+    assert not compat.scores_tokens("1.15.0")
+    assert compat.scores_tokens("1.16.0")
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["", "under autocast"])

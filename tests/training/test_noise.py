@@ -57,7 +57,8 @@ def test_a_document_has_the_noise_that_it_has_alone(name, tmp_path):
     run.model.train()
     lengths = [n for n in batch["cu_seq_lens_q"].diff().tolist() if n]
     documents = batch["input_ids"][0, : sum(lengths)].split(lengths)
-    assert len(set(lengths)) > 3 and lengths != sorted(lengths, reverse=True)
+    assert len(set(lengths)) > 3
+    assert lengths != sorted(lengths, reverse=True)
     found = {place: [] for place in range(len(lengths))}
 
     def note(module, args, output):  # behind the noise, which a hook adds, too
@@ -125,4 +126,5 @@ def test_noise_is_on_in_training_only(tmp_path):
         run.train()
         losses[alpha] = before, run.state.log_history[-1]["train_loss"]
         assert not run.model.get_input_embeddings()._forward_hooks
-    assert losses[None][0] == losses[500.0][0] and abs(losses[None][1] - losses[500.0][1]) > 1e-3
+    assert losses[None][0] == losses[500.0][0]
+    assert abs(losses[None][1] - losses[500.0][1]) > 1e-3

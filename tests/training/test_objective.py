@@ -85,8 +85,10 @@ def test_token_weights_are_trl_to_the_bit(objective, packing, tmp_path):
     ours = gradients(run, run.compute_loss, *step)
     theirs = gradients(run, super(SFTTrainer, run).compute_loss, *step)
     assert run.compute_loss.__func__ is not super(SFTTrainer, run).compute_loss.__func__ is trl.SFTTrainer.compute_loss
-    assert torch.equal(ours[0], theirs[0]) and ours[0].abs().min() > 0
-    assert torch.equal(ours[1], theirs[1]) and ours[1].abs().max() > 0
+    assert torch.equal(ours[0], theirs[0])
+    assert ours[0].abs().min() > 0
+    assert torch.equal(ours[1], theirs[1])
+    assert ours[1].abs().max() > 0
 
 
 @pytest.mark.parametrize("more", [{}, {"pad_to_multiple_of": 64}, {"packing": False}], ids=str)
@@ -204,12 +206,14 @@ def test_padding_and_empty_micro_batches_add_nothing_to_the_router_statistic(pad
     run = experts(tmp_path, halves(3), gradient_accumulation_steps=5, **padding)
     batches, num_items = first_step(run)
     filled = [batch for batch in batches if (batch["labels"] != -100).any()]
-    assert len(batches) == 5 and len(filled) == 3
+    assert len(batches) == 5
+    assert len(filled) == 3
     assert not padding or all((batch["input_ids"][0, -4:] == 0).all() for batch in filled), "no padding"
     losses, gradient = gradients(run, run.compute_loss, batches, num_items)
     nll = sum(-run.model(**batch, fused_lm_head=True).log_probs.sum().item() for batch in filled) / num_items.item()
     expected = nll + np.mean([statistic(run, batch) for batch in filled])
-    assert losses.sum().item() == pytest.approx(expected, rel=1e-5) and gradient.isfinite().all()
+    assert losses.sum().item() == pytest.approx(expected, rel=1e-5)
+    assert gradient.isfinite().all()
     assert [loss for loss, batch in zip(losses, batches, strict=True) if not (batch["labels"] != -100).any()] == [0, 0]
     run.train()
     assert run.state.log_history[-2]["aux_loss"] == pytest.approx(expected - nll, rel=1e-4)
@@ -351,7 +355,8 @@ def test_the_share_of_time_without_data_is_logged(is_slow, tmp_path):
         run.data_collator = slow
     run.train()
     shares = [entry["data_wait"] for entry in run.state.log_history if "loss" in entry]
-    assert len(shares) == 2 and all(0 <= share <= 1 for share in shares)
+    assert len(shares) == 2
+    assert all(0 <= share <= 1 for share in shares)
     assert (min(shares) > 0.5) is is_slow
 
 
@@ -390,7 +395,8 @@ def test_a_config_of_experts_without_a_router_trains(name, packing, tmp_path):
     run = trainer(tmp_path, halves(), model=model, packing=packing, max_steps=1, logging_steps=1)
     run.train()
     (log,) = [each for each in run.state.log_history if "loss" in each]
-    assert np.isfinite(log["loss"]) and ("aux_loss" in log) == has_router
+    assert np.isfinite(log["loss"])
+    assert ("aux_loss" in log) == has_router
     if not has_router:
         with pytest.raises(ValueError, match="router_aux_loss_coef=0.1.*None of its layers has a router.*=0.0"):
             trainer(tmp_path, halves(), model=build_tiny_model(model_type, **config), router_aux_loss_coef=0.1)

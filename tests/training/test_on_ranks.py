@@ -100,7 +100,8 @@ def check_logs(row: Row, found: dict, expected: dict) -> None:
             assert ours == pytest.approx(theirs, rel=max(tolerance(rounding()[1]), 2e-6)), name
     if row.evaluates:
         losses = {name: value for name, value in expected["eval"].items() if "loss" in name}
-        assert losses and {name: found["eval"][name] for name in losses} == pytest.approx(losses, rel=2e-6)
+        assert losses
+        assert {name: found["eval"][name] for name in losses} == pytest.approx(losses, rel=2e-6)
 
 
 @pytest.mark.parametrize("engine, name", PAIRS)
@@ -135,7 +136,9 @@ def test_ranks_train_as_the_row_says(launch, engine, name):
     else:
         assert degrees == {1}
     isolated, equal, attention = found["proof"] or (True, True, None)
-    assert isolated and equal and (found["proof"] is None) is (row.ours.get("packing") is False)
+    assert isolated
+    assert equal
+    assert (found["proof"] is None) is (row.ours.get("packing") is False)
     assert attention in (None, "packfix_varlen") or row.model in ("leaking", "mamba")
     assert (found["offloaded"] > 2 * NUM_STEPS) is (row.model == "yarn")
     if "share_prefixes" in row.ours:
@@ -152,7 +155,8 @@ def test_ranks_train_as_the_row_says(launch, engine, name):
 def test_the_table_mixes_degrees_and_leaves_ranks_without_documents(launch):
     assert {degree for degree, *_ in launch["ddp4", "parts_family"]["seen"]} == {1, 2, 4}
     report = launch["ddp4", "parts_family"]["report"]
-    assert report["world_size"] == 4 and len(launch["ddp", "parts_sinks"]["shapes"]) > 3
+    assert report["world_size"] == 4
+    assert len(launch["ddp", "parts_sinks"]["shapes"]) > 3
     assert launch["tp_fsdp", "dividing_stream"]["report"]["world_size"] == 2
 
 
@@ -164,7 +168,8 @@ def test_faults_in_gradients_are_found_under_engines(launch, engine, name):
     assert found.pop("changed") == []
     assert found.pop(None) == (0.0, True)
     ((gradient, states_pass),) = found.values()
-    assert gradient > 1e-4 and states_pass
+    assert gradient > 1e-4
+    assert states_pass
 
 
 @pytest.mark.faults
@@ -180,7 +185,8 @@ def test_the_table_sees_faults(planted, engine, name, fault):
 
 
 def test_an_error_of_one_in_ten_thousand_is_seen():
-    assert rounding()[0] > RESOLUTION and tolerance(rounding()[0]) < 1e-4
+    assert rounding()[0] > RESOLUTION
+    assert tolerance(rounding()[0]) < 1e-4
 
 
 # Attention, mixers and proofs on parts of packs
@@ -219,28 +225,35 @@ def test_right_models_pass_on_parts_of_packs(launch):
     assert all(other == first for other in others), "all ranks find the same"
     for key in (*(("whole", n) for n in (2, 4)), *(("shared", n) for n in (2, 4))):
         passes, size, modules = first[key]
-        assert passes and size < 1 and not modules
+        assert passes
+        assert size < 1
+        assert not modules
     for name in ("images", "shared"):
         for family in exchange.IMAGE_PROOFS:
             assert first["split", name, family], "no image lies in two parts"
-            assert first[name, family][0] and 0 < first[name, family][1] < 1
+            assert first[name, family][0]
+            assert 0 < first[name, family][1] < 1
 
 
 def test_a_model_that_is_right_on_whole_packs_only_is_found(launch):
     found = launch["ddp4", "proofs"][0]
-    assert found["shift", 1][0] and found["shift", 2][::2] == (False, ["TokenShift"])
+    assert found["shift", 1][0]
+    assert found["shift", 2][::2] == (False, ["TokenShift"])
     assert found["bloom"] == "attention 'eager' does not exchange tokens; 'packfix_varlen' does."
 
 
 @pytest.mark.faults
 def test_the_proof_on_parts_finds_faults_and_places_them(planted):
     first, *others = planted["ddp", "faults_of_proofs"]
-    assert all(other == first for other in others) and len(first) == 12
+    assert all(other == first for other in others)
+    assert len(first) == 12
     for (of, fault), (passes, size, modules) in first.items():
         # text alone does not show faults of images, nor documents that share nothing one of prefixes
-        assert passes is (of in ("text", "unseen")) and (size > 100) is not passes, (of, fault)
+        assert passes is (of in ("text", "unseen")), (of, fault)
+        assert (size > 100) is not passes, (of, fault)
         if of == "whole":
-            assert modules and all("Attention" in module for module in modules)
+            assert modules
+            assert all("Attention" in module for module in modules)
 
 
 @pytest.mark.faults

@@ -46,7 +46,8 @@ def compare(kind, model_type="llama", **options):
     print(record.summary())
     assert gap < EQUAL
     tokens = record.tokens
-    assert 0 < tokens.computed <= tokens.real <= tokens.padded and tokens.computed < tokens.padded
+    assert 0 < tokens.computed <= tokens.real <= tokens.padded
+    assert tokens.computed < tokens.padded
     return plain, trainer, record
 
 
@@ -90,7 +91,8 @@ def test_rows_count_in_the_router_loss_as_often_as_documents_have_them():
     losses = [
         [entry["aux_loss"] for entry in each.state.log_history if "aux_loss" in entry] for each in (plain, trainer)
     ]
-    assert len(losses[0]) == 5 and losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert len(losses[0]) == 5
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 # The rows of a batch as documents
@@ -126,7 +128,8 @@ def test_each_token_has_a_row_with_its_own_past(padded, shares):
     assert torch.equal(pack["input_ids"][0, batch.rows], ids[mask.bool()])
     assert torch.equal(batch.cells, mask.flatten().nonzero()[:, 0])
     assert torch.equal(pack["position_ids"][0, batch.rows], torch.cat([torch.arange(n) for n in lengths]))
-    assert "labels" not in pack and "attention_mask" not in pack
+    assert "labels" not in pack
+    assert "attention_mask" not in pack
     assert batch.rows.unique().tolist() == list(range(batch.num_computed)), "a row is computed that no token needs"
     # The keys of the run of each row, up to itself, are the tokens before it in each document that has it
     bounds_q, bounds_k = pack["cu_seq_lens_q"].tolist(), pack["cu_seq_lens_k"].tolist()
@@ -141,7 +144,8 @@ def test_each_token_has_a_row_with_its_own_past(padded, shares):
 def test_padding_between_tokens_is_no_document():
     ids, mask = torch.tensor([[5, 6, 0, 7], [5, 6, 7, 8]]), torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]])
     collate = PrefixCollator(keeps_last_rows=True)
-    assert pack_rows(ids, mask, collate) is None and pack_rows(ids[1:], mask[1:], collate) is not None
+    assert pack_rows(ids, mask, collate) is None
+    assert pack_rows(ids[1:], mask[1:], collate) is not None
 
 
 # A model in a loop of one's own
@@ -171,15 +175,18 @@ def test_states_come_back_to_their_places():
         outputs = model(**batch, use_cache=False)
         states = model.model(**batch, use_cache=False).last_hidden_state
     assert torch.allclose(outputs.logits[mask], wanted[mask], rtol=0, atol=1e-13)
-    assert (states[~mask] == 0).all() and not (states[mask] == 0).all(-1).any()
+    assert (states[~mask] == 0).all()
+    assert not (states[mask] == 0).all(-1).any()
     assert (record.tokens.padded, record.tokens.real, record.tokens.computed) == (256, 108, 2 * (54 - 19))
     assert "padded 256, real 108, computed 70 (27% of padded)" in record.summary()
-    assert model.config._attn_implementation == "sdpa" and not packed_forwards
+    assert model.config._attn_implementation == "sdpa"
+    assert not packed_forwards
     record.remove()
     assert num_hooks(model) == hooks
     with in_double():
         again = model(**batch, use_cache=False).logits
-    assert torch.equal(again, wanted) and record.tokens.padded == 256
+    assert torch.equal(again, wanted)
+    assert record.tokens.padded == 256
 
 
 def test_padding_gets_no_gradient():
@@ -190,7 +197,8 @@ def test_padding_gets_no_gradient():
     batch["input_ids"][:3] = batch["input_ids"][:3].clamp(min=4)
     model(**batch, use_cache=False).logits.square().sum().backward()
     gradient = model.get_input_embeddings().weight.grad
-    assert not gradient[3].any() and gradient[batch["input_ids"][0, 1]].any()
+    assert not gradient[3].any()
+    assert gradient[batch["input_ids"][0, 1]].any()
 
 
 def calls():
@@ -248,7 +256,8 @@ def test_rows_with_images_keep_their_padding_and_rows_of_text_do_not(tmp_path):
     settings = {"packing": False, "max_length": None, "config_class": trl.SFTConfig}
     trainer = make(tmp_path, "llava", trainer_class=trl.SFTTrainer, **settings)
     model, images = trainer.model, next(iter(trainer.get_train_dataloader()))
-    assert images["pixel_values"].ndim > 2 and not images["attention_mask"].all()
+    assert images["pixel_values"].ndim > 2
+    assert not images["attention_mask"].all()
     images = {name: images[name] for name in ("input_ids", "attention_mask", "pixel_values")}
     text = {name: values[:2] for name, values in rows_that_share().items()}
     text["input_ids"] = text["input_ids"] % 60 + 10
@@ -313,7 +322,8 @@ def test_a_wrong_pack_is_not_used(fault, in_training, monkeypatch):
         record = pack_forward(model)
         with pytest.warns(UserWarning, match="computes its rows with padding"):
             found = model(**batch, use_cache=False).logits
-        assert torch.equal(found, wanted) and record.tokens.padded == 0
+        assert torch.equal(found, wanted)
+        assert record.tokens.padded == 0
         assert "model: padded, because on its first batch, states of the pack differ" in record.summary()
 
         record.remove()
@@ -366,7 +376,8 @@ def test_eval_mode_is_compared_by_itself():
     batch = {"input_ids": torch.randint(4, 250, mask.shape) * mask, "attention_mask": mask, "use_cache": False}
     rows = pack_forward(model).rows["model"]
     model.train()(**batch)
-    assert rows.refusal is None and rows.tokens.computed > 0
+    assert rows.refusal is None
+    assert rows.tokens.computed > 0
     with pytest.warns(UserWarning, match="on the first batch in eval mode with rows of up to"):
         found = model.eval()(**batch).logits
     assert torch.equal(found, plain.eval()(**batch).logits)
@@ -384,7 +395,8 @@ def test_outputs_of_rows_are_refused():
         warnings.simplefilter("ignore")
         record = pack_forward(model)
         found = model(input_ids=ids * mask, attention_mask=mask).logits
-    assert torch.equal(found, expected) and record.rows["model"].refusal is not None
+    assert torch.equal(found, expected)
+    assert record.rows["model"].refusal is not None
 
 
 def test_models_that_give_rewards_are_packed(tmp_path):
@@ -399,7 +411,8 @@ def test_models_that_give_rewards_are_packed(tmp_path):
     assert (stock[0] - packed[0]).abs().max() < EQUAL * stock[0].abs().max() != 0
     rows = packed[2].rows
     assert rows.keys() == {"model", "reward_funcs[0]"}
-    assert rows["reward_funcs[0]"].refusal is None and rows["reward_funcs[0]"].tokens.computed > 0
+    assert rows["reward_funcs[0]"].refusal is None
+    assert rows["reward_funcs[0]"].tokens.computed > 0
 
 
 def test_the_gradient_is_compared(monkeypatch):
@@ -440,7 +453,8 @@ def test_the_proof_changes_nothing_else():
         torch.manual_seed(5)
         model(**rows_that_share(), use_cache=False)
         results.append((torch.rand(3), [m.training for m in model.modules()], [p.grad for p in model.parameters()]))
-    assert torch.equal(results[0][0], results[1][0]) and results[0][1:] == results[1][1:]
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1:] == results[1][1:]
 
 
 # Trainers
@@ -495,8 +509,10 @@ def test_half_precision_is_packed(precision_of_its_own):
         options = {"bf16": True, "max_steps": 3}
         _, trainer, record = train("dpo", packed=packed, dtype=torch.float32, **options)
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert "padded, because" not in record.summary() and "each row whole" not in record.summary()
-    assert losses[0] == pytest.approx(losses[1], abs=0.01) and abs(losses[0][2] - losses[0][0]) > 0.02
+    assert "padded, because" not in record.summary()
+    assert "each row whole" not in record.summary()
+    assert losses[0] == pytest.approx(losses[1], abs=0.01)
+    assert abs(losses[0][2] - losses[0][0]) > 0.02
     assert not torch.is_autocast_enabled("cpu"), "the comparison of the first batch has left autocast on"
 
 
@@ -520,7 +536,8 @@ def test_compiled_training_is_training():
     torch.compiler.reset()  # else dynamo may run graphs of a model without hooks
     packed, trainer, record = train("dpo", packed=True, **options, **compiled)
     assert type(trainer.model_wrapped).__name__ == "OptimizedModule"
-    assert stock.abs().max() > MOVED and (stock - packed).abs().max() < 1e-5 * stock.abs().max()
+    assert stock.abs().max() > MOVED
+    assert (stock - packed).abs().max() < 1e-5 * stock.abs().max()
     assert record.tokens.computed < record.tokens.real
 
 
@@ -551,11 +568,13 @@ def test_the_log_counts_tokens_and_trackers_get_it():
         [[entry[name] for name in names] for entry in logs if names[0] in entry]
         for logs in (trainer.state.log_history, Tracker.logs)
     )
-    assert len(logged) == 2 and logged == tracked
+    assert len(logged) == 2
+    assert logged == tracked
     totals = record.tokens
     assert np.sum(logged, axis=0).tolist() == [totals.padded, totals.real, totals.computed]
     for rows, tokens, computed in logged:  # twice: policy and reference
-        assert rows % (2 * len(batch["input_ids"])) == 0 and computed < tokens < rows
+        assert rows % (2 * len(batch["input_ids"])) == 0
+        assert computed < tokens < rows
     record.remove()
     assert not any(type(callback).__name__ == "_LogAndProve" for callback in trainer.callback_handler.callbacks)
     trainer.train()
@@ -600,7 +619,8 @@ def test_two_ranks_reach_the_weights_of_the_stock_trainer(engine, ranks):
         gap = float((found["weights"] - references[name.replace("packed", "stock")]).abs().max() / scale)
         print(f"{engine} {name}: weights differ by {gap:.1e}; rounding {rounding:.1e}")
         assert gap <= rounding
-        assert "padded, because" not in found["summary"] and "each row whole" not in found["summary"]
+        assert "padded, because" not in found["summary"]
+        assert "each row whole" not in found["summary"]
         assert len(found["tokens"]) == 2
         assert all(computed < real < padded for padded, real, computed in found["tokens"])
         assert sum(found["logged"]) == found["tokens"][0][2]

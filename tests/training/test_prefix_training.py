@@ -64,7 +64,8 @@ def test_flops_are_those_of_the_computed_tokens(tmp_path):
     assert sums["flops"] == pytest.approx((costs[1] - costs[0]).item(), rel=1e-12)
     assert sums["computed"] == len(positions) < sums["row_tokens"] == batch["labels"].numel()
     assert sums["tokens"] == shared.lengths.sum().item() > 1.2 * sums["computed"]
-    assert sums["documents"] == 9 and sums["micro_batches"] == 1
+    assert sums["documents"] == 9
+    assert sums["micro_batches"] == 1
 
 
 # Without training
@@ -98,9 +99,11 @@ def test_switched_off_before_the_first_step_nothing_is_shared():
     _, off = run(share_prefixes="off")
     for workers in (0, 1):
         found, after = run(refuse, dataloader_num_workers=workers)
-        assert torch.equal(after, off) and logged(found, "computed_share") == [1.0] * 5
+        assert torch.equal(after, off)
+        assert logged(found, "computed_share") == [1.0] * 5
     (shared, after), (_, with_workers) = (run(dataloader_num_workers=workers) for workers in (0, 1))
-    assert torch.equal(after, with_workers) and max(logged(shared, "computed_share")) < 0.85
+    assert torch.equal(after, with_workers)
+    assert max(logged(shared, "computed_share")) < 0.85
 
 
 # Evaluation
@@ -129,7 +132,8 @@ def test_evaluation_brings_families_together(tmp_path):
     unsorted = [
         PrefixCollator()([data[i] for i in pack])["labels"].numel() for pack in np.split(plan.order, plan.offsets[1:-1])
     ]
-    assert rows < 0.9 * sum(unsorted) < tokens and num_shared < num_whole
+    assert rows < 0.9 * sum(unsorted) < tokens
+    assert num_shared < num_whole
     batches = list(found.get_eval_dataloader())
     assert max(batch["labels"].numel() for batch in batches) <= 4 * 96
     num_whole = sum(len(batch["cu_seq_lens_q"]) - 1 for batch in batches if LAYOUT_KEY not in batch)
@@ -154,7 +158,8 @@ def test_losses_of_the_user_are_evaluated_whole(tmp_path):
     given = {"trainer_class": Doubled, "trainer_kwargs": {"eval_dataset": forest(20, seed=3)}}
     found = trainer(tmp_path, DOCUMENTS, **given, **OURS | SGD)
     batches = list(found.get_eval_dataloader())
-    assert not shared_prefixes(batches) and shared_prefixes(list(found.get_train_dataloader()))
+    assert not shared_prefixes(batches)
+    assert shared_prefixes(list(found.get_train_dataloader()))
 
 
 def test_documents_with_other_labels_do_not_share(tmp_path):

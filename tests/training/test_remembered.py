@@ -58,9 +58,11 @@ def tf32():
 
 def test_the_second_start_proves_nothing_and_trains_the_same(folder, tf32):
     first, proofs = start(folder, share_prefixes="pack")
-    assert proofs == 2 and first.packing_report.isolation.proved_on is None
+    assert proofs == 2
+    assert first.packing_report.isolation.proved_on is None
     second, proofs = start(folder, share_prefixes="pack")
-    assert proofs == 0 and "same model and versions" in dict(second.packing_report.lines())["isolation"]
+    assert proofs == 0
+    assert "same model and versions" in dict(second.packing_report.lines())["isolation"]
     assert "packed" in dict(second.packing_report.lines())["first step"]
     assert torch.equal(weights(first), weights(second))
 
@@ -190,7 +192,8 @@ def test_what_is_repaired_or_damaged_is_proved_again(folder):
     right = file.read_bytes()
     for content in (b"", right[:-5], right.replace(b"1", b"0")):
         file.write_bytes(content)
-        assert start(folder)[1] == 1 and file.read_bytes() == right
+        assert start(folder)[1] == 1
+        assert file.read_bytes() == right
 
 
 def test_a_leak_that_came_since_is_found_by_the_first_step(folder):

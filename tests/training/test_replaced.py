@@ -37,10 +37,12 @@ def test_a_training_set_that_is_set_before_training_is_trained(settings, tmp_pat
     fresh = trainer(tmp_path, ROWS.select(range(15, 40)), **settings)
     for each in (run, fresh):
         each.train()
-    assert torch.equal(weights(run), weights(fresh)) and run.state.max_steps == fresh.state.max_steps
+    assert torch.equal(weights(run), weights(fresh))
+    assert run.state.max_steps == fresh.state.max_steps
     assert run.packing_report.num_rows == run.packing_report.num_documents == 25
     ours, theirs = ([entry.get("learning_rate") for entry in each.state.log_history] for each in (run, fresh))
-    assert ours == theirs and run.state.max_steps > 4
+    assert ours == theirs
+    assert run.state.max_steps > 4
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -57,7 +59,8 @@ def test_each_stage_trains_its_own_rows_and_steps(packing, tmp_path):
         assert sorted(documents) == sorted(stage["input_ids"])
         num_steps.append(run.state.max_steps)
         assert run.state.global_step == run.state.max_steps
-    assert num_steps[0] > 3 * num_steps[1] and len(set(num_steps)) == 3
+    assert num_steps[0] > 3 * num_steps[1]
+    assert len(set(num_steps)) == 3
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -75,7 +78,8 @@ def test_weights_and_sources_are_those_of_the_new_rows(packing, tmp_path):
     assert names == {"loss/second"}
     # A step without the row of weight 1 has the loss 0
     losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
-    assert sum(float(loss) > 0 for loss in losses) == 3 and len(losses) > 3  # once per epoch
+    assert sum(float(loss) > 0 for loss in losses) == 3  # once per epoch
+    assert len(losses) > 3
     assert not torch.equal(weights(run), before)
     run.train_dataset = second.train_dataset  # all weights are 0
     with pytest.raises(ValueError, match="all 12 rows of the train dataset have weight 0"):
@@ -103,7 +107,8 @@ def test_a_resumed_stage_has_the_rows_of_its_checkpoint(tmp_path):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     again.train_dataset = again.train_dataset.select(range(20))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert whole.state.max_steps > 2 and torch.equal(weights(again), weights(whole))
+    assert whole.state.max_steps > 2
+    assert torch.equal(weights(again), weights(whole))
 
 
 def test_streams_follow_each_other(tmp_path):
@@ -112,7 +117,8 @@ def test_streams_follow_each_other(tmp_path):
     documents, other = with_documents(run), [[7, 8, 9, 10 + i] for i in range(200)]
     run.train_dataset = Dataset.from_dict({"input_ids": other}).to_iterable_dataset()
     run.train()
-    assert documents and all(document in other for document in documents)
+    assert documents
+    assert all(document in other for document in documents)
     run.train_dataset = ROWS.to_iterable_dataset()
     with pytest.raises(ValueError, match=r"`trainer.train_dataset` was set to rows with the columns \['text'\]"):
         run.train()

@@ -62,7 +62,8 @@ def test_token_counts_continue(run, folder):
     assert torch.equal(weights(again), weights(run))
     for name in ("num_tokens", "num_input_tokens_seen"):
         whole, resumed = logged(run, name), logged(again, name)
-        assert resumed == whole and whole[11] > whole[10] > 0
+        assert resumed == whole
+        assert whole[11] > whole[10] > 0
     state = json.loads((folder / "checkpoint-10" / STATE_FILE).read_text())
     assert state["num_tokens"] == logged(run, "num_tokens")[10]
 
@@ -85,15 +86,18 @@ def test_newest_begins_where_there_is_no_whole_checkpoint(tmp_path, caplog):
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     first = trainer(tmp_path, texts(40), **settings)
     first.train(resume_from_checkpoint="newest")
-    assert first.restart.resumed is None and first.state.global_step == 4
+    assert first.restart.resumed is None
+    assert first.state.global_step == 4
     again = trainer(tmp_path, texts(40), **settings | {"max_steps": 6})
     again.train(resume_from_checkpoint="newest")
-    assert again.restart.resumed[0].endswith("checkpoint-4") and again.state.global_step == 6
+    assert again.restart.resumed[0].endswith("checkpoint-4")
+    assert again.state.global_step == 6
     for name in ("checkpoint-2", "checkpoint-4", "checkpoint-6"):
         (tmp_path / name / "trainer_state.json").unlink()
     anew = trainer(tmp_path, texts(40), **settings)
     anew.train(resume_from_checkpoint="newest")
-    assert anew.restart.resumed is None and "Starting anew: checkpoint-6 is skipped" in caplog.text
+    assert anew.restart.resumed is None
+    assert "Starting anew: checkpoint-6 is skipped" in caplog.text
 
 
 def test_the_rest_of_an_epoch_is_planned_anew_for_other_settings(run, folder, caplog):
@@ -101,11 +105,15 @@ def test_the_rest_of_an_epoch_is_planned_anew_for_other_settings(run, folder, ca
     planner, total = again.data.planner, again.state.max_steps
     before = run.state.max_steps // 3
     epochs, rates, tokens = (logged(again, name) for name in ("epoch", "learning_rate", "num_tokens"))
-    assert planner.num_steps > before and planner.steps_of(1) > before
+    assert planner.num_steps > before
+    assert planner.steps_of(1) > before
     assert again.state.global_step == total == before + planner.steps_of(1) + planner.num_steps
     later = [epochs[step] for step in range(11, total + 1)]
-    assert later == sorted(later) and epochs[before + planner.steps_of(1)] == 2 and epochs[total] == 3
-    assert rates[total] == pytest.approx(1e-2 / total) and rates[12] == pytest.approx(1e-2 * (1 - 11 / total))
+    assert later == sorted(later)
+    assert epochs[before + planner.steps_of(1)] == 2
+    assert epochs[total] == 3
+    assert rates[total] == pytest.approx(1e-2 / total)
+    assert rates[12] == pytest.approx(1e-2 * (1 - 11 / total))
     assert tokens[total] == logged(run, "num_tokens")[3 * before]  # of three epochs
     said = f"`gradient_accumulation_steps` was 2 and is 1.*{total - 10} of {total} steps remain.*with {3 * before}\\)"
     assert re.search(said, caplog.text)
@@ -324,7 +332,8 @@ def test_a_run_that_is_killed_as_it_begins_to_write_again_is_passed_over(folder,
     with pytest.raises(Killed):
         note_times(folder / "checkpoint-15")
     monkeypatch.undo()
-    assert removed and damage(folder / "checkpoint-15") is not None
+    assert removed
+    assert damage(folder / "checkpoint-15") is not None
     assert choose_checkpoint(True, str(folder))[0] == str(folder / "checkpoint-10")
 
 
@@ -360,9 +369,11 @@ def test_a_run_resumed_behind_its_end_trains_nothing(max_steps, is_stream, tmp_p
     whole = saved(tmp_path, data, save_steps=3, max_steps=3, lr_scheduler_type="constant")
     settings = {"max_steps": max_steps, "logging_strategy": "epoch", "save_strategy": "epoch"}
     again = resume(tmp_path, "checkpoint-3", data, **settings)
-    assert again.state.global_step == 3 and torch.equal(weights(again), weights(whole))
+    assert again.state.global_step == 3
+    assert torch.equal(weights(again), weights(whole))
     more = resume(tmp_path, "checkpoint-3", data, max_steps=4, lr_scheduler_type="constant")
-    assert more.state.global_step == 4 and not torch.equal(weights(more), weights(whole))
+    assert more.state.global_step == 4
+    assert not torch.equal(weights(more), weights(whole))
 
 
 def weighted(factor=1.0):
@@ -441,7 +452,8 @@ def test_a_restart_under_full_determinism_is_exact(determinism, tmp_path):
     settings = {"full_determinism": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole = trainer(tmp_path / "whole", texts(), **settings)
     whole.train()
-    assert torch.are_deterministic_algorithms_enabled() and os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
     resumed = trainer(tmp_path / "resumed", texts(), **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert torch.equal(weights(whole), weights(resumed))

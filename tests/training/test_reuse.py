@@ -59,10 +59,12 @@ def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, re
             fresh = build(kind, build_tiny_model(model_type), tmp_path, **settings)
             fresh.train()
             expected[kind] = weights(fresh)
-        assert run.model is model and torch.equal(weights(run), expected[kind]), kind
+        assert run.model is model, kind
+        assert torch.equal(weights(run), expected[kind]), kind
         assert not torch.equal(weights(run), torch.cat([start[name].flatten() for name, _ in model.named_parameters()]))
         if kind == "packed":
-            assert bool(run.packed_model.repaired) is (model_type == "bloom") and not run.packed_model.is_unpacked
+            assert bool(run.packed_model.repaired) is (model_type == "bloom")
+            assert not run.packed_model.is_unpacked
             assert not our_hooks(model)
             run.packed_model.attach_packed_attention()
             assert our_hooks(model), "there is nothing to remove"
@@ -84,7 +86,8 @@ def test_checkpointing_may_be_enabled_while_training_runs(model_type, reentrant,
     runs[1].add_callback(Enable())
     for run in runs:
         run.train()
-    assert is_checkpointing(runs[1].model) and not is_checkpointing(runs[0].model)
+    assert is_checkpointing(runs[1].model)
+    assert not is_checkpointing(runs[0].model)
     torch.testing.assert_close(*map(weights, runs), rtol=1e-5, atol=1e-6)
 
 
@@ -109,10 +112,12 @@ def test_a_run_that_fails_gives_the_model_back(tmp_path):
     run = build("packed", model, tmp_path, on_leak="raise")
     with pytest.raises(PackingLeakError):
         run.train()
-    assert not our_hooks(model) and not run.packed_model.has_packed_attention
+    assert not our_hooks(model)
+    assert not run.packed_model.has_packed_attention
     run = build("packed", model, tmp_path, on_leak="unpack")
     run.train()
-    assert run.packed_model.is_unpacked and not our_hooks(model)
+    assert run.packed_model.is_unpacked
+    assert not our_hooks(model)
     assert not check_isolation(model, max_length=64).isolated
 
 
@@ -130,4 +135,5 @@ def test_a_deep_copy_of_a_trained_model(model_type, tmp_path):
     runs = [build("packed", each, tmp_path) for each in (copied, fresh)]
     for run in runs:
         run.train()
-    assert torch.equal(*map(weights, runs)) and not torch.equal(weights(runs[0]), weights(first))
+    assert torch.equal(*map(weights, runs))
+    assert not torch.equal(weights(runs[0]), weights(first))

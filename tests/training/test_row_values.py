@@ -149,7 +149,8 @@ def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
     run = trainer(tmp_path, data, model=model, document_weighting=weighting, **sizes | COLUMNS | settings)
     batches, num_items = first_step(run)
     documents = [document for batch in batches for document in documents_of(batch, LIST)]
-    assert len(documents) > 8 and len({document.weight for document in documents}) == 5
+    assert len(documents) > 8
+    assert len({document.weight for document in documents}) == 5
     total = 0.0
     for batch in batches:
         loss = run.compute_loss(run.model, run._prepare_inputs(dict(batch)), num_items_in_batch=num_items)
@@ -194,7 +195,8 @@ def test_a_step_of_weight_0_trains_nothing(tmp_path):
     dataset = ROWS.remove_columns("share").add_column("share", values)
     run = trainer(tmp_path, dataset, packing_strategy="minibatch", max_steps=1, data_seed=1, **SGD | COLUMNS)
     run.train()
-    assert run.state.log_history[1]["loss"] == 0.0 and torch.equal(weights(run), start_weights())
+    assert run.state.log_history[1]["loss"] == 0.0
+    assert torch.equal(weights(run), start_weights())
 
 
 # Sources in evaluation
@@ -255,12 +257,14 @@ def test_a_run_and_its_restart_are_the_loop_by_hand(packing, is_stream, weightin
     by_hand = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert weight_difference(weights(whole), by_hand, start_weights()) < 5e-5
     entries = [entry for entry in whole.state.log_history if "loss" in entry]
-    assert len(entries) == 6 and loss_difference([entry["loss"] for entry in entries], losses) < 1e-5
+    assert len(entries) == 6
+    assert loss_difference([entry["loss"] for entry in entries], losses) < 1e-5
     assert min(map(len, by_source)) < len(SOURCES) or not is_stream, "no step lacks a source"
     for entry, expected in zip(entries, by_source, strict=True):
         assert {name: entry.get(f"loss/{name}") for name in expected} == pytest.approx(expected, rel=1e-5)
         tokens = [value for key, value in entry.items() if key.startswith("trained_tokens/")]
-        assert len(tokens) == len(expected) and sum(tokens) == entry["trained_tokens"]
+        assert len(tokens) == len(expected)
+        assert sum(tokens) == entry["trained_tokens"]
     resumed = recorded(tmp_path / "resumed", data, **common)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert torch.equal(weights(whole), weights(resumed))
@@ -330,7 +334,8 @@ def test_a_prepared_table_keeps_the_columns(tmp_path):
     assert trl_packfix([*words, str(tmp_path / "with"), *flags]) == 0
     assert load_from_disk(tmp_path / "plain").column_names == ["input_ids", "labels"]
     table = load_from_disk(tmp_path / "with")
-    assert set(table.column_names) == {"input_ids", "labels", "share", "source"} and table["share"] == raw["share"]
+    assert set(table.column_names) == {"input_ids", "labels", "share", "source"}
+    assert table["share"] == raw["share"]
 
 
 def test_dropped_rows_take_their_weights_with_them(tmp_path):
@@ -347,7 +352,8 @@ def test_dropped_rows_take_their_weights_with_them(tmp_path):
         batches, _ = first_step(run)
         for batch in batches:
             trained_tokens = (batch["labels"][:, 1:] != -100).sum()
-            assert trained_tokens and set(batch["document_weights"].tolist()) == {1.0}
+            assert trained_tokens
+            assert set(batch["document_weights"].tolist()) == {1.0}
 
 
 # Refusals
@@ -389,4 +395,5 @@ def test_an_evaluation_set_with_a_bad_source_is_refused_before_training(tmp_path
     run = trainer(tmp_path, ROWS, eval_strategy="epoch", trainer_kwargs={"eval_dataset": test}, source_column="source")
     with pytest.raises(ValueError, match="in the evaluation dataset this column has type float"):
         run.train()
-    assert run.state.global_step == 0 and config(tmp_path).source_column is None
+    assert run.state.global_step == 0
+    assert config(tmp_path).source_column is None

@@ -62,8 +62,10 @@ def test_the_help_of_every_field_of_packing_is_its_text_on_the_api_page(monkeypa
             text = each.metadata["help"]
             described = text.removeprefix("Experimental, several GPUs have not run it yet. ")  # a label of help only
             assert re.search(rf" {each.name} \([^)]*\): {re.escape(described)} (\w+ \(|Example:)", page), each.name
-            assert f"--{each.name}" in shown and text in shown, each.name
-    assert "{stream,bfd,bfd_split,wrapped,minibatch}" in shown and "{truncate,split,drop,raise}" in shown
+            assert f"--{each.name}" in shown, each.name
+            assert text in shown, each.name
+    assert "{stream,bfd,bfd_split,wrapped,minibatch}" in shown
+    assert "{truncate,split,drop,raise}" in shown
 
 
 @scores_tokens  # the fields of the versions in constraints.txt
@@ -166,7 +168,8 @@ def test_settings_that_keep_the_weights(group, plain, restored, tmp_path):
         assert getattr(run.args, name) == value or name in ("report_to", "debug", "log_level", "hub_strategy"), name
     assert any(getattr(defaults, name) != value for name, value in settings.items())
     run.train()
-    assert run.state.global_step == 3 and torch.equal(weights(run), plain)
+    assert run.state.global_step == 3
+    assert torch.equal(weights(run), plain)
 
 
 # Fields that change the optimizer or the adapters are rows of the table of equivalences
@@ -225,7 +228,8 @@ def test_documents_beyond_the_positions_need_a_rope_that_stretches(tmp_path):
     run = trainer(tmp_path, texts(12), model=model, max_length=60, max_steps=1)
     assert run.data.documents.lengths.max() > 32
     run.train()
-    assert run.packed_model.is_proved and [repair.count for repair in run.packed_model.repaired] == [1]
+    assert run.packed_model.is_proved
+    assert [repair.count for repair in run.packed_model.repaired] == [1]
 
 
 @pytest.fixture

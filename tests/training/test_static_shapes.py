@@ -19,10 +19,13 @@ def test_every_pack_has_the_same_shapes(lengths):
     batch, plain = STATIC(documents(*lengths)), PackedDataCollator()(documents(*lengths))
     assert all(batch[name].shape == (1, 512) for name in ("input_ids", "labels", "position_ids", "seq_idx"))
     bounds = batch["cu_seq_lens_q"]
-    assert bounds.shape == (73,) and bounds[-1] == 512 and batch["cu_seq_lens_k"] is bounds
+    assert bounds.shape == (73,)
+    assert bounds[-1] == 512
+    assert batch["cu_seq_lens_k"] is bounds
     assert batch["max_length_q"] == batch["max_length_k"] == max(64, *lengths)
     padded = bounds.diff()[len(lengths) :]
-    assert padded.max() <= max(64, *lengths) and padded.tolist() == sorted(padded.tolist(), reverse=True)
+    assert padded.max() <= max(64, *lengths)
+    assert padded.tolist() == sorted(padded.tolist(), reverse=True)
     T = sum(lengths)
     assert (batch["labels"][0, T:] == -100).all()
     for name in ("input_ids", "labels", "position_ids", "seq_idx"):
@@ -37,7 +40,8 @@ def test_every_part_of_a_pack_has_the_same_shapes(degree):
         part = cut_part(collate.collate(documents(*lengths), degree)[0], degree, 0)
         longest = part["max_length_q"]
         shapes.add((part["input_ids"].shape, part["cu_seq_lens_q"].shape, longest))
-        assert layout_of(part).count == 8 and part["cu_seq_lens_q"][-1] == 32 * degree >= longest
+        assert layout_of(part).count == 8
+        assert part["cu_seq_lens_q"][-1] == 32 * degree >= longest
     assert shapes == {((1, 32), (9,), min(100, 32 * degree))}
 
 

@@ -40,7 +40,8 @@ def test_the_trainer_holds_its_parts():
     sources = [inspect.getsource(inspect.getmodule(cls)) for cls in trl.SFTTrainer.__mro__[:-1]]
     sources += [inspect.getsource(integration_utils)]
     known = set(re.findall(r"\b(?:self|trainer)\.([a-z_]+)", "".join(sources)))
-    assert {"args", "model", "objective", "state"} <= known and not attributes & known
+    assert {"args", "model", "objective", "state"} <= known
+    assert not attributes & known
 
 
 def test_arguments_are_those_of_trl():
@@ -132,8 +133,10 @@ def test_args_may_be_anything_that_trl_takes(kind, tmp_path, monkeypatch):
         warnings.simplefilter("always")
         run = SFTTrainer(build_tiny_model(), args, train_dataset=texts(), processing_class=build_tokenizer())
     said = any("a `TrainingArguments`, which has no `packing`" in str(each.message) for each in seen)
-    assert isinstance(run.args, SFTConfig) and said is (kind == "training_arguments")
-    assert run.args.seed == 5 and vars(args) == before, "the caller's config was changed"
+    assert isinstance(run.args, SFTConfig)
+    assert said is (kind == "training_arguments")
+    assert run.args.seed == 5, "the caller's config was changed"
+    assert vars(args) == before, "the caller's config was changed"
     assert run.args.packing_strategy == {"trl": "bfd"}.get(kind, "stream")
     assert run.args.packing is (kind in ("trl", "ours"))
 
@@ -167,7 +170,8 @@ def test_unpacked_training_ends_with_the_parameters_of_trl(tmp_path, truncated):
 def test_unpacked_training_drops_documents_without_a_target(tmp_path, caplog):
     data = Dataset.from_dict({"input_ids": [[5, 6, 7], [5, 6, 7], [8, 9]], "labels": [[5, 6, 7], [-100] * 3, [8, 9]]})
     run = trainer(tmp_path, data, packing=False, max_length=None)
-    assert len(run.train_dataset) == 2 and "1 of 3 documents have no trained token" in caplog.text
+    assert len(run.train_dataset) == 2
+    assert "1 of 3 documents have no trained token" in caplog.text
 
 
 # Dataset forms: the packed documents are the rows of the unpacked run
@@ -247,7 +251,8 @@ FILLED = {"dataloader_drop_last": True, "pad_to_multiple_of": 32, "dataloader_nu
 def test_settings_of_trl_work_packed(settings, tmp_path):
     run = trainer(tmp_path, texts(), max_steps=2, **settings)
     run.train()
-    assert run.state.global_step == 2 and np.isfinite(run.state.log_history[-1]["train_loss"])
+    assert run.state.global_step == 2
+    assert np.isfinite(run.state.log_history[-1]["train_loss"])
 
 
 @pytest.mark.sweep
@@ -259,7 +264,8 @@ def test_compiled_training_is_training(model, tmp_path):
         torch.compiler.reset()
         run.train()
     assert type(runs[1].model_wrapped).__name__ == "OptimizedModule"
-    assert runs[1].packed_model.is_proved and bool(runs[1].packed_model.repaired) is (model == "bloom")
+    assert runs[1].packed_model.is_proved
+    assert bool(runs[1].packed_model.repaired) is (model == "bloom")
     assert torch.equal(*map(weights, runs))
     assert runs[0].evaluate(texts(9))["eval_loss"] == runs[1].evaluate(texts(9))["eval_loss"]
 
@@ -288,7 +294,8 @@ def test_what_workers_get_can_be_sent_to_a_process_that_is_not_forked(eval_packi
         indices = next(iter(loader.batch_sampler))
         expected = next(iter(loader))
         found = collate(dataset.__getitems__(indices))
-        assert found.keys() == expected.keys() and torch.equal(found["input_ids"], expected["input_ids"])
+        assert found.keys() == expected.keys()
+        assert torch.equal(found["input_ids"], expected["input_ids"])
 
 
 def test_lazy_names():
@@ -318,7 +325,8 @@ def test_after_training_the_model_is_free_for_other_uses_and_packs_are_refused(t
     with pytest.raises(ValueError, match="A pack of 1 document came to"):
         ours.packed_model.check_packed_attention({"cu_seq_lens_q": torch.tensor([0, 4])})
     loss = ours.evaluate()["eval_loss"]
-    assert ours.args.packing and model.config._attn_implementation == own
+    assert ours.args.packing
+    assert model.config._attn_implementation == own
     again = trainer(tmp_path, texts(12), packing=False, model=model)
     assert again.evaluate(texts(5))["eval_loss"] == pytest.approx(loss, rel=1e-5)
     ours.train()  # packs run again
@@ -338,7 +346,8 @@ def test_fsdp_wraps_the_layers_that_a_model_has(has_adapters):
         fsdp2_prepare_auto_wrap_policy(plugin, model)
     compat.name_wrapped_layers(plugin, model)
     wraps = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    assert layers and [name for name, module in model.named_modules() if wraps(module)] == layers
+    assert layers
+    assert [name for name, module in model.named_modules() if wraps(module)] == layers
 
 
 @pytest.mark.parametrize("listed, model", [(["Mine"], "qwen3_5_text"), (None, "llama")])  # llama has all that it lists

@@ -97,7 +97,8 @@ def test_predictions_have_a_row_for_every_row(tmp_path):
     held_out = rows(5, seed=5)
     run = make(tmp_path)
     found, lengths = run.predict(held_out), run.data.images.read(held_out, "x").lengths
-    assert len(found.predictions) == 5 and (found.label_ids != -100).sum(1).tolist() == lengths.tolist()
+    assert len(found.predictions) == 5
+    assert (found.label_ids != -100).sum(1).tolist() == lengths.tolist()
 
 
 def test_evaluation_sets_of_text(tmp_path):
@@ -136,9 +137,11 @@ def test_the_best_model_is_loaded_where_weights_are_saved_under_other_names(tmp_
     best, last = (
         type(run.model).from_pretrained(tmp_path / f"checkpoint-{step}", dtype=torch.float32) for step in (1, 2)
     )
-    assert run.state.best_model_checkpoint.endswith("checkpoint-1") and "missing keys" not in caplog.text
+    assert run.state.best_model_checkpoint.endswith("checkpoint-1")
+    assert "missing keys" not in caplog.text
     ends = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (run.model, best, last)]
-    assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[1], ends[2])
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[1], ends[2])
 
 
 def test_other_text_beside_the_same_images_is_another_dataset(tmp_path):
@@ -158,7 +161,8 @@ def test_the_example_trains_on_the_digits_that_it_draws(tmp_path, monkeypatch):
 
     dataset = train_vision.digits(12, seed=0)
     counts = {len(images) for images in dataset["images"]}
-    assert counts >= {0, 1, 2} and train_vision.draw(3, np.random.default_rng(0)).size == (24, 24)
+    assert counts >= {0, 1, 2}
+    assert train_vision.draw(3, np.random.default_rng(0)).size == (24, 24)
     model, processor = train_vision.small_llava()
     args = config(tmp_path, max_length=128, max_steps=1, per_device_train_batch_size=4)
     trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)

@@ -48,11 +48,14 @@ def test_the_report_counts_the_images_of_the_packs_that_were_trained(small_room,
     number = {key(row): i for i, row in enumerate(TABLE.select_columns(["messages"]))}
     assert len(number) == len(TABLE)
     documents = [[number[document[ENCODED].text] for document in pack if ENCODED in document] for pack in packs]
-    assert report.isolation.isolated and report.isolation.equal and report.num_documents == len(list(chain(*documents)))
+    assert report.isolation.isolated
+    assert report.isolation.equal
+    assert report.num_documents == len(list(chain(*documents)))
     images = [sum(len(TABLE[i]["images"]) for i in pack) for pack in documents]
     counted = report.images
     assert (counted.num_images, counted.most, counted.per_pack) == (sum(images), max(images), np.mean(images))
-    assert sum(images) >= 20 and 0 < counted.tower_share < 1
+    assert sum(images) >= 20
+    assert 0 < counted.tower_share < 1
     assert f"or {ROOM / 2**20:,.0f} MiB of encoded images, wait on a rank" in dict(report.lines())["images"]
 
 
@@ -105,7 +108,8 @@ def test_documents_are_those_of_the_table(source, settings, tmp_path):
     dataset = streams_of(source) if table is TABLE else table.to_iterable_dataset(2)
     packed = stream(dataset, process, rows=run.data.images.of_stream(), **cuts)
     found = Counter(chain(*processed(one_pass(packed), process)))
-    assert found == Counter(map(content, expected)) and ("per_turn" not in settings or found.total() == 18)
+    assert found == Counter(map(content, expected))
+    assert "per_turn" not in settings or found.total() == 18
     assert {name for document in found for name, _ in document} == {"input_ids", "labels", "pixel_values"}
     ledger = packed.state_after(packed.num_steps - 1)["counts"].ledger  # the last step of the pass
     assert ledger.to_dict() == spans.ledger.to_dict()
@@ -130,7 +134,8 @@ def test_waiting_documents_are_bounded_by_the_bytes_of_their_images():
     whole = stream(streams_of("table", 1), batch_size=2, most_bytes=2**28)
     next(iter(whole))
     before, after = (len(whole.state_dict(step)["documents"]["lengths"]) for step in (0, 1))
-    assert before == 0 and after > 50, "there is room"
+    assert before == 0, "there is room"
+    assert after > 50, "there is room"
     both = [stream(streams_of("table", 1), batch_size=2, most_bytes=size) for size in (ROOM, 2**28)]
     assert len([*one_pass(both[0])]) <= len([*one_pass(both[1])]) + 1
 
@@ -142,7 +147,8 @@ def test_a_checkpoint_holds_encoded_images_once(tmp_path):
     next(iter(packed))
     state = packed.state_dict(1)
     waiting, images = state["documents"]["lengths"], state["documents"]["images"]
-    assert len(waiting) > 55 and sum(map(len, images["numbers"])) > 1.8 * len(images["paths"])
+    assert len(waiting) > 55
+    assert sum(map(len, images["numbers"])) > 1.8 * len(images["paths"])
     encoded = sum(images["sizes"])
     pixels = sum(PROCESS(dict(row))["pixel_values"].nbytes for row in conversations(20))
     assert encoded < len(saved(state)) < encoded + 2000 * len(waiting) < pixels
@@ -252,6 +258,7 @@ def test_a_stream_is_evaluated_as_its_table(tmp_path):
         run.args.eval_packing = packing
         table, streamed = (run.evaluate(each) for each in (test, test.to_iterable_dataset()))
         names = [name for name in table if name.startswith("eval_loss")]
-        assert len(names) == 3 and {name: table[name] for name in names} == {name: streamed[name] for name in names}
+        assert len(names) == 3
+        assert {name: table[name] for name in names} == {name: streamed[name] for name in names}
     with pytest.raises(ValueError, match="yielded 0 examples"):
         run.evaluate(test.to_iterable_dataset().filter(lambda row: False))

@@ -95,7 +95,8 @@ def make_forecasts(
             # only of the documents that the epoch reaches, like the imbalance
             costs = cost_model(documents.lengths) + planner.image_costs
             computed = 1.0 if report.prefixes is None else report.prefixes.flops
-            assert computed is not None and report.imbalance is not None, "the estimate and tables have them"
+            assert computed is not None, "the estimate and tables have them"
+            assert report.imbalance is not None, "the estimate and tables have them"
             flops = float(costs[planner.schedule(0).order].sum()) * FORWARD_AND_BACKWARD * computed
             if tflops is None:
                 yield Forecast(report, flops)

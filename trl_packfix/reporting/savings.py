@@ -82,7 +82,8 @@ def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
     if not planner.packing.shares_families:
         return PrefixSavings("pack")
     schedule, tokens, pieces = planner.schedule(0), planner.documents.tokens, planner.units()
-    assert tokens is not None and isinstance(pieces, Pieces)
+    assert tokens is not None
+    assert isinstance(pieces, Pieces)
     slot = np.full(len(planner.documents), -1)
     slot[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
     rows, flops = _shares(planner, tokens.within(slot))

@@ -290,7 +290,8 @@ class StreamCallback(TrainerCallback):
     def _report(self) -> PackingReport:
         """Update the report with what was read and trained up to now. All ranks must call."""
         trainer, stream, num_steps = self._trainer, self._data.stream, self._trainer.state.global_step
-        assert stream is not None and trainer.packing_report is not None  # made with the training loader
+        assert stream is not None  # made with the training loader
+        assert trainer.packing_report is not None
         state, before = stream.state_after(num_steps), trainer.packing_report
         counts, alike = state["counts"], state["count"]
         if alike < stream.packing.world_size:  # each group has counted its own shards only

@@ -52,7 +52,8 @@ def _fwd(q, k, v, *rest):
     (k_new, v_new, q_v, out, cu_q, cu_k, k_bounds, used_q, used_k, max_q, max_k, *nothing) = rest[:20]
     scale, causal, left, right, chunk, softcap = rest[20:26]
     assert (k_new, v_new, q_v, out, k_bounds, used_q, used_k, *nothing) == (None,) * 16
-    assert chunk == 0 and softcap == 0
+    assert chunk == 0
+    assert softcap == 0
     Strict.calls["forward"] += 1
     if Strict.fault == "forward":
         raise RuntimeError("FlashAttention-3 only supports Hopper GPUs in this build.")
@@ -69,7 +70,9 @@ def _bwd(g, q, k, v, out, lse, dq, dk, dv, *rest):
     cu_q, cu_k, used_q, used_k, max_q, max_k, scale, *options = rest
     # torch leaves out trailing arguments that are the defaults of the schema
     causal, left, right, softcap, deterministic, _ = [*options, *(False, -1, -1, 0.0, False, 0)[len(options) :]]
-    assert used_q is None and used_k is None and softcap == 0
+    assert used_q is None
+    assert used_k is None
+    assert softcap == 0
     Strict.calls["backward"] += 1
     if Strict.fault == "backward":
         raise RuntimeError("This flash attention build does not support backward.")

@@ -8,7 +8,8 @@ def flash_attn_func(
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """Rows of one length: (B, L, H, D), (B, M, G, D), (B, M, G, D) -> (B, L, H, D)."""
-    assert alibi_slopes is None and not return_attn_probs, "the stand-in has neither alibi nor attention weights"
+    assert alibi_slopes is None, "the stand-in has neither alibi nor attention weights"
+    assert not return_attn_probs, "the stand-in has neither alibi nor attention weights"
     options = (dropout_p, softmax_scale, causal, window_size, softcap)
     return attend("rows", q, k, v, None, None, q.shape[1], k.shape[1], *options)
 
@@ -19,7 +20,8 @@ def flash_attn_varlen_func(
     block_table=None,
 ):  # fmt: skip
     """Documents end to end: (T, H, D), (T, G, D), (T, G, D) -> (T, H, D)."""
-    assert alibi_slopes is None and not return_attn_probs, "the stand-in has neither alibi nor attention weights"
+    assert alibi_slopes is None, "the stand-in has neither alibi nor attention weights"
+    assert not return_attn_probs, "the stand-in has neither alibi nor attention weights"
     assert block_table is None, "the stand-in has no paged cache"
     options = (dropout_p, softmax_scale, causal, window_size, softcap)
     return attend("varlen", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)

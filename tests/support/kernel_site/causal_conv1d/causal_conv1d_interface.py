@@ -35,7 +35,8 @@ def causal_conv1d_fn(
             initial_states.shape == (rows, channels, width - 1),
             "initial_states must have shape (batch, dim, width - 1)",
         )
-    assert not return_final_states and final_states_out is None, "the stand-in returns no final states"
+    assert not return_final_states, "the stand-in returns no final states"
+    assert final_states_out is None, "the stand-in returns no final states"
     return strict.convolution(x, weight, bias, seq_idx, initial_states, activation)
 
 

@@ -15,7 +15,9 @@ def causal_conv1d_fwd_function(x, weight, bias, seq_idx, initial_states, final_s
 def causal_conv1d_bwd_function(
     x, weight, bias, dout, seq_idx, initial_states, dfinal_states, dx, return_dinitial_states, silu_activation
 ):
-    assert initial_states is None and dfinal_states is None and not return_dinitial_states
+    assert initial_states is None
+    assert dfinal_states is None
+    assert not return_dinitial_states
     given = [x, weight] if bias is None else [x, weight, bias]
     with torch.enable_grad():
         leaves = [each.detach().requires_grad_() for each in given]

@@ -33,7 +33,8 @@ def mamba_inner_fn(
     b_rms_weight=None, c_rms_weight=None, dt_rms_weight=None, b_c_dt_rms_eps=1e-6,
 ):  # fmt: skip
     strict.count("mamba_inner_fn")
-    assert B is None and C is None
+    assert B is None
+    assert C is None
     rank, width = delta_proj_weight.shape[1], A.shape[-1]
     x, z = xz.chunk(2, dim=1)
     x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")

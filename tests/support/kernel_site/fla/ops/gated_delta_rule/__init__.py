@@ -12,7 +12,8 @@ def delta_rule(name, shape_of_decays):
         lower_bound=None, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, **others,
     ):  # fmt: skip
         strict.count(name, cu_seqlens=cu_seqlens, initial_state=initial_state)
-        assert g.shape == shape_of_decays(k, v) and beta.shape == v.shape[:3]
+        assert g.shape == shape_of_decays(k, v)
+        assert beta.shape == v.shape[:3]
         assert not (use_gate_in_kernel or use_beta_sigmoid_in_kernel or allow_neg_eigval or state_v_first)
         assert not (others or cp_context)
         if q.shape != k.shape or v.shape[2] % q.shape[2]:

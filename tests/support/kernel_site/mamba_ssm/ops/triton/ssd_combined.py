@@ -15,12 +15,15 @@ def mamba_chunk_scan_combined(
     strict.count("mamba_chunk_scan_combined", seq_idx=seq_idx, cu_seqlens=cu_seqlens, initial_states=initial_states)
     rows, num_tokens, heads, width = x.shape
     groups, depth = B.shape[2:]
-    assert heads % groups == 0 and B.shape == C.shape == (rows, num_tokens, groups, depth)
-    assert dt.shape == (rows, num_tokens, heads) and A.shape == (heads,)
+    assert heads % groups == 0
+    assert B.shape == C.shape == (rows, num_tokens, groups, depth)
+    assert dt.shape == (rows, num_tokens, heads)
+    assert A.shape == (heads,)
     assert D is None or D.shape in ((heads, width), (heads,))
     assert seq_idx is None or seq_idx.shape == (rows, num_tokens)
     assert initial_states is None or initial_states.shape == (rows, heads, width, depth)
-    assert cu_seqlens is None and not return_varlen_states, "the stand-in has no states of documents"
+    assert cu_seqlens is None, "the stand-in has no states of documents"
+    assert not return_varlen_states, "the stand-in has no states of documents"
     out, state = strict.scan_chunks(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_softplus, dt_limit)
     return (out, state) if return_final_states else out
 
@@ -31,12 +34,14 @@ def mamba_split_conv1d_scan_combined(
     outproj_weight=None, outproj_bias=None, headdim=None, ngroups=1, norm_before_gate=True,
 ):  # fmt: skip
     strict.count("mamba_split_conv1d_scan_combined", seq_idx=seq_idx, initial_states=initial_states)
-    assert activation in [None, "silu", "swish"] and not return_final_states
+    assert activation in [None, "silu", "swish"]
+    assert not return_final_states
     heads = D.shape[0]
     dim = heads * (headdim if D.dim() == 1 else D.shape[1])
     depth = (conv1d_weight.shape[0] - dim) // ngroups // 2
     sizes = [dim, dim + 2 * ngroups * depth, heads]
-    assert zxbcdt.shape[-1] == sum(sizes) and conv1d_weight.shape[0] == sizes[1]
+    assert zxbcdt.shape[-1] == sum(sizes)
+    assert conv1d_weight.shape[0] == sizes[1]
     assert dt_bias.shape == A.shape == (heads,)
     z, xBC, dt = torch.split(zxbcdt, sizes, dim=-1)
     xBC = causal_conv1d_fn(xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx=seq_idx, activation=activation)
