@@ -144,7 +144,8 @@ def trl_random(lengths: np.ndarray, capacity: int, accumulation: int, world_size
     for start in range(0, len(lengths), 1000):
         packed = trl.data_utils._pack_bfd(one_byte_tokens(lengths[start : start + 1000]), capacity)
         sizes = packed["seq_lengths"].combine_chunks()
-        starts, documents = sizes.offsets.to_numpy()[:-1], sizes.values.to_numpy()
+        starts = sizes.offsets.to_numpy()[:-1]
+        documents = sizes.values.to_numpy()
         costs += np.add.reduceat(LLAMA_7B(documents), starts).tolist()
         full += (np.add.reduceat(documents, starts) / capacity).tolist()
     order = np.random.default_rng(0).permutation(len(costs))
@@ -199,11 +200,14 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
     select_attention(model)
     mark_packed_forwards(model)
     trained = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer, collate = torch.optim.SGD(trained.parameters(), 1e-3), PackedDataCollator()
+    optimizer = torch.optim.SGD(trained.parameters(), 1e-3)
+    collate = PackedDataCollator()
 
-    capacity, num_steps = 65_536 // SCALE, 4
+    capacity = 65_536 // SCALE
+    num_steps = 4
     lengths = np.clip(draw("long", 2_400, {}) // SCALE, 2, capacity)
-    plan, costs = as_closed(lengths, capacity), make_cost_model(config)
+    plan = as_closed(lengths, capacity)
+    costs = make_cost_model(config)
     schedules = {
         balance: schedule_packs(
             plan,
@@ -229,7 +233,8 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
             tokens = [rng.integers(3, 128, lengths[i]) for i in documents]
             batches.append(collate([{"input_ids": ids, "labels": ids} for ids in tokens]))
         dist.barrier()
-        start, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        cpu = time.process_time()
         for turn, batch in enumerate(batches):
             last = (turn + 1) % ACCUMULATION == 0
             trained.require_backward_grad_sync = last
@@ -328,7 +333,8 @@ def main() -> None:
         real = {name: files[file] for name, file in FILES.items()}
     columns = ["lengths", "capacity", "ranks", "micro_trl", "micro_random", "micro", "micro_bound"]
     columns += ["step_trl", "step_random", "step", "step_bound", "batch_rebalance", "padded", "tokens"]
-    table, rows = Table(*columns, "micro target", "step target"), []
+    table = Table(*columns, "micro target", "step target")
+    rows = []
     for name in args.lengths:
         for capacity in CAPACITIES:
             for world_size in STEPS:

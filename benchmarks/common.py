@@ -81,7 +81,8 @@ def scientific(value: object) -> str:
 
 def table_of(rows: list[Row], columns: tuple[str, ...] = (), text: Callable[[Any], str] = str) -> Table:
     """A line for each row, with all columns or with these. What a row lacks stays empty."""
-    table, names = Table(), columns or columns_of(rows)
+    table = Table()
+    names = columns or columns_of(rows)
     for name in names:
         table.add_column(name, justify="right" if isinstance(rows[0].get(name), int | float) else "left")
     for row in rows:

@@ -165,7 +165,8 @@ def main() -> None:
     hide_progress()
     print(describe())
     documents = texts(args.data, args.num + NUM_HELD_OUT)
-    held_out, train_set = documents.select(range(NUM_HELD_OUT)), documents.select(range(NUM_HELD_OUT, len(documents)))
+    held_out = documents.select(range(NUM_HELD_OUT))
+    train_set = documents.select(range(NUM_HELD_OUT, len(documents)))
     rows: list[Row] = []
     for name in ["padded", *(name for name in args.runs if name != "padded")]:
         rows += train(name, train_set, held_out, args.learning_rate)

@@ -87,7 +87,8 @@ def train(case: Case, trainer: str) -> tuple[list[float], torch.Tensor, trl.SFTT
     if case.model == "granitemoehybrid":  # TRL's router loss reads `num_experts`, which this config does not have
         settings |= NO_ROUTER_LOSS
     kind = Packed if trainer in ("packed", "shared", "leaking") else trl.SFTTrainer
-    engine, data = "ddp" if trainer == "shared" else None, conversations(case.num_documents)
+    engine = "ddp" if trainer == "shared" else None
+    data = conversations(case.num_documents)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
         runner = make_trainer(Path(folder), row, engine, kind, data=data, model=model, **settings)

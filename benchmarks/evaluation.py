@@ -43,7 +43,8 @@ from transformers import AutoModelForCausalLM
 import trl_packfix
 
 MAX_LENGTH = 768
-NUM_TRAINED, NUM_EVALUATED = 120, {"gsm8k": 40, "qmsum": 24}
+NUM_TRAINED = 120
+NUM_EVALUATED = {"gsm8k": 40, "qmsum": 24}
 BATCH_SIZES = (1, 4, 16)
 RANKS = (1, 2)
 WAYS = ("dict", "raw", "prepared")
@@ -95,7 +96,8 @@ def truth(folder: Path, data: Path, name: str) -> tuple[float, int]:
     train, evaluated = documents(data, name)
     prepared = make_trainer("trl", folder, train.select(range(2)), evaluated, packing=False).eval_dataset
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for row in prepared:
         tokens, labels = (torch.tensor(row[key][:MAX_LENGTH]) for key in ("input_ids", "labels"))
         with torch.no_grad():
@@ -177,7 +179,8 @@ def main() -> None:
     console.print(describe(), highlight=False)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
-        folder, data = Path(name), args.data.resolve()
+        folder = Path(name)
+        data = args.data.resolve()
         train_model(folder, data)
         truths = {name: truth(folder, data, name) for name in NUM_EVALUATED}
         rows = [row for ranks in RANKS for row in launch(folder, data, ranks)]

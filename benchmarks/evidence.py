@@ -123,7 +123,10 @@ class Run:
     """The parts of a run, in processes that are replaced when they end or exceed a limit."""
 
     def __init__(self, names: list[str], folder: Path, total: float, smoke: bool, data: Path | None):
-        self.names, self.folder, self.smoke, self.data = names, folder, smoke, data
+        self.names = names
+        self.folder = folder
+        self.smoke = smoke
+        self.data = data
         self.records: dict[str, Record] = {}
         self.began = time.time()
         self.deadline = self.began + total
@@ -206,7 +209,8 @@ def rows_of(records: dict[str, Record]) -> list[Row]:
 
 def table(records: dict[str, Record], smoke: bool) -> str:
     """A line for each part and each of its rows."""
-    lines, every = [describe()], rows_of(records)
+    lines = [describe()]
+    every = rows_of(records)
     if smoke:
         lines.append("CPU, TINY SIZES: this shows that the parts run, and nothing about a GPU")
     for name, record in records.items():

@@ -164,7 +164,8 @@ def wide_heads(machine: Machine) -> Rows:
     """Forward and backward in a full layer of Gemma 4 E4B, on 8,192 tokens."""
     heads, unit = (SMALL_HEADS, 4) if machine.smoke else ((8, 2, 512), 64)
     for name, lengths in {"equal": [8 * unit] * 16, "uneven": [32 * unit, *[unit] * 64, *[unit // 2] * 64]}.items():
-        bounds, scale = bounds_of(lengths, machine.device), heads[2] ** -0.5
+        bounds = bounds_of(lengths, machine.device)
+        scale = heads[2] ** -0.5
         contenders: dict[str, Attend] = {
             "document by document": partial(attend_by_document, lengths=lengths, scale=scale)
         }
@@ -190,7 +191,8 @@ def prefixes(machine: Machine) -> Rows:
     longest = batch["max_length_q"], batch["max_length_k"]
     documents = [len(sample["input_ids"]) for sample in samples]
     whole = bounds_of(documents, machine.device)
-    num_rows, num_keys = int(bounds[0][-1]), len(shared.kv_index)
+    num_rows = int(bounds[0][-1])
+    num_keys = len(shared.kv_index)
     scale = heads[2] ** -0.5
 
     def on_shared(most_keys: int) -> Attend:

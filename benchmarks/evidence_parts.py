@@ -121,7 +121,8 @@ def reads(machine: Machine) -> Rows:
                 stack.enter_context(mock.patch.object(varlen, "FLASH_DEVICES", {"cpu"}))
             stack.enter_context(device_of_kernels(machine))
             found = stack.enter_context(waits(machine, watch))
-            tiny, callbacks = build_tiny_model(**model), {"callbacks": [watch]}
+            tiny = build_tiny_model(**model)
+            callbacks = {"callbacks": [watch]}
             trainer(folder, texts(60), tiny, callbacks, kind, **settings).train()
         row: Row = {"case": name, "reads": sum(watch.per_micro_batch.values())}
         if on_cuda:
@@ -148,7 +149,8 @@ def memory_of_a_step(machine: Machine) -> Rows:
         else:
             # full training under autocast has weights in fp32
             own = dataclasses.replace(machine, dtype=torch.bfloat16 if lora else torch.float32, seconds=1.0)
-            batch_size, max_length = 8, 2048
+            batch_size = 8
+            max_length = 2048
             ours = AT_4["ours stream"]._replace(batch_size=batch_size)
             row = train(own, "ours stream", ours, config, lora, np.full(200, max_length), max_length)
             method = TrainingMethod(lora, "DDP")
@@ -156,7 +158,9 @@ def memory_of_a_step(machine: Machine) -> Rows:
             peak = predict_peak(
                 count_model(config, method), method, tokens=tokens, gpus=1, checkpointing=True, documents=batch_size
             )
-            predicted, counted, row = peak.total, row["peak_gib"] * GIB, {"tokens": tokens}
+            predicted = peak.total
+            counted = row["peak_gib"] * GIB
+            row = {"tokens": tokens}
         row |= {"predicted_gib": predicted / GIB, "counted_gib": counted / GIB, "ratio": predicted / counted}
         yield {"case": name} | row
 
@@ -224,7 +228,9 @@ def write(path: Path, **record: Any) -> None:
 
 def main(folder: Path, names: list[str], machine: Machine) -> None:
     for name in names:
-        path, began, rows = folder / f"{name}.json", time.time(), []
+        path = folder / f"{name}.json"
+        began = time.time()
+        rows = []
         record: Row = {"rows": rows, "began": began}
         write(path, state="running", **record)
         print(f"== {name}", flush=True)

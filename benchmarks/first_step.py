@@ -49,7 +49,8 @@ def measure(bf16: bool, folder: str) -> dict[str, float]:
         mock.patch.object(owner, name, timed(name, getattr(owner, name))).start()
     trainer.train()
     mock.patch.stopall()
-    ids, times = torch.randint(3, 200, (1, 1024)), []
+    ids = torch.randint(3, 200, (1, 1024))
+    times = []
     for _ in range(3):
         start = time.process_time()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):

@@ -43,7 +43,8 @@ from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.data.collator import PackedDataCollator
 
 COMPARED = {"packed": "ours", "padding_free": "TRL", "regrouped": "regrouped"}
-LOSS_TARGET, DOCUMENT_TARGET = 1e-6, 1e-10
+LOSS_TARGET = 1e-6
+DOCUMENT_TARGET = 1e-10
 WEIGHT_TARGETS = {torch.float32: 1e-5, torch.float64: 1e-6}
 LENGTHS = (1, 40, 7, 100, 16, 33)  # tokens; some are longer than the windows of 16
 
@@ -90,7 +91,9 @@ def training_errors(case: Case) -> Row:
 
 def logits_and_gradients(model: PreTrainedModel, batch: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """Per document of the batch: its logits (tokens, vocabulary) and the gradient of its summed loss, flattened."""
-    labels, found, parameters = batch.pop("labels")[0], [], list(model.parameters())
+    labels = batch.pop("labels")[0]
+    found = []
+    parameters = list(model.parameters())
     logits = model(**batch, use_cache=False).logits[0]
     for start, stop in itertools.pairwise(batch["cu_seq_lens_q"].tolist()):
         loss = functional.cross_entropy(logits[start : stop - 1], labels[start + 1 : stop], reduction="sum")

@@ -47,19 +47,24 @@ def documents(counts: list[int], num: int = 20_000) -> Documents:
         values += 4 * 1176 * tokens
         squares += (4 * 1176 * tokens) ** 2
     fits = total <= 8192
-    total, values, squares = total[fits], values[fits], squares[fits]
+    total = total[fits]
+    values = values[fits]
+    squares = squares[fits]
     images = {"image_values": values, "image_squares": squares}
     return Documents(np.arange(len(total)), 0 * total, total, total, Ledger(), **images)
 
 
 def balance(size: str, mix: str, ranks: int) -> Row:
-    costs, given = cost_model(size), documents(MIXES[mix])
+    costs = cost_model(size)
+    given = documents(MIXES[mix])
 
     def plan(documents: Documents, balance: str = "step") -> EpochPlanner:
         return make_epochs(documents, "stream", 1, 8192, 2, ranks, cost_model=costs, balance=balance)
 
-    ours, text = plan(given), replace(given, image_values=None, image_squares=None)
-    image_costs, lengths_of = ours.image_costs, given.lengths
+    ours = plan(given)
+    text = replace(given, image_values=None, image_squares=None)
+    image_costs = ours.image_costs
+    lengths_of = given.lengths
 
     def of(planner: EpochPlanner) -> float:
         return imbalance(planner.schedule(0), ours.units().costs(), "micro")

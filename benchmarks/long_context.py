@@ -75,7 +75,9 @@ def divided(units: Units, bins: Bins, parallel: SequenceParallel) -> DividedStep
 
 def exchange_seconds(found: DividedStep, step: UndividedStep) -> float:
     """Seconds in the exchange, the mean over ranks."""
-    world_size, total, packs = step.bins.world_size, 0.0, iter(found.packs)
+    world_size = step.bins.world_size
+    total = 0.0
+    packs = iter(found.packs)
     for degree in found.degrees:
         tokens = np.array([step.units.rows[next(packs)].sum() for _ in range(world_size // degree)])
         total += float(step.times.seconds(np.zeros(len(tokens)), tokens, degree).mean())
@@ -105,7 +107,8 @@ def case(
     }
     assert chosen is not None
     assert one
-    smallest, best = one[min(one)], min(one.values(), key=lambda found: found.seconds)
+    smallest = one[min(one)]
+    best = min(one.values(), key=lambda found: found.seconds)
     assert chosen.seconds <= best.seconds * (1 + 1e-12)
     grouping = min(chosen.seconds, *(several_degrees(step, found) for found in (chosen, best, smallest)))
     bound = step_bound(step)
@@ -134,7 +137,8 @@ def case(
 
 def several_degrees(step: UndividedStep, found: DividedStep) -> float:
     """Seconds of the same micro-steps, each with the best groups of several degrees that a search finds."""
-    total, packs = 0.0, iter(found.packs)
+    total = 0.0
+    packs = iter(found.packs)
     for degree in found.degrees:
         own = [next(packs) for _ in range(step.bins.world_size // degree)]
         documents = np.concatenate(own)
@@ -147,7 +151,9 @@ def several_degrees(step: UndividedStep, found: DividedStep) -> float:
 def _with_giants(step: UndividedStep, documents: Int64Array, limit: float, base: int) -> float | None:
     """Groups of `base` ranks, and for each document that would outlast `limit` x the mean there the smallest that does
     not; every document to the group that ends first."""
-    world_size, tokens_per_rank, times = step.bins.world_size, step.parallel.tokens_per_rank, step.times
+    world_size = step.bins.world_size
+    tokens_per_rank = step.parallel.tokens_per_rank
+    times = step.times
     if world_size % base:
         return None
     lengths = step.units.rows[documents]
@@ -167,7 +173,8 @@ def _with_giants(step: UndividedStep, documents: Int64Array, limit: float, base:
     if sum(groups) > world_size:
         return None
     degrees = np.array(groups)
-    room, load = degrees * tokens_per_rank, np.array([times.exchange(degree)[1] for degree in groups])
+    room = degrees * tokens_per_rank
+    load = np.array([times.exchange(degree)[1] for degree in groups])
     by_degree = {degree: np.flatnonzero(degrees == degree) for degree in set(groups)}
     for i, length in enumerate(lengths.tolist()):
         options = []
@@ -202,7 +209,8 @@ def main() -> None:
     console.print(describe())
     ratios = ["smallest/chosen", "best/chosen", "chosen/grouping", "chosen/bound"]
     shares = ["smallest_share", "best_share", "chosen_share"]
-    table, rows = Table("model", "ranks", "accum.", "cases", *ratios, "shares: smallest, best, chosen"), []
+    table = Table("model", "ranks", "accum.", "cases", *ratios, "shares: smallest, best, chosen")
+    rows = []
     for model in args.models:
         for world_size in args.ranks:
             for accumulation in (1, 4):

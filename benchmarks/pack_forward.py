@@ -158,7 +158,8 @@ def main() -> None:
     rows: list[Row] = []
     for batch_size in (8,) if args.quick else (2, 4, 8):
         group = [measure(name, pairs, tokenizer, batch_size, args) for name in CONTENDERS]
-        stock, shared = group[0], group[-1]
+        stock = group[0]
+        shared = group[-1]
         for row in group:
             row["times stock"] = stock["CPU s"] / row["CPU s"]
             row |= (

@@ -127,7 +127,8 @@ def theirs(lengths: np.ndarray, capacity: int, repeats: int) -> Iterator[Row]:
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int, most: int = 200) -> int:
     """Packs needed if each document, longest first, goes to the first pack with space and below `most` documents."""
-    room, left = np.full(len(lengths), capacity), np.full(len(lengths), most)
+    room = np.full(len(lengths), capacity)
+    left = np.full(len(lengths), most)
     num_packs = 0
     for length in np.sort(lengths)[::-1]:
         # the pack after the last one is empty, so one always fits

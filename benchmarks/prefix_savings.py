@@ -58,9 +58,11 @@ SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face" 
 
 def rendered(file: Path, tokenizer: Any) -> dict[str, Dataset]:
     """Tokenised rows: whole chats, and one sample per assistant turn."""
-    whole, turns = [], []
+    whole = []
+    turns = []
     for row in json_rows(file):
-        messages, tools = row["messages"], row.get("tools")
+        messages = row["messages"]
+        tools = row.get("tools")
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": SYSTEM}, *messages]
         if tools:
@@ -93,7 +95,8 @@ def measured(rows: Dataset, capacity: int) -> Iterator[Row]:
     kept = {"documents": len(documents), "dropped": len(rows) - len(documents), "tokens": tokens}
     for setting in ("off", "pack", "family"):
         planner = make_epochs(documents, "stream", 1, capacity, PACKS_PER_STEP, share_prefixes=setting)
-        schedule, plan = planner.schedule(0), planner.first_plan
+        schedule = planner.schedule(0)
+        plan = planner.first_plan
         slot = np.empty(len(documents), dtype=np.int64)
         slot[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
         found = documents.tokens.within(slot)
@@ -109,7 +112,8 @@ def measured(rows: Dataset, capacity: int) -> Iterator[Row]:
         row |= {"documents/step": len(documents) / planner.num_steps}
         row |= {"families/step": row["documents/step"]}
         if setting == "family":
-            pieces, step = planner.units(), slot[schedule.order] // PACKS_PER_STEP
+            pieces = planner.units()
+            step = slot[schedule.order] // PACKS_PER_STEP
             families = len(np.unique(step * len(documents) + pieces.family[schedule.order]))
             row |= {"pieces": len(pieces), "families": pieces.num_families}
             row |= {"families/step": families / planner.num_steps}
@@ -127,7 +131,8 @@ def measured(rows: Dataset, capacity: int) -> Iterator[Row]:
 
 
 def on_groups(rows: Dataset, tokens_per_rank: int) -> Iterator[Row]:
-    reader, longest = TokenReader(rows), CAPACITIES[-1]
+    reader = TokenReader(rows)
+    longest = CAPACITIES[-1]
     documents = make_documents(reader, longest, "drop")
     documents = replace(documents, tokens=token_order(reader, documents))
 
@@ -153,14 +158,17 @@ def computed(schedule: Schedule, documents: Documents, tokens_per_rank: int, nam
     found = documents.tokens.within(slot)
     size = documents.lengths[found.order]
     shared = shared_by_neighbours(found.common, size) * (not name.endswith("off"))
-    times, seconds, exchange = GroupTimes(LLAMA_7B), 0.0, 0.0
+    times = GroupTimes(LLAMA_7B)
+    seconds = 0.0
+    exchange = 0.0
 
     def of_groups(values: np.ndarray) -> np.ndarray:
         return np.bincount(slot[found.order], values, slots).reshape(-1, RANKS)
 
     rows = of_groups(size - shared)
     for degree in np.unique(schedule.degrees).tolist():
-        model, steps = LLAMA_7B.shared_by(degree), schedule.degrees == degree
+        model = LLAMA_7B.shared_by(degree)
+        steps = schedule.degrees == degree
         costs = of_groups(model(size) - model(shared))[steps][:, ::degree]
         seconds += times.seconds(costs, rows[steps][:, ::degree], degree).max(axis=1).sum()
         exchange += times.seconds(0 * costs, rows[steps][:, ::degree], degree).mean(axis=1).sum()

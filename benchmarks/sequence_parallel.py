@@ -57,7 +57,8 @@ def exactness(folder: Path, engines: list[str]) -> list[Row]:
     found: dict[str, Row] = {}
     for name in scenarios:
         engine, name = name.split("/")
-        file, row = folder / engine / f"{name}.pt", ROWS[name.split("-")[0]]
+        file = folder / engine / f"{name}.pt"
+        row = ROWS[name.split("-")[0]]
         if not file.is_file():
             continue
         expected = training.train_unpacked(folder, row)
@@ -116,10 +117,12 @@ def logits_difference(model: torch.nn.Module) -> float | None:
         expected = model(**{key: value for key, value in whole.items() if key != "labels"}).logits
         try:
             found = model(**{k: value for k, value in part.items() if k not in ("labels", "shift_labels")}).logits
-            index, length = dist.get_rank(), found.shape[1]
+            index = dist.get_rank()
+            length = found.shape[1]
             gap = (found - expected[:, index * length : (index + 1) * length]).abs().max() / expected.abs().max()
         except Exception:
-            problem, gap = torch.ones(()), torch.zeros(())
+            problem = torch.ones(())
+            gap = torch.zeros(())
     both = torch.stack([gap, problem])
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     return None if both[1] else both[0].item()

@@ -110,10 +110,12 @@ def one_start(method: str, folder: Path) -> Row:
     """Measured in this process, which does nothing else."""
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
-    model, dataset = tiny_model(), datasets.load_from_disk(folder)
+    model = tiny_model()
+    dataset = datasets.load_from_disk(folder)
     few = datasets.Dataset.from_dict(dataset[:8])  # in memory; triggers the imports on first use
     next(iter(make_trainer(method, few, tiny_model()).get_train_dataloader()))
-    peaks, done = [resident_mib()], threading.Event()
+    peaks = [resident_mib()]
+    done = threading.Event()
 
     def watch() -> None:
         while not done.wait(0.02):
@@ -122,7 +124,8 @@ def one_start(method: str, folder: Path) -> Row:
     before = size_mib(folder)
     watcher = threading.Thread(target=watch, daemon=True)  # a start that fails must be able to exit
     watcher.start()
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     trainer = make_trainer(method, dataset, model)
     made = time.perf_counter() - wall
     batch = next(iter(trainer.get_train_dataloader()))
@@ -173,7 +176,8 @@ def collators(folder: Path, rounds: int) -> list[Row]:
             seconds: dict[str, list[float]] = {name: [] for name in names}
             for _ in range(rounds):
                 for name, loader in zip(names, loaders, strict=True):
-                    start, batches = time.process_time(), sum(1 for _ in loader)
+                    start = time.process_time()
+                    batches = sum(1 for _ in loader)
                     seconds[name].append((time.process_time() - start) / batches)
             ours, theirs = (statistics.median(seconds[name]) * 1e6 for name in names)
             row = {"part": "collator", "max_length": max_length, "document": length, "ours_us": ours, "trl_us": theirs}

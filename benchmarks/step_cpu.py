@@ -54,10 +54,12 @@ import trl_packfix
 
 PACK_TARGET = 4.0
 PACK_LENGTH = 8192
-BATCH_SIZES, MAX_LENGTHS = (1, 8), (512, 2048, 8192, 16384)
+BATCH_SIZES = (1, 8)
+MAX_LENGTHS = (512, 2048, 8192, 16384)
 QUICK = {"files": ["t0_p3_sample"], "max_lengths": (1024,)}
 FEWEST_TOKENS = 8192
-ROUNDS, SECONDS = 3, 6.0
+ROUNDS = 3
+SECONDS = 6.0
 BYTES_OF_A_PAIR = 5
 VOCAB_SIZE = 512
 
@@ -138,7 +140,8 @@ class Contender:
         """CPU seconds (total and in the kernel), tokens without and with padding, and steps of one epoch."""
         trainer = self.trainer
         row: Row = {"cpu_seconds": 0.0, "system_seconds": 0.0, "tokens": 0, "padded_tokens": 0, "steps": 0}
-        start, system = time.process_time(), os.times().system
+        start = time.process_time()
+        system = os.times().system
         batches = iter(self.loader)
         while True:
             samples, num_items = trainer.get_batch_samples(batches, 1, trainer.args.device)

@@ -45,7 +45,8 @@ def one_pass(stream: PackedStream) -> Iterator[np.ndarray]:
 def restarts(dataset: IterableDataset, capacity: int, packs: list[np.ndarray]) -> int:
     """Number of random points at which a restart continued with packs that differ from these."""
     points = set(np.random.default_rng(0).choice(np.arange(1, len(packs) - 1), NUM_RESTARTS, replace=False).tolist())
-    stream, different = PackedStream(dataset, Packing(max_length=capacity)), 0
+    stream = PackedStream(dataset, Packing(max_length=capacity))
+    different = 0
     for step, _ in enumerate(islice(stream, len(packs) - 1), start=1):
         if step in points:
             file = io.BytesIO()
@@ -63,7 +64,10 @@ def restarts(dataset: IterableDataset, capacity: int, packs: list[np.ndarray]) -
 def measure(lengths: np.ndarray, capacity: int, seeds: int) -> Row:
     lengths = np.minimum(lengths, capacity)
     bound = plan_packs(lengths, capacity, "bfd").lower_bound
-    most, moved, trends, seconds = 0, [], [], []
+    most = 0
+    moved = []
+    trends = []
+    seconds = []
     for seed in range(seeds):
         order = np.random.default_rng(seed).permutation(len(lengths))
         arriving = lengths[order]
@@ -99,19 +103,23 @@ def measure(lengths: np.ndarray, capacity: int, seeds: int) -> Row:
 
 def memory(num: int, capacity: int = 8192) -> Iterator[Row]:
     def generate() -> Iterator[dict[str, np.ndarray]]:
-        rng, tokens = np.random.default_rng(0), np.full(capacity, 7, np.int32)
+        rng = np.random.default_rng(0)
+        tokens = np.full(capacity, 7, np.int32)
         for _ in range(num):
             yield {"input_ids": tokens[: min(int(rng.lognormal(5.04, 1.0)) + 2, capacity)]}
 
     stream = PackedStream(IterableDataset.from_generator(generate), Packing(max_length=capacity))
-    seen, shown, start = 0, 0, time.process_time()
+    seen = 0
+    shown = 0
+    start = time.process_time()
     for pack in stream:
         if stream.num_passes:
             break
         seen += len(pack)
         if seen * 10 // num > shown:
             shown = seen * 10 // num
-            rss, seconds = resident_mib(), time.process_time() - start
+            rss = resident_mib()
+            seconds = time.process_time() - start
             yield {"capacity": capacity, "documents": seen, "rss_mib": round(rss, 1), "cpu_s": round(seconds, 1)}
     assert seen == num, "not every document"
 

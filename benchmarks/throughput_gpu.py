@@ -55,7 +55,8 @@ from trl_packfix.isolation.isolation_report import IsolationReport
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.training.flops import own_peak_tflops, trained_share, training_flops
 
-WARM_UP, TIMED = 2, 20  # steps, at most; torch.compile compiles in the first ones
+WARM_UP = 2  # steps, at most; torch.compile compiles in the first ones
+TIMED = 20
 QWEN = Qwen2Config(
     vocab_size=151936,
     hidden_size=1536,
@@ -250,7 +251,10 @@ class Clock(TrainerCallback):
     """Times steps after the warm-up, each up to a synchronisation, and stops the run after enough of them."""
 
     def __init__(self, machine: Machine):
-        self.machine, self.seconds, self.steps, self.computed = machine, 0.0, 0, 0
+        self.machine = machine
+        self.seconds = 0.0
+        self.steps = 0
+        self.computed = 0
         self.begun: float | None = None  # the first step
         self.attention = ""  # of the last step: ours restores the model's own after training
         self.is_warm = self.is_timed = False
@@ -287,7 +291,8 @@ class Clock(TrainerCallback):
             control.should_training_stop = True
             return
         if self.is_warm:
-            self.seconds, self.steps = self.seconds + now - self.started, self.steps + 1
+            self.seconds = self.seconds + now - self.started
+            self.steps = self.steps + 1
         enough = self.seconds > self.machine.seconds or self.steps == TIMED
         self.is_timed = enough
         control.should_training_stop = now - self.begun > self.machine.limit
@@ -295,7 +300,8 @@ class Clock(TrainerCallback):
 
 def watch(packed: PackedModel) -> Callable[[], Row]:
     """Times the probe of a run. The returned function gives the row of its result."""
-    prove, seconds = packed.prove, []
+    prove = packed.prove
+    seconds = []
 
     def timed(wrapped: torch.nn.Module) -> IsolationReport:
         start = time.perf_counter()

@@ -129,7 +129,8 @@ def say(text: str) -> None:
 
 def main() -> None:
     args = parse_args()
-    started, started_cpu = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    started_cpu = time.process_time()
     if args.tiny:
         args.num_documents = min(args.num_documents, 16)
         say("The model is tiny and random: its loss falls, but its answers stay nonsense.")
@@ -141,7 +142,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     train, held_out = conversations(args)
-    turns, expected = question(held_out[0]), held_out[0].get("completion")
+    turns = question(held_out[0])
+    expected = held_out[0].get("completion")
     show("A held-out question", turns[-1]["content"])
     before = answer(model, tokenizer, turns, 16 if args.tiny else 40)
     show("Its answer before training", before)
@@ -199,7 +201,8 @@ def main() -> None:
     )
     if expected:
         show("In the data", expected[-1]["content"] if isinstance(expected, list) else expected)
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
+    seconds = time.perf_counter() - started
+    cpu_seconds = time.process_time() - started_cpu
     say(
         f"\nDone in {seconds:.0f} seconds ({cpu_seconds:.0f} CPU seconds), with at most {peak_gib():.1f} GiB of memory."
     )

@@ -81,7 +81,8 @@ def orders(num: int, seed: int = 0) -> Dataset:
     draw = random.Random(seed)
     rows = []
     for _ in range(num):
-        customer, city = draw.choice(CUSTOMERS), draw.choice(CITIES)
+        customer = draw.choice(CUSTOMERS)
+        city = draw.choice(CITIES)
         things = draw.sample(THINGS, draw.choice((1, 1, 2, 3, 5)))
         items = [{"count": draw.randint(2, 60), "item": f"{draw.choice(COLOURS)} {thing}"} for thing in things]
         listed = ", ".join(f"{item['count']} {item['item']}" for item in items)

@@ -32,7 +32,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from trl_packfix import packed_dataloader, plan_packs, prepare_for_packing
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+RANK = int(os.environ.get("RANK", 0))  # set by torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 IGNORED = -100  # the label of a token that is not trained
 
 
@@ -82,7 +83,8 @@ def train(model: PreTrainedModel, table: Dataset, held_out: Dataset, args: argpa
     choice = prepare_for_packing(model, dtype=args.precision, max_length=args.max_length)  # raises if documents leak
     say(f"proved on this model: documents of a pack do not reach each other ({choice.name}: {choice.reason})")
     of_ranks = {"rank": RANK, "world_size": WORLD_SIZE, "synchronisation": "step", "cost_model": model.config}
-    shape, accumulation = (args.max_length, args.batch_size), args.accumulation
+    shape = (args.max_length, args.batch_size)
+    accumulation = args.accumulation
     loader = packed_dataloader(table, *shape, gradient_accumulation_steps=accumulation, seed=args.seed, **of_ranks)
     evaluated = packed_dataloader(held_out, *shape, strategy="bfd", shuffle=False, **of_ranks)
     lengths = np.minimum(list(map(len, table["input_ids"])), args.max_length)

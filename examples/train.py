@@ -61,7 +61,8 @@ if __name__ == "__main__":
     defaults = {"num_train_epochs": 1, "output_dir": "output"}
     run = parse_configs(prog="train.py", description=__doc__, **defaults)
     script_args, training_args, model_args, mixture, *_ = run
-    has_data, dataset = bool(script_args.dataset_name or mixture.datasets), None
+    has_data = bool(script_args.dataset_name or mixture.datasets)
+    dataset = None
     if not (model_args.model_name_or_path and has_data) and hub_answers():
         model_args.model_name_or_path = model_args.model_name_or_path or HUB_MODEL
         script_args.dataset_name = script_args.dataset_name or (None if has_data else [HUB_DATASET])

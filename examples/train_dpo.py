@@ -42,7 +42,8 @@ class Margins(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "rewards/margins" in logs:
-            padded, computed = logs["packing/rows"], logs["packing/computed"]
+            padded = logs["packing/rows"]
+            computed = logs["packing/computed"]
             print(
                 f"step {state.global_step:2d}: margin {logs['rewards/margins']:6.3f}, loss {float(logs['loss']):.3f}, "
                 f"{computed:,} of {padded:,} padded tokens computed",

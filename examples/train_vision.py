@@ -74,7 +74,8 @@ def draw(digit: int, rng: np.random.Generator) -> Picture.Image:
     """A digit of a seven-segment display, a little out of its place, on weak noise."""
     pixels = rng.integers(0, 60, (SIDE, SIDE), dtype=np.uint8)
     picture = Picture.fromarray(pixels).convert("RGB")
-    left, top = rng.integers(5, 9), rng.integers(2, 5)
+    left = rng.integers(5, 9)
+    top = rng.integers(2, 5)
     pen = ImageDraw.Draw(picture)
     for index in map(int, LIT[digit]):
         line = [(left + x * 10, top + y * 8) for x, y in SEGMENTS[index]]
@@ -92,7 +93,8 @@ def digits(num: int, seed: int) -> Dataset:
         question = [{"type": "image", "text": None}] * len(shown) + [{"type": "text", "text": "read the digits"}]
         answer = " ".join(map(str, shown))
         if not shown:  # text alone
-            question, answer = [{"type": "text", "text": "count the digits"}], "0"
+            question = [{"type": "text", "text": "count the digits"}]
+            answer = "0"
         rows.append(
             {
                 "images": images,
@@ -143,9 +145,11 @@ def accuracy(model: LlavaForConditionalGeneration, processor: LlavaProcessor, ro
 def main(script_args: ScriptArguments, training_args: SFTConfig, model_args: ModelConfig) -> None:
     if model_args.model_name_or_path is None:
         model, processor = small_llava()
-        train, held_out = digits(3000, seed=0), digits(200, seed=1)
+        train = digits(3000, seed=0)
+        held_out = digits(200, seed=1)
     else:
-        model, held_out = model_args.model_name_or_path, None
+        model = model_args.model_name_or_path
+        held_out = None
         processor = AutoProcessor.from_pretrained(model)
         train = load_dataset(script_args.dataset_name, split=script_args.dataset_train_split)
         training_args.model_init_kwargs = {"dtype": model_args.dtype} | (training_args.model_init_kwargs or {})

@@ -88,7 +88,9 @@ class Chaos:
     """The runs of one number of ranks, in `folder`."""
 
     def __init__(self, folder: Path, ranks: int, workers: int, seed: int):
-        self.folder, self.ranks, self.workers = folder, ranks, workers
+        self.folder = folder
+        self.ranks = ranks
+        self.workers = workers
         self.random = random.Random(seed)
         self.attempt = self.kills = self.unfinished = self.runs = 0
         self.context = multiprocessing.get_context("forkserver")
@@ -143,7 +145,8 @@ class Chaos:
 
     def kill_at(self, step: int, in_saving: bool) -> None:
         """SIGKILL for a random rank, a moment after `step` or the next checkpoint begins, if they ever do."""
-        victim, notes = self.random.choice(self.processes), notes_of(self.folder, "run", self.attempt, 0)
+        victim = self.random.choice(self.processes)
+        notes = notes_of(self.folder, "run", self.attempt, 0)
         every = SETTINGS["save_steps"]
         next_checkpoint = self.folder / "run" / f"checkpoint-{(step // every + 1) * every}"
         while all(process.is_alive() for process in self.processes):

@@ -55,7 +55,8 @@ class OnePack(Judge):
 
 def compare(model_type: str, shares_prefixes: bool, leaks: bool) -> float:
     """Where documents share prefixes scans begin with the states of others, and with a leak anew."""
-    pristine, model = tiny(model_type), tiny(model_type)
+    pristine = tiny(model_type)
+    model = tiny(model_type)
     judge = PrefixJudge(pristine) if shares_prefixes else OnePack(pristine)
     with ExitStack() as stack:
         if leaks:

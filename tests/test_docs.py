@@ -111,7 +111,8 @@ WINGS = sorted(path.parent for path in (ROOT / "trl_packfix").glob("*/__init__.p
 @pytest.mark.parametrize("wing", WINGS, ids=lambda wing: wing.name)
 def test_the_readme_of_a_wing_names_its_modules_and_no_others(wing):
     text = (wing / "README.md").read_text()
-    named, there = set(re.findall(r"`(?:cli/)?(\w+\.py)`", text)), {path.name for path in wing.glob("*.py")}
+    named = set(re.findall(r"`(?:cli/)?(\w+\.py)`", text))
+    there = {path.name for path in wing.glob("*.py")}
     others = {"layout.py"} | ({"__init__.py"} if wing.name == "cli" else set())
     assert there - {"__init__.py"} <= named <= there | others
     assert "**Extend.**" in text

@@ -163,7 +163,8 @@ def test_with_transformers_trains_every_document_each_epoch(workplace, monkeypat
     num_steps = variables["trainer"].state.global_step
     assert len(seen) == num_steps  # packs, not documents
     assert num_steps < 2 * NUM_ROWS
-    first, second = seen[: num_steps // 2], seen[num_steps // 2 :]
+    first = seen[: num_steps // 2]
+    second = seen[num_steps // 2 :]
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(NUM_ROWS))
     assert first != second  # every epoch has a plan of its own
 
@@ -175,7 +176,8 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
     path = EXAMPLES / "own_loop.py"
     assert len(path.read_text().splitlines()) <= 150
     own = runpy.run_path(str(path))
-    tokenizer, start = build_tokenizer(), build_tiny_model()
+    tokenizer = build_tokenizer()
+    start = build_tiny_model()
     table, held_out = (own["tokenise"](rows, tokenizer) for rows in own["orders"](30).train_test_split(6).values())
     settings = {"max_length": 512, "seed": 3, "learning_rate": 1e-2, "save_steps": 3}
 
@@ -184,7 +186,9 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
 
     def train(accumulation: int, resume: Path | None = None) -> tuple[dict[str, torch.Tensor], str]:
         args = Namespace(batch_size=1, accumulation=accumulation, epochs=2, output_dir=tmp_path, **settings)
-        args.device, args.precision, args.resume = torch.device("cpu"), None, resume
+        args.device = torch.device("cpu")
+        args.precision = None
+        args.resume = resume
         model = runpy.run_path(str(path))["train"](deepcopy(start), table, held_out, args)
         return model.state_dict(), capsys.readouterr().out
 

@@ -45,10 +45,13 @@ def test_a_killed_rank_ends_the_job_with_the_reason_and_a_whole_checkpoint(engin
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "llama").symlink_to(workplace / "Qwen" / "Qwen3-0.6B")
     (tmp_path / "zero3.json").write_text(json.dumps(deepspeed_config("zero3")))
-    launcher, env, reason = [*TORCHRUN, "-m"], {}, "Signal 9 (SIGKILL)"
+    launcher = [*TORCHRUN, "-m"]
+    env = {}
+    reason = "Signal 9 (SIGKILL)"
     if engine == "zero3":
         launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", free_port(), "--module"]
-        env, reason = {"ACCELERATE_USE_DEEPSPEED": "true"}, "exits with return code = -9"
+        env = {"ACCELERATE_USE_DEEPSPEED": "true"}
+        reason = "exits with return code = -9"
     code, log = launch([sys.executable, *launcher, "ranks", str(tmp_path), "die", engine], tmp_path, **env)
     seconds = time.time() - float((tmp_path / "killed").read_text())
     assert code != 0, log[-3000:]

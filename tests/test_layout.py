@@ -78,7 +78,8 @@ def test_targets_are_the_trained_tokens_of_each_document(lengths, kind, prompt):
         if is_trained:
             found[document].append((before, label))
     for document, pairs in zip(documents, found, strict=True):
-        tokens, labels = document["input_ids"], document["labels"]
+        tokens = document["input_ids"]
+        labels = document["labels"]
         assert pairs == [(tokens[i - 1], labels[i]) for i in range(1, len(tokens)) if labels[i] != IGNORE_INDEX]
     assert targets.trained.tolist() == [len(pairs) for pairs in found]
     assert layout.count == len(documents)

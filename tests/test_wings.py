@@ -44,7 +44,8 @@ MODULES = {
 
 def imports(module: str) -> set[str]:
     """The modules of this package that a module imports anywhere: at the top, in functions, under TYPE_CHECKING."""
-    path, found = MODULES[module], set()
+    path = MODULES[module]
+    found = set()
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     package = [] if module == "__init__" else package
     for node in ast.walk(ast.parse(path.read_text())):
@@ -69,7 +70,8 @@ ARROWS = [(module, target) for module in MODULES for target in sorted(imports(mo
 
 
 def is_allowed(module: str, target: str) -> bool:
-    wing, other = module.split(".")[0], target.split(".")[0]
+    wing = module.split(".")[0]
+    other = target.split(".")[0]
     if wing == other or target in ANYONE:
         return True
     return other in BELOW[wing] and target in ONLY.get((wing, other), {target})

@@ -146,7 +146,9 @@ class Mutant:
 
 def make_mutants(source: str) -> list[Mutant]:
     """Return all mutants of a module that differ from it and compile, in the order of its lines."""
-    found, lines, original = {}, source.splitlines(), ast.dump(ast.parse(source))
+    found = {}
+    lines = source.splitlines()
+    original = ast.dump(ast.parse(source))
     for operator in _operators():
         number = 0
         while (mutated := mutate_code(source, operator, number)) is not None:
@@ -230,7 +232,8 @@ def choose_tests(runs: dict[str, TestRun], lines: set[int], seconds: float) -> l
     files: dict[str, float] = defaultdict(float)
     for name, cost in chosen.items():
         files[file_of[name]] += cost
-    found, total = [], 0.0
+    found = []
+    total = 0.0
     for name in sorted(chosen, key=lambda name: (files[file_of[name]], file_of[name], chosen[name])):
         total += chosen[name]
         if found and total > seconds:
@@ -310,7 +313,9 @@ class MutatedImport(abc.MetaPathFinder, abc.Loader):
     """Import a module from its mutant."""
 
     def __init__(self, module: str, file: Path, mutated: str):
-        self.module, self.file, self.mutated = module, file, mutated
+        self.module = module
+        self.file = file
+        self.mutated = mutated
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> machinery.ModuleSpec | None:
         if name != self.module:
@@ -378,7 +383,10 @@ class RunMutants(WithoutShrinking):
     """
 
     def __init__(self, options: argparse.Namespace, file: Path, *, tests: list[str], mutants: list[Mutant]):
-        self.options, self.file, self.tests, self.mutants = options, file, tests, mutants
+        self.options = options
+        self.file = file
+        self.tests = tests
+        self.mutants = mutants
         self.source = file.read_text()
         self.places = Places(self.source)
         self.runs: dict[str, TestRun] = {}
@@ -397,7 +405,8 @@ class RunMutants(WithoutShrinking):
         assert runs != DIED, f"the tests of {self.file} end the process without a mutant"
         self.runs = runs
         seconds = sum(run.seconds for run in runs.values())
-        functions, finds = functions_of(self.file), Counter[str]()
+        functions = functions_of(self.file)
+        finds = Counter[str]()
         print(f"{self.file.name}: {len(runs)} tests, {seconds:.0f} CPU s", flush=True)
         for mutant in self.mutants:
             tests = choose_tests(self.runs, self.places.lines_of(mutant.line), self.options.seconds)

@@ -27,7 +27,10 @@ from trl_packfix.reporting.packs import first_packs, pack_text
 from trl_packfix.training.planner import documents_of
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
-FONT, POINTS, LINE, DPI = "DejaVu Sans Mono", 9, 1.45, 110
+FONT = "DejaVu Sans Mono"
+POINTS = 9
+LINE = 1.45
+DPI = 110
 MOST_BYTES = 300_000
 
 
@@ -36,7 +39,8 @@ def screenshot(path: Path, renderable: object, columns: int) -> None:
     # In memory only: without a legacy terminal, of 256 colours, whatever machine this runs on
     console = Console(file=io.StringIO(), force_terminal=True, width=columns, color_system="256", legacy_windows=False)
     rows = console.render_lines(renderable, pad=False)
-    cell, height = POINTS * 0.602 / 72, POINTS * LINE / 72  # inches; 0.602 is the width of a letter of this font
+    cell = POINTS * 0.602 / 72  # inches; 0.602 is the width of a letter of this font
+    height = POINTS * LINE / 72
     size = (columns * cell + 0.4, len(rows) * height + 0.3)
     figure = Figure(figsize=size, facecolor="#16181d")
     FigureCanvasAgg(figure)

@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE, TESTS = ROOT / "trl_packfix", ROOT / "tests"
+PACKAGE = ROOT / "trl_packfix"
+TESTS = ROOT / "tests"
 
 
 @cache
@@ -73,7 +74,8 @@ def distances(module: Path) -> dict[Path, int]:
     for file in PACKAGE.rglob("*.py"):
         for target in imported_files(file):
             importers[target].add(file)
-    levels, reached = [{module}], {module}
+    levels = [{module}]
+    reached = {module}
     while levels[-1]:
         levels.append({above for file in levels[-1] for above in importers[file]} - reached)
         reached |= levels[-1]

@@ -97,7 +97,8 @@ def drops_router_logits(model: nn.Module) -> bool:
     if Version(transformers.__version__) >= Version("5.18.0.dev0"):
         return False
     records = [part._can_record_outputs or {} for part in model.modules() if isinstance(part, PreTrainedModel)]
-    has_records, has_logits = any(records), any("router_logits" in record for record in records)
+    has_records = any(records)
+    has_logits = any("router_logits" in record for record in records)
     has_router = any(type(module).__name__.endswith("Router") for module in model.modules())
     return has_router and has_records and not has_logits
 
@@ -308,7 +309,8 @@ def unshard_lm_head(model: PreTrainedModel) -> RemovableHandle | None:
     https://docs.pytorch.org/docs/stable/distributed.tensor.html#torch.distributed.tensor.DTensor.full_tensor
     """
     head = model.get_output_embeddings()
-    below, is_sharded = model.base_model, isinstance(head, FSDPModule)
+    below = model.base_model
+    is_sharded = isinstance(head, FSDPModule)
     if not is_sharded or below is model:
         return None
 

@@ -204,7 +204,8 @@ class PackedLayout(Layout):
 
     def cut(self, rows: slice, mask: Tensor) -> Self:
         following = torch.cat([self.seq_idx[:, 1:], self.seq_idx[:, -1:]], dim=1).long()
-        own, trained = following[:, rows].contiguous(), _count_trained(following, self.count, mask)
+        own = following[:, rows].contiguous()
+        trained = _count_trained(following, self.count, mask)
         return replace(self, seq_idx=self.seq_idx[:, rows].contiguous(), following=own, trained=trained)
 
 

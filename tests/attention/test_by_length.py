@@ -102,6 +102,7 @@ def test_outputs_and_gradients_are_those_of_one_launch_to_the_bit(small_classes,
 )
 def test_the_trainer_orders_packs_for_the_kernels(device, compiles, orders):
     args = SimpleNamespace(device=torch.device(device), torch_compile=compiles, pad_documents_to_multiple_of=None)
-    data, collate = object.__new__(TrainingData), object()
+    data = object.__new__(TrainingData)
+    collate = object()
     data._run = SimpleNamespace(args=args, data_collator=collate)
     assert (data.training_collator([]) is collate) is not orders

@@ -152,7 +152,8 @@ def test_selective_checkpointing_runs_the_kernels_once(is_listed, as_on_cuda, tm
 
 def test_one_graph_for_packs_of_one_shape(as_on_cuda):
     torch._dynamo.reset()
-    model, counter = prepared("llama"), CompileCounter()
+    model = prepared("llama")
+    counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     static = {"pad_to_multiple_of": 256, "pad_documents_to_multiple_of": 16, "max_length": 60}
     rng = torch.Generator().manual_seed(0)
@@ -166,7 +167,8 @@ def test_one_graph_for_packs_of_one_shape(as_on_cuda):
 def test_one_graph_without_breaks(model_type, shares, as_on_cuda):
     """`fullgraph=True` raises at a graph break; other documents need no other graph."""
     torch._dynamo.reset()
-    model, counter = prepared(model_type), CompileCounter()
+    model = prepared(model_type)
+    counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     packs = map(shared_pack, (3, 5, 12, 4)) if shares else map(pack, ([5, 40], [31, 2, 9], [17, 20, 4, 50], [30, 8, 8]))
     counts = []

@@ -26,7 +26,8 @@ def played():
 
     class Played:
         def __init__(self):
-            self.error, self.calls = None, []
+            self.error = None
+            self.calls = []
 
         def __call__(self, module, query, key, value, attention_mask, **kwargs):
             self.calls.append(kwargs)
@@ -164,7 +165,9 @@ def test_ranks_that_differ_raise_before_another_forward(tiny_model, monkeypatch)
 
 def test_roundings_are_drawn_on_the_device(tiny_model, monkeypatch):
     """On a device that holds no values only the place of the draw can be seen, and that is what counts."""
-    model, drawn, generator = tiny_model("llama", dtype=torch.bfloat16), [], torch.Generator
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    drawn = []
+    generator = torch.Generator
 
     def made(device="cpu"):
         drawn.append(torch.device(device).type)
@@ -179,7 +182,8 @@ def test_roundings_are_drawn_on_the_device(tiny_model, monkeypatch):
 
 def test_values_of_modules_stay_on_the_device():
     """Those of long packs, which may not fit beside the model, go to the host: from here they cannot."""
-    module, states = nn.Linear(4, 4, device="meta"), torch.zeros(1, 5, 4, device="meta")
+    module = nn.Linear(4, 4, device="meta")
+    states = torch.zeros(1, 5, 4, device="meta")
     ((given, made),) = tracing._record_values({"": module}, 5, lambda: module(states))[""]
     assert {values.device.type for each in (given, made) for _, values in each.values()} == {"meta"}
     with pytest.raises(NotImplementedError, match="copy out"):

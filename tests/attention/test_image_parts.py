@@ -20,7 +20,8 @@ DIVIDED = "llava llava_next llava_onevision idefics2 idefics3 internvl qwen2_5_v
 
 def call_of_tower(family: str):
     """The tower of a family, and the arguments that it gets for a pack with three images."""
-    model, examples = build_model(family).eval(), examples_of(family)
+    model = build_model(family).eval()
+    examples = examples_of(family)
     (tower,) = [each for each in outermost_towers(towers(model)) if "vision" in type(each).__name__.lower()]
     calls = []
     handle = tower.register_forward_pre_hook(lambda module, *given: calls.append(given), with_kwargs=True)
@@ -43,7 +44,8 @@ def test_each_image_is_computed_once_and_all_ranks_get_it(family, degree, monkey
     tower, (args, kwargs) = call_of_tower(name)
     if ours:
         tower.config._attn_implementation = TOWER_ATTENTION
-    sent, computed = {}, []
+    sent = {}
+    computed = []
 
     def exchanged(flat, send, receive, group):
         sent[index] = flat.split(send)

@@ -167,7 +167,8 @@ def test_boundaries_of_kernels_need_no_host():
 @pytest.mark.parametrize("fault", ["parents", "states", "halo"])
 def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
     """With one common beginning only, every piece has the same parent."""
-    right, right_stretches = mixer_prefixes.levels_of, mixers._rows_with_context
+    right = mixer_prefixes.levels_of
+    right_stretches = mixers._rows_with_context
 
     def wrong(running):
         levels, place = right(running)
@@ -226,7 +227,8 @@ def test_deep_branches_need_few_calls(num_turns):
         return out[0]
 
     inner = sys.modules[type(zoo.build_model("qwen3_next").model.layers[0]).__module__].torch_chunk_gated_delta_rule
-    leaf, weights = table.clone().requires_grad_(), torch.randn(sum(map(len, own)), 1, 4, dtype=torch.float64)
+    leaf = table.clone().requires_grad_()
+    weights = torch.randn(sum(map(len, own)), 1, 4, dtype=torch.float64)
     with in_double():
         alone = torch.cat([run(running(len(ids)), ids)[:-1] for ids in documents])
         expected = torch.autograd.grad((alone * weights).sum(), leaf)[0]

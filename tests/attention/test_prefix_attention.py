@@ -107,7 +107,8 @@ CHAT = [[*range(1, 2 * n + 1), 9, n, 9] for n in range(1, 5)] + [[*range(1, 9), 
 def test_launches_above_the_bound_of_copied_keys(name, monkeypatch):
     """Each copies the keys of some runs."""
     shared = pack_of(packed(CHAT))
-    num_rows, num_keys = int(shared.cu_seq_lens_q[-1]), len(shared.kv_index)
+    num_rows = int(shared.cu_seq_lens_q[-1])
+    num_keys = len(shared.kv_index)
     monkeypatch.setattr(runs, "most_copied_keys", lambda *tensors: num_rows)
     with StrictVarlen() as calls:
         assert max(differences(attend_pack_on_cuda, shared, **FEATURES[name])) < 1e-12
@@ -174,7 +175,9 @@ def forest():
     def new(length):
         return rng.integers(3, 300, length).tolist()
 
-    system, first, second = new(30), new(12), new(20)
+    system = new(30)
+    first = new(12)
+    second = new(20)
     turns = system + first + second + new(9)
     documents = [
         turns, turns, turns[:50], turns[:42], turns[:31], system + first + new(25), system + first + second + new(1),
@@ -189,7 +192,8 @@ def forest():
 
 def shared_loss(model, batch):
     """The sum over the trained tokens of all documents."""
-    shared, labels = batch[LAYOUT_KEY], batch["labels"][0]
+    shared = batch[LAYOUT_KEY]
+    labels = batch["labels"][0]
     logits = model(**{name: given for name, given in batch.items() if name != "labels"}).logits[0]
     return nn.functional.cross_entropy(
         logits[shared.target_rows - 1], labels[shared.target_rows], reduction="sum"
@@ -197,7 +201,8 @@ def shared_loss(model, batch):
 
 
 def loss_alone(model, documents):
-    loss, logits = 0, []
+    loss = 0
+    logits = []
     for document in documents:
         logits.append(model(torch.tensor([document["input_ids"]]), use_cache=False).logits[0])
         labels = torch.tensor(document["labels"])[1:]
@@ -208,7 +213,8 @@ def loss_alone(model, documents):
 def prepared(tiny_model, model_type, **settings):
     """A model on our attention, and the same on stock attention for single documents."""
     settings = {**MODELS[model_type], **settings}
-    model, alone = tiny_model(model_type, **settings), tiny_model(model_type, attn_implementation="eager", **settings)
+    model = tiny_model(model_type, **settings)
+    alone = tiny_model(model_type, attn_implementation="eager", **settings)
     for each in (model, alone):
         each.train()
         each.set_experts_implementation("eager")  # the grouped matrix product has no float64

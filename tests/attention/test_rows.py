@@ -37,9 +37,11 @@ def test_a_row_holds_its_document_and_nothing_of_another_and_rows_are_joined_aga
     (axis,) = axes.tokens
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     owners = owner.view([-1 if i == axis else 1 for i in range(packed.dim())]).expand_as(packed)
-    rows, batches = DocumentRows(lengths, CPU, budget), []
+    rows = DocumentRows(lengths, CPU, budget)
+    batches = []
     for group in rows.groups:
-        values, whose = group.split(packed, axes), group.split(owners.contiguous(), axes)
+        values = group.split(packed, axes)
+        whose = group.split(owners.contiguous(), axes)
         batches.append(values)
         size = values.shape[axes.batch] // group.num_rows
         for row, length in enumerate(group.lengths):

@@ -23,7 +23,8 @@ HANDING_OVER = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "mistral3")
 def on_both(family):
     """(tower on sdpa, tower on our attention, arguments), in float64."""
     tower, (args, kwargs) = call_of_tower(family)
-    given, ours = tower.double(), copy.deepcopy(tower).double()
+    given = tower.double()
+    ours = copy.deepcopy(tower).double()
     args, kwargs = tree_map_only(torch.FloatTensor, torch.Tensor.double, (args, kwargs))
     assert given.config._attn_implementation == REPLACED_ATTENTION
     ours.config._attn_implementation = TOWER_ATTENTION
@@ -131,7 +132,8 @@ def test_a_full_memory_is_no_refusal_of_a_kernel(error, raised, monkeypatch):
 
     monkeypatch.setattr(tower_attention, "flash_on_cuda", kernel)
     monkeypatch.setattr(tower_attention, "runs_flash", lambda *args, **kwargs: True)
-    q, bounds = torch.randn(1, 2, 5, 4, dtype=torch.bfloat16), torch.tensor([0, 3, 5], dtype=torch.int32)
+    q = torch.randn(1, 2, 5, 4, dtype=torch.bfloat16)
+    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
     with pytest.raises(raised, match=str(error)):
         tower_attention.tower_attention(torch.nn.Module(), q, q, q, None, cu_seq_lens_q=bounds, max_length_q=3)
 

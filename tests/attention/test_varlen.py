@@ -37,7 +37,8 @@ WINDOWS = [None, 1, 3, 64, 100, 1000]
 def dense_attention(query, key, value, lengths, scale, window=None, softcap=None, sinks=None):
     """The definition: one (T, T) mask, one softmax. Key/value heads repeated, the sink as one more column of logits."""
     repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    key = key.repeat_interleave(repeats, 1)
+    value = value.repeat_interleave(repeats, 1)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     token = torch.arange(sum(lengths))
     hidden = (document[:, None] != document) | (token > token[:, None])
@@ -302,7 +303,8 @@ def test_fp32_queries_of_a_model_in_half_precision_are_cast(running_forward):
     query, key, value = random_inputs(dtype=torch.float32)
     out, _ = varlen_attention(layer, query, key, value.bfloat16(), None)
     assert out.dtype == torch.bfloat16
-    layer.proj, layer.config._is_quantized = nn.Linear(8, 8), True
+    layer.proj = nn.Linear(8, 8)
+    layer.config._is_quantized = True
     out, _ = varlen_attention(layer, query, key, value.bfloat16(), None)
     assert out.dtype == torch.bfloat16
     del layer.config._is_quantized
@@ -461,7 +463,8 @@ def test_autocast_decides_the_dtype():
 def test_a_packed_call_refuses(change, message):
     query, key, value = (x.expand(change.get("rows", 1), -1, -1, -1) for x in random_inputs())
     if extra := change.get("cached"):
-        key, value = F.pad(key, (0, 0, extra, 0)), F.pad(value, (0, 0, extra, 0))
+        key = F.pad(key, (0, 0, extra, 0))
+        value = F.pad(value, (0, 0, extra, 0))
     boundaries = change.get("boundaries", FROM_KWARGS)
     kwargs = {k: v for k, v in change.items() if k in ("is_causal", "position_bias")}
     with pytest.raises(ValueError, match=message):
@@ -527,9 +530,11 @@ def test_attention_is_not_compiled_anew_for_other_documents():
 
     torch._dynamo.reset()
     counters.clear()
-    compiled, graphs = torch.compile(attend, backend="eager"), []
+    compiled = torch.compile(attend, backend="eager")
+    graphs = []
     for lengths in ([9, 23], [7, 3, 15, 2, 5], [30, 1, 1], [5, 6, 7, 8, 2, 3, 1]):
-        states, bounds = torch.randn(1, 2, 32, 8), torch.tensor([0, *lengths]).cumsum(0)
+        states = torch.randn(1, 2, 32, 8)
+        bounds = torch.tensor([0, *lengths]).cumsum(0)
         assert torch.equal(compiled(states, bounds), attend(states, bounds))
         graphs.append(counters["stats"]["unique_graphs"])
     assert 0 < graphs[1] == graphs[-1]

@@ -10,7 +10,8 @@ def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli")
     build_tiny_model("qwen3").save_pretrained(folder / "model")
     build_tokenizer().save_pretrained(folder / "model")
-    rng, rows = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    rows = []
     for i in range(50):
         question, answer = ("x" * int(rng.integers(0, longest)) for longest in (40, 60))
         prompt = [{"role": "user", "content": f"the question {i}\n{question}"}]

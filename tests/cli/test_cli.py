@@ -206,7 +206,8 @@ def test_an_interrupt_is_one_line_and_the_signal(monkeypatch, capsys):
 @pytest.mark.parametrize("is_link", [False, True])
 def test_what_others_wrote_meanwhile_stays(is_link, error, workplace, tmp_path, monkeypatch, capsys):
     """Another run may have finished in the same folder, or the user put a file there."""
-    right, output = tokens.save_tokens, tmp_path / "table"
+    right = tokens.save_tokens
+    output = tmp_path / "table"
     if is_link:
         (tmp_path / "elsewhere").mkdir()
         output.symlink_to("elsewhere")
@@ -232,7 +233,8 @@ def test_what_others_wrote_meanwhile_stays(is_link, error, workplace, tmp_path, 
 @pytest.fixture
 def own_model(tmp_path):
     """A folder whose config and tokenizer are classes of its own."""
-    folder, name = tmp_path / "own_model", "transformers import PreTrainedTokenizerFast\nclass OwnTokenizer"
+    folder = tmp_path / "own_model"
+    name = "transformers import PreTrainedTokenizerFast\nclass OwnTokenizer"
     build_tokenizer().save_pretrained(folder)
     (folder / "tokenization_own.py").write_text(f"from {name}(PreTrainedTokenizerFast):\n    pass\n")
     code = "from transformers import LlamaConfig, LlamaForCausalLM\n"
@@ -268,7 +270,8 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, pri
     rng = np.random.default_rng(0)
     rows = [rng.integers(4, 260, n).tolist() for n in rng.integers(4, 30, 20)]
     masks = {name: [rng.integers(0, 2, len(row)).tolist() for row in rows] for name in MASK_COLUMNS}
-    tokenizer, counts = ["--tokenizer", str(workplace / "model")], set()
+    tokenizer = ["--tokenizer", str(workplace / "model")]
+    counts = set()
 
     # TRL reads `completion_mask` only with `completion_only_loss`
     cases = [
@@ -281,7 +284,8 @@ def test_masks_of_tokenised_rows_decide_what_is_trained(workplace, tmp_path, pri
     ]
     for number, (names, flag) in enumerate(cases):
         data = Dataset.from_dict({"input_ids": rows} | {name: masks[name] for name in names})
-        file, folder = str(tmp_path / f"{number}.jsonl"), str(tmp_path / f"table{number}")
+        file = str(tmp_path / f"{number}.jsonl")
+        folder = str(tmp_path / f"table{number}")
         data.to_json(file)
         words = [] if flag is None else ["--completion-only-loss", str(flag).lower()]
         labels = stock(tmp_path, data, max_length=None, completion_only_loss=flag).train_dataset["labels"]

@@ -91,7 +91,8 @@ def test_bad_rows_are_dropped_by_prepare_or_nothing_is_written(workplace, tmp_pa
     picture(24, 24, 0).save(buffer, "PNG")
     chat = [message("user", "ab", 1), message("assistant", "c")]
     images = [[{"bytes": each, "path": None}] for each in (buffer.getvalue(), b"not an image")]
-    columns, features = {"images": images, "messages": [chat] * 2}, {"images": List(Image()), "messages": MESSAGES}
+    columns = {"images": images, "messages": [chat] * 2}
+    features = {"images": List(Image()), "messages": MESSAGES}
     Dataset.from_dict(columns, features=Features(features)).to_parquet(tmp_path / "bad.parquet")
     words = ["prepare", tmp_path / "bad.parquet", "--model", workplace / "model", "--output", tmp_path / "out"]
     assert main([*map(str, words)]) == 2

@@ -268,10 +268,13 @@ def test_memory_without_data(workplace, monkeypatch, capsys, printed):
 def test_offloaded_activations_lie_on_the_host(workplace, capsys, printed):
     """All inputs of layers but one: layers x tokens x hidden values of 2 bytes, as transformers documents it."""
     words = ["--model", workplace / "model", *"--gpus 8 --batch-size 1 --max-length 64 --memory 1.1".split()]
-    kept, freed = memory_of(printed, *words), memory_of(printed, *words, "--offload")
+    kept = memory_of(printed, *words)
+    freed = memory_of(printed, *words, "--offload")
     sizes = build_tiny_model().config
-    layers, size = sizes.num_hidden_layers, 64 * sizes.hidden_size * 2 / 2**30
-    one, other = kept[8, "full, ZeRO-3", True], freed[8, "full, ZeRO-3", True]
+    layers = sizes.num_hidden_layers
+    size = 64 * sizes.hidden_size * 2 / 2**30
+    one = kept[8, "full, ZeRO-3", True]
+    other = freed[8, "full, ZeRO-3", True]
     assert layers > 1
     assert one["activations"] - other["activations"] == pytest.approx((layers - 1) * size)
     assert other["host"] == pytest.approx(layers * size)

@@ -116,7 +116,8 @@ def test_the_picture_says_what_the_report_says(run):
     assert f"{report.num_packs} packs (stream), {report.efficiency:.1%} full" in strips.get_title(loc="left")
     assert f"max_length {report.max_length}" in lengths.texts[0].get_text()
     assert len(strips.get_yticks()) == len(report.sample.packs) == 8
-    shown, documents = [each for pack in report.sample.packs for each in pack.documents], run.data.documents
+    shown = [each for pack in report.sample.packs for each in pack.documents]
+    documents = run.data.documents
     trained = [documents.trained[documents.row == each.row].item() for each in shown]
     boxes = [
         path.get_extents() for drawn in strips.collections for path in drawn.get_paths() if len(drawn.get_facecolor())
@@ -137,7 +138,8 @@ def test_the_picture_says_what_the_report_says(run):
 
 
 def report_of(tmp_path, lengths, max_length, ranks=1):
-    args, reader = config(tmp_path, max_length=max_length), LengthRows(np.array(lengths))
+    args = config(tmp_path, max_length=max_length)
+    reader = LengthRows(np.array(lengths))
     return make_report(planner_for(documents_of(reader, args), args, ranks, cost_model=LLAMA_7B), reader)
 
 
@@ -153,7 +155,8 @@ def test_the_title_says_how_full_the_strips_are(tmp_path):
 def test_a_notebook_shows_the_picture(run, tmp_path):
     """Jupyter calls `_repr_png_`; it knows the figures of pyplot only."""
     figure = run.packing_report.plot(tmp_path / "packs.png")
-    shown, saved = imread(io.BytesIO(figure._repr_png_())), imread(tmp_path / "packs.png")
+    shown = imread(io.BytesIO(figure._repr_png_()))
+    saved = imread(tmp_path / "packs.png")
     assert shown.shape == saved.shape  # the layout is computed again
     assert np.abs(shown - saved).mean() < 0.05
     assert pickle.loads(pickle.dumps(figure))._repr_png_()
@@ -220,7 +223,8 @@ def test_the_ranks_of_a_shared_pack_are_shown(tmp_path, capsys, printed):
     shared = [pack for pack in printed(*words) if "ranks" in pack]
     assert shared, "no pack is shared"
     for pack in shared:
-        ranks, bounds = pack["ranks"], pack["cu_seq_lens"]
+        ranks = pack["ranks"]
+        bounds = pack["cu_seq_lens"]
         assert pack["place"].endswith(f"ranks {ranks[0]['rank']}-{ranks[-1]['rank']}")
         assert len(ranks) in (2, 4)
         edges = [rank["tokens"][0] for rank in ranks] + [ranks[-1]["tokens"][1]]

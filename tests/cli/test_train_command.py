@@ -86,7 +86,8 @@ def test_a_file_of_trl_sft_means_the_same(tmp_path, monkeypatch):
     compared = 0
     for mine, stock in zip(ours[:4], theirs, strict=True):
         for name in (each.name for each in fields(type(stock))):
-            expected, found = getattr(stock, name), getattr(mine, name)
+            expected = getattr(stock, name)
+            found = getattr(mine, name)
             expected = [expected] if name == "dataset_name" else expected
             # ours is "stream", ours waits for no GPU, and one holds the time
             if name not in ("packing_strategy", "logging_nan_inf_filter", "logging_dir"):
@@ -122,7 +123,8 @@ def test_a_file_of_another_trainer_is_refused_with_the_names_of_ours(trainer, fi
     Path("foreign.yaml").write_text(foreign)
     with pytest.raises(ValueError, match="was given, as a flag or in the config file") as raised:
         parse_configs(["--config", "foreign.yaml"])
-    message, keys = str(raised.value), yaml.safe_load(foreign)
+    message = str(raised.value)
+    keys = yaml.safe_load(foreign)
     Path("ours.yaml").write_text(re.sub("bf16: true|$", "", ours) + "use_cpu: true\nbf16: false\n")
     configs = parse_configs(["--config", "ours.yaml"])
     known = {each.name for config in configs[:4] for each in fields(config)}
@@ -168,7 +170,8 @@ def test_foreign_keys_are_foreign_and_lead_to_fields():
     assert {*EXPLAINED} <= {*RENAMED}
 
 
-MODEL, DATA = ["--model_name_or_path", "model"], ["--dataset_name", "one.jsonl"]
+MODEL = ["--model_name_or_path", "model"]
+DATA = ["--dataset_name", "one.jsonl"]
 FLAGS = {  # flags beside a model and data -> the message
     "--dataset_name nothing.jsonl": "There is no such file or folder here",
     "--dataset_name no/such/folder": "`no/such/folder` was given as a dataset. There is no such",
@@ -348,7 +351,8 @@ def test_no_test_row_is_trained_and_fractions_are_those_of_trl(workplace, monkey
     monkeypatch.chdir(workplace)
     entries = [{"path": "one.jsonl"}, {"path": "two.jsonl"}]
     splits, again = (load_mixture(MixtureConfig([*entries], test_split_size=0.25), seed=0) for _ in range(2))
-    train, test = set(splits["train"]["text"]), set(splits["test"]["text"])
+    train = set(splits["train"]["text"])
+    test = set(splits["test"]["text"])
     assert len(test) == len(splits["test"]) == 7
     assert not train & test
     assert len(train | test) == 28

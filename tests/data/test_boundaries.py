@@ -11,19 +11,23 @@ from trl_packfix import PackedDataCollator
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.sampled_from([None, 1, 8, 64]))
 def test_collator_flattens_documents_and_pads_with_one_document(lengths, multiple):
-    documents, first = [], 1
+    documents = []
+    first = 1
     for n in lengths:
         ids = np.arange(first, first + n)
         documents.append({"input_ids": ids, "labels": ids})
         first += n
     batch = PackedDataCollator(pad_to_multiple_of=multiple, pad_token_id=0)(documents)
-    total, padding = sum(lengths), -sum(lengths) % (multiple or 1)
+    total = sum(lengths)
+    padding = -sum(lengths) % (multiple or 1)
     shape = (1, total + padding)
     for key in ("input_ids", "labels", "position_ids", "seq_idx"):
         assert batch[key].shape == shape
     assert batch["input_ids"][0, :total].tolist() == list(range(1, total + 1))
     expected = lengths + [padding] * (padding > 0)
-    bounds, index, positions = batch["cu_seq_lens_q"], batch["seq_idx"][0], batch["position_ids"][0]
+    bounds = batch["cu_seq_lens_q"]
+    index = batch["seq_idx"][0]
+    positions = batch["position_ids"][0]
     assert bounds[0] == 0, "padding is one final document"
     assert bounds.diff().tolist() == expected, "padding is one final document"
     assert index.tolist() == [i for i, n in enumerate(expected) for _ in range(n)]

@@ -87,8 +87,10 @@ NEW_TYPES = ("laguna", "glm_moe_dsa", "minimax_m3_vl_text", "gemma4_text")
 )
 def test_tokens_and_pairs_cost_what_torch_counts(name):
     config = AutoConfig.for_model(name.split(",")[0], **{**SIZE, **MODELS[name]})
-    short, long = 32, 64
-    one, two = counted(config, short), counted(config, long)
+    short = 32
+    long = 64
+    one = counted(config, short)
+    two = counted(config, long)
     # eager attention computes all n * n pairs of every layer, those that a mask hides too
     per_pair = (two - 2 * one) / (long**2 - 2 * short**2)
     per_token = (one - per_pair * short**2) / short
@@ -208,7 +210,8 @@ def test_pairs_by_hand():
 @current_models
 def test_layers_by_kind():
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99}
-    window, pair = 4096, 4.0 * 64
+    window = 4096
+    pair = 4.0 * 64
     kinds = ["linear_attention", "full_attention", "sliding_attention", "chunked_attention"]
     config = LlamaConfig(**sizes, layer_types=kinds, sliding_window=window, attention_chunk_size=8192)
     model = with_pairs_of(config, 7.0)

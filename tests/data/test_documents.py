@@ -70,7 +70,8 @@ def test_packed_rows_stay_the_documents_that_they_are():
     assert contents(data, max_length=8)[0] == [[1, 2], [3, 4, 5], [6, 7], [8, 9, 10]]
 
 
-ROWS, MASK = [[1, 2, 3, 4, 5], [6, 7]], [[1, 0, 1, 1, 1], [0, 1]]
+ROWS = [[1, 2, 3, 4, 5], [6, 7]]
+MASK = [[1, 0, 1, 1, 1], [0, 1]]
 THREE = [[1] * 5, [2] * 2, [3] * 7]
 LONG = r"2 of 3 documents are longer than `max_length=4`; the first are in rows 0 \(5 .*, 2 \(7 .*Raise `max_length`"
 ADD_UP = r"`seq_lengths` of row 0 is \[.* and the row has 5 tokens.*must be positive and add up.*Correct"
@@ -135,7 +136,8 @@ def test_reader_sees_the_rows_that_the_dataset_shows(change):
         rows = data.with_format(None)
         tokens = [reader.read(i, 0, n)["input_ids"].tolist() for i, n in enumerate(reader.lengths)]
         assert tokens == rows["input_ids"][:]
-        index, zero = np.arange(len(data)), np.zeros(len(data), np.int64)
+        index = np.arange(len(data))
+        zero = np.zeros(len(data), np.int64)
         expected = [sum(label != -100 for label in labels[1:]) for labels in rows["labels"]]
         assert reader.count_trained(index, zero, reader.lengths).tolist() == expected
 

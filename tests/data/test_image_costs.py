@@ -54,10 +54,12 @@ def test_the_tower_costs_what_torch_counts(family):
     """Images of several sizes, and two in one document: each image or tile is a sequence of its own."""
     model = build_model(family).eval()
     model.set_attn_implementation("eager")  # the counter does not see fused kernels
-    tower, examples = vision_tower(model), ImageExamples(processor_of(family))
+    tower = vision_tower(model)
+    examples = ImageExamples(processor_of(family))
     name = next(name for name, module in model.named_modules() if module is tower)
     costs = costs_of(model).tower
-    ratios, seen = [], set()
+    ratios = []
+    seen = set()
     for sizes in ([(24, 24)], [(40, 56)], [(100, 100)], [(24, 24), (100, 100)]):
         document = examples.document([examples.image(*size) for size in sizes])
         with FlopCounterMode(display=False, depth=99) as counter, torch.no_grad():
@@ -106,7 +108,8 @@ def test_ranks_are_balanced_by_text_and_images(synchronisation):
     settings = {"accumulation": 2, "world_size": 4, "cost_model": costs, "synchronisation": synchronisation}
     ours = make_epochs(documents, "stream", 1, 2048, **settings)
     by_tokens = make_epochs(replace(documents, image_values=None, image_squares=None), "stream", 1, 2048, **settings)
-    images, lengths = ours.image_costs, documents.lengths
+    images = ours.image_costs
+    lengths = documents.lengths
     assert images.sum() == pytest.approx(costs.tower(documents.image_values.sum(), documents.image_squares.sum()))
     assert 0.3 < images.sum() / (images.sum() + costs(lengths).sum()) < 0.7, "one of the parts hardly counts"
 
@@ -131,7 +134,8 @@ def test_degrees_are_chosen_by_text_and_images():
     ours = make_epochs(documents, "stream", 1, 2048, **settings)
     text = replace(documents, image_values=None, image_squares=None)
     by_tokens = make_epochs(text, "stream", 1, 2048, **settings)
-    units, taken = ours.units(), {}
+    units = ours.units()
+    taken = {}
     for name, plan in (("both", ours), ("tokens", by_tokens)):
         schedule = plan.schedule(0)
         assert sorted(schedule.order) == list(range(len(documents)))
@@ -141,17 +145,20 @@ def test_degrees_are_chosen_by_text_and_images():
 
 
 def test_the_report_has_the_imbalance_of_both_parts():
-    found, costs = measured("qwen2_5_vl", ROWS), costs_of(build_model("qwen2_5_vl"))
+    found = measured("qwen2_5_vl", ROWS)
+    costs = costs_of(build_model("qwen2_5_vl"))
     planner = make_epochs(make_documents(found, 200), "stream", 1, 200, world_size=2, cost_model=costs)
     images = make_report(planner, found).images
     counts = np.array([len(row["images"]) for row in ROWS])
     assert (images.num_images, images.num_documents) == (counts.sum(), (counts > 0).sum())
-    schedule, row = planner.schedule(0), planner.documents.row
+    schedule = planner.schedule(0)
+    row = planner.documents.row
     batches = [[batch[batch >= 0] for batch in schedule.micro_batches(rank)] for rank in (0, 1)]
     packs = [counts[row[batch]].sum() for rank in batches for batch in rank if len(batch)]
     assert images.most == max(packs)
     assert images.per_pack == pytest.approx(np.mean(packs))
-    tower, language = costs.tower(found.image_values, found.image_squares)[row], costs(planner.documents.lengths)
+    tower = costs.tower(found.image_values, found.image_squares)[row]
+    language = costs(planner.documents.lengths)
     for found_imbalance, cost in ((images.tower_imbalance, tower), (images.language_imbalance, language)):
         ranks = np.array([[cost[batch].sum() for batch in rank] for rank in batches])
         assert found_imbalance == pytest.approx(ranks.max(0).sum() / ranks.mean(0).sum())
@@ -180,7 +187,8 @@ def test_the_log_counts_the_tower(tmp_path, monkeypatch, is_frozen):
     )
     run.train()
     assert run.training_objective.trained_share == 1.0, "the frozen tower counts as a part of the language model"
-    documents, first = run.data.documents, run.data.planner.schedule(0).step_documents(0)
+    documents = run.data.documents
+    first = run.data.planner.schedule(0).step_documents(0)
     text = run.data.cost_model(documents.lengths[first]).sum()
     tower = costs_of(model).tower(documents.image_values[first], documents.image_squares[first]).sum()
     assert tower > 0.1 * text

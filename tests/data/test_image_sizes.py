@@ -17,7 +17,8 @@ class Counting:
     """An image processor that counts its calls."""
 
     def __init__(self, image_processor):
-        self.image_processor, self.calls = image_processor, 0
+        self.image_processor = image_processor
+        self.calls = 0
 
     def __getattr__(self, name):
         return getattr(self.image_processor, name)

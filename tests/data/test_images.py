@@ -152,7 +152,8 @@ def test_a_document_is_split_outside_its_images(family):
         for i, part in zip(numbers, parts, strict=True):
             assert ("pixel_values" in part) == (documents.image_count[i] > 0) == (pixels in part["input_ids"])
             assert documents.trained[i] == (part["labels"][1:] != -100).sum()
-            first, stop = documents.image_start[i], documents.image_stop[i]
+            first = documents.image_start[i]
+            stop = documents.image_stop[i]
             where = np.flatnonzero(part["input_ids"] == pixels)
             assert (where[0], where[-1] + 1) == (first, stop) if len(where) else first == stop == 0
         images = [part["pixel_values"] for part in parts if "pixel_values" in part]
@@ -168,8 +169,10 @@ def broken(tmp_path) -> Dataset:
         image.save(buffer, kind)
         return {"bytes": buffer.getvalue()[: int(share * buffer.tell())], "path": None}
 
-    good, cut = encoded(picture(24, 24, 0)), encoded(picture(600, 400, 0), "JPEG", share=0.5)
-    missing, no_header = {"bytes": None, "path": str(tmp_path / "missing.png")}, good | {"bytes": good["bytes"][:40]}
+    good = encoded(picture(24, 24, 0))
+    cut = encoded(picture(600, 400, 0), "JPEG", share=0.5)
+    missing = {"bytes": None, "path": str(tmp_path / "missing.png")}
+    no_header = good | {"bytes": good["bytes"][:40]}
     chat = [message("user", "ab", 1), message("assistant", "c")]
     images = [good], [missing], [no_header], [good, good], [], [cut]
     return Dataset.from_list([{"images": each, "messages": chat} for each in images], features=FEATURES)
@@ -193,7 +196,8 @@ def test_a_bad_row_is_named_with_its_reason(tmp_path, row, reason):
 
 
 def test_bad_rows_are_dropped_and_counted(tmp_path):
-    process, dataset = processor_of("llava"), broken(tmp_path)
+    process = processor_of("llava")
+    dataset = broken(tmp_path)
     found = ImageRows(dataset, process, measure(dataset, process, "train", num_proc=None, drops=True))
     ledger = make_documents(found, 100).ledger
     assert ledger.kept.documents == 1

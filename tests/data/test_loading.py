@@ -77,7 +77,8 @@ def test_the_plan_is_that_of_plan_packs():
 
 def test_rows_shuffled_in_blocks_are_read_block_by_block():
     """The recipe for network storage in docs/gpus.md."""
-    num, size = 12_000, 2_000
+    num = 12_000
+    size = 2_000
     table = Dataset.from_dict({"input_ids": [[row] * 3 for row in range(num)]})
     rng = np.random.default_rng(0)
     blocks = np.array_split(np.arange(num), num // size)
@@ -126,7 +127,8 @@ def test_prepare_for_packing_refuses_or_says_what_it_repaired():
 
 
 def test_prepare_for_packing_tests_the_dtype_of_autocast():
-    model, seen = build_tiny_model(), set()
+    model = build_tiny_model()
+    seen = set()
     model.lm_head.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
     prepare_for_packing(model, dtype=torch.bfloat16)
     assert seen == {torch.bfloat16}

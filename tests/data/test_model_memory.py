@@ -78,7 +78,8 @@ def test_dropout_of_adapters_saves_a_mask_and_a_copy():
         )
         for rate in (0.0, 0.05)
     )
-    masks, copies = 6 * config.hidden_size + config.intermediate_size, 3 * config.hidden_size
+    masks = 6 * config.hidden_size + config.intermediate_size
+    copies = 3 * config.hidden_size
     for before, after in zip(plain.saved.layers, dropped.saved.layers, strict=True):
         assert after - before == masks + 2 * copies
     assert plain.trained == dropped.trained
@@ -114,7 +115,9 @@ def test_experts_that_loop_are_counted_as_a_grouped_product():
     experts = step.Step3p7Experts(config)
     for weight in experts.parameters():
         torch.nn.init.normal_(weight, std=0.1)
-    states, chosen, weights = torch.randn(9, 32), torch.randint(4, (9, 2)), torch.rand(9, 2)
+    states = torch.randn(9, 32)
+    chosen = torch.randint(4, (9, 2))
+    weights = torch.rand(9, 2)
     looped = experts(states, chosen, weights)
     group_experts(experts)
     assert "forward" in vars(experts)

@@ -50,7 +50,8 @@ def test_what_is_found_is_what_would_be_made(tmp_path):
     for number, settings in enumerate(SETTINGS):
         for again in (False, True):
             reader = reader_of(tmp_path)
-            got, expected = cached_documents(reader, **settings), make_documents(reader, **settings)
+            got = cached_documents(reader, **settings)
+            expected = make_documents(reader, **settings)
             assert got.ledger == expected.ledger
             for name in ("row", "start", "stop", "trained", "block"):
                 assert np.array_equal(getattr(got, name), getattr(expected, name)), (settings, name, again)
@@ -128,7 +129,8 @@ def test_the_fingerprint_has_the_labels_of_each_document():
 def test_the_fingerprint_of_few_documents_has_all_their_tokens():
     prints = set()
     for place in range(40):
-        tokens, labels = [[9] * 40, [9] * 40], [[9] * 40] * 2
+        tokens = [[9] * 40, [9] * 40]
+        labels = [[9] * 40] * 2
         tokens[1][place] = 8
         reader = TokenReader(Dataset.from_dict({"input_ids": tokens, "labels": labels}))
         prints.add(cache._hash_documents(reader, make_documents(reader, 40)))
@@ -186,7 +188,8 @@ def test_tables_in_memory_and_disabled_caching_leave_nothing(tmp_path):
 def test_a_second_start_writes_nothing_and_trains_on_the_same(tmp_path, form):
     data = texts() if form == "text" else Dataset.from_dict({"input_ids": [[9, 8, 7], [6, 5, 4, 3, 2]] * 4})
     data.save_to_disk(tmp_path / "data")
-    seen, left = [], []
+    seen = []
+    left = []
     for _ in range(2):
         run = trainer(tmp_path / "out", load_from_disk(tmp_path / "data"), max_length=20)
         seen.append([documents_of(batch) for batch in run.get_train_dataloader()])

@@ -55,7 +55,10 @@ def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
     num_shards, tokens_per_rank, degrees, accumulation
 ):
     lengths = np.concatenate([drawn(150, 12), drawn(50, 64)])[np.random.default_rng(1).permutation(200)]
-    dataset, seen, used, steps = numbered(lengths).to_iterable_dataset(num_shards), Counter(), set(), []
+    dataset = numbered(lengths).to_iterable_dataset(num_shards)
+    seen = Counter()
+    used = set()
+    steps = []
     size = {"batch_size": 1, "max_length": 64, "buffer_size": 30, "accumulation": accumulation, "world_size": 4}
     streams = [make_stream(dataset, rank=rank, tokens_per_rank=tokens_per_rank, **size) for rank in range(4)]
     passes = [list(one_pass(stream)) for stream in streams]
@@ -104,9 +107,12 @@ def test_what_would_lose_documents_is_refused(caplog):
 
 
 def test_nothing_is_remembered_of_documents_that_are_gone(monkeypatch):
-    remembered, num, buffer_size = 4096, 20 * 4096, 50
+    remembered = 4096
+    num = 20 * 4096
+    buffer_size = 50
     monkeypatch.setattr("trl_packfix.planning.exact_fill.MAX_REMEMBERED", remembered)
-    waiting, most = 0, 0
+    waiting = 0
+    most = 0
 
     def arriving():
         nonlocal waiting, most
@@ -224,9 +230,13 @@ def test_a_restart_goes_on_with_the_same_batches(source, workers, num_points):
     def stream():
         return make_stream(SOURCES[source](), **SIZE | {"accumulation": 2, "num_workers": workers} | parallel)
 
-    num_steps, rng = 250, np.random.default_rng(0)
-    points, end_of_pass = set(rng.choice(np.arange(1, 120), num_points, replace=False).tolist()), 0
-    whole, expected, states = stream(), [], {}
+    num_steps = 250
+    rng = np.random.default_rng(0)
+    points = set(rng.choice(np.arange(1, 120), num_points, replace=False).tolist())
+    end_of_pass = 0
+    whole = stream()
+    expected = []
+    states = {}
     batches = iter(whole)
     for step in range(1, num_steps + 1):
         expected.append([numbers(batch) for batch in islice(batches, 2)])
@@ -306,7 +316,10 @@ def test_every_document_once_per_pass_over_any_sequence_of_launches(
     lengths, num_shards, launches, source, tokens_per_rank
 ):
     """Ranks come and go within a pass, and own their shards or share the stream."""
-    table, seen, states, step = numbered(lengths), Counter(), None, 0
+    table = numbered(lengths)
+    seen = Counter()
+    states = None
+    step = 0
     dataset = table.to_iterable_dataset(num_shards)
     if source == "shuffled":
         dataset = dataset.shuffle(seed=1, buffer_size=20)
@@ -322,7 +335,8 @@ def test_every_document_once_per_pass_over_any_sequence_of_launches(
                 rank.load_state_dict(rank.merge_states(states))
         last = max(rank.num_passes for rank in ranks) + 2  # the rest of the pass, and one of these ranks
         for rank in ranks:
-            batches, step_of_rank = iter(rank), step
+            batches = iter(rank)
+            step_of_rank = step
             while number == len(launches) - 1 or step_of_rank < step + num_steps:
                 micro_batches = list(islice(batches, accumulation))
                 if number == len(launches) - 1 and rank.num_passes >= last:
@@ -382,7 +396,8 @@ def test_the_processes_of_a_stream_end_when_it_is_closed():
 def test_documents_keep_their_sources_and_weights_on_other_ranks():
     values = {"source": [f"from {i % 3}" for i in range(len(TABLE))], "share": [float(i) for i in range(len(TABLE))]}
     table = Dataset.from_dict({"input_ids": TABLE["input_ids"]} | values)
-    size, dataset = SIZE | {"source_column": "source", "weight_column": "share"}, table.to_iterable_dataset(2)
+    size = SIZE | {"source_column": "source", "weight_column": "share"}
+    dataset = table.to_iterable_dataset(2)
     ranks = [make_stream(dataset, rank=rank, world_size=2, **size) for rank in range(2)]
     for rank in ranks:
         list(islice(rank, 3))
@@ -496,7 +511,8 @@ def test_the_report_says_what_is_known(tmp_path, capsys):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_stream_is_evaluated_as_its_table(packing, tmp_path):
-    data, model = texts(50, seed=1), build_tiny_model()
+    data = texts(50, seed=1)
+    model = build_tiny_model()
 
     def evaluated(eval_dataset, **further):
         kwargs = {"eval_dataset": eval_dataset, **further}

@@ -127,10 +127,12 @@ def rows_of_trl(tmp_path_factory):
 @pytest.mark.parametrize("template", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 def test_samples_are_rows_of_trl_wherever_the_prompt_is_their_beginning(template, rows_of_trl, caplog):
     """Every template that TRL has, with thinking: ours is TRL's row, or the prompt is not its beginning."""
-    tokenizer, messages = tokenizer_with(template), chat(3)
+    tokenizer = tokenizer_with(template)
+    messages = chat(3)
     conversation = Conversation.from_row({"messages": messages})
     rows = [{"prompt": messages[:k], "completion": [messages[k]]} for k in conversation.turns]
-    ours, problems = [], []
+    ours = []
+    problems = []
     for turn in conversation.turns:
         try:
             ours.append(conversation.sample(turn, tokenizer))
@@ -176,10 +178,12 @@ def test_a_turn_follows_its_prompt_where_the_template_drops_thoughts_of_the_hist
     """The prompt, to the token, is what generation sees; what follows is the turn as the template renders it."""
     tokenizer = tokenizer_with("gptoss")
     tokenizer.chat_template = tokenizer.chat_template if template == "gptoss" else template
-    call, result = answer("", "<T2>") | {"tool_calls": [CALL]}, {"role": "tool", "name": "add", "content": "R \n"}
+    call = answer("", "<T2>") | {"tool_calls": [CALL]}
+    result = {"role": "tool", "name": "add", "content": "R \n"}
     messages = [user("Q1"), call, result, answer("", "<T4>") | {"tool_calls": [CALL]}, result, answer("A6", "<T6>")]
     messages += [user("Q7"), answer("A8", "<T8>")]
-    conversation, num_changed = Conversation.from_row({"messages": messages, "tools": TOOLS}), 0
+    conversation = Conversation.from_row({"messages": messages, "tools": TOOLS})
+    num_changed = 0
     texts = {}
     for turn in conversation.turns:
         given = {"tools": json.loads(TOOLS), "tokenize": False}
@@ -237,7 +241,8 @@ def test_training_and_evaluation_have_each_turn_once(tmp_path):
         assert pairs(run.eval_dataset["table"]) == pairs(run.eval_dataset["stream"]) == expected
         if packing:
             assert all_documents(run) == sorted(expected)
-            report, ledger = run.packing_report, run.packing_report.ledger
+            report = run.packing_report
+            ledger = run.packing_report.ledger
             assert ledger.given.documents == len(expected) + 1
             assert ledger.kept.documents == len(expected)
             assert ledger.dropped["untrained"].documents == 1
@@ -342,7 +347,8 @@ def test_a_turn_after_another_prompt_is_named_or_dropped(tmp_path, caplog):
     assert "2 turns in 2 of 8 conversations of the train dataset cannot be rendered and are dropped" in caplog.text
     num = len(turns_of(data))
     run.get_train_dataloader()
-    ledger, report = run.packing_report.ledger, run.packing_report
+    ledger = run.packing_report.ledger
+    report = run.packing_report
     assert ledger.dropped["bad_row"].documents == 2
     assert ledger.kept.documents == num - 2
     assert "2 turns cannot be rendered" in dict(report.lines())["conversations"]
@@ -368,7 +374,8 @@ def test_streams_are_split_while_they_are_read(tmp_path):
     assert sum(map(len, batches)) > 4
 
 
-MESSAGES, TEXT = Dataset.from_list([{"messages": chat(1)}] * 2), Dataset.from_dict({"text": ["a"]})
+MESSAGES = Dataset.from_list([{"messages": chat(1)}] * 2)
+TEXT = Dataset.from_dict({"text": ["a"]})
 PAIR = Dataset.from_dict({"prompt": ["a"], "completion": ["b"]})
 FOREIGN = Dataset.from_list([{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}])
 FUNCTION, EVALUATED = ({"trainer_kwargs": kwargs} for kwargs in ({"formatting_func": str}, {"eval_dataset": TEXT}))
@@ -409,7 +416,8 @@ def test_prepare_and_plan_count_conversations_and_turns(tmp_path, capsys):
         tmp_path / "good.jsonl"
     )
     Dataset.from_list(rows_with_bad()).to_json(tmp_path / "bad.jsonl")
-    num, bad = len(turns_of(good)), len(turns_of(rows_with_bad()))
+    num = len(turns_of(good))
+    bad = len(turns_of(rows_with_bad()))
     words = [str(tmp_path / "good.jsonl"), str(tmp_path / "bad.jsonl"), "--tokenizer", str(tmp_path / "tokenizer")]
     words += ["--per-turn", "--bad-rows", "drop"]
     assert main(["prepare", *words, "--output", str(tmp_path / "table"), "--json"]) == 0

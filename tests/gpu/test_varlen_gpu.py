@@ -35,7 +35,8 @@ from trl_packfix.layout import LAYOUT_KEY
 pytestmark = pytest.mark.gpu
 
 LENGTHS = [1, 300, 17, 129, 1024, 64, 1]
-T, LONGEST = sum(LENGTHS), max(LENGTHS)
+T = sum(LENGTHS)
+LONGEST = max(LENGTHS)
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +122,8 @@ def test_what_torchs_kernels_do_not_take_equals_the_cpu(attend, head_dim, option
     def by(function):
         return lambda q, k, v, s=None: function(q, k, v, LENGTHS, sinks=s, **options)
 
-    exact, rounded = run(by(attend_on_cpu), tensors, "cpu", torch.float64), run(by(attend_on_cpu), tensors, "cpu")
+    exact = run(by(attend_on_cpu), tensors, "cpu", torch.float64)
+    rounded = run(by(attend_on_cpu), tensors, "cpu")
     for got, want, other in zip(run(by(attend), tensors, "cuda"), exact, rounded, strict=True):
         error, allowed = ((x.double() - want).norm() / want.norm() for x in (got, other))
         assert error <= 3 * allowed + 1e-3, (error.item(), allowed.item())
@@ -239,7 +241,8 @@ def shared_runs(device):
 @pytest.mark.parametrize("features", [{}, {"sinks": True}, {"window": 128}, {"chunk": 100}], ids=str)
 def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
     monkeypatch.setattr(runs, "COPIED_BYTES", most_bytes)
-    features, on_cpu = dict(features), shared_runs("cpu")
+    features = dict(features)
+    on_cpu = shared_runs("cpu")
     sinks = features.pop("sinks", False)
     num_rows = int(on_cpu.cu_seq_lens_q[-1])
     generator = torch.Generator().manual_seed(0)
@@ -268,7 +271,8 @@ def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
 def test_flash_attention_3_equals_the_cpu(head_dim, window):
     """With empty documents, and with fewer queries than keys, as documents that share prefixes have them."""
     pytest.importorskip("flash_attn_interface", reason="flash-attn-3 is not installed")
-    q_lengths, k_lengths = [0, 40, 300, 1, 64], [0, 40, 900, 129, 64]
+    q_lengths = [0, 40, 300, 1, 64]
+    k_lengths = [0, 40, 900, 129, 64]
     bounds = [torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32) for lengths in (q_lengths, k_lengths)]
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 8, sum(q_lengths), head_dim), *[(1, 2, sum(k_lengths), head_dim)] * 2]

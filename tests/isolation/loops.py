@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-IGNORE, BOS, EOS = -100, 1, 2
+IGNORE = -100
+BOS = 1
+EOS = 2
 
 
 class Model(nn.Module):
@@ -95,7 +97,8 @@ def collate(found: list[dict[str, list[int]]], fault: str = "") -> dict[str, Ten
 
 def owners_of(batch: dict[str, Tensor], fault: str) -> Tensor:
     """Whose each token is, as the loop believes."""
-    owner, ids = batch["owner"], batch["ids"]
+    owner = batch["owner"]
+    ids = batch["ids"]
     if fault in ("torchtitan#3130", "open-instruct#1855"):
         return torch.cat([owner[:1] * 0, (ids[:-1] == EOS).long().cumsum(0)])
     if fault == "boundaries before first tokens":
@@ -108,7 +111,9 @@ def owners_of(batch: dict[str, Tensor], fault: str) -> Tensor:
 
 def losses(model: Model, batch: dict[str, Tensor], fault: str) -> tuple[Tensor, Tensor]:
     """Of each token, and which tokens are trained."""
-    ids, labels, owner = batch["ids"], batch["labels"], batch["owner"]
+    ids = batch["ids"]
+    labels = batch["labels"]
+    owner = batch["owner"]
     owners = owners_of(batch, fault)
     if fault == "maxtext#5198":
         logits = model(ids, batch["position"], segments=owners)
@@ -176,7 +181,8 @@ def make(fault: str = "") -> tuple[Model, Callable, Callable, Callable]:
             (found[i][0] * weights_of(fault, found, i, batch["owner"]) / count).sum().backward()
 
     def reference(document: dict[str, list[int]]) -> Tensor:
-        ids, labels = torch.tensor(document["input_ids"]), torch.tensor(document["labels"][1:])
+        ids = torch.tensor(document["input_ids"])
+        labels = torch.tensor(document["labels"][1:])
         logits = model(ids, torch.arange(len(ids)))[:-1]
         return functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
 

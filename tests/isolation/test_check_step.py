@@ -194,7 +194,8 @@ def test_our_packs_hold(name):
         count = sum(int((each["labels"][:, 1:] != -100).sum()) for each in micro_batches)
         for each in micro_batches:
             batch = {name: value for name, value in each.items() if name != "labels"}
-            logits, labels = model(**batch | {"use_cache": False}).logits[0, :-1], each["labels"][0, 1:]
+            logits = model(**batch | {"use_cache": False}).logits[0, :-1]
+            labels = each["labels"][0, 1:]
             (cross_entropy(logits, labels, reduction="sum") / max(count, 1)).backward()
 
     report = check_step(step, PackedDataCollator(), loops.documents(), model)

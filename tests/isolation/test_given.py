@@ -310,7 +310,8 @@ def test_an_indexer_that_reads_other_documents_is_a_leak_with_ties_too():
 def test_a_model_that_chooses_blocks_is_proved_beyond_what_it_chooses():
     """All positions are chosen until one more block is full: 35 tokens with blocks of 4."""
     config = CONFIG_MAPPING["glm5_next"](**zoo.shrink(CONFIG_MAPPING["glm5_next"]()))
-    config.text_config.index_topk, config.text_config.index_kpool = 32, 4
+    config.text_config.index_topk = 32
+    config.text_config.index_kpool = 4
     model = zoo.random_model(lambda: AutoModelForImageTextToText.from_config(config))
     packed, report = proved(model)
     assert report.equal

@@ -102,7 +102,8 @@ class FarToken(torch.nn.Module):
 
     def __init__(self, inner, distance):
         super().__init__()
-        self.inner, self.distance = inner, distance
+        self.inner = inner
+        self.distance = distance
 
     def forward(self, states):
         found = self.inner(states)
@@ -268,7 +269,8 @@ def test_the_probe_leaves_no_trace(wrap):
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"gradient_checkpointing": True}], ids=str)
 def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path):
     """And without the comparison of the first step, with dropout; and so is what is logged."""
-    results, logs = [], []
+    results = []
+    logs = []
     for probed in (True, False):
         model = build_tiny_model("opt", dropout=0.1)
         run = trainer(tmp_path, texts(), model=model, max_steps=3, logging_steps=1, learning_rate=1e-2, **settings)
@@ -357,7 +359,8 @@ def test_half_precision_does_not_hide_a_leak_of_a_few_percent_in_one_layer(layer
 def test_lots_fall_the_same_in_every_run():
     """Some routers draw experts at random in training, which must not look like a change."""
     model = build_tiny_model()
-    probe, drawn = Probe(model), []
+    probe = Probe(model)
+    drawn = []
     model.model.layers[0].mlp.register_forward_hook(lambda *_: drawn.append(torch.rand(3)))
     with probe.undisturbed():
         drawn.clear()
@@ -416,7 +419,8 @@ def test_only_rope_that_depends_on_length_is_a_threshold():
 
 @current_models
 def test_each_kind_of_layer_may_have_rope_of_its_own():
-    plain, long = {"rope_type": "default", "rope_theta": 10000.0}, longrope(2.0)["rope_parameters"]
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    long = longrope(2.0)["rope_parameters"]
     model = build_tiny_model("gemma3", rope_parameters={"sliding_attention": plain, "full_attention": long})
     assert thresholds(model.config, 1024, 13)[0] == {"sliding_window": 16, "original_max_position_embeddings": 48}
     report = judged(model, max_length=64)
@@ -476,7 +480,8 @@ class Choice(torch.nn.Module):
 
     def __init__(self, inner):
         super().__init__()
-        self.inner, self.scores = inner, []
+        self.inner = inner
+        self.scores = []
 
     def forward(self, states):
         added = self.inner(states)

@@ -60,7 +60,8 @@ def test_a_document_far_into_a_pack_is_what_it_is_alone(is_seen, monkeypatch):
     if not is_seen:
         monkeypatch.setattr("trl_packfix.isolation.check_isolation.FAR_TOKENS", 0)
     torch.manual_seed(0)
-    model, batch = build_tiny_model("falcon", alibi=True), pack([600, 40])
+    model = build_tiny_model("falcon", alibi=True)
+    batch = pack([600, 40])
     with torch.no_grad():
         alone = model.eval()(batch["input_ids"][:, -40:]).logits
     report = packed_model(model).prove(model)
@@ -238,7 +239,8 @@ def test_padding_stays_bounded_in_a_repaired_module():
 
 def test_router_logits_of_repaired_layers_are_those_of_the_tokens():
     """In two padded batches, with whose padding a router loss would count 30 tokens of 27."""
-    model, batch = zoo.build_model("deepseek_v4"), pack([12, 3, 1, 11])
+    model = zoo.build_model("deepseek_v4")
+    batch = pack([12, 3, 1, 11])
     rows = batch["input_ids"].split([12, 3, 1, 11], dim=1)
     alone = [model(ids, output_router_logits=True, use_cache=False).router_logits for ids in rows]
     assert packed_model(model).prove(model).repaired[0].module == "DeepseekV4DecoderLayer"
@@ -293,7 +295,8 @@ def test_a_value_of_other_batches_is_refused():
 
 def test_a_checkpoint_recomputes_a_repaired_module_without_its_router_logits():
     """transformers records them in forward only, and what they save must not be missed in the recomputation."""
-    model, batch = build_tiny_model("qwen3_moe"), pack([12, 3, 1, 11])
+    model = build_tiny_model("qwen3_moe")
+    batch = pack([12, 3, 1, 11])
     for layer in model.model.layers:
         layer.mlp.forward = lambda states, forward=layer.mlp.forward: forward(states).cumsum(dim=1)
     assert packed_model(model).prove(model).repaired[0].module == "Qwen3MoeSparseMoeBlock"

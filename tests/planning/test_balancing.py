@@ -29,7 +29,8 @@ def long_mix(num: int, capacity: int, seed: int = 0) -> np.ndarray:
 def schedules(lengths, capacity, world_size, accumulation=ACCUMULATION, model=LLAMA_7B, drop_last=False):
     """By (balance, synchronisation), on one plan."""
     order = np.random.default_rng([0, 0]).permutation(len(lengths))
-    plan, found = plan_stream(lengths, order, capacity), {}  # a pack that is not full is the last, in no whole step
+    plan = plan_stream(lengths, order, capacity)  # a pack that is not full is the last, in no whole step
+    found = {}
     slots = accumulation * world_size
     steps = plan.num_packs // slots if drop_last else -(-plan.num_packs // slots)
     sizes = {"capacity": capacity, "accumulation": accumulation, "world_size": world_size, "drop_last": drop_last}
@@ -82,7 +83,8 @@ def test_full_slots_are_filled_to_the_token(by_rank):
     per_pair=st.sampled_from([0.0, 0.05, 1.0]),
 )
 def test_steps_keep_their_documents_and_wait_no_longer_than_as_they_come(lengths, world_size, accumulation, per_pair):
-    lengths, model = np.array(lengths), CostModel(1.0, per_pair)
+    lengths = np.array(lengths)
+    model = CostModel(1.0, per_pair)
     made = schedules(lengths, 64, world_size, accumulation, model)
     as_they_come = made["none", "micro"]
     for (balance, synchronisation), schedule in made.items():
@@ -101,7 +103,8 @@ def test_minibatches_are_balanced_within_their_steps():
     model = CostModel(1.0, 0.01)
     sizes = {"max_length": 900, "batch_size": 8, "accumulation": 4, "world_size": 4}
     packings = {each: Packing(strategy="minibatch", balance=each, **sizes) for each in ("step", "none")}
-    units, order = Units(lengths, model), np.arange(512)
+    units = Units(lengths, model)
+    order = np.arange(512)
     made = {balance: packing.schedule_unpacked_steps(units, order) for balance, packing in packings.items()}
     ratio = {balance: imbalance(schedule, model(lengths), "micro") for balance, schedule in made.items()}
     assert ratio["none"] > 1.05
@@ -119,7 +122,8 @@ def test_imbalance_by_hand():
 
 def test_slots_of_packs_that_ranks_share_by_hand():
     """Two ranks share the first pack of each step, and have one document each, or none, in its second micro-batch."""
-    offsets, degrees = np.array([0, 2, 2, 3, 4, 6, 6, 7, 7]), np.array([2, 1, 2, 1])
+    offsets = np.array([0, 2, 2, 3, 4, 6, 6, 7, 7])
+    degrees = np.array([2, 1, 2, 1])
     schedule = Schedule(np.arange(7), offsets, accumulation=2, world_size=2, degrees=degrees)
     first, second = ([batch.tolist() for batch in schedule.micro_batches(rank)] for rank in range(2))
     assert first == [[0, 1], [2], [4, 5], [6]]

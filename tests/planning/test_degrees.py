@@ -68,7 +68,8 @@ def planner(lengths, world_size=4, tokens_per_rank=16, max_length=64, strategy="
     costs=st.sampled_from((MODEL, HYBRID)),
 )
 def test_never_slower_than_one_degree_for_the_run(kind, num, seed, world, accumulation, speeds, epoch, costs):
-    documents, costs = scheduled_documents(rows_of(num, seed), kind), replace(costs, tower=TowerCosts(1e10, 1e7))
+    documents = scheduled_documents(rows_of(num, seed), kind)
+    costs = replace(costs, tower=TowerCosts(1e10, 1e7))
     share_prefixes = "family" if kind == "families" else "off"
     how = {"accumulation": accumulation, "speeds": speeds, "cost_model": costs, "share_prefixes": share_prefixes}
     run = planner(documents, *world, **how)
@@ -128,7 +129,8 @@ def test_heads_that_do_not_divide_take_longer_and_images_are_divided():
     assert costs.per_pair == pytest.approx(8.0)
     assert costs.windows[0][1] == pytest.approx(8.0)
     assert odd.shared_by(4) == odd
-    lengths, images = np.array([8, 20]), np.array([0.0, 3e12])
+    lengths = np.array([8, 20])
+    images = np.array([0.0, 3e12])
     assert Units(lengths, odd, images).costs(8) == pytest.approx(costs(lengths) + images)
 
 
@@ -184,7 +186,8 @@ def test_a_loader_reads_its_parts_and_goes_on_after_skipped_batches():
         rows = DocumentDataset(reader, documents)
         return document_loader(rows, sampler, PackCollator(PackedDataCollator()), device=None)
 
-    whole, rest = loader(), skip_first_batches(loader(), 3)
+    whole = loader()
+    rest = skip_first_batches(loader(), 3)
     for each in (whole, rest):
         each.set_epoch(1)  # after skipping, as the Trainer does: accelerate 1.13 forgets the epoch then
     batches = list(whole)
@@ -206,7 +209,8 @@ PARTS = {"tokens_per_rank": 16, "per_device_train_batch_size": 1}
 def test_slow_links_get_smaller_degrees(tmp_path):
     rng = np.random.default_rng(0)
     lengths = np.concatenate([rng.integers(200, 4000, 300), [30_000] * 4])
-    settings, used = PARTS | {"max_length": 32_768, "tokens_per_rank": 8192}, []
+    settings = PARTS | {"max_length": 32_768, "tokens_per_rank": 8192}
+    used = []
     for speeds in (None, {"within": 1e9, "between": 1e9}, '{"within": 1e9, "between": 1e9}'):  # the flag is JSON
         args = config(tmp_path, **settings, exchange_speeds=speeds)
         of_run = {"world_size": 8, "synchronisation": "micro", "batch_size": 1}

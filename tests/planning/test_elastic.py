@@ -50,7 +50,8 @@ class Saved:
         read = read_trained(folder, len(run.documents))
         for kept, found in zip(trained, read, strict=True):
             assert np.array_equal(kept, found)
-        self.step, self.launch = step, launch
+        self.step = step
+        self.launch = launch
         self.state = epoch | {
             "settings": run.packing.settings("table"),
             "engine": "none",
@@ -70,7 +71,8 @@ def resumed(plan, launch, saved):
 def documents_of(run, step):
     """The documents of an optimizer step of the run, from the micro-batches of all ranks."""
     epoch, inside = run.position(step)
-    schedule, found = run.schedule(epoch), []
+    schedule = run.schedule(epoch)
+    found = []
     first = inside * run.packing.accumulation
     for rank in range(run.packing.world_size):
         batches = list(schedule.micro_batches(rank))[first : first + run.packing.accumulation]
@@ -94,7 +96,8 @@ launches = st.fixed_dictionaries(
 def test_every_document_once_per_epoch_over_any_sequence_of_launches(plan, attempts, shuffle, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     trained = [[] for _ in range(EPOCHS)]
-    saved, step = None, 0
+    saved = None
+    step = 0
     for number, (launch, share) in enumerate(attempts):
         launch = launch | {"shuffle": shuffle}
         if plan == "tokens_per_rank":  # one pack holds one longest document, on an even number of ranks

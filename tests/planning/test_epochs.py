@@ -42,7 +42,8 @@ def few_are_many(monkeypatch):
 def made(folder, num=2000, longest=40, wrapped=False):
     """Documents of 1 to `longest` tokens as a start leaves them: in a file."""
     lengths = np.random.default_rng(0).integers(1, longest + 1, num)
-    zero, block = np.zeros(num, np.int64), (np.cumsum(lengths) - lengths) // longest
+    zero = np.zeros(num, np.int64)
+    block = (np.cumsum(lengths) - lengths) // longest
     ledger = Ledger(kept=DocumentCounts(num, int(lengths.sum()), int(lengths.sum())))
     documents = Documents(np.arange(num), zero, lengths, lengths, ledger, block if wrapped else None)
     write_arrays(folder / "spans.arrays", documents.to_arrays())
@@ -100,7 +101,8 @@ def test_a_second_start_plans_nothing(tmp_path):
     for kind in ("plan", "schedule"):
         first.schedule(0)
         tampered(first.cache_file(kind, 0))
-    second, alone = planner(documents), planner(replace(documents, file=None))
+    second = planner(documents)
+    alone = planner(replace(documents, file=None))
     assert second.first_plan.order[-2:].tolist() == alone.first_plan.order[-2:][::-1].tolist()
     assert second.schedule(0).order[-2:].tolist() == alone.schedule(0).order[-2:][::-1].tolist()
 
@@ -166,7 +168,8 @@ def test_a_process_that_ends_or_stops_while_it_plans_makes_no_other_wait(tmp_pat
 
 
 def test_no_file_is_written_through_a_link(tmp_path, monkeypatch):
-    victim, names = tmp_path / "victim", iter(("ab", "cd"))
+    victim = tmp_path / "victim"
+    names = iter(("ab", "cd"))
     victim.write_text("precious")
     (tmp_path / "cache-packfix-ab.tmp").symlink_to(victim)
     monkeypatch.setattr(cache.secrets, "token_hex", lambda _: next(names))
@@ -179,7 +182,8 @@ def test_no_file_is_written_through_a_link(tmp_path, monkeypatch):
 
 
 def test_all_columns_of_documents_are_mapped(tmp_path):
-    documents, order = made(tmp_path), np.arange(2000)
+    documents = made(tmp_path)
+    order = np.arange(2000)
     columns = {name: order * i for i, name in enumerate(COLUMNS[4:])}
     documents = replace(documents, tokens=TokenOrder(order, order + 1), fingerprint="of a test", **columns)
     rewrite(documents.file, documents.to_arrays())
@@ -196,12 +200,15 @@ def test_all_columns_of_documents_are_mapped(tmp_path):
 
 def test_no_damage_is_believed_or_ends_the_start(tmp_path):
     """Flipped bits, cut, zeroed and exchanged blocks, and a file under another name."""
-    file, expected = tmp_path / f"x{SUFFIX}", np.random.default_rng(0).permutation(50)
+    file = tmp_path / f"x{SUFFIX}"
+    expected = np.random.default_rng(0).permutation(50)
     array_in(file, lambda: expected)
-    whole, draw = file.read_bytes(), random.Random(0)
+    whole = file.read_bytes()
+    draw = random.Random(0)
     for number in range(300):
         content = bytearray(whole)
-        place, size = draw.randrange(len(content)), draw.choice([8, 64])
+        place = draw.randrange(len(content))
+        size = draw.choice([8, 64])
         match number % 4:
             case 0:
                 content[place if number % 8 else place % 64] ^= 1 << draw.randrange(8)
@@ -247,7 +254,10 @@ def test_every_setting_has_its_own_file(tmp_path):
 
 
 def test_each_file_of_the_package_is_part_of_the_code(tmp_path):
-    """Each cache depends on `PREPARATION_SOURCE_HASH`: a plan that some ranks find and others make must be the same on all of them."""
+    """Each cache depends on `PREPARATION_SOURCE_HASH`.
+
+    A plan that some ranks find and others make must be the same on all of them.
+    """
     copy = tmp_path / "trl_packfix"
     shutil.copytree(Path(trl_packfix.__file__).parent, copy)
     hashes = [hash_sources(copy)]

@@ -70,7 +70,9 @@ def naive_order(documents):
 @st.composite
 def token_lists(draw):
     """Documents that begin alike often: on few tokens, behind common beginnings, some twice, some cut short."""
-    seed, letters, beginnings = draw(st.integers(0, 2**32)), draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    seed = draw(st.integers(0, 2**32))
+    letters = draw(st.integers(1, 3))
+    beginnings = draw(st.integers(0, 3))
     rng = np.random.default_rng(seed)
     starts = [rng.integers(0, letters, rng.integers(0, 60)) for _ in range(beginnings + 1)]
     found = []
@@ -93,7 +95,8 @@ def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block, seed):
     lengths = np.array([len(each) for each in documents])
     assert share_order(documents) == (order, shared_by_neighbours(found.common, lengths[found.order]).tolist())
     groups = np.random.default_rng(seed).integers(-1, 3, len(documents))
-    order, common = [], []
+    order = []
+    common = []
     for members in (np.flatnonzero(groups == group) for group in range(3)):
         own, shared = naive_order([documents[i] for i in members])
         order += members[own].tolist()
@@ -144,7 +147,8 @@ def test_pieces_have_every_document_once_within_the_capacity_at_the_cost_of_thei
 
 def test_a_family_is_cut_where_it_has_too_many_rows_keys_or_targets(monkeypatch):
     documents = [np.append(np.arange(100), [i, 0, 0]) for i in range(1000, 1060)]  # 103 rows, then 4 each
-    lengths, found = np.full(60, 103), sorted_by_tokens(documents)
+    lengths = np.full(60, 103)
+    found = sorted_by_tokens(documents)
     monkeypatch.setattr(families, "KEYS_PER_CAPACITY", 100)
     rows = make_pieces(found, lengths, np.ones(60, np.int64), cost_model=COSTS, room=150)
     assert rows.rows.tolist() == [103 + 11 * 4] * 5
@@ -154,7 +158,8 @@ def test_a_family_is_cut_where_it_has_too_many_rows_keys_or_targets(monkeypatch)
     assert np.diff(keys.offsets).tolist() == [9] * 6 + [6]
     assert keys.num_families == 1
     # A chat of which each sample begins the next: what remains of the shorter ones looks up nothing
-    lengths, found = np.arange(100, 200), sorted_by_tokens([np.arange(n) for n in range(100, 200)])
+    lengths = np.arange(100, 200)
+    found = sorted_by_tokens([np.arange(n) for n in range(100, 200)])
     assert len(make_pieces(found, lengths, np.ones(100, np.int64), cost_model=COSTS, room=300)) == 1
     pieces = make_pieces(found, lengths, lengths - 1, cost_model=COSTS, room=300)
     targets = [int(lengths[members].sum()) - len(members) for members in np.split(pieces.order, pieces.offsets[1:-1])]
@@ -208,7 +213,8 @@ def test_copies_of_a_row_are_not_one_update():
                 found += len(rows) - len(np.unique(rows))
         return found / 2 / len(documents)
 
-    family, single = planner("family"), planner("family", sorted_documents(once)[1])
+    family = planner("family")
+    single = planner("family", sorted_documents(once)[1])
     assert 3 * single.num_steps <= family.num_steps <= 4 * single.num_steps
     assert single.num_steps > 10
     assert together(family) <= together(planner("off")) < 0.05
@@ -233,7 +239,8 @@ def test_a_system_prompt_does_not_make_one_family():
 def chats(num=60, seed=0, beginning=20, longest=250):
     """Samples of chats, one per turn, shuffled, as tokens."""
     rng = np.random.default_rng(seed)
-    prompt, found = rng.integers(0, 100, beginning), []
+    prompt = rng.integers(0, 100, beginning)
+    found = []
     for _ in range(num):
         chat = np.concatenate([prompt, rng.integers(0, 100, 300)])
         for turn in range(rng.integers(1, 8)):
@@ -260,7 +267,8 @@ def rows_of(tokens, pack):
 def test_families_leave_groups_less_to_compute_and_shorter_steps():
     """Documents of up to four ranks: with families the modelled time of an epoch falls with the rows."""
     reader, documents = sorted_documents(chats(num=120, longest=250))
-    seconds, rows = {}, {}
+    seconds = {}
+    rows = {}
     for share_prefixes in ("off", "family"):
         parts = {"world_size": 4, "tokens_per_rank": 64, "cost_model": COSTS}
         plan = make_epochs(documents, "stream", 1, 256, 2, share_prefixes=share_prefixes, **parts)
@@ -283,7 +291,9 @@ def test_the_plan_of_pack_is_that_of_off_to_the_byte(strategy):
 
 
 def test_balance_knows_the_cost_of_pieces():
-    rng, tokens, waiting = np.random.default_rng(0), [], {}
+    rng = np.random.default_rng(0)
+    tokens = []
+    waiting = {}
     for i in range(150):  # many short answers to a long question, whose rows cost more than those of other documents
         question = rng.integers(0, 1000, 200)
         tokens += [np.concatenate([question, rng.integers(0, 1000, 3)]) for _ in range(1 + 2 * i % 40)]
@@ -314,7 +324,8 @@ def test_documents_with_labels_that_are_not_tokens_share_nothing():
     # spans within rows, in another order
     table = Dataset.from_dict({"input_ids": [each.tolist() for each in tokens], "labels": labels})
     both = TokenReader(Dataset(table.data.table.slice(0, 2)).flatten_indices().select([1, 0]))
-    rows, starts = np.array([1, 1, 0]), np.array([0, 8, 0])
+    rows = np.array([1, 1, 0])
+    starts = np.array([0, 8, 0])
     assert both.labels_are_tokens(rows, starts, np.array([50, 50, 50])).tolist() == [False, True, True]
 
 
@@ -404,7 +415,8 @@ def test_a_step_with_few_families_is_told_what_to_raise():
 @pytest.mark.parametrize("name", ["off", "pack"])
 def test_the_report_says_what_another_setting_would_save(name):
     found, plan = report(name, batch_size=4)
-    share, pieces = share_in_packs(plan), report("family", batch_size=4)[1].units()
+    share = share_in_packs(plan)
+    pieces = report("family", batch_size=4)[1].units()
     planned = pieces.rows.sum() / DOCUMENTS.lengths.sum()
     assert (found.prefixes.in_packs, found.prefixes.in_families) == pytest.approx((share, planned))
     families = f'"family" {planned:.2f} ({len(TOKENS):,} documents in {pieces.num_families} families)'
@@ -494,7 +506,9 @@ def test_show_draws_shared_beginnings_once(name, ranks, capsys, tmp_path):
     Dataset.from_dict({"input_ids": documents}).save_to_disk(tmp_path)
     words = f"show {tmp_path} --max-length 256 --strategy bfd --share-prefixes {name} {ranks}".split()
     assert main([*words, "--packs", "99", "--json"]) == 0
-    packs, reader, num_without_rows = json.loads(capsys.readouterr().out), TokenReader(load_from_disk(tmp_path)), 0
+    packs = json.loads(capsys.readouterr().out)
+    reader = TokenReader(load_from_disk(tmp_path))
+    num_without_rows = 0
     assert any(pack.get("cu_seq_lens_k", pack["cu_seq_lens"]) != pack["cu_seq_lens"] for pack in packs)
     for pack in packs:
         spans = [(each["row"], each["start"], each["stop"]) for each in pack["documents"]]
@@ -503,8 +517,10 @@ def test_show_draws_shared_beginnings_once(name, ranks, capsys, tmp_path):
             continue
         assert pack["cu_seq_lens"] == batch["cu_seq_lens_q"].tolist()
         assert pack["cu_seq_lens_k"] == batch["cu_seq_lens_k"].tolist()
-        layout, shared = batch[LAYOUT_KEY], [each["shared_tokens"] for each in pack["documents"]]
-        own, rows = layout.lengths - torch.tensor(shared), layout.lengths - layout.shared
+        layout = batch[LAYOUT_KEY]
+        shared = [each["shared_tokens"] for each in pack["documents"]]
+        own = layout.lengths - torch.tensor(shared)
+        rows = layout.lengths - layout.shared
         assert ((own == rows) | (own == 1)).all()  # a last row of its own is not computed
         assert max(shared) >= 16
         num_without_rows += int((rows == 0).sum())

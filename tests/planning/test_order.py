@@ -36,14 +36,16 @@ class Trend:
     def add(self, means: np.ndarray) -> None:
         assert len(means) >= 24, "too few steps to see an order"
         assert means.std() > 0.01 * LONGEST, "all steps have the same mean length"
-        num, centred = len(means), means - means.mean()
+        num = len(means)
+        centred = means - means.mean()
         self.correlations.append(np.corrcoef(np.arange(num), means)[0, 1] * np.sqrt(num - 1))
         between = sum(len(eighth) * eighth.mean() ** 2 for eighth in np.array_split(centred, 8))
         self.eighths.append(between / (centred @ centred * 7 / (num - 1)))
 
     @property
     def problems(self) -> set[str]:
-        num, found = len(self.correlations), set()
+        num = len(self.correlations)
+        found = set()
         assert num >= 5, "too few epochs to tell an order from chance"
         squares = np.square(self.correlations)
         if abs(np.sum(self.correlations)) > FAR * np.sqrt(num):
@@ -61,13 +63,15 @@ def means_of_packs(plan: PackPlan) -> np.ndarray:
 
 def means_of_steps(plan, epoch: int, first: int = 0) -> np.ndarray:
     """Mean length of the documents of each step of an epoch, from step `first` on."""
-    schedule, lengths = plan.schedule(epoch), plan.documents.lengths
+    schedule = plan.schedule(epoch)
+    lengths = plan.documents.lengths
     return np.array([lengths[schedule.step_documents(step)].mean() for step in range(first, schedule.num_steps)])
 
 
 def documents_of(lengths: np.ndarray, strategy: str = "stream", shares: bool = False) -> Documents:
     """Documents of a table; with `shares`, neighbours in it of about the same length begin alike."""
-    num, zero = len(lengths), np.zeros(len(lengths), np.int64)
+    num = len(lengths)
+    zero = np.zeros(len(lengths), np.int64)
     block = (np.cumsum(lengths) - 1) // LONGEST if STRATEGIES[strategy].cuts_blocks else None
     tokens = None
     if shares:
@@ -78,9 +82,11 @@ def documents_of(lengths: np.ndarray, strategy: str = "stream", shares: bool = F
 
 @pytest.mark.parametrize("num", [300, 1000, 4000, 40_000])
 def test_packs_of_a_table_of_any_size_are_in_random_order(num):
-    planned, closed = Trend(), Trend()
+    planned = Trend()
+    closed = Trend()
     for seed in range(0, 20, 4 if num > 10_000 else 1):
-        lengths, capacity = lengths_of(num, seed), (1 + seed % 4) * LONGEST
+        lengths = lengths_of(num, seed)
+        capacity = (1 + seed % 4) * LONGEST
         planned.add(means_of_packs(plan_packs(lengths, capacity, seed=seed)))
         closed.add(means_of_packs(plan_stream(lengths, np.random.default_rng(seed).permutation(num), capacity)))
     assert planned.problems == set()
@@ -118,7 +124,8 @@ def test_the_rest_of_an_epoch_on_other_ranks_is_in_random_order(run):
     trend = Trend()
     for seed in range(20):
         before = epochs_of(run, seed, num=600)
-        epoch, step = seed % 2, before.num_steps // 4
+        epoch = seed % 2
+        step = before.num_steps // 4
         first_step = epoch * before.num_steps
         now = epochs_of(run, seed, num=600, batch_size=1)
         now.resume_at(ResumePoint(epoch, first_step, step, before.trained_documents(epoch, step)))

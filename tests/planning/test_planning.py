@@ -59,7 +59,9 @@ def documents(draw, max_size=150, max_capacity=60, most_of_capacity=1.0):
 
 def best_fit_decreasing_by_item(lengths: list[int], capacity: int) -> list[list[int]]:
     """One document at a time into the fullest pack with room; of equally full ones, the one that became so first."""
-    packs, space, since = [], [], []
+    packs = []
+    space = []
+    since = []
     for moment, length in enumerate(sorted(lengths, reverse=True)):
         open_packs = [i for i in range(len(packs)) if space[i] >= length]
         if open_packs:

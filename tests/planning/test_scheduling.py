@@ -38,7 +38,8 @@ def rows_of(num: int, seed: int, longest: int = ROOM) -> list[list[int]]:
 def documents_of(
     rows: list[list[int]], kind: str = "documents", max_length: int = ROOM, strategy="stream"
 ) -> Documents:
-    reader, traits = TokenReader(Dataset.from_dict({"input_ids": rows})), STRATEGIES[strategy]
+    reader = TokenReader(Dataset.from_dict({"input_ids": rows}))
+    traits = STRATEGIES[strategy]
     documents = make_documents(reader, max_length, traits.overlong, wrapped=traits.cuts_blocks)
     if kind == "families":
         return replace(documents, tokens=token_order(reader, documents))
@@ -59,7 +60,9 @@ def slot_rows(plan: EpochPlanner, epoch: int) -> np.ndarray:
 
 def problems_of_packs(plan: EpochPlanner, epoch: int) -> set[str]:
     """What is wrong with the packs of an epoch and the documents of its steps."""
-    packing, documents, found = plan.packing, plan.documents, set()
+    packing = plan.packing
+    documents = plan.documents
+    found = set()
     schedule, (planned, units) = plan.schedule(epoch), of_units(plan, epoch)
     rows = slot_rows(plan, epoch).reshape(-1, packing.world_size)
     capacity = packing.tokens_per_rank * schedule.degrees[:, None] if packing.tokens_per_rank else packing.capacity
@@ -75,7 +78,8 @@ def problems_of_packs(plan: EpochPlanner, epoch: int) -> set[str]:
         if packing.parallel is None and (sizes == 0).any() and sizes.max() > 1:
             found.add("an empty slot though another has two units")
         if packing.traits.keeps_unpacked_steps:
-            num, per_step = len(documents), packing.unpacked_documents_per_step
+            num = len(documents)
+            per_step = packing.unpacked_documents_per_step
             order = unpacked_order(num, packing.seed, epoch) if packing.shuffle else np.arange(num)
             if sorted(schedule.step_documents(step)) != sorted(order[step * per_step : (step + 1) * per_step]):
                 found.add("other documents than in the step of the unpacked run")
@@ -85,7 +89,10 @@ def problems_of_packs(plan: EpochPlanner, epoch: int) -> set[str]:
 
 def problems(ranks: list[EpochPlanner], epoch: int) -> set[str]:
     """What is wrong with the micro-batches of an epoch; `ranks` are the planners of all ranks, which never talk."""
-    packing, found, seen, batches = ranks[0].packing, problems_of_packs(ranks[0], epoch), [], []
+    packing = ranks[0].packing
+    found = problems_of_packs(ranks[0], epoch)
+    seen = []
+    batches = []
     for rank, plan in enumerate(ranks):
         sampler = PackedBatchSampler(plan, rank)
         sampler.set_epoch(epoch)
@@ -132,7 +139,8 @@ def problems(ranks: list[EpochPlanner], epoch: int) -> set[str]:
 )
 def test_every_document_once_per_epoch_over_all_ranks(strategy, kind, tokens_per_rank, num, epoch, run):
     """Documents, documents with images and families, by every strategy, also on groups of ranks."""
-    traits, run = STRATEGIES[strategy], run | {"cost_model": COSTS}
+    traits = STRATEGIES[strategy]
+    run = run | {"cost_model": COSTS}
     if traits.cuts_blocks and kind == "families":
         return  # the config refuses it
     if tokens_per_rank and run["world_size"] % 4 == 0 and traits.plan is not None:
@@ -151,7 +159,8 @@ def test_every_document_once_per_epoch_over_all_ranks(strategy, kind, tokens_per
     whole = make_epochs(documents, strategy, max_length=ROOM, **run | {"drop_last": False}).num_steps
     assert whole - run["drop_last"] <= ranks[0].num_steps <= whole
     if kind == "families":  # in a pack, two pieces may begin alike, too
-        tokens, schedule = [rows[i][:ROOM] for i in documents.row], ranks[0].schedule(epoch)
+        tokens = [rows[i][:ROOM] for i in documents.row]
+        schedule = ranks[0].schedule(epoch)
         packs = np.split(schedule.order, schedule.offsets[1:-1])
         for pack, planned in zip(packs, slot_rows(ranks[0], epoch), strict=True):
             _, shared = share_order([np.array(tokens[i]) for i in pack])

@@ -45,7 +45,8 @@ def planted() -> Scenarios:
 
 
 def train_wrong(folder: Path, engine: str, name: str, fault: str) -> dict:
-    row, data = replace(ROWS[name], evaluates=False, finds=""), None
+    row = replace(ROWS[name], evaluates=False, finds="")
+    data = None
     if fault == "other_texts":
         data = reversed_on_odd_ranks(row.documents())
     with faults.ALL[fault](), faults.behind_proofs():
@@ -54,7 +55,8 @@ def train_wrong(folder: Path, engine: str, name: str, fault: str) -> dict:
 
 def whole() -> Scenarios:
     """What a comparison of weights does not show."""
-    s, found = scenarios, {}
+    s = scenarios
+    found = {}
 
     def add(engine: str, scenario, name: str | None = None, **settings) -> None:
         found[f"{engine}/{name or scenario.__name__}"] = partial(scenario, engine=engine, **settings)

@@ -71,7 +71,8 @@ def largest_of_ranks(gaps: list[torch.Tensor]) -> float:
 def attention(folder: Path) -> dict:
     """Largest difference of outputs and gradients from the whole pack, by case and by fault; in fp64."""
     start(2, 4)
-    degrees, found = (2, 4), {}
+    degrees = (2, 4)
+    found = {}
     found["cases"] = {
         f"{heads} {name} on {degree}": difference(*heads, degree, **features)
         for heads, name, features in [

@@ -211,7 +211,8 @@ def boundary_of_mixers():
 def each_row_once(right, layout, mask):
     """The first of the documents that train a row trains it, and none of the others."""
     first = np.unique(layout.target_rows.numpy(), return_index=True)[1]
-    rows, documents = layout.target_rows[first], layout.target_documents[first]
+    rows = layout.target_rows[first]
+    documents = layout.target_documents[first]
     trained = torch.bincount(documents, minlength=layout.count)
     return right(replace(layout, target_rows=rows, target_documents=documents, trained=trained), mask)
 
@@ -233,7 +234,8 @@ def in_order_of_documents(right, images, documents, runs, position_ids):
 
 
 def images_of_last_turns(right, self, turn, processor):
-    made, images = right(self, turn, processor), conversation._images(self.messages)
+    made = right(self, turn, processor)
+    images = conversation._images(self.messages)
     return made | {"images": images[len(images) - len(made["images"]) :]}
 
 
@@ -247,7 +249,8 @@ class Begins(TrainerCallback):
     """A fault from the first step on, behind the proof of the model."""
 
     def __init__(self, fault: Fault, stack: ExitStack) -> None:
-        self.fault, self.stack = fault, stack
+        self.fault = fault
+        self.stack = stack
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:

@@ -21,7 +21,8 @@ RUNS = {"ddp": (*REFERENCES, "packed"), "zero3": ("packed", "packed_lora"), "fsd
 
 def train(folder: Path, engine: str, name: str) -> dict[str, Any]:
     """Five steps of four pairs on each rank."""
-    settings, reference = engine_settings(engine, folder), None
+    settings = engine_settings(engine, folder)
+    reference = None
     if name.endswith("_lora"):
         torch.manual_seed(0)
         settings["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")

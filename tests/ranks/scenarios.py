@@ -32,7 +32,9 @@ from .training import make_trainer
 
 load_on_cpu_ranks()
 TOKENIZER = build_tokenizer()
-NUM_DOCUMENTS, NUM_EVALUATED, DIGITS = 97, 23, 3
+NUM_DOCUMENTS = 97
+NUM_EVALUATED = 23
+DIGITS = 3
 
 
 def documents(num: int, seed: int = 0) -> Dataset:
@@ -124,7 +126,8 @@ def evaluation(folder: Path, engine: str | None, trains: bool = True, first: boo
 
     results = {}
     for name, packing, metric in (("packed", True, None), ("padded", False, None), ("metric", True, count_rows)):
-        trainer.args.eval_packing, trainer.compute_metrics = packing, metric
+        trainer.args.eval_packing = packing
+        trainer.compute_metrics = metric
         trainer.evaluate()
         logged = trainer.state.log_history[-1]
         results[name] = {key: logged[f"eval_{key}"] for key in ("loss", "mean_token_accuracy", "entropy")}
@@ -144,7 +147,8 @@ class Watched(TrainerCallback):
     """
 
     def __init__(self, trainer: Any):
-        self.trainer, self.states = trainer, []
+        self.trainer = trainer
+        self.states = []
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer.packed_model.attach_packed_attention()  # adds hooks, and is not the probe
@@ -233,7 +237,8 @@ def later_rows_of_each_rank() -> IterableDataset:
 
 def other_second_pass() -> IterableDataset:
     """A stream that on rank 1 has shorter documents in its second pass, so that other degrees may be chosen."""
-    data, ended = ROWS["parts"].documents(), []
+    data = ROWS["parts"].documents()
+    ended = []
 
     def shorter(row, index):
         kept = len(row["input_ids"]) - (len(ended) > 1 and dist.get_rank() == 1)  # the first step reads it, too
@@ -248,7 +253,8 @@ def refused(
     folder: Path, engine: str, row: Row, fault: str | None = None, data: Callable | None = None, **settings
 ) -> dict:
     """What each rank says to settings or documents that cannot work, and after which step."""
-    message, trainer = "", None
+    message = ""
+    trainer = None
     try:
         with faults.ALL[fault]() if fault else nullcontext(), faults.behind_proofs() if fault else nullcontext():
             trainer = make_trainer(folder, row, engine, data=data and data(), **settings)

@@ -77,7 +77,8 @@ def build_model(name: str) -> torch.nn.Module:
 
 def texts(seed: int = 0) -> Dataset:
     """Tokenised documents of 3 to 90 tokens, of which a part is trained; the long ones begin alike."""
-    rng, rows = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    rows = []
     for i, length in enumerate((3, 14, 9, 12, 4, 8, 11, 6)):
         tokens = rng.integers(4, 260, length).tolist()
         labels = [-100] * (1 + i % 2) + tokens[1 + i % 2 :]
@@ -87,7 +88,8 @@ def texts(seed: int = 0) -> Dataset:
 
 def few_trained(seed: int = 0) -> Dataset:
     """Documents of which the last token is trained, or the last twentieth."""
-    rng, rows = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    rows = []
     for i, length in enumerate(rng.integers(20, 90, 12)):
         tokens = rng.integers(4, 260, length).tolist()
         trained = 1 if i % 2 else max(1, length // 20)
@@ -97,7 +99,8 @@ def few_trained(seed: int = 0) -> Dataset:
 
 def conversations(seed: int = 0) -> Dataset:
     """Of one to three turns, each of which becomes a sample; all begin with the same words."""
-    rng, rows = np.random.default_rng(4 + seed), []
+    rng = np.random.default_rng(4 + seed)
+    rows = []
     for i in range(7):
         messages = [{"role": "system", "content": "be brief"}]
         for _ in range(1 + i % 3):
@@ -183,7 +186,8 @@ ADAM |= {"learning_rate": 0.05, "max_grad_norm": 0.1, "warmup_steps": 2}
 ADAM |= {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}
 OTHER = {"optim": "rmsprop", "optim_args": "alpha=0.5,eps=0.001", "learning_rate": 0.01, "seed": 7, "data_seed": 8}
 SCREENS = {"data": "screens", "accumulation": 3, "given": {"per_turn": True}}
-PACK, FAMILY = {"share_prefixes": "pack"}, {"share_prefixes": "family", "packing_strategy": "bfd"}
+PACK = {"share_prefixes": "pack"}
+FAMILY = {"share_prefixes": "family", "packing_strategy": "bfd"}
 # The statistic of a router is that of a micro-batch, so a step is one
 ROUTED = {"router_aux_loss_coef": 0.1}
 NO_ROUTER_LOSS = {"router_aux_loss_coef": 0.0}
@@ -194,7 +198,8 @@ IMAGES = {"data": "images", "num": 9, "accumulation": 8}
 QUESTIONS = {"data": "questions", "shares": 384, "accumulation": 4, "ours": PACK | FAST}
 OF_TOWERS = {"data": "images", "accumulation": 3}
 ONE = ("one",)
-STATIC, UNPACKED = {"pad_documents_to_multiple_of": 16}, {"on_leak": "unpack"}
+STATIC = {"pad_documents_to_multiple_of": 16}
+UNPACKED = {"on_leak": "unpack"}
 REPAIRED = ("mpt", "bart", "rwkv")
 NATIVE = ("qwen2_5_vl", "llava", "llava_onevision", "idefics2", "smolvlm", "internvl", "mistral3")
 NATIVE += ("glm4v", "qwen3_5")

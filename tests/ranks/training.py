@@ -56,7 +56,8 @@ class CountTiles(TrainerCallback):
     """Counts the tiles or patches that the vision tower computes on this rank in optimizer steps."""
 
     def __init__(self, trainer: Any):
-        self.trainer, self.handles = trainer, []
+        self.trainer = trainer
+        self.handles = []
 
     def on_step_begin(self, *call, **kwargs):
         modules = self.trainer.accelerator.unwrap_model(self.trainer.model).named_modules()

@@ -107,7 +107,8 @@ def test_the_model_card_says_packed_how_and_proved(run):
 
 
 def test_a_card_names_local_models_and_datasets_without_a_link_or_a_path(tmp_path):
-    folder, file = tmp_path / "secret" / "my-model", tmp_path / "chats.jsonl"
+    folder = tmp_path / "secret" / "my-model"
+    file = tmp_path / "chats.jsonl"
     build_tiny_model().save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     file.write_text("")

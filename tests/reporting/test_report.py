@@ -36,7 +36,9 @@ def report(tmp_path, data, **settings):
 
 # One document in a pack, so that it does not matter which pack is dropped
 DROPS = {"dataloader_drop_last": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
-RAISE, SPLIT, KEEP = "raise max_length (8)", ' or set overlong="split"', "set dataloader_drop_last=False"
+RAISE = "raise max_length (8)"
+SPLIT = ' or set overlong="split"'
+KEEP = "set dataloader_drop_last=False"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,8 @@ def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_p
     rows = [rng.integers(4, 260, length).tolist() for length in rng.integers(4, 12, 16)]
     prompts = {"all": [0] * 16, "answers": [2] * 16, "some answers": [0, 3] * 8}[labels]
     targets = [[-100] * num + row[num:] for num, row in zip(prompts, rows, strict=True)]
-    data, ends = Dataset.from_dict({"input_ids": rows, "labels": targets}), {}
+    data = Dataset.from_dict({"input_ids": rows, "labels": targets})
+    ends = {}
     settings = {"packing_strategy": "minibatch", "max_steps": 1, "gradient_accumulation_steps": 8, "max_grad_norm": 0}
     settings |= {"optim": "sgd", "learning_rate": 0.1}
     for model in ("gpt2", "llama"):
@@ -164,7 +167,8 @@ def test_the_report_of_a_stream_in_shared_packs_counts_degrees_so_far():
     rows = Dataset.from_dict({"input_ids": [[1] * 60, [2] * 10, [3] * 20] * 20}).to_iterable_dataset()
     stream = make_stream(rows, batch_size=1, max_length=64, accumulation=2, world_size=4, tokens_per_rank=32)
     made = make_stream_report(stream, 9)
-    lines, numbers = dict(made.lines()), metrics(made)
+    lines = dict(made.lines())
+    numbers = metrics(made)
     size = "32 tokens at most on each rank (tokens_per_rank); a document of max_length 64 needs 2"
     assert size in lines["micro-batch"]
     assert "packs in each: 4 (accumulation 2, ranks 4)" in lines["steps"]

@@ -25,7 +25,8 @@ def of_tokenizer(folder):
     """Its template, its tokens and its EOS token."""
     other = build_tokenizer()
     other.add_tokens(["|"])
-    other.chat_template, other.eos_token = TEMPLATE, "|"
+    other.chat_template = TEMPLATE
+    other.eos_token = "|"
     other.save_pretrained(folder / "other")
     return {"chat_template_path": str(folder / "other")}
 

@@ -83,7 +83,8 @@ def test_rows_of_several_forms_train_in_packs(kind, tmp_path):
 @pytest.mark.parametrize("kind", DATASETS)
 @pytest.mark.parametrize("setting", ["assistant_only_loss", "per_turn"])
 def test_rows_without_an_assistant_are_bad_rows_where_it_is_trained(kind, setting, tmp_path):
-    dataset, settings = DATASETS[kind](["text", "chat"]), {setting: True, "packing": False, "max_steps": 1}
+    dataset = DATASETS[kind](["text", "chat"])
+    settings = {setting: True, "packing": False, "max_steps": 1}
     said = "5 of 10 rows.*no assistant" if (kind, setting) == ("table", "assistant_only_loss") else "`messages` is None"
     said = "no text to tokenise" if kind == "in turn" else said
     with pytest.raises(ValueError, match=said):
@@ -166,7 +167,8 @@ def test_the_format_of_a_dataset_does_not_matter(form, format_type, tmp_path):
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_conversations_need_a_chat_template(is_stream, tmp_path):
     def prepared(form):
-        dataset, tokenizer = Dataset.from_list(rows_of(form)), build_tokenizer()
+        dataset = Dataset.from_list(rows_of(form))
+        tokenizer = build_tokenizer()
         tokenizer.chat_template = None
         dataset = dataset.to_iterable_dataset() if is_stream else dataset
         return trainer(tmp_path, dataset, processing_class=tokenizer, packing=False, max_steps=1).train_dataset

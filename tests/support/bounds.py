@@ -19,10 +19,12 @@ GROUPS = 64  # most documents considered to share a rank; where more do, they ar
 
 def imbalance_bound(schedule: Schedule, units: Units, capacity: int, *, synchronisation: Synchronisation) -> float:
     """A lower bound of the imbalance of any schedule with these steps; the best schedule may be above it."""
-    micro, ranks = schedule.accumulation, schedule.world_size
+    micro = schedule.accumulation
+    ranks = schedule.world_size
     if ranks == 1:
         return 1.0  # no rank waits, and a look at every step takes a second per 50,000 of them
-    least, mean = 0.0, 0.0
+    least = 0.0
+    mean = 0.0
     for step in range(schedule.num_steps):
         of_step = schedule.step_documents(step)
         documents = _Bounds(units.rows[of_step], units.costs()[of_step], micro, ranks=ranks, capacity=capacity)
@@ -41,8 +43,11 @@ class _Bounds:
     """
 
     def __init__(self, lengths: Int64Array, costs: Float64Array, micro: int, *, ranks: int, capacity: int):
-        self.micro, self.ranks, self.capacity = micro, ranks, capacity
-        self.lengths, self.costs = lengths, costs
+        self.micro = micro
+        self.ranks = ranks
+        self.capacity = capacity
+        self.lengths = lengths
+        self.costs = costs
         self.total = float(self.costs.sum())
         price = self.costs / self.lengths
         order = np.argsort(price, kind="stable")
@@ -115,7 +120,8 @@ def step_bound(step: UndividedStep) -> float:
     All ranks work all the time, units longer than C pay the exchange of their smallest group, and each takes at least
     what it takes alone at its best degree.
     """
-    rows, tokens_per_rank = step.units.rows[step.members], step.parallel.tokens_per_rank
+    rows = step.units.rows[step.members]
+    tokens_per_rank = step.parallel.tokens_per_rank
     ranks_seconds = float(step.times.seconds(step.units.costs()[step.members], rows, 1).sum())
     long = rows[rows > tokens_per_rank]
     ranks_seconds += sum(n * step.times.exchange(smallest_degree(n, tokens_per_rank))[0] for n in long.tolist())

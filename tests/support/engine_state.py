@@ -31,7 +31,8 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def snapshot(trainer: Any) -> dict[str, list]:
-    model, parameters = trainer.model_wrapped, list(trainer.model_wrapped.parameters())
+    model = trainer.model_wrapped
+    parameters = list(trainer.model_wrapped.parameters())
     return {
         "parameters": [local(parameter) for parameter in parameters],
         # A parameter that stays gathered is of another shape (ZeRO-3) or type (FSDP2). ZeRO-3 keeps small ones on

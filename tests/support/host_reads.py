@@ -71,10 +71,12 @@ class HostReads(TorchDispatchMode):
 class ReadsOfSteps(TrainerCallback):
     """Counts the reads of the third to the sixth step of a training, with all that is between them."""
 
-    first, last = 2, 6
+    first = 2
+    last = 6
 
     def __init__(self):
-        self.counter, self.micro_batches = HostReads(), 0
+        self.counter = HostReads()
+        self.micro_batches = 0
         self.switch = lambda is_on: None  # called when counting begins and when it ends
 
     def on_substep_end(self, args, state, control, **kwargs):

@@ -61,7 +61,8 @@ def _with_cast_numbers(self: Any, lines: list[str]) -> str:
 def interpret() -> None:
     """Replace what keeps the kernels from the CPU; for the life of the process."""
     autotuner.Autotuner.run = _run_the_smallest
-    libdevice.rsqrt, libdevice.tanh = _rsqrt, _tanh
+    libdevice.rsqrt = _rsqrt
+    libdevice.tanh = _tanh
     interpreter.FunctionRewriter._prepare_source = _with_cast_numbers
     torch.cuda.device = lambda index: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=1)

@@ -94,7 +94,8 @@ def fork_ranks(num_ranks: int, run: Callable[[], None]) -> bool:
     """Call `run` in so many forks of this process, with the environment of ranks; whether all ended well."""
     gc.collect()
     gc.freeze()  # each training calls the collector, which would go through all libraries
-    port, children = free_port(), []
+    port = free_port()
+    children = []
     for rank in range(num_ranks):
         child = os.fork()
         if child == 0:

@@ -34,7 +34,8 @@ def make_epochs(
 
 def of_units(plan: EpochPlanner, epoch: int = 0) -> tuple[Schedule, Units]:
     """What is balanced: the schedule of the units of an epoch, and these."""
-    schedule, units = plan.schedule(epoch), plan.units(epoch)
+    schedule = plan.schedule(epoch)
+    units = plan.units(epoch)
     order, offsets = units.of(schedule.order, schedule.offsets)
     return replace(schedule, order=order, offsets=offsets), units
 

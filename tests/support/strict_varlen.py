@@ -27,7 +27,8 @@ class StrictVarlen(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.forwards, self.backwards = [], []
+        self.forwards = []
+        self.backwards = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is ATEN._flash_attention_forward.default:
@@ -40,7 +41,8 @@ class StrictVarlen(TorchDispatchMode):
         assert dropout == 0
         assert not debug
         self.forwards.append((len(q), len(k), len(cu_q) - 1, causal or options["window_size_right"] == 0))
-        out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], len(q)), torch.nan, dtype=_wide(q))
+        out = torch.full_like(q, torch.nan)
+        lse = q.new_full((q.shape[1], len(q)), torch.nan, dtype=_wide(q))
         for rows, keys, logits in _sequences(q, k, v, cu_q, cu_k, max_q, max_k, causal, **options):
             lse[:, rows] = logits.logsumexp(-1)
             out[rows] = (logits.softmax(-1).nan_to_num(0) @ _heads(v[keys], q)).transpose(0, 1).to(q.dtype)

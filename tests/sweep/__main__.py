@@ -33,7 +33,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--time-limit", type=float, default=120, help="seconds per model type")
     args = parser.parse_args(words)
 
-    chosen, names = zoo.all_types(), args.only.split(",") if args.only else []
+    chosen = zoo.all_types()
+    names = args.only.split(",") if args.only else []
     if unknown := {*names} - {name for name, _ in chosen}:
         parser.error(f"the installed transformers has no causal or image-text model type of {sorted(unknown)}")
     chosen = [task for task in chosen if not names or task[0] in names]

@@ -56,7 +56,8 @@ QWEN_TOWER = {
     "spatial_merge_size": 2,
     "out_hidden_size": 32,
 }
-FIRST_WORD, LAST_WORD = 10, 260  # tokens of bytes; those of the tokenizer around them are special
+FIRST_WORD = 10  # tokens of bytes; those of the tokenizer around them are special
+LAST_WORD = 260
 SMALL = {"height": 24, "width": 24}
 PINPOINTS = [[24, 48], [48, 24], [48, 48]]
 
@@ -95,7 +96,8 @@ class QwenProcessor(transformers.Qwen2_5_VLProcessor):
     """Qwen2-VL and Qwen2.5-VL on images."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
-        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token = "<|image_pad|>"
+        self.video_token = "<|video_pad|>"
         self.image_token_id, self.video_token_id = map(
             tokenizer.convert_tokens_to_ids, (self.image_token, self.video_token)
         )
@@ -133,8 +135,11 @@ class SmolProcessor(transformers.SmolVLMProcessor):
     """SmolVLM on images, without num2words, which writes numbers of frames."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None, image_seq_len=4):
-        self.fake_image_token, self.global_image_token = "<fake_token_around_image>", "<global-img>"
-        self.image_token, self.video_token, self.end_of_utterance_token = "<image>", "<video>", "<end_of_utterance>"
+        self.fake_image_token = "<fake_token_around_image>"
+        self.global_image_token = "<global-img>"
+        self.image_token = "<image>"
+        self.video_token = "<video>"
+        self.end_of_utterance_token = "<end_of_utterance>"
         self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
         self.image_seq_len = image_seq_len
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
@@ -157,7 +162,9 @@ class GemmaProcessor(Gemma4Processor):
         self.image_token_id = tokenizer.image_token_id
         self.boi_token, self.image_token, self.eoi_token = GEMMA4[:3]
         self.boa_token, self.audio_token, self.eoa_token = GEMMA4[3:6]
-        self.video_token, self.audio_token_id, self.video_token_id = GEMMA4[6], None, None
+        self.video_token = GEMMA4[6]
+        self.audio_token_id = None
+        self.video_token_id = None
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
 
@@ -215,10 +222,12 @@ QWEN_IDS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
-IMAGE_ID, IMAGE_INDEX = {"image_token_id": "<image>"}, {"image_token_index": "<image>"}
+IMAGE_ID = {"image_token_id": "<image>"}
+IMAGE_INDEX = {"image_token_index": "<image>"}
 GEMMA_IDS = {"image_token_id": "<soft>", "boi_token_id": "<boi>", "eoi_token_id": "<eoi>"}
 GEMMA_NAMES = {"boi": "<boi>", "image": "<soft>", "eoi": "<eoi>"}
-MROPE_TEXT, LLAMA = {"rope_parameters": dict(MROPE)}, {"model_type": "llama"}
+MROPE_TEXT = {"rope_parameters": dict(MROPE)}
+LLAMA = {"model_type": "llama"}
 LAST_LAYER = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
 OF_PATCHES = {"patch_size": 6, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 LLAVA_IMAGES = partial(transformers.LlavaImageProcessorPil, size={"shortest_edge": 24}, crop_size=SMALL, do_pad=False)

@@ -33,7 +33,8 @@ EXACT = 1e-9  # relative, in fp64, used if fp32 gives no clear result
 PLAIN = 0.1  # relative; larger than any rounding, so fp64 is not needed
 FLOOR = 1e-3  # the error of a gradient is relative to at least this share of the largest gradient
 
-ALONE, GIVEN = "alone", "given"  # a document alone without padding, and in a padded row of unpacked TRL
+ALONE = "alone"  # a document alone without padding, and in a padded row of unpacked TRL
+GIVEN = "given"
 PADDING = 2  # tokens of padding behind each document
 MEMORY = 16 * 2**30  # limit of data per process, in bytes
 
@@ -93,7 +94,9 @@ class Judge:
         self._start(pristine, cases, packed, rows)
 
     def _start(self, pristine: nn.Module, cases: dict[str, list[Any]], packs: Feed, rows: dict[str, Feed]) -> None:
-        self.pristine, self.cases, self._packs = pristine.train(), cases, packs
+        self.pristine = pristine.train()
+        self.cases = cases
+        self._packs = packs
         self._truths: dict[torch.dtype, dict[str, Truth]] = {}
         self._rows = rows
         try:
@@ -271,7 +274,8 @@ def drawn(generator: torch.Generator) -> Tensor:
 
 def alike_documents(generator: torch.Generator) -> dict[str, list[Tensor]]:
     """Documents that begin alike, by case: branches of branches and equal documents, and the turns of a chat."""
-    trunk, other = drawn(generator), drawn(generator)
+    trunk = drawn(generator)
+    other = drawn(generator)
     rest = [[word for word in drawn(generator).tolist() if word not in set(trunk[:40].tolist())] for _ in range(4)]
     ends = [torch.tensor(words) for words in rest]
     tree = [

@@ -138,14 +138,16 @@ def _sweep_text(model_type: str, kind: str, on_leak: str) -> Row:
     stock = judge.judge(pristine, packed_by_trl)
 
     attempt = partial(_attempt, build, judge, MAX_LENGTH)
-    own, ours = attempt(on_leak="raise", enforce_flash_attention=False), attempt(on_leak="raise")
+    own = attempt(on_leak="raise", enforce_flash_attention=False)
+    ours = attempt(on_leak="raise")
     attempts = [own, ours]
     if not ours.report.passed:
         attempts.append(attempt(on_leak=on_leak))
     final = attempts[-1]
     verdict = "varlen" if final is ours and final.verdict == "native" and not own.report.passed else final.verdict
     explained = {"varlen": own, "refused": final}.get(verdict, ours)
-    prefixes, prefix_error = "no", 0.0
+    prefixes = "no"
+    prefix_error = 0.0
     if ours.report.passed:
         prefixes, prefix_error = _judge_prefixes(build(), pristine)
     return Row(

@@ -12,7 +12,8 @@ from typing import Any
 
 from .model_types import NOT_TESTED, VERDICTS, WRONG, Row
 
-PAGE, TABLE = "compatibility.md", "compatibility.csv"
+PAGE = "compatibility.md"
+TABLE = "compatibility.csv"
 MEANING = {
     "native": "with the model's own attention, and with `packfix_varlen` if supported",
     "varlen": "with `packfix_varlen`, but not with the model's own attention",

@@ -25,7 +25,8 @@ from support import zoo
 
 from .judge import Judge, packed_by_trl, settle_process
 
-PAGE, TABLE = "leaks_by_release.md", "leaks_by_release.csv"
+PAGE = "leaks_by_release.md"
+TABLE = "leaks_by_release.csv"
 VERDICTS = ("isolated", "leaks", "refuses", "not judged")
 KEY = ("model_type", "kind")
 Table = dict[tuple[str, str], dict[str, str]]  # by type and kind: release -> verdict

@@ -22,7 +22,8 @@ class Fused(torch.nn.Module):
 
     def __init__(self, mlp):
         super().__init__()
-        self.up_proj, self.down_proj = mlp.up_proj, mlp.down_proj
+        self.up_proj = mlp.up_proj
+        self.down_proj = mlp.down_proj
 
     def forward(self, states):
         return torch.nn.functional.linear(self.up_proj(states).relu(), self.down_proj.weight)
@@ -118,7 +119,8 @@ def test_new_tokens_of_tied_embeddings_are_trained(packing, tmp_path):
     """They are in the head, too, which is not the module that TRL's fused head reads."""
     settings = {"max_steps": 1, "learning_rate": 1.0, "optim": "sgd", "max_grad_norm": 0.0, "packing": packing}
     run = trainer(tmp_path, texts(4), with_new_tokens(), per_device_train_batch_size=4, **settings)
-    start, expected = weights(run), by_hand(run.train_dataset, rate=1.0)
+    start = weights(run)
+    expected = by_hand(run.train_dataset, rate=1.0)
     run.train()
     found = {name: p for name, p in run.model.named_parameters() if "trainable_tokens_delta" in name}
     assert len(found) == 1
@@ -157,7 +159,9 @@ ADAPTERS = {
 @pytest.mark.parametrize("adapter, autocast", [("lora", True), ("lora", False), ("dora", True), ("lokr", True)])
 def test_inputs_of_lora_are_not_cast_under_autocast(adapter, autocast, tmp_path, monkeypatch):
     """In packs, and only where they would be cast back: elsewhere the layers compute in the dtype of their inputs."""
-    cast, packed, rows = BaseTunerLayer._cast_input_dtype, [], []
+    cast = BaseTunerLayer._cast_input_dtype
+    packed = []
+    rows = []
 
     def counting(layer, x, dtype):
         if x.dtype != dtype:

@@ -23,7 +23,8 @@ from trl_packfix.samples.turns import TurnRule
 
 pytestmark = pytest.mark.slow
 
-CHATML, PLAIN = tokenizer_with(None), tokenizer_with("plain")
+CHATML = tokenizer_with(None)
+PLAIN = tokenizer_with("plain")
 THINKING = tokenizer_with("qwen3")  # removes earlier thinking, and writes an empty one
 THINKING.chat_template += "{# changed #}"  # unknown to TRL
 CHAT = [user("Q1"), answer("A1"), user("Q2"), answer("A2"), user("Q3"), answer("A3")]
@@ -69,10 +70,12 @@ def conversations(draw):
 
 def by_hand(messages, last):
     """Tokens and labels of ChatML, one token per byte: of an answer, its text and its end with the line break."""
-    tokens, labels = [], []
+    tokens = []
+    labels = []
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for i, message in enumerate(messages):
-        head, body = f"<|im_start|>{message['role']}\n", f"{message['content']}<|im_end|>\n"
+        head = f"<|im_start|>{message['role']}\n"
+        body = f"{message['content']}<|im_end|>\n"
         head, body = (CHATML(text, add_special_tokens=False)["input_ids"] for text in (head, body))
         is_trained = i in answers and message.get("weight") in (None, 1) and (not last or i == answers[-1])
         tokens += head + body
@@ -222,7 +225,8 @@ def test_the_report_and_an_unpacked_run_say_what_is_trained(tmp_path, capsys):
 
 def test_weights_that_would_not_be_read_are_refused(tmp_path):
     said = r"2 of 4 rows of the {} dataset have messages with `weight` 0, and `assistant_only_loss=False`"
-    data, every = chats(CHAT, weighted(1, 1, 1), weighted(0, 1, 1), weighted(0, 0, 0)), {"assistant_only_loss": False}
+    data = chats(CHAT, weighted(1, 1, 1), weighted(0, 1, 1), weighted(0, 0, 0))
+    every = {"assistant_only_loss": False}
     with pytest.raises(ValueError, match=said.format("train")):
         run_of(tmp_path, data, **every)
     with pytest.raises(ValueError, match=said.format("eval")):
@@ -247,7 +251,8 @@ def test_weights_that_would_not_be_read_are_refused(tmp_path):
 
 def test_a_changed_mask_is_not_read_from_the_cache(tmp_path):
     chats(weighted(0, 1, 1, messages=weighted(1, 0, 1, key="train"))).save_to_disk(tmp_path / "data")
-    data, found = load_from_disk(tmp_path / "data"), set()
+    data = load_from_disk(tmp_path / "data")
+    found = set()
     rules = [{}, {"assistant_turns": "last"}, {"message_train_key": "train"}, {"message_train_key": None}]
     for rule in [*rules, *rules]:
         run = run_of(tmp_path, data, shuffle_dataset=False, **rule)
@@ -321,7 +326,8 @@ def test_labels_of_rows_with_images_are_those_of_trl(tmp_path):
     body = body.replace("{%- if", "{% if", 1)
     answer = "{%- if message['role'] == 'assistant' %}{% generation %}" + body + "{% endgeneration %}{% else %}"
     marked.chat_template = head + answer + body + "{% endif %}" + tail
-    data, batches = vision.growing(3), []
+    data = vision.growing(3)
+    batches = []
     stock = {"trainer_class": trl.SFTTrainer, "config_class": trl.SFTConfig, "processor": marked}
     for how in (stock, {"processor": marked}, {"processor": plain}):
         settings = {"packing": False, "max_length": None, "assistant_only_loss": True} | how

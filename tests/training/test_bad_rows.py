@@ -103,7 +103,8 @@ def test_rows_are_tokenised_in_one_map_and_a_second_start_tokenises_nothing(tmp_
     trainer(tmp_path, load_from_disk(tmp_path / "good"))
     assert maps == ["Tokenizing train dataset"]
     Dataset.from_list(rows("messages")).save_to_disk(tmp_path / "bad")
-    left, ledgers = [], []
+    left = []
+    ledgers = []
     for _ in range(2):
         run = trainer(tmp_path, load_from_disk(tmp_path / "bad"), bad_rows="drop")
         ledgers.append(run.data.documents.ledger)

@@ -73,7 +73,8 @@ def on_devices(*devices):
     return model
 
 
-MODEL, BART = build_tiny_model("llama"), BartConfig(vocab_size=300, d_model=16, encoder_layers=1, decoder_layers=1)
+MODEL = build_tiny_model("llama")
+BART = BartConfig(vocab_size=300, d_model=16, encoder_layers=1, decoder_layers=1)
 AUTO_TP = SimpleNamespace(deepspeed_config={"tensor_parallel": {"autotp_size": 2}})
 BASE = {"packing": True, "max_length": 64, "max_steps": 2, "per_device_train_batch_size": 1, "dataset": CHATS}
 BASE |= {"loss_type": "nll"}  # TRL below 1.15 has another default
@@ -182,7 +183,8 @@ def message_of(folder, *chosen: Condition, constructs: bool = False, **settings)
         dataset = dataset.to_iterable_dataset()
     engine = arguments.pop("accelerator", None)
     own_methods = {name: arguments.pop(name, None) for name in ("own_loss", "own_loader")}
-    model, kind = arguments.pop("model", MODEL), arguments.pop("trainer_class", SFTTrainer)
+    model = arguments.pop("model", MODEL)
+    kind = arguments.pop("trainer_class", SFTTrainer)
     environment = dict(os.environ)  # settings may set variables
     try:
         args = config(folder, arguments.pop("config_class", SFTConfig), packing_report=False, **made)

@@ -57,8 +57,10 @@ class CompiledCalls(TrainerCallback):
 
     def __init__(self):
         self.compile = partial(torch.compile, backend=self._counted)
-        self.calls, self.graphs = [], []
-        self._ran, self._num_graphs = 0, 0
+        self.calls = []
+        self.graphs = []
+        self._ran = 0
+        self._num_graphs = 0
 
     def _counted(self, graph, example_inputs):
         calls = linear_calls(graph)
@@ -131,7 +133,8 @@ def test_every_linear_layer_runs_compiled(case, flash_on_cpu, tmp_path, monkeypa
 def test_a_checkpoint_is_not_compiled_anew_for_other_documents(flash_on_cpu):
     """In a loop of one's own, in which torch is not told which numbers change, as the trainer tells it."""
     torch.compiler.reset()
-    counter, layer = CompileCounter(), CarryingCheckpoint(partial(checkpoint, use_reentrant=False))
+    counter = CompileCounter()
+    layer = CarryingCheckpoint(partial(checkpoint, use_reentrant=False))
     compiled = torch.compile(partial(layer, varlen_attention, nn.Module()), backend=counter, fullgraph=True)
     for longest in (9, 14, 11, 23, 17):
         bounds = torch.tensor([0, 3, 3 + longest], dtype=torch.int32)

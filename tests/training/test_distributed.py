@@ -81,7 +81,8 @@ def test_drop_last_leaves_out_the_incomplete_step_and_counts_it(strategy, num_ra
         found = scenarios.drop_last(folder, packing_strategy=strategy, gradient_accumulation_steps=4)
     else:
         found = request.getfixturevalue("launch")["ddp", "drop_last"]
-    whole, report = found["whole"], found["report"]
+    whole = found["whole"]
+    report = found["report"]
     assert found["world_size"] == num_ranks
     assert found["num_steps"] == report["num_steps"] == whole["num_steps"] - 1
     accumulation = 4 // num_ranks
@@ -130,7 +131,8 @@ def test_ranks_that_round_otherwise_run_the_same_forwards(result, engine):
 @on_whole_engines
 def test_the_probe_leaves_the_engine_as_it_was(result, engine):
     found = result("probed")
-    changed, counts = found["changed"], found["counts"]
+    changed = found["changed"]
+    counts = found["counts"]
     assert changed["first probe"] == changed["second probe"] == changed["probe after the step"] == [[], []]
     # What shows that the state is looked at: an optimizer step changes it
     touched = {"parameters", "optimizer"} | ({"counters"} if engine == "zero3" else set())
@@ -151,7 +153,8 @@ def test_evaluation_on_two_ranks_equals_one(launch, engine, scenario, folder):
     # the same documents per step on any number of ranks
     settings = {"packing_strategy": "minibatch", "gradient_accumulation_steps": 4}
     one = scenarios.evaluation(folder, None, trains=scenario == "minibatch_trained", **settings)
-    results, expected = launch[engine, scenario]["evaluation"], one["evaluation"]["packed"]
+    results = launch[engine, scenario]["evaluation"]
+    expected = one["evaluation"]["packed"]
     for way in ("packed", "padded", "metric"):
         assert results[way] == pytest.approx(expected, rel=1e-5), way
     assert results["rows"] == results["predicted"] == list(range(NUM_EVALUATED))
@@ -161,7 +164,8 @@ def test_evaluation_on_two_ranks_equals_one(launch, engine, scenario, folder):
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 def test_training_after_an_evaluation_is_training(result, kind):
     """accelerate does not wrap a model that it has prepared for evaluation, and its ranks would train apart."""
-    found, expected = result(f"{kind}_evaluated"), result(f"{kind}_trained")
+    found = result(f"{kind}_evaluated")
+    expected = result(f"{kind}_trained")
     first, second = found["norms"]
     assert first == second
     assert len(first) > 10
@@ -173,7 +177,8 @@ def test_training_after_an_evaluation_is_training(result, kind):
 @pytest.mark.parametrize("engine", ["tp", "tp_fsdp"])
 def test_each_row_is_predicted_once(launch, engine, folder):
     """By ranks that divide a model."""
-    found, expected = launch[engine, "predicted"]["predicted"], scenarios.predicted(folder, None)["predicted"]
+    found = launch[engine, "predicted"]["predicted"]
+    expected = scenarios.predicted(folder, None)["predicted"]
     assert len(expected) == 19
     assert found.shape == expected.shape
     real = expected != -100
@@ -215,7 +220,9 @@ def test_what_cannot_work_is_refused_on_all_ranks(launch, engine, name, step, me
 )
 def test_every_document_once_per_epoch_and_a_restart_in_the_second_is_exact(result, engine, name):
     found = result(name)
-    whole, stop, per_epoch = found["whole"], found["stop"], found["per_epoch"]
+    whole = found["whole"]
+    stop = found["stop"]
+    per_epoch = found["per_epoch"]
     assert found["engine"] == whole["engine"]
     assert per_epoch < stop < 2 * per_epoch
     assert found["synchronisation"] == ("step" if engine == "ddp" else "micro")

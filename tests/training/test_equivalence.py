@@ -32,7 +32,8 @@ NAMES = [pytest.param(name, marks=MARKS.get(name, ())) for name in IN_ONE]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packs_train_what_trl_trains_unpacked(name):
-    row, expected = ROWS[name], reference(name)
+    row = ROWS[name]
+    expected = reference(name)
     found = train(folder(), row)
     if row.given.get("bf16"):  # as far from unpacked training as that is with other micro-batches
         apart = difference(unpacked(key(row), halves=True), expected)

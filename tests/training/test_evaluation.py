@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 
 def partly_trained(num=23):
     """Documents of 3 to 60 tokens; every fifth has no trained token."""
-    rng, rows = np.random.default_rng(1), []
+    rng = np.random.default_rng(1)
+    rows = []
     for row, length in enumerate(rng.integers(3, 61, num)):
         tokens = rng.integers(4, 260, length).repeat(2)[:length].tolist()  # pairs: tied embeddings predict half
         first = length if row % 5 == 0 else rng.integers(0, length)
@@ -35,7 +36,8 @@ def by_hand(model, data):
         with torch.no_grad():
             log_probs = model(torch.tensor([row["input_ids"]])).logits[0, :-1].double().log_softmax(-1)
         labels = torch.tensor(row["labels"][1:])
-        log_probs, labels = log_probs[labels != -100], labels[labels != -100]
+        log_probs = log_probs[labels != -100]
+        labels = labels[labels != -100]
         nll = -log_probs.gather(1, labels[:, None]).sum()
         entropy = -(log_probs.exp() * log_probs).sum()
         sums += torch.stack([nll, entropy, (log_probs.argmax(1) == labels).sum(), torch.tensor(len(labels))])
@@ -45,7 +47,8 @@ def by_hand(model, data):
 @pytest.mark.parametrize("packing, eval_packing", [(True, None), (True, False), (False, True), (False, None)])
 @pytest.mark.parametrize("batch_size", [1, 7])
 def test_loss_entropy_and_accuracy_are_ratios_of_totals(packing, eval_packing, batch_size, tmp_path):
-    data, model = partly_trained(), build_tiny_model(tie_word_embeddings=True)
+    data = partly_trained()
+    model = build_tiny_model(tie_word_embeddings=True)
     settings = {"packing": packing, "eval_packing": eval_packing, "per_device_eval_batch_size": batch_size}
     settings["loss_type"] = "dft"  # of training: evaluation is the negative log-likelihood
     run = trainer(tmp_path, texts(), model, {"eval_dataset": data}, **settings)
@@ -79,7 +82,8 @@ def test_an_evaluation_set_is_truncated_whatever_training_does(tmp_path):
 
 
 def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
-    data, seen = partly_trained(), {"logits": []}
+    data = partly_trained()
+    seen = {"logits": []}
 
     def preprocess(logits, labels):
         seen["logits"].append((logits.shape[:2], labels.shape))
@@ -93,7 +97,8 @@ def test_metrics_receive_documents_and_prediction_one_result_per_row(tmp_path):
     run = trainer(tmp_path, texts(), trainer_kwargs=given, per_device_eval_batch_size=4)
     assert run.evaluate()["eval_rows"] == 23
     assert all(logits == labels and logits[0] == 4 for logits, labels in seen["logits"])
-    labels, tops = seen["prediction"].label_ids, seen["prediction"].predictions
+    labels = seen["prediction"].label_ids
+    tops = seen["prediction"].predictions
     model = build_tiny_model()
     for row, document in enumerate(data):
         length = len(document["input_ids"])
@@ -214,7 +219,8 @@ def test_predictions_and_metrics_of_rows_without_a_trained_token_have_no_loss(pa
 
 @pytest.mark.parametrize("eval_packing", [True, False])
 def test_the_best_model_and_early_stopping_stand_on_exact_numbers(eval_packing, tmp_path):
-    data, held_out = texts(6), texts(23, seed=1)
+    data = texts(6)
+    held_out = texts(23, seed=1)
     settings = {"max_steps": 60, "learning_rate": 3e-2, "eval_packing": eval_packing, "per_device_eval_batch_size": 5}
     settings |= {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
     settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 2}
@@ -225,7 +231,8 @@ def test_the_best_model_and_early_stopping_stand_on_exact_numbers(eval_packing, 
     best = min(losses, key=losses.get)
     assert run.state.global_step == best + 8 < 60, "stopped two evaluations after the best"
     assert (run.state.best_metric, run.state.best_global_step) == (losses[best], best)
-    run.args.per_device_eval_batch_size, run.args.eval_packing = 1, not eval_packing
+    run.args.per_device_eval_batch_size = 1
+    run.args.eval_packing = not eval_packing
     assert run.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6), "the best model was loaded"
 
 
@@ -254,7 +261,8 @@ def test_labels_of_any_integer_type_are_predicted_on_as_in_trl(labels, packing, 
         given = {"train_dataset": data, "eval_dataset": data, "processing_class": build_tokenizer()}
         args = config(tmp_path, packing=packing and kind is SFTTrainer, per_device_eval_batch_size=3)
         run = kind(build_tiny_model(), args, **given, compute_metrics=metric)
-        evaluated, predicted = run.evaluate(), run.predict(data)
+        evaluated = run.evaluate()
+        predicted = run.predict(data)
         own = kind(build_tiny_model(), args, **given, compute_metrics=metric, compute_loss_func=loss).evaluate()
         found.append((evaluated["eval_right"], own["eval_loss"], seen["labels"], predicted.label_ids))
         assert np.isfinite(evaluated["eval_loss"])

@@ -42,7 +42,9 @@ def test_every_head_is_computed_once_with_the_keys_that_it_reads(heads, kv_heads
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
 def test_the_exchange_gives_each_head_its_keys_and_copies_no_index_to_the_device(heads, kv_heads, monkeypatch):
     """For such a copy the host would wait for the GPU, in every layer. Four ranks are played one after the other."""
-    degree, num_tokens, sent = 4, 3, {}
+    degree = 4
+    num_tokens = 3
+    sent = {}
     monkeypatch.setattr(exchange, "group_of", lambda degree: None)
     monkeypatch.setattr(exchange.dist, "get_rank", lambda group: member)
 
@@ -167,7 +169,8 @@ def test_documents_longer_than_a_rank_are_refused_where_logits_are_needed(tmp_pa
 
 
 def test_labels_that_were_shifted_before_the_cut_are_all_scored():
-    logits, labels = torch.randn(1, 6, 9), torch.tensor([[-100, 3, 4, -100, 5, 6]])
+    logits = torch.randn(1, 6, 9)
+    labels = torch.tensor([[-100, 3, 4, -100, 5, 6]])
     following = torch.cat([labels[:, 1:], torch.tensor([[-100]])], 1)
     halves = (slice(0, 3), slice(3, 6))
     parts = [scores_of(logits[:, half], labels[:, half], following[:, half]) for half in halves]

@@ -34,7 +34,8 @@ END = build_tokenizer().eos_token_id
 
 
 def rows(lengths=LENGTHS, end=False, **columns):
-    generator, found = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    found = []
     for i, length in enumerate(lengths):
         ids = torch.randint(16, 60, (length,), generator=generator).tolist()
         if i % 2:  # every second one begins as the one before it
@@ -50,7 +51,8 @@ def rows(lengths=LENGTHS, end=False, **columns):
 def make(folder, model="llama", dataset=None, **settings):
     processor = vision.build_processor(model) if model in vision.FAMILIES else build_tokenizer()
     if model in vision.FAMILIES:
-        model, dataset = vision.build_model(model), vision.rows(12)
+        model = vision.build_model(model)
+        dataset = vision.rows(12)
     model = build_tiny_model(model, vocab_size=64) if isinstance(model, str) else model
     given = {"max_length": 256, "max_steps": 1, "bf16": False, "gradient_accumulation_steps": 2, "on_leak": "raise"}
     given |= settings
@@ -64,7 +66,8 @@ def make(folder, model="llama", dataset=None, **settings):
 
 def compare(trainer, fault=nullcontext):
     """The comparison, with a fault behind the proof of the model; the step follows if it passes."""
-    found, right = [], FirstStep.compare
+    found = []
+    right = FirstStep.compare
 
     def with_fault(self):
         with fault():
@@ -110,7 +113,8 @@ def test_half_precision_is_judged_by_its_rounding(tmp_path):
     assert 1e-4 < found.gradient_gap < 0.1, found.text
     assert compare(make(tmp_path, bf16=True), FAULTS["labels rolled"][0]).problem
     # Recomputed layers must be rounded as in their forward, or an expert gets other tokens
-    model, dataset = zoo.build_model("dbrx").bfloat16(), rows((60, 13, 100, 33, 7, 90))
+    model = zoo.build_model("dbrx").bfloat16()
+    dataset = rows((60, 13, 100, 33, 7, 90))
     assert compare(make(tmp_path, model, dataset, bf16=True)).problem is None
 
 
@@ -290,7 +294,9 @@ def test_a_fault_is_named(tmp_path, fault, settings, named):
 @pytest.mark.parametrize("fault, helps", [("boundaries lost", True), ("labels rolled", False)])
 def test_documents_run_as_rows_where_that_is_right(tmp_path, fault, helps):
     """With `on_leak` as usual, as after a leak that the proof has found. A fault of the loss is refused."""
-    trainer, compared, right = make(tmp_path, on_leak="repair"), [], FirstStep.compare
+    trainer = make(tmp_path, on_leak="repair")
+    compared = []
+    right = FirstStep.compare
 
     def with_fault(self):
         with FAULTS[fault][0]():
@@ -329,7 +335,8 @@ def test_longer_documents_that_leak_are_refused(tmp_path):
         return [num_tokens] if num_tokens >= 180 else right(bounds, num_tokens)
 
     trainer = make(tmp_path, dataset=rows((60, 190)), gradient_accumulation_steps=1)
-    right, fault = FirstStep.compare_longer, changed(varlen, "_lengths_between", beyond)
+    right = FirstStep.compare_longer
+    fault = changed(varlen, "_lengths_between", beyond)
 
     def with_fault(self, batches):
         with fault():
@@ -362,7 +369,8 @@ def test_lengths_are_compared_when_they_double(tmp_path):
     one_each = {"packing_strategy": "minibatch", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     in_order = {"train_sampling_strategy": "sequential", "shuffle_dataset": False}
     trainer = make(tmp_path, dataset=rows((40, 90, 200, 210)), max_steps=4, **one_each, **in_order)
-    seen, right = [], Probe.forward_alone
+    seen = []
+    right = Probe.forward_alone
 
     def note(self, ids):
         seen.extend([len(ids)] * (len(ids) > 32))  # the proof of the model has shorter ones
@@ -375,6 +383,7 @@ def test_lengths_are_compared_when_they_double(tmp_path):
 
 
 def test_padding_is_no_long_document():
-    lengths, collate = (5, 7, 40), PackedDataCollator()
+    lengths = (5, 7, 40)
+    collate = PackedDataCollator()
     documents = [{"input_ids": torch.full((n,), n), "labels": torch.full((n,), n if n < 40 else -100)} for n in lengths]
     assert longest_of(collate(documents)).tolist() == [7] * 7

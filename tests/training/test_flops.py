@@ -28,7 +28,8 @@ def test_backward_costs_what_torch_counts(lora):
     costs = make_cost_model(model.config)
     if lora:
         model = get_peft_model(model, LoraConfig(r=1, target_modules=["v_proj"]))
-    one, two = counted(model, 32), counted(model, 64)
+    one = counted(model, 32)
+    two = counted(model, 64)
     pairs = (two - 2 * one) / (64**2 - 2 * 32**2)
     per_token = (one - pairs * 32**2) / 32
     linear = CostModel(costs.per_token, 0.0)
@@ -49,8 +50,10 @@ def test_tensors_cost_what_arrays_do():
 
 
 def test_a_pack_costs_the_sum_of_its_documents_and_less_than_one_sequence():
-    costs, lengths = CostModel(10.0, 2.0), torch.tensor([5.0, 0.0, 7.0], dtype=torch.float64)
-    apart, joined = costs(lengths).sum(), costs(lengths.sum())
+    costs = CostModel(10.0, 2.0)
+    lengths = torch.tensor([5.0, 0.0, 7.0], dtype=torch.float64)
+    apart = costs(lengths).sum()
+    joined = costs(lengths.sum())
     assert training_flops(costs, lengths, 1.0).sum() == 3 * apart < 3 * joined
     assert training_flops(costs, lengths, 0.0).sum() == 3 * apart - 10 * 12
 

@@ -49,7 +49,8 @@ def images_of_rows(examples: ImageExamples, ids: torch.Tensor, pixels: torch.Ten
 
 
 A, B = PICTURES[:2]
-SEVEN, EIGHT = torch.tensor([7]), torch.tensor([8])
+SEVEN = torch.tensor([7])
+EIGHT = torch.tensor([8])
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,7 +64,8 @@ def test_every_document_has_its_own_images(found, multiple):
     examples = examples_of("llava")
     documents = [examples.joined(parts) for parts in found]
     collate = sharing(examples, pad_to_multiple_of=multiple)
-    batch, layout = collate(documents), layout_of(collate(documents))
+    batch = collate(documents)
+    layout = layout_of(collate(documents))
     shown = images_of_rows(examples, batch["input_ids"][0], batch.get("pixel_values"))
     for i, document in enumerate(documents):
         ids = torch.as_tensor(document["input_ids"])
@@ -81,11 +83,14 @@ def test_every_document_has_its_own_images(found, multiple):
 def test_images_of_one_document_are_shared_one_by_one(family):
     """A conversation that grows by a screenshot per turn: three documents need three images, not six."""
     examples = examples_of(family)
-    head, between, screens = torch.arange(20, 40), torch.arange(40, 45), [examples.image(48, 48) for _ in range(3)]
+    head = torch.arange(20, 40)
+    between = torch.arange(40, 45)
+    screens = [examples.image(48, 48) for _ in range(3)]
     parts = [head, screens[0], between, screens[1], between, screens[2]]
     documents = [examples.joined([*parts[:stop], between[:2], torch.tensor([4, 3])]) for stop in (2, 4, 6)]
     collate = sharing(examples)
-    batch, runs = collate(documents), collate.rows.collate(documents)[1]
+    batch = collate(documents)
+    runs = collate.rows.collate(documents)[1]
     longest = documents[2]
     assert batch["pixel_values"].shape == longest["pixel_values"].shape
     assert batch["input_ids"].shape[1] <= len(longest["input_ids"]) + 8
@@ -170,7 +175,9 @@ SHARED = {"packing_strategy": "minibatch", "share_prefixes": "pack", "per_device
 
 def computed_rows(run) -> list[tuple[int, int, int]]:
     """Of each pack of the first epoch: its rows, those of its units as planned, and how many units it has."""
-    schedule, units, documents = run.data.planner.schedule(0), run.data.planner.units(), run.data.documents
+    schedule = run.data.planner.schedule(0)
+    units = run.data.planner.units()
+    documents = run.data.documents
     number = np.empty(len(documents), dtype=np.int64)
     number[units.order] = units._piece
     found = []
@@ -230,7 +237,8 @@ def test_a_family_that_parts_behind_an_image_computes_the_image_again(tmp_path):
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_training_computes_what_plan_estimates(family, tmp_path):
-    run, seen = make(tmp_path, family, QUESTIONS, **(SGD | SHARED)), []
+    run = make(tmp_path, family, QUESTIONS, **(SGD | SHARED))
+    seen = []
     fetch = run.get_batch_samples
 
     def counted(*given):

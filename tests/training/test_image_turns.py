@@ -35,12 +35,14 @@ def test_a_sample_is_the_row_of_trl(family, tmp_path):
     """Tokens, labels and pixels of the prompt that generation sees, with the images up to the turn."""
     silent = [{"images": TURNS[0]["images"][:1], "messages": TURNS[0]["messages"][:1], "share": 9.0}]
     made = run(tmp_path, Dataset.from_list([*TURNS, *silent], features=TURNS.features), family)
-    reader, expected = made.data.reader, by_turn()
+    reader = made.data.reader
+    expected = by_turn()
     stock = make(tmp_path, family, expected, **UNPACKED)
     assert len(reader) == len(expected) + 1
     assert reader.image_counts.tolist() == [1, 2, 3] * len(TURNS) + [1]
     for i in range(len(expected)):
-        found, wanted = reader.read(i, 0, reader.lengths[i]), dict(stock.data_collator([dict(expected[i])]))
+        found = reader.read(i, 0, reader.lengths[i])
+        wanted = dict(stock.data_collator([dict(expected[i])]))
         for name in ("input_ids", "labels"):
             assert np.array_equal(found.pop(name), wanted.pop(name)[0]), name
         wanted.pop("attention_mask")
@@ -70,7 +72,8 @@ def test_in_the_order_of_the_table_a_conversation_computes_each_image_once(tmp_p
 
 def test_evaluation_has_each_turn_once(tmp_path):
     """The loss of the turns by hand, packed and padded; and each source has that of its turns."""
-    model, given = build_model("llava"), TURNS.add_column("source", ["a", "b"] * 3)
+    model = build_model("llava")
+    given = TURNS.add_column("source", ["a", "b"] * 3)
     turns = by_turn().add_column("source", np.repeat(given["source"], 3))
     kwargs = {"model": model, "source_column": "source"}
     expected = make(tmp_path, "llava", turns, eval_packing=False, max_length=300, **kwargs).evaluate(turns)
@@ -140,7 +143,8 @@ def test_images_of_plain_messages_belong_to_the_first_of_the_user():
 def test_a_template_that_changes_the_history_keeps_the_prompt_of_generation():
     """As for text: the prompt is what generation sees, and the turn is as the template renders it."""
     processor = build_processor("llava")
-    text, is_seen = "{{ part['text'] }}", "part['text'] != 'b' or messages | length != 4 or add_generation_prompt"
+    text = "{{ part['text'] }}"
+    is_seen = "part['text'] != 'b' or messages | length != 4 or add_generation_prompt"
     assert text in processor.chat_template
     processor.chat_template = processor.chat_template.replace(text, f"{{% if {is_seen} %}}{text}{{% endif %}}")
     conversation = Conversation.from_row({"messages": chat("a", "b", "c", "d", images=1)}, TURNS[0]["images"][:1])

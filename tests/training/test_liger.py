@@ -27,7 +27,9 @@ class Played:
     """`_apply_liger_kernel_to_instance`: norms of its own, and by default a forward of the model with its loss."""
 
     def __init__(self):
-        self.calls, self.given, self.mixes = 0, None, False
+        self.calls = 0
+        self.given = None
+        self.mixes = False
 
     def apply(self, model, **kernels):
         self.given = kernels
@@ -44,7 +46,8 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch):
-    entry, kernels = Played(), types.ModuleType("liger_kernel.transformers")
+    entry = Played()
+    kernels = types.ModuleType("liger_kernel.transformers")
     kernels._apply_liger_kernel_to_instance = entry.apply
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", kernels)

@@ -31,8 +31,10 @@ def labels_of(model, rows=2, length=23):
 
 def by_hand(logits, labels):
     """(log-probability, entropy, is_top1) of shifted labels, from full logits."""
-    logits, labels = logits[:, :-1].float(), labels[:, 1:]
-    log_probs, mask = F.log_softmax(logits, -1), labels != -100
+    logits = logits[:, :-1].float()
+    labels = labels[:, 1:]
+    log_probs = F.log_softmax(logits, -1)
+    mask = labels != -100
     chosen = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     return chosen * mask, entropy * mask, (logits.argmax(-1) == labels) & mask

@@ -38,7 +38,8 @@ def check_amplitude(noise: torch.Tensor, length: int) -> None:
 
 
 def test_alone_a_document_has_it_by_transformers():
-    model, tokens = build_tiny_model().train(), torch.arange(5, 35)[None]
+    model = build_tiny_model().train()
+    tokens = torch.arange(5, 35)[None]
     clean = model.get_input_embeddings()(tokens)
     activate_neftune(model, ALPHA)
     noise = torch.stack([model.get_input_embeddings()(tokens) - clean for _ in range(60)])
@@ -92,10 +93,13 @@ def test_parts_of_a_pack_have_the_amplitude_of_documents_and_noise_of_their_own(
 
     With images each rank embeds the whole pack, and its decoder gets the rows of its part.
     """
-    draws, degree, size = 300, 2, 32
+    draws = 300
+    degree = 2
+    size = 32
     model = build_tiny_model("llama").train()
     whole = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": [5] * n} for n in (30, 3, 9)])
-    noise, seen = DocumentNoise(model, ALPHA), []
+    noise = DocumentNoise(model, ALPHA)
+    seen = []
     for index in range(degree):
         batch = cut_part(whole, degree, index, has_images=has_images)
         own = slice(index * 21, (index + 1) * 21) if has_images else slice(None)

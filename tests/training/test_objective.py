@@ -60,7 +60,8 @@ def gradients(run, compute_loss, batches, num_items):
 
 
 def summed_loss(outputs, labels, num_items_in_batch=None):
-    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    labels = labels[:, 1:].flatten()
     return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
 
 
@@ -241,7 +242,8 @@ def lengths_of(batch):
 
 def recorded(run):
     """Notes every micro-batch that is trained."""
-    seen, fetch = [], run.get_batch_samples
+    seen = []
+    fetch = run.get_batch_samples
 
     def noting(*given):
         batches, num_items = fetch(*given)
@@ -263,11 +265,13 @@ def test_what_is_logged_is_right(settings, tmp_path):
     run = trainer(tmp_path, halves(), learning_rate=0.1, **logs, **saves, **settings)
     seen = recorded(run)
     run.train()
-    num_tokens, at = 0, 0
+    num_tokens = 0
+    at = 0
     logs = [entry for entry in run.state.log_history if "loss" in entry]
     assert len(logs) == run.state.global_step // 2 > 1
     for entry in logs:
-        window, at = seen[at : at + 6], at + 6
+        window = seen[at : at + 6]
+        at = at + 6
         lengths = [n for batch in window for n in lengths_of(batch)]
         tokens = sum(lengths)
         num_tokens += tokens
@@ -299,7 +303,8 @@ class OwnLabels:
 @scores_tokens
 @pytest.mark.parametrize("settings", [{"packing": False}, {"packing_strategy": "minibatch"}], ids=str)
 def test_scores_are_means_over_the_labels_that_a_subclass_trains(settings, tmp_path):
-    of_trl, logs = {"config_class": trl.SFTConfig, "packing": False}, []
+    of_trl = {"config_class": trl.SFTConfig, "packing": False}
+    logs = []
     for kind, given in ((SFTTrainer, settings), (trl.SFTTrainer, of_trl)):
         subclass = type("Own", (OwnLabels, kind), {})
         run = trainer(tmp_path, halves(), trainer_class=subclass, max_steps=3, **given)
@@ -362,7 +367,8 @@ def test_the_share_of_time_without_data_is_logged(is_slow, tmp_path):
 
 def test_num_tokens_is_up_to_date_at_every_checkpoint(tmp_path):
     run = trainer(tmp_path, halves(), num_train_epochs=1, logging_steps=1000, save_strategy="steps", save_steps=1)
-    seen, at_checkpoint = recorded(run), []
+    seen = recorded(run)
+    at_checkpoint = []
 
     class Save(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):

@@ -93,7 +93,8 @@ def check_logs(row: Row, found: dict, expected: dict) -> None:
     assert ("aux_loss" in names) is bool(row.given.get("router_aux_loss_coef"))
     assert ("loss/a" in names) is ("source_column" in row.given)
     for name in names:
-        ours, theirs = logged(found, name), logged(expected, name)
+        ours = logged(found, name)
+        theirs = logged(expected, name)
         if name.split("/")[0] in EXACT:
             assert ours == pytest.approx(theirs, rel=1e-6), name  # floats of TRL's that are gathered
         else:
@@ -107,7 +108,9 @@ def check_logs(row: Row, found: dict, expected: dict) -> None:
 @pytest.mark.parametrize("engine, name", PAIRS)
 def test_ranks_train_what_trl_trains_unpacked(launch, engine, name):
     runs_here(engine)
-    row, found, expected = ROWS[name], launch[engine, name], reference(name)
+    row = ROWS[name]
+    found = launch[engine, name]
+    expected = reference(name)
     limit = tolerance(rounding()[0]) if row.dtype is torch.float32 else 1e-12
     assert difference(found, expected) <= limit
     check_logs(row, found, expected)
@@ -117,7 +120,8 @@ def test_ranks_train_what_trl_trains_unpacked(launch, engine, name):
 def test_ranks_train_as_the_row_says(launch, engine, name):
     """The engine, the proof on the model as it wraps it, and that packs were shared, repaired or recomputed at all."""
     runs_here(engine)
-    row, found = ROWS[name], launch[engine, name]
+    row = ROWS[name]
+    found = launch[engine, name]
     if row.code:
         assert found["report"]["first_step"].startswith("not compared with unpacked training: `compute_loss_func`")
     elif found["report"]:  # packed
@@ -175,7 +179,8 @@ def test_faults_in_gradients_are_found_under_engines(launch, engine, name):
 @pytest.mark.faults
 @pytest.mark.parametrize("engine, name, fault", FAULTS)
 def test_the_table_sees_faults(planted, engine, name, fault):
-    found, expected = planted[engine, f"{name}-{fault}"], reference(name)
+    found = planted[engine, f"{name}-{fault}"]
+    expected = reference(name)
     if fault in ("counted_twice", "totals_of_one_rank"):
         assert logged(found, "num_tokens") != pytest.approx(logged(expected, "num_tokens"), rel=0.1)
     elif fault == "sources_as_met":  # they are in the log only

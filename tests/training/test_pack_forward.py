@@ -124,7 +124,8 @@ def test_each_token_has_a_row_with_its_own_past(padded, shares):
     if not mask.any():
         assert batch is None
         return
-    pack, lengths = batch.pack, [n for n in mask.sum(1).tolist() if n]
+    pack = batch.pack
+    lengths = [n for n in mask.sum(1).tolist() if n]
     assert torch.equal(pack["input_ids"][0, batch.rows], ids[mask.bool()])
     assert torch.equal(batch.cells, mask.flatten().nonzero()[:, 0])
     assert torch.equal(pack["position_ids"][0, batch.rows], torch.cat([torch.arange(n) for n in lengths]))
@@ -132,7 +133,8 @@ def test_each_token_has_a_row_with_its_own_past(padded, shares):
     assert "attention_mask" not in pack
     assert batch.rows.unique().tolist() == list(range(batch.num_computed)), "a row is computed that no token needs"
     # The keys of the run of each row, up to itself, are the tokens before it in each document that has it
-    bounds_q, bounds_k = pack["cu_seq_lens_q"].tolist(), pack["cu_seq_lens_k"].tolist()
+    bounds_q = pack["cu_seq_lens_q"].tolist()
+    bounds_k = pack["cu_seq_lens_k"].tolist()
     keys = pack[LAYOUT_KEY].kv_index if LAYOUT_KEY in pack else torch.arange(batch.num_computed)
     for rows in batch.rows.split(lengths):
         for place, row in enumerate(rows.tolist()):
@@ -142,7 +144,8 @@ def test_each_token_has_a_row_with_its_own_past(padded, shares):
 
 
 def test_padding_between_tokens_is_no_document():
-    ids, mask = torch.tensor([[5, 6, 0, 7], [5, 6, 7, 8]]), torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]])
+    ids = torch.tensor([[5, 6, 0, 7], [5, 6, 7, 8]])
+    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]])
     collate = PrefixCollator(keeps_last_rows=True)
     assert pack_rows(ids, mask, collate) is None
     assert pack_rows(ids[1:], mask[1:], collate) is not None
@@ -168,7 +171,8 @@ def num_hooks(model):
 def test_states_come_back_to_their_places():
     with in_double():
         model = build_tiny_model("llama", dtype=torch.float64)
-        batch, hooks = rows_that_share(), num_hooks(model)
+        batch = rows_that_share()
+        hooks = num_hooks(model)
         mask = batch["attention_mask"].bool()
         wanted = model(**batch, use_cache=False).logits
         record = pack_forward(model)
@@ -203,7 +207,8 @@ def test_padding_gets_no_gradient():
 
 def calls():
     batch = rows_that_share()
-    ids, mask = batch["input_ids"], batch["attention_mask"]
+    ids = batch["input_ids"]
+    mask = batch["attention_mask"]
     return {
         "with a cache": {**batch, "use_cache": True},
         "with an empty cache": {**batch, "use_cache": False, "past_key_values": DynamicCache()},
@@ -255,7 +260,8 @@ def test_what_a_pack_would_need_in_its_own_order_is_named():
 def test_rows_with_images_keep_their_padding_and_rows_of_text_do_not(tmp_path):
     settings = {"packing": False, "max_length": None, "config_class": trl.SFTConfig}
     trainer = make(tmp_path, "llava", trainer_class=trl.SFTTrainer, **settings)
-    model, images = trainer.model, next(iter(trainer.get_train_dataloader()))
+    model = trainer.model
+    images = next(iter(trainer.get_train_dataloader()))
     assert images["pixel_values"].ndim > 2
     assert not images["attention_mask"].all()
     images = {name: images[name] for name in ("input_ids", "attention_mask", "pixel_values")}
@@ -407,7 +413,8 @@ def test_models_that_give_rewards_are_packed(tmp_path):
         settings = {"reward_funcs": [reward], "reward_processing_classes": [build_tokenizer()], "max_steps": 2}
         return train("grpo", packed=packed, **settings)
 
-    stock, packed = run(False), run(True)
+    stock = run(False)
+    packed = run(True)
     assert (stock[0] - packed[0]).abs().max() < EQUAL * stock[0].abs().max() != 0
     rows = packed[2].rows
     assert rows.keys() == {"model", "reward_funcs[0]"}
@@ -427,7 +434,8 @@ def test_the_gradient_is_compared(monkeypatch):
         def backward(ctx, gradient):
             return gradient / 2
 
-    model, batch = build_tiny_model("llama"), rows_that_share()
+    model = build_tiny_model("llama")
+    batch = rows_that_share()
     pack_forward(model)
     layer = model.model.layers[0].self_attn
 

@@ -127,7 +127,8 @@ def test_evaluation_brings_families_together(tmp_path):
     assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_loss/a", "eval_trained_tokens/c"} <= {*names}
     assert {name: shared[name] for name in names} == pytest.approx({name: whole[name] for name in names}, rel=1e-6)
     # Packed as it comes, the set shares less
-    data, lengths = found.eval_dataset.to_list(), [len(ids) for ids in found.eval_dataset["input_ids"]]
+    data = found.eval_dataset.to_list()
+    lengths = [len(ids) for ids in found.eval_dataset["input_ids"]]
     plan = plan_packs(lengths, 4 * 96, "bfd")
     unsorted = [
         PrefixCollator()([data[i] for i in pack])["labels"].numel() for pack in np.split(plan.order, plan.offsets[1:-1])

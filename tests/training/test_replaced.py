@@ -13,7 +13,8 @@ ROWS = texts(40)
 
 def with_documents(run):
     """Collects what each `train()` is given: sorted tokens of every document."""
-    documents, fetch = [], run.get_batch_samples
+    documents = []
+    fetch = run.get_batch_samples
 
     def noting(*given):
         batches, num_items = fetch(*given)
@@ -48,7 +49,8 @@ def test_a_training_set_that_is_set_before_training_is_trained(settings, tmp_pat
 @pytest.mark.parametrize("packing", [True, False])
 def test_each_stage_trains_its_own_rows_and_steps(packing, tmp_path):
     run = trainer(tmp_path, ROWS, packing=packing, num_train_epochs=1)
-    documents, prepared = with_documents(run), run.train_dataset
+    documents = with_documents(run)
+    prepared = run.train_dataset
     tokens = [[7, 8, 9, 10 + i] for i in range(30)]
     tokenised = Dataset.from_dict({"input_ids": tokens} | ({} if packing else {"labels": tokens}))
     num_steps = []
@@ -114,7 +116,8 @@ def test_a_resumed_stage_has_the_rows_of_its_checkpoint(tmp_path):
 def test_streams_follow_each_other(tmp_path):
     settings = {"max_steps": 3}
     run = trainer(tmp_path, ROWS.to_iterable_dataset(), **settings)
-    documents, other = with_documents(run), [[7, 8, 9, 10 + i] for i in range(200)]
+    documents = with_documents(run)
+    other = [[7, 8, 9, 10 + i] for i in range(200)]
     run.train_dataset = Dataset.from_dict({"input_ids": other}).to_iterable_dataset()
     run.train()
     assert documents
@@ -182,7 +185,8 @@ def test_a_setting_of_packing_that_is_changed_later_is_refused(name, tmp_path):
 @pytest.mark.parametrize("wraps_too", [True, False])
 def test_another_model_is_refused(packing, wraps_too, tmp_path):
     run = trainer(tmp_path, ROWS, trainer_kwargs={"eval_dataset": texts(4)}, packing=packing, max_steps=1)
-    own, run.model = run.model, build_tiny_model("llama")
+    own = run.model
+    run.model = build_tiny_model("llama")
     if wraps_too:
         run.model_wrapped = run.model
     for call in (run.train, run.evaluate):

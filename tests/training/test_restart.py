@@ -61,7 +61,8 @@ def test_token_counts_continue(run, folder):
     again = resume(folder, "checkpoint-10", include_num_input_tokens_seen="all")
     assert torch.equal(weights(again), weights(run))
     for name in ("num_tokens", "num_input_tokens_seen"):
-        whole, resumed = logged(run, name), logged(again, name)
+        whole = logged(run, name)
+        resumed = logged(again, name)
         assert resumed == whole
         assert whole[11] > whole[10] > 0
     state = json.loads((folder / "checkpoint-10" / STATE_FILE).read_text())
@@ -102,7 +103,8 @@ def test_newest_begins_where_there_is_no_whole_checkpoint(tmp_path, caplog):
 
 def test_the_rest_of_an_epoch_is_planned_anew_for_other_settings(run, folder, caplog):
     again = resume(folder, "checkpoint-10", gradient_accumulation_steps=1, include_num_input_tokens_seen="all")
-    planner, total = again.data.planner, again.state.max_steps
+    planner = again.data.planner
+    total = again.state.max_steps
     before = run.state.max_steps // 3
     epochs, rates, tokens = (logged(again, name) for name in ("epoch", "learning_rate", "num_tokens"))
     assert planner.num_steps > before
@@ -320,7 +322,8 @@ def test_a_checkpoint_that_is_written_again_is_not_vouched_for_by_the_first(fold
 
 def test_a_run_that_is_killed_as_it_begins_to_write_again_is_passed_over(folder, monkeypatch):
     """At no moment is a checkpoint whole that is not."""
-    unlink, removed = Path.unlink, []
+    unlink = Path.unlink
+    removed = []
 
     def die(path, **kwargs):
         if removed:

@@ -42,7 +42,8 @@ def our_hooks(model):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_next_trainer_trains_as_on_a_fresh_model(model_type, built_first, reentrant, tmp_path):
     model = build_tiny_model(model_type)
-    own, start = model.config._attn_implementation, copy.deepcopy(model.state_dict())
+    own = model.config._attn_implementation
+    start = copy.deepcopy(model.state_dict())
     settings = checkpointing(reentrant)
     kinds = ["packed", *KINDS]
     if Version("1.15") > TRL and model_type == "mamba":
@@ -126,7 +127,8 @@ def test_a_deep_copy_of_a_trained_model(model_type, tmp_path):
     """TRL binds the copy's forward to the original, so that it computes with the original's weights."""
     first = build("packed", build_tiny_model(model_type), tmp_path)
     first.train()
-    copied, fresh = copy.deepcopy(first.model), build_tiny_model(model_type)
+    copied = copy.deepcopy(first.model)
+    fresh = build_tiny_model(model_type)
     fresh.load_state_dict(copied.state_dict())
     with pytest.raises(ValueError, match=r"ran and did not call its LM head.*deep copy.*`del model"):
         build("packed", copied, tmp_path).train()

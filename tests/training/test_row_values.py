@@ -60,14 +60,17 @@ def documents_of(batch: dict, rows: list[dict]) -> list[Document]:
 
 def loss_by_hand(model, documents, weighting, uses_weights=True, **loss):
     """sum(w_d * loss_t) / sum(w_d) over the trained tokens, or sum(w_d * mean_d) / sum(w_d) over the documents."""
-    above, below = torch.zeros((), dtype=torch.float64), 0.0
+    above = torch.zeros((), dtype=torch.float64)
+    below = 0.0
     for document in documents:
         weight = document.weight if uses_weights else 1.0
         losses = token_losses(model, document, **loss)
         if weighting == "document":
-            above, below = above + weight * losses.mean(), below + weight
+            above = above + weight * losses.mean()
+            below = below + weight
         else:
-            above, below = above + weight * losses.sum(), below + weight * len(losses)
+            above = above + weight * losses.sum()
+            below = below + weight * len(losses)
     return above / (below or 1.0)
 
 
@@ -82,7 +85,8 @@ def token_losses(model, document, loss_type="nll", label_smoothing_factor=0.0):
 
 def train_by_hand(model, steps, learning_rate, weighting, uses_weights=True):
     """SGD; the loss of each step, and the mean loss of each step's trained tokens by source."""
-    losses, by_source = [], []
+    losses = []
+    by_source = []
     for documents in steps:
         model.zero_grad()
         loss = loss_by_hand(model, documents, weighting, uses_weights)
@@ -158,7 +162,8 @@ def test_weights_are_the_definition_by_hand(settings, weighting, tmp_path):
         total += loss.item()
     found = torch.cat([p.grad.flatten() for p in run.model.parameters()])
     of_loss = {name: settings[name] for name in ("loss_type", "label_smoothing_factor") if name in settings}
-    errors, other = [], {"token": "document", "document": "token"}[weighting]
+    errors = []
+    other = {"token": "document", "document": "token"}[weighting]
     is_weighted = "weight_column" not in settings
     for way in ((weighting, is_weighted), (weighting, not is_weighted), (other, is_weighted)):
         reference.zero_grad()
@@ -280,7 +285,8 @@ def test_sources_of_an_unpacked_stream_are_those_of_the_table(tmp_path):
     """Each worker reads a shard, and meets the sources in another order than the trainer does."""
     shards = [ROWS.shard(2, i, contiguous=True) for i in range(2)]
     batches = [shard.select(range(2 * i, 2 * i + 2)) for i in range(len(shards[0]) // 2) for shard in shards]
-    table, stream = concatenate_datasets(batches), concatenate_datasets(shards).to_iterable_dataset(2)
+    table = concatenate_datasets(batches)
+    stream = concatenate_datasets(shards).to_iterable_dataset(2)
     common = {"max_steps": 5, "packing": False, "per_device_train_batch_size": 2, "dataloader_num_workers": 2}
     common |= {"gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"} | SGD | COLUMNS
     runs = [trainer(tmp_path / str(i), rows, **common) for i, rows in enumerate((table, stream))]

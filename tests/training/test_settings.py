@@ -72,7 +72,8 @@ def test_the_help_of_every_field_of_packing_is_its_text_on_the_api_page(monkeypa
 @pytest.mark.parametrize("heading", FIELDS)
 def test_every_field_is_accounted_for(heading):
     named = Counter(name for names, *_ in table(heading) for name in names)
-    unnamed, unknown = FIELDS[heading] - named.keys(), named.keys() - FIELDS[heading]
+    unnamed = FIELDS[heading] - named.keys()
+    unknown = named.keys() - FIELDS[heading]
     assert not unknown, f"these fields no longer exist: {sorted(unknown)}"
     assert max(named.values()) == 1
     tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("*.py"))

@@ -16,7 +16,8 @@ def documents(*lengths):
 
 @pytest.mark.parametrize("lengths", [(7,), (3, 2, 4), (64,) * 8, (512,), (1,) * 64], ids=str)
 def test_every_pack_has_the_same_shapes(lengths):
-    batch, plain = STATIC(documents(*lengths)), PackedDataCollator()(documents(*lengths))
+    batch = STATIC(documents(*lengths))
+    plain = PackedDataCollator()(documents(*lengths))
     assert all(batch[name].shape == (1, 512) for name in ("input_ids", "labels", "position_ids", "seq_idx"))
     bounds = batch["cu_seq_lens_q"]
     assert bounds.shape == (73,)
@@ -35,7 +36,8 @@ def test_every_pack_has_the_same_shapes(lengths):
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_every_part_of_a_pack_has_the_same_shapes(degree):
     """Also of packs that are nearly empty, and of documents shorter and longer than a part."""
-    collate, shapes = PackedDataCollator(32, pad_documents_to_multiple_of=8, max_length=100), set()
+    collate = PackedDataCollator(32, pad_documents_to_multiple_of=8, max_length=100)
+    shapes = set()
     for lengths in ((1,), (7, 3), (min(100, 32 * degree),), (16 * degree,) * 2, (5,) * 6):
         part = cut_part(collate.collate(documents(*lengths), degree)[0], degree, 0)
         longest = part["max_length_q"]

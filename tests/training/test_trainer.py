@@ -273,7 +273,8 @@ def test_compiled_training_is_training(model, tmp_path):
 @compiles_inputs
 def test_compiled_training_with_checkpoints_is_training(tmp_path):
     """Which layers run compiled is in `test_compiled.py`."""
-    compiled, ends = {"torch_compile": True, "torch_compile_backend": "eager"}, []
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    ends = []
     for more in (compiled, {}):
         torch.compiler.reset()
         counters.clear()

@@ -49,7 +49,8 @@ SEVERAL = {"packing_strategy": "minibatch", "per_device_train_batch_size": 4, "m
 def run_both(folder, name, data=None, **settings):
     """A packed run with user code and stock TRL's unpacked one, both trained."""
     make_class, loss_func, _ = USER_CODE[name]
-    settings, data = SETTINGS | settings, documents() if data is None else data
+    settings = SETTINGS | settings
+    data = documents() if data is None else data
     extra = {"trainer_kwargs": {"compute_loss_func": loss_func}}
     packed = trainer(
         folder, data, trainer_class=make_class(SFTTrainer), packing_strategy="minibatch", **extra, **settings
@@ -119,7 +120,8 @@ def test_what_remains_uneven_is_said_once_with_its_number(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "trl_packfix"):
         run = trainer(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1, **SETTINGS)
         run.train()
-    schedule, trained = run.data.planner.schedule(0), run.data.documents.trained
+    schedule = run.data.planner.schedule(0)
+    trained = run.data.documents.trained
     _, _, gap = uneven_weights(schedule, trained)
     (text,) = [record.getMessage() for record in caplog.records if "micro-batch" in record.getMessage()]
     assert text.startswith("`MeanLoss.compute_loss` computes the loss of packs. In the first epoch they hold ")
@@ -363,13 +365,15 @@ def schedule_gradients(run):
 
 def test_layerwise_optimizers_of_transformers_are_left_out_and_other_hooks_stay():
     """transformers sums gradients of divided experts in such a hook, which the comparison of the first step needs."""
-    model, seen = build_tiny_model("llama"), []
+    model = build_tiny_model("llama")
+    seen = []
 
     def hook_of(name):
         def hook(parameter):
             seen.append(name)
 
-        hook.__module__, hook.__qualname__ = "transformers.trainer", f"make.<locals>.{name}"
+        hook.__module__ = "transformers.trainer"
+        hook.__qualname__ = f"make.<locals>.{name}"
         return hook
 
     for name in ("optimizer_hook", "average_gradient"):

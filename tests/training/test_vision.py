@@ -28,7 +28,8 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
     settings = {"packing_strategy": "bfd_split", "max_length": 56, "per_device_train_batch_size": 6, "max_steps": 1}
     run = make(tmp_path, family, **settings)
     assert run.data.documents.ledger.split.documents > 2
-    loader, spans = run.get_train_dataloader(), run.data.documents
+    loader = run.get_train_dataloader()
+    spans = run.data.documents
     packs = zip(loader, run.data.planner.schedule(0).micro_batches(0), strict=True)
     # The first pack with a later fragment that has an image
     batch, documents = next(
@@ -96,7 +97,8 @@ def test_evaluation_is_the_same_for_every_batch(tmp_path):
 def test_predictions_have_a_row_for_every_row(tmp_path):
     held_out = rows(5, seed=5)
     run = make(tmp_path)
-    found, lengths = run.predict(held_out), run.data.images.read(held_out, "x").lengths
+    found = run.predict(held_out)
+    lengths = run.data.images.read(held_out, "x").lengths
     assert len(found.predictions) == 5
     assert (found.label_ids != -100).sum(1).tolist() == lengths.tolist()
 
@@ -186,7 +188,8 @@ def test_weights_and_sources_of_rows_with_images(tmp_path):
     columns = {"weight_column": "share", "source_column": "source", "trainer_kwargs": {"eval_dataset": weighted}}
     run = make(tmp_path, dataset=weighted, **columns, **settings)
     # before training: the loss of each source is that of its rows alone, without weights
-    found, start = run.evaluate(), weights(run)
+    found = run.evaluate()
+    start = weights(run)
     for name in ("text", "images"):
         rows_of = weighted.select([i for i in range(12) if source[i] == name])
         assert found[f"eval_loss/{name}"] == pytest.approx(run.evaluate(rows_of)["eval_loss"], rel=1e-5)

@@ -102,7 +102,8 @@ def processed(packs, process=PROCESS):
 def test_documents_are_those_of_the_table(source, settings, tmp_path):
     table = conversations() if "per_turn" in settings else TABLE
     run = make(tmp_path, "llava", table, **settings)
-    spans, process = run.data.documents, run.data.images.process
+    spans = run.data.documents
+    process = run.data.images.process
     expected = [run.data.reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
     cuts = {name: value for name, value in settings.items() if name != "per_turn"}
     dataset = streams_of(source) if table is TABLE else table.to_iterable_dataset(2)
@@ -121,7 +122,8 @@ def test_documents_are_those_of_the_table(source, settings, tmp_path):
 
 def test_waiting_documents_are_bounded_by_the_bytes_of_their_images():
     """A chunk more is read at a time. The bound makes more packs only where nothing fits."""
-    packed, waiting = stream(streams_of("table", 1), batch_size=2), []
+    packed = stream(streams_of("table", 1), batch_size=2)
+    waiting = []
     for _ in islice(packed, 20):
         rows_waiting = [document[ENCODED] for document in packed._waiting.values()]
         waiting.append(sum(row.num_bytes for row in rows_waiting))
@@ -146,7 +148,8 @@ def test_a_checkpoint_holds_encoded_images_once(tmp_path):
     packed = stream(run.train_dataset, rows=run.data.images.of_stream(), most_bytes=2**28)
     next(iter(packed))
     state = packed.state_dict(1)
-    waiting, images = state["documents"]["lengths"], state["documents"]["images"]
+    waiting = state["documents"]["lengths"]
+    images = state["documents"]["images"]
     assert len(waiting) > 55
     assert sum(map(len, images["numbers"])) > 1.8 * len(images["paths"])
     encoded = sum(images["sizes"])
@@ -165,7 +168,9 @@ def test_a_restart_goes_on_with_the_same_batches(source, workers):
     def new():
         return stream(streams_of(source), accumulation=2, num_workers=workers)
 
-    whole, packs, states = new(), [], {}
+    whole = new()
+    packs = []
+    states = {}
     batches = iter(whole)
     while whole.num_passes < 2:
         packs.append(list(islice(batches, 2)))
@@ -181,7 +186,8 @@ def test_a_restart_goes_on_with_the_same_batches(source, workers):
 
 @pytest.mark.parametrize("num_shards, before, after", [(2, 2, 1), (1, 2, 3), (2, 1, 2)])
 def test_every_document_once_per_pass_on_other_ranks(num_shards, before, after):
-    dataset, seen = streams_of("one size", num_shards), Counter()
+    dataset = streams_of("one size", num_shards)
+    seen = Counter()
     ranks = [stream(dataset, rank=rank, world_size=before) for rank in range(before)]
     for rank in ranks:
         seen.update(chain(*processed(islice(rank, 3))))

@@ -235,7 +235,8 @@ def _choose_on_cuda(
 
 def _find_kernel_obstacles(config: PreTrainedConfig, widest: int, has_sinks: bool) -> tuple[list[str], list[str]]:
     """Why the kernels of `packfix_varlen` on CUDA do not compute this model, and what makes it run on flash."""
-    obstacles, remedies = [], []
+    obstacles = []
+    remedies = []
     if (problem := cuda_varlen_problem()) is not None:
         obstacles.append(problem)
     softcap = getattr(config, "attn_logit_softcapping", None)

@@ -108,7 +108,9 @@ class HeadExchange:
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Exchange heads for tokens: (1, own heads, T, D) -> (1, T / s, H, D)."""
-        heads, num_tokens, dim = out.shape[1], out.shape[2] // self.degree, out.shape[3]
+        heads = out.shape[1]
+        num_tokens = out.shape[2] // self.degree
+        dim = out.shape[3]
         receive = [_num_heads_in_range(queries) * num_tokens * dim for queries, _ in self._ranges]
         flat = out.transpose(1, 2).reshape(-1)
         got = _AllToAll.apply(flat, [heads * num_tokens * dim] * self.degree, receive, self.group)
@@ -157,7 +159,8 @@ def exchange_halo(rows: Tensor, width: int, degree: int) -> Tensor:
         )
     group = group_of(degree)
     index = dist.get_rank(group)
-    send, receive = [0] * degree, [0] * degree
+    send = [0] * degree
+    receive = [0] * degree
     send[(index + 1) % degree] = receive[index - 1] = width * rows.shape[2]
     return _AllToAll.apply(rows[:, -width:].reshape(-1), send, receive, group).view(1, width, -1)
 
@@ -167,7 +170,9 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
+        ctx.send = send
+        ctx.receive = receive
+        ctx.group = group
         out = flat.new_empty(sum(receive))
         dist.all_to_all_single(out, flat.contiguous(), receive, send, group=group)
         return out

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from .kernel_errors import KernelError
 
-CUDA_DTYPES, MAX_CUDA_HEAD_DIM = (torch.bfloat16, torch.float16), 256  # of FlashAttention-2
+CUDA_DTYPES = (torch.bfloat16, torch.float16)  # of FlashAttention-2
+MAX_CUDA_HEAD_DIM = 256
 # Queries of a call on the CPU. A window of w costs w + 64 keys per query; 64 was the fastest of 64 to 1024 for windows
 # of 128 to 1024 tokens.
 FLASH_TILE = 64
@@ -94,7 +95,8 @@ def flash_on_cpu(
     **options: Unpack[KernelOptions],
 ) -> Tensor:
     """Causal attention of each run to its keys, of which those before its rows are looked up in `kv_index`."""
-    scale, window = options["scale"], options.get("window")
+    scale = options["scale"]
+    window = options.get("window")
 
     @cache
     def mask(num_queries: int, num_keys: int) -> Tensor:
@@ -103,10 +105,12 @@ def flash_on_cpu(
 
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
-    causal, full = CpuFlash(scale, True), CpuFlash(scale, False)
+    causal = CpuFlash(scale, True)
+    full = CpuFlash(scale, False)
     calls = []
     for run in runs:
-        row, before = run.rows.start, run.before
+        row = run.rows.start
+        before = run.before
         keys: Any = run.keys if kv_index is None else kv_index[run.keys]
         if window is None or run.num_keys <= window:
             calls.append(FlashCall(run.rows, run.rows, causal))
@@ -224,7 +228,8 @@ class FlashCalls:
             if merges:
                 both = torch.logaddexp(lse[:, :, queries], s)
                 old, new = (torch.exp(part - both).unsqueeze(-1) for part in (lse[:, :, queries], s))
-                o, s = out[:, :, queries] * old + o * new, both
+                o = out[:, :, queries] * old + o * new
+                s = both
             out[:, :, queries], lse[:, :, queries] = o.to(out.dtype), s
         return out.to(query.dtype), lse
 
@@ -237,7 +242,10 @@ class FlashCalls:
         key_dtype = sum_dtype if self.shares_keys else key.dtype
         grad_key, grad_value = (torch.zeros_like(x, dtype=key_dtype) for x in (key, value))
         for queries, keys, kernel, merges in self.calls:
-            g, q, o, s = grad[:, :, queries], query[:, :, queries], out[:, :, queries], lse[:, :, queries]
+            g = grad[:, :, queries]
+            q = query[:, :, queries]
+            o = out[:, :, queries]
+            s = lse[:, :, queries]
             dq, dk, dv = kernel.backward(g, q, key[:, :, keys], value[:, :, keys], o, s)
             if merges:
                 _add_at_places(grad_query, queries, dq)
@@ -291,7 +299,8 @@ class CudaKernel:
         g, q, k, v, o = (x[0].transpose(0, 1) for x in (grad, query, key, value, out))
         given, options = self._arguments()
         # without dropout the kernel reads no generator state
-        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(0, device=q.device)
         grads = torch.ops.aten._flash_attention_backward(
             g.contiguous(), q, k, v, o.contiguous(), lse[0].contiguous(), *given, state, unused, **options
         )

@@ -107,7 +107,8 @@ class PackedForwardGuard(ModelHooks):
 
     def __init__(self, model: PreTrainedModel, fed: Sequence[nn.Module] = ()):
         super().__init__()
-        self.model, self.fed = model, fed
+        self.model = model
+        self.fed = fed
         self.ignores_masks = False
         self.before_pack: Callable[[], None] | None = None  # called at the beginning of each packed forward
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
@@ -122,7 +123,8 @@ class PackedForwardGuard(ModelHooks):
         self._has_wrappers = False
         names = {module: name for name, module in self.model.named_modules()}
         self._first = next((names[each] for each in self._layers if not isinstance(each, PreTrainedModel)), "")
-        takers, reads_images = [self.model, *self.fed], towers(self.model)
+        takers = [self.model, *self.fed]
+        reads_images = towers(self.model)
         before: list[tuple[list[nn.Module], Any]] = [
             (takers, self._enter_forward),
             (_flash_attentions(self.model), _give_boundaries),
@@ -274,7 +276,8 @@ def _check_packed_batch(
             f"unknown. {FEED_A_PACK}"
         )
     # On the CPU only: on a GPU the host would wait for the comparison.
-    cu_q, cu_k = running.cu_seq_lens_q, running.cu_seq_lens_k
+    cu_q = running.cu_seq_lens_q
+    cu_k = running.cu_seq_lens_k
     if running.kv_index is None and cu_q.device.type == "cpu" and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
         raise ValueError(
             f"cu_seq_lens_q {cu_q.tolist()[:5]} and cu_seq_lens_k {cu_k.tolist()[:5]} (first five) differ: in a pack "

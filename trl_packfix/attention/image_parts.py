@@ -106,7 +106,9 @@ def _share_bounds(sizes: list[int], degree: int) -> list[int]:
     >>> _bounds([4, 4, 4, 12], 2), _bounds([1], 4)
     ([0, 3, 4], [0, 0, 0, 1, 1])
     """
-    total, middle, ranks = sum(sizes), 0.0, []
+    total = sum(sizes)
+    middle = 0.0
+    ranks = []
     for size in sizes:
         ranks.append(int((middle + size / 2) * degree / total))
         middle += size

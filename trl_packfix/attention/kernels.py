@@ -61,7 +61,9 @@ def attend_on_cpu(
     if options.get("softcap") is None and not options.get("dropout"):
         documents = [slice(*bounds) for bounds in pairwise(accumulate(lengths, initial=0))]
         runs = [RowsAndKeys(document, document) for document in documents]
-        scale, window, sinks = options["scale"], options.get("window"), options.get("sinks")
+        scale = options["scale"]
+        window = options.get("window")
+        sinks = options.get("sinks")
         return flash_on_cpu(query, key, value, runs, None, scale=scale, window=window, sinks=sinks)
     # split, not slices: the backward of each slice would allocate a gradient of the whole row
     states = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
@@ -90,7 +92,9 @@ def attend_on_cuda(
 
     Each query is in one launch. Heads have at most 256 dimensions. Raises `KernelError` for other dtypes.
     """
-    scale, window, sinks = options["scale"], options.get("window"), options.get("sinks")
+    scale = options["scale"]
+    window = options.get("window")
+    sinks = options.get("sinks")
     calls = [
         FlashCall(queries, keys, CudaKernel(bounds, longest, only_if_shorter(window, longest[1]), scale))
         for bounds, longest, queries, keys in launches
@@ -114,7 +118,8 @@ def attend_wide(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longe
     """The same for heads above 256 dimensions, by `wide_kernel`."""
     if value.data_ptr() == key.data_ptr():
         value = value.clone()  # it refuses keys that are the values
-    value_dim, head_dim = value.shape[-1], max(320, -(-max(query.shape[-1], value.shape[-1]) // 64) * 64)
+    value_dim = value.shape[-1]
+    head_dim = max(320, -(-max(query.shape[-1], value.shape[-1]) // 64) * 64)
     states = (x[0].transpose(0, 1) for x in pad_head_dim(head_dim, query, key, value))  # (T, H, D)
     kernel: Any = wide_kernel()
     out = kernel(*states, bounds, bounds, longest, longest, softmax_scale=scale, causal=True, enable_gqa=True)
@@ -156,7 +161,9 @@ def _document_rows(lengths: tuple[int, ...], device: torch.device, pads: bool) -
 def _sdpa_rows(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor:
-    scale, dropout, window = options["scale"], options.get("dropout", 0.0), options.get("window")
+    scale = options["scale"]
+    dropout = options.get("dropout", 0.0)
+    window = options.get("window")
     # Each key/value head once per query head: with `enable_gqa` the memory-efficient kernel of CUDA does not run.
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     length = query.shape[2]
@@ -165,7 +172,9 @@ def _sdpa_rows(
     outs = []
     for start, stop, first in query_tiles(length, window, max(window, MATH_TILE)):
         visible = visible_keys(stop - start, stop - first, window, device=query.device)
-        q, k, v = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        q = query[:, :, start:stop]
+        k = key[:, :, first:stop]
+        v = value[:, :, first:stop]
         outs.append(F.scaled_dot_product_attention(q, k, v, visible, dropout_p=dropout, scale=scale))
     return torch.cat(outs, dim=2)
 
@@ -213,12 +222,16 @@ def math_in_tiles(
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """`math_attention` on tiles of queries, causal or under a `mask` (`visible` there): (B, H, queries, D_value)."""
-    window, keeps_state = options.pop("window", None), options.get("dropout", 0.0) > 0
+    window = options.pop("window", None)
+    keeps_state = options.get("dropout", 0.0) > 0
     outs = []
     for start, stop, first in query_tiles(query.shape[2], window, MATH_TILE):
-        rows, keys, visible = slice(start, stop), slice(None), mask
+        rows = slice(start, stop)
+        keys = slice(None)
+        visible = mask
         if is_causal:
-            keys, visible = slice(first, stop), visible_keys(stop - start, stop - first, window, device=query.device)
+            keys = slice(first, stop)
+            visible = visible_keys(stop - start, stop - first, window, device=query.device)
         elif mask is not None and mask.shape[-2] > 1:
             visible = mask[..., rows, :]
         tile = query[:, :, rows], key[:, :, keys], value[:, :, keys], visible

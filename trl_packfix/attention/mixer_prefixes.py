@@ -64,7 +64,8 @@ class TreeLevel(NamedTuple):
 def pieces_of(running: PackedForward) -> list[tuple[int, int, int]]:
     """The start, the stop and the number of the parent of each piece, or -1; in the order of rows."""
     assert running.kv_index is not None
-    index, runs = running.kv_index.tolist(), runs_of(running)
+    index = running.kv_index.tolist()
+    runs = runs_of(running)
     # the last row of the same documents before each run
     before = {run.rows.start: index[run.keys.start + run.before - 1] if run.before else -1 for run in runs}
     cuts = sorted({*before, *(row + 1 for row in before.values() if row >= 0), runs[-1].rows.stop})
@@ -75,14 +76,17 @@ def pieces_of(running: PackedForward) -> list[tuple[int, int, int]]:
 @once_per_pack
 def levels_of(running: PackedForward) -> tuple[list[TreeLevel], Tensor]:
     """The levels of a pack, and where each row is in the outputs of all batches, laid end to end."""
-    pieces, device = pieces_of(running), running.cu_seq_lens_q.device
+    pieces = pieces_of(running)
+    device = running.cu_seq_lens_q.device
     num_rows = pieces[-1][1]
     number: dict[int, int] = {}  # of each path by its last piece, in the order of calls
     place = torch.zeros(num_rows, dtype=torch.int64)
-    levels, end = [], 0
+    levels = []
+    end = 0
     for depth, paths in enumerate(_paths_of_level(pieces)):
         lengths = [sum(pieces[i][1] - pieces[i][0] for i in path) for path in paths]
-        batches, parents = [], []
+        batches = []
+        parents = []
         for group in group_by_length(lengths, num_rows):
             longest = lengths[group[0]]
             rows = torch.full((len(group), longest), num_rows)

@@ -47,10 +47,12 @@ def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
     exchange = None
     if running.degree > 1:
         exchange = HeadExchange(scan.values[0].shape[2], scan.keys[0].shape[2], running.degree)
-        states, num_values = [*scan.values, *scan.keys], len(scan.values)
+        states = [*scan.values, *scan.keys]
+        num_values = len(scan.values)
         for dtype in dict.fromkeys(x.dtype for x in states):  # such as fp32 for the decay, beside values in bf16
             chosen = [i for i, x in enumerate(states) if x.dtype == dtype]
-            first_key, by_head = sum(i < num_values for i in chosen), [states[i].transpose(1, 2) for i in chosen]
+            first_key = sum(i < num_values for i in chosen)
+            by_head = [states[i].transpose(1, 2) for i in chosen]
             for i, x in zip(chosen, exchange.to_heads(by_head[:first_key], by_head[first_key:]), strict=True):
                 states[i] = x.transpose(1, 2)
         parameters = [None if parameter is None else parameter[exchange.heads] for parameter in scan.parameters]
@@ -115,7 +117,8 @@ def convolve_documents(
             f"{width} tokens. The rows before a run may lie in any part, and ranks exchange only the last ones of "
             'each. Set `tokens_per_rank=None`, or `share_prefixes="off"`.'
         )
-    zeros, halo = rows.new_zeros(1, 1, rows.shape[2]), exchange_halo(rows, width - 1, running.degree)
+    zeros = rows.new_zeros(1, 1, rows.shape[2])
+    halo = exchange_halo(rows, width - 1, running.degree)
     source, places = _rows_with_context(running, width, rows.shape[1])
     laid_out = torch.cat([zeros, halo, rows], dim=1).index_select(1, source)
     return call(laid_out.transpose(1, 2)).transpose(1, 2).index_select(1, places).transpose(1, 2)
@@ -128,8 +131,10 @@ def _rows_with_context(running: PackedForward, width: int, num_rows: int) -> tup
     The first tensor has places in: a row of zeros, the W - 1 last rows of the part before, the rows of this part. The
     second is (T / s,).
     """
-    bounds, keys = running.cu_seq_lens_q.long(), running.cu_seq_lens_k.long()
-    first, steps = running.index * num_rows, torch.arange(num_rows, device=bounds.device)
+    bounds = running.cu_seq_lens_q.long()
+    keys = running.cu_seq_lens_k.long()
+    first = running.index * num_rows
+    steps = torch.arange(num_rows, device=bounds.device)
     tokens = steps + first
     document = torch.bucketize(tokens, bounds[1:], right=True)
     places = steps + (document - document[:1] + 1) * (width - 1)
@@ -186,7 +191,8 @@ def scan_chunks(
         dt = dt.to(torch.promote_types(dt.dtype, torch.float32))  # as the kernels, which add them up
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = (softplus(dt) if options.get("dt_softplus") else dt).clamp(*options.get("dt_limit", (0.0, inf)))
-        dt_bias, options = None, options | {"dt_softplus": False, "dt_limit": (0.0, inf)}
+        dt_bias = None
+        options = options | {"dt_softplus": False, "dt_limit": (0.0, inf)}
 
     def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **more: Any) -> Any:
         states, dt, *gate = values
@@ -194,7 +200,8 @@ def scan_chunks(
         per_head = {"D": D, "z": gate[0] if gate else None, "dt_bias": dt_bias}
         return inner(states, dt, A, *keys, **per_head, **options | more)
 
-    values, name = [states, dt, *([] if z is None else [z])], "seq_idx" if _takes_argument(inner, "seq_idx") else None
+    values = [states, dt, *([] if z is None else [z])]
+    name = "seq_idx" if _takes_argument(inner, "seq_idx") else None
     names = ("initial_states", "return_final_states")
     return run_scan(ScanCall(values, [B, C], [A, D, dt_bias], call, name, names), running)
 
@@ -236,7 +243,8 @@ def run_fused(inner: Callable[..., Any], running: PackedForward, *args: Any, **o
 
     An adapter on the projection would have no effect, as the kernel gets its weights, which are then frozen.
     """
-    weight, seq_idx = options.get("outproj_weight"), _seq_idx(inner, running, args[0].shape[1])
+    weight = options.get("outproj_weight")
+    seq_idx = _seq_idx(inner, running, args[0].shape[1])
     if not seq_idx or weight is None or not weight.requires_grad:
         return None
     return inner(*args, **_without_boundaries(options), **seq_idx)

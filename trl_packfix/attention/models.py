@@ -52,7 +52,8 @@ def text_config(model: PreTrainedModel) -> Any:
 
 def towers(model: PreTrainedModel) -> list[nn.Module]:
     """The parts of a model that read something else than its text, such as images."""
-    text, decoder = text_config(model), backbone(model)
+    text = text_config(model)
+    decoder = backbone(model)
     return [
         module
         for module in model.modules()

@@ -122,9 +122,11 @@ class PackedForward:
                 f"a repaired module got a part of a pack that {self.degree} ranks share: it runs on whole documents, "
                 "and some of their tokens are on other ranks. Set tokens_per_rank=None."
             )
-        rows, forwards = self.document_rows(budget), []
+        rows = self.document_rows(budget)
+        forwards = []
         for group in rows.groups:
-            count, longest = group.num_rows, group.longest
+            count = group.num_rows
+            longest = group.longest
             bounds = torch.arange(count + 1, dtype=torch.int32, device=self.cu_seq_lens_q.device) * longest
             forwards.append(PackedForward(bounds, bounds, longest, longest, rows=count))
         return rows, forwards

@@ -42,12 +42,15 @@ def runs_of(pack: PackedForward) -> list[RowsAndKeys]:
     else:
         q_bounds, k_bounds = np.pad(pack.run_lengths.numpy().cumsum(axis=0), ((1, 0), (0, 0))).T
     if on_host:
-        index, num_rows, num_keys = pack.kv_index.numpy(), np.diff(q_bounds), np.diff(k_bounds)
+        index = pack.kv_index.numpy()
+        num_rows = np.diff(q_bounds)
+        num_keys = np.diff(k_bounds)
         fits = len(num_rows) == len(num_keys) and (num_rows >= 0).all() and (num_rows <= num_keys).all()
         if fits := fits and k_bounds[-1] == len(index):
             first = np.repeat(q_bounds[:-1], num_keys)
             is_row = np.arange(len(index)) >= np.repeat(k_bounds[1:] - num_rows, num_keys)
-            rows, before = index[is_row], index[~is_row]
+            rows = index[is_row]
+            before = index[~is_row]
             fits = (rows == np.arange(q_bounds[-1])).all() and (before < first[~is_row]).all() and index.min() >= 0
         if not fits:
             raise ValueError(
@@ -74,9 +77,12 @@ def attend_shared_on_cpu(
     if chunk is not None:
         parts = []
         for run in runs:
-            before, row, key_of_first = run.before, run.rows.start, run.keys.start
+            before = run.before
+            row = run.rows.start
+            key_of_first = run.keys.start
             for low in range(before // chunk * chunk, run.num_keys, chunk):
-                first, high = max(low, before), min(low + chunk, run.num_keys)
+                first = max(low, before)
+                high = min(low + chunk, run.num_keys)
                 rows = slice(row + first - before, row + high - before)
                 parts.append(RowsAndKeys(rows, slice(key_of_first + low, key_of_first + high)))
         runs = parts
@@ -106,7 +112,8 @@ def most_copied_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 def launches_of(pack: PackedForward, num_rows: int, most_keys: int = 0) -> list[KernelLaunch]:
     """The launches of a pack; each copies at most `most_keys` shared keys, but for a run that has more."""
-    bounds, longest = (pack.cu_seq_lens_q, pack.cu_seq_lens_k), (pack.max_length_q, pack.max_length_k)
+    bounds = (pack.cu_seq_lens_q, pack.cu_seq_lens_k)
+    longest = (pack.max_length_q, pack.max_length_k)
     # From shapes alone: to compare `cu_seq_lens` itself the host would wait for the device.
     if max(longest) > num_rows or bounds[0].numel() - 1 > num_rows:
         raise ValueError(
@@ -128,7 +135,8 @@ def launches_of(pack: PackedForward, num_rows: int, most_keys: int = 0) -> list[
 def _launches_by_length(pack: PackedForward) -> list[KernelLaunch]:
     launches = []
     for first, last, start, stop, longest in pack.launches:
-        bounds, tokens = pack.cu_seq_lens_q[first : last + 1] - start, slice(start, stop)
+        bounds = pack.cu_seq_lens_q[first : last + 1] - start
+        tokens = slice(start, stop)
         launches.append(KernelLaunch((bounds, bounds), (longest, longest), tokens, tokens))
     return launches
 
@@ -136,7 +144,9 @@ def _launches_by_length(pack: PackedForward) -> list[KernelLaunch]:
 @once_per_pack
 def _launches_by_keys(pack: PackedForward, most_keys: int) -> list[KernelLaunch]:
     assert pack.kv_index is not None
-    runs, firsts, launches = runs_of(pack), [0], []
+    runs = runs_of(pack)
+    firsts = [0]
+    launches = []
     for i, run in enumerate(runs):
         if i > firsts[-1] and run.keys.stop - runs[firsts[-1]].keys.start > most_keys:
             firsts.append(i)

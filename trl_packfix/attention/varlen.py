@@ -146,7 +146,8 @@ def _attend_documents(
 ) -> Tensor:
     """Attention within each document of a pack: (1, H, T, D), for all its tokens."""
     options["window"], chunk = _local_pattern(module, kwargs)
-    dropout, softcap = options["dropout"], options["softcap"]
+    dropout = options["dropout"]
+    softcap = options["softcap"]
     num_tokens = query.shape[2]
     is_flash = runs_flash(query, value, softcap, dropout=dropout)
     is_wide = chunk is None and _runs_wide(query, value, options)
@@ -322,7 +323,8 @@ def _pack_of(
 ) -> PackedForward:
     """The packed forward of a call: of its own boundaries, or the one that is running."""
     given: list[Any] = [kwargs.get(name) for name in CU_SEQ_LENS]
-    bounds, is_whole = given[0], all(x is not None for x in given)
+    bounds = given[0]
+    is_whole = all(x is not None for x in given)
     has_own = bounds is not None and (is_whole or not is_flash)
     if running is not None and (running.kv_index is not None or not has_own):
         return running
@@ -425,7 +427,8 @@ def _unpacked_math(
         return math_in_tiles(query, key, value, is_causal=False, mask=mask, **options)
     # No mask means causal, without padding and windows: each row is a document of a pack. A static cache may be longer
     # than the prompt; only its start is filled then.
-    key, value = key[:, :, :num_queries], value[:, :, :num_queries]
+    key = key[:, :, :num_queries]
+    value = value[:, :, :num_queries]
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     if query.dtype in CUDA_DTYPES and runs_flash(query, value, options["softcap"], dropout=options["dropout"]):
         bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries

@@ -57,7 +57,8 @@ class CheckResult:
         return finite(asdict(self) | {"verdict": self.verdict, "right": self.in_training.passed})
 
     def lines(self) -> list[tuple[str, str]]:
-        before, after = self.as_it_is, self.in_training
+        before = self.as_it_is
+        after = self.in_training
         rows = [
             ("model", f"{self.model} ({self.architecture}), {self.dtype} on {self.device}"),
             ("verdict", f"{self.verdict}: {after.summary()}"),

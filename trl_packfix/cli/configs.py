@@ -199,7 +199,8 @@ def read_run(args: argparse.Namespace, *words: str) -> RunConfigs:
         strategy = {"packing_strategy": "minibatch"} if run.training.padding_free else {}
         run = run._replace(training=with_settings(run.training, packing=True, padding_free=False, **strategy))
     if run.words and args.command != "check":
-        run.script.dataset_name, run.mixture.datasets = run.words, []
+        run.script.dataset_name = run.words
+        run.mixture.datasets = []
     if not run.names and args.command in ("show", "prepare"):
         raise ValueError(
             f"`{args.command}` was given without DATA. There is nothing to read. Give files, folders or names on the "

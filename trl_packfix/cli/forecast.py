@@ -215,7 +215,8 @@ def _plan_lengths(args: argparse.Namespace, given: RunConfigs, lengths: list[int
     configs_of(lengths or candidate_lengths(1, positions))  # checks them before it tokenises
     reader = read_documents(given, args.tokenizer)
     cost_model = make_costs(model_config, reader)
-    longest, most = int(reader.lengths.max(initial=1)), [] if positions is None else [positions]
+    longest = int(reader.lengths.max(initial=1))
+    most = [] if positions is None else [positions]
     if (size := given.training.tokens_per_rank) is not None:  # what every number of ranks can train
         ranks = args.world_size
         most += [size * possible_degrees(1, size, num, num_heads=cost_model.heads)[-1] for num in ranks]
@@ -228,7 +229,8 @@ def _plan_lengths(args: argparse.Namespace, given: RunConfigs, lengths: list[int
         synchronisation=args.synchronisation,
         tflops=args.tflops,
     )
-    what, total = f"planning {len(reader):,} rows", len(configs) * len(args.world_size)
+    what = f"planning {len(reader):,} rows"
+    total = len(configs) * len(args.world_size)
     plans = list(track(found, what, total, console=Console(stderr=True), transient=True))
     pick, reasons = recommend(plans)
     needed = memory.PredictedMemory([], "On how many GPUs it fits: give `--model` and `--memory GIB`.", "")

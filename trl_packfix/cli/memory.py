@@ -93,13 +93,18 @@ def predict_memory(
     assert config.max_length is not None  # `SFTConfig` refuses packing without it
     assert model_config is not None  # `check_memory_flags` refuses memory without a model
     batch = config.per_device_train_batch_size
-    unit, tokens = "max_length", batch * config.max_length
+    unit = "max_length"
+    tokens = batch * config.max_length
     most = getattr(model_config.get_text_config(), "max_position_embeddings", None) or MOST_TOKENS
     if config.tokens_per_rank is not None:  # the batch size is 1
-        unit, tokens, most = "tokens_per_rank", config.tokens_per_rank, MOST_TOKENS
-    copied, of_copies = 0.0, ""
+        unit = "tokens_per_rank"
+        tokens = config.tokens_per_rank
+        most = MOST_TOKENS
+    copied = 0.0
+    of_copies = ""
     if config.share_prefixes != "off":
-        copied, of_copies = float(COPIED_BYTES), ", with copied keys of shared prefixes"
+        copied = float(COPIED_BYTES)
+        of_copies = ", with copied keys of shared prefixes"
     lora: Any = get_peft_config(model) or LORA
     modules = lora.target_modules or "of PEFT"
     modules = modules if isinstance(modules, str) else ", ".join(sorted(modules))
@@ -107,9 +112,11 @@ def predict_memory(
     sizes, left_out = _count_methods(model_config, lora)
     same = {"documents": documents, "copied_keys": copied, "offload": args.offload}
     peaks = {method: partial(predict_peak, sizes[method], method, **same) for method in sizes}
-    rows, memory = [], (args.memory - RESERVED_GIB) * GIB
+    rows = []
+    memory = (args.memory - RESERVED_GIB) * GIB
     for gpus, method, checkpointing in product(args.world_size, peaks, (True, False)):
-        saved, peak = sizes[method].saved, partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
+        saved = sizes[method].saved
+        peak = partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
         prediction = peak(tokens=tokens)
         row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
         row |= {"lora": named} if method.lora else {}
@@ -136,14 +143,16 @@ def predict_memory(
 def _count_methods(config: PreTrainedConfig, lora: Any) -> tuple[dict[TrainingMethod, ModelSizes], list[str]]:
     """What is counted of each method, and a line for each that the model cannot run. It can run one, or raises."""
     sizes: dict[TrainingMethod, ModelSizes] = {}
-    errors, left_out = [], []
+    errors = []
+    left_out = []
     # Of both ZeRO stages the same is counted
     for _, group in groupby(METHODS, lambda method: (method.lora, method.engine == "DDP")):
         method, *others = group
         try:
             sizes |= dict.fromkeys([method, *others], count_model(config, method, lora))
         except ValueError as error:
-            cause, autocast = error.__cause__ or error, "with" if method.engine == "DDP" else "without"
+            cause = error.__cause__ or error
+            autocast = "with" if method.engine == "DDP" else "without"
             kind = f"{'LoRA' if method.lora else 'full'} training {autocast} autocast"
             left_out.append(f"left out: {kind}, in which the model raises {type(cause).__name__}: {cause}")
             errors.append(error)

@@ -147,7 +147,8 @@ def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = 
         shares = [fraction / sum(fractions) for fraction in fractions]
         total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
         parts = [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]
-    together, size = concatenate_datasets(parts), mixture.test_split_size
+    together = concatenate_datasets(parts)
+    size = mixture.test_split_size
     if size is None:
         return DatasetDict({"train": together})
     if not (0 < size < 1 or (isinstance(size, int) and 1 <= size < len(together))):

@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     from .tokens import load_tokenizer, read_parts, save_measured, save_tokens
 
     given = read_run(args)
-    config, tokenizer_name = given.training, args.tokenizer or given.model.model_name_or_path
+    config = given.training
+    tokenizer_name = args.tokenizer or given.model.model_name_or_path
     if tokenizer_name is None:
         raise ValueError(
             "No tokenizer was given. Token ids depend on the tokenizer. Set `--tokenizer` or `--model` to the name or "
@@ -95,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if num_given > rows:
         print(f"{num_given - rows:,} of {num_given:,} rows cannot be tokenised and are dropped")
     if config.per_turn:
-        unit, untrained = "document" if with_images else "row", manifest["documents_without_a_trained_token"]
+        unit = "document" if with_images else "row"
+        untrained = manifest["documents_without_a_trained_token"]
         turns = f"one {unit} for each of their {ledger.kept.documents:,} assistant turns"
         without = f"{untrained:,} without an assistant turn are not trained"
         print(f"{manifest['conversations']:,} conversations, {turns}; {without}")

@@ -110,8 +110,11 @@ def measure_images(dataset: Dataset, name: str | None, config: SFTConfig) -> Ima
 
 def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
     """One table of the documents of a run; `tokenizer` is its name or folder, if it is not that of the model."""
-    config, model = run.training, tokenizer or run.model.model_name_or_path
-    lengths, tables, pictures = [], [], []
+    config = run.training
+    model = tokenizer or run.model.model_name_or_path
+    lengths = []
+    tables = []
+    pictures = []
     for name in run.parts:
         print(f"Reading {name}", file=sys.stderr)
         with in_utf8(name):
@@ -132,7 +135,8 @@ def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
                 )
             lengths.append(lengths_in_file)
             continue
-        rows, what = load_part(run, name), "rows of tokens"
+        rows = load_part(run, name)
+        what = "rows of tokens"
         is_tokenised = "input_ids" in rows.column_names
         shows = has_images(rows) and not is_tokenised
         if not is_tokenised:
@@ -187,7 +191,8 @@ def read_parts(run: RunConfigs) -> tuple[list[Dataset], bool]:
 def concatenate_tables(tables: Sequence[Dataset]) -> Dataset:
     columns = [sorted(table.column_names) for table in tables]
     if columns != columns[:1] * len(tables):
-        one, other = columns[0], next(names for names in columns if names != columns[0])
+        one = columns[0]
+        other = next(names for names in columns if names != columns[0])
         raise ValueError(
             f"{len(tables)} datasets were given, one with the columns {one} and another with {other}. To join them, "
             "all need the same columns. Tokenise all of them in the same way, e.g. with `trl-packfix prepare`; of "
@@ -230,7 +235,8 @@ def save_measured(parts: list[Dataset], processor: str, config: SFTConfig, *, ou
     num_given = len(table)
     if config.bad_rows == "drop":
         reader = measure_images(table, processor, config)
-        bad, rows = reader.bad_rows(), reader.conversations
+        bad = reader.bad_rows()
+        rows = reader.conversations
         if bad.any():  # of a conversation, the turns that can be rendered are kept
             table = table.select(np.flatnonzero(~bad) if rows is None else np.unique(rows[~bad]))
     table.save_to_disk(output, num_proc=config.dataset_num_proc)

@@ -24,7 +24,8 @@ def load_documents(script_args: ScriptArguments) -> DatasetDict | IterableDatase
 
     A file or a folder with one table has the split `dataset_train_split`.
     """
-    names, streaming = script_args.dataset_name, script_args.dataset_streaming
+    names = script_args.dataset_name
+    streaming = script_args.dataset_streaming
     assert names is not None, "refused before"
     datasets: list[Any] = []
     for name in [names] if isinstance(names, str) else names:

@@ -65,7 +65,8 @@ def cached_documents(
     settings |= {"wrapped": wrapped, "keep_untrained": keep_untrained}
 
     def make() -> Arrays:
-        documents, tokens = make_documents(reader, **settings), None
+        documents = make_documents(reader, **settings)
+        tokens = None
         if sorts_tokens:
             assert isinstance(reader, TokenReader | ImageRows)
             tokens = token_order(reader, documents)
@@ -224,7 +225,9 @@ def one_first(file: Path) -> Iterator[None]:
 
     The system unlocks when a process ends, however it does. Where nothing can be locked, no process waits.
     """
-    path, start, is_said = lock_of(file), time.monotonic(), False
+    path = lock_of(file)
+    start = time.monotonic()
+    is_said = False
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             lock = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

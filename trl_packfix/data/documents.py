@@ -109,7 +109,8 @@ class Documents:
 
     def count(self, mask: BoolArray | None = None) -> DocumentCounts:
         chosen = slice(None) if mask is None else mask
-        lengths, trained = self.lengths[chosen], self.trained[chosen]
+        lengths = self.lengths[chosen]
+        trained = self.trained[chosen]
         return DocumentCounts(len(lengths), int(lengths.sum()), int(trained.sum()))
 
     def drop(self, mask: BoolArray, reason: str) -> "Documents":
@@ -121,7 +122,9 @@ class Documents:
 
     def select(self, chosen: BoolArray) -> "Documents":
         """The `chosen` documents, numbered anew from 0. The ledger stays that of all."""
-        number, tokens, file = np.cumsum(chosen) - 1, self.tokens, self.file
+        number = np.cumsum(chosen) - 1
+        tokens = self.tokens
+        file = self.file
         if tokens is not None:
             tokens = tokens.within(np.where(chosen, 0, -1))
             tokens = TokenOrder(number[tokens.order], tokens.common)
@@ -230,7 +233,8 @@ def _table_spans(reader: RowReader) -> Documents:
     packed = reader.seq_lengths()
     if packed is None:
         row = np.arange(len(reader))
-        start, stop = np.zeros(len(reader), dtype=np.int64), reader.lengths.astype(np.int64)
+        start = np.zeros(len(reader), dtype=np.int64)
+        stop = reader.lengths.astype(np.int64)
     else:
         per_row, lengths = packed
         row = np.repeat(np.arange(len(reader)), per_row)
@@ -256,12 +260,15 @@ def _split_documents(spans: Documents, reader: RowReader, *, fragments: Int64Arr
     """`fragments[i]` documents in place of document i, each from `start`, counted inside it, to the next."""
     stop = np.append(start[1:], 0)
     stop[np.cumsum(fragments) - 1] = spans.lengths
-    base, row = np.repeat(spans.start, fragments), np.repeat(spans.row, fragments)
-    start, stop = base + start, base + stop
+    base = np.repeat(spans.start, fragments)
+    row = np.repeat(spans.row, fragments)
+    start = base + start
+    stop = base + stop
     pieces = replace(spans, row=row, start=start, stop=stop, trained=np.repeat(spans.trained, fragments))
     changed = np.repeat(fragments > 1, fragments)
     pieces.trained[changed] = reader.count_trained(row[changed], start[changed], stop[changed])
-    before, after = spans.count(fragments > 1), pieces.count(changed)
+    before = spans.count(fragments > 1)
+    after = pieces.count(changed)
     spans.ledger.split = DocumentCounts(before.documents, 0, before.trained_tokens - after.trained_tokens)
     spans.ledger.fragments = after.documents
     return pieces
@@ -311,7 +318,8 @@ def _apply_overlong(
         fragments = np.array([len(edges) - 1 for edges in kept], dtype=np.int64)
         start = np.array([place for edges in kept for place in edges[:-1]], dtype=np.int64)
         return _split_documents(spans, reader, fragments=fragments, start=start)
-    start, stop = spans.start.copy(), spans.stop.copy()
+    start = spans.start.copy()
+    stop = spans.stop.copy()
     if truncation_mode == "keep_start":
         stop[long] = start[long] + max_length
     else:
@@ -319,7 +327,8 @@ def _apply_overlong(
     trained = spans.trained.copy()
     trained[long] = reader.count_trained(spans.row[long], start[long], stop[long])
     cut = replace(spans, start=start, stop=stop, trained=trained)
-    before, after = spans.count(long), cut.count(long)
+    before = spans.count(long)
+    after = cut.count(long)
     lost = before.tokens - after.tokens, before.trained_tokens - after.trained_tokens
     spans.ledger.truncated = DocumentCounts(before.documents, *lost)
     return cut
@@ -347,18 +356,22 @@ def token_order(reader: TokenReader | ImageRows, documents: Documents, chosen: I
     For common prefixes; images are compared by content. A document with labels that are neither its tokens nor -100
     shares nothing: a shared row has one next token. Such documents come last, with nothing in common.
     """
-    row, start, stop = documents.row, documents.start, documents.stop
+    row = documents.row
+    start = documents.start
+    stop = documents.stop
     chosen = np.arange(len(documents)) if chosen is None else chosen
     tokens = reader.comparison_reader if isinstance(reader, ImageRows) else reader
     may_share = tokens.labels_are_tokens(row[chosen], start[chosen], stop[chosen])
-    numbers, others = chosen[may_share], chosen[~may_share]
+    numbers = chosen[may_share]
+    others = chosen[~may_share]
 
     def read(places: np.ndarray, first: int, width: int) -> np.ndarray:
         wanted = numbers[places]
         return tokens.read_block(row[wanted], start[wanted] + first, stop[wanted], width=width)
 
     by_tokens = sort_by_tokens(documents.lengths[numbers], read)
-    order, common = numbers[by_tokens.order], by_tokens.common
+    order = numbers[by_tokens.order]
+    common = by_tokens.common
     if isinstance(reader, ImageRows):
         size = documents.lengths[order]
         before = np.concatenate([[0], size[:-1]])[: len(size)]

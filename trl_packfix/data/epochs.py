@@ -65,7 +65,8 @@ class EpochPlanner:
             self.num_steps = packing.num_steps(len(self.documents))
             unit = f"{len(self.documents)} documents"
         else:
-            units, block = self.units(), self.documents.block
+            units = self.units()
+            block = self.documents.block
             arrays = read_or_make(self.cache_file("plan", 0), lambda: _cached_arrays(packing.plan(units, 0, block)))
             self.first_plan = PackPlan(arrays["order"], arrays["offsets"], units.rows, packing.capacity)
             self.num_steps = packing.num_steps(self.first_plan.num_packs)
@@ -86,17 +87,20 @@ class EpochPlanner:
     @cached_property
     def image_costs(self) -> Float64Array:
         """FLOPs of the images of each document, shape (N,); 0 without images, or if they cannot be counted."""
-        values, squares = self.documents.image_values, self.documents.image_squares
+        values = self.documents.image_values
+        squares = self.documents.image_squares
         if values is None or squares is None:
             return np.zeros(len(self.documents))
         return self.packing.cost_model.tower(values, squares)
 
     def image_costs_behind(self, documents: Int64Array, shared: Int64Array) -> Float64Array:
         """FLOPs of the images of these documents that are not in their first `shared` rows, by their tokens, (M,)."""
-        start, stop = self.documents.image_start, self.documents.image_stop
+        start = self.documents.image_start
+        stop = self.documents.image_stop
         if start is None or stop is None:
             return np.zeros(len(documents))
-        start, stop = start[documents], stop[documents]
+        start = start[documents]
+        stop = stop[documents]
         return self.image_costs[documents] * np.clip((stop - shared) / np.maximum(stop - start, 1), 0, 1)
 
     @cached_property
@@ -120,16 +124,19 @@ class EpochPlanner:
 
     def resume_at(self, start: ResumePoint) -> None:
         """Continue a run: plan anew what `start` has not trained of its epoch."""
-        self.start, self._rest = start, None
+        self.start = start
+        self._rest = None
         if start.trained is None:
             return
-        remaining, packing = np.flatnonzero(~start.trained), self.packing
+        remaining = np.flatnonzero(~start.trained)
+        packing = self.packing
         others = replace(packing, seed=packing.seed + start.epoch)
         rest = EpochPlanner(self.documents.select(~start.trained), others, may_be_empty=True)
         if not rest.num_steps:
             self.start = ResumePoint(start.epoch + 1, start.first_step + start.num_steps)
             return
-        schedule, micro_steps = rest.schedule(0), start.num_steps * packing.accumulation
+        schedule = rest.schedule(0)
+        micro_steps = start.num_steps * packing.accumulation
         self._rest = replace(
             schedule,
             order=remaining[schedule.order],
@@ -151,7 +158,8 @@ class EpochPlanner:
 
     def position(self, step: int) -> tuple[int, int]:
         """The epoch that the run is in after `step` optimizer steps, and how many of them are of this epoch."""
-        epoch, inside = self.start.epoch, step - self.start.first_step
+        epoch = self.start.epoch
+        inside = step - self.start.first_step
         while inside >= self.steps_of(epoch):
             epoch, inside = epoch + 1, inside - self.steps_of(epoch)
         return epoch, inside
@@ -180,7 +188,8 @@ class EpochPlanner:
             arrays = read_or_make(
                 self.cache_file("schedule", epoch), lambda: _cached_arrays(self._make_schedule(epoch))
             )
-            order, packing = arrays["order"], self.packing
+            order = arrays["order"]
+            packing = self.packing
             of_run = (packing.accumulation, packing.world_size, len(self.documents) - len(order))
             self._latest = epoch, Schedule(order, arrays["offsets"], *of_run, arrays["degrees"])
         return self._latest[1]
@@ -195,7 +204,8 @@ class EpochPlanner:
         return self.documents.file.with_name(f"{PACKS}-{sha256(key.encode()).hexdigest()[:16]}{SUFFIX}")
 
     def _make_schedule(self, epoch: int) -> Schedule:
-        units, packing = self.units(epoch), self._first_packing if epoch == 0 else self.packing
+        units = self.units(epoch)
+        packing = self._first_packing if epoch == 0 else self.packing
         if packing.traits.keeps_unpacked_steps:
             schedule = packing.schedule_unpacked_steps(units, self._unpacked_order(epoch))
         else:
@@ -209,7 +219,8 @@ class EpochPlanner:
         return replace(schedule, order=order, offsets=offsets)
 
     def make_pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
-        documents, packing = self.documents, self.packing
+        documents = self.documents
+        packing = self.packing
         return make_pieces(
             tokens,
             documents.lengths,

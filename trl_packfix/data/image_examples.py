@@ -28,7 +28,8 @@ class ImageExamples:
     def __init__(self, process: RowProcessor, text_field: str = "text", rope_index: RopeIndex | None = None):
         # The user's collator may train completions or answers only, so it may refuse plain messages.
         self.process = process.without_masks()
-        self.processor, self.text_field = process.processor, text_field
+        self.processor = process.processor
+        self.text_field = text_field
         self._random = np.random.default_rng(0)
         self.layout = self._learn_layout()
         self.images = PackedImages(self.layout, rope_index)
@@ -59,7 +60,8 @@ class ImageExamples:
                 continue
             piece = self.document([part])
             spans = self.process.image_spans(piece)
-            start, stop = spans[0][0], spans[-1][1]
+            start = spans[0][0]
+            stop = spans[-1][1]
             cut = {name: piece[name][:, start:stop] for name in self.layout.tokens & piece.keys()}
             pieces.append(piece | cut | {"input_ids": piece["input_ids"][start:stop]})
         tokens = np.concatenate([np.asarray(piece["input_ids"]) for piece in pieces])
@@ -85,8 +87,11 @@ class ImageExamples:
 
     def _learn_layout(self) -> ImageLayout:
         image, other = self.image(*SMALL), self.image(*SMALL)
-        one, longer, two = self.document([image]), self.document([image], "a b c d e"), self.document([image, other])
-        tokens, images = set(), {}
+        one = self.document([image])
+        longer = self.document([image], "a b c d e")
+        two = self.document([image, other])
+        tokens = set()
+        images = {}
         for name in sorted(one.keys() - TEXT_KEYS):
             shapes: list[Any] = [getattr(document[name], "shape", None) for document in (one, longer, two)]
             with_text, with_images = (_changed_axes(shapes[0], shape) for shape in shapes[1:])

@@ -34,8 +34,11 @@ class ImageRows(RowReader):
         turns: PerTurnCounts | None = None,
         rule: TurnRule | None = None,
     ):
-        self.turns, self._rule = turns, rule
-        self._dataset, self._process, self._table = dataset, process, measures
+        self.turns = turns
+        self._rule = rule
+        self._dataset = dataset
+        self._process = process
+        self._table = measures
         self.compare = process.compare
         table = self._columns
         is_per_turn = ROW_COLUMN in measures.column_names
@@ -87,13 +90,17 @@ class ImageRows(RowReader):
         place = slice(*np.searchsorted(of_row, [row, row + 1]))
         tokens, _ = self.tokens(row)
         is_special = np.isin(tokens, self._process.special_tokens)
-        first, stop = first[place], stop[place]
+        first = first[place]
+        stop = stop[place]
         if len(first) != self.image_counts[row]:
-            first, stop = first[:1], stop[-1:]
+            first = first[:1]
+            stop = stop[-1:]
         images = []
-        low, high = np.append(0, stop)[:-1], np.append(first, len(tokens))[1:]
+        low = np.append(0, stop)[:-1]
+        high = np.append(first, len(tokens))[1:]
         for start, behind, least, most in zip(first.tolist(), stop.tolist(), low.tolist(), high.tolist(), strict=True):
-            before, after = start, behind
+            before = start
+            after = behind
             while before > least and is_special[before - 1]:
                 before -= 1
             while after < most and is_special[after]:
@@ -120,8 +127,10 @@ class ImageRows(RowReader):
         before, after, whole = (
             np.searchsorted(begins, places) for places in (row * size + start, row * size + stop, row * size)
         )
-        num, all_of_row = after - before, np.maximum(np.searchsorted(begins, (row + 1) * size) - whole, 1)
-        has, share = num > 0, num / all_of_row
+        num = after - before
+        all_of_row = np.maximum(np.searchsorted(begins, (row + 1) * size) - whole, 1)
+        has = num > 0
+        share = num / all_of_row
         first, behind = (np.append(places, 0) for places in (first, behind))
         return {
             "image_values": np.rint(self.image_values[row] * share).astype(np.int64),
@@ -136,7 +145,8 @@ class ImageRows(RowReader):
         of_row, first, stop = self._image_spans
         if not len(of_row):
             return common
-        size, last = int(self.lengths.max()) + 1, start + common - 1
+        size = int(self.lengths.max()) + 1
+        last = start + common - 1
         place = np.searchsorted(of_row * size + first, rows * size + last) - 1  # the last that begins before
         is_inside = (place >= 0) & (of_row[place] == rows) & (last < stop[place]) & (first[place] >= start)
         return np.where(is_inside, first[place] + 1 - start, common)

@@ -40,7 +40,9 @@ class DocumentDataset(torch.utils.data.Dataset[Any]):
     def __init__(
         self, reader: RowReader, documents: Documents, pad_token_id: int = 0, *, values: RowValues | None = None
     ):
-        self.reader, self.documents, self.pad_token_id = reader, documents, pad_token_id
+        self.reader = reader
+        self.documents = documents
+        self.pad_token_id = pad_token_id
         self.values = values or RowValues()
 
     def __len__(self) -> int:
@@ -71,7 +73,9 @@ class PackedBatchSampler:
     """
 
     def __init__(self, planner: EpochPlanner, rank: int = 0):
-        self.planner, self.rank, self.epoch = planner, rank, 0
+        self.planner = planner
+        self.rank = rank
+        self.epoch = 0
 
     @property
     def sampler(self) -> "PackedBatchSampler":
@@ -221,12 +225,14 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     check_count("gradient_accumulation_steps", gradient_accumulation_steps)
     check_rank(rank, world_size)
     check_max_length(max_length, batch_size)
-    reader, traits = TokenReader(dataset), STRATEGIES[strategy]
+    reader = TokenReader(dataset)
+    traits = STRATEGIES[strategy]
     check_not_padded(dataset, "given")
     documents = cached_documents(reader, max_length, overlong or traits.overlong, wrapped=traits.cuts_blocks)
     how: dict[str, Any] = {"strategy": strategy, "seed": seed, "shuffle": shuffle, "synchronisation": synchronisation}
     how |= {"batch_size": batch_size, "accumulation": gradient_accumulation_steps, "world_size": world_size}
     costs = cost_model if isinstance(cost_model, CostModel) else make_cost_model(cost_model)
     planner = EpochPlanner(documents, Packing(max_length=max_length, cost_model=costs, **how))
-    rows, sampler = DocumentDataset(reader, documents), PackedBatchSampler(planner, rank)
+    rows = DocumentDataset(reader, documents)
+    sampler = PackedBatchSampler(planner, rank)
     return document_loader(rows, sampler, collate or PackedDataCollator(), device=None, **dataloader_kwargs)

@@ -88,7 +88,8 @@ def with_tower(
         if tower is None:
             return costs
         # Every parameter is applied to each patch, or to each square of patches behind a merger; embeddings to none.
-        square, parameters = (getattr(tower.config, "spatial_merge_size", None) or 1) ** 2, 0.0
+        square = (getattr(tower.config, "spatial_merge_size", None) or 1) ** 2
+        parameters = 0.0
         for name, module in tower.named_modules():
             if not isinstance(module, nn.Embedding):
                 size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
@@ -163,24 +164,29 @@ def _scan_of_layer(module: nn.Module) -> ScanCosts | None:
         getattr(module, name, None) for name in names.split()
     )
     if state is not None and heads and groups and chunk and size:  # Mamba-2: states of `size` by `state` per head
-        per_pair, per_token = 2.0 * (groups * state + heads * size), 4.0 * heads * size * state
+        per_pair = 2.0 * (groups * state + heads * size)
+        per_token = 4.0 * heads * size * state
         return ScanCosts(1, heads, groups, per_token, chunk, per_pair, 2 * size + 1, 2 * state)
     if state is not None and decays.ndim > 1:  # Mamba-1: each channel has `state` numbers
         channels = decays.numel() // state
         # beside the two operations of its decays, which are parameters. Its kernels begin with no state
         return ScanCosts(1, channels, 1, 4.0 * channels * state, 1, 0.0, 3, 2 * state)
-    heads, key, value = value_heads or heads, key or size, value or size
+    heads = value_heads or heads
+    key = key or size
+    value = value or size
     if not (heads and key and value):
         return None
     decay = 1 if value_heads else key  # KDA has one for each row of a key
-    per_pair, per_token = heads * (6.0 * key + 4.0 * value), 6.0 * heads * key * value
+    per_pair = heads * (6.0 * key + 4.0 * value)
+    per_token = 6.0 * heads * key * value
     per_head = 2 * value + 1 + 2 * decay  # decays are in fp32
     return ScanCosts(1, heads, key_heads or heads, per_token, DELTA_CHUNK, per_pair, per_head, 2 * key)
 
 
 def experts_of(config: PreTrainedConfig) -> tuple[float, float]:
     """Number of experts of a layer, and the share of them that a token is sent to; (0, 1) without experts."""
-    num_experts, active = _read_setting(config, _EXPERTS), _read_setting(config, _EXPERTS_PER_TOKEN)
+    num_experts = _read_setting(config, _EXPERTS)
+    active = _read_setting(config, _EXPERTS_PER_TOKEN)
     if not num_experts or not active:
         return 0.0, 1.0
     return num_experts, active / (num_experts + (getattr(config, "zero_expert_num", None) or 0))

@@ -298,7 +298,9 @@ def predict_peak(
 
 
 def _model_state_bytes(sizes: ModelSizes, method: TrainingMethod, gpus: int, *, casts: float) -> dict[str, float]:
-    every, trained, head = sizes.parameters, sizes.trained, sizes.hidden * sizes.vocab
+    every = sizes.parameters
+    trained = sizes.trained
+    head = sizes.hidden * sizes.vocab
     adapters = trained if method.lora else 0
     if method.engine == "DDP":
         weights = 2 * every + 4 * adapters if method.lora else 4 * every

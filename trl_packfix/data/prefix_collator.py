@@ -120,13 +120,15 @@ class PrefixCollator(PackedDataCollator):
         degree: int,
     ) -> dict[str, Any]:
         stretches = [tokens[run.document][run.first :] for run in runs]
-        firsts, keys = [run.first for run in runs], [rows_of[run.document] for run in runs]
+        firsts = [run.first for run in runs]
+        keys = [rows_of[run.document] for run in runs]
         num_rows = sum(map(len, stretches))
         if padding := self._padding(num_rows, degree):
             stretches.append(np.full(padding, self.pad_token_id, dtype=np.int64))
             firsts.append(0)
             keys.append(np.arange(num_rows, num_rows + padding))
-        q_lengths, k_lengths = list(map(len, stretches)), list(map(len, keys))
+        q_lengths = list(map(len, stretches))
+        k_lengths = list(map(len, keys))
 
         targets = np.full(num_rows + padding, IGNORE_INDEX, dtype=np.int64)
         num_documents = np.zeros(num_rows + padding, dtype=np.int64)
@@ -137,7 +139,8 @@ class PrefixCollator(PackedDataCollator):
             target_rows.append(rows_of[i][: len(trained)][trained] + 1)
             targets[target_rows[-1]] = labels[i][1:][trained]
         documents = np.repeat(order, list(map(len, target_rows)))
-        lengths, own = np.array(list(map(len, tokens))), np.zeros(len(tokens), dtype=np.int64)
+        lengths = np.array(list(map(len, tokens)))
+        own = np.zeros(len(tokens), dtype=np.int64)
         own[[run.document for run in runs]] = q_lengths[: len(runs)]
 
         def row(values: npt.NDArray[Any]) -> Tensor:

@@ -28,7 +28,8 @@ class RankShare(list[Any]):
 
     def __init__(self, documents: Iterable[Any], degree: int = 1, member: int = 0):
         super().__init__(documents)
-        self.degree, self.member = degree, member
+        self.degree = degree
+        self.member = member
 
     @classmethod
     def like(cls, pack: list[Any], documents: Iterable[Any]) -> "RankShare":
@@ -54,7 +55,8 @@ def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool
     """
     if degree == 1:
         return batch
-    labels, layout = batch["labels"], layout_of(batch)
+    labels = batch["labels"]
+    layout = layout_of(batch)
     num_tokens = labels.shape[1]
     assert num_tokens % degree == 0, "collated with padding to a multiple of the degree"
     rows = slice(index * num_tokens // degree, (index + 1) * num_tokens // degree)

@@ -202,7 +202,8 @@ class TokenReader(RowReader):
             return
         wrong = np.flatnonzero(self._targets.lengths != self._tokens.lengths)
         if len(wrong):
-            row, name = wrong[0], targets[0]
+            row = wrong[0]
+            name = targets[0]
             what, one, value = ("labels", "label", "-100") if self._has_labels else ("a mask", "entry", "0")
             raise ValueError(
                 f"{len(wrong)} rows have {what} of another length than their tokens; the first is row {row} with "
@@ -295,8 +296,10 @@ class TokenReader(RowReader):
             return are_tokens
         chunks = zip(self._tokens.by_chunk(row), self._targets.by_chunk(row), strict=True)
         for (tokens, spans, base), (labels, _, labels_base) in chunks:
-            first, last = base + start[spans], base + stop[spans]
-            low, high = int(first.min()), int(last.max())
+            first = base + start[spans]
+            last = base + stop[spans]
+            low = int(first.min())
+            high = int(last.max())
             # Rows have as many labels as tokens, so all rows of a chunk are as far apart in the two columns.
             shift = int(labels_base[0] - base[0])
             chunk_labels = labels[low + shift : high + shift]
@@ -310,7 +313,8 @@ class TokenReader(RowReader):
             return stop - start
         counts = np.zeros(len(row), dtype=np.int64)
         for values, spans, base in self._targets.by_chunk(row):
-            first, last = base + start[spans], base + stop[spans]
+            first = base + start[spans]
+            last = base + stop[spans]
             low = first.min()
             is_label = values[low : last.max()] != (IGNORE_INDEX if self._has_labels else 0)
             counts[spans] = _count_marked(is_label, first - low, last - low)

@@ -21,7 +21,8 @@ from ..layout import layout_of
 from ..samples.row import MAX_ROWS_NAMED
 from .rank_share import RankShare
 
-WEIGHTS, SOURCES = "document_weights", "document_sources"  # keys of documents and of batches
+WEIGHTS = "document_weights"  # keys of documents and of batches
+SOURCES = "document_sources"
 DTYPES = {WEIGHTS: torch.float32, SOURCES: torch.int64}
 _NAMES = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_string, pa.types.is_large_string)
 MAX_SOURCES = 100  # each has two numbers in every log entry

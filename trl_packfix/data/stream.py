@@ -137,8 +137,12 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self.num_shards = part_of(self.dataset, self.path).num_shards
         if self.num_alike != packing.world_size:
             packing = replace(packing, degrees=(smallest,))  # a group knows nothing of the documents of the others
-        self.packing, self.rank, self.pad_token_id, self.most_bytes = packing, rank, pad_token_id, most_bytes
-        self.weight_column, self.source_column = weight_column, source_column
+        self.packing = packing
+        self.rank = rank
+        self.pad_token_id = pad_token_id
+        self.most_bytes = most_bytes
+        self.weight_column = weight_column
+        self.source_column = source_column
         self.num_workers = min(num_workers, self.num_shards)
         if self.num_workers < num_workers and rank == 0:
             message = "dataloader_num_workers=%d was given; %d workers read, because each needs its own shard."
@@ -154,14 +158,17 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self.num_steps, self.num_passes, self.counts, self.micro_steps = num_steps, 0, StreamCounts(), {}
         self.digest = 0
         self._begin_pass()
-        self._start, self._num_skipped = self._snapshot(), 0
+        self._start = self._snapshot()
+        self._num_skipped = 0
         self._snapshots = {num_steps: self._start}
 
     def _begin_pass(self) -> None:
         num = max(self.num_workers, 1)
         self.parts = [([*self.path, (num, reader)], self.num_passes) for reader in range(num)]
         self._readers = [ReaderState()] * num  # of each part
-        self.num_arrived, self.rest, self.count = 0, False, self.num_alike
+        self.num_arrived = 0
+        self.rest = False
+        self.count = self.num_alike
 
     def __iter__(self) -> Iterator[StreamPack]:
         self._restore(self._start)
@@ -229,7 +236,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         units = Units(lengths, packing.cost_model, image_costs, targets=targets)
         schedule = packing.schedule(plan, units, 1)
         self.micro_steps = dict(Counter(self.micro_steps) + Counter(schedule.degrees.tolist()))
-        dummy, rank = dummy_document(self.pad_token_id), self.rank % self.count
+        dummy = dummy_document(self.pad_token_id)
+        rank = self.rank % self.count
         return [
             RankShare((dummy if i == NO_DOCUMENTS else documents[i] for i in indices.tolist()), *part)
             for indices, part in zip(schedule.micro_batches(rank), schedule.parts_of_rank(rank), strict=True)
@@ -330,7 +338,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             ValueError: settings differ that decide which documents there are.
         """
         first = states[0]
-        changed, num_shards = self._compare_settings(first), self.dataset.num_shards  # of all ranks
+        changed = self._compare_settings(first)  # of all ranks
+        num_shards = self.dataset.num_shards
         fixed = {
             name: values
             for name, values in changed.items()
@@ -347,7 +356,8 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
                 "`ignore_data_skip=True` to start the stream from its beginning."
             )
         readers = states[:: first["count"]]
-        last, parts = max(state["num_passes"] for state in readers), []
+        last = max(state["num_passes"] for state in readers)
+        parts = []
         for state in readers:
             unread = zip(state["parts"], state["readers"], strict=True)
             parts += [(part, reader | {"chunks": 0}) for part, reader in unread if not reader["done"]]
@@ -355,10 +365,12 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
             parts += [(([*state["share"]], epoch), asdict(ReaderState())) for epoch in passes]
         num_groups = self.packing.world_size // self.num_alike
         is_shared = num_groups > 1 and len(parts) % num_groups > 0
-        own, counted = slice(None), readers  # of the documents that wait, and of what has been counted
+        own = slice(None)  # of the documents that wait, and of what has been counted
+        counted = readers
         if num_groups > 1 and not is_shared:
             own = slice(self.rank // self.num_alike, None, num_groups)
-            parts, counted = parts[own], readers[own]
+            parts = parts[own]
+            counted = readers[own]
         return first | {
             "documents": encode_documents(
                 [document for state in readers for document in decode_documents(state["documents"])][own]
@@ -410,7 +422,8 @@ def encode_documents(documents: Sequence[DocumentTokens]) -> dict[str, Any]:
         state[ENCODED] = [(row.text, row.start, row.stop, row.counts) for row in rows]
         # Each image once. By identity: comparing images would compare their bytes
         different = {id(image): image for row in rows for image in row.images}
-        places, images = {key: i for i, key in enumerate(different)}, different.values()
+        places = {key: i for i, key in enumerate(different)}
+        images = different.values()
         data = b"".join(image.data or b"" for image in images)
         state["images"] = {
             "numbers": [[places[id(image)] for image in row.images] for row in rows],
@@ -430,7 +443,9 @@ def decode_documents(state: dict[str, Any]) -> list[DocumentTokens]:
     if SOURCES in state:
         columns[SOURCES] = state[SOURCES]
     if ENCODED in state:
-        given, images, start = state["images"], [], 0
+        given = state["images"]
+        images = []
+        start = 0
         data = given["data"].numpy().tobytes()
         for path, mode, size in zip(given["paths"], given["modes"], given["sizes"], strict=True):
             images.append(EncodedImage(path, None if size < 0 else data[start : start + size], mode))

@@ -71,7 +71,8 @@ class StreamImages:
 
         Without features the dataset gives what it was made of, so its images may be decoded still.
         """
-        dataset, mode = dataset.with_format(None), None
+        dataset = dataset.with_format(None)
+        mode = None
         if dataset.features is None:
             return dataset, replace(self, mode=None)
         for name in IMAGES:

@@ -115,7 +115,8 @@ class StreamTokens:
         """The documents of a batch, whose columns are in `table`, and their spans."""
         if "input_ids" in table.column_names:
             check_tokens(table, "train", self.vocab_size)
-        reader, mode = TokenReader(table), packing.truncation_mode
+        reader = TokenReader(table)
+        mode = packing.truncation_mode
         spans = make_documents(reader, packing.max_length, packing.overlong, truncation_mode=mode, may_be_empty=True)
         documents = [
             # Copies, because a view would hold the tokens of the whole chunk in memory.
@@ -159,7 +160,8 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
             # Workers take turns, and this one was one turn ahead when the state was saved.
             yield DocumentChunk([], Ledger(), unread[0], self.states[unread[0]])
         for number in unread:
-            state, dataset = self.states[number], self.parts[number]
+            state = self.states[number]
+            dataset = self.parts[number]
             is_exact = state_is_exact(dataset)
             position = state.position if is_exact else None
             dataset.load_state_dict(position)
@@ -168,10 +170,12 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
             if position is None and state.examples:
                 # The dataset's state is not exact, or was not where the run was saved: read this pass from its start.
                 next(islice(batches, -(-state.examples // self.rows.chunk) - 1, None), None)
-            examples, chunks = state.examples, state.chunks
+            examples = state.examples
+            chunks = state.chunks
             for batch in batches:
                 documents, ledger = self._documents(batch, examples)
-                examples, chunks = examples + len(next(iter(batch.values()))), chunks + 1
+                examples = examples + len(next(iter(batch.values())))
+                chunks = chunks + 1
                 position = dataset.state_dict() if is_exact else None
                 yield DocumentChunk(documents, ledger, number, ReaderState(position, examples, chunks))
             yield DocumentChunk([], Ledger(), number, ReaderState(None, examples, chunks + 1, done=True))

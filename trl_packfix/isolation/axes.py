@@ -56,16 +56,19 @@ def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
             continue
         (first, _), (second, _) = (sizes[name] for sizes in packs)
         ins, outs = ([sizes.get(name, ({}, {}))[i] for sizes in rows] for i in (0, 1))
-        inputs, numbers = {}, set()
+        inputs = {}
+        numbers = set()
         for place in first.keys() & second.keys():
-            size, other = first[place], second[place]
+            size = first[place]
+            other = second[place]
             if isinstance(size, int):
                 if (size, other) == tuple(totals):
                     numbers.add(place)
                 continue
             tokens = _growing(name, place, size, other=other, totals=totals)
             inputs[place] = _find_axes(tokens, size, [sizes.get(place) for sizes in ins])
-        outputs, widening = {}, set()
+        outputs = {}
+        widening = set()
         _, of_one_token = shortest.get(name, ({}, {}))
         for place in set.intersection(*(set(sizes) for sizes in outs)):
             one, longer, double = (sizes[place] for sizes in outs)

@@ -148,7 +148,8 @@ class ProbeMeasurement:
     """
 
     def __init__(self, probe: Probe, documents: Documents):
-        self.probe, self.documents = probe, documents
+        self.probe = probe
+        self.documents = documents
         self._base = probe.silenced(lambda: probe.forward_packed(documents))
         with probe.unpacked(max(map(len, documents))):
             self._alone = {id(one): probe.forward_alone(one) for one in documents}
@@ -214,7 +215,8 @@ def judge_probe(
         long, (shorter,) = probe.long_examples(max(to_test.values()) + NUM_EXTRA_TOKENS)
         changes.append(runs.gap(RunPair(long, shorter, large=True)))
         differences += [runs.gap(RunPair(long, [one], alone=True, large=True)) for one in long]
-    gradient, reach = probe.gradient(documents) if probe.takes_gradient else None, 0
+    gradient = probe.gradient(documents) if probe.takes_gradient else None
+    reach = 0
     if not probe.on_any_rank(gradient):  # else the result is clear
         _explain_by_rounding(runs, changes)
         _explain_by_rounding(runs, differences)
@@ -259,7 +261,8 @@ def _test_far(
     error, such as positions that are rounded. Both gaps are added to the lists. It ends at a distance that does not fit
     the memory of this device, and raises `OutOfMemoryError` where other ranks would wait for this one.
     """
-    probe, reach = runs.probe, 0
+    probe = runs.probe
+    reach = 0
     for num_tokens in _distances(farthest):
         before = [probe.tokens(length) for _ in range(0, num_tokens, length)]
         far = [*before, document]
@@ -296,7 +299,8 @@ def _find_leaking_modules(
     runs: ProbeMeasurement, changes: list[Gap], *, moved: bool, is_equal: bool
 ) -> tuple[list[Leak], RunPair]:
     """The modules where information crosses, and the runs that show it."""
-    probe, tolerance = runs.probe, runs.tolerance
+    probe = runs.probe
+    tolerance = runs.tolerance
     # Prefer runs of equal lengths: only tokens differ in them, which shows the place of the leak most clearly.
     leaking = [gap for gap in changes if gap[0] > tolerance] or changes
     _, case = max(leaking, key=lambda gap: (gap[1].same_length, gap[0]))
@@ -346,7 +350,8 @@ def _smallest_gap(probe: Probe, case: RunPair) -> float:
         with FirstOfTies(), rounding:
             return torch.cat(states(probe))
 
-    first, gaps = [run(case.first_states, draw) for draw in (None, *range(NUM_DRAWS))], []
+    first = [run(case.first_states, draw) for draw in (None, *range(NUM_DRAWS))]
+    gaps = []
     for draw in (None, *range(NUM_DRAWS, 2 * NUM_DRAWS)):
         second = to_exact(run(case.second_states, draw))
         gaps += [(to_exact(one) - second).abs().amax(-1).nan_to_num(inf) for one in first]

@@ -163,7 +163,10 @@ class _StepProbe:
         reference: Callable[[Document], Tensor] | None,
         documents: list[Document],
     ):
-        self.step, self.collate, self.model, self.reference = step, collate, model, reference
+        self.step = step
+        self.collate = collate
+        self.model = model
+        self.reference = reference
         is_distributed = dist.is_available() and dist.is_initialized()
         self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
         self.documents = documents
@@ -195,7 +198,8 @@ class _StepProbe:
         yield Law("order", self.gap([[pack] for pack in orders]), "in any order")
         groupings = [[documents[:k], documents[k:]] for k in sorted({1, len(documents) // 2, len(documents) - 1})]
         groupings.append([[each] for each in documents])
-        gap, over = self.gap(groupings), "micro-batches"
+        gap = self.gap(groupings)
+        over = "micro-batches"
         if self.num_ranks > 1:
             over = "micro-batches and ranks"
             gap = max(gap, *(self.gap_over_ranks(each) for each in ([documents], *groupings)))
@@ -205,7 +209,8 @@ class _StepProbe:
         try:
             gap = self.gap(([documents, [longest]], [[longest], documents]))
         except Exception as error:  # of the loop under test
-            gap, sentence = inf, f"{sentence}; the step raised {type(error).__name__}: {error}"
+            gap = inf
+            sentence = f"{sentence}; the step raised {type(error).__name__}: {error}"
         yield Law("masked", gap, sentence)
 
     def moved_by_last_input(self) -> float | None:
@@ -315,7 +320,8 @@ class _StepProbe:
         for i in which:
             if _num_trained(documents[i]):
                 pack = [each if j == i else _mask_labels(each) for j, each in enumerate(documents)]
-                found, wanted = self.summed([pack]), self.alone(documents[i])
+                found = self.summed([pack])
+                wanted = self.alone(documents[i])
                 factor = (found * wanted).sum() / (wanted * wanted).sum()
                 gaps.append(largest_gap(found, factor * wanted) if factor > 0 else inf)
         return max(gaps)
@@ -326,7 +332,8 @@ class _StepProbe:
 
     def rounding(self) -> float:
         """What half a unit in the last place of every module's output changes in a step, the largest of some draws."""
-        wanted, found = self.summed([self.documents]), 0.0
+        wanted = self.summed([self.documents])
+        found = 0.0
         for seed in range(NUM_DRAWS):
             with _rounding_noise(self.model, seed):
                 found = max(found, largest_gap(self.summed([self.documents]), wanted))
@@ -374,7 +381,8 @@ def _misleading_packs(documents: list[Document]) -> dict[str, list[Document]]:
     def each(change: Callable[[list[int]], list[int]]) -> list[Document]:
         return [{name: change(values) for name, values in document.items()} for document in longest]
 
-    head, zeros = longest[0]["input_ids"], each(list)
+    head = longest[0]["input_ids"]
+    zeros = each(list)
     for document in zeros:
         middle = len(document["input_ids"]) // 2
         document["input_ids"][middle] = 0

@@ -31,10 +31,8 @@ def gradient_products(parameters: Sequence[nn.Parameter]) -> Tensor:
         gradient = gradient.detach().float().flatten(1) if gradient.dim() > 1 else gradient.detach().float()[None]
         # u^T G v for each pair of vectors: as many numbers as G has rows and columns, not entries
         num_rows, num_columns = gradient.shape
-        rows, columns = (
-            _random_vectors(num_rows, 2 * i).to(gradient),
-            _random_vectors(num_columns, 2 * i + 1).to(gradient),
-        )
+        rows = _random_vectors(num_rows, 2 * i).to(gradient)
+        columns = _random_vectors(num_columns, 2 * i + 1).to(gradient)
         found[i] = ((gradient @ columns) * rows).sum(0, dtype=torch.float64).cpu()
     return found
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 else:  # without the libraries of datasets and images
     ImageExamples = Any
 # Width and height in pixels. Processors that keep the aspect ratio give each size another number of tokens.
-SQUARE, WIDE, HIGH = (112, 112), (196, 112), (112, 168)
+SQUARE = (112, 112)
+WIDE = (196, 112)
+HIGH = (112, 168)
 
 
 class ImageDocument:
@@ -54,9 +56,13 @@ class ImageProbe(Probe):
         them. The last has no image. Where ranks share the pack it is so long that the middle of the pack, where a part
         ends at every degree, is in the middle of an image.
         """
-        image, tokens, document = self.images.image, self.tokens, self.document
+        image = self.images.image
+        tokens = self.tokens
+        document = self.document
         square, high, first, last = (image(*size) for size in (SQUARE, HIGH, WIDE, SQUARE))
-        head, tail, end = tokens(5), tokens(9), tokens(6)
+        head = tokens(5)
+        tail = tokens(9)
+        end = tokens(6)
         documents: Documents = [
             document(head, square, tail),
             document(tokens(3), first, tokens(4), last),

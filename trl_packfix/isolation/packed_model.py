@@ -73,8 +73,11 @@ class PackedModel:
         shares_prefixes: bool = False,
         images: ImageExamples | None = None,
     ):
-        self.model, self.dtype, self.device_type = model, dtype, device_type
-        self.max_length, self.on_leak = max_length, on_leak
+        self.model = model
+        self.dtype = dtype
+        self.device_type = device_type
+        self.max_length = max_length
+        self.on_leak = on_leak
         self.enforce_flash_attention = enforce_flash_attention
         self.own_hooks = own_hooks
         self._needs_varlen = EXCHANGES if shares_packs else LOOKS_UP if shares_prefixes else None
@@ -178,7 +181,8 @@ class PackedModel:
 
     def _judge_packs(self, wrapped: nn.Module) -> IsolationReport:
         """Probe packs. Where a kernel refuses the model or computes it wrongly, do without that kernel."""
-        report, name = self._on_kernels(wrapped), self.attention.name
+        report = self._on_kernels(wrapped)
+        name = self.attention.name
         flash_attn = [name] if "flash" in name and name != self.attention.previous else []
         towers = [TOWER_ATTENTION] if has_tower_attention(base_model(self.model)) else []
         for kernel in [*flash_attn, *towers]:
@@ -209,7 +213,8 @@ class PackedModel:
 
     def _choose_another(self, error: KernelError) -> None:
         """Switch to another attention after a kernel raised `error`. Raises `error` if no other can be used."""
-        name, reason = self.attention.name, " ".join(str(error).split())
+        name = self.attention.name
+        reason = " ".join(str(error).split())
         cause = error.cause if isinstance(error, OwnAttentionError) else None  # then the model keeps its own
         if not self.enforce_flash_attention or (name == ATTENTION_NAME and cause is None):
             raise error
@@ -285,7 +290,9 @@ class PackedModel:
         return None
 
     def _report_probe(self, wrapped: nn.Module, degree: int = 1, *, with_prefixes: bool = False) -> IsolationReport:
-        name, previous, images = self.attention.name, self.attention.previous, self.images
+        name = self.attention.name
+        previous = self.attention.previous
+        images = self.images
         settings: dict[str, Any] = {"images": images, "user_attention": previous, "shares": with_prefixes}
         prove = self._as_test(partial(check_packs, wrapped, self.max_length, degree, **settings))
         if self.recall is None or images is not None or self.repaired or self.is_unpacked:
@@ -346,7 +353,8 @@ class PackedModel:
 
     def _restore_attention(self) -> None:
         """Set the tested attention again, with a warning, if another was set since `attach_packed_attention`."""
-        current, tested = own_attention(self.model), self.attention.name
+        current = own_attention(self.model)
+        tested = self.attention.name
         if current == tested:
             return
         set_attention(self.model, tested)

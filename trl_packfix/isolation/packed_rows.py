@@ -219,7 +219,8 @@ class PackedRows(AroundCalls):
         )
 
     def _share_nothing(self, reason: str) -> None:
-        self.collate.shares, self.whole = False, reason
+        self.collate.shares = False
+        self.whole = reason
         warnings.warn(
             f"{type(self.model).__name__} computes a beginning that rows share once per row: {reason}. Set "
             "`share_prefixes=False` to omit this test.",
@@ -298,7 +299,8 @@ class PackedRows(AroundCalls):
         later than that of another, and padded rows give the same gradients.
         """
         kind = (torch.is_grad_enabled(), computing_dtype(self.model), batch.is_left_padded, module.training)
-        known, longest = self._compared, self._longest_compared
+        known = self._compared
+        longest = self._longest_compared
         is_longer = batch.longest >= 2 * longest or any(longest <= n < batch.longest for n in self._thresholds)
         if kind in known and not is_longer:
             return batch
@@ -314,7 +316,8 @@ class PackedRows(AroundCalls):
             self._share_nothing(f"{where}, {reason}")
             whole = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
             assert whole is not None
-            batch, reason = whole, difference(whole)
+            batch = whole
+            reason = difference(whole)
         if reason is not None:
             self._refuse_packs(f"{where}, {reason}")
             return None
@@ -326,7 +329,8 @@ class PackedRows(AroundCalls):
         self, module: nn.Module, inputs: dict[str, Any], batch: RowsOfBatch, *, wants_gradients: bool
     ) -> str | None:
         """What differs between the padded rows and their pack beyond rounding; None if nothing."""
-        packed, is_training = self.packed_model, module.training
+        packed = self.packed_model
+        is_training = module.training
         assert packed.isolation is not None
         probe = Probe(self.model, user_attention=packed.attention.previous)
         tolerance = max(packed.isolation.tolerance, torch.finfo(torch.float64).eps)
@@ -359,7 +363,8 @@ class PackedRows(AroundCalls):
                 # before: a forward within a forward would leave autocast on after both.
                 with torch.autocast(self.model.device.type, enabled=False):
                     probe.silenced(lambda: probe.forward_packed([probe.tokens(n) for n in (3, 5)]))
-                padded, first = run(in_pack=False), run(in_pack=True)
+                padded = run(in_pack=False)
+                first = run(in_pack=True)
                 gaps = _largest_gaps(padded, first)
                 limits = probe.limits_of_rounding(
                     gaps,

@@ -18,7 +18,8 @@ from ..layout import layout_of
 from .image_probe import HIGH, SQUARE, WIDE, ImageExamples, ImageProbe
 from .probe import SMALLEST_ROUNDING, Examples, Probe, replace_documents
 
-TRUNK, BRANCH = 17, 10  # tokens that most documents begin with; some leave it earlier
+TRUNK = 17  # tokens that most documents begin with; some leave it earlier
+BRANCH = 10
 
 
 class PrefixProbe(Probe):
@@ -38,8 +39,10 @@ class PrefixProbe(Probe):
 
         Two more have another beginning: with one alone, every shared row would have the same rows before it.
         """
-        trunk, other_trunk = self.tokens(TRUNK), self.tokens(BRANCH)
-        first, third = torch.cat([trunk, self.tokens(9)]), torch.cat([trunk, self.tokens(7)])
+        trunk = self.tokens(TRUNK)
+        other_trunk = self.tokens(BRANCH)
+        first = torch.cat([trunk, self.tokens(9)])
+        third = torch.cat([trunk, self.tokens(7)])
         documents = [
             first,
             torch.cat([trunk[:BRANCH], self.tokens(6)]),
@@ -113,10 +116,15 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         share the pack, the middle of its rows, where a part ends, is in the middle of an image.
         The runs are in another order than the documents, so images in the order of documents would be seen.
         """
-        image, document = self.images.image, self.document
-        head, other_head = self.tokens(TRUNK), self.tokens(BRANCH)
-        square, wide, high = image(*SQUARE), image(*WIDE), image(*HIGH)
-        question, between = self.tokens(6), self.tokens(3)
+        image = self.images.image
+        document = self.document
+        head = self.tokens(TRUNK)
+        other_head = self.tokens(BRANCH)
+        square = image(*SQUARE)
+        wide = image(*WIDE)
+        high = image(*HIGH)
+        question = self.tokens(6)
+        between = self.tokens(3)
         documents = [
             document(head, square, question, self.tokens(9)),
             document(other_head, wide, self.tokens(5)),

@@ -288,7 +288,8 @@ class Probe(ProbedModel):
         for gradient, (ids, rows, first) in zip(gradients, places, strict=True):
             mine = gradient[rows]
             gradient[rows] = 0
-            others, scale = gradient.abs().max().item(), mine.abs().max().item()
+            others = gradient.abs().max().item()
+            scale = mine.abs().max().item()
             if limit is not None:
                 own = torch.arange(first, len(rows), device=self.device)
                 with self.unpacked(len(ids)):

@@ -31,7 +31,8 @@ NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
 LARGEST_SCORES = 8 * 2**30  # bytes of the scores that `eager` may hold for a document alone
 NUM_DRAWS = 6  # random roundings to try: with a router the largest change is rare
 # As many times the rounding of states is that of gradients; above the second nothing is compared
-FINER, COARSE_GRADIENT = 64, 1e-2
+FINER = 64
+COARSE_GRADIENT = 1e-2
 ROUNDING_FACTOR = 3  # times the largest change of so few draws
 MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
 
@@ -58,7 +59,8 @@ def model_errors_converted() -> Iterator[None]:
 class LocalRank:
     """This rank, which holds whole packs."""
 
-    degree, index = 1, 0
+    degree = 1
+    index = 0
 
     def states(self, forward: Callable[[], Tensor]) -> Tensor:
         """The states of all rows of a pack, (1, T, hidden), from a forward of the rows of each rank."""
@@ -207,7 +209,8 @@ class ProbedModel:
         A document so long that the scores of `eager` would not fit runs on `sdpa`, or on the attention of packs, which
         in eval mode computes rows without boundaries as `sdpa` does.
         """
-        current, name = own_attention(self.inner), self.user_attention
+        current = own_attention(self.inner)
+        name = self.user_attention
         heads = max(head_counts(self.config), default=1)
         if name == "eager" and 4 * heads * length**2 > LARGEST_SCORES:
             name = "sdpa" if self.inner._supports_sdpa else current
@@ -390,7 +393,8 @@ class ProbedModel:
 
         `move_batch` runs the same again, under another rounding, and returns how far each is from where it was.
         """
-        draws, found = iter(draws), [*limits]
+        draws = iter(draws)
+        found = [*limits]
         while self.is_beyond(gaps, found) and (draw := next(draws, None)) is not None:
             with self.rounded_otherwise(draw, by_channel=by_channel):
                 found = [

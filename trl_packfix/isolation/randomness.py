@@ -29,7 +29,9 @@ def watching_draws(model: nn.Module, device: torch.device) -> Iterator[tuple[set
     A draw is attributed to the innermost module that is running, its forward hooks included. The dtypes of the weights
     are not enough: accelerate runs fp32 weights under autocast inside the model's forward.
     """
-    kinds, dtypes, running = set[type[nn.Module]](), set[torch.dtype](), list[nn.Module]()
+    kinds = set[type[nn.Module]]()
+    dtypes = set[torch.dtype]()
+    running = list[nn.Module]()
 
     def current() -> torch.Tensor:
         state = device_state(device)
@@ -39,7 +41,8 @@ def watching_draws(model: nn.Module, device: torch.device) -> Iterator[tuple[set
 
     def note() -> None:
         nonlocal last
-        before, last = last, current()
+        before = last
+        last = current()
         if running and not torch.equal(before, last):
             kinds.add(type(running[-1]))
 

@@ -135,7 +135,8 @@ class RepairedModule(AroundCalls):
                 'on_leak="unpack".'
             )
         super().__init__(module)
-        self.axes, self.mode = axes, mode
+        self.axes = axes
+        self.mode = mode
         self._is_sharded = is_sharded(module)
 
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
@@ -150,7 +151,8 @@ class RepairedModule(AroundCalls):
         num_before = len(recorded_router_logits())
         with packed_forward_entered(forwards[0]):  # the module's forward runs between the two hooks
             output = yield inputs
-        outputs, recorded = [output], recorded_router_logits()
+        outputs = [output]
+        recorded = recorded_router_logits()
         num_routers = len(recorded) - num_before
         for index, forward in enumerate(forwards[1:], start=1):
             with packed_forward_entered(forward):
@@ -217,7 +219,8 @@ class RestartedPositions(ModelHooks):
 
     def __init__(self, module: nn.Module, shifted: ShiftedPositions):
         super().__init__()
-        self.module, self.shifted = module, shifted
+        self.module = module
+        self.shifted = shifted
 
     def __str__(self) -> str:
         return f"with positions from {self.shifted.first} in each document"

@@ -42,7 +42,9 @@ class RepairSearch:
     """Repairs the model of a probe, inside `probe.undisturbed()`; `ignores_masks` of its guard may be set."""
 
     def __init__(self, probe: Probe, guard: PackedForwardGuard, max_length: int | None):
-        self.probe, self.guard, self.max_length = probe, guard, max_length
+        self.probe = probe
+        self.guard = guard
+        self.max_length = max_length
         self._sites: dict[type[nn.Module], _RepairSite] = {}
         self._restarted: list[RestartedPositions] = []
         self._modules = dict(probe.inner.named_modules())
@@ -160,7 +162,8 @@ class RepairSearch:
                 repaired = [RepairedModule(self._modules[name], axes.get(name, known), mode) for name in site.names]
             except (NotLearned, ValueError):
                 continue
-            site.mode, site.repaired = mode, repaired
+            site.mode = mode
+            site.repaired = repaired
             for module in repaired:
                 module.install()
             return True

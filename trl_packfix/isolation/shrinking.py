@@ -278,7 +278,8 @@ def names_a_token(name: str) -> bool:
 
 def mrope_section(rope: dict[str, Any]) -> list[int]:
     """Frequencies of time, height and width: in sum those that a tiny head rotates, in about the same shares."""
-    wanted, section_of_model = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2, rope["mrope_section"]
+    wanted = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
+    section_of_model = rope["mrope_section"]
     section = [wanted * share // sum(section_of_model) for share in section_of_model]
     return [wanted - sum(section[1:]), *section[1:]]
 

@@ -29,7 +29,8 @@ OTHER_FIELDS = set(
 SELECTION_FIELDS = re.compile(r"top_?k|blocks|pool|chunks")
 BLOCK_FIELDS = re.compile(r"pool|block_size")
 # Tokens that layers of a kind compress to one key, by kind (DeepSeek-V4); `index_topk` then counts compressed keys
-RATES, INDEXED = "compress_rates", "compressed_sparse_attention"
+RATES = "compress_rates"
+INDEXED = "compressed_sparse_attention"
 POSITIONS = "max_position_embeddings"
 ROPE_LENGTHS = ("original_max_position_embeddings", POSITIONS)
 

@@ -229,12 +229,15 @@ def _largest_change(before: Values, after: Values, pairs: Spans) -> float:
     """Largest change of these spans, relative to the largest value of each tensor; 0 if nothing can be compared."""
     changes = []
     for place in before.keys() & after.keys():
-        one, other = before[place][1], after[place][1]
+        one = before[place][1]
+        other = after[place][1]
         if one.shape[1] != other.shape[1] or not one.numel():  # a mask (T, T) of packs of different lengths
             continue
         if one.is_complex():
-            one, other = torch.view_as_real(one), torch.view_as_real(other)
-        one, other = to_exact(one), to_exact(other)
+            one = torch.view_as_real(one)
+            other = torch.view_as_real(other)
+        one = to_exact(one)
+        other = to_exact(other)
         scale = one.abs().max().clamp(min=1e-30)
         gaps = [(one[here] - other[there]).abs() for here, there in pairs]
         changes += [gap.max() / scale for gap in gaps if gap.numel()]

@@ -48,7 +48,9 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     >>> [pack.tolist() for pack in balanced(packs, units, bins)]  # the two dearest packs share a micro-step
     [[4], [5], [0, 1], [2, 3]]
     """
-    slots, accumulation, world_size = bins.num_slots, bins.accumulation, bins.world_size
+    slots = bins.num_slots
+    accumulation = bins.accumulation
+    world_size = bins.world_size
     packs = packs + [np.zeros(0, np.int64)] * (slots - len(packs))
     if world_size == 1:
         return packs
@@ -60,14 +62,16 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
 
     of_units = units.costs(bins.degree)
     pack_costs = np.array([of_units[pack].sum() for pack in packs])
-    placed, waiting = np.arange(slots), modelled_time(pack_costs)
+    placed = np.arange(slots)
+    waiting = modelled_time(pack_costs)
     order = np.argsort(-pack_costs, kind="stable")  # each micro-step gets neighbours, which is the best order
     if by_rank:
         of_ranks = least_loaded(np.ones_like(order), pack_costs[order], world_size, capacity=accumulation)
         assert of_ranks is not None  # a place for each pack
         order = order[np.transpose(of_ranks).ravel()]
     if (better := modelled_time(pack_costs[order])) < waiting:
-        placed, waiting = order, better
+        placed = order
+        waiting = better
     members = np.concatenate(packs)
     cost = of_units[members]
     if waiting <= GOOD_ENOUGH_RATIO * cost.sum() / world_size or len(members) < FEW_UNITS * slots:
@@ -110,7 +114,8 @@ def even_targets(packs: list[Int64Array], units: Units, num: int, *, capacity: i
     assert units.targets is not None, "the trained tokens of units are not known"
     members = np.concatenate(packs)
     longest_first = members[np.argsort(-units.rows[members], kind="stable")]
-    rows, targets = units.rows[longest_first], units.targets[longest_first]
+    rows = units.rows[longest_first]
+    targets = units.targets[longest_first]
     candidates = [packs + [members[:0]] * (num - len(packs))]
     attempts = [
         least_loaded(rows, targets, num, capacity=capacity),
@@ -145,7 +150,8 @@ def deal_documents(
     num_long = min(
         (lengths * SHORT_DIVISOR > capacity).sum(), np.searchsorted(tokens, tokens[-1] * (1 - FILLING_SHARE))
     )
-    long, short = dearest_first[:num_long].tolist(), dearest_first[num_long:].tolist()
+    long = dearest_first[:num_long].tolist()
+    short = dearest_first[num_long:].tolist()
     # In a full slot a document stands in the place of short ones; where there is room, all that it costs is excess.
     has_room = tokens[-1] < (1 - 1 / SPARE_DIVISOR) * num_slots * capacity
     excess = cost - (0 if has_room else cost[short].sum() / max(lengths[short].sum(), 1)) * lengths
@@ -206,7 +212,8 @@ class _Slots:
     def fill_slots_exactly(self, short: list[int]) -> list[int]:
         """Fill slots with little room exactly, by one or two documents; returns the others."""
         longest = max([self.lengths[document] for document in short], default=0)
-        buffer, others = WaitingDocuments(longest), dict.fromkeys(short)
+        buffer = WaitingDocuments(longest)
+        others = dict.fromkeys(short)
         for document in short:
             buffer.add(document, self.lengths[document])
         for slot in [slot for slot, room in enumerate(self.room) if 0 < room <= 2 * longest]:
@@ -237,7 +244,8 @@ class _Slots:
         for most in NUM_DIVIDED_TOGETHER:
             pools = [self.documents[i][-most:] for i in (slot, partner)]
             mine, theirs = ([self.lengths[d] for d in pool] for pool in pools)
-            low, high = sum(mine) - self.room[partner], sum(mine) + self.room[slot]  # tokens that `slot` may keep
+            low = sum(mine) - self.room[partner]  # tokens that `slot` may keep
+            high = sum(mine) + self.room[slot]
             low, high = max(low, 0), high if low <= high else sum(mine) - 1
             sums = [1]
             for length in mine + theirs:

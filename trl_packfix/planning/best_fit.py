@@ -86,7 +86,10 @@ def best_fit_of_histogram(counts: Int64Array, capacity: int) -> Int64Array:
                 if not runs[space]:
                     del runs[space], spaces[tightest]
             else:  # open as many packs as the rest needs
-                space, first, num, filled = capacity, opened, -(-left // (capacity // length)), 0
+                space = capacity
+                first = opened
+                num = -(-left // (capacity // length))
+                filled = 0
                 opened += num
             most = space // length  # documents of this length that one of these packs takes
             full = min(num, left // most)
@@ -96,7 +99,8 @@ def best_fit_of_histogram(counts: Int64Array, capacity: int) -> Int64Array:
                     rows.append((first_pack, num_packs, per_pack, filled))
                     if space > per_pack * length:
                         runs_with(space - per_pack * length).append((first_pack, num_packs, filled + per_pack))
-            used, left = full + (rest > 0), left - full * most - rest
+            used = full + (rest > 0)
+            left = left - full * most - rest
             if used < num:  # untouched packs stay ahead of later ones with the same space
                 runs_with(space).appendleft((first + used, num - used, filled))
     return np.array(rows, dtype=np.int64)

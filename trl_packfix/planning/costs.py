@@ -150,7 +150,8 @@ def with_pairs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
         sizes = _read_heads(layer, own)
         heads[sizes] += 1
         query_heads, _, key, value = sizes
-        pair, scores = 2.0 * query_heads * (key + value), 0.0
+        pair = 2.0 * query_heads * (key + value)
+        scores = 0.0
         if kind in _SUMS_OF_SCORES and indexer != "shared":
             size = getattr(layer, "index_head_dim", 0) + _SUMS_OF_SCORES[kind]
             scores = 2.0 * getattr(layer, "index_n_heads", 0) * size
@@ -175,7 +176,8 @@ def with_scans(costs: CostModel, mixers: tuple[ScanCosts, ...]) -> CostModel:
     >>> with_scans(CostModel(per_token=10, per_pair=0), (scan,))(np.array([1, 3])).tolist()  # pairs of chunks: 1, 3 + 1
     [22.0, 68.0]
     """
-    windows, chunks = dict(costs.windows), dict(costs.chunks)
+    windows = dict(costs.windows)
+    chunks = dict(costs.chunks)
     for scan in mixers:
         windows[1] = windows.get(1, 0.0) + scan.layers * scan.per_token
         if scan.per_pair:
@@ -216,7 +218,8 @@ def _read_heads(layer: "PreTrainedConfig", num_heads: int | None) -> tuple[int, 
     """`HeadCounts` of one layer, but for their number."""
     heads = num_heads or layer.num_attention_heads
     if getattr(layer, "kv_lora_rank", None):  # multi-head latent attention: every head has its own keys
-        key, kv_heads = layer.qk_nope_head_dim + layer.qk_rope_head_dim, heads
+        key = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+        kv_heads = heads
     else:
         key = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
         kv_heads = getattr(layer, "num_key_value_heads", None) or heads

@@ -52,7 +52,9 @@ class GroupTimes:
         """
         if degree == 1:
             return 0.0, 0.0
-        speeds, values, layers = self.speeds, 0, 0
+        speeds = self.speeds
+        values = 0
+        layers = 0
         inside = min(degree, speeds.ranks_per_node)
         # For each byte of a rank, which keeps its share of them
         sent = (inside - 1) / degree / speeds.within + (degree - inside) / degree / speeds.between
@@ -119,17 +121,20 @@ def schedule_groups(
     divided = [divide_step(packs, units, bins, parallel=parallel) for packs in steps]
     degrees = [degree for step in divided for degree in step.degrees]
     packs = [pack for step in divided for pack in step.packs]
-    sizes, remaining = np.zeros((len(degrees), bins.world_size), np.int64), iter(map(len, packs))
+    sizes = np.zeros((len(degrees), bins.world_size), np.int64)
+    remaining = iter(map(len, packs))
     for row, degree in zip(sizes, degrees, strict=True):  # a pack is in the slot of the first rank of its group
         row[::degree] = [next(remaining) for _ in row[::degree]]
-    offsets, order = np.concatenate([[0], np.cumsum(sizes)]), np.concatenate([np.zeros(0, np.int64), *packs])
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    order = np.concatenate([np.zeros(0, np.int64), *packs])
     return Schedule(order, offsets, bins.accumulation, bins.world_size, degrees=np.array(degrees))
 
 
 def divide_step(packs: list[Int64Array], units: Units, bins: Bins, *, parallel: SequenceParallel) -> DividedStep:
     """The units of these packs for groups of S ranks in groups with the least modelled time that is found."""
     step = UndividedStep(np.concatenate(packs), units, bins, parallel=parallel)
-    degree, accumulation = parallel.smallest, bins.accumulation
+    degree = parallel.smallest
+    accumulation = bins.accumulation
     packs = packs + [np.zeros(0, np.int64)] * (bins.num_slots // degree - len(packs))
     if bins.balance == "none":
         return step.grouped(packs, degree)
@@ -161,7 +166,8 @@ class UndividedStep:
             first = num // 2
             ends = np.cumsum(self.units.rows[members])
             split = max(int(np.searchsorted(ends, ends[-1] * first / num, side="right")), 1)
-            longer, shorter = self.divided(members[:split], first), self.divided(members[split:], num - first)
+            longer = self.divided(members[:split], first)
+            shorter = self.divided(members[split:], num - first)
             joined = None if longer is None or shorter is None else longer + shorter
         return self.best_degree(members, num, joined)
 
@@ -186,7 +192,8 @@ class UndividedStep:
 
     def _lower_bound(self, members: Int64Array, degree: int) -> float:
         """Seconds below which no division of these units with this degree is."""
-        rows, costs = self.units.rows[members], self.units.costs(degree)[members]
+        rows = self.units.rows[members]
+        costs = self.units.costs(degree)[members]
         even = self.times.seconds(costs.sum(keepdims=True), rows.sum(keepdims=True), degree)
         longest = self.times.seconds(costs, rows, degree).max()
         return float(max(even[0] * degree / self.bins.world_size, longest))
@@ -198,7 +205,8 @@ class UndividedStep:
 
     def first_packs(self, members: Int64Array, degree: int, accumulation: int) -> list[Int64Array] | None:
         """The units in packs for groups of one degree, before they are balanced; None if none are found."""
-        rows, capacity = self.units.rows[members], degree * self.parallel.tokens_per_rank
+        rows = self.units.rows[members]
+        capacity = degree * self.parallel.tokens_per_rank
         num = self.bins.world_size // degree * accumulation
         if rows[0] > capacity:
             return None
@@ -235,7 +243,8 @@ def modelled_time(schedule: Schedule, units: Units, parallel: SequenceParallel) 
     seconds, exchange = np.zeros((2, len(schedule.degrees)))
     tokens = schedule.slot_sums(units.rows)
     for degree in np.unique(schedule.degrees).tolist():
-        rows, leaders = np.flatnonzero(schedule.degrees == degree), slice(None, None, degree)
+        rows = np.flatnonzero(schedule.degrees == degree)
+        leaders = slice(None, None, degree)
         costs = schedule.slot_sums(units.costs(degree))
         some = tokens[rows][:, leaders]
         seconds[rows] = times.seconds(costs[rows][:, leaders], some, degree).max(axis=1)

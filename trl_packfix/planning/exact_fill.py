@@ -66,7 +66,8 @@ class WaitingDocuments:
         """
         if gap <= longest and self.present[gap]:
             return (gap,)
-        low, high = (gap + 1) // 2, min(gap - 1, longest)  # the longer one of the pair
+        low = (gap + 1) // 2  # the longer one of the pair
+        high = min(gap - 1, longest)
         if low > high:
             return ()
         start = self.longest - gap  # mirrored[start + l] is present[gap - l]
@@ -146,7 +147,8 @@ class StreamPacker:
     most_bytes: float = np.inf  # if the waiting documents have so many, no other arrives
 
     def __post_init__(self) -> None:
-        self.next_lengths, self.ended = iter(self.arriving), False
+        self.next_lengths = iter(self.arriving)
+        self.ended = False
         self.buffer = WaitingDocuments(self.longest)
         self.lengths: list[int] = []  # of the positions from `first` on
         self.taken = bytearray()  # of the same
@@ -170,7 +172,8 @@ class StreamPacker:
             oldest = self.taken.find(0, oldest)
             if oldest >= MAX_REMEMBERED:  # all before it are in packs
                 del self.lengths[:oldest], self.taken[:oldest]
-                self.first, oldest = self.first + oldest, 0
+                self.first = self.first + oldest
+                oldest = 0
             self._close_pack(oldest)
             yield self.members
 
@@ -203,7 +206,8 @@ class StreamPacker:
 
     def _close_pack(self, place: int) -> None:
         """Fill a new pack from this place in `lengths` on, that of the oldest document."""
-        self.members, buffer = [], self.buffer
+        self.members = []
+        buffer = self.buffer
         gap = self.capacity
         if self.spare < 0:
             length = self.lengths[place]

@@ -95,13 +95,17 @@ class TokenOrder:
         group = groups[self.order]
         places = np.argsort(group, kind="stable")
         places = places[np.searchsorted(group[places], 0) :]
-        group, common = group[places], np.zeros(len(places), dtype=np.int64)
+        group = group[places]
+        common = np.zeros(len(places), dtype=np.int64)
         inside = np.flatnonzero(group[1:] == group[:-1]) + 1
-        first, stop = places[inside - 1] + 1, places[inside] + 1
+        first = places[inside - 1] + 1
+        stop = places[inside] + 1
         # The minimum of a range is that of two which cover it, of 1, 2, 4, ... values
-        minima, level = self.common, np.frexp(stop - first)[1] - 1
+        minima = self.common
+        level = np.frexp(stop - first)[1] - 1
         for i in range(int(level.max(initial=-1)) + 1):
-            here, size = level == i, 1 << i
+            here = level == i
+            size = 1 << i
             common[inside[here]] = np.minimum(minima[first[here]], minima[stop[here] - size])
             minima = np.minimum(minima[:-size], minima[size:])
         return TokenOrder(self.order[places], common)
@@ -116,7 +120,8 @@ def sort_by_tokens(
     is read beyond the first difference and its block. `read`: (documents, first, width) -> their tokens from `first`
     on, shape (n, width), big-endian, with `END` behind the end of a document.
     """
-    order, common = np.arange(len(lengths)), np.zeros(len(lengths), dtype=np.int64)
+    order = np.arange(len(lengths))
+    common = np.zeros(len(lengths), dtype=np.int64)
     places = np.arange(len(lengths))  # in `order`, of documents that are not yet distinct, group after group
     group = np.zeros(len(lengths), dtype=np.int64)
     first = 0
@@ -250,7 +255,8 @@ def make_pieces(
     number = np.argsort(by_first)[np.cumsum(begins) - 1]
     places = np.argsort(number, kind="stable")
     sizes = np.diff(np.append(starts, len(size)))[by_first]
-    piece, first = np.zeros(len(lengths), dtype=np.int64), tokens.order[starts][by_first]
+    piece = np.zeros(len(lengths), dtype=np.int64)
+    first = tokens.order[starts][by_first]
     piece[tokens.order] = number
     return Pieces(
         np.add.reduceat(size - shared, starts)[by_first],
@@ -274,7 +280,8 @@ def _count_copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, 
     is_copy[1:] = (size[1:] == size[:-1]) & (tokens.common[1:] == size[1:])
     place = np.arange(len(size))
     first = np.maximum.accumulate(np.where(is_copy, 0, place))
-    copy, first_copy = np.zeros(len(lengths), dtype=np.int64), np.arange(len(lengths))
+    copy = np.zeros(len(lengths), dtype=np.int64)
+    first_copy = np.arange(len(lengths))
     copy[tokens.order] = place - first
     first_copy[tokens.order] = tokens.order[first]
     return copy, first_copy

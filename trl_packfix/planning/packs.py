@@ -62,7 +62,8 @@ class PackPlan:
         Not always attainable: 0.4 x capacity each, two documents fill a pack, and the bound counts 2.5 to a pack.
         Computed on the histogram, at the first access. Source: https://doi.org/10.1016/0166-218X(90)90094-S
         """
-        capacity, counts = self.capacity, np.bincount(self.lengths, minlength=1)
+        capacity = self.capacity
+        counts = np.bincount(self.lengths, minlength=1)
         documents = np.concatenate([[0], np.cumsum(counts)])  # [w] counts the documents shorter than w
         tokens = np.concatenate([[0], np.cumsum(counts * np.arange(len(counts)))])
         end = len(counts)
@@ -169,7 +170,8 @@ def checked_lengths(lengths: npt.ArrayLike, capacity: int) -> Int64Array:
         array = np.asarray(lengths)
         what = f"an array of shape {array.shape} and dtype {array.dtype}"
     except ValueError:  # numpy makes no array of rows of different lengths
-        array, what = None, "nested sequences"
+        array = None
+        what = "nested sequences"
     if array is None or array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise ValueError(
             f"lengths: {what} was given. Planning needs one whole number of tokens per document. Set lengths to a "

@@ -79,7 +79,8 @@ def rank_costs(schedule: Schedule, costs: Float64Array) -> Float64Array:
 
     Ranks that share a pack have even shares of its cost.
     """
-    degrees, ranks = schedule.degrees[:, None], np.arange(schedule.world_size)
+    degrees = schedule.degrees[:, None]
+    ranks = np.arange(schedule.world_size)
     packs = np.take_along_axis(schedule.slot_sums(costs), ranks - ranks % degrees, axis=1) / degrees
     return packs.reshape(-1, schedule.accumulation, schedule.world_size)
 
@@ -124,7 +125,8 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
 
 def packs_of_steps(plan: PackPlan, rows: Int64Array, num_steps: int, *, bins: Bins) -> Iterator[list[Int64Array]]:
     """Yield the packs of each optimizer step, at most `num_slots`. With `drop_last`, no step has the last packs."""
-    slots, packs = bins.num_slots, [plan.order[a:b] for a, b in pairwise(plan.offsets)]
+    slots = bins.num_slots
+    packs = [plan.order[a:b] for a, b in pairwise(plan.offsets)]
     assert bins.drop_last or len(packs) <= num_steps * slots, "more packs than slots"
     packs = packs[: num_steps * slots]
     if len(packs) <= (num_steps - 1) * slots:
@@ -235,7 +237,8 @@ def split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[
 
 def _make_schedule(steps: Iterable[list[Int64Array]], bins: Bins) -> Schedule:
     """The slots of all steps, one after the other. Of each step two arrays are kept: those of its slots take more."""
-    orders, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
+    orders = [np.zeros(0, np.int64)]
+    sizes = [np.zeros(1, np.int64)]
     for slots in steps:
         orders.append(np.concatenate(slots))
         sizes.append(np.array([len(slot) for slot in slots], np.int64))

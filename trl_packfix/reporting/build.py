@@ -22,7 +22,9 @@ SETTINGS = ("strategy", "overlong", "max_length", "batch_size", "accumulation", 
 def make_report(planner: EpochPlanner, reader: RowReader, *, unpacked_counts_first: bool = False) -> PackingReport:
     """`unpacked_counts_first`: TRL's unpacked loss of this model also divides by the first label of each row."""
     packing, documents, lengths = planner.packing, planner.documents, planner.documents.lengths
-    schedule, units, plan = planner.schedule(0), planner.units(), planner.first_plan
+    schedule = planner.schedule(0)
+    units = planner.units()
+    plan = planner.first_plan
     order, offsets = units.of(schedule.order, schedule.offsets)
     of_units = replace(schedule, order=order, offsets=offsets)  # what is balanced
     shared = SharedPacks.of_table(planner, of_units)
@@ -71,7 +73,8 @@ def make_stream_report(
     micro_steps: dict[int, int] | None = None,
 ) -> PackingReport:
     """`counts` are the totals of all ranks, `micro_steps` numbers by degree."""
-    counts, packing = counts or StreamCounts(), stream.packing
+    counts = counts or StreamCounts()
+    packing = stream.packing
     return PackingReport(
         **{name: getattr(packing, name) for name in SETTINGS},
         num_documents=counts.documents,

@@ -43,15 +43,19 @@ KEYS = (  # they begin every table
     Column("strategy", "strategy", text=""),
     Column("ranks", "world_size"),
 )
-FILLED, PADDED = "tokens / room in the packs", "the same without packing"
+FILLED = "tokens / room in the packs"
+PADDED = "the same without packing"
 LOST = "trained tokens that are cut, dropped or not reached"
-STEPS, MEAN, OF_TOKENS = "optimizer steps", "mean of the epoch", "share of the tokens of the documents"
+STEPS = "optimizer steps"
+MEAN = "mean of the epoch"
+OF_TOKENS = "share of the tokens of the documents"
 COMPUTED = "tokens that are computed over those of the documents"
 EXCHANGE = "share of the modelled time in the exchange between ranks that share a pack"
 WAITED = "modelled time / modelled time if ranks never waited"
 FAMILIES = "those that begin alike, each as one"
 TOO_LONG = 'documents dropped because an image does not fit, or by overlong="drop"'
-LANGUAGE, TOWER = "imbalance of the language model alone", "imbalance of the vision tower alone"
+LANGUAGE = "imbalance of the language model alone"
+TOWER = "imbalance of the vision tower alone"
 SMALLEST = "that share a pack, where documents allow"
 IMBALANCE = "1.06 where waiting for the slowest rank adds 6 % (modelled)"
 COLUMNS = (

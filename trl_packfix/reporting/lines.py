@@ -81,10 +81,13 @@ def _unpacked_text(report: "PackingReport") -> str:
     ratio = report.documents_per_step / documents
     if ratio < 1.1:  # a learning rate 1.05 times as high
         return f"about {documents:,} documents per step, too: no setting has to change"
-    independent, families, instead = ratio, "", report.groups.instead
+    independent = ratio
+    families = ""
+    instead = report.groups.instead
     if report.prefixes is not None and report.prefixes.families_per_step is not None:
         per_step = report.prefixes.families_per_step
-        independent, instead = per_step / documents, '; or share_prefixes="pack"'
+        independent = per_step / documents
+        instead = '; or share_prefixes="pack"'
         families = f"{per_step:,.1f} families per step (unpacked: {documents:,} documents): "
     rate = f"learning_rate x {independent**0.5:.1f}" if independent > 1.1 else "keep learning_rate"
     return f"{families}{rate}, settings in steps / {ratio:.1f}{instead}"

@@ -102,7 +102,8 @@ class ShownPack:
         """
         if self.degree == 1:
             return []
-        starts, ends = np.array(self.cu_seq_lens[:-1]), np.array(self.cu_seq_lens[1:])
+        starts = np.array(self.cu_seq_lens[:-1])
+        ends = np.array(self.cu_seq_lens[1:])
         of_runs = np.array([i for i, document in enumerate(self.documents) if document.num_rows])
         size = -(-self.cu_seq_lens[-1] // self.degree)
         edges = [min(i * size, self.cu_seq_lens[-1]) for i in range(self.degree + 1)]
@@ -128,14 +129,20 @@ def first_packs(planner: EpochPlanner, reader: RowReader, num_packs: int = NUM_P
 
 
 def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack:
-    packing, schedule, documents = planner.packing, planner.schedule(0), planner.documents
+    packing = planner.packing
+    schedule = planner.schedule(0)
+    documents = planner.documents
     chosen = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]]
     read = DocumentDataset(reader, documents).__getitems__(chosen.tolist())
     prefixes = PrefixCollator(shares=packing.share_prefixes != "off", compare=reader.compare)
-    trained, keys, shared = prefixes(read), [], [0] * len(read)
+    trained = prefixes(read)
+    keys = []
+    shared = [0] * len(read)
     if LAYOUT_KEY in trained:
         order, shared, _ = prefixes.order_documents(read)
-        chosen, read, keys = chosen[order], [read[i] for i in order], trained["cu_seq_lens_k"].tolist()
+        chosen = chosen[order]
+        read = [read[i] for i in order]
+        keys = trained["cu_seq_lens_k"].tolist()
     # Each document whole, as the picture and the text show it
     batch = PackedDataCollator()([{name: row[name] for name in TEXT_KEYS if name in row} for row in read])
     tokens, labels, positions = (batch[name][0].numpy() for name in ("input_ids", "labels", "position_ids"))
@@ -212,7 +219,8 @@ def _text_of_parts(
     tokens: np.ndarray, runs: list[TokenSpan], tokenizer: PreTrainedTokenizerBase | None, *, num: int
 ) -> Iterator[tuple[str, bool]]:
     """Text of each run and whether it is trained, without the middle of a long document."""
-    length, half = len(tokens), num // 2
+    length = len(tokens)
+    half = num // 2
     hidden = (half, length - half) if length > num else (length, length)
     num_trained = sum(max(0, min(end, hidden[1]) - max(first, hidden[0])) for yes, first, end in runs if yes)
     omitted = f"{hidden[1] - hidden[0]:,}" + f", {num_trained:,} of them trained" * (num_trained > 0)

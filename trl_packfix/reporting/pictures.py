@@ -23,15 +23,19 @@ if TYPE_CHECKING:
 
     from .report import PackingReport, PlanSample
 
-BLUE, SKY, RED = "#0072B2", "#56B4E9", "#D55E00"
+BLUE = "#0072B2"
+SKY = "#56B4E9"
+RED = "#D55E00"
 HUES = (BLUE, "#E69F00", "#009E73", "#CC79A7", RED)  # of documents
-INK, QUIET = "#222222", "#8c8c8c"
+INK = "#222222"
+QUIET = "#8c8c8c"
 DPI = 110
 EMPTY: dict[str, Any] = {"facecolor": "none", "edgecolor": QUIET, "linewidth": 0}
 BOX: dict[str, Any] = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
 THOUSANDS = "{x:,.0f}"  # of ticks
 PALE = 0.30  # opacity of untrained tokens
-MIN_LABELLED, MIN_BOUNDED = 1 / 45, 1 / 250  # of the capacity: narrower documents get no number, no line before them
+MIN_LABELLED = 1 / 45  # of the capacity: narrower documents get no number, no line before them
+MIN_BOUNDED = 1 / 250
 BLOCKS_IN_MASK = 6  # preferred number of visible blocks: fewer show little, more cannot be distinguished
 
 
@@ -80,7 +84,8 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
     for y, pack in enumerate(sample.packs):
         start = 0
         for number, document in enumerate(pack.documents):
-            length, hue = document.num_rows, HUES[number % len(HUES)]
+            length = document.num_rows
+            hue = HUES[number % len(HUES)]
             axes.broken_barh([(start, length)], (y - 0.2, 0.4), facecolor=hue, alpha=PALE, linewidth=0)
             spans = [(start + first, end - first) for trained, first, end in document.own_runs if trained]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=hue, linewidth=0)
@@ -142,7 +147,8 @@ def _draw_mask(axes: "Axes", sample: "PlanSample") -> None:
 
     pack = min(sample.packs, key=lambda pack: abs(np.log(blocks(pack) / BLOCKS_IN_MASK)))
     paths = row_paths(pack)
-    starts, total = [path[-1][0] for path in paths], paths[-1][-1][1]
+    starts = [path[-1][0] for path in paths]
+    total = paths[-1][-1][1]
     for number, (*before, (start, end)) in enumerate(paths):
         hue = HUES[number % len(HUES)]
         for first, stop in before:
@@ -170,7 +176,8 @@ def row_paths(pack: ShownPack) -> list[list[tuple[int, int]]]:
     paths: list[list[tuple[int, int]]] = []
     start = 0
     for document in pack.documents:
-        left, path = document.shared, []
+        left = document.shared
+        path = []
         for first, end in paths[-1] if left else ():
             if left > 0:
                 path.append((first, min(end, first + left)))
@@ -183,11 +190,13 @@ def row_paths(pack: ShownPack) -> list[list[tuple[int, int]]]:
 def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: LengthHistogram) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-    edges, counts = np.array(histogram.edges), np.array(histogram.counts)
+    edges = np.array(histogram.edges)
+    counts = np.array(histogram.counts)
     first_over = report.max_length + 1
     if edges[0] < first_over < edges[-1] and first_over not in edges:  # drawn in two, both as high as the bin
         cut = int(np.searchsorted(edges, first_over))
-        edges, counts = np.insert(edges, cut, first_over), np.insert(counts, cut, counts[cut - 1])
+        edges = np.insert(edges, cut, first_over)
+        counts = np.insert(counts, cut, counts[cut - 1])
     over = edges[:-1] >= first_over
     style: dict[str, Any] = {"align": "edge", "alpha": 0.75, "edgecolor": "white", "linewidth": 0.5}
     for mask, hatch, color in ((~over, None, BLUE), (over, "xxx", RED)):
@@ -221,7 +230,8 @@ def _draw_costs(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> 
     line, hatch = (0.4, "////") if ranks <= 32 else (0, None)
     axes.bar(left.ravel(), costs.ravel(), width, align="edge", color=SKY, edgecolor="white", linewidth=line)
     longest = costs.max(axis=1, keepdims=True)
-    waiting, bottom = (longest - costs).ravel(), costs.ravel()
+    waiting = (longest - costs).ravel()
+    bottom = costs.ravel()
     axes.bar(left.ravel(), waiting, width, bottom=bottom, align="edge", hatch=hatch, **EMPTY)
     axes.hlines(longest.ravel(), left[:, 0], left[:, -1] + width, color=INK, linewidth=1.2)
     names = [f"{i // report.accumulation}.{i % report.accumulation}" for i in range(steps)]

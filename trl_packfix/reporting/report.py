@@ -143,7 +143,8 @@ class PackingReport:
     @property
     def lost_trained_share(self) -> float | None:
         """Share of the given trained tokens that are cut, dropped or not reached; None if none was given."""
-        lost, of_all = self.ledger.lost_trained_tokens, self.ledger.given.trained_tokens
+        lost = self.ledger.lost_trained_tokens
+        of_all = self.ledger.given.trained_tokens
         return (lost + self.trained_tokens_not_reached) / of_all if of_all else None
 
     @property

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 NUM_IMAGE_PACKS = 4
 NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves
-NUM_STRETCHES, STRETCH = 32, 256  # of neighbours in the table, in documents, to estimate what "family" saves
+NUM_STRETCHES = 32  # of neighbours in the table, in documents, to estimate what "family" saves
+STRETCH = 256
 WORTH_SHARING = 0.95  # share of the tokens; the report names a setting that would compute less
 
 
@@ -55,7 +56,9 @@ class PrefixSavings:
         if self.rows is None:
             return "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
         families = f"{self.num_documents or report.num_documents:,} documents in {self.num_families:,} families"
-        computed, per_step, wanted = f"{self.rows:.2f} of the tokens are computed", self.families_per_step, ""
+        computed = f"{self.rows:.2f} of the tokens are computed"
+        per_step = self.families_per_step
+        wanted = ""
         if per_step is not None:
             if per_step < (documents := report.unpacked_documents):
                 wanted = (
@@ -81,7 +84,9 @@ def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
         return None
     if not planner.packing.shares_families:
         return PrefixSavings("pack")
-    schedule, tokens, pieces = planner.schedule(0), planner.documents.tokens, planner.units()
+    schedule = planner.schedule(0)
+    tokens = planner.documents.tokens
+    pieces = planner.units()
     assert tokens is not None
     assert isinstance(pieces, Pieces)
     slot = np.full(len(planner.documents), -1)
@@ -90,7 +95,8 @@ def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
     # a family is counted in each step that has documents of it
     step = slot[schedule.order] // planner.packing.bins.num_slots
     families = len(np.unique(step * len(planner.documents) + pieces.family[schedule.order]))
-    num_families, per_step = pieces.num_families, families / planner.num_steps
+    num_families = pieces.num_families
+    per_step = families / planner.num_steps
     return PrefixSavings("family", rows, flops, num_families=num_families, families_per_step=per_step)
 
 
@@ -103,21 +109,24 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
         return _estimated_with_images(planner, reader)
     if not isinstance(reader, TokenReader):
         return None
-    schedule, documents = planner.schedule(0), planner.documents
+    schedule = planner.schedule(0)
+    documents = planner.documents
     filled = _some_packs(schedule.offsets, NUM_PACKS)
     is_sampled = len(documents) > NUM_STRETCHES * STRETCH
     slot = np.full(len(documents), -1)
     for i in filled.tolist():
         slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i
     rows, flops = _shares(planner, token_order(reader, documents, np.flatnonzero(slot >= 0)).within(slot))
-    in_families, num_families = None, 0
+    in_families = None
+    num_families = 0
     if documents.block is None:
         chosen = np.arange(len(documents))
         if is_sampled:
             first = np.linspace(0, len(documents) - STRETCH, NUM_STRETCHES).astype(np.int64)
             chosen = (first[:, None] + np.arange(STRETCH)).ravel()
         pieces = planner.make_pieces(token_order(reader, documents, chosen))
-        in_families, num_families = float(pieces.rows.sum() / documents.lengths[chosen].sum()), pieces.num_families
+        in_families = float(pieces.rows.sum() / documents.lengths[chosen].sum())
+        num_families = pieces.num_families
     setting = planner.packing.share_prefixes
     now = (rows, flops) if setting == "pack" else (1.0, 1.0)
     return PrefixSavings(
@@ -132,21 +141,27 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
 
 
 def _estimated_with_images(planner: EpochPlanner, reader: ImageRows) -> PrefixSavings:
-    schedule, documents, collate = planner.schedule(0), planner.documents, PrefixCollator(compare=reader.compare)
-    image_costs, filled = planner.image_costs, _some_packs(schedule.offsets, NUM_IMAGE_PACKS)
-    totals, computed = np.zeros(3), np.zeros(3)  # rows, FLOPs, images
+    schedule = planner.schedule(0)
+    documents = planner.documents
+    collate = PrefixCollator(compare=reader.compare)
+    image_costs = planner.image_costs
+    filled = _some_packs(schedule.offsets, NUM_IMAGE_PACKS)
+    totals = np.zeros(3)  # rows, FLOPs, images
+    computed = np.zeros(3)
     for i in filled.tolist():
         pack = schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]
         batch, runs = collate.collate(
             [reader.read(documents.row[j], documents.start[j], documents.stop[j]) for j in pack]
         )
         assert documents.image_count is not None
-        lengths, counts = documents.lengths[pack], documents.image_count[pack]
+        lengths = documents.lengths[pack]
+        counts = documents.image_count[pack]
         shared = layout_of(batch).sizes(torch.ones(len(pack))).saved.numpy()
         own = np.zeros(len(pack))  # the share of the images of a document that are computed in its run
         for run in runs:
             own[run.document] = 1 - run.images_before / max(run.num_images, 1)
-        costs, saved = planner.packing.cost_model(lengths), planner.packing.cost_model(shared)
+        costs = planner.packing.cost_model(lengths)
+        saved = planner.packing.cost_model(shared)
         totals += [lengths.sum(), (costs + image_costs[pack]).sum(), counts.sum()]
         computed += [(lengths - shared).sum(), (costs - saved + own * image_costs[pack]).sum(), (own * counts).sum()]
     rows, flops, images = (computed / np.maximum(totals, 1)).tolist()
@@ -162,7 +177,8 @@ def _some_packs(offsets: Int64Array, num_packs: int) -> Int64Array:
 
 def _shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, float]:
     """Rows and FLOPs over those of whole documents, where documents next to each other share what they can."""
-    lengths, cost = planner.documents.lengths[tokens.order], planner.packing.cost_model
+    lengths = planner.documents.lengths[tokens.order]
+    cost = planner.packing.cost_model
     shared = shared_by_neighbours(tokens.common, lengths)
     images, own_images = (
         planner.image_costs_behind(tokens.order, rows).sum() for rows in (np.zeros_like(shared), shared)

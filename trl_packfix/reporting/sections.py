@@ -67,7 +67,8 @@ class SharedPacks:
         """Of the first epoch, whose units have this schedule; None without sequence parallelism."""
         if planner.packing.tokens_per_rank is None:
             return None
-        units, parallel = planner.units(), planner.packing.parallel
+        units = planner.units()
+        parallel = planner.packing.parallel
         seconds, exchange = modelled_time(schedule, units, parallel)
         packs = schedule.slot_sums(units.rows)
         degrees, counts = np.unique(schedule.degrees, return_counts=True)
@@ -142,7 +143,8 @@ class ImageNumbers:
         counts = planner.documents.image_count
         if counts is None:
             return None
-        schedule, costs = planner.schedule(0), planner.image_costs
+        schedule = planner.schedule(0)
+        costs = planner.image_costs
         packs = schedule.slot_sums(counts).ravel()[np.diff(schedule.offsets) > 0]
         images = cls(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))
         if not costs.any():

@@ -174,7 +174,8 @@ def check_texts_with_images(dataset: object, name: str, processor: object, *, pe
 
 def _with_text(dataset: Dataset, column: str, text: str) -> npt.NDArray[np.bool_]:
     """Which rows have a message in this column whose `content` is a text with this one, shape (rows,)."""
-    has, start = np.zeros(len(dataset), bool), 0
+    has = np.zeros(len(dataset), bool)
+    start = 0
     for chunk in dataset.select_columns(column).with_format("arrow")[:][column].chunks:
         messages = chunk.flatten() if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type) else chunk
         for key in ("content", "value"):
@@ -228,7 +229,8 @@ def check_turns(args: TurnSettings, train_dataset: object, eval_dataset: object,
             continue  # a dataset without rows is refused by others
         if args.assistant_only_loss and name == "train":  # as in TRL, which evaluates every token of a text
             check_conversations(dataset, name, "assistant_only_loss")
-        own, is_read = args.message_train_key, args.assistant_only_loss or args.per_turn
+        own = args.message_train_key
+        is_read = args.assistant_only_loss or args.per_turn
         for key in [] if own is None else dict.fromkeys((own, *TRAIN_KEYS)):
             if not (is_read and key == own):
                 _check_unread(dataset, name, key=key, own=own)
@@ -249,7 +251,8 @@ def _check_unread(dataset: Dataset | IterableDataset, name: str, *, key: str, ow
         messages = [m for column in trained for m in row.get(column) or () if isinstance(m, dict)]
         count += any(m.get(key) == 0 and (key == own or own not in m) for m in messages)
     if count:
-        cause, remedy = f"`message_train_key={own!r}` reads another key", f"`message_train_key={key!r}`"
+        cause = f"`message_train_key={own!r}` reads another key"
+        remedy = f"`message_train_key={key!r}`"
         if key == own:
             cause = "`assistant_only_loss=False` trains every message"
             remedy = "`assistant_only_loss=True`, which trains the assistant's messages without them"

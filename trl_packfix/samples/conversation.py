@@ -138,7 +138,8 @@ class Conversation:
 
         A mark at the end of the last message before the turn says where the history ends in a rendered conversation.
         """
-        history, answer = self.messages[:turn], self.messages[turn]
+        history = self.messages[:turn]
+        answer = self.messages[turn]
         content = history[-1].get("content") if history else None
         if isinstance(content, str):
             content = content + MARK

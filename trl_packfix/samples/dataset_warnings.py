@@ -64,7 +64,8 @@ def warn_of_what_is_left_out(dataset: Dataset | IterableDataset, name: str, reci
 
     A recipe that splits conversations renders a message at its turn.
     """
-    tokenizer, per_turn = recipe.tokenizer, recipe.splits
+    tokenizer = recipe.tokenizer
+    per_turn = recipe.splits
     for fields in FIELDS:
         rows, conversations, count = _holding(dataset, recipe, fields)
         holders = []

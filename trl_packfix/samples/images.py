@@ -86,7 +86,8 @@ class ProcessedImages(Recipe):
 
     def _measure_rows(self, row: Row, number: int) -> Sample:
         # Reading the row decodes its images, so a missing or broken one is found here.
-        row, by_size = with_images(row), None
+        row = with_images(row)
+        by_size = None
         if self.every > 1:
             try:
                 by_size = self.process.by_size.measured(row)

@@ -37,7 +37,8 @@ from .turns import TurnSettings
 logger = logging.getLogger(__name__)
 
 TOKEN_FEATURES = {"input_ids": [Value("int32")], "labels": [Value("int64")], BAD_ROW_COLUMN: Value("string")}
-ROWS_AT_ONCE, CONVERSATIONS_AT_ONCE = 1000, 16  # in memory: samples of turns have many times the tokens of their row
+ROWS_AT_ONCE = 1000  # in memory: samples of turns have many times the tokens of their row
+CONVERSATIONS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def _applied(
     is_training_set: bool,
     users_code: str,
 ) -> PreparedDataset:
-    columns, drops = columns_of(dataset), args.bad_rows == "drop"
+    columns = columns_of(dataset)
+    drops = args.bad_rows == "drop"
     consumed = [column for column in columns if column in recipe.consumes]
     others = [column for column in columns if column not in consumed]
     kwargs: dict[str, object] = {"recipe": recipe}
@@ -140,7 +142,8 @@ class _RowView(Mapping[str, Any]):
     """A row of a batch. Its columns are decoded when they are read, so a broken image is an error of its row."""
 
     def __init__(self, batch: Mapping[str, Sequence[Any]], place: int):
-        self._batch, self._place = batch, place
+        self._batch = batch
+        self._place = place
 
     def __getitem__(self, name: str) -> Any:
         return self._batch[name][self._place]
@@ -224,9 +227,12 @@ def count_turns(
         )
         if not drops or not counts.samples:
             raise_bad_rows(name, reasons, len(rows), total=len(dataset))
-        what, be, where_are = f"{len(rows)} of {len(dataset)} rows", "tokenised", ""
+        what = f"{len(rows)} of {len(dataset)} rows"
+        be = "tokenised"
+        where_are = ""
         if is_split:
-            what, be = f"{counts.bad} turns in {len(rows)} of {len(dataset)} conversations", "rendered"
+            what = f"{counts.bad} turns in {len(rows)} of {len(dataset)} conversations"
+            be = "rendered"
             where_are = "in rows "
         logger.warning(
             "%s of the %s dataset cannot be %s and are dropped; the first are %s%s. Row %d: %s.",

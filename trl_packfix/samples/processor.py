@@ -95,7 +95,8 @@ class RowProcessor:
         numbers: dict[bytes, int] = {}
         compared = []
         for document in documents:
-            tokens, spans = np.asarray(document["input_ids"]).astype(np.int64), self.image_spans(document)
+            tokens = np.asarray(document["input_ids"]).astype(np.int64)
+            spans = self.image_spans(document)
             for i, (first, _) in enumerate(spans):
                 digest = hashlib.blake2b()
                 for name, values in sorted(images_between(document, i, i + 1, num=len(spans)).items()):
@@ -126,8 +127,11 @@ class RowProcessor:
         more tokens in one document than in another, and then are not the same.
         """
         document = self(row)
-        tokens, labels = document["input_ids"], document["labels"]
-        sizes, images, spans = sequence_sizes(document), images_of(row), self.image_spans(document)
+        tokens = document["input_ids"]
+        labels = document["labels"]
+        sizes = sequence_sizes(document)
+        images = images_of(row)
+        spans = self.image_spans(document)
         of_spans = [[image] for image in images] if len(spans) == len(images) else [images] * len(spans)
         digest = hashlib.sha256(self.settings if images else b"")
         for name in ("input_ids", "labels"):

@@ -76,7 +76,10 @@ class TurnRule:
         return cls(args.message_train_key, args.assistant_turns, args.train_empty_thinking)
 
     def select_turn(self, conversation: Conversation) -> TurnSelection:
-        key, messages, turns, context = self.message_train_key, conversation.messages, conversation.turns, set()
+        key = self.message_train_key
+        messages = conversation.messages
+        turns = conversation.turns
+        context = set()
         for turn in turns:
             weight = None if key is None else messages[turn].get(key)
             if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
@@ -91,7 +94,8 @@ class TurnRule:
 
     def masked(self, chosen: TurnSelection, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """Tokens of a conversation, and 1 for each that is trained."""
-        conversation, every = chosen.conversation, len(chosen.trained) == chosen.counts.turns
+        conversation = chosen.conversation
+        every = len(chosen.trained) == chosen.counts.turns
         if every and self.train_empty_thinking and has_markers(template_of(tokenizer, conversation.arguments)):
             return conversation.masked(tokenizer)
         text, spans = self.spans(chosen, tokenizer)
@@ -132,7 +136,8 @@ class TurnRule:
     def row_of_turn(self, conversation: Conversation, turn: int, processor: ProcessorMixin) -> dict[str, Any]:
         """The row with images of a turn (`Conversation.row_of_turn`), such a block at the end of its prompt."""
         row = conversation.row_of_turn(turn, processor)
-        prompt, answer = row["prompt"], row["completion"]
+        prompt = row["prompt"]
+        answer = row["completion"]
         start, _ = self.without_thinking(answer, (0, len(answer)), conversation.messages[turn])
         return row | {"prompt": prompt + answer[:start], "completion": answer[start:]}
 
@@ -207,7 +212,8 @@ def _turn_by_turn(chosen: TurnSelection, tokenizer: Tokenizer) -> tuple[str, lis
         return text[num_same(text, other) :][:NUM_SHOWN]
 
     conversation, messages = chosen.conversation, chosen.conversation.messages
-    whole, spans = conversation.text(messages, tokenizer), []
+    whole = conversation.text(messages, tokenizer)
+    spans = []
     for turn in chosen.trained:
         prompt = conversation.text(messages[:turn], tokenizer, add_generation_prompt=True)
         until = conversation.text(messages[: turn + 1], tokenizer)

@@ -56,10 +56,14 @@ class BeforeTraining(TrainerCallback):
     """Says what is trained, and refuses what shows only now: evaluation sets without a trained token, another loss."""
 
     def __init__(self, trainer: TrainerView, data: TrainingData, objective: Objective, *, evaluation: Evaluation):
-        self._trainer, self._data, self._objective, self._evaluation = trainer, data, objective, evaluation
+        self._trainer = trainer
+        self._data = data
+        self._objective = objective
+        self._evaluation = evaluation
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:
-        trainer, args = self._trainer, self._trainer.args
+        trainer = self._trainer
+        args = self._trainer.args
         if self._objective.replaces_trl_loss and trainer.compute_loss_func is None:
             with trainer.compute_loss_context_manager():
                 self._objective.has_own_logits = check_fused_head(
@@ -73,9 +77,12 @@ class BeforeTraining(TrainerCallback):
             self._evaluation.check_evaluation_sets()
 
     def _warn_of_uneven_micro_batches(self) -> None:
-        planner, schedule, trained = self._data.planner, None, None
+        planner = self._data.planner
+        schedule = None
+        trained = None
         if planner is not None:
-            schedule, trained = planner.schedule(planner.start.epoch), self._data.documents.trained
+            schedule = planner.schedule(planner.start.epoch)
+            trained = self._data.documents.trained
         warning = self._trainer.user_code.describe_uneven_micro_batches(schedule, trained)
         if warning is not None and self._trainer.is_world_process_zero():
             logger.warning(warning)
@@ -105,12 +112,15 @@ class BeforeFirstStep(TrainerCallback):
     """Proves isolation on the wrapped model, and compares the first step, on all ranks; then shows the report."""
 
     def __init__(self, trainer: TrainerView, data: TrainingData, first_step: FirstStep):
-        self._trainer, self._data, self._first_step = trainer, data, first_step
+        self._trainer = trainer
+        self._data = data
+        self._first_step = first_step
         self._modules: list[int] = []  # those that were tested, by identity
 
     def on_step_begin(self, *call: object, **kwargs: object) -> None:
         """Prove isolation again if modules of the model were replaced, added or removed since the last proof."""
-        trainer, modules = self._trainer, self._identities()
+        trainer = self._trainer
+        modules = self._identities()
         if modules == self._modules or trainer.packed_model.is_unpacked:  # rows of padded batches need no proof
             return
         self._modules = modules
@@ -128,7 +138,9 @@ class BeforeFirstStep(TrainerCallback):
         return [id(module) for module in base_model(self._trainer.model).modules()]
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:
-        trainer, args, packed_model = self._trainer, self._trainer.args, self._trainer.packed_model
+        trainer = self._trainer
+        args = self._trainer.args
+        packed_model = self._trainer.packed_model
         if trainer.packing_report is None:  # made with the loader of this package
             refuse_conflicts(RunSettings(args=args, own_loader=f"{type(trainer).__name__}.get_train_dataloader"))
         model = base_model(trainer.model)
@@ -153,7 +165,8 @@ class BeforeFirstStep(TrainerCallback):
         step.raise_if_different()
         self._modules = self._identities()
         # Loggers get these, and the log history writes them to trainer_state.json; printed, they are in the report
-        handler, callbacks = trainer.callback_handler, trainer.callback_handler.callbacks
+        handler = trainer.callback_handler
+        callbacks = trainer.callback_handler.callbacks
         if args.packing_report:
             handler.callbacks = [each for each in callbacks if not isinstance(each, PrinterCallback | ProgressCallback)]
         trainer.log(
@@ -171,10 +184,13 @@ class BeforeFirstStep(TrainerCallback):
 
     def _prove_and_compare(self) -> tuple[IsolationReport, StepComparison]:
         """Prove isolation, shared prefixes and parts of packs, and compare the first step with unpacked training."""
-        trainer, args, packed_model = self._trainer, self._trainer.args, self._trainer.packed_model
+        trainer = self._trainer
+        args = self._trainer.args
+        packed_model = self._trainer.packed_model
         with trainer.compute_loss_context_manager(), proof_status(args, packed_model):
             isolation = packed_model.prove(trainer.model_wrapped)
-        reason, report = prove_prefixes(trainer, self._data, trainer.model_wrapped), trainer.packing_report
+        reason = prove_prefixes(trainer, self._data, trainer.model_wrapped)
+        report = trainer.packing_report
         if reason is not None and report is not None and report.prefixes is not None:
             trainer.packing_report = replace(report, prefixes=replace(report.prefixes, refused=reason))
         step = StepComparison("not compared: isolation was not proved")
@@ -189,7 +205,8 @@ class BeforeFirstStep(TrainerCallback):
         return isolation, step
 
     def on_save(self, *call: object, **kwargs: object) -> None:
-        trainer, report = self._trainer, self._trainer.packing_report
+        trainer = self._trainer
+        report = self._trainer.packing_report
         if trainer.args.packing_report and trainer.is_world_process_zero():
             assert report is not None
             folder = trainer._get_output_dir(getattr(trainer, "_trial", None))
@@ -222,7 +239,9 @@ class CheckAdapterGradients(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, *call: object, **kwargs: object) -> None:
         for handle in self._handles:
             handle.remove()
-        adapters, self._adapters, self._handles = self._adapters or {}, {}, []
+        adapters = self._adapters or {}
+        self._adapters = {}
+        self._handles = []
         trained = {name: parameters for name, module in adapters.items() if (parameters := _trained_parameters(module))}
         learns = {name: _has_gradient(parameters, ran=name in self._ran) for name, parameters in trained.items()}
         if not any(learns.values()):
@@ -257,7 +276,8 @@ class StreamCallback(TrainerCallback):
     """Refuses ranks that read different streams, and reports with each checkpoint what was read and trained."""
 
     def __init__(self, trainer: TrainerView, data: TrainingData):
-        self._trainer, self._data = trainer, data
+        self._trainer = trainer
+        self._data = data
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:
         args = self._trainer.args
@@ -289,11 +309,15 @@ class StreamCallback(TrainerCallback):
 
     def _report(self) -> PackingReport:
         """Update the report with what was read and trained up to now. All ranks must call."""
-        trainer, stream, num_steps = self._trainer, self._data.stream, self._trainer.state.global_step
+        trainer = self._trainer
+        stream = self._data.stream
+        num_steps = self._trainer.state.global_step
         assert stream is not None  # made with the training loader
         assert trainer.packing_report is not None
-        state, before = stream.state_after(num_steps), trainer.packing_report
-        counts, alike = state["counts"], state["count"]
+        state = stream.state_after(num_steps)
+        before = trainer.packing_report
+        counts = state["counts"]
+        alike = state["count"]
         if alike < stream.packing.world_size:  # each group has counted its own shards only
             counts = sum(gather_object([counts])[:: alike * self._data.ranks.copies], StreamCounts())
         report = make_stream_report(stream, trainer.args.max_steps, counts, micro_steps=state["micro_steps"])

@@ -23,7 +23,8 @@ STATE_VERSION = 2
 STATE_FILE = "packing_state.json"
 TRAINED_FILE = "trained_documents.npy"
 HASHED_WHOLE = 2**26  # bytes of the largest file of which all are hashed
-NUM_BLOCKS, BLOCK = 16, 2**16  # of a larger file these are hashed, evenly spaced; bytes of a block
+NUM_BLOCKS = 16  # of a larger file these are hashed, evenly spaced; bytes of a block
+BLOCK = 2**16
 
 TrainedMask = npt.NDArray[np.bool_]
 
@@ -71,7 +72,8 @@ def write_synced(file: Path, write: Callable[[BinaryIO], object]) -> None:
 
 def _hash(file: Path) -> str:
     """Of the whole file, or of blocks of a large one: all of a model would take as long as to write it."""
-    digest, size = hashlib.sha256(), file.stat().st_size
+    digest = hashlib.sha256()
+    size = file.stat().st_size
     with file.open("rb") as stream:
         if size <= HASHED_WHOLE:
             digest.update(stream.read())

@@ -32,7 +32,8 @@ sampler_of_trl: object = trl.SFTTrainer._get_train_sampler  # bound here: a scri
 
 def settings_of_trainer(kind: type[TrainerView], arguments: dict[str, Any]) -> RunSettings:
     """What a trainer of this kind was given, for `refuse`, by the names of its arguments."""
-    dataset, sampler = arguments["train_dataset"], cast(object, kind._get_train_sampler)
+    dataset = arguments["train_dataset"]
+    sampler = cast(object, kind._get_train_sampler)
     return RunSettings(
         columns=getattr(dataset, "column_names", None) or (),
         own_sampler=None if sampler is sampler_of_trl else f"{kind.__name__}._get_train_sampler",

@@ -113,10 +113,12 @@ NO_PARTS = Condition(
 SPEEDS = _field_condition("exchange_speeds")
 IN_PACKS, IN_FAMILIES = (_field_condition("share_prefixes", "off", (value,)) for value in ("pack", "family"))
 PER_TURN = _field_condition("per_turn", False)
-SMOOTHING, NOISE = _field_condition("label_smoothing_factor", 0.0), _field_condition("neftune_noise_alpha")
+SMOOTHING = _field_condition("label_smoothing_factor", 0.0)
+NOISE = _field_condition("neftune_noise_alpha")
 CONSTANT_SHAPES = _field_condition("pad_documents_to_multiple_of")
 BY_DOCUMENT = _field_condition("document_weighting", "token")
-WEIGHT_COLUMN, SOURCE_COLUMN = _field_condition("weight_column"), _field_condition("source_column")
+WEIGHT_COLUMN = _field_condition("weight_column")
+SOURCE_COLUMN = _field_condition("source_column")
 OVERLONG = _field_condition("overlong")
 KEEP_END = _field_condition("truncation_mode", "keep_start", ("keep_end",))
 OWN_ATTENTION = _field_condition("enforce_flash_attention", True)
@@ -127,10 +129,8 @@ CUT_BLOCKS = _strategies(lambda traits: traits.cuts_blocks)
 NOT_BY_LENGTHS = _strategies(lambda traits: traits.instead is not None)
 DROP_LAST = _field_condition("dataloader_drop_last", False)
 ASSISTANT_ONLY = _field_condition("assistant_only_loss", False)
-LAST_TURN, NO_EMPTY_THINKING = (
-    _field_condition("assistant_turns", "all"),
-    _field_condition("train_empty_thinking", True),
-)
+LAST_TURN = _field_condition("assistant_turns", "all")
+NO_EMPTY_THINKING = _field_condition("train_empty_thinking", True)
 EVERY_TURN = Condition(
     "neither `assistant_only_loss` nor `per_turn`",
     lambda setup: None if ASSISTANT_ONLY.describe(setup) or PER_TURN.describe(setup) else "`assistant_only_loss=False`",

@@ -245,7 +245,8 @@ def _refuse_texts(args: SFTConfig) -> None:
         cause = "It is a text, and this field holds a number"
         remedy = "a number"
         if bool in types:
-            cause, remedy = "Any text counts as true, also this one", "True or False"
+            cause = "Any text counts as true, also this one"
+            remedy = "True or False"
         for kind in types & {int, float}:
             with suppress(ValueError):
                 remedy = f"{kind(value)}, without quotes"
@@ -334,7 +335,8 @@ def check_config(args: SFTConfig) -> None:
 
 def _check_tokens_per_rank(args: SFTConfig) -> None:
     """Refuse values of `tokens_per_rank` and `exchange_speeds`. The number of ranks is checked by the planner."""
-    tokens, speeds = args.tokens_per_rank, args.exchange_speeds
+    tokens = args.tokens_per_rank
+    speeds = args.exchange_speeds
     if tokens is None:
         return
     if not isinstance(tokens, int) or isinstance(tokens, bool):

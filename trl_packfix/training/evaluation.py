@@ -54,7 +54,8 @@ class Evaluation(TrainerPart):
 
     def __init__(self, trainer: TrainerView, data: TrainingData, objective: Objective, *, own: type):
         super().__init__(trainer)
-        self._data, self._objective = data, objective
+        self._data = data
+        self._objective = objective
         self._own = own  # our class of trainers: a method that differs from its method is the user's
 
     def loader(self, dataset: object, needs_logits: bool, prepares: bool) -> DataLoader[Any] | None:
@@ -148,8 +149,10 @@ class Evaluation(TrainerPart):
 
     def _check_padded(self, documents: Documents, needs_logits: bool) -> None:
         """Refuse what padded batches cannot have: documents of several ranks, rows that ranks cannot divide."""
-        args, copies = self.args, self._data.ranks.copies
-        most, longest = args.tokens_per_rank, int(documents.lengths.max(initial=0))
+        args = self.args
+        copies = self._data.ranks.copies
+        most = args.tokens_per_rank
+        longest = int(documents.lengths.max(initial=0))
         if most is not None and longest > most:
             raise ValueError(
                 f"The evaluation set has a document of {longest} tokens, `tokens_per_rank` is {most}, and this "
@@ -180,7 +183,8 @@ class Evaluation(TrainerPart):
         return [name for name, function in found.items() if function is not getattr(self._own, name)]
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader[Any]:
-        args, ranks = self.args, self._data.ranks
+        args = self.args
+        ranks = self._data.ranks
         if "input_ids" in dataset.column_names:
             # Sets for `predict`, or with `skip_prepare_dataset`, were not checked before.
             check_tokenised(dataset, "evaluation", self._data.vocab_size, packing=args.packs_evaluation)
@@ -239,7 +243,8 @@ class Evaluation(TrainerPart):
             if packs and self.args.packing:
                 prove_degrees(self._trainer, packs.planner.packing.degrees)
             output = loop()
-        metrics, loss = self._totals.metrics(self._trainer.accelerator, self._data.ranks.copies), f"{prefix}_loss"
+        metrics = self._totals.metrics(self._trainer.accelerator, self._data.ranks.copies)
+        loss = f"{prefix}_loss"
         assert output.metrics is not None
         if metrics:
             output.metrics[loss] = metrics.pop("loss")
@@ -299,7 +304,8 @@ class Evaluation(TrainerPart):
                     aux_loss = self._trainer.accelerator.gather(layout.degree * aux_loss).mean().item()
                     self._trainer._metrics["eval"]["aux_loss"].append(aux_loss)
                 return self._totals.add(outputs, targets, objective.sources_of(targets)).float(), None, None
-            labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
+            labels = inputs.pop("labels", None)
+            shift_labels = inputs.pop("shift_labels", None)
             logits = model(**inputs).logits
             loss = None
             if labels is not None:
@@ -307,6 +313,7 @@ class Evaluation(TrainerPart):
                 targets = layout.targets(scores.label_mask)
                 loss = self._totals.add(scores, targets, objective.sources_of(targets)).float()
         if self._has_equal_batches:
-            copies, index = self._data.ranks.copies, self._data.ranks.index
+            copies = self._data.ranks.copies
+            index = self._data.ranks.index
             logits, labels = (part if part is None else part.chunk(copies)[index] for part in (logits, labels))
         return loss, logits, labels

@@ -85,7 +85,10 @@ class FirstStep:
     def __init__(
         self, trainer: TrainerView, data: TrainingData, objective: Objective, *, training_step: Callable[..., Tensor]
     ) -> None:
-        self._trainer, self._data, self._objective, self._training_step = trainer, data, objective, training_step
+        self._trainer = trainer
+        self._data = data
+        self._objective = objective
+        self._training_step = training_step
         self.longest_compared: float = inf  # tokens; longer documents are compared later
 
     def _probe_of(self, model: nn.Module) -> Any:
@@ -111,8 +114,10 @@ class FirstStep:
         if not self._summed(sum(map(num_trained, packs[0]))):
             return StepComparison("not compared with unpacked training: no trained token in the first documents")
         with self._undisturbed():
-            packed, unpacked = self._probe.silenced(lambda: self._packed(packs)), self._unpacked(packs)
-            gap, dtype = self._gaps(packed, unpacked), self._data.attention_dtype
+            packed = self._probe.silenced(lambda: self._packed(packs))
+            unpacked = self._unpacked(packs)
+            gap = self._gaps(packed, unpacked)
+            dtype = self._data.attention_dtype
             # Under FSDP2 in half precision the model's own logits are rounded, those of the loss are not
             fine = torch.finfo(dtype).eps if self._trainer.is_fsdp_enabled and dtype.itemsize < 4 else FINE_LOSS_GAP
             fine_gradients = max(FINE_GRADIENT_GAP, self._probe.rounding)
@@ -125,14 +130,16 @@ class FirstStep:
             problem = None
             if self._probe.is_beyond(gap, limit):
                 with FirstOfTies():
-                    packed, unpacked = self._packed(packs), self._unpacked(packs)
+                    packed = self._packed(packs)
+                    unpacked = self._unpacked(packs)
                     gap = self._gaps(packed, unpacked)
                     if self._probe.is_beyond(gap, limit):
                         problem = self._what_differs(packs, packed, unpacked, limit=limit)
         self._trainer.model.zero_grad(set_to_none=True)
         self.longest_compared = self._most(max(document_length(each) for pack in packs for each in pack))
         if not self._has_collectives:  # each rank compares them when it meets them
-            below.silent, self._probe = self._probe.silent, below
+            below.silent = self._probe.silent
+            self._probe = below
         text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked ({gap[0]:.0e})"
         if (method := f"{type(self._trainer).__name__}.training_step") in self._trainer.user_code.methods:
             text += f", without {method}, which is not tested"
@@ -195,7 +202,9 @@ class FirstStep:
     # Packed
 
     def _packed(self, packs: list[RankShare]) -> _StepGradients:
-        trainer, model, keys = self._trainer, self._probe.model, [WEIGHTS] if self._trainer.args.weight_column else []
+        trainer = self._trainer
+        model = self._probe.model
+        keys = [WEIGHTS] if self._trainer.args.weight_column else []
         batches = [self._probe.move_batch(self._data.training_collator(keys)(pack)) for pack in packs]
         if self._data.ranks.may_share:
             check_same_packs(batches, self._data.ranks.copies)
@@ -219,10 +228,12 @@ class FirstStep:
 
     def _unpacked(self, packs: list[RankShare]) -> _StepGradients:
         """The same step from rows, without collator, packed attention, fused LM head and loss of the trainer."""
-        trainer, args = self._trainer, self._trainer.args
+        trainer = self._trainer
+        args = self._trainer.args
         owns = packs[0].member == 0  # of ranks that share a pack, the first
         documents = packs[0]  # which has those of the others, too
-        factors, parts = [0.0] * len(documents), 0.0
+        factors = [0.0] * len(documents)
+        parts = 0.0
         for document in (document for pack in packs for document in pack):
             weight = owns * float(document.get(WEIGHTS, 1.0))
             by_document = args.document_weighting == "document"
@@ -252,7 +263,8 @@ class FirstStep:
 
         Documents of equal length are rows of one batch; one with images is alone.
         """
-        trainer, args = self._trainer, self._trainer.args
+        trainer = self._trainer
+        args = self._trainer.args
         labels = torch.stack([to_int64(document["labels"])[1:] for document in documents]).to(self._probe.device)
         if is_text(documents[0]):
             tokens = [to_int64(document["input_ids"]) for document in documents]
@@ -308,7 +320,8 @@ class FirstStep:
                 def in_pack() -> Tensor:
                     return self._probe.forward_packed(pack)[1]
 
-                alone, packed = self._probe.forward_alone(document), in_pack()
+                alone = self._probe.forward_alone(document)
+                packed = in_pack()
                 gap = relative_distance(packed, alone)
                 (limit,) = self._probe.limits_of_rounding(
                     [gap], [FINE_LOSS_GAP], lambda: [relative_distance(in_pack(), packed)]
@@ -349,7 +362,8 @@ class FirstStep:
         """Of the gradients of the step; `is_summed` if they are the mean over ranks already."""
         if not self._has_gradients:
             return None
-        found, accelerator = gradient_products(self._parameters) / self._scale, self._trainer.accelerator
+        found = gradient_products(self._parameters) / self._scale
+        accelerator = self._trainer.accelerator
         if is_summed or accelerator.num_processes == 1:
             return found
         if self._trainer.is_fsdp_enabled:  # the engine has made the mean
@@ -375,7 +389,8 @@ class FirstStep:
             found.append(f"the loss is {packed.loss:.5g} packed and {unpacked.loss:.5g} unpacked")
         if packed.products is not None and unpacked.products is not None:
             by_name = relative_gaps(packed.products, unpacked.products, small=self._small)
-            worst, count = int(by_name.argmax()), int((by_name > limit[1]).sum())
+            worst = int(by_name.argmax())
+            count = int((by_name > limit[1]).sum())
             if count:
                 found.append(
                     f"gradients of {count} parameters differ, of `{self._names[worst]}` by {by_name[worst]:.1e}"
@@ -395,8 +410,11 @@ class FirstStep:
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """No dropout and no noise; counts of the log, random state, modes and buffers are restored."""
-        trainer, objective, probe = self._trainer, self._objective, self._probe
-        totals, before = objective.totals, {name: getattr(trainer, name, None) for name in SET_ATTRIBUTES}
+        trainer = self._trainer
+        objective = self._objective
+        probe = self._probe
+        totals = objective.totals
+        before = {name: getattr(trainer, name, None) for name in SET_ATTRIBUTES}
         noise = {each: each.alpha for each in trainer.packed_model.own_hooks if isinstance(each, DocumentNoise)}
         objective.totals = TrainingTotals(totals.sources, totals.shares_prefixes)
         try:

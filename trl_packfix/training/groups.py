@@ -52,7 +52,8 @@ def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:
             first = rank - rank % size
             if pack == packs[first]:
                 continue
-            part, reason = "", f"The {copies} ranks that divide the model sum their outputs as those of one pack"
+            part = ""
+            reason = f"The {copies} ranks that divide the model sum their outputs as those of one pack"
             if degree > 1:
                 part = "a part of "
                 reason = f"The {degree} ranks of a group hold parts of one pack, so they would train on a mixture"
@@ -65,7 +66,8 @@ def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:
 
 def _pack_of(batch: dict[str, Any]) -> torch.Tensor:
     """What is compared, on the device: degree, tokens, and a checksum of what ranks must have in common."""
-    layout, tokens = layout_of(batch), batch["input_ids"]
+    layout = layout_of(batch)
+    tokens = batch["input_ids"]
     if layout.degree > 1:
         return torch.tensor([layout.degree, layout.num_tokens, layout.checksum], device=tokens.device)
     checksum = tokens.new_zeros((), dtype=torch.int64)

@@ -108,7 +108,8 @@ class ImageData(NoImages):
             return super().table(dataset)
         rows, reading = self.of_stream().open_stream(dataset)
         values = self.args.weight_column, self.args.source_column
-        others, images = [], []
+        others = []
+        images = []
         for row in rows:
             encoded = reading.encode_row(row)
             images.append([{"path": image.path, "bytes": image.data} for image in encoded.pop("images")])

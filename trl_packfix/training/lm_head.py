@@ -71,7 +71,8 @@ def add_token_scores(model: PreTrainedModel) -> None:
     """
     if _is_ours(model.forward, "scores_tokens"):
         return
-    forward, text = model.forward, model.config.get_text_config()
+    forward = model.forward
+    text = model.config.get_text_config()
 
     def forward_with_scores(
         self: PreTrainedModel,
@@ -92,12 +93,14 @@ def add_token_scores(model: PreTrainedModel) -> None:
         states = outputs.last_hidden_state
         if shift_labels is None:
             assert labels is not None
-            states, shift_labels = states[:, :-1], labels[:, 1:]
+            states = states[:, :-1]
+            shift_labels = labels[:, 1:]
         scores = _scores(self.get_output_embeddings(), states, shift_labels, *_transforms(text))
         count = scores.label_mask.sum().clamp(min=1) if num_items is None else num_items
         scores.loss = -scores.log_probs.sum() / count
         if kwargs.get("output_router_logits"):
-            num_experts, top_k = text.num_experts, text.num_experts_per_tok
+            num_experts = text.num_experts
+            top_k = text.num_experts_per_tok
             statistic: Any = load_balancing_loss_func
             scores.aux_loss = statistic(outputs.router_logits, num_experts, top_k, kwargs.get("attention_mask"))
             scores.loss = scores.loss + getattr(text, "router_aux_loss_coef", 0.0) * scores.aux_loss
@@ -153,7 +156,8 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     """
     if is_deepspeed_zero3_enabled():
         return True
-    probe, calls = Probe(wrapped), list[nn.Module]()
+    probe = Probe(wrapped)
+    calls = list[nn.Module]()
     factors = torch.logspace(0, 5, 6, base=4, device=probe.device)  # of the states of a row, so logits get large
     ids = probe.tokens(NUM_TOKENS).to(probe.device).expand(len(factors), -1)
 
@@ -184,7 +188,8 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     # A forward that passes the backbone by is that of another model, which the probe refuses
     if not differs.any() or not calls:
         return True
-    gap, size = gaps[differs][0].item(), sizes[differs][0].item()
+    gap = gaps[differs][0].item()
+    size = sizes[differs][0].item()
     warnings.warn(
         f"The loss of {type(model).__name__} reads TRL's fused LM head. Its log-probabilities differ from those of "
         f"the model's own logits by {gap:.2g} at logits of {size:.2g}. For example, one of them has a scale, a cap, a "
@@ -228,7 +233,8 @@ class _ScoredLabels(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = states.device.type
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-        ctx.scale, ctx.softcap = scale, softcap
+        ctx.scale = scale
+        ctx.softcap = softcap
         ctx.save_for_backward(states, weight, bias, labels)
         scores = []
         for rows, logits in _chunks(ctx, states, weight, bias=bias):

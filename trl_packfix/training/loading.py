@@ -89,7 +89,8 @@ class TrainingData(TrainerPart):
 
     def attach(self) -> None:
         """Read the training set, and prepare the model for packs."""
-        trainer, args = self._trainer, self.args
+        trainer = self._trainer
+        args = self.args
         refuse_conflicts(RunSettings(args=args, model=trainer.model, accelerator=trainer.accelerator))
         self.ranks = DataRanks.from_args(args, trainer.get_tp_size())
         declare_whole_sizes(trainer.model)
@@ -103,7 +104,8 @@ class TrainingData(TrainerPart):
             if self.packs_images:
                 self.images = ImageData(trainer)
             collate = self.packed_collator(args.per_device_train_batch_size, args.share_prefixes != "off")
-            trainer.data_collator, self._rows = collate, collate.rows
+            trainer.data_collator = collate
+            self._rows = collate.rows
         eval_sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
         for name, dataset in [("train", trainer.train_dataset), *eval_sets.items()]:
             check_texts_with_images(dataset, name, trainer.processing_class, per_turn=args.per_turn)
@@ -127,7 +129,8 @@ class TrainingData(TrainerPart):
 
     def _read_training_set(self) -> None:
         """Weights and sources of the rows of `train_dataset` and, with packing, its documents."""
-        args, dataset = self.args, self._trainer.train_dataset
+        args = self.args
+        dataset = self._trainer.train_dataset
         self._dataset_read = dataset
         if isinstance(dataset, IterableDataset):
             self.stream_sources = None if args.source_column is None else StreamSources()
@@ -156,10 +159,12 @@ class TrainingData(TrainerPart):
 
     def start(self) -> None:
         """Refuse what was changed since construction, and read a training set that was set since."""
-        trainer, args = self._trainer, self.args
+        trainer = self._trainer
+        args = self.args
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         self.constructed_with.check(args, model, trains=True)
-        before, dataset = self._dataset_read, trainer.train_dataset
+        before = self._dataset_read
+        dataset = trainer.train_dataset
         if dataset is before:
             return
         if args.packing:
@@ -232,7 +237,8 @@ class TrainingData(TrainerPart):
 
     def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]:
         """What makes a batch of the documents of a pack, with the values that `keys` name: see `RowValuesCollator`."""
-        trainer, collate = self._trainer, self._trainer.data_collator
+        trainer = self._trainer
+        collate = self._trainer.data_collator
         if self.args.pad_documents_to_multiple_of is not None:  # `auto_find_batch_size` may have lowered the capacity
             collate = self.packed_collator(trainer._train_batch_size, self.shares_prefixes)
         if keys:
@@ -274,7 +280,8 @@ class TrainingData(TrainerPart):
 
     @property
     def _loader_settings(self) -> dict[str, Any]:
-        args, device = self.args, self._trainer.accelerator.device
+        args = self.args
+        device = self._trainer.accelerator.device
         pins = args.dataloader_pin_memory and device.type != "cpu"
         return {"device": device, "pin_memory": pins, "num_workers": args.dataloader_num_workers}
 

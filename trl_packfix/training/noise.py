@@ -21,7 +21,9 @@ class DocumentNoise(ModelHooks):
 
     def __init__(self, model: PreTrainedModel, alpha: float, sorts_rows: bool = True):
         super().__init__()
-        self.model, self.alpha, self.sorts_rows = model, alpha, sorts_rows
+        self.model = model
+        self.alpha = alpha
+        self.sorts_rows = sorts_rows
         # For each running forward of the model: lengths of its documents, (N,), the document of each token, (1, T), and
         # the index of the part if the batch is a part of a pack. None for a forward without boundaries.
         self._running: list[tuple[Tensor, Tensor, int | None] | None] = []

@@ -47,7 +47,8 @@ class Objective(TrainerPart):
 
     def __init__(self, trainer: TrainerView, data: TrainingData, compute_loss_func: Callable[..., Any] | None):
         super().__init__(trainer)
-        self._data, self._loss_of_user = data, compute_loss_func
+        self._data = data
+        self._loss_of_user = compute_loss_func
         self.summed_by_ranks: list[nn.Parameter] = []  # transformers sums their gradients after each backward
         self.values_of_batch: dict[str, Tensor] = {}  # weights and sources of the documents of the current batch
         self.has_own_logits = True  # the loss is computed of the logits of the model's own forward
@@ -55,7 +56,8 @@ class Objective(TrainerPart):
 
     def attach(self) -> None:
         """Prepare the model, and count from now on."""
-        trainer, args = self._trainer, self.args
+        trainer = self._trainer
+        args = self.args
         trainer.compute_loss_func = self._loss_of_user  # TRL below 1.15 replaces it for `loss_type="dft"`
         score_tokens(base_model(trainer.model))
         trainer.router_aux_loss_coef = router_loss_coefficient(trainer, args) or 0.0
@@ -91,7 +93,8 @@ class Objective(TrainerPart):
     def pop_row_values(self, inputs: dict[str, Any]) -> None:
         """Take the weights and sources of documents out of a batch: no model takes them, and DeepSpeed would round."""
         self.values_of_batch = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
-        names, numbered = self.values_of_batch.get(SOURCES), self._data.stream_sources
+        names = self.values_of_batch.get(SOURCES)
+        numbered = self._data.stream_sources
         if isinstance(names, list) and numbered is not None:
             self.values_of_batch[SOURCES] = numbered.number_sources(names)
 
@@ -132,7 +135,8 @@ class Objective(TrainerPart):
         self.totals.add(self.totals.OF_OUTPUTS, [*scores, aux_sum])
         self.totals.is_scored = True
         if (sources := self.sources_of(targets)) is not None:
-            losses, is_trained = targets.select(-outputs.log_probs), targets.select(outputs.label_mask)
+            losses = targets.select(-outputs.log_probs)
+            is_trained = targets.select(outputs.label_mask)
             self.totals.add_sources(losses, is_trained, sources)
         if return_outputs:  # as in TRL: a second forward makes the logits, which the fused LM head does not
             with torch.no_grad():
@@ -170,7 +174,8 @@ class Objective(TrainerPart):
                 return of_user(with_logits, inputs.get("labels"), num_items_in_batch=num_items), outputs
         if self._trainer.aux_loss_enabled:  # which TRL does not train with label smoothing
             outputs.aux_loss = with_logits.aux_loss
-        targets, num_classes = layout_of(inputs).targets(outputs.label_mask), with_logits.logits.shape[-1]
+        targets = layout_of(inputs).targets(outputs.label_mask)
+        num_classes = with_logits.logits.shape[-1]
         nll, total = _smoothing_terms(with_logits.logits, inputs)
         share = self.smoothing
         mean_nll = self._mean(nll, targets, outputs.label_mask, num_items=num_items)
@@ -185,7 +190,8 @@ class Objective(TrainerPart):
         `values` are 0 where `mask` says that nothing is trained, both (B, T - 1), or (1, T / s) of a part. `num_items`
         are the trained tokens of the step over all ranks; None: the mean over this batch.
         """
-        values, count = targets.select(values), targets.select(mask).sum()
+        values = targets.select(values)
+        count = targets.select(mask).sum()
         if self.args.document_weighting == "document":
             values = values / targets.trained.clamp(min=1)[targets.documents]
             count = (targets.trained > 0).sum()
@@ -297,7 +303,8 @@ class Objective(TrainerPart):
 
     def flops(self, inputs: dict[str, Any], sizes: Sizes) -> Tensor:
         """FLOPs of forward and backward of a batch, with all images of the pack; 0 if their cost is not known."""
-        costs, dtype = self._data.cost_model, sum_dtype(sizes.lengths.device)
+        costs = self._data.cost_model
+        dtype = sum_dtype(sizes.lengths.device)
         if costs is LLAMA_7B:
             return sizes.lengths.new_zeros(())
         computed, saved = (
@@ -348,7 +355,8 @@ def _smoothing_terms(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Te
     """
     labels = inputs.get("shift_labels")
     if labels is None:
-        logits, labels = logits[:, :-1], inputs["labels"][:, 1:]
+        logits = logits[:, :-1]
+        labels = inputs["labels"][:, 1:]
     log_probs = -torch.nn.functional.log_softmax(logits, dim=-1)
     is_untrained = labels == IGNORE_INDEX
     nll = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]

@@ -30,7 +30,9 @@ class _UnpreparedModels:
     """
 
     def __init__(self, tokens: Tensor, num_documents: int, longest: int):
-        self._tokens, self._num_documents, self._longest = tokens, num_documents, longest
+        self._tokens = tokens
+        self._num_documents = num_documents
+        self._longest = longest
         self._outermost: PreTrainedModel | None = None  # the model whose forward began last, outside of packs
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -65,7 +65,8 @@ class RowPacking:
     """
 
     def __init__(self, rows: dict[str, PackedRows], of: Trainer | nn.Module):
-        self.rows, self._of = rows, of
+        self.rows = rows
+        self._of = of
         self._callback: TrainerCallback | None = None
         if isinstance(of, Trainer):
             self._callback = _LogAndProve(of, self)
@@ -161,7 +162,8 @@ def pack_forward(
         rows = _rows_of_trainer(trainer_or_model, max_length, make)
         is_sharded = trainer_or_model.is_deepspeed_enabled or trainer_or_model.is_fsdp_enabled
     else:
-        model, is_sharded = base_model(trainer_or_model), False
+        model = base_model(trainer_or_model)
+        is_sharded = False
         rows = {"model": make(trainer_or_model, computing_dtype(model), model.device.type, max_length)}
     packing = RowPacking(rows, trainer_or_model)
     if not is_sharded:  # else when training begins
@@ -215,7 +217,8 @@ class _LogAndProve(TrainerCallback):
     """Proves packs before training where an engine shards the model at its start, and logs what was computed."""
 
     def __init__(self, trainer: Trainer, packing: RowPacking):
-        self.trainer, self.packing = trainer, packing
+        self.trainer = trainer
+        self.packing = packing
         self.logged = PackedTokenCounts()
         self.is_unused = False
 
@@ -231,7 +234,8 @@ class _LogAndProve(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: object,
     ) -> None:
-        tokens, before = self.packing.tokens, self.logged
+        tokens = self.packing.tokens
+        before = self.logged
         is_packed = any(rows.is_active for rows in self.packing.rows.values())
         if not (tokens.padded or self.is_unused) and state.global_step and is_packed:  # all proofs have passed
             self.is_unused = True

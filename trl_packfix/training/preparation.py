@@ -63,7 +63,8 @@ def _prepare(dataset: Dataset, processing_class: Any, args: SFTConfig) -> bool:
     if path is not None and Path(path).is_file() and path.endswith((".jinja", ".j2")):
         processing_class.chat_template = Path(path).read_text(encoding="utf-8")
     elif path is not None:
-        source, known = AutoTokenizer.from_pretrained(path), tokenizer.get_vocab()
+        source = AutoTokenizer.from_pretrained(path)
+        known = tokenizer.get_vocab()
         processing_class.chat_template = source.get_chat_template()
         tokenizer.add_tokens([token for token in source.added_tokens_decoder.values() if token.content not in known])
         tokenizer.eos_token = source.eos_token

@@ -43,7 +43,8 @@ class RememberedProofs:
     """Proofs in a folder. They may depend on `settings` of the run that the model does not show."""
 
     def __init__(self, folder: Path, settings: object):
-        self.folder, self.settings = folder, settings
+        self.folder = folder
+        self.settings = settings
 
     def recall(
         self, wrapped: nn.Module, prove: Callable[[], IsolationReport], *, model: nn.Module, case: object
@@ -92,7 +93,8 @@ def _proof_key_parts(wrapped: nn.Module, model: Any) -> Iterator[Any]:
 
 def _hashes_of_code(kinds: set[type[nn.Module]]) -> set[str]:
     """Hash each Python file in the folders that define these classes and their bases."""
-    hashes, folders = set(), set()
+    hashes = set()
+    folders = set()
     for base in {base for kind in kinds for base in kind.__mro__}:
         try:
             folders.add(Path(inspect.getfile(base)).parent)

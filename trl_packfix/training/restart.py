@@ -40,7 +40,8 @@ SAMPLE_LABEL = "sample of every document"
 
 def step_hash(planner: EpochPlanner, epoch: int) -> str:
     """Of the documents of every optimizer step of an epoch; ranks and micro-batches do not enter it."""
-    schedule, digest = planner.schedule(epoch), hashlib.sha256()
+    schedule = planner.schedule(epoch)
+    digest = hashlib.sha256()
     for step in range(schedule.num_steps):
         documents = np.sort(schedule.step_documents(step))
         digest.update(np.array([len(documents), *documents], dtype="<i8").data)
@@ -204,7 +205,8 @@ class Restart(TrainerPart):
         is_universal = (Path(checkpoint) / "latest_universal").is_file()
         if is_universal and config.get("checkpoint", {}).get("load_universal"):
             return
-        folder, remedy = f"{checkpoint}/global_step{state['global_step']}", "Set"
+        folder = f"{checkpoint}/global_step{state['global_step']}"
+        remedy = "Set"
         if not is_universal:
             convert = "python -m deepspeed.checkpoint.ds_to_universal"
             remedy = f"Run `{convert} --input_folder {folder} --output_folder {folder}_universal "
@@ -217,7 +219,8 @@ class Restart(TrainerPart):
 
     def _loss_settings(self) -> dict[str, Any]:
         """All settings that decide which loss is minimised, and the weights of the rows of a table as a hash."""
-        args, weights = self.args, self._data.row_values.weights
+        args = self.args
+        weights = self._data.row_values.weights
         is_dft = args.loss_type == "dft"
         return {
             "document_weighting": args.document_weighting,
@@ -286,11 +289,9 @@ class Restart(TrainerPart):
         planner = self._data.planner
         if planner is None or self.resumed is None or self.args.ignore_data_skip:
             return values
-        step, total, before = (
-            self._trainer.state.global_step,
-            self._trainer.state.max_steps,
-            self.resumed[1].get("max_steps"),
-        )
+        step = self._trainer.state.global_step
+        total = self._trainer.state.max_steps
+        before = self.resumed[1].get("max_steps")
         epoch, done = planner.position(step)
         if self.replanned_for and self._trainer.is_world_process_zero():
             rest = len(planner.documents) - int(planner.trained_documents(epoch, done).sum())
@@ -331,7 +332,9 @@ class Restart(TrainerPart):
 
     def end_checkpoint(self, folder: str) -> None:
         """Write the state of a restart into the checkpoint. All ranks must call, when they have written the rest."""
-        step, planner, stream = self._trainer.state.global_step, self._data.planner, self._data.stream
+        step = self._trainer.state.global_step
+        planner = self._data.planner
+        stream = self._data.stream
         state = {
             "global_step": step,
             "num_tokens": self._trainer._total_train_tokens,

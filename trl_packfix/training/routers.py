@@ -33,7 +33,8 @@ def check_router_loss(trainer: TrainerView) -> None:
     """Switch the router loss off for a model without router logits, or refuse it. (TRL reads the config alone.)"""
     if not trainer.aux_loss_enabled:
         return
-    args, model = trainer.args, base_model(trainer.model)
+    args = trainer.args
+    model = base_model(trainer.model)
     text = model.config.get_text_config()
     # Below TRL 1.13 the default is a number, which the user has not given
     is_set = args.router_aux_loss_coef not in (0.0, type(args).__dataclass_fields__["router_aux_loss_coef"].default)
@@ -75,7 +76,8 @@ def check_router_loss(trainer: TrainerView) -> None:
 
 def _switch_off(trainer: TrainerView, config: PreTrainedConfig) -> None:
     """Train without a router loss. `config` is that of the text model."""
-    trainer.aux_loss_enabled, trainer.router_aux_loss_coef = False, 0.0
+    trainer.aux_loss_enabled = False
+    trainer.router_aux_loss_coef = 0.0
     config.output_router_logits = False
 
 

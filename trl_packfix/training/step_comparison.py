@@ -22,7 +22,8 @@ from ..layout import IGNORE_INDEX, TEXT_KEYS, layout_of
 from ..planning.schedule import NO_DOCUMENTS
 from .loading import TrainingData
 
-NUM_CANDIDATES, NUM_DOCUMENTS = 32, 3  # documents that are read, and of a pack
+NUM_CANDIDATES = 32  # documents that are read, and of a pack
+NUM_DOCUMENTS = 3
 NUM_HALF_TOKENS = 16  # tokens of a document's beginning, and around its first trained one
 MOST_TOKENS = 512  # of a document with images, which is not shortened
 
@@ -74,7 +75,9 @@ def first_documents(data: TrainingData, dataset: IterableDataset) -> tuple[list[
     """
     if data.planner is None:
         degree = max(data.degrees, default=1)
-        args, stream, found = data.args, dataset.take(NUM_CANDIDATES), list[Document]()
+        args = data.args
+        stream = dataset.take(NUM_CANDIDATES)
+        found = list[Document]()
         try:
             table = data.images.table(stream)
             reader = data.images.read(table, "train")
@@ -136,7 +139,8 @@ def to_int64(values: npt.ArrayLike) -> Tensor:
 
 def is_plain(batch: dict[str, Any]) -> bool:
     """Whether this is a pack of text, whole, whose documents share no row."""
-    layout, tensors = layout_of(batch), {name for name, value in batch.items() if isinstance(value, Tensor)}
+    layout = layout_of(batch)
+    tensors = {name for name, value in batch.items() if isinstance(value, Tensor)}
     return tensors <= TEXT_ENTRIES and layout.is_packed and not layout.weighs_rows
 
 

@@ -135,7 +135,8 @@ class TrainingTotals:
             self._name_sources(names)
             for span in (self.window, self.training):
                 span.sums = dict.fromkeys(self._names, 0.0) | span.sums
-        sums, self._pending_of_stream = self._pending_of_stream, None
+        sums = self._pending_of_stream
+        self._pending_of_stream = None
         if sums is not None and names:
             ordered = sums.new_zeros(2, len(names))
             ordered[:, [names.index(name) for name in own]] = sums[:, : len(own)]
@@ -148,9 +149,11 @@ class TrainingTotals:
 
         `capacity` is in tokens on one rank; without one, `efficiency` is the share of real tokens in the rows.
         """
-        sums, elapsed = span.sums, span.seconds
+        sums = span.sums
+        elapsed = span.seconds
         # Of the labels that were scored: a subclass may change those of the batch, and prompt tuning adds one to a row
-        scored, micro_batches = max(sums["scored"], 1.0), sums["micro_batches"]
+        scored = max(sums["scored"], 1.0)
+        micro_batches = sums["micro_batches"]
         capacities = sums["row_tokens"] if capacity is None else sums["rows"] * capacity
         of_outputs = {
             "entropy": sums["entropy"] / scored,
@@ -257,7 +260,8 @@ def scores_of(logits: Tensor, labels: Tensor, shift_labels: Tensor | None = None
     """
     if shift_labels is None:
         num_virtual = logits.shape[1] - labels.shape[1]  # tokens of prompt tuning before each row, without labels
-        logits, shift_labels = logits[:, :-1], F.pad(labels, (num_virtual, 0), value=IGNORE_INDEX)[:, 1:]
+        logits = logits[:, :-1]
+        shift_labels = F.pad(labels, (num_virtual, 0), value=IGNORE_INDEX)[:, 1:]
     logits = logits.float()
     log_probs = F.log_softmax(logits, dim=-1)
     mask = shift_labels != IGNORE_INDEX

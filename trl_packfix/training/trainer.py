@@ -137,7 +137,8 @@ class SFTTrainer(trl.SFTTrainer):
         given["args"] = args = adopt_args(args, f"{name.split('/')[-1]}-SFT")
         if args.padding_free and not args.packing:
             # TRL's own check would refuse `padding_free` with a `max_length`
-            args.packing, args.packing_strategy = True, "minibatch"
+            args.packing = True
+            args.packing_strategy = "minibatch"
         given["train_dataset"] = train_dataset = without_format(train_dataset)
         given["eval_dataset"] = eval_dataset = without_format(eval_dataset)
         checks.check_before_loading(checks.settings_of_trainer(type(self), given))
@@ -159,7 +160,8 @@ class SFTTrainer(trl.SFTTrainer):
         # TRL would refuse packs with images, and most templates; what it does with both is done here
         packing, args.packing, args.assistant_only_loss = args.packing, args.packing and not data.packs_images, False
         super().__init__(**given)
-        args.packing, args.assistant_only_loss = packing, self._assistant_only
+        args.packing = packing
+        args.assistant_only_loss = self._assistant_only
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             rule = TurnRule.of(args)
@@ -187,7 +189,8 @@ class SFTTrainer(trl.SFTTrainer):
         formatting_func: Callable[[dict[str, Any]], str] | None,
         dataset_name: str,
     ) -> AnyDataset:
-        is_training_set, self._prepares_training_set = self._prepares_training_set, False
+        is_training_set = self._prepares_training_set
+        self._prepares_training_set = False
         args = copy.copy(args)
         args.assistant_only_loss = self._assistant_only
         dataset = without_format(dataset)  # that of `evaluate` was not given before
@@ -216,7 +219,8 @@ class SFTTrainer(trl.SFTTrainer):
                 is_training_set=is_training_set,
             )
             self.chat_template = made.recipe.chat_template or self.chat_template  # TRL's attribute
-            dataset, formatting_func = made.rows, None
+            dataset = made.rows
+            formatting_func = None
             if is_training_set:
                 self.data.turns, self.data.trained = made.turns, replace(self.data.trained, counts=made.masked)
         if packing or (not is_training_set and not self._has_own_collator):

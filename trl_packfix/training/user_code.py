@@ -42,7 +42,8 @@ class UserCode(TrainerPart):
 
     def __init__(self, trainer: TrainerView, own: type, dummy_loss: Callable[..., Tensor]):
         super().__init__(trainer)
-        self._own, self._dummy_loss = own, dummy_loss
+        self._own = own
+        self._dummy_loss = dummy_loss
         self._num_filled = 0  # micro-batches of the current step with a trained token
         self._users_step: Callable[..., Tensor] = trainer.training_step
         # Names of the user's methods, while this class stands before them
@@ -70,7 +71,8 @@ class UserCode(TrainerPart):
         if not (self.args.packing and self.methods):
             yield
             return
-        self._methods_in_training, self._users_step = self.methods, self._trainer.training_step
+        self._methods_in_training = self.methods
+        self._users_step = self._trainer.training_step
         try:
             with _attribute(self._trainer, "training_step", self._training_step):
                 yield
@@ -108,7 +110,8 @@ class UserCode(TrainerPart):
             schedule: that of the first epoch; None of a stream.
             trained: trained tokens of each document, shape (N,); None of a stream.
         """
-        names, args = self.names, self.args
+        names = self.names
+        args = self.args
         if not names or args.gradient_accumulation_steps * args.world_size == 1:
             return None
         code = " and ".join(f"`{name}`" for name in names)
@@ -160,5 +163,6 @@ def uneven_weights(schedule: Schedule, trained: np.ndarray) -> tuple[int, int, f
     slots = schedule.slot_sums(trained).reshape(schedule.num_steps, -1)  # (S, G * W)
     is_filled = slots > 0
     mean = slots.sum(axis=1, keepdims=True) / np.maximum(is_filled.sum(axis=1, keepdims=True), 1)
-    filled, ratio = slots[is_filled], (mean / np.maximum(slots, 1))[is_filled]
+    filled = slots[is_filled]
+    ratio = (mean / np.maximum(slots, 1))[is_filled]
     return int(filled.max()), int(filled.min()), float(np.abs(ratio - 1).max())

@@ -55,7 +55,8 @@ def documents(num_tokens, cu_seqlens=None, seq_idx=None):
 
 def convolution(x, weight, bias, seq_idx, initial_states, activation):
     """x (B, D, T), weight (D, W): y[t] = sum over w of weight[:, w] x[t - (W - 1) + w], within a document."""
-    num_tokens, width = x.shape[2], weight.shape[1]
+    num_tokens = x.shape[2]
+    width = weight.shape[1]
     before = x.new_zeros(*x.shape[:2], width - 1) if initial_states is None else initial_states
     padded, weight = wide(torch.cat([before, x], dim=2), weight)
     out = 0
@@ -82,7 +83,8 @@ def delta_rule(query, key, value, g, beta, scale, initial_state, cu_seqlens, nor
     query, key = (x.repeat_interleave(heads // num_keys, dim=2) for x in (query * scale, key))
     decay = g.exp()[..., None, None] if g.dim() == 3 else g.exp()[..., None]
     numbers = documents(num_tokens, cu_seqlens)
-    states, outs = {}, []
+    states = {}
+    outs = []
     for t, number in enumerate(numbers):
         if number not in states:
             one = slice(None) if cu_seqlens is None else slice(number, number + 1)
@@ -101,7 +103,8 @@ def scan_chunks(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_softp
 
     As in the kernel, a decay is a difference of sums over all tokens before, also those of other documents.
     """
-    dtype, heads = x.dtype, x.shape[2]
+    dtype = x.dtype
+    heads = x.shape[2]
     x, dt, A, B, C = wide(x, dt, A, B, C)
     dt = dt if dt_bias is None else dt + dt_bias
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -111,7 +114,8 @@ def scan_chunks(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, dt_softp
     add = torch.einsum("bthp,bthn->bthpn", x * dt[..., None], B)
     numbers = documents(x.shape[1], seq_idx=seq_idx)
     none = x.new_zeros(x.shape[0], heads, x.shape[3], B.shape[3])
-    state, outs = none if initial_states is None else initial_states.to(x.dtype), []
+    state = none if initial_states is None else initial_states.to(x.dtype)
+    outs = []
     for t, number in enumerate(numbers):
         if t and number != numbers[t - 1]:
             state = none

@@ -32,7 +32,8 @@ def attend(kind, q, k, v, cu_q, cu_k, max_q, max_k, dropout, scale, causal, wind
     max_q, max_k = (_as_int(x) for x in (max_q, max_k))
     if kind == "rows":
         visible = torch.ones(q.shape[-3], k.shape[-3], dtype=torch.bool)
-        first_q, first_k = 0, k.shape[-3] - q.shape[-3]  # the last query is at the position of the last key
+        first_q = 0  # the last query is at the position of the last key
+        first_k = k.shape[-3] - q.shape[-3]
         places = torch.arange(q.shape[-3]) + first_k - first_q, torch.arange(k.shape[-3])
         reached = torch.ones(q.shape[-3], dtype=torch.bool)
     else:
@@ -42,7 +43,8 @@ def attend(kind, q, k, v, cu_q, cu_k, max_q, max_k, dropout, scale, causal, wind
         places = own_q + longer[doc_q.clamp(min=0)], own_k
         reached = doc_q >= 0
     distance = places[0][:, None] - places[1]
-    left, right = window[0], 0 if causal else window[1]
+    left = window[0]
+    right = 0 if causal else window[1]
     if left >= 0:
         visible &= distance <= left
     if right >= 0:
@@ -62,7 +64,8 @@ def _documents(bounds, longest, num_tokens):
     starts = bounds.tolist()
     if starts[0] != 0 or starts[-1] != num_tokens:
         silent.append(f"cu_seqlens begin at {starts[0]} and end at {starts[-1]} for {num_tokens} tokens")
-    document, place = torch.full((num_tokens,), -1), torch.zeros(num_tokens, dtype=torch.long)
+    document = torch.full((num_tokens,), -1)
+    place = torch.zeros(num_tokens, dtype=torch.long)
     for i, (start, stop) in enumerate(pairwise(starts)):
         if stop < start:
             silent.append(f"cu_seqlens fall from {start} to {stop}")
@@ -79,7 +82,9 @@ def _check(kind, q, k, v, cu_q, cu_k, softcap, dropout):
     _require(k.dtype == q.dtype, "query and key must have the same dtype")
     _require(v.dtype == q.dtype, "query and value must have the same dtype")
     _require(softcap == 0 or dropout == 0, "Softcapping does not support dropout for now")
-    heads, kv_heads, head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
+    heads = q.shape[-2]
+    kv_heads = k.shape[-2]
+    head_dim = q.shape[-1]
     # the interface pads heads to a multiple of 8 before the kernel looks at them
     _require(-(-head_dim // 8) * 8 <= 256, "FlashAttention forward only supports head dimension at most 256")
     _require(heads % kv_heads == 0, "Number of heads in key/value must divide number of heads in query")
@@ -105,7 +110,8 @@ def _compute(q, k, v, visible, scale, softcap, dropout):
     with torch.autocast("cpu", enabled=False):  # as in a kernel of one's own
         queries, keys, values = (x.to(wide).transpose(-2, -3) for x in (q, k, v))
         repeats = queries.shape[-3] // keys.shape[-3]
-        keys, values = keys.repeat_interleave(repeats, -3), values.repeat_interleave(repeats, -3)
+        keys = keys.repeat_interleave(repeats, -3)
+        values = values.repeat_interleave(repeats, -3)
         logits = queries @ keys.mT * scale
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)

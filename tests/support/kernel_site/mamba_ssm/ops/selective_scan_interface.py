@@ -17,7 +17,8 @@ def selective_scan_fn(
     delta = F.softplus(delta) if delta_softplus else delta
     decay = torch.exp(torch.einsum("bdt,dn->bdtn", delta, A))
     add = torch.einsum("bdt,bnt,bdt->bdtn", delta, B, u)
-    state, outs = u.new_zeros(*u.shape[:2], A.shape[1]), []
+    state = u.new_zeros(*u.shape[:2], A.shape[1])
+    outs = []
     for t in range(u.shape[2]):
         state = decay[:, :, t] * state + add[:, :, t]
         outs.append(torch.einsum("bdn,bn->bd", state, C[:, :, t]))
@@ -35,7 +36,8 @@ def mamba_inner_fn(
     strict.count("mamba_inner_fn")
     assert B is None
     assert C is None
-    rank, width = delta_proj_weight.shape[1], A.shape[-1]
+    rank = delta_proj_weight.shape[1]
+    width = A.shape[-1]
     x, z = xz.chunk(2, dim=1)
     x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")
     dt, B, C = F.linear(x.transpose(1, 2), x_proj_weight).split([rank, width, width], dim=-1)
@@ -44,7 +46,9 @@ def mamba_inner_fn(
         scale = torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + b_c_dt_rms_eps)
         return y if weight is None else y * scale * weight[: y.shape[-1]]
 
-    dt, B, C = norm(dt, dt_rms_weight), norm(B, b_rms_weight), norm(C, c_rms_weight)
+    dt = norm(dt, dt_rms_weight)
+    B = norm(B, b_rms_weight)
+    C = norm(C, c_rms_weight)
     delta = (dt @ delta_proj_weight.t()).transpose(1, 2)
     out = selective_scan_fn(x, delta, A, B.transpose(1, 2), C.transpose(1, 2), D, z, delta_bias, delta_softplus)
     return F.linear(out.transpose(1, 2), out_proj_weight, out_proj_bias)
