@@ -9,9 +9,10 @@ from ..data.epochs import EpochPlanner
 from ..data.reader import Rows
 from ..data.stream import PackedStream, StreamCounts
 from ..planning.schedule import imbalance, rank_costs
+from .numbers import PlanSample
 from .packs import first_packs
 from .parts import ImageNumbers, LengthHistogram, SharedPacks
-from .report import PackingReport, PlanSample
+from .report import PackingReport
 from .savings import planned_savings
 
 NUM_DRAWN = 100_000  # documents drawn to estimate the efficiency of padded batches
