@@ -9,11 +9,13 @@ import importlib.metadata
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import transformers
@@ -443,3 +445,54 @@ def forget_evaluation(accelerator: "Accelerator", model: nn.Module) -> bool:
     if "_original_forward" in vars(model):  # accelerate will wrap it with autocast again
         model.forward = vars(model).pop("_original_forward")
     return True
+
+
+class ReplacedFunctions:
+    """Functions in the namespaces of modules of another library, which are others between `enter` and `leave`.
+
+    The mixers of transformers' hybrid models call their convolutions and scans by name in the modeling module, and no
+    interface of transformers reaches these functions (`attention/mixers.py`). A namespace belongs to the process: a
+    name is replaced from the first `enter` to the last `leave`, over all models and threads, and then it has what it
+    had before. So what replaces a function must do the same as it for a call in which nothing is to be replaced. Can be
+    removed when transformers passes boundaries to these functions, or lets them be chosen for one model.
+
+    Attributes:
+        places: the namespaces, and a name in each.
+    """
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _count: ClassVar[Counter[tuple[str, str]]] = Counter()  # how often each replaced name is entered
+    # What each replaced name was, and what it is
+    _functions: ClassVar[dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]]] = {}
+
+    def __init__(
+        self,
+        places: Sequence[tuple[dict[str, Any], str]],
+        replacement: Callable[[Callable[..., Any], str], Callable[..., Any]],
+    ):
+        self.places, self._replacement = places, replacement
+
+    def enter(self) -> None:
+        if not self.places:
+            return
+        with self._lock:
+            for names, name in self.places:
+                place = names["__name__"], name
+                if self._count[place] == 0:
+                    function = names[name]
+                    names[name] = self._replacement(function, name)
+                    self._functions[place] = function, names[name]
+                self._count[place] += 1
+
+    def leave(self) -> None:
+        if not self.places:
+            return
+        with self._lock:
+            for names, name in self.places:
+                place = names["__name__"], name
+                self._count[place] -= 1
+                if self._count[place] > 0:
+                    continue
+                function, ours = self._functions.pop(place)
+                if names[name] is ours:  # not what someone else has put there since
+                    names[name] = function

@@ -19,7 +19,7 @@ from ..compat import run_hooks_inside_adapters
 from ..layout import LAYOUT, Layout, layout_of
 from .exchange import group_of
 from .image_parts import TowerDivision, cut_to_part, divide, outermost
-from .mixers import MixerNames
+from .mixers import mixer_functions
 from .models import backbone, base_model, has_attention, text_config, towers
 from .packed_forward import (
     ATTENTION_NAME,
@@ -112,7 +112,7 @@ class PackedForwardGuard(ModelHooks):
         self.before_pack: Callable[[], None] | None = None  # called at the beginning of each packed forward
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
         self._layers: list[nn.Module] = []
-        self.mixers = MixerNames(model)
+        self.mixers = mixer_functions(model)
         self._recorded: PackedForward | None = None  # the running forward, if no other guard recorded it
         self._divisions: list[TowerDivision | None] = []  # per running call of a tower
 
