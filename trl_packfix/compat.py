@@ -154,7 +154,7 @@ def masks_images(collate: Any) -> bool:
     return {"assistant_only_loss", "chat_template"} <= names and finds_turns
 
 
-def end_training(trainer: transformers.Trainer) -> None:
+def end_training(trainer: "transformers.Trainer") -> None:
     """Finish the trackers and destroy the process group, at the very end of a script.
 
     transformers has `Trainer.end` for it, but not in 5.16. Can be removed with support for versions without it.
@@ -240,7 +240,7 @@ LONGEST_DOCUMENT = r".*\.packed_forwards\[\d+\]\.max_length_[qk]$"
 
 
 @contextmanager
-def compiles_checkpointed_layers(args: transformers.TrainingArguments) -> Iterator[None]:
+def compiles_checkpointed_layers(args: "transformers.TrainingArguments") -> Iterator[None]:
     """A context in which torch compiles layers under gradient checkpointing that read the boundaries of the pack.
 
     They note on the running pack what they have derived from it, and torch compiles no checkpointed layer with side
