@@ -13,6 +13,7 @@ from support import zoo
 from support.double import in_double
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
+from support.versions import enable_checkpointing
 from test_prefix_attention import pack_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -168,6 +169,30 @@ def test_a_row_without_packing_in_another_thread_is_no_part_of_a_pack():
     trained.model.layers[0].register_forward_pre_hook(in_the_middle)
     trained(**pack(5, 4))
     assert torch.equal(found[0], alone)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_in_another_thread_recomputes_the_pack(reentrant):
+    """As on a GPU, where torch runs it in a thread of its own."""
+    model = zoo.build_model("qwen3_next").train()
+    model.set_attn_implementation("packfix_varlen")
+    mark_packed_forwards(model)
+    enable_checkpointing(model, reentrant=reentrant)
+    model.enable_input_require_grads()
+    batch, gradients = pack(5, 4), []
+    for in_thread in (False, True):
+        loss = model(**batch).logits.square().mean()
+        if in_thread:
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        else:
+            loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+        model.zero_grad(set_to_none=True)
+    assert len(gradients[1]) == len(gradients[0]) > 10
+    for expected, found in zip(*gradients, strict=True):
+        assert torch.equal(expected, found)
 
 
 @pytest.mark.slow
