@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..compat import not_logged
 from ..planning.costs import Heads, with_pairs_of
 from .model_costs import built, experts_of, model_class_of
 
@@ -233,15 +234,10 @@ def saved_in_forward(model: PreTrainedModel, autocast: bool) -> Saved:
     for layer in _layers(model):
         layer.register_forward_pre_hook(begin, with_kwargs=True)
         layer.register_forward_hook(end)
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # torch logs an error that it also raises
-    try:
-        context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
-        with fake, context, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            model.base_model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
-    finally:
-        log.setLevel(level)
+    context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    errors_of_torch = logging.getLogger("torch._subclasses.fake_tensor")  # it logs an error that it also raises
+    with not_logged(errors_of_torch), fake, context, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        model.base_model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
     others = totals["tokens"] - sum(layers)
     per_layer, per_input = (tuple(size / TOKENS for size in sizes) for sizes in (layers, inputs))
     return Saved(per_layer, per_input, others / TOKENS, totals["casts"], is_cached=autocast)

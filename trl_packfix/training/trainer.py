@@ -34,7 +34,7 @@ from ..compat import (
     forget_evaluation,
     load_renamed_weights,
     name_wrapped_layers,
-    save_varlen_attention,
+    saves_varlen_attention,
     summed_once,
     whole_model_saved,
 )
@@ -155,10 +155,10 @@ class SFTTrainer(trl.SFTTrainer):
         self._has_own_collator = data_collator is not None
         self._prepares_training_set = True  # the first that TRL prepares; an evaluation set may be named "train", too
         self._assistant_only = args.assistant_only_loss
-        save_varlen_attention()
         # TRL would refuse packs with images, and most templates; what it does with both is done here
         packing, args.packing, args.assistant_only_loss = args.packing, args.packing and not data.packs_images, False
-        super().__init__(**given)
+        with saves_varlen_attention:
+            super().__init__(**given)
         args.packing, args.assistant_only_loss = packing, self._assistant_only
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
