@@ -48,7 +48,7 @@ from ..samples.images import count_turns_of_images, masking_collator
 from ..samples.turns import TurnRule
 from . import checks
 from .callbacks import AdaptersLearn, BeforeFirstStep, BeforeTraining, StreamCallback
-from .config import SFTConfig, adopt
+from .config import SFTConfig, adopt, settings_hidden_from_trl
 from .evaluation import Evaluation
 from .first_step import FirstStep
 from .foreign_keys import with_hints
@@ -156,10 +156,9 @@ class SFTTrainer(trl.SFTTrainer):
         self._prepares_training_set = True  # the first that TRL prepares; an evaluation set may be named "train", too
         self._assistant_only = args.assistant_only_loss
         # TRL would refuse packs with images, and most templates; what it does with both is done here
-        packing, args.packing, args.assistant_only_loss = args.packing, args.packing and not data.packs_images, False
-        with saves_varlen_attention:
+        shown = {"packing": args.packing and not data.packs_images, "assistant_only_loss": False}
+        with settings_hidden_from_trl(args, **shown), saves_varlen_attention:
             super().__init__(**given)
-        args.packing, args.assistant_only_loss = packing, self._assistant_only
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             rule = TurnRule.of(args)
