@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
 from pathlib import Path
 
@@ -87,6 +88,24 @@ def test_the_table_names_all_wings_and_is_free_of_circles():
     order = list(BELOW)
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(order)
     assert all(order.index(other) < order.index(wing) for wing, others in BELOW.items() for other in others)
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of a circle of imports, the first once more at the end; [] without one."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_circle_inside_a_wing():
+    """Not for types either: a file can be read after those that it imports, and before those that import it."""
+    graph = {module: imports(module) for module in MODULES}
+    assert circle_in(graph) == []
+    assert "training.trainer" in graph["__init__"]  # which is imported there for types only
+    module, target = ARROWS[0]
+    assert circle_in(graph | {target: graph[target] | {module}})
 
 
 def test_only_the_top_may_import_modules_at_the_top():

@@ -1,4 +1,32 @@
-"""All version branches, each with its reason, a link, and when it can go. That of Python's fork is in `threads.py`.
+"""What depends on the version of another library, and all changes of objects of other libraries.
+
+Each entry says what it does and why, with a link where there is one, and when it can be removed. Python's own branch,
+that of forks, is in `threads.py`. No other module changes an object of another library (`tests/test_fence.py`). Who
+undoes the changes, and when:
+
+    ReplacedFunctions            the last packed forward that ends, of all models and threads
+    change_checkpoint_functions  the guard of packed forwards, when it is removed from the model
+    set_lora_cast                the hooks of the packed model, when training or evaluation ends
+    set_config_attention         the packed model, when training or evaluation ends
+    saves_varlen_attention       the last trainer whose construction ends
+    callbacks_left_out,
+    hooks_left_out, not_logged,
+    summed_once,
+    whole_model_saved            the end of the context, also after an error
+    replace_router_logits        the forward, at its end
+    call_first                   `remove()` of what `pack_forward` returned
+
+These changes stay:
+
+    run_hooks_inside_adapters    the adapters of peft below 0.21 do from then on what later ones do
+    replace_forward,
+    add_capped_head              as TRL leaves its own fused head on a model
+    name_num_experts             TRL's fused head reads the config in every forward
+    set_pad_token_by_text        the token is the same, and TRL sets it, too
+    name_wrapped_layers,
+    keep_from_preparing,
+    forget_evaluation            what they change lives as long as the run
+    declare_whole_sizes          the sizes are those that peft should have set
 
 The leak probe reads this module and needs torch and transformers only. So everything else is imported by the function
 that uses it.
@@ -7,13 +35,16 @@ that uses it.
 import importlib
 import importlib.metadata
 import inspect
+import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import transformers
@@ -35,6 +66,9 @@ if TYPE_CHECKING:
 TRL_FLOOR = "1.9.0"
 SUMMED_BY_RANKS = "replicated_with_grad_allreduce"  # a style of transformers' plans of tensor parallelism
 VARLEN_KERNEL = "_flash_attention_forward"  # of `torch.ops.aten`
+# The attribute of torch's `CheckpointWrapper`, which FSDP puts around modules, and that of a layer of transformers
+WRAPPER_CHECKPOINT = "checkpoint_fn"
+CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", WRAPPER_CHECKPOINT)
 # What accelerate wraps in DistributedDataParallel: values of its `DistributedType`, which are strings
 DDP = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
 
@@ -153,7 +187,7 @@ def masks_images(collate: Any) -> bool:
     return {"assistant_only_loss", "chat_template"} <= names and finds_turns
 
 
-def end_training(trainer: transformers.Trainer) -> None:
+def end_training(trainer: "transformers.Trainer") -> None:
     """Finish the trackers and destroy the process group, at the very end of a script.
 
     transformers has `Trainer.end` for it, but not in 5.16. Can be removed with support for versions without it.
@@ -217,6 +251,15 @@ def recorded_router_logits() -> list[torch.Tensor]:
     return (_active_collector.get() or {}).get("router_logits", [])
 
 
+def replace_router_logits(first: int, logits: list[torch.Tensor]) -> None:
+    """Replace what transformers has recorded in the running forward, from the number `first` on.
+
+    A repaired module runs a router on several batches of documents, and the output of the model has the logits of the
+    pack. What is recorded lives as long as the forward. Can be removed when transformers has a public way for it.
+    """
+    recorded_router_logits()[first:] = logits
+
+
 def gather_lm_head_with_model(model: PreTrainedModel) -> None:
     """Register the LM head with DeepSpeed ZeRO-3 as a parameter that the model reads directly, in TRL's fused loss.
 
@@ -239,7 +282,7 @@ LONGEST_DOCUMENT = r".*\.packed_forwards\[\d+\]\.max_length_[qk]$"
 
 
 @contextmanager
-def compiles_checkpointed_layers(args: transformers.TrainingArguments) -> Iterator[None]:
+def compiles_checkpointed_layers(args: "transformers.TrainingArguments") -> Iterator[None]:
     """A context in which torch compiles layers under gradient checkpointing that read the boundaries of the pack.
 
     They note on the running pack what they have derived from it, and torch compiles no checkpointed layer with side
@@ -262,20 +305,57 @@ def compiles_checkpointed_layers(args: transformers.TrainingArguments) -> Iterat
         yield
 
 
-def save_varlen_attention() -> None:
-    """Let TRL's selective checkpointing save what the varlen kernels of torch compute, so that they run once.
+class ProcessWideChange:
+    """A change of the whole process, as a context: its first user makes it, and its last one undoes it.
 
-    TRL saves attention by the names of operators: those of `scaled_dot_product_attention` and of flash-attn. That of
-    packs has another one. Can be removed when TRL lists it; see dev/upstream.md.
+    Several trainers may use it at the same time, also in threads.
+    """
+
+    def __init__(self, change: Callable[[], AbstractContextManager[None]]):
+        self._change = change
+        self._lock = threading.Lock()
+        self._num_users = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_users == 0:
+                self._entered = self._change()
+                self._entered.__enter__()
+            self._num_users += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0:
+                self._entered.__exit__(None, None, None)
+
+
+@contextmanager
+def _varlen_attention_listed() -> Iterator[None]:
+    """Within this context TRL's selective checkpointing saves what the varlen kernels of torch compute.
+
+    So they run once, and not again in the backward. TRL saves attention by the names of operators: those of
+    `scaled_dot_product_attention` and of flash-attn. That of packs has another one. TRL reads the names when a trainer
+    is constructed, so its construction is the context. Can be removed when TRL lists it; see dev/upstream.md.
     """
     try:
         selective = importlib.import_module("trl.models.selective_activation_checkpointing")
     except ImportError:  # earlier releases
+        yield
         return
     listed = "_ATEN_ATTENTION_PACKET_NAMES"
     names = getattr(selective, listed, ())
-    if names and VARLEN_KERNEL not in names:
-        setattr(selective, listed, (*names, VARLEN_KERNEL))
+    if not names or VARLEN_KERNEL in names:
+        yield
+        return
+    setattr(selective, listed, (*names, VARLEN_KERNEL))
+    try:
+        yield
+    finally:
+        setattr(selective, listed, names)
+
+
+saves_varlen_attention = ProcessWideChange(_varlen_attention_listed)
 
 
 def gathers_on_cpus(installed: str | None = None) -> bool:
@@ -343,10 +423,12 @@ def summed_once(parameters: list[nn.Parameter]) -> Iterator[None]:
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    yield
-    for parameter, gradient in zip(parameters, before, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
 
 def declare_whole_sizes(model: nn.Module) -> None:
@@ -445,3 +527,201 @@ def forget_evaluation(accelerator: "Accelerator", model: nn.Module) -> bool:
     if "_original_forward" in vars(model):  # accelerate will wrap it with autocast again
         model.forward = vars(model).pop("_original_forward")
     return True
+
+
+class ReplacedFunctions:
+    """Functions in the namespaces of modules of another library, which are others between `enter` and `leave`.
+
+    The mixers of transformers' hybrid models call their convolutions and scans by name in the modeling module, and no
+    interface of transformers reaches these functions (`attention/mixers.py`). A namespace belongs to the process: a
+    name is replaced from the first `enter` to the last `leave`, over all models and threads, and then it has what it
+    had before. So what replaces a function must do the same as it for a call in which nothing is to be replaced. Can be
+    removed when transformers passes boundaries to these functions, or lets them be chosen for one model.
+
+    Attributes:
+        places: the namespaces, and a name in each.
+    """
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _count: ClassVar[Counter[tuple[str, str]]] = Counter()  # how often each replaced name is entered
+    # What each replaced name was, and what it is
+    _functions: ClassVar[dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]]] = {}
+
+    def __init__(
+        self,
+        places: Sequence[tuple[dict[str, Any], str]],
+        replacement: Callable[[Callable[..., Any], str], Callable[..., Any]],
+    ):
+        self.places, self._replacement = places, replacement
+
+    def enter(self) -> None:
+        if not self.places:
+            return
+        with self._lock:
+            for names, name in self.places:
+                place = names["__name__"], name
+                if self._count[place] == 0:
+                    function = names[name]
+                    names[name] = self._replacement(function, name)
+                    self._functions[place] = function, names[name]
+                self._count[place] += 1
+
+    def leave(self) -> None:
+        if not self.places:
+            return
+        with self._lock:
+            for names, name in self.places:
+                place = names["__name__"], name
+                self._count[place] -= 1
+                if self._count[place] > 0:
+                    continue
+                function, ours = self._functions.pop(place)
+                if names[name] is ours:  # not what someone else has put there since
+                    names[name] = function
+
+
+def change_checkpoint_functions(layers: list[nn.Module], change: Callable[[Callable[..., Any]], Any]) -> None:
+    """Set the function that checkpoints each layer to what `change` returns for the one that is there.
+
+    transformers and torch's wrapper of FSDP keep it as an attribute, and no hook runs around a recomputation, which
+    must have the boundaries of its first run. The guard of a model makes the change in packed forwards, and undoes it
+    when it is removed (`attention/forwards.py`). Can be removed when a recomputation can be given a context.
+    """
+    for layer in layers:
+        for name in CHECKPOINT_FUNCTIONS:
+            checkpoint = vars(layer).get(name)
+            changed = None if checkpoint is None else change(checkpoint)
+            if changed is not checkpoint:  # most forwards find what the first one set
+                vars(layer)[name] = changed
+
+
+LORA_CAST = "_cast_input_dtype"  # peft's method
+
+
+def set_lora_cast(layers: list[Any], cast: Callable[..., torch.Tensor] | None) -> None:
+    """Replace the method with which each LoRA layer of peft casts its input; None gives the layers their own back.
+
+    peft has a switch for it (`cast_input_dtype_enabled`), but the cast must stay outside of packs, so it depends on the
+    call. The hooks in `training/lora_inputs.py` set it when a model is prepared for packs, and give it back when they
+    are removed. Can be removed when peft does not cast under autocast; see dev/upstream.md.
+    """
+    for layer in layers:
+        vars(layer).pop(LORA_CAST, None)
+        if cast is not None:
+            vars(layer)[LORA_CAST] = MethodType(cast, layer)
+
+
+def replace_forward(model: PreTrainedModel, forward: Callable[..., Any]) -> None:
+    """Let the model call `forward(model, ...)` as its forward, from now on.
+
+    TRL replaces it in the same way, so that engines wrap what computes the loss; a hook would run outside of them. It
+    stays, as TRL's does: in calls that TRL's fused head does not make it is the model's own. Can be removed with
+    support for TRL below 1.16, and when TRL's head reads every head; see `training/lm_head.py`.
+    """
+    model.forward = MethodType(forward, model)
+
+
+def add_capped_head(model: PreTrainedModel, name: str, cap: float, *, mark: str) -> None:
+    """Add TRL's fused LM head to a model once more, with the cap of its logits, and mark its forward.
+
+    TRL reads the cap under one `name` in the config, when it adds the head, and some types have another. So the config
+    has this name while the head is added. The head stays, as any of TRL's does, and its `mark` is found again after an
+    engine has wrapped it. Can be removed when TRL knows the other names (`dev/upstream/softcap_names.py`).
+    """
+    from trl.trainer.utils import add_fused_lm_head  # TRL below 1.16 has none
+
+    text = model.config.get_text_config()
+    setattr(text, name, cap)
+    try:
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    finally:
+        delattr(text, name)
+    setattr(model.forward.__func__, mark, True)  # type: ignore[attr-defined]
+
+
+def name_num_experts(config: PreTrainedConfig) -> None:
+    """Give the config of a mixture of experts the name of their number that TRL's fused head reads.
+
+    Some types have only another one. It stays, as the config is read in every forward. Can be removed when TRL reads
+    both.
+    """
+    if not hasattr(config, "num_experts"):
+        config.num_experts = config.num_local_experts
+
+
+def set_config_attention(config: Any, name: str) -> None:
+    """Set the attention of one part of a model, by its config.
+
+    `set_attn_implementation` of transformers takes the names of nested configs, and a vision tower may have several
+    parts that share none. `attention/tower_attention.py` sets it while a model is prepared for packs, and back. Can be
+    removed when transformers sets one module.
+    """
+    config._attn_implementation = name
+
+
+@contextmanager
+def callbacks_left_out(handler: Any, kinds: tuple[type[Any], ...]) -> Iterator[None]:
+    """Within this context the handler of a trainer does not call callbacks of these kinds.
+
+    `pop_callback` and `add_callback` would change their order. Can be removed when `Trainer.log` can leave some out.
+    """
+    before = handler.callbacks
+    handler.callbacks = [callback for callback in before if not isinstance(callback, kinds)]
+    try:
+        yield
+    finally:
+        handler.callbacks = before
+
+
+def call_first(handler: Any, callback: Any) -> None:
+    """Add a callback to the handler of a trainer before all others; `Trainer.remove_callback` takes it away.
+
+    transformers adds at the end only, and what a callback adds to the log must be there before a tracker gets it. Can
+    be removed when `add_callback` takes a place.
+    """
+    handler.callbacks.insert(0, callback)
+
+
+def keep_from_preparing(loader: Any) -> None:
+    """Keep accelerate from dividing a loader between ranks that gives each rank its own batches.
+
+    It did, and 53 of 97 documents were trained on 2 ranks, without an error. A loader is made for one training, so
+    nothing is undone. Can be removed when `prepare_data_loader` of accelerate marks the loaders that it returns.
+    """
+    loader._is_accelerate_prepared = True
+
+
+@contextmanager
+def hooks_left_out(tables: list[tuple[dict[int, Any], dict[int, Any]]]) -> Iterator[None]:
+    """Within this context the tables of hooks of torch, the first of each pair, do not have those of the second.
+
+    torch calls all hooks on gradients, and has no switch. Afterwards each is in its place again: before what was
+    registered after it. Can be removed when torch can call a backward without them.
+    """
+    before = [dict(hooks) for hooks, _ in tables]
+    for hooks, left_out in tables:
+        for key in left_out:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for (hooks, left_out), all_before in zip(tables, before, strict=True):
+            now = dict(hooks)
+            hooks.clear()
+            hooks.update({key: hook for key, hook in all_before.items() if key in left_out or key in now})
+            hooks.update(now)
+
+
+@contextmanager
+def not_logged(logger: logging.Logger) -> Iterator[None]:
+    """Within this context a logger of another library shows nothing of this thread."""
+    thread = threading.get_ident()
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_shown)

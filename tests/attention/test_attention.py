@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trl_packfix.attention import varlen
 from trl_packfix.attention.choice import set_attention
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.packed_forward import packed_forwards
+from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.data.collator import PackedDataCollator
 
@@ -118,7 +118,7 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model, float64_thro
     (expected * weights).sum().backward()
     assert len(calls) == num_layers * (1 if checkpointing is None else 2)
     assert largest_gradient_error(model, alone) < 1e-10
-    assert not packed_forwards
+    assert not this_thread.packed_forwards
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "gemma2", "gpt_oss", "mistral"])
@@ -164,20 +164,20 @@ def test_guard_is_removable_and_survives_errors(tiny_model):
     guard = mark_packed_forwards(model)
     batch = make_pack()
     seen = []
-    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(len(packed_forwards)))
+    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(len(this_thread.packed_forwards)))
     model(**batch)
     assert seen == [1]
-    assert not packed_forwards
+    assert not this_thread.packed_forwards
     broken = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**batch)
-    assert not packed_forwards
+    assert not this_thread.packed_forwards
     broken.remove()
     with pytest.raises(ValueError):
         model(**{**batch, "use_cache": True})
-    assert not packed_forwards
+    assert not this_thread.packed_forwards
     model(**batch)
-    assert not packed_forwards
+    assert not this_thread.packed_forwards
     guard.remove()
     with pytest.raises(ValueError, match="prepare_for_packing"):  # now transformers builds a mask, which is noticed
         model(**batch)

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +13,14 @@ from support import zoo
 from support.double import in_double
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
+from support.versions import enable_checkpointing
 from test_prefix_attention import pack_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trl_packfix.attention import mixer_prefixes, mixers
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.mixers import MIXER_REPLACEMENTS, MixerNames
-from trl_packfix.attention.packed_forward import PackedForward, packed_forwards
+from trl_packfix.attention.mixers import MIXER_REPLACEMENTS, mixer_functions
+from trl_packfix.attention.packed_forward import PackedForward, this_thread
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation.packed_model import PackedModel
@@ -37,7 +39,7 @@ def packed_model(model, **settings):
 
 def functions(model):
     """The modules and names of the functions that are replaced, and what is there now."""
-    found = MixerNames(model)
+    found = mixer_functions(model)
     return {(names["__name__"], name): names[name] for names, name in found.places}
 
 
@@ -88,7 +90,7 @@ def test_names_are_replaced_while_a_pack_runs_only():
     with pytest.raises(ZeroDivisionError):
         model(**pack(5, 4))
     assert functions(model) == before
-    assert not packed_forwards
+    assert not this_thread.packed_forwards
     broken.remove()
     other = zoo.build_model("qwen3_next", seed=1)  # two models of a type, one within the other
     other.set_attn_implementation("packfix_varlen")
@@ -98,6 +100,105 @@ def test_names_are_replaced_while_a_pack_runs_only():
     assert functions(model) == before
     assert functions(model) == functions(other)
     guard.remove()
+
+
+def overlapping(first, second):
+    """The results of two functions that run in two threads, which both return after the other has begun.
+
+    Each gets a function to call in its middle. The first goes on when the second is there, the second when the first
+    has returned.
+    """
+    results, first_begun, second_begun, first_returned = {}, *(threading.Event() for _ in range(3))
+
+    def run_first():
+        def in_the_middle():
+            first_begun.set()
+            assert second_begun.wait(60)
+
+        results["first"] = first(in_the_middle)
+        first_returned.set()
+
+    thread = threading.Thread(target=run_first)
+    thread.start()
+
+    def in_the_middle():
+        second_begun.set()
+        assert first_returned.wait(60)
+
+    assert first_begun.wait(60)
+    results["second"] = second(in_the_middle)
+    thread.join()
+    return results["first"], results["second"]
+
+
+def test_two_threads_run_packs_at_once():
+    """The second pack still separates its documents after the first one has put its functions back."""
+    models = [zoo.build_model("qwen3_next", seed=seed).train() for seed in (0, 1)]
+    before = functions(models[0])
+    packs = pack(5, 4), pack(3, 7)
+    for model in models:
+        model.set_attn_implementation("packfix_varlen")
+        mark_packed_forwards(model)
+    alone = [model(**batch).logits for model, batch in zip(models, packs, strict=True)]
+    middle = threading.local()
+    for model in models:
+        model.model.layers[0].register_forward_pre_hook(lambda *given: middle.reached())
+
+    def runner(model, batch):
+        def run(in_the_middle):
+            middle.reached = in_the_middle
+            return model(**batch).logits
+
+        return run
+
+    together = overlapping(*(runner(model, batch) for model, batch in zip(models, packs, strict=True)))
+    assert functions(models[0]) == before
+    for expected, found in zip(alone, together, strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_a_row_without_packing_in_another_thread_is_no_part_of_a_pack():
+    """One thread evaluates a model of the same type while another trains on a pack."""
+    trained, evaluated = (zoo.build_model("qwen3_next", seed=seed) for seed in (0, 1))
+    trained.train().set_attn_implementation("packfix_varlen")
+    mark_packed_forwards(trained)
+    row = {"input_ids": torch.arange(20, 29)[None], "use_cache": False}
+    alone = evaluated.eval()(**row).logits
+    found = []
+    thread = threading.Thread(target=lambda: found.append(evaluated(**row).logits))
+
+    def in_the_middle(*given):
+        thread.start()
+        thread.join()
+
+    trained.model.layers[0].register_forward_pre_hook(in_the_middle)
+    trained(**pack(5, 4))
+    assert torch.equal(found[0], alone)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_in_another_thread_recomputes_the_pack(reentrant):
+    """As on a GPU, where torch runs it in a thread of its own."""
+    model = zoo.build_model("qwen3_next").train()
+    model.set_attn_implementation("packfix_varlen")
+    mark_packed_forwards(model)
+    enable_checkpointing(model, reentrant=reentrant)
+    model.enable_input_require_grads()
+    batch = pack(5, 4)
+    gradients = []
+    for in_thread in (False, True):
+        loss = model(**batch).logits.square().mean()
+        if in_thread:
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        else:
+            loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+        model.zero_grad(set_to_none=True)
+    assert len(gradients[1]) == len(gradients[0]) > 10
+    for expected, found in zip(*gradients, strict=True):
+        assert torch.equal(expected, found)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from trl_packfix.attention import flash, runs, varlen
 from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernels import math_attention
-from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered, packed_forwards
+from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered, this_thread
 from trl_packfix.attention.runs import attend_pack_on_cuda, attend_shared_on_cpu, runs_of
 from trl_packfix.attention.varlen import _lengths_from_positions, varlen_attention
 from trl_packfix.data.collator import IGNORE_INDEX
@@ -239,7 +239,7 @@ def assert_equal_alone(model, alone):
     expected.backward()
     assert abs(loss - expected) < 1e-12 * expected
     assert largest_gradient_error(model, alone) < 1e-13
-    assert not packed_forwards
+    assert not this_thread.packed_forwards
 
 
 @pytest.mark.parametrize("most_bytes", [None, 2**30, 1], ids=["on the CPU", "one launch", "several"])
@@ -275,7 +275,7 @@ def test_other_attention_is_refused(name, tiny_model):
     mark_packed_forwards(model)
     with pytest.raises(ValueError, match=rf"13 documents share prefixes .*{name}.* share_prefixes='off'"):
         shared_loss(model, PrefixCollator(min_shared=1)(forest()))
-    assert not packed_forwards
+    assert not this_thread.packed_forwards
 
 
 def test_positions_never_say_where_documents_begin():

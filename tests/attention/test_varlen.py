@@ -23,7 +23,7 @@ from trl_packfix.attention.flash import visible_keys
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.kernel_errors import KernelError
 from trl_packfix.attention.kernels import KernelLaunch, attend_by_document, attend_on_cpu, attend_on_cuda
-from trl_packfix.attention.packed_forward import PackedForward, packed_forward_entered, packed_forwards
+from trl_packfix.attention.packed_forward import PackedForward, packed_forward_entered, this_thread
 from trl_packfix.attention.runs import _in_chunks
 from trl_packfix.attention.varlen import OwnMaskError, _pack_of, varlen_attention, varlen_mask
 from trl_packfix.data.collator import PackedDataCollator
@@ -501,7 +501,7 @@ def test_boundaries_of_packs_do_not_come_from_positions(tiny_model, monkeypatch)
 def test_mask_is_sdpas_outside_and_none_inside(running_forward):
     common = {"mask_function": causal_mask_function, "allow_is_causal_skip": False}
     assert varlen_mask(1, 5, 5, **common) is None
-    running = packed_forwards.pop()
+    running = this_thread.packed_forwards.pop()
     try:
         assert torch.equal(varlen_mask(2, 5, 5, **common), sdpa_mask(2, 5, 5, **common))
         padding = torch.tensor([[False, True, True], [True, True, True]])
@@ -509,7 +509,7 @@ def test_mask_is_sdpas_outside_and_none_inside(running_forward):
         assert torch.equal(varlen_mask(2, 3, 3, attention_mask=padding, mask_function=causal_mask_function), expected)
         assert varlen_mask(1, 5, 5, mask_function=causal_mask_function) is None  # as sdpa, which then uses is_causal
     finally:
-        packed_forwards.append(running)
+        this_thread.packed_forwards.append(running)
     for wrong in ({"batch_size": 2}, {"kv_length": 9}):
         with pytest.raises(ValueError, match=r"row\(s\), 5 queries and \d keys.*without padding or cache.*Feed one"):
             varlen_mask(**{"batch_size": 1, "q_length": 5, "kv_length": 5, **common, **wrong})
@@ -517,9 +517,9 @@ def test_mask_is_sdpas_outside_and_none_inside(running_forward):
         with pytest.raises(OwnMaskError, match=r"mask.*on a pack of 5 tokens.*would lose it.*Feed one") as raised:
             varlen_mask(1, 5, 5, **own, **common)
         assert raised.value.is_boundary
-        packed_forwards[-1] = dataclasses.replace(running, ignores_masks=True)
+        this_thread.packed_forwards[-1] = dataclasses.replace(running, ignores_masks=True)
         assert varlen_mask(1, 5, 5, **own, **common) is None
-        packed_forwards[-1] = running
+        this_thread.packed_forwards[-1] = running
 
 
 def test_attention_is_not_compiled_anew_for_other_documents():

@@ -12,7 +12,7 @@ from sweep.judge import PrefixJudge, with_prefixes
 from transformers.utils import logging
 
 from trl_packfix.attention import choice as attention
-from trl_packfix.attention.packed_forward import packed_forwards
+from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.attention.varlen import ATTENTION_NAME
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation import prefix_probe
@@ -84,7 +84,7 @@ def test_the_probe_sees_keys_without_a_gradient():
     packed.prove(model)
 
     def detach_shared(module, args, output):
-        running = packed_forwards[-1] if packed_forwards else None
+        running = this_thread.packed_forwards[-1] if this_thread.packed_forwards else None
         if running is None or running.kv_index is None:
             return output
         num = min(12, int(running.cu_seq_lens_q[1]))

@@ -11,8 +11,8 @@ from support.versions import IS_5_24, current_models
 from sweep.judge import Judge, PrefixJudge, packed
 
 from trl_packfix import check_isolation
-from trl_packfix.attention.mixers import MixerNames
-from trl_packfix.attention.packed_forward import packed_forwards
+from trl_packfix.attention.mixers import mixer_functions
+from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.isolation.packed_model import PackedModel
 
@@ -89,7 +89,7 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
     wanted = (TYPES | NEW)[model_type]
     model = zoo.build_model(model_type)
     pristine = zoo.build_model(model_type)
-    places = MixerNames(model).places
+    places = mixer_functions(model).places
     assert all(".modeling_" in names["__name__"] for names, _ in places)
     assert {name for _, name in places} == wanted.mixers
     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -121,8 +121,8 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
         limit = 1e-6 if model_type == "qwen3_moe" else 1e-13  # its router has a softmax in fp32
         assert found.refusal is None, found
         assert 0 < found.error < limit, found
-    packed_model.restore_own_attention()
-    assert not packed_forwards
+    packed_model.rest()
+    assert not this_thread.packed_forwards
     assert not wanted.repaired or not check_isolation(model, max_length=64).passed, "rest restores the model"
 
 

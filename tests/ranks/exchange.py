@@ -20,7 +20,7 @@ import trl_packfix
 from trl_packfix import PackingLeakError
 from trl_packfix.attention import exchange
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered, packed_forwards
+from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered, this_thread
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data import rank_share
 from trl_packfix.data.collator import PackedDataCollator
@@ -208,8 +208,8 @@ class TokenShift(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         before = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], dim=1)
-        if packed_forwards:
-            starts = packed_forwards[-1].cu_seq_lens_q[:-1].long()
+        if this_thread.packed_forwards:
+            starts = this_thread.packed_forwards[-1].cu_seq_lens_q[:-1].long()
             before = before.index_fill(1, starts[starts < states.shape[1]], 0.0)
         return self.inner(states + before)
 

@@ -282,7 +282,9 @@ unseen = changed(SamePackCheck, "check", lambda right, self, batches: None)
 
 TRAINING: dict[str, Fault] = {
     "averaged_by_ranks": changed(
-        Objective, "_loss", lambda right, *given: (lambda loss, outputs: (loss / 2, outputs))(*right(*given))
+        Objective,
+        "_loss",
+        lambda right, *given, **more: (lambda loss, outputs: (loss / 2, outputs))(*right(*given, **more)),
     ),
     "totals_of_one_rank": lambda: mock.patch("accelerate.Accelerator.reduce", lambda self, sums, reduction: sums),
     "late_shift": changed(loaders, "cut_part", late_shift),

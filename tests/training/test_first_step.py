@@ -154,7 +154,11 @@ def kept(batch, first):
 
 
 def of_loss(change):
-    return changed(Objective, "_loss", lambda right, *given: (lambda loss, out: (change(loss), out))(*right(*given)))
+    def wrong(right, *given, **more):
+        loss, outputs = right(*given, **more)
+        return change(loss), outputs
+
+    return changed(Objective, "_loss", wrong)
 
 
 def of_values(change):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ranks import faults
 from support.vision import PICTURES, QUESTIONS, SGD, build_model, examples_of, make
 
-from trl_packfix.attention.packed_forward import packed_forwards
+from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.data.documents import token_order
 from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.loaders import PackCollator
@@ -153,7 +153,7 @@ def test_the_probe_sees_images_without_a_gradient():
         is_image[:] = [kwargs["input_ids"][0] == packed.images.processor.image_token_id]
 
     def detach_images(module, args, output):
-        running = packed_forwards[-1] if packed_forwards else None
+        running = this_thread.packed_forwards[-1] if this_thread.packed_forwards else None
         if running is None or running.kv_index is None:
             return output
         return torch.where(is_image[0][:, None], output.detach(), output)

@@ -20,6 +20,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from trl_packfix import SFTTrainer
 from trl_packfix.data.model_costs import make_cost_model
+from trl_packfix.layout import layout_of
+from trl_packfix.training import objective
 
 pytestmark = pytest.mark.slow
 
@@ -379,6 +381,16 @@ def test_num_tokens_is_up_to_date_at_every_checkpoint(tmp_path):
     assert len(at_checkpoint) == run.state.global_step > 3
     assert all(counted == expected > 0 for counted, expected in at_checkpoint)
     assert run.state.log_history[-1]["num_tokens"] == at_checkpoint[-1][0], "the last line of a short run has them, too"
+
+
+@pytest.mark.parametrize("settings", [{}, {"label_smoothing_factor": 0.1}], ids=str)
+def test_the_loss_of_a_micro_batch_reads_its_layout_once(settings, tmp_path, monkeypatch):
+    run = trainer(tmp_path, halves(8), **settings)
+    batches, num_items = first_step(run)
+    calls = []
+    monkeypatch.setattr(objective, "layout_of", lambda batch: calls.append(batch) or layout_of(batch))
+    run.compute_loss(run.model, batches[0], num_items_in_batch=num_items)
+    assert len(calls) == 1
 
 
 # Configs with fields of a mixture, of models without one, and of a mixture under other names than TRL reads.

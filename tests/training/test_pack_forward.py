@@ -23,7 +23,7 @@ from support.vision import make
 from transformers import BertConfig, BertForSequenceClassification, DynamicCache, TrainerCallback
 
 from trl_packfix import PackingLeakError, pack_forward
-from trl_packfix.attention.packed_forward import packed_forwards
+from trl_packfix.attention.packed_forward import this_thread
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.isolation import packed_rows
 from trl_packfix.isolation.packed_rows import pack_rows
@@ -184,7 +184,7 @@ def test_states_come_back_to_their_places():
     assert (record.tokens.padded, record.tokens.real, record.tokens.computed) == (256, 108, 2 * (54 - 19))
     assert "padded 256, real 108, computed 70 (27% of padded)" in record.summary()
     assert model.config._attn_implementation == "sdpa"
-    assert not packed_forwards
+    assert not this_thread.packed_forwards
     record.remove()
     assert num_hooks(model) == hooks
     with in_double():
@@ -440,7 +440,7 @@ def test_the_gradient_is_compared(monkeypatch):
     layer = model.model.layers[0].self_attn
 
     def halve(module, args, output):
-        return (Halved.apply(output[0]), *output[1:]) if packed_forwards else output
+        return (Halved.apply(output[0]), *output[1:]) if this_thread.packed_forwards else output
 
     layer.register_forward_hook(halve)
     with torch.no_grad(), warnings.catch_warnings():

@@ -1,6 +1,7 @@
 """One model, several trainers: each trains as on a fresh model, whatever was built or trained on it before."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -139,3 +140,23 @@ def test_a_deep_copy_of_a_trained_model(model_type, tmp_path):
         run.train()
     assert torch.equal(*map(weights, runs))
     assert not torch.equal(weights(runs[0]), weights(first))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bloom", "lfm2"])  # on varlen attention, repaired, on mixers
+def test_two_trainers_train_at_once_in_threads_as_one_after_the_other(model_type, tmp_path):
+    runs = [
+        trainer(tmp_path / f"{order}{seed}", texts(12), model_type, max_steps=3, learning_rate=1e-2, seed=seed)
+        for order in ("after", "at once")
+        for seed in (1, 2)
+    ]
+    for run in runs[:2]:
+        run.train()
+    threads = [threading.Thread(target=run.train) for run in runs[2:]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for run in runs:
+        assert run.state.global_step == 3
+    for expected, found in zip(runs[:2], runs[2:], strict=True):
+        assert torch.equal(weights(expected), weights(found))

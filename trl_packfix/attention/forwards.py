@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..compat import run_hooks_inside_adapters
+from ..compat import WRAPPER_CHECKPOINT, change_checkpoint_functions, run_hooks_inside_adapters
 from ..layout import LAYOUT_KEY, Layout, layout_of
 from .exchange import group_of
 from .image_parts import TowerDivision, cut_to_part, divide_tower_inputs, outermost_towers
-from .mixers import MixerNames
+from .mixers import mixer_functions
 from .models import backbone, base_model, has_attention, text_config, towers
 from .packed_forward import (
     ATTENTION_NAME,
@@ -35,7 +35,6 @@ from .packed_forward import (
 )
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a module, by position and by name
-CHECKPOINT_WRAPPER_ATTRIBUTE = "checkpoint_fn"  # of torch's `CheckpointWrapper`, which FSDP puts around modules
 
 
 def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
@@ -44,11 +43,13 @@ def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
     transformers sets the checkpoint function of each layer when gradient checkpointing is enabled, and torch that of
     the module around a layer. That may happen at any time, so a guard calls this in every packed forward.
     """
-    for layer in layers:
-        for name in ("_gradient_checkpointing_func", CHECKPOINT_WRAPPER_ATTRIBUTE):
-            checkpoint = vars(layer).get(name)
-            if checkpoint is not None and isinstance(checkpoint, CarryingCheckpoint) is not carry:
-                vars(layer)[name] = CarryingCheckpoint(checkpoint) if carry else checkpoint.checkpoint
+
+    def change(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(checkpoint, CarryingCheckpoint):
+            return checkpoint if carry else checkpoint.checkpoint
+        return CarryingCheckpoint(checkpoint) if carry else checkpoint
+
+    change_checkpoint_functions(layers, change)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class PackedForwardGuard(ModelHooks):
         self.before_pack: Callable[[], None] | None = None  # called at the beginning of each packed forward
         self._entered: list[bool] = []  # per running forward of this model: whether it was packed
         self._layers: list[nn.Module] = []
-        self.mixers = MixerNames(model)
+        self.mixers = mixer_functions(model)
         self._recorded: PackedForward | None = None  # the running forward, if no other guard recorded it
         self._divisions: list[TowerDivision | None] = []  # per running call of a tower
 
@@ -171,10 +172,8 @@ class PackedForwardGuard(ModelHooks):
         """Add modules that FSDP has put around layers. It does so after the guard is installed: the first shows it."""
         if self._has_wrappers:
             return
-        if any(
-            CHECKPOINT_WRAPPER_ATTRIBUTE in vars(module) for module in self.model.get_submodule(self._first).modules()
-        ):
-            self._layers += [module for module in self.model.modules() if CHECKPOINT_WRAPPER_ATTRIBUTE in vars(module)]
+        if any(WRAPPER_CHECKPOINT in vars(module) for module in self.model.get_submodule(self._first).modules()):
+            self._layers += [module for module in self.model.modules() if WRAPPER_CHECKPOINT in vars(module)]
             self._has_wrappers = True
 
     def _divide_tower_inputs(self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:

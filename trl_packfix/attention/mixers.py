@@ -1,9 +1,9 @@
 """Recurrent mixers in packs: convolutions and scans that start anew in each document, also over ranks.
 
 The mixers of hybrid models (Mamba, gated delta nets, Kimi's delta attention, short convolutions) call functions by name
-in their modeling module: a short convolution and a scan. `MixerNames` replaces these names while packs run, and puts
-them back after each forward. What replaces them reads the boundaries of the running forward, as `packfix_varlen` does.
-It calls the function that was there, so transformers' choice between a kernel and torch stays.
+in their modeling module: a short convolution and a scan. `compat.ReplacedFunctions` replaces these names while packs
+run, and puts them back after each forward. What replaces them reads the boundaries of the running forward, as
+`packfix_varlen` does. It calls the function that was there, so transformers' choice between a kernel and torch stays.
 
 No interface of transformers reaches these functions: `use_kernel_func_from_hub_with_fallback` keeps what it found at
 import in a closure, and `kernelize` takes repositories of the Hub only, for the life of a model. A name that is not
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-from ..compat import kernel_package
+from ..compat import ReplacedFunctions, kernel_package
 from .exchange import HeadExchange, exchange_halo
 from .mixer_prefixes import ScanCall, run_levels
 from .packed_forward import PackedForward, once_per_pack, running_pack
@@ -277,7 +277,7 @@ PIP_NAMES = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", 
 
 def missing_packages(model: nn.Module) -> list[str] | None:
     """What pip would install to give the mixers of a model all their kernels; None if it has no such mixer."""
-    looked_for = [kernel_package(names[name]) for names, name in MixerNames(model).places]
+    looked_for = [kernel_package(names[name]) for names, name in mixer_functions(model).places]
     known = [found for found in looked_for if found is not None and found[0] in PIP_NAMES]
     if not known:
         return None
@@ -311,34 +311,14 @@ def tokens_summed_in_common(model: nn.Module) -> int:
 # ---- The names
 
 
-class MixerNames:
-    """The functions that the mixers of a model call, replaced between `enter` and `leave`. Calls may be nested.
-
-    Attributes:
-        places: the namespaces of the modules, and a name in each. Adapters and wrappers do not matter.
-    """
-
-    def __init__(self, model: nn.Module):
-        self._entered: list[list[Callable[..., Any]]] = []  # for each `enter`, what the names were
-        classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
-        modules = sorted({kind.__module__ for kind in classes if issubclass(kind, nn.Module)})
-        self.places = [
-            (vars(sys.modules[module]), name)
-            for module in modules
-            for name in MIXER_REPLACEMENTS
-            if name in vars(sys.modules.get(module))
-        ]
-
-    def enter(self) -> None:
-        before = [names[name] for names, name in self.places]
-        self._entered.append(before)
-        for (names, name), function in zip(self.places, before, strict=True):
-            if function not in _replacements.values():
-                names[name] = _make_replacement(function, name)
-
-    def leave(self) -> None:
-        for (names, name), function in zip(self.places, self._entered.pop(), strict=True):
-            names[name] = function
+def mixer_functions(model: nn.Module) -> ReplacedFunctions:
+    """Return the functions that the mixers of a model call, to replace while a pack runs. Adapters do not matter."""
+    classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
+    modules = sorted({kind.__module__ for kind in classes if issubclass(kind, nn.Module)})
+    namespaces = [vars(sys.modules[module]) for module in modules]
+    return ReplacedFunctions(
+        [(names, name) for names in namespaces for name in MIXER_REPLACEMENTS if name in names], _make_replacement
+    )
 
 
 # What replaces each function: one for all models, so that code compiled with it stays valid

@@ -4,21 +4,20 @@ Many models do not pass boundaries on to the modules that need them. So `forward
 runs, and attention and mixers read them here.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from ..compat import ReplacedFunctions
 from .rows import DocumentRows
-
-if TYPE_CHECKING:
-    from .mixers import MixerNames
 
 # The attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash", "sdpa" or
 # "flex_attention": transformers runs other code for such names.
@@ -68,7 +67,7 @@ class PackedForward:
         run_lengths: rows and keys of each run on the host, (runs, 2).
         launches: of a flash kernel, as (first document, last + 1, first token, last + 1, longest), on the host; () for
             one launch of all documents.
-        mixers: whose functions are replaced during this forward.
+        mixers: the functions of mixers that are replaced during this forward; None in a batch of a repaired module.
         derived: what functions that are `once_per_pack` returned.
     """
 
@@ -84,7 +83,7 @@ class PackedForward:
     kv_index: Tensor | None = None
     run_lengths: Tensor | None = None
     launches: tuple[tuple[int, int, int, int, int], ...] = ()
-    mixers: "MixerNames | None" = field(default=None, repr=False, compare=False)
+    mixers: ReplacedFunctions | None = field(default=None, repr=False, compare=False)
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -132,31 +131,42 @@ class PackedForward:
         return rows, forwards
 
 
-_undivided: list[bool] = []
+class ThreadState(threading.local):
+    """What is running in this thread. Each thread has its own: two may train, or one may evaluate while one trains.
+
+    The backward of CUDA tensors runs in a thread of torch. A layer that is recomputed there enters its forward there.
+
+    Attributes:
+        packed_forwards: those that are running, the innermost last.
+        num_undivided: how many `all_in_one_batch` are entered.
+    """
+
+    def __init__(self) -> None:
+        self.packed_forwards: list[PackedForward] = []
+        self.num_undivided = 0
+
+
+this_thread = ThreadState()
 
 
 @contextmanager
 def all_in_one_batch() -> Iterator[None]:
     """All documents that may share a padded batch share one, as training may bring any two lengths together."""
-    _undivided.append(True)
+    this_thread.num_undivided += 1
     try:
         yield
     finally:
-        _undivided.pop()
+        this_thread.num_undivided -= 1
 
 
 def undivided_budget(budget: float) -> float:
     """The budget of a padded batch, unlimited within `all_in_one_batch`. 0, one document per batch, stays 0."""
-    return inf if budget and _undivided else budget
-
-
-# The packed forwards that are running, the innermost last.
-packed_forwards: list[PackedForward] = []
+    return inf if budget and this_thread.num_undivided else budget
 
 
 def running_forward() -> PackedForward | None:
-    """The innermost packed forward that is running; None outside of packs."""
-    return packed_forwards[-1] if packed_forwards else None
+    """The innermost packed forward that is running in this thread; None outside of packs."""
+    return this_thread.packed_forwards[-1] if this_thread.packed_forwards else None
 
 
 def running_pack() -> PackedForward | None:
@@ -167,13 +177,13 @@ def running_pack() -> PackedForward | None:
 
 def enter_packed_forward(running: PackedForward) -> None:
     """Make `running` the packed forward from which modules read their boundaries, until `leave_packed_forward`."""
-    packed_forwards.append(running)
+    this_thread.packed_forwards.append(running)
     if running.mixers is not None:
         running.mixers.enter()
 
 
 def leave_packed_forward() -> None:
-    running = packed_forwards.pop()
+    running = this_thread.packed_forwards.pop()
     if running.mixers is not None:
         running.mixers.leave()
 

@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..compat import set_config_attention
 from .flash import CUDA_DTYPES, CudaKernel, flash_on_cuda
 from .kernel_errors import KernelError, is_device_error
 from .kernels import attend_by_document
@@ -118,7 +119,7 @@ def set_tower_attention(model: PreTrainedModel, name: str) -> None:
     """Set `TOWER_ATTENTION` on towers that have `REPLACED_ATTENTION`, or the reverse."""
     for config in tower_configs(model):
         if config._attn_implementation in (TOWER_ATTENTION, REPLACED_ATTENTION):
-            config._attn_implementation = name
+            set_config_attention(config, name)
 
 
 def has_tower_attention(model: PreTrainedModel) -> bool:

@@ -20,7 +20,8 @@ from ..planning.parallel import possible_degrees
 from ..planning.units import Synchronisation
 from ..reporting.build import make_report
 from ..reporting.columns import COLUMNS, KEYS, Column
-from ..reporting.report import MAX_LOST_SHARE, PackingReport
+from ..reporting.numbers import MAX_LOST_SHARE
+from ..reporting.report import PackingReport
 from ..reporting.savings import estimated_savings
 from ..training.choices import RunSettings
 from ..training.config import SFTConfig, with_settings
@@ -146,7 +147,7 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast, list[str]]:
         loss += f". None of these lengths loses at most {MAX_LOST_SHARE:.0%}: try a longer one"
     how_long = _how_long(sorted(alike, key=lambda run: run.report.world_size))
     reasons = [f"max_length {report.max_length:,} {loss}.", how_long]
-    reasons.append(f"It needs memory for {report.groups.needs(report)}.")
+    reasons.append(f"It needs memory for {report.groups.needs(report.max_length)}.")
     place = rows.index(pick)
     for word, others in (("shorter", rows[:place][-1:]), ("longer", rows[place + 1 :][:1])):
         reasons += [
@@ -274,7 +275,7 @@ def _show_forecasts(console: Console, plans: list[Forecast], config: SFTConfig) 
     if first.images is not None:
         console.print(f"images   {first.images.line()} (in the first line of the table)")
     steps = f"accumulation {first.accumulation}, balance {config.balance!r}"
-    console.print(f"micro-batches of {first.groups.per_rank_text(first)}, {steps}")
+    console.print(f"micro-batches of {first.groups.per_rank_text()}, {steps}")
     values = {column: [column.value(plan.report) for plan in plans] for column in (*KEYS, *COLUMNS) if column.heading}
     values |= {column: [column.value(plan) for plan in plans] for column in FORECAST}
     known = {column: found for column, found in values.items() if any(value is not None for value in found)}

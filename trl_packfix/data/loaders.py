@@ -16,6 +16,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig
 
+from ..compat import keep_from_preparing
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.packing import Packing
 from ..planning.schedule import NO_DOCUMENTS
@@ -155,8 +156,7 @@ def document_loader(
 ) -> DataLoaderShard:
     """Batches of one rank, of what `dataset` gives for each that the sampler yields, on the device.
 
-    accelerate moves them there, but does not shard them again. (It did, and 53 of 97 documents were trained on 2 ranks,
-    without an error.) Where ranks share packs, `collate` is a `PackCollator`.
+    accelerate moves them there, but does not shard them again. Where ranks share packs, `collate` is a `PackCollator`.
     """
     if dataloader_kwargs.get("num_workers"):
         wait_for_threads_before_forks()
@@ -170,7 +170,7 @@ def document_loader(
         dispatch_batches=False,
         non_blocking=dataloader_kwargs.get("pin_memory", False),
     )
-    loader._is_accelerate_prepared = True
+    keep_from_preparing(loader)
     return loader
 
 

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..compat import not_logged
 from ..planning.costs import HeadCounts, with_pairs_of
 from .model_costs import build_on_meta, experts_of, model_class_of
 
@@ -233,15 +234,10 @@ def saved_in_forward(model: PreTrainedModel, autocast: bool) -> SavedActivations
     for layer in _checkpointed_layers(model):
         layer.register_forward_pre_hook(begin, with_kwargs=True)
         layer.register_forward_hook(end)
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # torch logs an error that it also raises
-    try:
-        context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
-        with fake, context, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            model.base_model(input_ids=torch.zeros(1, NUM_COUNTED_TOKENS, dtype=torch.long), use_cache=False)
-    finally:
-        log.setLevel(level)
+    context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    errors_of_torch = logging.getLogger("torch._subclasses.fake_tensor")  # it logs an error that it also raises
+    with not_logged(errors_of_torch), fake, context, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        model.base_model(input_ids=torch.zeros(1, NUM_COUNTED_TOKENS, dtype=torch.long), use_cache=False)
     others = totals["tokens"] - sum(layers)
     per_layer, per_input = (tuple(size / NUM_COUNTED_TOKENS for size in sizes) for sizes in (layers, inputs))
     return SavedActivations(per_layer, per_input, others / NUM_COUNTED_TOKENS, totals["casts"], is_cached=autocast)

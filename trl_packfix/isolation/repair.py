@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.forwards import CallArguments, ModelHooks
 from ..attention.packed_forward import PackedForward, in_backward, packed_forward_entered, running_forward, running_pack
 from ..attention.rows import DocumentRows, TensorAxes
-from ..compat import recorded_router_logits
+from ..compat import recorded_router_logits, replace_router_logits
 from .arguments import argument_leaves, output_leaves
 from .axes import ModuleAxes
 from .tracing import ShiftedPositions
@@ -152,18 +152,17 @@ class RepairedModule(AroundCalls):
         with packed_forward_entered(forwards[0]):  # the module's forward runs between the two hooks
             output = yield inputs
         outputs = [output]
-        recorded = recorded_router_logits()
-        num_routers = len(recorded) - num_before
+        num_routers = len(recorded_router_logits()) - num_before
         for index, forward in enumerate(forwards[1:], start=1):
             with packed_forward_entered(forward):
                 args_here, kwargs_here = self._inputs_of_batch(module, args, kwargs, rows=rows, index=index)
                 outputs.append(module.forward(*args_here, **kwargs_here))
         if num_routers:  # of each router the logits of all batches, with their padding, become those of the pack
-            of_rows = recorded[num_before:]
+            of_rows = recorded_router_logits()[num_before:]
             of_routers = [of_rows[i::num_routers] for i in range(num_routers)]
             # A checkpoint that computes this again records no logits: what it saves here it would look for in vain
             with saved_tensors_hooks(lambda x: x, lambda x: x):
-                recorded[num_before:] = [rows.join(logits, TensorAxes((0,), 0)) for logits in of_routers]
+                replace_router_logits(num_before, [rows.join(logits, TensorAxes((0,), 0)) for logits in of_routers])
         first, tree = output_leaves(output)
         values = zip(*([value for _, value in output_leaves(each)[0]] for each in outputs), strict=True)
         joined = [self._join_batches(place, [*each], rows) for (place, _), each in zip(first, values, strict=True)]

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..compat import hooks_left_out
+
 # Packages whose hooks on gradients are a part of the model, or of what shards or divides it
 LIBRARIES = ("torch", "deepspeed", "accelerate", "trl_packfix", "transformers", "peft", "trl", "bitsandbytes")
 # But these of transformers step an optimizer or a scheduler, layer by layer
@@ -64,15 +66,8 @@ def _gradient_hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, An
 @contextmanager
 def gradient_hooks_aside(model: nn.Module) -> Iterator[None]:
     """Take the user's hooks on gradients from the model, and give them back at the end."""
-    tables = _gradient_hooks(model)
-    for hooks, of_user in tables:
-        for key in of_user:
-            del hooks[key]
-    try:
+    with hooks_left_out(_gradient_hooks(model)):
         yield
-    finally:
-        for hooks, of_user in tables:
-            hooks.update(of_user)
 
 
 def describe_hooks(model: nn.Module) -> str:

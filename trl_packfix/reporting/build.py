@@ -9,8 +9,9 @@ from ..data.epochs import EpochPlanner
 from ..data.reader import RowReader
 from ..data.stream import PackedStream, StreamCounts
 from ..planning.schedule import imbalance, rank_costs
+from .numbers import PlanSample
 from .packs import first_packs
-from .report import PackingReport, PlanSample
+from .report import PackingReport
 from .savings import planned_savings
 from .sections import ImageNumbers, LengthHistogram, SharedPacks
 

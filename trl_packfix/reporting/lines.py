@@ -3,13 +3,11 @@
 A part of the report that may be absent (images, turns, ...) has a method `line`. What needs several parts is here.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..planning.strategies import STRATEGIES
+from .numbers import PackingNumbers
 from .sections import Lines
-
-if TYPE_CHECKING:
-    from .report import PackingReport
 
 
 def _part_line(label: str, part: Any, *given: object) -> Lines:
@@ -19,7 +17,7 @@ def _part_line(label: str, part: Any, *given: object) -> Lines:
         yield label, text
 
 
-def _documents_lines(report: "PackingReport") -> Lines:
+def _documents_lines(report: PackingNumbers) -> Lines:
     yield from _part_line("conversations", report.turns)
     text = (
         "a stream of unknown length; packed in arrival order, with uneven lengths in the first and last documents of "
@@ -34,8 +32,8 @@ def _documents_lines(report: "PackingReport") -> Lines:
     yield from _part_line("lengths", report.lengths)
 
 
-def _packs_lines(report: "PackingReport") -> Lines:
-    size = report.groups.size(report)
+def _packs_lines(report: PackingNumbers) -> Lines:
+    size = report.groups.size(report.max_length)
     if report.num_rows is None:
         yield "micro-batch", size
         num = report.accumulation * report.world_size // report.groups.smallest_degree
@@ -61,17 +59,20 @@ def _packs_lines(report: "PackingReport") -> Lines:
         f"{report.accumulation}, ranks {report.world_size}); unpacked: {-(-report.num_documents // documents):,} of "
         f"{documents:,}",
     )
-    yield from _part_line("common prefixes", report.prefixes, report)
+    wanted = report.num_documents, documents, report.groups.enlarges_steps
+    yield from _part_line("common prefixes", report.prefixes, *wanted)
     yield "against unpacked", _unpacked_text(report)
     if report.unpacked_loss != 1:
         yield (
             "unpacked loss",
             f"{report.unpacked_loss:.3f} of the packed one, and its gradients: TRL also divides by first labels",
         )
-    yield from report.groups.lines(report)
+    assert report.imbalance is not None  # it is known for a table
+    of_images = "" if report.images is None else report.images.imbalances
+    yield from report.groups.lines(report.world_size, report.imbalance, of_images)
 
 
-def _unpacked_text(report: "PackingReport") -> str:
+def _unpacked_text(report: PackingNumbers) -> str:
     """What to set instead of the unpacked run's. The learning rate is scaled by the square root, for Adam."""
     if STRATEGIES[report.strategy].keeps_unpacked_steps:
         same = "the same steps" if report.unpacked_loss == 1 else "the same steps but for the loss"
@@ -93,7 +94,7 @@ def _unpacked_text(report: "PackingReport") -> str:
     return f"{families}{rate}, settings in steps / {ratio:.1f}{instead}"
 
 
-def _cuts_lines(report: "PackingReport") -> Lines:
+def _cuts_lines(report: PackingNumbers) -> Lines:
     ledger, truncated = report.ledger, report.ledger.truncated
     if truncated.documents:
         tokens = f"{truncated.tokens:,} tokens ({truncated.trained_tokens:,} trained)"
@@ -109,7 +110,7 @@ def _cuts_lines(report: "PackingReport") -> Lines:
         yield "warning", report.warning
 
 
-def _model_lines(report: "PackingReport") -> Lines:
+def _model_lines(report: PackingNumbers) -> Lines:
     if report.experimental:
         yield "experimental", f"{', '.join(report.experimental)}: several GPUs have not run this yet"
     if report.newer_libraries:

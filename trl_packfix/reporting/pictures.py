@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .numbers import PackingNumbers, PlanSample
 from .packs import ShownPack
 from .sections import LengthHistogram
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .report import PackingReport, PlanSample
 
 BLUE = "#0072B2"
 SKY = "#56B4E9"
@@ -39,7 +39,7 @@ MIN_BOUNDED = 1 / 250
 BLOCKS_IN_MASK = 6  # preferred number of visible blocks: fewer show little, more cannot be distinguished
 
 
-def plot_report(report: "PackingReport", path: str | Path | None = None) -> "Figure":
+def plot_report(report: PackingNumbers, path: str | Path | None = None) -> "Figure":
     """Four panels about one plan, saved to `path` if one is given, in the format of its suffix."""
     if report.sample is None or report.lengths is None:
         raise ValueError(
@@ -77,7 +77,7 @@ def _write_number(axes: "Axes", x: float, y: float, *, document: int) -> None:
     axes.text(x, y, str(document), ha="center", va="center", fontsize=7.5, color=INK, bbox=BOX)
 
 
-def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
+def _draw_strips(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> None:
     from matplotlib.patches import Patch
 
     widest = max(pack.capacity for pack in sample.packs)
@@ -103,7 +103,7 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
             if end - first > 2 * MIN_LABELLED * widest:
                 rank = f"rank {held['rank']}"
                 axes.text((first + end) / 2, y + 0.5, rank, ha="center", va="center", fontsize=6, color=INK)
-    tokens = report.groups.axis(report)
+    tokens = report.groups.axis()
     if any(pack.cu_seq_lens_k for pack in sample.packs):
         tokens = f"computed tokens (capacity {report.capacity:,}); what documents share is drawn once"
     axes.set(xlim=(0, widest * 1.002), ylim=(len(sample.packs) - 0.4, -1.15), xlabel=tokens)
@@ -120,7 +120,7 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
     axes.legend(handles=keys, loc="upper left", ncols=3, fontsize=8, frameon=False, borderaxespad=0, handlelength=1.6)
 
 
-def _packs_title(report: "PackingReport") -> str:
+def _packs_title(report: PackingNumbers) -> str:
     if report.num_packs is None:
         return f"{report.num_documents:,} documents in {report.num_steps:,} steps ({report.strategy})"
     padded = f"; padded batches: {report.padding_efficiency:.1%}" if report.batch_size > 1 else ""
@@ -137,7 +137,7 @@ def _packs_title(report: "PackingReport") -> str:
     )
 
 
-def _draw_mask(axes: "Axes", sample: "PlanSample") -> None:
+def _draw_mask(axes: "Axes", sample: PlanSample) -> None:
     from matplotlib.patches import Polygon
     from matplotlib.ticker import MaxNLocator
 
@@ -187,7 +187,7 @@ def row_paths(pack: ShownPack) -> list[list[tuple[int, int]]]:
     return paths
 
 
-def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: LengthHistogram) -> None:
+def _draw_lengths(axes: "Axes", report: PackingNumbers, histogram: LengthHistogram) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     edges = np.array(histogram.edges)
@@ -221,7 +221,7 @@ def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: LengthHistog
     axes.set_title(f"lengths of {report.ledger.given.documents:,} documents: {lengths}", loc="left", fontsize=11)
 
 
-def _draw_costs(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
+def _draw_costs(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> None:
     costs = np.array(sample.costs)
     costs = costs / costs.mean()
     steps, ranks = costs.shape

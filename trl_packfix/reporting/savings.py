@@ -6,7 +6,6 @@ it computes. With images "pack" is estimated from fewer packs, whose images are 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +18,6 @@ from ..data.reader import RowReader, TokenReader
 from ..layout import layout_of
 from ..planning.arrays import Int64Array
 from ..planning.families import Pieces, SharePrefixes, TokenOrder, shared_by_neighbours
-
-if TYPE_CHECKING:
-    from .report import PackingReport
 
 NUM_IMAGE_PACKS = 4
 NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves
@@ -46,8 +42,14 @@ class PrefixSavings:
     families_per_step: float | None = None  # mean, with "family"
     refused: str | None = None  # why documents are packed whole although the setting is "pack"
 
-    def line(self, report: "PackingReport") -> str | None:
-        """What is saved, and how many independent families a step has; None if nothing is worth a line."""
+    def line(self, num_documents: int, unpacked_documents: int, enlarges_steps: str) -> str | None:
+        """Say what is saved, and how many independent families a step has; None if nothing is worth a line.
+
+        Args:
+            num_documents: documents of the run.
+            unpacked_documents: documents of an optimizer step of the unpacked run.
+            enlarges_steps: the settings that give a step more documents.
+        """
         if self.refused is not None:
             return f"not shared: {self.refused}"
         sample = "" if self.num_packs is None else f" (estimated from {self.num_packs} packs)"
@@ -55,15 +57,15 @@ class PrefixSavings:
             return f"{self.rows:.2f} of the tokens and {self.images:.2f} of the images are computed{sample}"
         if self.rows is None:
             return "computed once in each pack; the log's computed_share is the share of the tokens that is computed"
-        families = f"{self.num_documents or report.num_documents:,} documents in {self.num_families:,} families"
+        families = f"{self.num_documents or num_documents:,} documents in {self.num_families:,} families"
         computed = f"{self.rows:.2f} of the tokens are computed"
         per_step = self.families_per_step
         wanted = ""
         if per_step is not None:
-            if per_step < (documents := report.unpacked_documents):
+            if per_step < unpacked_documents:
                 wanted = (
-                    f", and unpacked {documents:,} documents: for as many independent ones, raise "
-                    f"{report.groups.enlarges_steps} {documents / per_step:.1f} times"
+                    f", and unpacked {unpacked_documents:,} documents: for as many independent ones, raise "
+                    f"{enlarges_steps} {unpacked_documents / per_step:.1f} times"
                 )
             return f"{computed}, {families}; an optimizer step has about {per_step:,.1f} of them{wanted}"
         would = []

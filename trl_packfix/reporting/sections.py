@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,9 +11,6 @@ from ..planning.arrays import Int64Array
 from ..planning.degrees import modelled_time
 from ..planning.schedule import Schedule, imbalance
 
-if TYPE_CHECKING:
-    from .report import PackingReport
-
 NUM_BINS = 24
 SHADES = " .:-=+*#%@"  # ASCII, for any terminal and log file
 Lines = Iterator[tuple[str, str]]  # label and text
@@ -22,7 +18,14 @@ Lines = Iterator[tuple[str, str]]  # label and text
 
 @dataclass(frozen=True)
 class OwnPacks:
-    """What a report says of ranks that share no pack."""
+    """What a report says of ranks that share no pack.
+
+    Attributes:
+        capacity: most tokens of a pack, `batch_size` x `max_length`.
+    """
+
+    capacity: int
+    batch_size: int
 
     smallest_degree = 1
     exchange_share = 0.0
@@ -30,23 +33,22 @@ class OwnPacks:
     instead = '; or packing_strategy="minibatch"'  # of other settings than those of the unpacked run
     enlarges_steps = "gradient_accumulation_steps or per_device_train_batch_size"
 
-    def size(self, report: "PackingReport") -> str:
-        return f"{report.capacity:,} tokens (batch size {report.batch_size} x max_length {report.max_length:,})"
+    def size(self, max_length: int) -> str:
+        return f"{self.capacity:,} tokens (batch size {self.batch_size} x max_length {max_length:,})"
 
-    def per_rank_text(self, report: "PackingReport") -> str:
-        return f"{report.batch_size} x max_length tokens"
+    def per_rank_text(self) -> str:
+        return f"{self.batch_size} x max_length tokens"
 
-    def needs(self, report: "PackingReport") -> str:
-        of = f"{report.capacity:,} tokens (batch size {report.batch_size} x {report.max_length:,})"
+    def needs(self, max_length: int) -> str:
+        of = f"{self.capacity:,} tokens (batch size {self.batch_size} x {max_length:,})"
         return f"micro-batches of {of}: if that is too much, lower the batch size before max_length"
 
-    def axis(self, report: "PackingReport") -> str:
-        return f"tokens (capacity {report.capacity:,})"
+    def axis(self) -> str:
+        return f"tokens (capacity {self.capacity:,})"
 
-    def lines(self, report: "PackingReport") -> Lines:
-        if report.world_size > 1:
-            of_images = "" if report.images is None else report.images.imbalances
-            yield "imbalance", f"{report.imbalance:.3f} modelled (1 is perfect){of_images}"
+    def lines(self, world_size: int, imbalance: float, of_images: str) -> Lines:
+        if world_size > 1:
+            yield "imbalance", f"{imbalance:.3f} modelled (1 is perfect){of_images}"
 
 
 @dataclass(frozen=True)
@@ -98,30 +100,30 @@ class SharedPacks:
         largest = "" if self.largest_part is None else f"; the largest part of a rank has {self.largest_part:,} tokens"
         return f"micro-steps by degree (ranks that share a pack): {self.histogram}{largest}"
 
-    def size(self, report: "PackingReport") -> str:
+    def size(self, max_length: int) -> str:
         return (
             f"{self.tokens_per_rank:,} tokens at most on each rank (tokens_per_rank); a document of max_length "
-            f"{report.max_length:,} needs {self.smallest_degree} ranks"
+            f"{max_length:,} needs {self.smallest_degree} ranks"
         )
 
     @property
     def exchange(self) -> str:
         return f", and {self.exchange_share:.1%} of it is the exchange"
 
-    def per_rank_text(self, report: "PackingReport") -> str:
+    def per_rank_text(self) -> str:
         return f"{self.tokens_per_rank:,} tokens per rank"
 
-    def needs(self, report: "PackingReport") -> str:
+    def needs(self, max_length: int) -> str:
         groups = f"groups of up to {self.smallest_degree} ranks for the longest documents"
         size = f"{self.tokens_per_rank:,} tokens on each rank"
         return f"parts of {size}, and {groups}: if that is too much, lower tokens_per_rank"
 
-    def axis(self, report: "PackingReport") -> str:
+    def axis(self) -> str:
         return f"tokens ({self.tokens_per_rank:,} per rank; thick lines end the part of a rank)"
 
-    def lines(self, report: "PackingReport") -> Lines:
+    def lines(self, world_size: int, imbalance: float, of_images: str) -> Lines:
         yield "sequence parallelism", self.line()
-        yield "modelled time", f"{self.exchange_share:.1%} of it in the exchange, imbalance {report.imbalance:.3f}"
+        yield "modelled time", f"{self.exchange_share:.1%} of it in the exchange, imbalance {imbalance:.3f}"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..attention.choice import head_dim
 from ..attention.models import base_model, head_counts, text_config
 from ..attention.runs import COPIED_BYTES
+from ..compat import callbacks_left_out
 from ..data.model_memory import ROWS_PER_DOCUMENT
 from ..data.stream import StreamCounts
 from ..isolation.isolation_report import IsolationReport
@@ -165,22 +166,19 @@ class BeforeFirstStep(TrainerCallback):
         step.raise_if_different()
         self._modules = self._identities()
         # Loggers get these, and the log history writes them to trainer_state.json; printed, they are in the report
-        handler = trainer.callback_handler
-        callbacks = trainer.callback_handler.callbacks
-        if args.packing_report:
-            handler.callbacks = [each for each in callbacks if not isinstance(each, PrinterCallback | ProgressCallback)]
-        trainer.log(
-            {
-                "isolation/max_change": isolation.max_change,
-                "isolation/max_difference": isolation.max_difference,
-                "isolation/tolerance": isolation.tolerance,
-                "isolation/repaired_modules": sum(repair.count for repair in isolation.repaired),
-                "isolation/unpacked": int(packed_model.is_unpacked),
-                **step.metrics(),
-                **metrics(report),
-            }
-        )
-        handler.callbacks = callbacks
+        left_out = (PrinterCallback, ProgressCallback) if args.packing_report else ()
+        with callbacks_left_out(trainer.callback_handler, left_out):
+            trainer.log(
+                {
+                    "isolation/max_change": isolation.max_change,
+                    "isolation/max_difference": isolation.max_difference,
+                    "isolation/tolerance": isolation.tolerance,
+                    "isolation/repaired_modules": sum(repair.count for repair in isolation.repaired),
+                    "isolation/unpacked": int(packed_model.is_unpacked),
+                    **step.metrics(),
+                    **metrics(report),
+                }
+            )
 
     def _prove_and_compare(self) -> tuple[IsolationReport, StepComparison]:
         """Prove isolation, shared prefixes and parts of packs, and compare the first step with unpacked training."""

@@ -6,8 +6,8 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -276,6 +276,17 @@ def adopt_args(args: TrainingArguments | None, default_output_dir: str) -> SFTCo
     values: dict[str, Any] = args.to_dict()
     values["hub_token"] = args.hub_token  # `to_dict` hides it
     return SFTConfig(**values)
+
+
+@contextmanager
+def settings_hidden_from_trl(args: SFTConfig, **shown: object) -> Iterator[None]:
+    """Within this context `args` have the values that are `shown`, for a call of TRL that would act on the others."""
+    hidden = {name: getattr(args, name) for name in shown}
+    vars(args).update(shown)
+    try:
+        yield
+    finally:
+        vars(args).update(hidden)
 
 
 def with_settings(args: SFTConfig, **settings: object) -> SFTConfig:

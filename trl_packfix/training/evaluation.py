@@ -295,7 +295,7 @@ class Evaluation(TrainerPart):
             if loss_only:
                 if self._trainer.aux_loss_enabled:
                     inputs["output_router_logits"] = True
-                with objective.router_logits(inputs) as router_logits:
+                with objective.router_logits(inputs, layout) as router_logits:
                     outputs = model(**inputs, fused_lm_head=True)
                 targets = layout.targets(outputs.label_mask)
                 if self._trainer.aux_loss_enabled:

@@ -10,7 +10,6 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from ..attention.kernel_errors import KernelError
 from ..attention.models import backbone
-from ..compat import scores_tokens
+from ..compat import add_capped_head, replace_forward, scores_tokens
 from ..data.collator import IGNORE_INDEX
 from ..isolation.probe import Probe
 from ..isolation.probed_model import CannotRun, model_errors_converted
@@ -109,7 +108,7 @@ def add_token_scores(model: PreTrainedModel) -> None:
     # `generate` checks its arguments against the signature of the model's forward
     forward_with_scores.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
     forward_with_scores.scores_tokens = True  # type: ignore[attr-defined]
-    model.forward = MethodType(forward_with_scores, model)
+    replace_forward(model, forward_with_scores)
 
 
 def _is_ours(forward: Any, mark: str) -> bool:
@@ -128,23 +127,12 @@ def _transforms(text: PretrainedConfig) -> tuple[float, float | None]:
 
 
 def cap_fused_head(model: PreTrainedModel) -> None:
-    """Let TRL's fused LM head of a model that caps its logits under another name cap them, too.
-
-    TRL reads the name when it adds the head, so it is added again. Can be removed when TRL knows these names
-    (`dev/upstream/softcap_names.py`).
-    """
+    """Let TRL's fused LM head of a model that caps its logits under another name cap them, too."""
     text: Any = model.config.get_text_config()
     cap = _transforms(text)[1]
     if getattr(text, CAPS[0], None) is not None or cap is None or _is_ours(model.forward, "is_capped"):
         return
-    from trl.trainer.utils import add_fused_lm_head  # TRL below 1.16 has none
-
-    setattr(text, CAPS[0], cap)
-    try:
-        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    finally:
-        delattr(text, CAPS[0])
-    model.forward.__func__.is_capped = True  # type: ignore[attr-defined]
+    add_capped_head(model, CAPS[0], cap, mark="is_capped")
 
 
 def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dtype) -> bool:

@@ -1,7 +1,5 @@
 """LoRA under autocast: the inputs of adapters are not cast to fp32 and back."""
 
-from types import MethodType
-
 import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
@@ -9,8 +7,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.forwards import ModelHooks
 from ..attention.packed_forward import running_forward
-
-CAST = "_cast_input_dtype"  # peft's method
+from ..compat import set_lora_cast
 
 
 class LoraInputs(ModelHooks):
@@ -27,13 +24,11 @@ class LoraInputs(ModelHooks):
         self._layers = [each for each in model.modules() if type(each) is Linear and not each.lora_variant]
 
     def _register(self) -> list[RemovableHandle]:
-        for layer in self._layers:
-            vars(layer)[CAST] = MethodType(_cast_input, layer)
+        set_lora_cast(self._layers, _cast_input)
         return []
 
     def remove(self) -> None:
-        for layer in self._layers:
-            vars(layer).pop(CAST, None)
+        set_lora_cast(self._layers, None)
 
 
 def _cast_input(layer: Linear, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -115,14 +115,14 @@ class Objective(TrainerPart):
         if self.args.packing:
             self._trainer.packed_model.check_packed_attention(inputs)
         inputs["use_cache"] = False
+        layout = layout_of(inputs)
         if self._trainer.aux_loss_enabled:
             inputs["output_router_logits"] = True
-        with self.router_logits(inputs) as router_logits:
-            loss, outputs = self._loss(model, inputs, num_items_in_batch)
+        with self.router_logits(inputs, layout) as router_logits:
+            loss, outputs = self._loss(model, inputs, layout, num_items=num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # The count is over all ranks, but DDP averages gradients over them
             loss = loss * self._data.ranks.count
-        layout = layout_of(inputs)
         targets = layout.targets(outputs.label_mask)
         aux_loss = None
         if self._trainer.aux_loss_enabled:
@@ -152,12 +152,14 @@ class Objective(TrainerPart):
         inputs["use_cache"] = False
         return -model(**inputs, fused_lm_head=True).log_probs.sum()
 
-    def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> tuple[Tensor, Any]:
+    def _loss(
+        self, model: nn.Module, inputs: dict[str, Any], layout: Layout, *, num_items: Tensor | int | None
+    ) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
         of_user = self._trainer.compute_loss_func
         if of_user is None and not self.smoothing:
             outputs = model(**inputs, fused_lm_head=True)
-            targets = layout_of(inputs).targets(outputs.label_mask)
+            targets = layout.targets(outputs.label_mask)
             per_token_loss = -outputs.log_probs  # (B, T - 1), zero where nothing is trained
             if self.args.loss_type == "dft":
                 per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
@@ -174,7 +176,7 @@ class Objective(TrainerPart):
                 return of_user(with_logits, inputs.get("labels"), num_items_in_batch=num_items), outputs
         if self._trainer.aux_loss_enabled:  # which TRL does not train with label smoothing
             outputs.aux_loss = with_logits.aux_loss
-        targets = layout_of(inputs).targets(outputs.label_mask)
+        targets = layout.targets(outputs.label_mask)
         num_classes = with_logits.logits.shape[-1]
         nll, total = _smoothing_terms(with_logits.logits, inputs)
         share = self.smoothing
@@ -245,13 +247,12 @@ class Objective(TrainerPart):
     # Auxiliary terms
 
     @contextmanager
-    def router_logits(self, inputs: dict[str, Any]) -> Iterator[list[Tensor]]:
+    def router_logits(self, inputs: dict[str, Any], layout: Layout) -> Iterator[list[Tensor]]:
         """Collect the router logits, one tensor (T, experts) per layer, if rows of the pack may differ in weight."""
         caught: list[Tensor] = []
         pads = self.args.pad_to_multiple_of is not None or self.args.pad_documents_to_multiple_of is not None
         may_pad = pads or inputs["labels"].shape[1] == NUM_DUMMY_TOKENS
         may_pad |= self._data.packs_images  # a rank without images may have a document that stands in for them
-        layout = layout_of(inputs)
         if not (self._trainer.aux_loss_enabled and layout.is_packed and (may_pad or layout.weighs_rows)):
             yield caught
             return

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..attention.models import base_model
+from ..compat import call_first
 from ..isolation.packed_model import OnLeak
 from ..isolation.packed_rows import PackedRows, PackedTokenCounts, computing_dtype
 from . import checks
@@ -71,7 +72,7 @@ class RowPacking:
         if isinstance(of, Trainer):
             self._callback = _LogAndProve(of, self)
             # The first: what it adds to the log must be there before a tracker gets it
-            of.callback_handler.callbacks.insert(0, self._callback)
+            call_first(of.callback_handler, self._callback)
 
     @property
     def tokens(self) -> PackedTokenCounts:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..attention.exchange import group_of
 from ..attention.models import base_model
-from ..compat import drops_router_logits
+from ..compat import drops_router_logits, name_num_experts
 from .trainer_view import TrainerView
 
 
@@ -58,8 +58,7 @@ def check_router_loss(trainer: TrainerView) -> None:
         warnings.warn(problem, stacklevel=2)
         _switch_off(trainer, text)
         return
-    if not hasattr(text, "num_experts"):  # TRL's forward reads this name; some types have only the other
-        text.num_experts = text.num_local_experts
+    name_num_experts(text)
     checkpointing: Any = args.gradient_checkpointing_kwargs or {}
     if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
         source = "was given" if is_set else "is in the config of the model"

@@ -1,4 +1,24 @@
-"""`SFTTrainer`, whose overrides of TRL say which of its parts is called, and when TRL's own method is."""
+"""`SFTTrainer`: the plot of a run, from the constructor to the model card.
+
+The class overrides methods of TRL's `SFTTrainer` and of transformers' `Trainer`. Each override calls one of the parts
+below and then, in most cases, the method that it overrides. The parts hold the trainer and do the work:
+
+    data                 `loading.py`     the tokenised table, its documents, the plan, the loaders, the packed model
+    training_objective   `objective.py`   the loss of a micro-batch, the counts of an optimizer step, the log
+    user_code            `user_code.py`   losses, steps and hooks that the user brings: what they get, what is said
+    evaluation           `evaluation.py`  every document once, metrics from the totals of a whole set
+    restart              `restart.py`     what a checkpoint says of the plan, and how a run continues
+
+A run goes from top to bottom through this file. The constructor checks the settings and lets TRL construct itself. TRL
+calls `_prepare_dataset` for each dataset; it tokenises, and neither cuts nor packs. `train` chooses the checkpoint.
+transformers asks for the loader (`get_train_dataloader`), which plans the packs. Before the first optimizer step the
+callbacks prove on the user's model that documents in packs do not influence each other (`callbacks.py`). Then, for
+each optimizer step, transformers fetches micro-batches (`get_batch_samples`), counts their trained tokens, and calls
+`training_step` and `compute_loss` for each. Evaluation and checkpoints come between steps.
+
+Words: a *document* is one training example as the model reads it; a *pack* is a row of documents that the model reads
+together; a *span* is the part of a row of the table that a document has.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -34,7 +54,7 @@ from ..compat import (
     forget_evaluation,
     load_renamed_weights,
     name_wrapped_layers,
-    save_varlen_attention,
+    saves_varlen_attention,
     summed_once,
     whole_model_saved,
 )
@@ -48,7 +68,7 @@ from ..samples.make_samples import make_samples
 from ..samples.turns import TurnRule
 from . import checks
 from .callbacks import BeforeFirstStep, BeforeTraining, CheckAdapterGradients, StreamCallback
-from .config import SFTConfig, adopt_args
+from .config import SFTConfig, adopt_args, settings_hidden_from_trl
 from .evaluation import Evaluation
 from .first_step import FirstStep
 from .foreign_keys import with_hints
@@ -132,21 +152,28 @@ class SFTTrainer(trl.SFTTrainer):
         peft_config: PeftConfig | None = None,
         formatting_func: Callable[[dict[str, Any]], str] | None = None,
     ):
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        name = model if isinstance(model, str) else get_config_model_id(model.config)
-        given["args"] = args = adopt_args(args, f"{name.split('/')[-1]}-SFT")
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+
+        # 1. Settings and datasets are checked before anything is loaded or tokenised.
+        model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+        args = adopt_args(args, f"{model_name.split('/')[-1]}-SFT")
         if args.padding_free and not args.packing:
             # TRL's own check would refuse `padding_free` with a `max_length`
             args.packing = True
             args.packing_strategy = "minibatch"
-        given["train_dataset"] = train_dataset = without_format(train_dataset)
-        given["eval_dataset"] = eval_dataset = without_format(eval_dataset)
-        checks.check_before_loading(checks.settings_of_trainer(type(self), given))
-        if args.use_liger_kernel:  # as TRL does from 1.16 on: its default is a loss that replaces the model's forward
+        train_dataset = without_format(train_dataset)
+        eval_dataset = without_format(eval_dataset)
+        arguments |= {"args": args, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        checks.check_before_loading(checks.settings_of_trainer(type(self), arguments))
+        if args.use_liger_kernel:
+            # As TRL does from 1.16 on: its default is a loss that replaces the model's forward
             args.liger_kernel_config = (args.liger_kernel_config or {}) | {"fused_linear_cross_entropy": False}
         checks.check_datasets(args, train_dataset, eval_dataset, is_formatted=formatting_func is not None)
         if args.packing:
-            args.padding_free = False  # packs have no padding; TRL would build another collator for it
+            # Packs have no padding, and for this setting TRL would build another collator
+            args.padding_free = False
+
+        # 2. The parts are made before TRL is constructed, because TRL prepares the datasets in its constructor.
         self.packing_report = None
         self.data = data = TrainingData(self, args, model, train_dataset=train_dataset, eval_dataset=eval_dataset)
         self.training_objective = Objective(self, data, compute_loss_func)
@@ -154,14 +181,17 @@ class SFTTrainer(trl.SFTTrainer):
         self.evaluation = Evaluation(self, data, self.training_objective, own=SFTTrainer)
         self.restart = Restart(self, data)
         self._has_own_collator = data_collator is not None
-        self._prepares_training_set = True  # the first that TRL prepares; an evaluation set may be named "train", too
+        # TRL prepares the training set first. Its name does not tell: an evaluation set may be named "train", too.
+        self._prepares_training_set = True
         self._assistant_only = args.assistant_only_loss
-        save_varlen_attention()
-        # TRL would refuse packs with images, and most templates; what it does with both is done here
-        packing, args.packing, args.assistant_only_loss = args.packing, args.packing and not data.packs_images, False
-        super().__init__(**given)
-        args.packing = packing
-        args.assistant_only_loss = self._assistant_only
+
+        # 3. TRL loads the model, adds adapters and prepares the datasets. It would refuse packs with images, and
+        # `assistant_only_loss` with most chat templates; this package does both itself.
+        shown = {"packing": args.packing and not data.packs_images, "assistant_only_loss": False}
+        with settings_hidden_from_trl(args, **shown), saves_varlen_attention:
+            super().__init__(**arguments)
+
+        # 4. What needs the loaded model and the prepared datasets.
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             rule = TurnRule.of(args)
@@ -169,16 +199,18 @@ class SFTTrainer(trl.SFTTrainer):
             data.trained = replace(data.trained, counts=count_turns_of_images(train_dataset, rule))
         data.attach()
         self.training_objective.attach()
+
+        # 5. Callbacks run the proofs before training and before the first optimizer step.
         self.add_callback(BeforeTraining(self, data, self.training_objective, evaluation=self.evaluation))
         self.add_callback(CheckAdapterGradients())
         if args.packing:
             if isinstance(self.train_dataset, IterableDataset):
                 self.add_callback(StreamCallback(self, data))
-            step = partial(SFTTrainer.training_step, self)
-            self.first_step = FirstStep(self, data, self.training_objective, training_step=step)
+            training_step = partial(SFTTrainer.training_step, self)
+            self.first_step = FirstStep(self, data, self.training_objective, training_step=training_step)
             self.add_callback(BeforeFirstStep(self, data, self.first_step))
 
-    # TRL tokenises and builds labels. Cutting and packing come later, on spans.
+    # Datasets. TRL calls these in its constructor, and for a dataset that is given to `evaluate`.
 
     def _prepare_dataset(
         self,
@@ -189,11 +221,22 @@ class SFTTrainer(trl.SFTTrainer):
         formatting_func: Callable[[dict[str, Any]], str] | None,
         dataset_name: str,
     ) -> AnyDataset:
+        """Tokenise a dataset and build its labels, without packing it, and without cutting rows that will be packed.
+
+        Documents are cut later, as spans of rows (`data/documents.py`), so that what is cut can be counted.
+
+        Returns:
+            The rows with `input_ids` and, unless the reader makes them, `labels`. A table that is tokenised already
+            and has no labels is returned as it is, shuffled if `shuffle_dataset` is set.
+
+        Raises:
+            ValueError: a row or a column cannot be trained; the message names the first rows.
+        """
         is_training_set = self._prepares_training_set
         self._prepares_training_set = False
         args = copy.copy(args)
         args.assistant_only_loss = self._assistant_only
-        dataset = without_format(dataset)  # that of `evaluate` was not given before
+        dataset = without_format(dataset)  # the constructor has not seen a dataset that is given to `evaluate`
         check_rows(dataset, dataset_name)
         is_tokenised = "input_ids" in get_dataset_column_names(dataset)
         if is_tokenised and isinstance(dataset, Dataset):
@@ -201,13 +244,14 @@ class SFTTrainer(trl.SFTTrainer):
             if packing and formatting_func is None and "labels" not in dataset.column_names:
                 dataset = without_ignored_mask(dataset, self.completion_only_loss)
                 if len(mask_columns(dataset)) < 2:
-                    # TRL would write all tokens a second time as labels, row by row. The reader makes them instead.
+                    # TRL would write all tokens a second time as labels, row by row. The reader makes labels instead.
                     return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
-        if not is_tokenised and not has_transform(dataset):  # TRL refuses a transform
+        if not is_tokenised and not has_transform(dataset):  # TRL refuses a dataset with a transform
             completion_only_loss = self.completion_only_loss
             if is_training_set and args.completion_only_loss is None:
-                completion_only_loss = True  # of each row with a completion; TRL chooses by the first row
-            made = make_samples(
+                # In each row that has a completion, train only the completion. TRL decides by the first row alone.
+                completion_only_loss = True
+            prepared = make_samples(
                 dataset,
                 dataset_name,
                 args,
@@ -218,19 +262,24 @@ class SFTTrainer(trl.SFTTrainer):
                 marks=packing and is_training_set,
                 is_training_set=is_training_set,
             )
-            self.chat_template = made.recipe.chat_template or self.chat_template  # TRL's attribute
-            dataset = made.rows
+            self.chat_template = prepared.recipe.chat_template or self.chat_template  # TRL's attribute
+            dataset = prepared.rows
             formatting_func = None
             if is_training_set:
-                self.data.turns, self.data.trained = made.turns, replace(self.data.trained, counts=made.masked)
+                self.data.turns = prepared.turns
+                self.data.trained = replace(self.data.trained, counts=prepared.masked)
         if packing or (not is_training_set and not self._has_own_collator):
             # TRL would truncate here, and drop rows without a trained token. Documents are cut later, as spans.
             args.max_length = None
-        given = dataset
-        dataset = super()._prepare_dataset(dataset, processing_class, args, False, formatting_func, dataset_name)
-        return dataset if packing or not is_training_set else unpacked_rows(dataset, given, dataset_name, args=args)
+        prepared_by_trl = super()._prepare_dataset(
+            dataset, processing_class, args, False, formatting_func, dataset_name
+        )
+        if packing or not is_training_set:
+            return prepared_by_trl
+        return unpacked_rows(prepared_by_trl, dataset, dataset_name, args=args)
 
     def _set_signature_columns_if_needed(self) -> None:
+        """Keep the columns with weights and sources of rows, which transformers would remove."""
         super()._set_signature_columns_if_needed()
         known: Any = self._signature_columns or []
         values = [self.args.weight_column, self.args.source_column]
@@ -244,7 +293,7 @@ class SFTTrainer(trl.SFTTrainer):
         trial: object = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """As [`~transformers.Trainer.train`], but it resumes only from a whole checkpoint with the same documents.
+        """Train as [`~transformers.Trainer.train`] does; resume only from a whole checkpoint with the same documents.
 
         Args:
             resume_from_checkpoint: a folder, `True` for the newest whole checkpoint in `output_dir`, or "newest",
@@ -254,16 +303,18 @@ class SFTTrainer(trl.SFTTrainer):
         Raises:
             ValueError: the checkpoint is unfinished or damaged, or the remaining batches of its epoch would differ.
         """
-        resume_from_checkpoint = self.restart.choose(resume_from_checkpoint)
+        checkpoint = self.restart.choose(resume_from_checkpoint)
         say_deepspeed_offloads(self.accelerator)
         try:
             with compiles_checkpointed_layers(self.args), self.user_code.without_dummies():
-                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        finally:  # transformers calls no callback for a run that fails
+                return super().train(checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            # Not in a callback, because transformers calls none for a run that fails
             if self.args.packing:
-                self.packed_model.restore_own_attention()  # gives the model back its own attention
+                self.packed_model.restore_own_attention()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of packs, or TRL's loader without packing. Plans the packs of the first epoch."""
         self.data.start()
         loader = self.data.packed_loader() if self.args.packing else super().get_train_dataloader()
         self.restart.check_training_set()
@@ -272,40 +323,54 @@ class SFTTrainer(trl.SFTTrainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader[Any], resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader[Any]]:
+        """Wrap the model as transformers does, and set a stream to the position of the checkpoint.
+
+        transformers has no other method that gets both the checkpoint and the loader.
+        """
         if forget_evaluation(self.accelerator, self.model):
             self.model_wrapped = self.model
         self.training_objective.start()
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        # The only method that has both the checkpoint and the loader
         self.restart.resume_stream(resume_from_checkpoint, max_steps)
         return model, loader
 
-    # The Trainer assumes that all epochs have the same number of steps.
+    # The three methods below tell transformers the number of optimizer steps of each epoch. It assumes that all epochs
+    # have the same number, but each epoch of packs has its own plan.
 
     def set_initial_training_values(self, *arguments: Any) -> tuple[Any, ...]:
+        """Return the numbers of epochs and steps that transformers computes, with those of the plans in their place."""
         return self.restart.training_values(super().set_initial_training_values(*arguments))
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
+        """Return the epoch in which a run resumes, and how many of its micro-batches were trained."""
         return self.restart.position(super()._init_training_state(*arguments))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Train an epoch with the number of optimizer steps that its plan has."""
         num_steps = self.restart.steps_of(kwargs["epoch"])
         if num_steps is not None:
             micro_batches = num_steps * self.args.gradient_accumulation_steps
             kwargs |= {"num_update_steps_per_epoch": num_steps, "steps_in_epoch": micro_batches}
         super()._run_epoch(*args, **kwargs)
 
+    # One optimizer step: fetch its micro-batches and count their tokens; then, for each, inputs, step and loss.
+
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Move a micro-batch to the device, without the weights and sources of its rows, which the loss reads."""
         self.training_objective.pop_row_values(inputs)
         return super()._prepare_inputs(inputs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run forward and backward of a micro-batch as transformers does; return its loss."""
         with summed_once(self.training_objective.summed_by_ranks):
             return super().training_step(*args, **kwargs)
 
     @contextmanager
     def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
-        # Where FSDP defers it, a gradient accumulates out of the reach of `summed_once`
+        """Reduce gradients in every micro-batch where ranks sum them by hooks (`summed_once`).
+
+        A gradient whose reduction FSDP defers accumulates where the hooks cannot reach it.
+        """
         with nullcontext() if self.training_objective.summed_by_ranks else super()._defer_fsdp_gradient_reduction():
             yield
 
@@ -316,6 +381,10 @@ class SFTTrainer(trl.SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """Return the loss of a micro-batch, its share of the optimizer step; with `return_outputs` the outputs, too.
+
+        TRL's own loss is called in evaluation, and where a setting needs it (`Objective.replaces_trl_loss`).
+        """
         if self.model.training and self.training_objective.replaces_trl_loss:
             return self.training_objective.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         check_one_document_per_row(inputs)
@@ -324,8 +393,14 @@ class SFTTrainer(trl.SFTTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """Fetch the micro-batches of an optimizer step.
+
+        Returns:
+            The micro-batches, and the number of trained tokens in them over all ranks; None if the loss needs no such
+            number.
+        """
         if self.args.packing and self.state.global_step >= self.state.max_steps:
-            # Resumed after its last step: transformers checks `max_steps` only after a step
+            # The run was resumed after its last step. transformers compares `max_steps` only after a step.
             self.control.should_training_stop = True
             return [], None
         self.training_objective.totals.start_fetch()
@@ -337,30 +412,43 @@ class SFTTrainer(trl.SFTTrainer):
         return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
-        count = super()._get_num_items_in_batch
-        return self.training_objective.count_step(batch_samples, device, lambda batches: count(batches, device))
+        """Count the trained tokens of an optimizer step over all ranks; None if transformers does not count them."""
+        count_by_transformers = super()._get_num_items_in_batch
+        return self.training_objective.count_step(
+            batch_samples, device, lambda batches: count_by_transformers(batches, device)
+        )
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        # transformers gathers over ranks in every micro-batch, and takes a pad token inside a document for padding
+        """Leave the count of tokens to `Objective` where it counts them.
+
+        transformers gathers over ranks in every micro-batch, and takes a pad token inside a document for padding.
+        """
         if not self.training_objective.replaces_trl_loss:
             super()._track_num_input_tokens(inputs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log what transformers logs, with the numbers of packing and the exact counts of tokens."""
         self.training_objective.add_metrics(logs, start_time)
         super().log(logs, start_time)
 
-    # Evaluation
+    # Evaluation. transformers fetches a loader, runs its loop over it, and calls `prediction_step` for each batch.
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader[Any]:
+        """Return the loader of an evaluation set that has every document once; TRL's loader where that cannot be.
+
+        Args:
+            eval_dataset: a dataset, the name of one of the evaluation sets, or None for the set of the constructor.
+        """
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         self.data.constructed_with.check(self.args, model)
-        sets: Any = self.eval_dataset  # a dataset, or several by name
-        dataset = sets if eval_dataset is None else eval_dataset
-        dataset = sets[dataset] if isinstance(dataset, str) else dataset
+        evaluation_sets: Any = self.eval_dataset  # a dataset, or several by name
+        dataset = evaluation_sets if eval_dataset is None else eval_dataset
+        dataset = evaluation_sets[dataset] if isinstance(dataset, str) else dataset
         loader = self.evaluation.loader(dataset, needs_logits=self.compute_metrics is not None, prepares=True)
         return super().get_eval_dataloader(eval_dataset) if loader is None else loader
 
     def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader[Any]:
+        """Return the loader of `predict`, which has every document once; TRL's loader where that cannot be."""
         loader = self.evaluation.loader(test_dataset, needs_logits=True, prepares=False)
         return super().get_test_dataloader(test_dataset) if loader is None else loader
 
@@ -372,6 +460,7 @@ class SFTTrainer(trl.SFTTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
+        """Run transformers' loop, and replace its loss and metrics by those of the whole set (`evaluation.py`)."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         loop = partial(super().evaluation_loop, dataloader, description, loss_only, ignore_keys, metric_key_prefix)
         return self.evaluation.run(loop, dataloader, loss_only, metric_key_prefix)
@@ -383,6 +472,7 @@ class SFTTrainer(trl.SFTTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Return loss, logits and labels of a batch; logits and labels are None with `prediction_loss_only`."""
         if self.evaluation.is_exact:
             return self.evaluation.predict(model, inputs, prediction_loss_only)
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -390,30 +480,38 @@ class SFTTrainer(trl.SFTTrainer):
     # Checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As [`~transformers.Trainer.save_model`], whole under FSDP, too. All ranks must call it."""
+        """Save the model as [`~transformers.Trainer.save_model`] does; under FSDP, too, it is saved as a whole.
+
+        All ranks must call it.
+        """
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         with nullcontext() if _internal_call else whole_model_saved(plugin):
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
+        """Save a checkpoint between the two halves of `Restart`, which says at the end that it is whole."""
         self.restart.begin_checkpoint(trial)
         self.training_objective.gather_totals()  # tokens since the last log count, too
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
+        """Save the random states, and then the state of the plan: transformers writes nothing more on this rank."""
         super()._save_rng_state(output_dir)
         self.restart.end_checkpoint(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load weights, and note the folder for `_issue_warnings_after_load`."""
         self.restart.read_from = resume_from_checkpoint
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint, and note its folder for `_issue_warnings_after_load`."""
         self.restart.read_from = self.state.best_model_checkpoint
         super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        if load_result.unexpected_keys:  # transformers saves some weights under other names than the model has
+        """Load weights that transformers has saved under other names than the model has; it would only warn."""
+        if load_result.unexpected_keys:
             load_renamed_weights(base_model(self.model), str(self.restart.read_from))
         else:
             super()._issue_warnings_after_load(load_result)
@@ -421,6 +519,7 @@ class SFTTrainer(trl.SFTTrainer):
     def create_model_card(  # type: ignore[override]  # TRL's signature, which is not transformers'
         self, model_name: str | None = None, dataset_name: Any = None, tags: str | list[str] | None = None
     ) -> None:
+        """Write the model card as TRL does, and complete it with what packing did."""
         datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or ())
         folder = Path(str(self.args.output_dir))
         published: Any = [name for name in datasets if is_on_hub(name)] or None

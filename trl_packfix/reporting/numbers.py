@@ -1,0 +1,110 @@
+"""The numbers of a report, without the ways to show them: lines and pictures read this, and the report has both."""
+
+from dataclasses import dataclass, field
+
+from ..data.documents import Ledger
+from ..isolation.isolation_report import IsolationReport
+from ..planning.strategies import Strategy
+from ..samples.row import PerTurnCounts, TrainedSummary
+from .packs import ShownPack
+from .savings import PrefixSavings
+from .sections import ImageNumbers, LengthHistogram, OwnPacks, SharedPacks
+
+MAX_LOST_SHARE = 0.01  # share of the trained tokens; above it the report warns and `trl-packfix plan` exits with 1
+
+
+@dataclass(frozen=True)
+class PlanSample:
+    """The beginning of the first epoch."""
+
+    packs: list[ShownPack]  # some of the first steps, without their tokens
+    costs: list[list[float]]  # modelled FLOPs of each of the first micro-steps and each rank
+
+
+@dataclass(frozen=True)
+class PackingNumbers:
+    """What packing did with the training set. `PackingReport` in `report.py` explains the fields."""
+
+    strategy: Strategy
+    overlong: str
+    max_length: int
+    batch_size: int
+    accumulation: int
+    world_size: int
+    capacity: int
+    num_documents: int
+    num_tokens: int
+    num_trained_tokens: int
+    num_packs: int | None
+    efficiency: float | None
+    num_steps: int
+    ledger: Ledger
+    num_rows: int | None = None
+    max_steps: int | None = None
+    lower_bound: int | None = None
+    padding_efficiency: float | None = None
+    documents_per_step: float | None = None
+    documents_not_reached: int = 0
+    tokens_not_reached: int = 0
+    trained_tokens_not_reached: int = 0
+    most_documents: int | None = None
+    unpacked_loss: float = 1.0
+    imbalance: float | None = None
+    shared: SharedPacks | None = None
+    prefixes: PrefixSavings | None = None
+    images: ImageNumbers | None = None
+    turns: PerTurnCounts | None = None
+    trained: TrainedSummary | None = None
+    lengths: LengthHistogram | None = None
+    attention: str = "not chosen yet"
+    isolation: IsolationReport | None = None
+    first_step: str | None = None
+    experimental: tuple[str, ...] = ()
+    newer_libraries: tuple[str, ...] = ()
+    sample: PlanSample | None = field(default=None, repr=False)
+
+    @property
+    def groups(self) -> SharedPacks | OwnPacks:
+        """What is said of the ranks that hold a pack."""
+        return self.shared or OwnPacks(self.capacity, self.batch_size)
+
+    @property
+    def shared_prefixes(self) -> PrefixSavings | None:
+        """What shared prefixes save; None if nothing is shared."""
+        shares = self.prefixes is not None and self.prefixes.setting != "off" and self.prefixes.refused is None
+        return self.prefixes if shares else None
+
+    @property
+    def unpacked_documents(self) -> int:
+        """Documents of an optimizer step of the unpacked run."""
+        return self.batch_size * self.accumulation * self.world_size
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(count.documents for count in self.ledger.dropped.values())
+
+    @property
+    def num_cut(self) -> int:
+        """Documents that are truncated, split or dropped."""
+        return self.ledger.truncated.documents + self.ledger.split.documents + self.num_dropped
+
+    @property
+    def lost_trained_share(self) -> float | None:
+        """Share of the given trained tokens that are cut, dropped or not reached; None if none was given."""
+        lost = self.ledger.lost_trained_tokens
+        of_all = self.ledger.given.trained_tokens
+        return (lost + self.trained_tokens_not_reached) / of_all if of_all else None
+
+    @property
+    def warning(self) -> str | None:
+        """What to set, if more than 1 % of the trained tokens are lost; else None."""
+        lost = self.lost_trained_share
+        if lost is None or lost <= MAX_LOST_SHARE:
+            return None
+        remedies = []
+        if self.ledger.lost_trained_tokens:
+            instead = ' or set overlong="split"' if self.overlong in ("truncate", "drop") else ""
+            remedies.append(f"raise max_length ({self.max_length:,}){instead}")
+        if self.trained_tokens_not_reached:
+            remedies.append("set dataloader_drop_last=False")
+        return f"{lost:.1%} of the trained tokens are lost: {', and '.join(remedies)}"
