@@ -233,11 +233,14 @@ def test_the_numbers_of_a_report_are_counted_from_its_slots(synchronisation):
     assert metrics(made)["packing/steps_per_epoch"] == made.num_steps
 
 
-def test_the_last_batch_without_packing_is_padded_to_its_own_longest_document():
-    """Of three documents in batches of two, any may be the last."""
-    padded = [2 * max(first, second) + last for first, second, last in permutations((1 + 2, 2 + 2, 4 + 2))]
-    made = counted([3, 4, 6], batch_size=2, max_length=8)[1]
-    assert made.padding_efficiency in {13 / tokens for tokens in padded}
+@pytest.mark.parametrize("first", range(4))
+def test_the_last_batch_without_packing_is_padded_to_its_own_longest_document(first):
+    """Of four documents in batches of three, any may be the last, which has no padding."""
+    lengths = [3, 4, 6, 9]
+    made = counted([*lengths[first:], *lengths[:first]], batch_size=3, max_length=9)[1]
+    padded = {3 * max(each[:3]) + each[3] for each in permutations(lengths)}
+    assert made.padding_efficiency in {sum(lengths) / tokens for tokens in padded}
+    assert "imbalance" not in dict(made.lines()), "one rank waits for no other"
 
 
 def test_the_lengths_of_a_report_are_those_of_documents_that_share_a_row():
@@ -306,6 +309,7 @@ def test_a_document_that_ends_with_the_part_of_a_rank_is_not_in_the_next_part():
         (2, [0, 5], [0, 1]),
         (3, [5, 9], [1]),
     ]
+    assert replace(pack, degree=1).ranks() == []
     even = replace(pack, cu_seq_lens=[0, 4, 8])
     assert [(each["tokens"], each["documents"]) for each in even.ranks()] == [([0, 4], [0]), ([4, 8], [1])]
 
@@ -321,3 +325,16 @@ def test_the_packs_that_are_shown_are_spread_over_the_first_step():
     assert everything[-1].place.startswith("step 2.")
     assert {document.positions for pack in everything for document in pack.documents} == {(0, 7)}
     assert {pack.capacity for pack in everything} == {8}
+
+
+@pytest.mark.parametrize(
+    "accumulation, world_size, place",
+    [(1, 1, "step 0"), (2, 1, "step 0.0"), (1, 2, "step 0, rank 0"), (2, 2, "step 0.0, rank 0")],
+)
+def test_a_shown_pack_says_where_it_is_trained_and_what_of_it(accumulation, world_size, place):
+    rows = {"input_ids": [[9] * 8] * 8, "labels": [[-100, -100, 9, 9, 9, -100, 9, 9]] * 8}
+    reader = TokenReader(Dataset.from_dict(rows))
+    sizes = {"max_length": 8, "accumulation": accumulation, "world_size": world_size}
+    pack = first_packs(make_epochs(make_documents(reader, 8), "stream", **sizes), reader, 1)[0]
+    assert pack.place == place
+    assert pack.documents[0].runs == [(False, 0, 2), (True, 2, 5), (False, 5, 6), (True, 6, 8)]
