@@ -62,13 +62,33 @@ def test_the_metrics_of_a_span_are_its_sums_over_what_each_is_a_share_of():
 
 
 def test_metrics_are_rounded_to_digits_that_a_reader_needs():
-    span = Span({**SUMS, "tokens": 301, "documents": 10, "computed": 239, "flops": 1.23456e9}, num_steps=3, seconds=7.0)
+    sums = {**SUMS, "tokens": 302, "documents": 10, "computed": 239, "flops": 1.23456e9}
+    span = Span(sums, num_steps=3, seconds=7.0, waited=1.0)
     found = TrainingTotals(shares_prefixes=True).metrics(span, capacity=100)
     assert found["documents_per_step"] == 3.33
     assert found["efficiency"] == 0.2988
-    assert found["tokens_per_second"] == 43.0
-    assert found["computed_share"] == 0.794
+    assert found["tokens_per_second"] == 43.1
+    assert found["data_wait"] == 0.1429
+    assert found["computed_share"] == 0.7914
     assert found["tflops_per_second_per_rank"] == 0.0001764
+
+
+def test_the_metrics_of_one_of_everything_are_one():
+    totals = TrainingTotals(shares_prefixes=True)
+    span = Span(dict.fromkeys(SUMS, 1.0) | {"flops": 1e12}, num_steps=1, seconds=1.0, waited=1.0)
+    assert set(totals.metrics(span, capacity=1, peak_tflops=1.0).values()) == {1}
+
+
+def test_only_what_is_known_is_logged():
+    span = Span(dict.fromkeys(SUMS, 0.0), num_steps=1, seconds=1.0)
+    found = TrainingTotals().metrics(span, capacity=1, peak_tflops=1.0)
+    assert found.keys() == {"trained_tokens", "documents_per_step", "efficiency", "tokens_per_second", "data_wait"}
+
+
+def test_a_span_that_lacks_a_source_adds_nothing_to_it():
+    span = Span({"loss/a": 2.0, "loss/b": 3.0})
+    span.add(Span({"loss/b": 4.0}))
+    assert span.sums == {"loss/a": 2, "loss/b": 7}
 
 
 def test_the_metrics_of_nothing_are_zero():
@@ -147,7 +167,8 @@ def test_losses_by_source_are_those_of_trained_tokens():
 def test_an_evaluation_is_the_mean_over_all_of_its_trained_tokens():
     totals = EvaluationTotals(torch.device("cpu"), names=("a", "b"))
     assert totals.metrics(ranks_that_count_the_same(1)) == {}
-    for losses, is_trained, sources in (([1.0, 3.0, 0.0], [1, 1, 0], [0, 1, 1]), ([8.0], [1], [1])):
+    assert totals.sums.dtype == torch.float64
+    for losses, is_trained, sources in (([1.0, 3.0, 0.0], [1, 1, 0], [0, 1, 1]), ([8.0], [1], [1]), ([0.0], [0], [1])):
         mask = torch.tensor([is_trained]).bool()
         scores = TokenScores(
             log_probs=-torch.tensor([losses]),
@@ -156,9 +177,9 @@ def test_an_evaluation_is_the_mean_over_all_of_its_trained_tokens():
             label_mask=mask,
         )
         targets = Targets(documents=torch.zeros(1), trained=torch.tensor([sum(is_trained)]))
-        assert totals.add(scores, targets, torch.tensor([sources])) == sum(losses) / sum(is_trained)
-    found = totals.metrics(ranks_that_count_the_same(4), copies=2)
-    assert found == {
+        assert totals.add(scores, targets, torch.tensor([sources])) == sum(losses) / max(sum(is_trained), 1)
+    assert totals.metrics(ranks_that_count_the_same(1))["trained_tokens/b"] == 2
+    assert totals.metrics(ranks_that_count_the_same(4), copies=2) == {
         "loss": 12 / 3,
         "entropy": 0.5,
         "mean_token_accuracy": 2 / 3,
