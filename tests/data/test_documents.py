@@ -57,6 +57,15 @@ def test_a_document_that_ends_with_a_block_is_not_cut():
     documents = contents(table([5, 3, 2]), max_length=5, wrapped=True)[1]
     assert documents.lengths.tolist() == [5, 3, 2]
     assert documents.block.tolist() == [0, 1, 1]
+    assert documents.ledger.split == Count()
+    assert documents.ledger.dropped == {}
+
+
+def test_a_document_of_one_token_more_than_the_block_is_cut():
+    documents = contents(table([3, 3]), max_length=5, wrapped=True)[1]
+    assert documents.lengths.tolist() == [3, 2]
+    assert documents.ledger.fragments == 2
+    assert documents.ledger.dropped == {"untrained": Count(1, 1, 0)}
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "split", "drop"])
