@@ -134,6 +134,22 @@ def test_no_gradient_is_invisible_to_the_products():
     assert (gradient_products(parameters).norm(dim=1) > sizes / 2).all()
 
 
+def test_a_law_is_broken_above_the_tolerance_and_by_numbers_that_are_not_finite():
+    laws = [Law(name, error, "...") for name, error in (("scale", 0.01), ("order", 0.011), ("labels", inf))]
+    assert StepReport((*laws, Law("masked", float("nan"), "...")), tolerance=0.01).broken == (
+        "order",
+        "labels",
+        "masked",
+    )
+    assert StepReport((*laws, Law("masked", float("nan"), "...")), tolerance=inf).broken == ("labels", "masked")
+
+
+def test_nothing_holds_above_a_tolerance_of_five_percent():
+    assert StepReport((), tolerance=0.05).holds
+    assert not StepReport((), tolerance=0.0501).is_judged
+    assert not StepReport((), tolerance=0.0501).holds
+
+
 @pytest.mark.parametrize("fault, law", (loops.THREADS | loops.OURS).items())
 def test_a_fault_breaks_its_law_first(fault, law):
     report = report_of(fault)
