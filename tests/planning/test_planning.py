@@ -263,6 +263,13 @@ def test_the_settings_that_a_restart_compares():
     assert changes({}, Packing(max_length=8).settings("table")) == {"max_length": (None, 8)}
 
 
+@pytest.mark.parametrize("drop_last, last", [(True, -1), (False, 2)])
+def test_kept_steps_are_those_of_the_unpacked_run(drop_last, last):
+    packing = Packing(max_length=8, strategy="minibatch", batch_size=2, accumulation=2, drop_last=drop_last)
+    order = np.array([5, 4, 3, 2, 1, 0, 8, 7, 6])
+    assert packing.kept_steps(order).tolist() == [1, 1, 0, 0, 0, 0, last, 1, 1]
+
+
 @pytest.mark.parametrize("strategy", PLANNED)
 def test_epochs_and_seeds_differ_and_are_reproducible(strategy):
     lengths = lognormal(512, 60, 0.8, 500)
