@@ -4,6 +4,7 @@
 
 A mutant is a module with one number, comparison, operator, minimum or element of a key changed. cosmic-ray makes most
 of them. The tests are those of `tools/tests_of.py` that start no process; of these, the ones that run the changed line.
+`trl_packfix/planning/packs.py:35-60,80` in place of a file changes these lines only.
 The package is in `.venv` after `make`, with cosmic-ray of the group `dev`.
 
 Importing torch, transformers and TRL costs ten times the CPU time of most tests. So they are imported once, and a fork
@@ -461,9 +462,9 @@ def module_name(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts)
 
 
-def test_mutants(file: Path, options: argparse.Namespace) -> list[Mutant]:
-    """Return all mutants of a module with their results."""
-    mutants = make_mutants(file.read_text())
+def test_mutants(file: Path, options: argparse.Namespace, lines: set[int] | None = None) -> list[Mutant]:
+    """Return all mutants of a module, or of some of its lines, with their results."""
+    mutants = [each for each in make_mutants(file.read_text()) if lines is None or each.line in lines]
     tests = [str(test) for test in nearest_tests(file)[: options.files]]
     if ">>> " in file.read_text():
         tests.append(f"tests/test_docs.py::test_docstring_examples[{file.parent.name}.{file.stem}]")
@@ -492,22 +493,31 @@ def test_mutants(file: Path, options: argparse.Namespace) -> list[Mutant]:
     return mutants
 
 
+def parse_target(text: str) -> tuple[Path, set[int] | None]:
+    """Return the file and the lines of `FILE:FIRST-LAST,LINE`; None for all lines."""
+    file, _, ranges = text.partition(":")
+    if not ranges:
+        return Path(file), None
+    bounds = [each.split("-") for each in ranges.split(",")]
+    return Path(file), {line for each in bounds for line in range(int(each[0]), int(each[-1]) + 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="+", type=Path, help="files of the package")
+    parser.add_argument("modules", nargs="+", help="files of the package, each with lines or whole")
     parser.add_argument("--survivors", type=Path, help="file for the lines that no test finds; new ones are added")
     parser.add_argument("--seconds", type=float, default=10, help="most CPU seconds of tests for a mutant")
     parser.add_argument("--files", type=int, default=6, help="most test files of a module, nearest first")
     parser.add_argument("--traced", type=float, default=30, help="CPU seconds of tests without a mutant, nearest first")
-    parser.add_argument("--minutes", type=float, default=60, help="begin no mutant after so long")
+    parser.add_argument("--minutes", type=float, default=60, help="begin no mutant of a module after so long")
     options = parser.parse_args()
-    options.end = time.monotonic() + 60 * options.minutes
     os.chdir(ROOT)
     print("| module | mutants | found | survived | not run | no time | CPU s |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    for module in options.modules:
+    for module, lines in map(parse_target, options.modules):
+        options.end = time.monotonic() + 60 * options.minutes
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        mutants = test_mutants(module.resolve(), options)
+        mutants = test_mutants(module.resolve(), options, lines)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         counts = Counter(mutant.result for mutant in mutants)

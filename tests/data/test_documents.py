@@ -1,5 +1,6 @@
 """Spans: what becomes of every token, for every policy, against a plain Python reading of the same rules."""
 
+import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packfix.data.documents import make_documents
+from trl_packfix.data.documents import DocumentCounts, Ledger, drop_untrained, make_documents
 from trl_packfix.data.reader import TokenReader
 
 
@@ -41,6 +42,7 @@ def contents(dataset, **kwargs):
         ([5, 2], {"max_length": 3}, [[10, 11, 12], [15, 16]]),
         ([5, 2], {"max_length": 3, "truncation_mode": "keep_end"}, [[12, 13, 14], [15, 16]]),
         ([5, 2], {"max_length": 2, "overlong": "split"}, [[10, 11], [12, 13], [15, 16]]),  # [14] alone has no target
+        ([2, 3], {"max_length": 3, "overlong": "drop"}, [[10, 11], [12, 13, 14]]),
         ([3, 4, 5], {"max_length": 5, "wrapped": True}, [[10, 11, 12], [13, 14], [15, 16], [17, 18, 19], [20, 21]]),
     ],
 )
@@ -49,6 +51,76 @@ def test_documents_by_hand(lengths, given, kept):
     assert found == kept
     if "wrapped" in given:
         assert documents.block.tolist() == [0, 0, 1, 1, 2]
+
+
+def test_a_document_that_ends_with_a_block_is_not_cut():
+    documents = contents(table([5, 3, 2]), max_length=5, wrapped=True)[1]
+    assert documents.lengths.tolist() == [5, 3, 2]
+    assert documents.block.tolist() == [0, 1, 1]
+    assert documents.ledger.split == DocumentCounts()
+    assert documents.ledger.dropped == {}
+
+
+def test_a_document_of_one_token_more_than_the_block_is_cut():
+    documents = contents(table([3, 3]), max_length=5, wrapped=True)[1]
+    assert documents.lengths.tolist() == [3, 2]
+    assert documents.ledger.fragments == 2
+    assert documents.ledger.dropped == {"untrained": DocumentCounts(1, 1, 0)}
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "split", "drop"])
+def test_each_token_is_counted_under_what_became_of_it(overlong):
+    """Rows: whole, without a token, never trained, too long, and as long as may be."""
+    data = table([3, 0, 9, 7, 4], untrained=lambda row, position: row == 2)
+    ledger = contents(data, max_length=4, overlong=overlong)[1].ledger
+    assert ledger.given == DocumentCounts(5, 23, 2 + 6 + 3)
+    dropped = {"empty": DocumentCounts(1, 0, 0), "untrained": DocumentCounts(1, 9, 0)}
+    changed = {
+        "truncate": {"truncated": DocumentCounts(1, 3, 3), "kept": DocumentCounts(3, 11, 8)},
+        "split": {"split": DocumentCounts(1, 0, 1), "fragments": 2, "kept": DocumentCounts(4, 14, 10)},
+        "drop": {"dropped": {**dropped, "overlong": DocumentCounts(1, 7, 6)}, "kept": DocumentCounts(2, 7, 5)},
+    }[overlong]
+    assert ledger == Ledger(**{"given": ledger.given, "dropped": dropped} | changed)
+    assert ledger.lost_trained_tokens == 11 - ledger.kept.trained_tokens
+
+
+def test_ledgers_of_parts_add_up_and_are_saved():
+    first = Ledger(
+        DocumentCounts(9, 90, 80),
+        DocumentCounts(5, 50, 40),
+        DocumentCounts(1, 2, 3),
+        DocumentCounts(4, 0, 6),
+        8,
+        {"empty": DocumentCounts(1, 0, 0)},
+    )
+    other = Ledger(
+        DocumentCounts(1, 2, 1),
+        kept=DocumentCounts(1, 2, 1),
+        dropped={"empty": DocumentCounts(2, 0, 0), "bad_row": DocumentCounts(1, 7, 6)},
+    )
+    both = first + other
+    assert both == Ledger(
+        DocumentCounts(10, 92, 81),
+        DocumentCounts(6, 52, 41),
+        DocumentCounts(1, 2, 3),
+        DocumentCounts(4, 0, 6),
+        8,
+        {"bad_row": DocumentCounts(1, 7, 6), "empty": DocumentCounts(3, 0, 0)},
+    )
+    assert both.to_dict()["lost_trained_tokens"] == 40
+    assert Ledger.from_dict(json.loads(json.dumps(both.to_dict()))) == both
+
+
+def test_rows_that_unpacked_training_leaves_out_are_counted_with_those_before(caplog):
+    data = table([3, 4, 5, 6], untrained=lambda row, position: row == 2)
+    assert drop_untrained(data, num_given=7, max_length=8)["input_ids"] == [data["input_ids"][i] for i in (0, 1, 3)]
+    assert "4 of 7 documents have no trained token" in caplog.text
+    caplog.clear()
+    assert len(drop_untrained(table([3, 4]), num_given=2, max_length=8)) == 2
+    assert not caplog.text
+    with pytest.raises(ValueError, match="The dataset has 7 rows and 7 documents, and no document remains") as error:
+        drop_untrained(table([3], untrained=lambda row, position: True), num_given=7, max_length=8)
+    assert "(dropped: 7 untrained; `max_length=8`)" in str(error.value)
 
 
 def test_long_documents_are_dropped_and_counted():

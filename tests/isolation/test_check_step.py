@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trl_packfix import PackedDataCollator, StepReport, check_step, prepare_for_packing
 from trl_packfix.isolation.check_step import Law
-from trl_packfix.isolation.gradients import largest_gap
+from trl_packfix.isolation.gradients import gradient_products, largest_gap
 
 LAWS = ["scale", "shift", "isolation", "content", "labels", "order", "grouping", "masked"]
 
@@ -108,6 +108,46 @@ def test_a_gap_of_numbers_that_are_not_finite_is_infinite(value, place):
     assert largest_gap(right, wrong) == inf
     assert largest_gap(wrong, wrong) == inf
     assert largest_gap(right, right) == 0
+
+
+@pytest.mark.parametrize("size, gap", [(1e-2, 1.0), (1e-3, 1.0), (1e-4, 0.1), (1e-6, 1e-3)])
+def test_a_small_gradient_is_compared_with_a_thousandth_of_the_whole(size, gap):
+    right = torch.zeros(2, 8, dtype=torch.float64)
+    right[0, 0], right[1, 0] = 10, 10 * size
+    wrong = right.clone()
+    wrong[1] = 0
+    assert largest_gap(wrong, right) == pytest.approx(gap, rel=1e-3)
+
+
+def test_without_a_parameter_there_is_no_gap():
+    nothing = torch.zeros(0, 8, dtype=torch.float64)
+    assert largest_gap(nothing, nothing) == 0
+
+
+def test_no_gradient_is_invisible_to_the_products():
+    """With the same vectors for rows and columns, those of an antisymmetric matrix would all be 0."""
+    draws = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(6, 6, generator=draws)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = (parameter - parameter.T).detach()
+    sizes = torch.stack([parameter.grad.norm() for parameter in parameters])
+    assert (gradient_products(parameters).norm(dim=1) > sizes / 2).all()
+
+
+def test_a_law_is_broken_above_the_tolerance_and_by_numbers_that_are_not_finite():
+    laws = [Law(name, error, "...") for name, error in (("scale", 0.01), ("order", 0.011), ("labels", inf))]
+    assert StepReport((*laws, Law("masked", float("nan"), "...")), tolerance=0.01).broken == (
+        "order",
+        "labels",
+        "masked",
+    )
+    assert StepReport((*laws, Law("masked", float("nan"), "...")), tolerance=inf).broken == ("labels", "masked")
+
+
+def test_nothing_holds_above_a_tolerance_of_five_percent():
+    assert StepReport((), tolerance=0.05).holds
+    assert not StepReport((), tolerance=0.0501).is_judged
+    assert not StepReport((), tolerance=0.0501).holds
 
 
 @pytest.mark.parametrize("fault, law", (loops.THREADS | loops.OURS).items())

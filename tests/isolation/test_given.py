@@ -241,6 +241,37 @@ def test_thresholds_are_in_tokens(model_type, fields, expected):
     assert not any(name.endswith(("_freq", "_heads", "_dim")) and "conv" not in name for name in reach)
 
 
+def tested_with(model_type="llama", **fields):
+    """The thresholds that are tested of a config with these fields."""
+    config = CONFIG_MAPPING[model_type]()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return thresholds(config, 8192, 1)[0]
+
+
+def test_only_numbers_of_chosen_positions_and_sizes_of_one_family_are_multiplied():
+    fields = {"index_topk": 8, "index_window": 32, "other_blocks": 16, "plain_window": 20, "plain_reach": 24}
+    found = tested_with(**fields)
+    assert {name for name in found if "*" in name} == {"index_topk * index_window"}
+    assert found["index_topk * index_window"] == 8 * 32
+
+
+def test_chosen_positions_may_be_all_until_one_more_of_the_largest_blocks_is_full():
+    assert tested_with(index_topk=2048)["index_topk"] == 2048
+    assert tested_with(index_topk=2048, index_kpool=4, other_block_size=64)["index_topk"] == 2048 + 64
+
+
+@current_models
+def test_chosen_positions_of_layers_that_compress_nothing_are_tokens():
+    rates = {"heavily_compressed_attention": 128}
+    assert tested_with("deepseek_v4", compress_rates=rates)["index_topk"] == 512
+
+
+def test_the_smallest_threshold_has_two_tokens():
+    assert tested_with(a_window=2)["a_window"] == 2
+    assert "a_window" not in tested_with(a_window=1)
+
+
 # Models that are not causal
 
 

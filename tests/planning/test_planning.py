@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packfix.planning.exact_fill import StreamPacker
+from trl_packfix.planning.packing import Packing, compare_settings
 from trl_packfix.planning.packs import LOOK_AHEAD, PackPlan, plan_bfd, plan_stream
 from trl_packfix.planning.strategies import STRATEGIES, plan_packs
 
@@ -233,6 +234,44 @@ def bound_by_definition(lengths: list[int], capacity: int) -> int:
 def test_lower_bound_is_l2(case):
     lengths, capacity = case
     assert plan_bfd(lengths, capacity, None).lower_bound == bound_by_definition(lengths, capacity)
+
+
+def test_the_numbers_of_a_plan_by_hand():
+    plan = plan_bfd([5, 3, 4, 4, 2], 7, None)  # 5 and 2, 4 and 3, 4
+    assert plan.num_packs == 3
+    assert plan.efficiency == 18 / 21
+    assert plan.lower_bound == 3
+    assert plan_bfd([5, 5, 5], 8, None).lower_bound == 3, "no two of them fit"
+    nothing = plan_bfd([], 7, None)
+    assert nothing.num_packs == 0
+    assert nothing.efficiency == 1
+    assert nothing.lower_bound == 0
+
+
+def test_the_settings_that_a_restart_compares():
+    """Of a field that is not saved, it compares the default."""
+    of_both = {
+        "max_length": 8,
+        "packing_strategy": "stream",
+        "overlong": "truncate",
+        "truncation_mode": "keep_start",
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "world_size": 1,
+        "tokens_per_rank": None,
+        "buffer_size": 1000,
+    }
+    of_tables = {"seed": 0, "shuffle": True, "dataloader_drop_last": False, "share_prefixes": "off"}
+    assert Packing(max_length=8).settings("stream") == of_both
+    assert Packing(max_length=8).settings("table") == of_both | of_tables
+    assert compare_settings({}, Packing(max_length=8).settings("table")) == {"max_length": (None, 8)}
+
+
+@pytest.mark.parametrize("drop_last, last", [(True, -1), (False, 2)])
+def test_kept_steps_are_those_of_the_unpacked_run(drop_last, last):
+    packing = Packing(max_length=8, strategy="minibatch", batch_size=2, accumulation=2, drop_last=drop_last)
+    order = np.array([5, 4, 3, 2, 1, 0, 8, 7, 6])
+    assert packing.unpacked_step_of_documents(order).tolist() == [1, 1, 0, 0, 0, 0, last, 1, 1]
 
 
 @pytest.mark.parametrize("strategy", PLANNED)

@@ -4,7 +4,7 @@ import copy
 import importlib.metadata
 import json
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise, permutations
 
 import numpy as np
 import pytest
@@ -12,14 +12,16 @@ import torch
 from datasets import Dataset
 from packaging.version import Version
 from support.models import build_tiny_model
-from support.planners import make_epochs, make_stream
+from support.planners import make_epochs, make_stream, of_units
 from support.runs import texts, trainer, weights
 
 from trl_packfix import compat
 from trl_packfix.cli.forecast import Forecast
 from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
+from trl_packfix.planning.degrees import modelled_time
 from trl_packfix.reporting.build import make_report, make_stream_report
+from trl_packfix.reporting.packs import ShownDocument, ShownPack, first_packs
 from trl_packfix.reporting.report import metrics
 from trl_packfix.training.callbacks import backward_note
 
@@ -202,3 +204,150 @@ def test_what_replaces_a_setting_of_the_user_is_said(tmp_path):
     assert lines["steps"].startswith(f"2 (max_steps; an epoch has {num_steps}) of about ")
     assert "in place of the model's eager and its T x T masks" in lines["attention"]
     assert run.model.config._attn_implementation == "eager", "after training the model has its own again"
+
+
+def counted(lengths, prompts=2, **settings):
+    """A planner of documents of one row each, its report, and the documents of each slot of its first epoch."""
+    rows = {
+        "input_ids": [[9] * n for n in lengths],
+        "labels": [[-100] * prompts + [9] * (n - prompts) for n in lengths],
+    }
+    reader = TokenReader(Dataset.from_dict(rows))
+    planner = make_epochs(make_documents(reader, settings["max_length"]), "stream", **settings)
+    schedule = planner.schedule(0)
+    slots = [schedule.order[a:b].tolist() for a, b in pairwise(schedule.offsets.tolist())]
+    return planner, make_report(planner, reader), slots
+
+
+@pytest.mark.parametrize("synchronisation", ["micro", "step"])
+def test_the_numbers_of_a_report_are_counted_from_its_slots(synchronisation):
+    lengths = np.random.default_rng(0).integers(3, 17, 75).tolist()
+    settings = {"batch_size": 2, "max_length": 16, "accumulation": 2, "world_size": 2, "drop_last": True}
+    planner, made, slots = counted(lengths, synchronisation=synchronisation, **settings)
+    reached = [document for slot in slots for document in slot]
+    skipped = sorted(set(range(75)) - set(reached))
+    assert len(skipped) > 1, "nothing is left out"
+    assert made.num_steps == len(slots) / 4
+    assert made.documents_per_step == len(reached) / made.num_steps
+    assert made.documents_not_reached == len(skipped)
+    assert made.tokens_not_reached == sum(lengths[i] for i in skipped)
+    assert made.trained_tokens_not_reached == sum(lengths[i] - 2 for i in skipped)
+    assert made.num_trained_tokens == sum(lengths) - 2 * 75
+    assert made.unpacked_loss == 1
+    assert made.most_documents == max(map(len, slots))
+    assert len(set(map(len, slots))) > 1, "all slots have as many documents"
+    cost = planner.packing.cost_model
+    by_rank = np.array([sum(cost(np.array(lengths[i])) for i in slot) for slot in slots]).reshape(-1, 2, 2)
+    of_groups = by_rank.sum(1) if synchronisation == "step" else by_rank.reshape(-1, 2)
+    assert made.imbalance == pytest.approx(of_groups.max(1).sum() / of_groups.mean(1).sum())
+    assert made.imbalance > 1
+    assert dict(made.lines())["imbalance"].startswith(f"{made.imbalance:.3f} modelled")
+    assert np.array(made.sample.costs) == pytest.approx(by_rank.reshape(-1, 2)[: len(made.sample.costs)])
+    assert metrics(made)["packing/steps_per_epoch"] == made.num_steps
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_the_last_batch_without_packing_is_padded_to_its_own_longest_document(first):
+    """Of four documents in batches of three, any may be the last, which has no padding."""
+    lengths = [3, 4, 6, 9]
+    made = counted([*lengths[first:], *lengths[:first]], batch_size=3, max_length=9)[1]
+    padded = {3 * max(each[:3]) + each[3] for each in permutations(lengths)}
+    assert made.padding_efficiency in {sum(lengths) / tokens for tokens in padded}
+    assert "imbalance" not in dict(made.lines()), "one rank waits for no other"
+
+
+def test_the_lengths_of_a_report_are_those_of_documents_that_share_a_row():
+    rows = {"input_ids": [[9] * 8, [9] * 4], "seq_lengths": [[3, 5], [4]]}
+    reader = TokenReader(Dataset.from_dict(rows))
+    made = make_report(make_epochs(make_documents(reader, 8), "stream", max_length=8), reader)
+    assert (made.lengths.shortest, made.lengths.median, made.lengths.longest) == (3, 4, 5)
+    assert sum(made.lengths.counts) == 3
+
+
+def test_the_efficiency_of_a_stream_is_that_of_its_packs_so_far():
+    rows = Dataset.from_dict({"input_ids": [[1] * 60, [2] * 10, [3] * 20] * 20}).to_iterable_dataset()
+    stream = make_stream(rows, batch_size=1, max_length=64)
+    packs = list(islice(stream, 5))
+    tokens = sum(len(document["input_ids"]) for pack in packs for document in pack)
+    made = make_stream_report(stream, 9, stream.after(5)["counts"])
+    assert made.num_packs == 5
+    assert made.num_tokens == tokens
+    assert made.efficiency == tokens / (5 * 64)
+
+
+def test_the_numbers_of_shared_packs_are_counted_from_their_slots():
+    lengths = [*np.random.default_rng(0).integers(5, 30, 200).tolist(), 100, 127]
+    planner, made, slots = counted(lengths, max_length=128, accumulation=2, world_size=4, tokens_per_rank=32)
+    degrees = np.repeat(planner.schedule(0).degrees, 4)
+    tokens = [sum(lengths[i] for i in slot) for slot in slots]
+    assert made.shared.largest_part == max(-(-rows // degree) for rows, degree in zip(tokens, degrees, strict=True))
+    assert made.shared.largest_part <= 32
+    seconds, exchange = modelled_time(*of_units(planner), planner.packing.parallel)
+    assert made.shared.exchange_share == pytest.approx(exchange.sum() / seconds.sum())
+    assert 0 < made.shared.exchange_share < 1
+
+
+# The packs that are shown
+
+
+SPLIT_AT_10 = ShownDocument(3, start=10, stop=18, positions=(0, 7), runs=[(False, 0, 3), (True, 3, 8)], tokens=None)
+
+
+@pytest.mark.parametrize(
+    "shared, num_rows, own_runs",
+    [
+        (0, 8, [(False, 0, 3), (True, 3, 8)]),
+        (2, 6, [(False, 0, 1), (True, 1, 6)]),
+        (3, 5, [(True, 0, 5)]),
+        (6, 2, [(True, 0, 2)]),
+        (7, 0, [(True, 0, 1)]),  # a last row that predicts nothing is not computed
+    ],
+)
+def test_a_shown_document_counts_what_is_its_own(shared, num_rows, own_runs):
+    document = replace(SPLIT_AT_10, shared=shared)
+    assert document.num_tokens == 8
+    assert document.num_trained == 5
+    assert document.num_rows == num_rows
+    assert document.own_runs == own_runs
+
+
+def test_a_document_of_one_token_that_shares_nothing_has_a_row():
+    assert replace(SPLIT_AT_10, stop=11).num_rows == 1
+
+
+def test_a_document_that_ends_with_the_part_of_a_rank_is_not_in_the_next_part():
+    documents = [replace(SPLIT_AT_10, start=0, stop=4), replace(SPLIT_AT_10, start=0, stop=5)]
+    pack = ShownPack("step 0", 10, [0, 4, 9], documents, rank=2, degree=2, cu_seq_lens_k=[])
+    assert [(each["rank"], each["tokens"], each["documents"]) for each in pack.ranks()] == [
+        (2, [0, 5], [0, 1]),
+        (3, [5, 9], [1]),
+    ]
+    assert replace(pack, degree=1).ranks() == []
+    even = replace(pack, cu_seq_lens=[0, 4, 8])
+    assert [(each["tokens"], each["documents"]) for each in even.ranks()] == [([0, 4], [0]), ([4, 8], [1])]
+
+
+def test_the_packs_that_are_shown_are_spread_over_the_first_step():
+    planner, made, slots = counted([8] * 40, max_length=8, accumulation=4, world_size=4)
+    reader = TokenReader(table([8] * 40))
+    places = [pack.place for pack in first_packs(planner, reader, 4)]
+    assert places == [f"step 0.{micro}, rank 0" for micro in range(4)]
+    everything = first_packs(planner, reader, 99)
+    assert len(everything) == made.num_packs == sum(map(bool, slots))
+    assert everything[5].place == "step 0.1, rank 1"
+    assert everything[-1].place.startswith("step 2.")
+    assert {document.positions for pack in everything for document in pack.documents} == {(0, 7)}
+    assert {pack.capacity for pack in everything} == {8}
+
+
+@pytest.mark.parametrize(
+    "accumulation, world_size, place",
+    [(1, 1, "step 0"), (2, 1, "step 0.0"), (1, 2, "step 0, rank 0"), (2, 2, "step 0.0, rank 0")],
+)
+def test_a_shown_pack_says_where_it_is_trained_and_what_of_it(accumulation, world_size, place):
+    rows = {"input_ids": [[9] * 8] * 8, "labels": [[-100, -100, 9, 9, 9, -100, 9, 9]] * 8}
+    reader = TokenReader(Dataset.from_dict(rows))
+    sizes = {"max_length": 8, "accumulation": accumulation, "world_size": world_size}
+    pack = first_packs(make_epochs(make_documents(reader, 8), "stream", **sizes), reader, 1)[0]
+    assert pack.place == place
+    assert pack.documents[0].runs == [(False, 0, 2), (True, 2, 5), (False, 5, 6), (True, 6, 8)]

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from unittest import mock
@@ -17,7 +18,7 @@ from support.launch import fork_ranks
 from support.models import build_tiny_model, build_tokenizer
 from training.test_first_step import rows
 
-from trl_packfix import PackingLeakError, SFTConfig, SFTTrainer
+from trl_packfix import PackingLeakError, SFTConfig, SFTTrainer, check_isolation
 from trl_packfix.isolation.check_isolation import ProbeMeasurement
 from trl_packfix.training import remembered
 
@@ -204,6 +205,117 @@ def test_a_leak_that_came_since_is_found_by_the_first_step(folder):
         pytest.raises(PackingLeakError, match="were trained packed and unpacked"),
     ):
         start(folder, on_leak="raise")
+
+
+class Wrapper(torch.nn.Module):
+    """An engine around a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+class OtherWrapper(Wrapper):
+    """Its code is that of `Wrapper`."""
+
+
+def recalls(folder, change=None, *, settings="settings", case="case", wrapper=Wrapper):
+    """Whether a proof is remembered of a tiny model after a change."""
+    model = build_tiny_model("llama", vocab_size=64)
+    if change is not None:
+        change(model)
+    report = mock.Mock(side_effect=check_isolation_once)
+    remembered.RememberedProofs(folder, settings).recall(wrapper(model), report, model=model, case=case)
+    return not report.called
+
+
+@cache
+def check_isolation_once():
+    return check_isolation(build_tiny_model("llama", vocab_size=64))
+
+
+def set_in_module(name, value):
+    return lambda model: setattr(model.model.norm, name, value)
+
+
+def add_buffer(dtype):
+    return lambda model: model.register_buffer("counter", torch.zeros(3, dtype=dtype))
+
+
+CHANGES = {
+    "a bool of a module": [set_in_module("flag", flag) for flag in (False, True)],
+    "an int": [set_in_module("size", size) for size in (7, 8)],
+    "a float": [set_in_module("epsilon", epsilon) for epsilon in (0.5, 0.25)],
+    "a text": [set_in_module("mode", mode) for mode in ("left", "right")],
+    "a value that is set": [set_in_module("window", window) for window in (None, (4, 4))],
+    "a hook before a forward": [
+        lambda model: model.model.norm.register_forward_pre_hook(lambda module, args: (args[0] * 1.0,)),
+        lambda model: model.model.norm.register_forward_pre_hook(lambda module, args: (args[0] * 2.0,)),
+    ],
+    "a hook behind a forward": [
+        lambda model: model.model.norm.register_forward_hook(lambda module, args, output: output * 1.0),
+        lambda model: model.model.norm.register_forward_hook(lambda module, args, output: output * 2.0),
+    ],
+    "parameters that are trained": [
+        lambda model: model.requires_grad_(True),
+        lambda model: model.lm_head.requires_grad_(False),
+    ],
+    "the dtype of a buffer": [add_buffer(torch.float32), add_buffer(torch.float64)],
+}
+
+
+@pytest.mark.parametrize("before, after", CHANGES.values(), ids=CHANGES)
+def test_what_decides_a_proof_is_in_its_key(tmp_path, before, after):
+    assert not recalls(tmp_path, before)
+    assert recalls(tmp_path, before)
+    assert not recalls(tmp_path, after)
+
+
+def test_the_run_is_in_the_key_of_a_proof(tmp_path):
+    assert not recalls(tmp_path)
+    assert recalls(tmp_path)
+    assert not recalls(tmp_path, case="a degree of 2")
+    assert not recalls(tmp_path, settings="other settings")
+    assert not recalls(tmp_path, wrapper=OtherWrapper), "the wrapper is not in the key"
+
+
+def test_the_dtype_of_autocast_is_in_the_key_of_a_proof(tmp_path):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not recalls(tmp_path)
+        assert recalls(tmp_path)
+    with torch.autocast("cpu", torch.float16):
+        assert not recalls(tmp_path)
+
+
+def test_which_package_has_a_version_is_in_the_key_of_a_proof(tmp_path, monkeypatch):
+    def install(**versions):
+        for name, version in versions.items():
+            package = ModuleType(name)
+            package.__version__ = version
+            monkeypatch.setitem(sys.modules, name, package)
+
+    install(first_kernel="1.0", second_kernel="2.0")
+    assert not recalls(tmp_path)
+    assert recalls(tmp_path)
+    install(first_kernel="2.0", second_kernel="1.0")
+    assert not recalls(tmp_path)
+
+
+def test_a_forward_that_is_replaced_in_a_class_is_in_the_key_of_a_proof(tmp_path, monkeypatch):
+    assert not recalls(tmp_path)
+    monkeypatch.setattr(Wrapper, "forward", lambda self, *args, **kwargs: None)
+    assert not recalls(tmp_path)
+
+
+def test_a_class_of_the_main_program_needs_no_file(tmp_path, monkeypatch):
+    """As in a notebook, where `inspect` raises another error than for a module without a file."""
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    kind = type("Typed", (Wrapper,), {"__module__": "__main__"})
+    assert not recalls(tmp_path, wrapper=kind)
+    assert recalls(tmp_path, wrapper=kind)
 
 
 @pytest.mark.processes
