@@ -75,7 +75,7 @@ REVIEWED = {
         training/evaluation.py output.metrics[f'{prefix}_{name}']
         training/evaluation.py output.metrics[loss]
         training/objective.py outputs.aux_loss
-        training/objective.py self._run.state.num_input_tokens_seen
+        training/objective.py self._trainer.state.num_input_tokens_seen
         training/pack_forward.py state.log_history[-1]
         training/trainer.py self.control.should_training_stop
     """,

@@ -98,7 +98,7 @@ def test_rows_that_predict_a_document_hold_its_tokens(kind):
 
 
 def test_only_packs_are_cut():
-    with pytest.raises(TypeError, match="Rows is not the layout of a pack"):
+    with pytest.raises(TypeError, match="UnpackedLayout is not the layout of a pack"):
         layout_of({"labels": torch.zeros(2, 3)}).cut(slice(0, 2), torch.ones(1, 4))
 
 
@@ -241,5 +241,5 @@ def test_questions_compile_to_one_graph(batch):
 
 def test_only_those_who_make_a_layout_know_its_class():
     """Everybody else asks `layout_of`, and so works with a new layout, too."""
-    imports = re.compile(r"^ *from \.+layout import .*\b(Runs|Whole|Rows)\b", re.MULTILINE)
+    imports = re.compile(r"^ *from \.+layout import .*\b(SharedRowsLayout|PackedLayout|UnpackedLayout)\b", re.MULTILINE)
     assert [name for name, path in MODULES.items() if imports.search(path.read_text())] == ["data.prefix_collator"]

@@ -104,5 +104,5 @@ def test_the_trainer_orders_packs_for_the_kernels(device, compiles, orders):
     args = SimpleNamespace(device=torch.device(device), torch_compile=compiles, pad_documents_to_multiple_of=None)
     data = object.__new__(TrainingData)
     collate = object()
-    data._run = SimpleNamespace(args=args, data_collator=collate)
+    data._trainer = SimpleNamespace(args=args, data_collator=collate)
     assert (data.training_collator([]) is collate) is not orders

@@ -269,7 +269,7 @@ def test_the_efficiency_of_a_stream_is_that_of_its_packs_so_far():
     stream = make_stream(rows, batch_size=1, max_length=64)
     packs = list(islice(stream, 5))
     tokens = sum(len(document["input_ids"]) for pack in packs for document in pack)
-    made = make_stream_report(stream, 9, stream.after(5)["counts"])
+    made = make_stream_report(stream, 9, stream.state_after(5)["counts"])
     assert made.num_packs == 5
     assert made.num_tokens == tokens
     assert made.efficiency == tokens / (5 * 64)

@@ -162,7 +162,7 @@ def query_tiles(length: int, window: int | None, size: int, *, before: int = 0) 
 
     `before` keys come before that of the first query.
 
-    >>> list(tiles(5, window=2, size=2))
+    >>> list(query_tiles(5, window=2, size=2))
     [(0, 2, 0), (2, 4, 1), (4, 5, 3)]
     """
     for start in range(0, length, size):

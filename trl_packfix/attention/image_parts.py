@@ -103,7 +103,7 @@ def divide_tower_inputs(
 def _share_bounds(sizes: list[int], degree: int) -> list[int]:
     """Where the share of each rank begins: the middle of each of its images is in its share of the rows.
 
-    >>> _bounds([4, 4, 4, 12], 2), _bounds([1], 4)
+    >>> _share_bounds([4, 4, 4, 12], 2), _share_bounds([1], 4)
     ([0, 3, 4], [0, 0, 0, 1, 1])
     """
     total = sum(sizes)

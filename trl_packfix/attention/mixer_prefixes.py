@@ -109,7 +109,7 @@ def _paths_of_level(pieces: list[tuple[int, int, int]]) -> list[list[list[int]]]
 
     A level has one piece of each path, or as many as keep the levels of a deep forest at `MAX_LEVELS`.
 
-    >>> [len(paths) for paths in _paths([(0, 5, -1), (5, 9, 0), (9, 12, 0)])]
+    >>> [len(paths) for paths in _paths_of_level([(0, 5, -1), (5, 9, 0), (9, 12, 0)])]
     [1, 2]
     """
     depths: list[int] = []

@@ -166,7 +166,7 @@ def _in_chunks(launch: KernelLaunch, num_rows: int, chunk: int) -> KernelLaunch:
     What is known of their number without reading the lengths is an upper bound; empty parts at the end fill it up. The
     keys of a run before its first chunk are a part without rows, so that keys stay end to end.
 
-    >>> launch = Launch((torch.tensor([0, 4]), torch.tensor([0, 7])), (4, 7), slice(None), slice(None))
+    >>> launch = KernelLaunch((torch.tensor([0, 4]), torch.tensor([0, 7])), (4, 7), slice(None), slice(None))
     >>> [bounds.tolist() for bounds in _in_chunks(launch, 4, 2).cu_seq_lens]
     [[0, 0, 1, 3, 4, 4], [0, 2, 4, 6, 7, 7]]
     """

@@ -32,7 +32,7 @@ def plan_launches(bounds: npt.NDArray[np.integer[Any]], longest: int) -> Launche
     Documents without tokens are in none. () if one launch for all, with blocks for `longest` tokens in each document,
     has at most as many blocks without work as blocks with work, or if neighbours differ too much in length.
 
-    >>> launches(np.array([0, 5000, 5100, 5200, 5200]), longest=8192)
+    >>> plan_launches(np.array([0, 5000, 5100, 5200, 5200]), longest=8192)
     ((0, 1, 0, 5000, 5000), (1, 3, 5000, 5200, 100))
     """
     lengths = np.diff(bounds)

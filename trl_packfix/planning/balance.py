@@ -45,7 +45,7 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     >>> packs = [np.array([0, 1]), np.array([4]), np.array([2, 3]), np.array([5])]
     >>> units = Units(np.array([60, 40, 50, 50, 100, 100]), CostModel(per_token=1.0, per_pair=1.0))
     >>> bins = Bins(capacity=100, accumulation=2, world_size=2)
-    >>> [pack.tolist() for pack in balanced(packs, units, bins)]  # the two dearest packs share a micro-step
+    >>> [pack.tolist() for pack in balance_packs(packs, units, bins)]  # the two dearest packs share a micro-step
     [[4], [5], [0, 1], [2, 3]]
     """
     slots = bins.num_slots
@@ -140,7 +140,7 @@ def deal_documents(
     With `by_rank` ranks wait only after the last micro-step, so the slots of a rank are one group.
 
     >>> lengths = np.array([100, 60, 60, 40, 10, 10, 10, 10])
-    >>> packs = deal(lengths, lengths + lengths**2.0, capacity=100, world_size=2, num_slots=4, by_rank=False)
+    >>> packs = deal_documents(lengths, lengths + lengths**2.0, capacity=100, world_size=2, num_slots=4, by_rank=False)
     >>> [lengths[pack].tolist() for pack in packs]  # two micro-steps of two ranks
     [[100], [60, 40], [60], [10, 10, 10, 10]]
     """

@@ -62,7 +62,7 @@ def best_fit_of_histogram(counts: Int64Array, capacity: int) -> Int64Array:
     Worked example, lengths 5 5 3 2 2 in packs of 7: both fives open a pack each; the three fits into neither (2 tokens
     of space) and opens a third; of the twos, one goes behind each five.
 
-    >>> pour(np.bincount([5, 5, 3, 2, 2]), 7).tolist()
+    >>> best_fit_of_histogram(np.bincount([5, 5, 3, 2, 2]), 7).tolist()
     [[0, 2, 1, 0], [2, 1, 1, 0], [0, 2, 1, 1]]
     """
     rows: list[tuple[int, int, int, int]] = []

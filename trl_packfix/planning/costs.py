@@ -171,7 +171,7 @@ def with_pairs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
 def with_scans(costs: CostModel, mixers: tuple[ScanCosts, ...]) -> CostModel:
     """The same cost model with the scans of recurrent layers.
 
-    >>> scan = Mixers(layers=2, heads=1, kv_heads=1, per_token=5.0, chunk=2, per_pair=1.0, per_head=1, per_kv_head=1)
+    >>> scan = ScanCosts(layers=2, heads=1, kv_heads=1, per_token=5.0, chunk=2, per_pair=1.0, per_head=1, per_kv_head=1)
     >>> import numpy as np
     >>> with_scans(CostModel(per_token=10, per_pair=0), (scan,))(np.array([1, 3])).tolist()  # pairs of chunks: 1, 3 + 1
     [22.0, 68.0]

@@ -135,7 +135,7 @@ class StreamPacker:
         5 2 6 1      5       2    2           5 + 2    7, end
         6 1 7        (nothing more arrives: `_pack_rest` packs these as 6 + 1 and 7)
 
-    >>> list(Packer([4, 5, 3, 2, 6, 1, 7], capacity=7, buffer_size=4, longest=7))
+    >>> list(StreamPacker([4, 5, 3, 2, 6, 1, 7], capacity=7, buffer_size=4, longest=7))
     [[0, 2], [1, 3], [4, 5], [6]]
     """
 

@@ -187,7 +187,7 @@ DEFAULTS = {CONFIG_NAMES[each.name]: each.default for each in fields(Packing) if
 def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> ChangedSettings:
     """What differs of the settings `now`. Where an earlier version has not saved one, it had the default.
 
-    >>> changes({"max_length": 8, "batch_size": 2}, Packing(max_length=8, seed=1).settings("table"))
+    >>> compare_settings({"max_length": 8, "batch_size": 2}, Packing(max_length=8, seed=1).settings("table"))
     {'seed': (0, 1), 'per_device_train_batch_size': (2, 1)}
     """
     before = DEFAULTS | {CONFIG_NAMES.get(name, name): value for name, value in before.items()}
@@ -197,7 +197,7 @@ def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Chang
 def describe_changes(changed: ChangedSettings) -> str:
     """The differences in words.
 
-    >>> listed({"seed": (0, 1)})
+    >>> describe_changes({"seed": (0, 1)})
     '`seed` was 0 and is 1'
     """
     return ", ".join(

@@ -39,7 +39,7 @@ class PerTurnCounts:
 
     def line(self) -> str:
         """
-        >>> TurnCounts(1200, 14054, 3, 0).line()
+        >>> PerTurnCounts(1200, 14054, 3, 0).line()
         '1,200, one document for each of their 14,054 assistant turns; 3 without an assistant turn'
         """
         others = {
@@ -70,7 +70,7 @@ class TrainedSummary:
 
     def line(self, num_trained: int, num_tokens: int) -> str:
         """
-        >>> Trained("assistant turns (`assistant_only_loss`)", "weight", MaskCounts(9, 1, 0)).line(3, 12)
+        >>> TrainedSummary("assistant turns (`assistant_only_loss`)", "weight", AssistantTurnCounts(9, 1, 0)).line(3, 12)
         '25.0 %: assistant turns (`assistant_only_loss`), 8 of 9; not trained: 1 with `weight` 0'
         """
         text = f"{num_trained / num_tokens * 100:.1f} %: {self.rule}" if num_tokens else self.rule

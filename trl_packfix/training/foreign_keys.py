@@ -21,7 +21,7 @@ NOT_NEEDED = TABLES["removed"]
 def describe_foreign_keys(names: Iterable[str]) -> str:
     """Sentences that say what keys of other trainers are called here, to be put into a message; "" if none is known.
 
-    >>> hints(["sequence_len", "train_on_inputs", "learning_rat"])
+    >>> describe_foreign_keys(["sequence_len", "train_on_inputs", "learning_rat"])
     ' `sequence_len` is `max_length` here. `train_on_inputs` is `assistant_only_loss` here (with the opposite value).'
     """
     sentences = ""
