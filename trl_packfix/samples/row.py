@@ -70,7 +70,8 @@ class TrainedSummary:
 
     def line(self, num_trained: int, num_tokens: int) -> str:
         """
-        >>> TrainedSummary("assistant turns (`assistant_only_loss`)", "weight", AssistantTurnCounts(9, 1, 0)).line(3, 12)
+        >>> counts = AssistantTurnCounts(turns=9, context=1, earlier=0)
+        >>> TrainedSummary("assistant turns (`assistant_only_loss`)", "weight", counts).line(3, 12)
         '25.0 %: assistant turns (`assistant_only_loss`), 8 of 9; not trained: 1 with `weight` 0'
         """
         text = f"{num_trained / num_tokens * 100:.1f} %: {self.rule}" if num_tokens else self.rule
