@@ -50,8 +50,9 @@ demo: $(INSTALLED_FOR_DEMO)
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # Two workers, because most tests use one thread. All tests of a file run on one worker, so its fixtures are made once;
-# the order of files is that of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# the order of files is that of tests/conftest.py. A worker that hangs ends (pyproject.toml), and its file goes on once:
+# a test that hangs again ends the run.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 
 # Linters and types are checked with the tested versions only.
 CHECK := $(if $(filter tested,$(VERSIONS)),$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy,true)

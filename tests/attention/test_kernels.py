@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from support.launch import ROOT, environment, rows_of
+from support.launch import LAUNCH_SECONDS, ROOT, environment, rows_of
 from support.versions import current_models
 
 SITE = ROOT / "tests" / "support" / "kernel_site"
@@ -95,7 +95,7 @@ def test_kernels_with_boundaries_need_no_read_of_the_host(tmp_path):
 def test_the_comparison_on_triton_kernels_finds_leaks(tmp_path):
     """`tools/kernels.sh` on stand-ins: each case is right, and with a leak each is not."""
     command = [sys.executable, str(TRITON), "--stand-ins", "--leak", "--csv", str(tmp_path / "found.csv")]
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=LAUNCH_SECONDS)
     rows = list(csv.DictReader((tmp_path / "found.csv").open()))
     assert done.returncode == 1, done.stderr[-3000:]
     assert len(rows) == 10 and {row["triton"] for row in rows} == {"stand-in"}
