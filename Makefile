@@ -38,6 +38,8 @@ export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 # Threads that wait sleep: beside other work OpenMP's threads would spin for most of the time that they take.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Containers often set it. Each process that a test starts would compile this package, and each worker all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test quick faults compile-oldest fix docs bench gpu sweep
 

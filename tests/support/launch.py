@@ -54,7 +54,7 @@ def run(command: list[str], log: Path, seconds: int, **env: str) -> int:
 
 
 def rows_of(script: str, folder: Path, *arguments: str) -> list[dict]:
-    """The lines of JSON that a script of this folder's parent prints."""
+    """The lines of JSON that a script of this folder's parent prints for its commands, which "--" separates."""
     command = [sys.executable, str(ROOT / "tests" / script), *arguments]
     done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=LAUNCH_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -62,13 +62,17 @@ def rows_of(script: str, folder: Path, *arguments: str) -> list[dict]:
 
 
 def print_rows(**commands: Callable[..., Iterable[dict]]) -> None:
-    """What `rows_of` reads: of a script that is called with the name of a command and its arguments."""
+    """What `rows_of` reads: of a script that is called with names of commands and their arguments."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    name, *arguments = sys.argv[1:]
-    for row in commands[name](*arguments):
-        print(json.dumps(row), flush=True)
+    words = sys.argv[1:]
+    while words:
+        end = words.index("--") if "--" in words else len(words)
+        name, *arguments = words[:end]
+        words = words[end + 1 :]
+        for row in commands[name](*arguments):
+            print(json.dumps(row | {"command": name}), flush=True)
 
 
 def seen_by(strict: ModuleType) -> dict:
