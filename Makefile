@@ -38,6 +38,8 @@ export TOKENIZERS_PARALLELISM := false
 export WANDB_MODE := disabled
 # Threads that wait sleep: beside other work OpenMP's threads would spin for most of the time that they take.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Containers often set it. Each process that a test starts would compile this package, and each worker all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test quick faults compile-oldest fix docs bench gpu sweep
 
@@ -50,8 +52,9 @@ demo: $(INSTALLED_FOR_DEMO)
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # Two workers, because most tests use one thread. All tests of a file run on one worker, so its fixtures are made once;
-# the order of files is that of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# the order of files is that of tests/conftest.py. A worker that hangs ends (pyproject.toml), and its file goes on once:
+# a test that hangs again ends the run.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 
 # Linters and types are checked with the tested versions only.
 CHECK := $(if $(filter tested,$(VERSIONS)),$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy,true)

@@ -272,6 +272,7 @@ def two_ranks(rank: int, rounds: int, csv: Path | None) -> None:
             row["documents"] = len(schedules[row["balance"]].order)
         print_measured(rows)
         write_csv(csv, rows)
+    trained = trained.module  # DDP as the group's last owner would free it under the lock for which gloo's threads wait
     dist.destroy_process_group()
 
 

@@ -70,8 +70,7 @@ def rank_main(folder: Path, name: str, attempt: int, *, rank: int, ranks: int, p
     trainer.train(resume_from_checkpoint=resume or None)
     trainer.save_model(str(folder / name / "final"))
     if ranks > 1:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+        torch.distributed.barrier()  # the process ends at once, so nothing destroys the group (`fork_ranks`)
 
 
 def notes_of(folder: Path, name: str, attempt: int, rank: int) -> Path:

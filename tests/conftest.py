@@ -69,12 +69,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
 
 
-def pytest_collection_finish() -> None:
-    """Each training calls the garbage collector, which goes through all that was imported: 0.3 seconds."""
-    gc.collect()
-    gc.freeze()
-
-
 def forget_precision() -> None:
     """accelerate remembers the precision of the first trainer of a process, in its state and in the environment.
 
@@ -86,8 +80,11 @@ def forget_precision() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def precision_of_a_file() -> None:
+def start_of_a_file() -> None:
+    """Each training calls the garbage collector, which would go through all that was imported: 0.3 seconds."""
     forget_precision()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -10,12 +10,13 @@ import subprocess
 import sys
 from argparse import Namespace
 from copy import deepcopy
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from support.launch import fork_ranks, small
+from support.launch import PROCESS_SECONDS, fork_ranks, small
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import trainer
 from trl import ModelConfig, ScriptArguments, TrlParser
@@ -37,7 +38,9 @@ ENVIRONMENT |= {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`python ARGUMENTS`, which must succeed."""
     settings = os.environ | ENVIRONMENT
-    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=settings, capture_output=True, text=True)
+    command = [sys.executable, *arguments]
+    given = {"cwd": cwd, "env": settings, "timeout": PROCESS_SECONDS}
+    done = subprocess.run(command, capture_output=True, text=True, **given)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
@@ -193,7 +196,7 @@ def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsy
         return model.state_dict(), capsys.readouterr().out
 
     def one_rank() -> None:
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=90))
         found = train(accumulation=2)
         if torch.distributed.get_rank() == 0:
             torch.save(found, tmp_path / "two.pt")

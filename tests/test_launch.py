@@ -1,5 +1,6 @@
 """Real launchers on two ranks of a CPU: what they do when a rank dies, train.py under each, and the recipes."""
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks.engines import deepspeed_config
-from support.launch import TORCHRUN, free_port, run, small
+from support.launch import PROCESS_SECONDS, TORCHRUN, fork_ranks, free_port, run, small
 from support.versions import gathers_on_cpus
 
 from trl_packfix.training.checkpoints import newest_whole
@@ -36,7 +37,19 @@ def launch(command: list[str], folder: Path, **env: str) -> tuple[int, str]:
     return run(command, log, 240, **env), log.read_text()
 
 
-# A rank dies
+# A rank hangs or dies
+
+
+def test_ranks_of_a_test_that_hang_end_and_show_their_stacks(capfd):
+    """Also while a rank keeps the interpreter's lock, as freeing an object may while it waits for a thread."""
+
+    def hang():
+        ctypes.PyDLL(None).sleep(60)  # which does not release the lock
+
+    start = time.monotonic()
+    assert not fork_ranks(2, hang, seconds=1)
+    assert time.monotonic() - start < 30
+    assert "in hang" in capfd.readouterr().err
 
 
 @needs_gloo
@@ -130,11 +143,11 @@ def test_the_command_under_each_launcher(launcher, workplace):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_recipe_is_valid_shell(script):
-    subprocess.run(["bash", "-n", str(script)], check=True)
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=PROCESS_SECONDS)
     shellcheck = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}")
     if shellcheck is None:
         pytest.skip("bash accepts it; shellcheck is not installed")
-    subprocess.run([shellcheck, "--external-sources", str(script)], check=True, cwd=ROOT)
+    subprocess.run([shellcheck, "--external-sources", str(script)], check=True, cwd=ROOT, timeout=PROCESS_SECONDS)
 
 
 @needs_gloo

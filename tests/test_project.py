@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.launch import FORK_SECONDS, LAUNCH_SECONDS, PROCESS_SECONDS
 
 from trl_packfix.version import TESTED_VERSIONS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "trl_packfix"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 
 
 def test_workflows_test_the_python_versions_that_are_supported():
@@ -67,7 +69,10 @@ def made(tmp_path):
     def run(*arguments, **given):
         env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "OMP_WAIT_POLICY")}
         command = ["make", "--no-print-directory", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=env | given, capture_output=True, text=True, check=True).stdout
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env | given, capture_output=True, text=True, check=True, timeout=PROCESS_SECONDS
+        )
+        return done.stdout
 
     return run
 
@@ -92,3 +97,11 @@ def test_the_tests_install_the_rest(made, tmp_path):
 @pytest.mark.parametrize("given, seen", [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
 def test_threads_of_commands_sleep_while_they_wait(given, seen, made):
     assert made("--eval", "show: ; @echo $$OMP_WAIT_POLICY", "show", **given) == f"{seen}\n"
+
+
+@pytest.mark.parametrize("seconds", [FORK_SECONDS, LAUNCH_SECONDS, PROCESS_SECONDS])
+def test_processes_of_a_test_end_before_the_test_is_ended(seconds):
+    """Forks that outlive a worker of pytest hold its pipe, and pytest would wait for them."""
+    options = SETTINGS["tool"]["pytest"]["ini_options"]
+    assert options["faulthandler_exit_on_timeout"] is True
+    assert options["faulthandler_timeout"] > seconds + 50

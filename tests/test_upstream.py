@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from support.launch import PROCESS_SECONDS
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = sorted(file for file in (ROOT / "dev/upstream").glob("*.py") if file.name != "verify.py")
@@ -34,7 +35,9 @@ def test_a_patch_fits_the_tested_versions(patch, tmp_path):
             pytest.skip(f"{name} is not installed")
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(found.origin).parent.parent / name, tmp_path / name)
-    run = subprocess.run(["patch", "-p1", "--fuzz=0", "-i", patch], cwd=tmp_path, capture_output=True, text=True)
+    command = ["patch", "-p1", "--fuzz=0", "-i", patch]
+    given = {"cwd": tmp_path, "timeout": PROCESS_SECONDS}
+    run = subprocess.run(command, capture_output=True, text=True, **given)
     assert run.returncode == 0, run.stdout
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from support.examples import leaking_example
+from support.launch import PROCESS_SECONDS
 
 import trl_packfix
 
@@ -127,7 +128,7 @@ def wheel(tmp_path_factory) -> Path:
             target = source / "trl_packfix" / path.relative_to(PACKAGE)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
-    subprocess.run([*command, str(folder), str(source)], check=True)
+    subprocess.run([*command, str(folder), str(source)], check=True, timeout=PROCESS_SECONDS)
     return next(folder.glob("*.whl"))
 
 
@@ -162,17 +163,18 @@ def link_packages(folder: Path, requirements: list[str]) -> None:
 def python(wheel, tmp_path_factory) -> Path:
     """An environment with `pip install --no-deps trl_packfix` and nothing else."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=PROCESS_SECONDS)
     python = folder / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
-    subprocess.run(install, check=True)
+    subprocess.run(install, check=True, timeout=PROCESS_SECONDS)
     return python
 
 
 def run_with(python: Path, libraries: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS` in that environment, with these libraries."""
     settings = os.environ | {"PYTHONPATH": str(libraries)}
-    return subprocess.run([python, *arguments], env=settings, cwd=libraries.parent, capture_output=True, text=True)
+    given = {"env": settings, "cwd": libraries.parent, "timeout": PROCESS_SECONDS}
+    return subprocess.run([python, *arguments], capture_output=True, text=True, **given)
 
 
 @pytest.mark.processes

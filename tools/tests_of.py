@@ -53,6 +53,7 @@ def _public_names() -> dict[str, str]:
     raise AssertionError("trl_packfix/__init__.py has no `_MODULE_OF`")
 
 
+@cache
 def _entries(test: Path) -> frozenset[Path]:
     """Return the modules that a test file imports, itself or through a helper of tests."""
     direct = imported_files(test)
@@ -68,12 +69,19 @@ def _is_named_after(test: Path, module: Path) -> bool:
     return test.parent.name == module.parent.name and (stem == module.stem or module.stem.startswith(beginning))
 
 
-def distances(module: Path) -> dict[Path, int]:
-    """Return each test file that reaches the module, and the number of imports between the two (0: its own test)."""
+@cache
+def _importers() -> dict[Path, set[Path]]:
+    """Return the modules that import each module."""
     importers = defaultdict(set)
     for file in PACKAGE.rglob("*.py"):
         for target in imported_files(file):
             importers[target].add(file)
+    return importers
+
+
+def distances(module: Path) -> dict[Path, int]:
+    """Return each test file that reaches the module, and the number of imports between the two (0: its own test)."""
+    importers = _importers()
     levels = [{module}]
     reached = {module}
     while levels[-1]:

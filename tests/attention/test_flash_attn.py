@@ -1,6 +1,7 @@
 """transformers' flash path and `flash_attention_2` in the trainer, without a GPU: `on_flash_attn.py` in a process."""
 
 import re
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,12 +16,16 @@ REPAIRED = "bart minimax recurrent_gemma".split()
 # FlashAttention-2 would drop the sinks of one, the config of another refuses it, and on the third transformers does not
 # pass its window: the proof against the model as given finds that
 OTHERS = {"gpt_oss": "packfix_varlen", "hrm_text": "packfix_varlen", "qwen2_moe": "packfix_varlen"}
+FAMILIES = "qwen2_5_vl qwen3_vl llava idefics3".split()
 
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory):
-    rows = rows_of("on_flash_attn.py", tmp_path_factory.mktemp("judged"), "judge", *NATIVE, *REPAIRED, *OTHERS)
-    return {row["type"]: row for row in rows}
+    """By type: texts and, with PIL, images. One process judges all, because it imports for seconds."""
+    words = ["judge", *NATIVE, *REPAIRED, *OTHERS]
+    if find_spec("PIL"):
+        words += ["--", "images", *FAMILIES]
+    return {row["type"]: row for row in rows_of("on_flash_attn.py", tmp_path_factory.mktemp("judged"), *words)}
 
 
 @pytest.mark.slow
@@ -38,23 +43,13 @@ def test_a_pack_equals_its_documents_on_the_flash_path(model_type, judged):
         assert row["silent"] == [], row
 
 
-FAMILIES = "qwen2_5_vl qwen3_vl llava idefics3".split()
-
-
-@pytest.fixture(scope="module")
-def judged_images(tmp_path_factory):
-    pytest.importorskip("PIL")
-    return {
-        row["type"]: row for row in rows_of("on_flash_attn.py", tmp_path_factory.mktemp("images"), "images", *FAMILIES)
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.skipif(not find_spec("PIL"), reason="needs PIL")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pack_with_images_on_the_flash_path(family, judged_images):
+def test_a_pack_with_images_on_the_flash_path(family, judged):
     """Chosen for the whole model, as users do: the tower runs on it, too, with boundaries of its own."""
-    row = judged_images[family]
+    row = judged[family]
     assert row["attention"] == row["tower"] == "flash_attention_2", row
     assert row["proved"], row
     assert not row["unpacked"], row

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from support.launch import ROOT, environment, rows_of
+from support.launch import LAUNCH_SECONDS, ROOT, environment, rows_of
 from support.versions import current_models
 
 SITE = ROOT / "tests" / "support" / "kernel_site"
@@ -27,17 +27,24 @@ CALLS = {
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory):
-    return {row["type"]: row for row in rows_of("on_kernels.py", tmp_path_factory.mktemp("judged"), "judge", *CALLS)}
+def found(tmp_path_factory):
+    """The rows of each command. One process runs all, because it imports for seconds."""
+    folder = tmp_path_factory.mktemp("kernels")
+    words = ["rounding", "bamba"]
+    if not current_models.args[0]:
+        words += ["--", "judge", *CALLS, "--", "reads", "lfm2", "bamba", "jamba"]
+        words += ["--", "train", str(folder / "output"), "bamba", "kimi_linear"]
+    rows = rows_of("on_kernels.py", folder, *words)
+    return {name: [row for row in rows if row["command"] == name] for name in ("rounding", "judge", "reads", "train")}
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 @current_models
 @pytest.mark.parametrize("model_type", CALLS)
-def test_documents_are_what_they_are_alone_on_the_kernels(model_type, judged):
+def test_documents_are_what_they_are_alone_on_the_kernels(model_type, found):
     """In fp64 to rounding: nothing is repaired, and no document reaches another, also if they share prefixes."""
-    row = judged[model_type]
+    (row,) = [row for row in found["judge"] if row["type"] == model_type]
     assert row["proved"], row
     assert row["right"], row
     assert not row["unpacked"], row
@@ -54,9 +61,9 @@ def test_documents_are_what_they_are_alone_on_the_kernels(model_type, judged):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_what_the_kernel_of_mamba2_rounds_is_no_leak(tmp_path):
+def test_what_the_kernel_of_mamba2_rounds_is_no_leak(found):
     """It sums decays over documents, so gradients of others cancel up to rounding only."""
-    (row,) = rows_of("on_kernels.py", tmp_path, "rounding", "bamba")
+    (row,) = found["rounding"]
     assert row["isolated"], row
     assert row["equal"], row
     assert row["gradient"] == 0.0, row
@@ -67,9 +74,9 @@ def test_what_the_kernel_of_mamba2_rounds_is_no_leak(tmp_path):
 @pytest.mark.slow
 @pytest.mark.processes
 @current_models
-def test_trainings_on_the_kernels(tmp_path):
+def test_trainings_on_the_kernels(found):
     """Full and LoRA, without and with a kind of checkpointing each, against padded rows of unpacked training."""
-    rows = rows_of("on_kernels.py", tmp_path, "train", str(tmp_path / "output"), "bamba", "kimi_linear")
+    rows = found["train"]
     assert [row["type"] for row in rows] == ["bamba"] * 4 + ["kimi_linear"] * 4
     for row in rows:
         assert row["repaired"] == [], row
@@ -90,9 +97,10 @@ def test_trainings_on_the_kernels(tmp_path):
 @pytest.mark.slow
 @pytest.mark.processes
 @current_models
-def test_kernels_with_boundaries_need_no_read_of_the_host(tmp_path):
+def test_kernels_with_boundaries_need_no_read_of_the_host(found):
     """The scan of Mamba-1 takes none: its rows of documents are made on the host, once per pack."""
-    rows = {row["type"]: row for row in rows_of("on_kernels.py", tmp_path, "reads", "lfm2", "bamba", "jamba")}
+    rows = {row["type"]: row for row in found["reads"]}
+    assert rows.keys() == {"lfm2", "bamba", "jamba"}
     for name, row in rows.items():
         ours = {place: number for place, number in row["reads"].items() if not place.startswith("transformers/")}
         assert ours == ({"attention/packed_forward.py:bounds": 1.0} if name == "jamba" else {}), row
@@ -107,7 +115,7 @@ def test_kernels_with_boundaries_need_no_read_of_the_host(tmp_path):
 def test_the_comparison_on_triton_kernels_finds_leaks(tmp_path):
     """`tools/kernels.sh` on stand-ins: each case is right, and with a leak each is not."""
     command = [sys.executable, str(TRITON), "--stand-ins", "--leak", "--csv", str(tmp_path / "found.csv")]
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=LAUNCH_SECONDS)
     rows = list(csv.DictReader((tmp_path / "found.csv").open()))
     assert done.returncode == 1, done.stderr[-3000:]
     assert len(rows) == 10

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.launch import PROCESS_SECONDS
 from support.models import build_tiny_model
 from support.versions import gemma3_leaks
 from sweep import image_families
@@ -86,7 +87,8 @@ def test_the_table_of_the_page_reads_and_filters_the_csv():
         console.log(JSON.stringify([header, rows, filterRows(rows, ["gpt", "causal"], verdict)]));
     """
     command = ["node", "-e", script, str(DOCS / "javascripts" / "table.js"), str(DOCS / "compatibility.csv")]
-    header, rows, found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROCESS_SECONDS)
+    header, rows, found = json.loads(done.stdout)
     with (DOCS / "compatibility.csv").open(newline="") as file:
         assert [header, *rows] == list(csv.reader(file))
     assert {*compatibility.SHOWN, *compatibility.CHOICES} <= set(header)

@@ -7,11 +7,13 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
+from support.launch import PROCESS_SECONDS
 from support.models import build_tokenizer
 from support.runs import all_documents, stock, trainer
 
@@ -40,7 +42,8 @@ def test_help_teaches(command, capsys):
 def run_alone(folder, *words, **settings):
     """The command in a process of its own."""
     env = os.environ | {"PYTHONPATH": str(ROOT)} | settings
-    return subprocess.run([*PROGRAM, *words], cwd=folder, env=env, capture_output=True, text=True, check=True)
+    given = {"cwd": folder, "env": env, "timeout": PROCESS_SECONDS}
+    return subprocess.run([*PROGRAM, *words], capture_output=True, text=True, check=True, **given)
 
 
 @pytest.mark.processes
@@ -70,9 +73,12 @@ def test_a_terminal_without_the_characters_gets_escapes_and_a_closed_pipe_is_no_
     assert "\\u4e2d" in shown or "\\x" in shown or "\\ufffd" in shown
     settings = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
     with subprocess.Popen([*PROGRAM, *words], stdout=-1, stderr=-1, **settings) as process:
+        late = threading.Timer(PROCESS_SECONDS, process.kill)
+        late.start()
         process.stdout.readline()
         process.stdout.close()
         error = process.stderr.read()
+        late.cancel()
     assert process.returncode == 141
     assert "Broken" not in error
     assert "Traceback" not in error

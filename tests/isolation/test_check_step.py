@@ -1,6 +1,7 @@
 """`check_step` finds the bugs of other projects and our own in small loops, by the law that they break."""
 
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -268,7 +269,7 @@ def test_the_trainer_of_trl(tmp_path):
 
 
 def on_two_ranks(folder: Path) -> None:
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=90))
     found = {}
     for fault in ("", "times the ranks", "divided by the tokens of a rank"):
         model, _, collate, reference = loops.make()
@@ -286,7 +287,6 @@ def on_two_ranks(folder: Path) -> None:
         found[fault] = check_step(step, collate, loops.documents(), model, reference=reference).broken
     if torch.distributed.get_rank() == 0:
         torch.save(found, folder / "found.pt")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.processes

@@ -158,6 +158,7 @@ def test_a_process_that_ends_or_stops_while_it_plans_makes_no_other_wait(tmp_pat
         with cache.one_first(file):
             os.write(writer, b"x")
             os.kill(os.getpid(), signal.SIGKILL if is_killed else signal.SIGSTOP)
+    os.close(writer)  # so that a child that fails ends the wait
     os.read(reader, 1)
     try:
         assert is_mapped(array_in(file, lambda: np.arange(5)))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.launch import PROCESS_SECONDS
 
 from trl_packfix.planning.exact_fill import StreamPacker
 from trl_packfix.planning.packing import Packing, compare_settings
@@ -343,5 +344,5 @@ def test_planning_needs_numpy_only():
         "import sys, trl_packfix.planning.packing; from trl_packfix import plan_packs; plan_packs([3, 4, 5], 8, 'bfd');"
         "print([m for m in ('torch', 'datasets', 'trl', 'transformers', 'pyarrow', 'numba') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROCESS_SECONDS)
     assert done.stdout.strip() == "[]", done.stderr

@@ -14,7 +14,7 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from support.launch import fork_ranks
+from support.launch import LAUNCH_SECONDS, fork_ranks
 from support.versions import SHARDS_GRADIENTS_ON_CPUS, run_deepspeed_on_cpus
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -138,8 +138,6 @@ def run_rank(launch: str, folder: Path, scenarios: Scenarios) -> None:
         if os.environ["RANK"] == "0":
             (folder / name).parent.mkdir(exist_ok=True)
             torch.save(result, folder / f"{name}.pt")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def run_all(folder: Path, scenarios: Scenarios) -> bool:
@@ -154,5 +152,5 @@ def run_all(folder: Path, scenarios: Scenarios) -> bool:
         of_launch = {name: each for name, each in scenarios.items() if name.split("/")[0] in engines}
         if of_launch:
             ordered = dict(sorted(of_launch.items(), key=lambda item: engines.index(item[0].split("/")[0])))
-            ended.append(fork_ranks(num_ranks, partial(run_rank, launch, folder, ordered)))
+            ended.append(fork_ranks(num_ranks, partial(run_rank, launch, folder, ordered), LAUNCH_SECONDS))
     return all(ended)

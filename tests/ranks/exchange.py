@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 def start(*degrees: int) -> None:
     """For scenarios without a trainer, which starts the process group."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=90))  # turns a hang into an error
     exchange.make_groups(degrees)
 
 

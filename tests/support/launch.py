@@ -1,5 +1,6 @@
 """How processes are launched from tests: environment, ports, flags, and ranks as forks of one process."""
 
+import faulthandler
 import gc
 import json
 import os
@@ -11,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from math import inf
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +21,9 @@ import torch
 import transformers
 
 ROOT = Path(__file__).parents[2]
-LAUNCH_SECONDS = 1200  # a pair takes 40 to 130 alone on 2 cores, several times that beside another test worker
+LAUNCH_SECONDS = 900  # a pair takes 40 to 130 alone on 2 cores, up to 300 beside another test worker
+PROCESS_SECONDS = 300  # a command that a test runs takes 1 to 30
+FORK_SECONDS = 200  # ranks that are forked from a test take 2 to 20
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
@@ -50,21 +54,25 @@ def run(command: list[str], log: Path, seconds: int, **env: str) -> int:
 
 
 def rows_of(script: str, folder: Path, *arguments: str) -> list[dict]:
-    """The lines of JSON that a script of this folder's parent prints."""
+    """The lines of JSON that a script of this folder's parent prints for its commands, which "--" separates."""
     command = [sys.executable, str(ROOT / "tests" / script), *arguments]
-    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=LAUNCH_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"type"')]
 
 
 def print_rows(**commands: Callable[..., Iterable[dict]]) -> None:
-    """What `rows_of` reads: of a script that is called with the name of a command and its arguments."""
+    """What `rows_of` reads: of a script that is called with names of commands and their arguments."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    name, *arguments = sys.argv[1:]
-    for row in commands[name](*arguments):
-        print(json.dumps(row), flush=True)
+    words = sys.argv[1:]
+    while words:
+        end = words.index("--") if "--" in words else len(words)
+        name, *arguments = words[:end]
+        words = words[end + 1 :]
+        for row in commands[name](*arguments):
+            print(json.dumps(row | {"command": name}), flush=True)
 
 
 def seen_by(strict: ModuleType) -> dict:
@@ -90,8 +98,14 @@ class Launch:
         return torch.load(file)
 
 
-def fork_ranks(num_ranks: int, run: Callable[[], None]) -> bool:
-    """Call `run` in so many forks of this process, with the environment of ranks; whether all ended well."""
+def fork_ranks(num_ranks: int, run: Callable[[], None], seconds: int = FORK_SECONDS) -> bool:
+    """Call `run` in so many forks of this process, with the environment of ranks; whether all ended well and in time.
+
+    If one takes longer all print their stacks and end, and if one fails the others are killed. A fork ends as soon as
+    `run` returns. So `run` leaves the process group as it is: if it destroyed the group while a
+    `DistributedDataParallel` lives, that would be the last owner of the group, and freeing it would wait, with the
+    interpreter's lock, for a thread of gloo that may wait for this lock.
+    """
     gc.collect()
     gc.freeze()  # each training calls the collector, which would go through all libraries
     port = free_port()
@@ -101,6 +115,7 @@ def fork_ranks(num_ranks: int, run: Callable[[], None]) -> bool:
         if child == 0:
             code = 1
             try:
+                faulthandler.enable(file=2)  # SIGABRT prints the stacks, also while a thread keeps the lock
                 if num_ranks > 1:
                     ids = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
                     os.environ |= {name: str(value) for name, value in ids.items()}
@@ -115,17 +130,22 @@ def fork_ranks(num_ranks: int, run: Callable[[], None]) -> bool:
                 os._exit(code)
         children.append(child)
     codes = []
+    deadline = time.monotonic() + seconds
     while children:
         time.sleep(0.02)
+        if time.monotonic() > deadline:
+            deadline = inf
+            for child in children:
+                os.kill(child, signal.SIGABRT)
         for child in list(children):  # `os.wait` would take those of other tests, too
             ended, status = os.waitpid(child, os.WNOHANG)
             if not ended:
                 continue
             children.remove(child)
             codes.append(status)
-            if status:  # the others wait for this rank
+            if status and deadline < inf:  # the others wait for this rank
                 for other in children:
-                    os.kill(other, signal.SIGTERM)
+                    os.kill(other, signal.SIGKILL)
     return not any(codes)
 
 
