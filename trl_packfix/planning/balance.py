@@ -218,7 +218,7 @@ class _Slots:
             buffer.add(document, self.lengths[document])
         for slot in [slot for slot, room in enumerate(self.room) if 0 < room <= 2 * longest]:
             for length in buffer.exact_fill(self.room[slot], longest):
-                document = buffer.take(length)
+                document = buffer.pop_oldest(length)
                 others.pop(document)
                 self.put_document(document, slot)
         return list(others)
