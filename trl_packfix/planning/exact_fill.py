@@ -195,8 +195,8 @@ class StreamPacker:
         self.is_placed = bytearray()
         self.first_position = 0
         self.num_bytes = 0
-        # Each waiting document of at most half a pack adds its tokens, because it can fill the room beside a longer one.
-        # Each longer document subtracts `ENOUGH_FILLERS` times the room beside it. Below 0, short documents are scarce.
+        # A waiting document of at most half a pack adds its tokens, because it can fill the room beside a longer one. A
+        # longer document subtracts `ENOUGH_FILLERS` times the room beside it. Below 0, short documents are scarce.
         self.filler_surplus = 0
         self.members: list[int] = []  # positions in the open pack
 

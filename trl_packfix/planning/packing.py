@@ -232,7 +232,7 @@ class Packing:
         if self.traits.plan is None:
             assert block is not None, "documents are not cut into blocks"
             return plan_blocks(block, rows, self.batch_size, capacity=self.planned_capacity, rng=rng)
-        order = np.arange(len(rows)) if rng is None else units.visited(rng.permutation(len(rows)))
+        order = np.arange(len(rows)) if rng is None else units.visiting_order(rng.permutation(len(rows)))
         return self.traits.plan(rows, self.planned_capacity, order=order, rng=rng)
 
     def pack_stream(
