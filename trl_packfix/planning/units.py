@@ -1,9 +1,9 @@
 """What planning packs, units, and what it packs them into, bins. numpy only.
 
 A *unit* is planned as one thing: a document, with its images if it has any, or a family of documents that begin alike
-(`Pieces` in `families.py`). It has a number of rows, by which it fits into a bin, and a cost in FLOPs, by which bins are
-balanced. A *bin*, also called *slot*, is the place of one pack: one micro-batch of one rank, or of one group of ranks
-that share the pack. The *degree* is the number of ranks in such a group; the cost of a unit depends on it.
+(`Pieces` in `families.py`). It has a number of rows, by which it fits into a bin, and a cost in FLOPs, by which bins
+are balanced. A *bin*, also called *slot*, is the place of one pack: one micro-batch of one rank, or of one group of
+ranks that share the pack. The *degree* is the number of ranks in the group; the cost of a unit depends on it.
 
 `data/epochs.py` makes units from the lengths of documents, and `Packing` makes the bins from the settings. After
 planning, units are replaced by their documents. Letters: U units, S slots of an optimizer step.
