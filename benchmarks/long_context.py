@@ -70,7 +70,7 @@ def step_lengths(longest: int, tokens: int, seed: int) -> Int64Array:
 
 def divided(units: Units, bins: Bins, parallel: SequenceParallel) -> DividedStep | None:
     step = UndividedStep(np.arange(len(units)), units, bins, parallel=parallel)
-    return step.divided(step.members, bins.accumulation)
+    return step.divide(step.members, bins.accumulation)
 
 
 def exchange_seconds(found: DividedStep, step: UndividedStep) -> float:
@@ -144,7 +144,7 @@ def several_degrees(step: UndividedStep, found: DividedStep) -> float:
         documents = np.concatenate(own)
         documents = documents[np.argsort(-step.units.rows[documents], kind="stable")]
         tries = [_with_giants(step, documents, limit, base) for limit in LIMITS for base in (1, 2, 4, 8)]
-        total += min([step.grouped(own, degree).seconds, *(seconds for seconds in tries if seconds is not None)])
+        total += min([step.as_division(own, degree).seconds, *(seconds for seconds in tries if seconds is not None)])
     return total
 
 

@@ -183,7 +183,7 @@ def test_copies_are_in_pieces_of_their_own_and_visited_far_apart(documents, seed
     assert sorted(pieces.order.tolist()) == list(range(len(documents)))
     assert all(len(each) == len(set(each)) for each in tokens)
     given = rng.permutation(len(pieces))
-    order = pieces.visited(given)
+    order = pieces.visiting_order(given)
     assert sorted(order.tolist()) == sorted(given.tolist())
     if len(set(map(tuple, documents))) == len(documents):
         assert order.tolist() == given.tolist()

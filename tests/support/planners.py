@@ -36,7 +36,7 @@ def of_units(plan: EpochPlanner, epoch: int = 0) -> tuple[Schedule, Units]:
     """What is balanced: the schedule of the units of an epoch, and these."""
     schedule = plan.schedule(epoch)
     units = plan.units(epoch)
-    order, offsets = units.of(schedule.order, schedule.offsets)
+    order, offsets = units.from_documents(schedule.order, schedule.offsets)
     return replace(schedule, order=order, offsets=offsets), units
 
 

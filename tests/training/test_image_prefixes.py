@@ -179,7 +179,7 @@ def computed_rows(run) -> list[tuple[int, int, int]]:
     units = run.data.planner.units()
     documents = run.data.documents
     number = np.empty(len(documents), dtype=np.int64)
-    number[units.order] = units._piece
+    number[units.order] = units._piece_numbers
     found = []
     for slot in range(len(schedule.offsets) - 1):
         pack = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]]

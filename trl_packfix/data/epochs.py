@@ -215,7 +215,7 @@ class EpochPlanner:
                 # The Trainer has computed the number of steps from the first plan
                 plan = shuffle_packs(self.first_plan, np.random.default_rng((packing.seed, epoch)))
             schedule = packing.schedule(plan, units, self.num_steps)
-        order, offsets = units.documents(schedule.order, schedule.offsets, packing.make_rng(epoch, len(units)))
+        order, offsets = units.to_documents(schedule.order, schedule.offsets, packing.make_rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets)
 
     def make_pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:

@@ -1,12 +1,15 @@
-"""Balance one optimizer step: its documents in packs whose modelled cost is even over the ranks.
+"""Balance one optimizer step: deal its units to slots so that the ranks wait for each other as little as possible.
 
-The documents of the step are given and do not change; only which of them share a pack does. A step has G micro-batches
-on every rank. Ranks wait for each other after each of them ("micro": ZeRO-2, ZeRO-3, FSDP) or only after the last one
-("step": DDP, ZeRO-1).
+`schedule.py` and `degrees.py` call this module with the packs of one step, and put the balanced packs into the
+schedule. The step keeps its units; only which of them share a pack changes. A *slot* is the place of one pack: one of
+the G micro-batches of the step on one of the W ranks. A *micro-step* is the micro-batches of the same number on all
+ranks. Ranks wait for each other after each micro-step (synchronisation "micro": ZeRO-2, ZeRO-3, FSDP) or only after the
+last one ("step": DDP, ZeRO-1).
 
-Full packs differ only in the cost of attention, which is mostly that of long documents. These are dealt first, by their
-*excess*: their cost above that of short documents with as many tokens. The short ones fill the remaining room. A full
-step has no token to spare, so at last two slots divide their shortest documents anew.
+Full packs differ only in the cost of attention, and most of this cost comes from long documents. Long documents are
+dealt first, by their *excess*: their cost above the cost of short documents with as many tokens. The short documents
+fill the remaining room. A full step has no token to spare, so a slot may end up above its capacity; at last such a slot
+and another one divide their shortest documents anew.
 
 Letters: S = G * W slots; slot i is micro-batch i // W of rank i % W.
 """
@@ -19,27 +22,29 @@ from .arrays import Float64Array, Int64Array
 from .exact_fill import WaitingDocuments
 from .units import Bins, Units
 
-FEW_UNITS = 4  # units per slot; below this they are not dealt again, since they hardly ever fit another way
-GOOD_ENOUGH_RATIO = 1.002  # times the mean: packs with less waiting than this stay as they are
-SHORT_DIVISOR = 32  # documents of at most capacity / 32 tokens are short. They fill the room beside the long ones,
-FILLING_SHARE = 1 / 4  # and at least this share of the tokens does, or full slots would hold long documents only
-SPARE_DIVISOR = 32  # the last capacity / 32 of a slot is for the shortest documents, which go where there is most room
-NUM_DIVIDED_TOGETHER = (
-    4,
-    6,
-    8,
-    12,
-    16,
-    24,
-)  # shortest documents of each of two slots that are divided anew; the fewest that work
+FEW_UNITS = 4  # units per slot; fewer are not dealt again, since they hardly ever fit another way
+GOOD_ENOUGH_RATIO = 1.002  # packs that take at most this many times the mean cost of a rank stay as they are
+SHORT_DIVISOR = 32  # documents of at most capacity / 32 tokens are short: they fill the room beside the long ones
+FILLING_SHARE = 1 / 4  # the shortest documents with this share of the tokens count as short ones in any case
+SPARE_DIVISOR = 32  # the last capacity / 32 of a slot is for the shortest documents, which go where most room is
+NUM_DIVIDED_TOGETHER = (4, 6, 8, 12, 16, 24)  # numbers of shortest documents per slot that are divided anew, in turn
 NUM_PARTNERS = 16  # slots with most room that are tried for a slot above its capacity
 
 
 def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int64Array]:
-    """The units of `packs` in S packs with the least modelled waiting time, in slot order.
+    """Deal the units of `packs` to the S slots with the least modelled time that is found.
 
-    If dealing the units again does not help, the packs, at most S and none above the capacity, are returned in the best
-    order: units that fill their packs exactly cannot always be dealt another way, least of all a few long ones.
+    The order of the packs is balanced first. If ranks still wait, the units are dealt anew. Where this does not help,
+    the packs stay as they are: units that fill their packs exactly cannot always be dealt another way, least of all a
+    few long ones.
+
+    Args:
+        packs: numbers of the units in each pack; at most S packs, none above the capacity.
+        units: all units, also of other steps.
+        bins: the slots of the step.
+
+    Returns:
+        S packs in the order of slots.
 
     >>> from .costs import CostModel
     >>> packs = [np.array([0, 1]), np.array([4]), np.array([2, 3]), np.array([5])]
@@ -48,63 +53,90 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     >>> [pack.tolist() for pack in balance_packs(packs, units, bins)]  # the two dearest packs share a micro-step
     [[4], [5], [0, 1], [2, 3]]
     """
-    slots = bins.num_slots
+    num_slots = bins.num_slots
     accumulation = bins.accumulation
     world_size = bins.world_size
-    packs = packs + [np.zeros(0, np.int64)] * (slots - len(packs))
+    packs = packs + [np.zeros(0, np.int64)] * (num_slots - len(packs))
     if world_size == 1:
         return packs
     by_rank = bins.synchronisation == "step" and accumulation > 1
 
-    def modelled_time(costs: Float64Array) -> float:
-        costs = costs.reshape(accumulation, world_size)
-        return float(costs.sum(axis=0).max() if by_rank else costs.max(axis=1).sum())
+    def modelled_time(slot_costs: Float64Array) -> float:
+        slot_costs = slot_costs.reshape(accumulation, world_size)
+        return float(slot_costs.sum(axis=0).max() if by_rank else slot_costs.max(axis=1).sum())
 
-    of_units = units.costs(bins.degree)
-    pack_costs = np.array([of_units[pack].sum() for pack in packs])
-    placed = np.arange(slots)
-    waiting = modelled_time(pack_costs)
-    order = np.argsort(-pack_costs, kind="stable")  # each micro-step gets neighbours, which is the best order
+    unit_costs = units.costs(bins.degree)
+    pack_costs = np.array([unit_costs[pack].sum() for pack in packs])
+    # 1. Order the packs. By falling cost, each micro-step gets neighbours, which is the best order for "micro".
+    best_order = np.arange(num_slots)
+    best_time = modelled_time(pack_costs)
+    order = np.argsort(-pack_costs, kind="stable")
     if by_rank:
-        of_ranks = least_loaded(np.ones_like(order), pack_costs[order], world_size, capacity=accumulation)
-        assert of_ranks is not None  # a place for each pack
-        order = order[np.transpose(of_ranks).ravel()]
-    if (better := modelled_time(pack_costs[order])) < waiting:
-        placed = order
-        waiting = better
+        packs_of_ranks = least_loaded(np.ones_like(order), pack_costs[order], world_size, capacity=accumulation)
+        assert packs_of_ranks is not None, "each rank has a slot for each of its packs"
+        order = order[np.transpose(packs_of_ranks).ravel()]
+    time = modelled_time(pack_costs[order])
+    if time < best_time:
+        best_order = order
+        best_time = time
+    # 2. If this is not good enough, deal all units anew.
     members = np.concatenate(packs)
-    cost = of_units[members]
-    if waiting <= GOOD_ENOUGH_RATIO * cost.sum() / world_size or len(members) < FEW_UNITS * slots:
-        return [packs[i] for i in placed]
-    sizes = {"capacity": bins.capacity, "world_size": world_size, "num_slots": slots}
-    dealt = deal_documents(units.rows[members], cost, by_rank=by_rank, **sizes)
+    costs = unit_costs[members]
+    is_good_enough = best_time <= GOOD_ENOUGH_RATIO * costs.sum() / world_size
+    if is_good_enough or len(members) < FEW_UNITS * num_slots:
+        return [packs[i] for i in best_order]
+    dealt = deal_documents(
+        units.rows[members],
+        costs,
+        capacity=bins.capacity,
+        world_size=world_size,
+        num_slots=num_slots,
+        by_rank=by_rank,
+    )
     if dealt is not None and all(len(pack) for pack in dealt):
-        costs = np.array([cost[pack].sum() for pack in dealt])
-        order = np.arange(slots) if by_rank else np.argsort(-costs, kind="stable")
-        if modelled_time(costs[order]) < waiting:
+        dealt_costs = np.array([costs[pack].sum() for pack in dealt])
+        order = np.arange(num_slots) if by_rank else np.argsort(-dealt_costs, kind="stable")
+        if modelled_time(dealt_costs[order]) < best_time:
             return [members[dealt[i]] for i in order]
-    return [packs[i] for i in placed]
+    return [packs[i] for i in best_order]
 
 
 def least_loaded(
     rows: Int64Array, costs: Int64Array | Float64Array, num: int, *, capacity: int
 ) -> list[Int64Array] | None:
-    """Each unit to the pack with the least cost that has room (Graham 1969); None if one has no room anywhere.
+    """Put each unit, in the order given, into the pack with the least cost that has room (Graham 1969).
 
-    Units are given longest first, and are their places in `rows` and `costs`.
+    Args:
+        rows: rows of each unit, longest first, shape (U,).
+        costs: cost of each unit, shape (U,).
+        num: number of packs.
+        capacity: most rows of a pack.
+
+    Returns:
+        The indices of the units in each pack; None if a unit fits into no pack.
     """
     if rows.sum() > num * capacity:
         return None
     slots = _Slots(rows, costs, capacity=capacity, num_slots=num, spare=0)
     slots.deal_to_groups(list(range(len(rows))), [[slot] for slot in range(num)])
-    return [np.array(units, dtype=np.int64) for units in slots.documents] if min(slots.room, default=0) >= 0 else None
+    if min(slots.room, default=0) < 0:
+        return None
+    return slots.packs()
 
 
 def even_targets(packs: list[Int64Array], units: Units, num: int, *, capacity: int) -> list[Int64Array]:
-    """Deal the units of `packs` again, to packs with numbers of trained tokens that are as even as is found.
+    """Deal the units of `packs` anew so that packs have even numbers of trained tokens.
 
-    Where the loss is a mean over each micro-batch, a token of a pack with few trained tokens counts more. Returns at
-    least `num` packs, of at most `capacity` rows each: the given ones if no other way to fit them is more even.
+    Where the loss is a mean over each micro-batch, the trained tokens of a pack that has few of them count more.
+
+    Args:
+        packs: numbers of the units in each pack, none above the capacity.
+        units: all units, also of other steps, with `targets`.
+        num: number of packs to make.
+        capacity: most rows of a pack.
+
+    Returns:
+        At least `num` packs. They are `packs`, with empty packs behind, if nothing more even is found.
 
     >>> from .costs import CostModel
     >>> units = Units(np.array([6, 4, 2]), CostModel(per_token=1.0, per_pair=0.0), targets=np.array([6, 4, 2]))
@@ -117,11 +149,13 @@ def even_targets(packs: list[Int64Array], units: Units, num: int, *, capacity: i
     rows = units.rows[longest_first]
     targets = units.targets[longest_first]
     candidates = [packs + [members[:0]] * (num - len(packs))]
-    attempts = [
+    dealt_anew = [
         least_loaded(rows, targets, num, capacity=capacity),
         deal_documents(rows, targets.astype(float), capacity=capacity, world_size=num, num_slots=num, by_rank=False),
     ]
-    candidates += [[longest_first[places] for places in attempt] for attempt in attempts if attempt is not None]
+    for dealt in dealt_anew:
+        if dealt is not None:
+            candidates.append([longest_first[indices] for indices in dealt])
 
     def spread(candidate: list[Int64Array]) -> int:
         sums = [int(units.targets[pack].sum()) for pack in candidate]  # type: ignore[index]  # asserted above
@@ -133,18 +167,32 @@ def even_targets(packs: list[Int64Array], units: Units, num: int, *, capacity: i
 def deal_documents(
     lengths: Int64Array, cost: Float64Array, *, capacity: int, world_size: int, num_slots: int, by_rank: bool
 ) -> list[Int64Array] | None:
-    """Positions of the documents in each slot, of N documents; None if they are not made to fit.
+    """Deal documents to the slots of a step by cost.
 
-    While the dearest document has more than an even share of the excess, the other ranks wait for it in its micro-step,
-    where long documents cost no time: as many are dealt to this micro-step as have no more excess in any of its slots.
-    With `by_rank` ranks wait only after the last micro-step, so the slots of a rank are one group.
+    The slots of a micro-step end together, with its dearest document. While the dearest document has more than an even
+    share of all excess, the other ranks wait for it in its micro-step, where further long documents cost no time: this
+    micro-step gets as many of them as fit without a slot of more excess. With `by_rank`, ranks wait only after the last
+    micro-step, so all slots of a rank are one group.
+
+    Args:
+        lengths: tokens of each document, shape (N,).
+        cost: cost of each document, shape (N,).
+        capacity: most tokens of a slot.
+        world_size: W, the number of ranks.
+        num_slots: S, a multiple of W.
+        by_rank: whether ranks wait for each other only after the last micro-step.
+
+    Returns:
+        The indices of the documents in each slot; None if it is not found how they fit.
 
     >>> lengths = np.array([100, 60, 60, 40, 10, 10, 10, 10])
-    >>> packs = deal_documents(lengths, lengths + lengths**2.0, capacity=100, world_size=2, num_slots=4, by_rank=False)
+    >>> cost = lengths + lengths**2.0
+    >>> packs = deal_documents(lengths, cost, capacity=100, world_size=2, num_slots=4, by_rank=False)
     >>> [lengths[pack].tolist() for pack in packs]  # two micro-steps of two ranks
     [[100], [60, 40], [60], [10, 10, 10, 10]]
     """
-    # By cost and not by length: a short document with large images costs as much as a long one.
+    # 1. Divide the documents into long and short ones, by cost and not by length: a short document with large images
+    # costs as much as a long one.
     dearest_first = np.argsort(-cost, kind="stable")
     tokens = np.cumsum(lengths[dearest_first])
     num_long = min(
@@ -152,46 +200,88 @@ def deal_documents(
     )
     long = dearest_first[:num_long].tolist()
     short = dearest_first[num_long:].tolist()
-    # In a full slot a document stands in the place of short ones; where there is room, all that it costs is excess.
+    # 2. Compute the excess. In a full slot a document stands in the place of short ones; where there is room, its whole
+    # cost is excess.
     has_room = tokens[-1] < (1 - 1 / SPARE_DIVISOR) * num_slots * capacity
-    excess = cost - (0 if has_room else cost[short].sum() / max(lengths[short].sum(), 1)) * lengths
+    short_cost_per_token = 0 if has_room else cost[short].sum() / max(lengths[short].sum(), 1)
+    excess = cost - short_cost_per_token * lengths
     excess[long] = np.maximum(excess[long], 0)
+    # 3. Deal the long documents. Micro-steps that wait for one very long document come first.
     slots = _Slots(lengths, excess, capacity=capacity, num_slots=num_slots, spare=capacity // SPARE_DIVISOR)
     num_groups = world_size if by_rank else num_slots
-    groups = rest = [list(range(i, num_slots, num_groups)) for i in range(num_groups)]
-    while not by_rank and len(rest) > world_size and long and excess[long[0]] * len(rest) > excess[long].sum():
-        long = slots.deal_to_groups(long, rest[:world_size], limit=excess[long[0]])
-        rest = rest[world_size:]
-    slots.deal_to_groups(long, rest)
+    groups = [list(range(i, num_slots, num_groups)) for i in range(num_groups)]
+    open_groups = groups
+    while not by_rank and len(open_groups) > world_size and long:
+        if excess[long[0]] * len(open_groups) <= excess[long].sum():
+            break
+        long = slots.deal_to_groups(long, open_groups[:world_size], limit=excess[long[0]])
+        open_groups = open_groups[world_size:]
+    slots.deal_to_groups(long, open_groups)
+    # 4. Deal the short documents. Inside a micro-step, what ends before its dearest slot costs no time.
     short = slots.fill_slots_exactly(short)
-    if has_room and not by_rank:  # what ends with the dearest slot of a micro-step costs no time
-        load = np.array([excess[documents].sum() for documents in slots.documents])
-        for part in np.argsort(-load, kind="stable").reshape(-1, world_size).tolist():
-            short = slots.deal_to_groups(short, [[slot] for slot in part], limit=load[part[0]])
+    if has_room and not by_rank:
+        loads = np.array([excess[documents].sum() for documents in slots.documents])
+        for micro_step in np.argsort(-loads, kind="stable").reshape(-1, world_size).tolist():
+            short = slots.deal_to_groups(short, [[slot] for slot in micro_step], limit=loads[micro_step[0]])
     slots.deal_to_groups(short, groups)
-    return [np.array(documents, dtype=np.int64) for documents in slots.documents] if slots.exchange_excess() else None
+    # 5. Relieve slots above their capacity.
+    if not slots.exchange_excess():
+        return None
+    return slots.packs()
 
 
 class _Slots:
-    """The documents of each slot, about longest first, and the tokens that it can still take."""
+    """The documents of each slot, and the room that each slot still has.
+
+    `documents` has the indices of the documents in each slot, about longest first. `room` is the number of tokens that
+    still fit, below 0 for a slot above its capacity.
+
+    Args:
+        lengths: tokens of each document, shape (N,).
+        excess: excess, or another cost, of each document, shape (N,).
+        capacity: most tokens of a slot.
+        num_slots: number of slots.
+        spare: room that a document must leave in its slot, if it can.
+    """
 
     def __init__(
         self, lengths: Int64Array, excess: Int64Array | Float64Array, *, capacity: int, num_slots: int, spare: int
     ):
-        self.lengths, self.excess = lengths.tolist(), excess.tolist()
-        self.capacity, self.spare, self.room = capacity, spare, [capacity] * num_slots
+        self.lengths = lengths.tolist()
+        self.excess = excess.tolist()
+        self.capacity = capacity
+        self.spare = spare
+        self.room = [capacity] * num_slots
         self.documents: list[list[int]] = [[] for _ in range(num_slots)]
 
+    def packs(self) -> list[Int64Array]:
+        """Return the indices of the documents in each slot."""
+        return [np.array(documents, dtype=np.int64) for documents in self.documents]
+
     def put_document(self, document: int, slot: int) -> None:
+        """Put a document into a slot, which may have no room for it."""
         self.documents[slot].append(document)
         self.room[slot] -= self.lengths[document]
 
     def deal_to_groups(self, documents: list[int], groups: list[list[int]], limit: float = np.inf) -> list[int]:
-        """Each to the group with the least excess that has room, else with most room; returns those above `limit`."""
-        others: list[int] = []
+        """Deal each document to the group of slots with the least excess that has room.
+
+        Without `limit`, a document that fits nowhere goes to the group with most room, so a slot may end above its
+        capacity.
+
+        Args:
+            documents: documents in the order in which they are dealt, about longest first.
+            groups: the slots of each group.
+            limit: most excess of a group.
+
+        Returns:
+            The documents that are not dealt, because a group would have more excess than `limit` or no group has room.
+        """
+        not_dealt: list[int] = []
         heap = [(sum([self.excess[d] for slot in group for d in self.documents[slot]]), group) for group in groups]
-        full: list[tuple[int, float, list[int]]] = []  # most room first: documents get shorter, so groups come back
         heapq.heapify(heap)
+        # Groups without room for the last document, by most room. They come back once documents are shorter.
+        full: list[tuple[int, float, list[int]]] = []
         for document in documents:
             wanted = min(self.lengths[document] + self.spare, self.capacity)
             while full and -full[0][0] >= wanted:
@@ -202,66 +292,89 @@ class _Slots:
             load, group = heap[0] if heap else full[0][1:]
             load += self.excess[document]
             if load > limit or (limit < np.inf and not heap):
-                others.append(document)
+                not_dealt.append(document)
                 continue
-            heapq.heappop(heap) if heap else heapq.heappop(full)
+            if heap:
+                heapq.heappop(heap)
+            else:
+                heapq.heappop(full)
             self.put_document(document, max(group, key=self.room.__getitem__))
             heapq.heappush(heap, (load, group))
-        return others
+        return not_dealt
 
     def fill_slots_exactly(self, short: list[int]) -> list[int]:
-        """Fill slots with little room exactly, by one or two documents; returns the others."""
+        """Fill slots with little room exactly, each by one or two documents; return the documents that are not used."""
         longest = max([self.lengths[document] for document in short], default=0)
         buffer = WaitingDocuments(longest)
-        others = dict.fromkeys(short)
+        unused = dict.fromkeys(short)
         for document in short:
             buffer.add(document, self.lengths[document])
         for slot in [slot for slot, room in enumerate(self.room) if 0 < room <= 2 * longest]:
             for length in buffer.exact_fill(self.room[slot], longest):
-                document = buffer.take(length)
-                others.pop(document)
+                document = buffer.pop_oldest(length)
+                unused.pop(document)
                 self.put_document(document, slot)
-        return list(others)
+        return list(unused)
 
     def exchange_excess(self) -> bool:
-        """Exchange documents until no slot is above the capacity; False if no such exchanges are found."""
-        under = [(-room, slot) for slot, room in enumerate(self.room) if room > 0]
-        heapq.heapify(under)
+        """Divide documents between pairs of slots until no slot is above its capacity; return whether this succeeds."""
+        with_room = [(-room, slot) for slot, room in enumerate(self.room) if room > 0]
+        heapq.heapify(with_room)
         for slot in sorted(range(len(self.room)), key=self.room.__getitem__):
             while self.room[slot] < 0:
-                tried: list[int] = []
-                while not tried or not self.divide_pair(slot, tried[-1]):
-                    if not under or len(tried) == NUM_PARTNERS:
+                # Try the slots with most room as partners, until one of them relieves this slot.
+                partners: list[int] = []
+                is_relieved = False
+                while not is_relieved:
+                    if not with_room or len(partners) == NUM_PARTNERS:
                         return False
-                    tried.append(heapq.heappop(under)[1])
-                for changed in [i for i in (*tried, slot) if self.room[i] > 0]:
-                    heapq.heappush(under, (-self.room[changed], changed))
+                    partners.append(heapq.heappop(with_room)[1])
+                    is_relieved = self.divide_pair(slot, partners[-1])
+                for changed in [*partners, slot]:
+                    if self.room[changed] > 0:
+                        heapq.heappush(with_room, (-self.room[changed], changed))
         return True
 
     def divide_pair(self, slot: int, partner: int) -> bool:
-        """Divide short documents of both anew so that `slot` has less above its capacity, and `partner` nothing."""
-        # All sums are the bits of one integer: Pisinger 2003, https://doi.org/10.1016/S0305-0548(02)00131-7
-        for most in NUM_DIVIDED_TOGETHER:
-            pools = [self.documents[i][-most:] for i in (slot, partner)]
-            mine, theirs = ([self.lengths[d] for d in pool] for pool in pools)
-            low = sum(mine) - self.room[partner]  # tokens that `slot` may keep
-            high = sum(mine) + self.room[slot]
-            low, high = max(low, 0), high if low <= high else sum(mine) - 1
-            sums = [1]
-            for length in mine + theirs:
+        """Divide the shortest documents of two slots anew.
+
+        Afterwards `slot` has fewer tokens above its capacity, or none, and `partner` is within its capacity.
+
+        Returns:
+            Whether such a division was found. If not, nothing changes.
+        """
+        # 1. Find all sums of tokens that `slot` may get. They are the bits of one integer: Pisinger 2003,
+        # https://doi.org/10.1016/S0305-0548(02)00131-7. Few documents are tried first.
+        for num_divided in NUM_DIVIDED_TOGETHER:
+            pools = [self.documents[i][-num_divided:] for i in (slot, partner)]
+            slot_lengths, partner_lengths = ([self.lengths[d] for d in pool] for pool in pools)
+            # With `low` to `high` tokens for `slot`, neither is above its capacity. If no number does this, `slot` must
+            # at least lose a token.
+            low = sum(slot_lengths) - self.room[partner]
+            high = sum(slot_lengths) + self.room[slot]
+            if low > high:
+                high = sum(slot_lengths) - 1
+            low = max(low, 0)
+            sums = [1]  # after i documents, bit n of sums[i] is set if some of them have n tokens together
+            for length in slot_lengths + partner_lengths:
                 sums.append(sums[-1] | sums[-1] << length)
-            if reachable := sums[-1] >> low & (1 << max(high - low + 1, 0)) - 1:
+            reachable = sums[-1] >> low & (1 << max(high - low + 1, 0)) - 1
+            if reachable:
                 break
         else:
             return False
+        # 2. `slot` gets the smallest such sum. Take the divided documents from both slots.
         tokens = low + (reachable & -reachable).bit_length() - 1
         for i in (slot, partner):
-            self.room[i] += sum([self.lengths[d] for d in self.documents[i][-most:]])
-            del self.documents[i][-most:]
-        for document, before in zip(reversed(pools[0] + pools[1]), reversed(sums[:-1]), strict=True):
-            without = before >> tokens & 1
-            self.put_document(document, partner if without else slot)
-            tokens -= 0 if without else self.lengths[document]
+            self.room[i] += sum([self.lengths[d] for d in self.documents[i][-num_divided:]])
+            del self.documents[i][-num_divided:]
+        # 3. Go back through the sums: a document goes to `partner` if the documents before it have the sum without it.
+        for document, sums_before in zip(reversed(pools[0] + pools[1]), reversed(sums[:-1]), strict=True):
+            if sums_before >> tokens & 1:
+                self.put_document(document, partner)
+            else:
+                self.put_document(document, slot)
+                tokens -= self.lengths[document]
         for i in (slot, partner):
             self.documents[i].sort(key=self.lengths.__getitem__, reverse=True)
         return True

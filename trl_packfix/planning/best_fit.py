@@ -1,6 +1,12 @@
-"""Best-fit decreasing on the histogram of lengths, and packs as two arrays.
+"""Best-fit decreasing on the histogram of lengths, and functions on packs as two arrays.
 
-Packs are (members, sizes): the documents, pack after pack, and how many each pack has.
+*Best-fit decreasing* takes documents longest first and puts each into the fullest pack that has room for it, or opens a
+new pack. It is used for whole tables (`packs.plan_bfd`), for buffers and windows (`exact_fill.py`) and for groups of
+ranks (`degrees.py`). Lengths and capacities are in tokens; the *space* of a pack is the number of tokens that still
+fit.
+
+Packs are a pair of arrays, (members, sizes): `members` has the documents by number, pack after pack, shape (N,), and
+`sizes` the number of documents in each of P packs, shape (P,).
 """
 
 from bisect import bisect_left, insort
@@ -11,13 +17,18 @@ import numpy as np
 from .arrays import Int64Array
 
 Packs = tuple[Int64Array, Int64Array]
-EqualPacks = tuple[
-    int, int, int
-]  # of packs in `best_fit_of_histogram`: the first, how many, and the documents that each of them has
+EqualPacks = tuple[int, int, int]
+"""Packs with consecutive numbers and documents of equal lengths: (first pack, number of packs, documents in each)."""
 
 
 def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Generator | None = None) -> Packs:
-    """Packs in the order in which best-fit decreasing opens them; with `rng` in a random one, see `plan_bfd`.
+    """Pack documents by best-fit decreasing.
+
+    Args:
+        lengths: tokens of each document, shape (N,).
+        capacity: most tokens of a pack, at least the longest length.
+        rng: draws the order of the packs, and exchanges documents of equal length. Without it, packs are in the order
+            in which they are opened.
 
     >>> best_fit_decreasing(np.array([2, 5, 3, 4]), capacity=7)
     (array([1, 0, 3, 2]), array([2, 2]))
@@ -25,26 +36,29 @@ def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Gener
     if len(lengths) == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     longest = int(lengths.max())
-    # numpy sorts 16-bit keys by counting, in linear time
+    # 1. Sort the documents, longest first. numpy sorts 16-bit keys by counting, in linear time.
     key = (longest - lengths).astype(np.uint16 if longest < 2**16 else np.int64)
     if rng is None:
         by_length = np.argsort(key, kind="stable")
     else:
         shuffled = rng.permutation(len(lengths))
         by_length = shuffled[np.argsort(key[shuffled], kind="stable")]
+    # 2. Pack lengths. By each row of the result, `per_pack` documents go to each of `num_packs` packs from `first_pack`
+    # on, behind the `filled` documents that they have already.
     first_pack, num_packs, per_pack, filled = best_fit_of_histogram(np.bincount(lengths), capacity).T
-    # Row by row, `per_pack` documents go to each of `num_packs` packs from `first_pack` on, behind the `filled` ones.
-    documents = num_packs * per_pack
-    index = np.arange(len(lengths)) - np.repeat(np.cumsum(documents) - documents, documents)
-    per_pack = np.repeat(per_pack, documents)
+    # 3. Compute the pack of each document, and its index among the documents of its row in this pack.
+    row_documents = num_packs * per_pack
+    index = np.arange(len(lengths)) - np.repeat(np.cumsum(row_documents) - row_documents, row_documents)
+    per_pack = np.repeat(per_pack, row_documents)
     pack = index // per_pack
-    index -= pack * per_pack  # place among the row's documents in this pack
-    del per_pack
-    pack += np.repeat(first_pack, documents)
+    index -= pack * per_pack
+    del per_pack  # large arrays are freed early
+    pack += np.repeat(first_pack, row_documents)
     if rng is not None:
         pack = rng.permutation(int((first_pack + num_packs).max()))[pack]
+    # 4. Make this the index in `members`, and put the documents there.
     sizes = np.bincount(pack)
-    index += np.repeat(filled, documents)
+    index += np.repeat(filled, row_documents)
     index += (np.cumsum(sizes) - sizes)[pack]
     del pack
     members = np.empty_like(by_length)
@@ -53,62 +67,74 @@ def best_fit_decreasing(lengths: Int64Array, capacity: int, rng: np.random.Gener
 
 
 def best_fit_of_histogram(counts: Int64Array, capacity: int) -> Int64Array:
-    """Best-fit decreasing on a histogram: rows (first_pack, num_packs, per_pack, filled), longest documents first.
+    """Pack a histogram of lengths by best-fit decreasing.
 
-    Packs with the same documents are one run of consecutive numbers, so a run of packs takes all it can of one length
-    at once. Best fit makes this exact: after a document, the tightest pack is still the tightest for the next of the
-    same length until it has no more room. Of runs with equal space, the oldest is filled first.
+    Packs with documents of equal lengths have consecutive numbers, and are filled together: all of them take as many
+    documents of the next length as they can. This is exact: after a document, the fullest pack with room is still the
+    fullest one for the next document of this length, until it has no more room. Of packs with equal space, the ones
+    that got this space first are filled first.
 
-    Worked example, lengths 5 5 3 2 2 in packs of 7: both fives open a pack each; the three fits into neither (2 tokens
-    of space) and opens a third; of the twos, one goes behind each five.
+    Worked example, lengths 5 5 3 2 2 in packs of 7: the two fives open a pack each; the three fits into neither (2
+    tokens of space) and opens a third pack; of the twos, one goes behind each five.
+
+    Args:
+        counts: number of documents of each length, from length 0 on.
+        capacity: most tokens of a pack.
+
+    Returns:
+        Rows (first_pack, num_packs, per_pack, filled), longest documents first: `per_pack` documents of a length go to
+        each of `num_packs` packs from `first_pack` on, behind the `filled` documents that these packs have already.
 
     >>> best_fit_of_histogram(np.bincount([5, 5, 3, 2, 2]), 7).tolist()
     [[0, 2, 1, 0], [2, 1, 1, 0], [0, 2, 1, 1]]
     """
     rows: list[tuple[int, int, int, int]] = []
-    runs: dict[int, deque[EqualPacks]] = {}  # by the free tokens of each of their packs, the oldest run first
-    spaces: list[int] = []  # keys of `runs`, ascending
-    opened = 0
+    packs_by_space: dict[int, deque[EqualPacks]] = {}  # by the space of each pack
+    spaces: list[int] = []  # keys of `packs_by_space`, ascending
+    num_opened = 0
 
-    def runs_with(space: int) -> deque[EqualPacks]:
-        if space not in runs:
-            runs[space] = deque()
+    def packs_with(space: int) -> deque[EqualPacks]:
+        if space not in packs_by_space:
+            packs_by_space[space] = deque()
             insort(spaces, space)
-        return runs[space]
+        return packs_by_space[space]
 
     for length in np.flatnonzero(counts)[::-1].tolist():
-        left = int(counts[length])
-        while left:
+        num_remaining = int(counts[length])
+        while num_remaining:
+            # 1. Choose the fullest packs with room for this length, or open as many packs as all documents need.
             tightest = bisect_left(spaces, length)
             if tightest < len(spaces):
                 space = spaces[tightest]
-                first, num, filled = runs[space].popleft()
-                if not runs[space]:
-                    del runs[space], spaces[tightest]
-            else:  # open as many packs as the rest needs
+                first, num, filled = packs_by_space[space].popleft()
+                if not packs_by_space[space]:
+                    del packs_by_space[space], spaces[tightest]
+            else:
                 space = capacity
-                first = opened
-                num = -(-left // (capacity // length))
+                first = num_opened
+                num = -(-num_remaining // (capacity // length))
                 filled = 0
-                opened += num
-            most = space // length  # documents of this length that one of these packs takes
-            full = min(num, left // most)
-            rest = left - full * most if full < num else 0  # documents of one more pack
-            for first_pack, num_packs, per_pack in ((first, full, most), (first + full, 1, rest)):
+                num_opened += num
+            # 2. Fill as many packs as possible, each with the most documents that fit, and one more pack with the rest.
+            most_per_pack = space // length
+            num_full = min(num, num_remaining // most_per_pack)
+            last = num_remaining - num_full * most_per_pack if num_full < num else 0
+            for first_pack, num_packs, per_pack in ((first, num_full, most_per_pack), (first + num_full, 1, last)):
                 if num_packs and per_pack:
                     rows.append((first_pack, num_packs, per_pack, filled))
                     if space > per_pack * length:
-                        runs_with(space - per_pack * length).append((first_pack, num_packs, filled + per_pack))
-            used = full + (rest > 0)
-            left = left - full * most - rest
-            if used < num:  # untouched packs stay ahead of later ones with the same space
-                runs_with(space).appendleft((first + used, num - used, filled))
+                        packs_with(space - per_pack * length).append((first_pack, num_packs, filled + per_pack))
+            num_used = num_full + (last > 0)
+            num_remaining -= num_full * most_per_pack + last
+            # 3. Packs that got no document stay ahead of later packs with the same space.
+            if num_used < num:
+                packs_with(space).appendleft((first + num_used, num - num_used, filled))
     return np.array(rows, dtype=np.int64)
 
 
 def select_packs(members: Int64Array, sizes: Int64Array, packs: Int64Array) -> Packs:
-    """The packs with these numbers, in this order."""
-    starts = (np.cumsum(sizes) - sizes)[packs]
+    """Return the packs with the numbers `packs`, in this order."""
+    starts = (np.cumsum(sizes) - sizes)[packs]  # index in `members` of the first document of each selected pack
     sizes = sizes[packs]
     index = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
     index += np.arange(len(index))
@@ -116,7 +142,7 @@ def select_packs(members: Int64Array, sizes: Int64Array, packs: Int64Array) -> P
 
 
 def by_earliest(members: Int64Array, sizes: Int64Array) -> Packs:
-    """The same packs in the order of the earliest document in each."""
+    """Return the packs in the order of the smallest document number in each."""
     if len(sizes) == 0:
         return members, sizes
     earliest = np.minimum.reduceat(members, np.cumsum(sizes) - sizes)

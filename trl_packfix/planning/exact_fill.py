@@ -1,6 +1,11 @@
-"""Packs in visiting order: a bounded buffer, oldest documents first, each pack closed by an exact fill.
+"""Pack documents in the order in which they arrive: a bounded buffer, oldest documents first, then an exact fill.
 
-A *position* is the place of a document in visiting order.
+Lengths in tokens come from a table in visiting order (`packs.plan_stream`) or from a stream (`Packing.pack_stream`).
+Out go packs as lists of positions; a *position* is the number of a document in order of arrival, from 0. Arrived
+documents *wait* in a buffer until they are placed in a pack. One pack is open at a time; its *gap* is the number of
+tokens that still fit. An *exact fill* is one or two waiting documents whose lengths sum to the gap.
+
+`carry_over` is the alternative for packs of few documents: best-fit decreasing in a large window.
 """
 
 from collections import deque
@@ -13,76 +18,96 @@ import numpy as np
 from .arrays import Int64Array
 from .best_fit import Packs, best_fit_decreasing, by_earliest, select_packs
 
-MAX_PASSED_OVER = 32  # documents too long for the gap that a search skips: bounds the work per pack
+MAX_PASSED_OVER = 32  # a search skips at most so many documents that are too long, which bounds the work for a pack
 FILL_FROM = 3  # an exact fill is searched for gaps of at most this many mean documents; see `StreamPacker`
 ENOUGH_FILLERS = 2  # short documents are scarce below this many times the room beside long ones; see `StreamPacker`
-MAX_REMEMBERED = 1 << 16  # placed positions in memory: bounds the memory of an endless stream
+MAX_REMEMBERED = 1 << 16  # positions of placed documents that stay in memory, which bounds it for an endless stream
 
 
 class WaitingDocuments:
-    """Waiting documents by length, with the searches that closing a pack needs.
+    """The waiting documents by length, and the searches by which a pack is filled.
 
-    `present[l]` is 1 where a document of l tokens waits, and `mirrored` is the same back to front: the pairs that sum
-    to a gap are then the ones in the bitwise "and" of two slices.
+    `present[l]` is 1 where a document of l tokens waits, and `mirrored` is `present` in reverse. Two documents sum to a
+    gap where a slice of `present` and a slice of `mirrored` are both 1, so one bitwise "and" finds all such pairs.
+    `forward` and `backward` are views of the two as numpy arrays.
+
+    Args:
+        longest: most tokens of a document.
     """
 
     def __init__(self, longest: int):
         self.longest = longest
-        self.num_documents = self.num_tokens = 0
-        self.waiting: list[deque[int] | None] = [None] * (longest + 1)  # positions by length, oldest first
+        self.num_documents = 0
+        self.num_tokens = 0
+        self.positions: list[deque[int] | None] = [None] * (longest + 1)  # positions by length, oldest first
         self.present = bytearray(longest + 1)
         self.mirrored = bytearray(longest + 1)
         self.forward = np.frombuffer(self.present, dtype=np.uint8)
         self.backward = np.frombuffer(self.mirrored, dtype=np.uint8)
 
     def add(self, position: int, length: int) -> None:
+        """Add a document that is younger than all waiting documents of its length."""
         self.num_documents += 1
         self.num_tokens += length
-        waiting = self.waiting[length]
-        if waiting is None:
-            waiting = self.waiting[length] = deque()
-        waiting.append(position)
-        self.present[length] = self.mirrored[self.longest - length] = 1
+        positions = self.positions[length]
+        if positions is None:
+            positions = deque()
+            self.positions[length] = positions
+        positions.append(position)
+        self.present[length] = 1
+        self.mirrored[self.longest - length] = 1
 
-    def take(self, length: int) -> int:
-        """Remove the oldest document of this length."""
-        waiting = self.waiting[length]
-        assert waiting  # the caller has seen it present
-        position = waiting.popleft()
+    def pop_oldest(self, length: int) -> int:
+        """Remove the oldest document of this length, which must be present, and return its position."""
+        positions = self.positions[length]
+        assert positions, "no document of this length waits"
+        position = positions.popleft()
         self.num_documents -= 1
         self.num_tokens -= length
-        if not waiting:
-            self.present[length] = self.mirrored[self.longest - length] = 0
+        if not positions:
+            self.present[length] = 0
+            self.mirrored[self.longest - length] = 0
         return position
 
     def longest_up_to(self, length: int) -> int:
-        """The longest waiting document with at most `length` tokens; -1 if all are longer."""
+        """Return the length of the longest waiting document with at most `length` tokens; -1 if all are longer."""
         return self.present.rfind(1, 0, min(length, self.longest) + 1)
 
     def exact_fill(self, gap: int, longest: int) -> tuple[int, ...]:
-        """Lengths of one document, or of the most even pair, that sum to `gap`; () where there are none.
+        """Return the length of one document, or the lengths of the most even pair, that sum to `gap`.
 
-        Even pairs leave the shortest documents for the packs that can be closed with nothing else.
+        Even pairs leave the shortest documents for packs that nothing else can fill.
+
+        Args:
+            gap: tokens to fill, at least 1.
+            longest: only documents of at most this many tokens are searched.
+
+        Returns:
+            One or two lengths; () if neither a document nor a pair sums to `gap`.
         """
         if gap <= longest and self.present[gap]:
             return (gap,)
-        low = (gap + 1) // 2  # the longer one of the pair
+        # The longer document of a pair has `low` to `high` tokens.
+        low = (gap + 1) // 2
         high = min(gap - 1, longest)
         if low > high:
             return ()
-        start = self.longest - gap  # mirrored[start + l] is present[gap - l]
-        both = (self.forward[low : high + 1] & self.backward[start + low : start + high + 1]).tobytes()
-        offset = both.find(1)
-        if offset == 0 and 2 * low == gap and len(self.waiting[low] or ()) < 2:
-            offset = both.find(1, 1)
+        mirrored_start = self.longest - gap  # mirrored[mirrored_start + l] is present[gap - l]
+        partners = self.backward[mirrored_start + low : mirrored_start + high + 1]
+        has_pair = (self.forward[low : high + 1] & partners).tobytes()
+        offset = has_pair.find(1)
+        # A pair of equal lengths needs two documents of this length.
+        if offset == 0 and 2 * low == gap and len(self.positions[low] or ()) < 2:
+            offset = has_pair.find(1, 1)
         return (low + offset, gap - low - offset) if offset >= 0 else ()
 
     def best_fill(self, gap: int) -> tuple[int, ...]:
-        """Lengths of the one document, or the two of different lengths, that leave least of `gap`; () if none fits."""
+        """Return the length of one document, or two different lengths, that fill most of `gap`; () if none fits."""
         single = self.longest_up_to(gap)
         if single < 0:
             return ()
         lengths = np.flatnonzero(self.forward[: single + 1])
+        # The partner of each length is the longest one that fits beside it and is shorter; -1 if there is none.
         partner = np.searchsorted(lengths, gap - lengths, side="right") - 1
         partner = np.minimum(partner, np.arange(len(lengths)) - 1)
         total = np.where(partner >= 0, lengths + lengths[partner], 0)
@@ -91,159 +116,198 @@ class WaitingDocuments:
 
 
 def fill_exactly(arriving: Int64Array, capacity: int, buffer_size: int) -> Packs:
-    """The packs of a `StreamPacker` for lengths that are all known."""
+    """Return the packs of a `StreamPacker` for documents whose lengths are all known.
+
+    Args:
+        arriving: tokens of each document in order of arrival, shape (N,).
+        capacity: most tokens of a pack.
+        buffer_size: most documents that wait.
+    """
     return _as_arrays(StreamPacker(arriving.tolist(), capacity, buffer_size, longest=int(arriving.max(initial=1))))
 
 
 def _as_arrays(packs: Iterable[list[int]]) -> Packs:
+    """Return packs of positions as (members, sizes), see `best_fit.py`."""
     packs = list(packs)
     members = np.fromiter(chain.from_iterable(packs), dtype=np.int64)
     return members, np.fromiter(map(len, packs), dtype=np.int64, count=len(packs))
 
 
-def _pack_rest(lengths: Int64Array, capacity: int) -> Packs:
-    """The fewest packs of three heuristics, for when nothing more arrives; the pack of the oldest document first."""
+def _pack_last_buffer(lengths: Int64Array, capacity: int) -> Packs:
+    """Pack the documents that wait when no more arrive: by three heuristics, of which the one with fewest packs wins.
 
-    def until_empty(arriving: Int64Array) -> Packs:
+    The packs come in the order of the oldest document in each.
+    """
+
+    def pack_until_empty(arriving: Int64Array) -> Packs:
         longest = int(arriving.max())
         return _as_arrays(StreamPacker(arriving.tolist(), capacity, len(arriving), longest).packs(until_empty=True))
 
     decreasing = np.argsort(-lengths, kind="stable")
-    members, sizes = until_empty(lengths[decreasing])
-    candidates = [until_empty(lengths), (decreasing[members], sizes), best_fit_decreasing(lengths, capacity)]
-    return by_earliest(*min(candidates, key=lambda packs: len(packs[1])))
+    members, sizes = pack_until_empty(lengths[decreasing])
+    candidates = [pack_until_empty(lengths), (decreasing[members], sizes), best_fit_decreasing(lengths, capacity)]
+    members, sizes = min(candidates, key=lambda packs: len(packs[1]))
+    return by_earliest(members, sizes)
 
 
 @dataclass(eq=False)
 class StreamPacker:
-    """Packs of positions in arrival order, each as soon as it is closed: oldest documents first, then an exact fill.
+    """Packs of positions, each yielded as soon as it is closed. Iterate over it once.
 
-    An exact fill is searched only once the gap is at most FILL_FROM mean documents. Larger gaps mostly have one, made
-    of two long documents, so that long documents would be trained first and short ones last.
+    A pack begins with the oldest waiting document, takes the next oldest ones that fit, and is closed by an exact fill.
 
-    A document of more than half a pack needs shorter ones beside it. Where these are scarce, an exact fill would use
-    two of them at once, and later packs would stay half empty: each gap then takes the longest document that fits.
+    An exact fill is searched only once the gap is at most `FILL_FROM` mean documents. Most larger gaps have an exact
+    fill of two long documents; with it, long documents would be trained first and short ones last.
 
-    Documents are read from `arriving` whenever one is placed and there is room; at its end, `_pack_rest` packs the last
-    buffer. The next packs depend only on the waiting documents, in their order, and on those that arrive: given both
-    again, a packer continues with the same packs. Memory is bounded by the buffer.
+    A document of more than half a pack needs shorter ones beside it. Where short documents are scarce, an exact fill
+    would use two of them at once, and later packs would stay half empty. In that case each gap takes the longest
+    document that fits.
+
+    Whenever a document is placed, others are read from `arriving` as far as the buffer has room. When `arriving` ends,
+    `_pack_last_buffer` packs the documents that still wait. The next packs depend only on the waiting documents, in
+    their order, and on the documents that arrive: a new packer that is given both continues with the same packs. Memory
+    is bounded by the buffer.
 
     Worked example, capacity 7, a buffer of 4 (documents by length, the oldest first):
 
         waiting      oldest  gap  exact fill  pack     arrives
         4 5 3 2      4       3    3           4 + 3    6, 1
         5 2 6 1      5       2    2           5 + 2    7, end
-        6 1 7        (nothing more arrives: `_pack_rest` packs these as 6 + 1 and 7)
+        6 1 7        (nothing more arrives: `_pack_last_buffer` packs these as 6 + 1 and 7)
 
     >>> list(StreamPacker([4, 5, 3, 2, 6, 1, 7], capacity=7, buffer_size=4, longest=7))
     [[0, 2], [1, 3], [4, 5], [6]]
     """
 
-    arriving: Iterable[int]  # tokens of each document
-    capacity: int
+    arriving: Iterable[int]  # tokens of each document; a length of 0 ends the stream
+    capacity: int  # most tokens of a pack
     buffer_size: int  # most documents that wait
     longest: int  # most tokens of a document, at most `capacity`
-    bytes_of: Callable[[int], int] | None = None  # memory of the document at a position
-    most_bytes: float = np.inf  # if the waiting documents have so many, no other arrives
+    bytes_of: Callable[[int], int] | None = None  # position of a document -> bytes of memory while it waits
+    most_bytes: float = np.inf  # no document is read while the waiting ones take so many bytes
 
     def __post_init__(self) -> None:
         self.next_lengths = iter(self.arriving)
         self.ended = False
         self.buffer = WaitingDocuments(self.longest)
-        self.lengths: list[int] = []  # of the positions from `first` on
-        self.taken = bytearray()  # of the same
-        self.first = self.num_bytes = 0
-        self.spare = 0  # tokens of short documents that wait, less `ENOUGH_FILLERS` times the room beside the long ones
-        self.members: list[int] = []  # of the pack that is open
+        # `lengths` and `is_placed` hold the documents from position `first_position` on.
+        self.lengths: list[int] = []
+        self.is_placed = bytearray()
+        self.first_position = 0
+        self.num_bytes = 0
+        # A waiting document of at most half a pack adds its tokens, because it can fill the room beside a longer one. A
+        # longer document subtracts `ENOUGH_FILLERS` times the room beside it. Below 0, short documents are scarce.
+        self.filler_surplus = 0
+        self.members: list[int] = []  # positions in the open pack
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from self.packs()
-        waiting = np.flatnonzero(np.frombuffer(self.taken, np.uint8) == 0)
+        waiting = np.flatnonzero(np.frombuffer(self.is_placed, np.uint8) == 0)
         if len(waiting):
-            members, sizes = _pack_rest(np.array(self.lengths)[waiting], self.capacity)
-            for pack in np.split(waiting[members] + self.first, np.cumsum(sizes)[:-1]):
+            members, sizes = _pack_last_buffer(np.array(self.lengths)[waiting], self.capacity)
+            for pack in np.split(waiting[members] + self.first_position, np.cumsum(sizes)[:-1]):
                 yield pack.tolist()
 
     def packs(self, until_empty: bool = False) -> Iterator[list[int]]:
-        """Packs until nothing more arrives, or until no document waits."""
+        """Yield packs until no more documents arrive or, with `until_empty`, until none waits."""
         self._fill_buffer()
         oldest = 0
         while self.buffer.num_documents and (until_empty or not self.ended):
-            oldest = self.taken.find(0, oldest)
-            if oldest >= MAX_REMEMBERED:  # all before it are in packs
-                del self.lengths[:oldest], self.taken[:oldest]
-                self.first = self.first + oldest
+            oldest = self.is_placed.find(0, oldest)
+            if oldest >= MAX_REMEMBERED:  # all documents before the oldest waiting one are in packs: forget them
+                del self.lengths[:oldest], self.is_placed[:oldest]
+                self.first_position += oldest
                 oldest = 0
-            self._close_pack(oldest)
+            self._fill_pack(oldest)
             yield self.members
 
     def _fill_buffer(self) -> None:
-        """Documents arrive, as many as there is room and memory for."""
+        """Read documents while the buffer has room for them."""
         buffer = self.buffer
         while buffer.num_documents < self.buffer_size and self.num_bytes < self.most_bytes and not self.ended:
             length = next(self.next_lengths, 0)
             if not length:
                 self.ended = True
                 return
-            position = self.first + len(self.taken)
+            position = self.first_position + len(self.is_placed)
             buffer.add(position, length)
             self.lengths.append(length)
-            self.taken.append(0)
-            self.spare += length if 2 * length <= self.capacity else ENOUGH_FILLERS * (length - self.capacity)
+            self.is_placed.append(0)
+            self.filler_surplus += length if 2 * length <= self.capacity else ENOUGH_FILLERS * (length - self.capacity)
             if self.bytes_of is not None:
                 self.num_bytes += self.bytes_of(position)
 
     def _place(self, length: int) -> int:
-        """Move the oldest document of this length into the pack; others arrive."""
-        position = self.buffer.take(length)
-        self.taken[position - self.first] = 1
+        """Move the oldest document of this length into the open pack, read further ones, and return the length."""
+        position = self.buffer.pop_oldest(length)
+        self.is_placed[position - self.first_position] = 1
         self.members.append(position)
-        self.spare -= length if 2 * length <= self.capacity else ENOUGH_FILLERS * (length - self.capacity)
+        self.filler_surplus -= length if 2 * length <= self.capacity else ENOUGH_FILLERS * (length - self.capacity)
         if self.bytes_of is not None:
             self.num_bytes -= self.bytes_of(position)
         self._fill_buffer()
         return length
 
-    def _close_pack(self, place: int) -> None:
-        """Fill a new pack from this place in `lengths` on, that of the oldest document."""
+    def _fill_pack(self, index: int) -> None:
+        """Fill a new pack, `members`, until nothing more fits.
+
+        Args:
+            index: index in `lengths` of the oldest waiting document.
+        """
         self.members = []
         buffer = self.buffer
         gap = self.capacity
-        if self.spare < 0:
-            length = self.lengths[place]
+        if self.filler_surplus < 0:
+            # Short documents are scarce: take the oldest document, then the longest ones that fit.
+            length = self.lengths[index]
             while length > 0:
                 gap -= self._place(length)
                 length = buffer.longest_up_to(gap)
             return
         fill: tuple[int, ...] = ()
-        longest = buffer.longest_up_to(gap)  # the search for fills stops there
+        longest = buffer.longest_up_to(gap)  # an exact fill has no longer document
         fill_from = min(2 * longest, FILL_FROM * buffer.num_tokens / buffer.num_documents)
-        while place >= 0 and gap and not fill:
-            # It is the oldest of its length: an older one would have fitted and been placed.
-            gap -= self._place(self.lengths[place])
+        # First the oldest documents that fit, until an exact fill is found.
+        while index >= 0 and gap and not fill:
+            # This document is the oldest of its length: an older one would have fitted and been placed.
+            gap -= self._place(self.lengths[index])
             if gap <= fill_from:
                 fill = buffer.exact_fill(gap, longest) if gap else ()
             if gap and not fill:
-                place = self._next_that_fits(place + 1, gap)
-        while gap and (fill := fill or buffer.best_fill(gap)):
+                index = self._next_that_fits(index + 1, gap)
+        # Then the exact fill or, without one, the fills that come closest.
+        while gap:
+            fill = fill or buffer.best_fill(gap)
+            if not fill:
+                return
             for length in fill:
                 gap -= self._place(length)
             fill = ()
 
     def _next_that_fits(self, start: int, gap: int) -> int:
-        """Place of the oldest waiting document from `start` on with at most `gap` tokens, or -1; skips a few."""
-        place = self.taken.find(0, start)
+        """Return the index, from `start` on, of the oldest waiting document with at most `gap` tokens.
+
+        Returns -1 if no document follows, or if more than `MAX_PASSED_OVER` documents would have to be skipped.
+        """
+        index = self.is_placed.find(0, start)
         for _ in range(MAX_PASSED_OVER):
-            if place < 0 or self.lengths[place] <= gap:
-                return place
-            place = self.taken.find(0, place + 1)
+            if index < 0 or self.lengths[index] <= gap:
+                return index
+            index = self.is_placed.find(0, index + 1)
         return -1
 
 
 def carry_over(arriving: Int64Array, capacity: int, window: int) -> Packs:
-    """Best-fit decreasing in a window of waiting positions: the fullest half is emitted, the rest keeps waiting.
+    """Pack windows of waiting documents by best-fit decreasing, emit the fullest packs, and let the other ones wait.
 
-    A document more than two windows behind the last one to arrive is emitted at once.
+    Each round packs all waiting documents, at most `window`. The fullest packs with about half of the documents are
+    emitted; the documents of the other packs wait for the next round. A pack with a document that arrived more than two
+    windows ago is emitted in any case. The last round emits all packs.
+
+    Args:
+        arriving: tokens of each document in order of arrival, shape (N,).
+        capacity: most tokens of a pack.
+        window: most documents that wait.
 
     >>> members, sizes = carry_over(np.array([4, 5, 3, 2]), capacity=7, window=2)
     >>> [pack.tolist() for pack in np.split(members, np.cumsum(sizes)[:-1])]
@@ -251,23 +315,24 @@ def carry_over(arriving: Int64Array, capacity: int, window: int) -> Packs:
     """
     emitted: list[Packs] = []
     waiting = np.zeros(0, np.int64)
-    arrived = 0
-    while arrived < len(arriving) or len(waiting):
-        more = min(window - len(waiting), len(arriving) - arrived)
-        waiting = np.concatenate([waiting, np.arange(arrived, arrived + more)])
-        arrived += more
+    num_arrived = 0
+    while num_arrived < len(arriving) or len(waiting):
+        num_new = min(window - len(waiting), len(arriving) - num_arrived)
+        waiting = np.concatenate([waiting, np.arange(num_arrived, num_arrived + num_new)])
+        num_arrived += num_new
         members, sizes = best_fit_decreasing(arriving[waiting], capacity)
         members, sizes = by_earliest(waiting[members], sizes)
-        if arrived < len(arriving):
+        if num_arrived < len(arriving):
             starts = np.cumsum(sizes) - sizes
             tokens = np.add.reduceat(arriving[members], starts)
-            due = np.minimum.reduceat(members, starts) < arrived - 2 * window
-            fullest = np.lexsort((-tokens, ~due))
-            half = int(np.searchsorted(np.cumsum(sizes[fullest]), window / 2)) + 1
-            chosen = np.zeros(len(sizes), dtype=bool)
-            chosen[fullest[: max(half, int(due.sum()))]] = True
-            waiting = np.sort(select_packs(members, sizes, np.flatnonzero(~chosen))[0])
-            members, sizes = select_packs(members, sizes, np.flatnonzero(chosen))
+            is_due = np.minimum.reduceat(members, starts) < num_arrived - 2 * window
+            # Packs that are due come first, then the fullest ones.
+            ranked = np.lexsort((-tokens, ~is_due))
+            num_packs_of_half = int(np.searchsorted(np.cumsum(sizes[ranked]), window / 2)) + 1
+            is_emitted = np.zeros(len(sizes), dtype=bool)
+            is_emitted[ranked[: max(num_packs_of_half, int(is_due.sum()))]] = True
+            waiting = np.sort(select_packs(members, sizes, np.flatnonzero(~is_emitted))[0])
+            members, sizes = select_packs(members, sizes, np.flatnonzero(is_emitted))
         else:
             waiting = waiting[:0]
         emitted.append((members, sizes))

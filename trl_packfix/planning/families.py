@@ -1,19 +1,24 @@
-"""Which documents begin with the same tokens, and how many rows a pack saves by computing such a beginning once.
+"""Find documents that begin with the same tokens, and plan such families as one unit.
 
-Documents are sorted by their tokens. Then a document shares its longest common beginning with the one before it, and
-lays only the rest, its *run*, into the pack:
+The tokens of all documents are sorted once (`sort_by_tokens`, called by `data/documents.py`). Then a document has its
+longest common beginning with the document before it, its *neighbour*. In a pack the rows of a common beginning are
+computed once, for the first document that has it; a later document *shares* them and adds only its remaining rows, its
+*run*:
 
-    documents  A B C D, A B C E F      rows  A B C D | C E F      shared  0, 2
+    documents  A B C D, A B C E F      rows  A B C D | C E F      shared rows  0, 2
 
-A position is shared if its own token and the next are the same, so every row has one next token. The beginning of the
-second document therefore ends one token early, and C has two rows.
+A token can be shared only if the next token is the same, too, because every row predicts one next token. So the common
+beginning A B C has two shared rows, and C has two rows of its own.
 
-Documents next to each other that share at least half of the longer one are a *family*. With `share_prefixes="family"` a
-family is planned as one, or in several *pieces* if it does not fit into a pack. The rows of a piece are sum(length) -
-sum(shared). Its cost is sum(cost(length)) - sum(cost(shared)), because that of a document is a sum over its positions.
+With `share_prefixes="family"` this module also makes the units of planning (`make_pieces`, called by `data/epochs.py`).
+Neighbours that share at least half of the longer document are a *family*. A family is one unit, or several *pieces* if
+it does not fit into a pack; every unit is a piece. A piece has sum(length) - sum(shared) rows. It costs
+sum(cost(length)) - sum(cost(shared)), because the cost of a document is a sum over its positions.
 
-Documents of the same tokens are *copies*. Together they would be one update with a multiple of the weight. So the
-second copies make families of their own, the third ones too, and so on.
+Documents with equal tokens are *copies*. In one step they would be one update with a multiple of the weight. So the
+first copies make families without the second copies, the second copies make families of their own, and so on.
+
+Letters: N documents, M of them sorted, P pieces.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,83 +35,102 @@ from .units import Units
 SharePrefixes = Literal["off", "pack", "family"]
 
 MIN_SHARED = 16
-"""Rows that two documents must share at least: below, more keys are looked up than rows are saved."""
+"""Documents share no rows if they could share fewer than this: more keys would be read than rows are saved."""
 KEYS_PER_CAPACITY = 8
-"""Times the room of a piece: most keys that its runs look up, which its rows do not bound."""
+"""The runs of a piece attend to at most this many keys per row that the piece may have."""
 TARGETS_PER_CAPACITY = 16
-"""Times the room of a piece: most trained tokens of it. Rows do not bound them, and all of them are in one step."""
+"""A piece has at most this many trained tokens per row that it may have, because one step trains all of them."""
 
-NUM_KEY_TOKENS = 2**22  # tokens that are compared at a time, 16 MiB, if each document may have the fewest
-BLOCK_OF_PACK = 2**13  # the same among the documents of a pack
-WIDTHS = 16, 2**16  # fewest and most tokens of a document in a block
+NUM_KEY_TOKENS = 2**22  # tokens of all documents that are compared at a time: 16 MiB
+NUM_KEY_TOKENS_OF_PACK = 2**13  # as `NUM_KEY_TOKENS`, to sort the documents of one pack
+MIN_KEY_WIDTH = 16  # fewest and most tokens of one document that are compared at a time
+MAX_KEY_WIDTH = 2**16
 
 
 def share_order(
     documents: Sequence[npt.NDArray[np.integer]], min_shared: int = MIN_SHARED
 ) -> tuple[list[int], list[int]]:
-    """The documents sorted by their tokens, and the rows that each shares with the one before it, both (N,).
+    """Sort documents by their tokens.
+
+    Returns:
+        The indices of the documents in sorted order, and the rows that each of them shares with its neighbour; both of
+        length N.
 
     >>> share_order([np.array([7, 9]), np.array([7, 8, 9, 5]), np.array([7, 8, 9, 4, 3])], min_shared=1)
     ([2, 1, 0], [0, 2, 0])
     """
     lengths = np.array([len(tokens) for tokens in documents], dtype=np.int64)
 
-    def read(chosen: Int64Array, first: int, width: int) -> npt.NDArray[np.uint32]:
-        block = np.full((len(chosen), width), END_TOKEN_KEY, dtype=">u4")
-        for row, i in zip(block, chosen.tolist(), strict=True):
-            tokens = documents[i][first : first + width]
+    def read(indices: Int64Array, first: int, width: int) -> npt.NDArray[np.uint32]:
+        block = np.full((len(indices), width), END_TOKEN_KEY, dtype=">u4")
+        for row, index in zip(block, indices.tolist(), strict=True):
+            tokens = documents[index][first : first + width]
             row[: len(tokens)] = tokens
         return block
 
-    found = sort_by_tokens(lengths, read, BLOCK_OF_PACK)
-    return found.order.tolist(), shared_by_neighbours(found.common, lengths[found.order], min_shared).tolist()
+    by_tokens = sort_by_tokens(lengths, read, NUM_KEY_TOKENS_OF_PACK)
+    shared = shared_by_neighbours(by_tokens.common, lengths[by_tokens.order], min_shared)
+    return by_tokens.order.tolist(), shared.tolist()
 
 
 def shared_by_neighbours(common: Int64Array, lengths: Int64Array, min_shared: int = MIN_SHARED) -> Int64Array:
-    """Rows that documents share with the one before, shape (N,), see `TokenOrder`: all if they are the same."""
-    before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
-    shared = np.where((common == lengths) & (common == before), common, np.maximum(common - 1, 0))
+    """Return the rows that each sorted document shares with its neighbour, shape (M,).
+
+    A common beginning has one shared row less than tokens; copies share all rows.
+
+    Args:
+        common: common tokens of each document and its neighbour, shape (M,), see `TokenOrder`.
+        lengths: tokens of each document, in the same order, shape (M,).
+        min_shared: documents that could share fewer rows share none.
+    """
+    lengths_before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
+    is_copy = (common == lengths) & (common == lengths_before)
+    shared = np.where(is_copy, common, np.maximum(common - 1, 0))
     return np.where(shared >= min_shared, shared, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenOrder:
-    """Documents sorted by their tokens; documents of the same tokens by their number.
+    """Documents sorted by their tokens, and copies by their number.
 
-    A document comes *after* those that begin with all of it. Behind them, what is left of it is one row, its last
-    token, which predicts nothing.
+    A document comes *after* the longer documents that begin with all of its tokens. It then adds one row to them: its
+    last token, which predicts nothing.
     """
 
-    order: Int64Array  # shape (M,)
-    common: Int64Array  # tokens with which each begins as the one before it does, shape (M,); 0 for the first
+    order: Int64Array  # numbers of the documents, shape (M,)
+    common: Int64Array  # tokens in the common beginning of each document and its neighbour, shape (M,); the first has 0
 
     def within(self, groups: Int64Array) -> "TokenOrder":
-        """The documents of each group sorted by their tokens, group after group.
+        """Return the documents of each group sorted by their tokens, group after group.
 
-        The first of a group has nothing in common with the last of the group before. No token is read: the common
-        tokens of two documents are the fewest of the neighbours between them. `groups` are by the number of a document;
-        one of group -1 is left out.
+        The first document of a group has nothing in common with the last one of the group before. No token is read: two
+        documents have as many common tokens as the neighbours between them have at least.
 
-        >>> sorted_ = TokenOrder(np.array([1, 0, 2, 3]), np.array([0, 9, 4, 7]))
-        >>> two = sorted_.within(np.array([5, 2, 5, 2]))
-        >>> two.order.tolist(), two.common.tolist()
+        Args:
+            groups: number of the group of each document, by its number; documents of group -1 are left out.
+
+        >>> tokens = TokenOrder(np.array([1, 0, 2, 3]), np.array([0, 9, 4, 7]))
+        >>> two_groups = tokens.within(np.array([5, 2, 5, 2]))
+        >>> two_groups.order.tolist(), two_groups.common.tolist()
         ([1, 3, 0, 2], [0, 4, 0, 4])
         """
+        # First sort by group, which leaves the order inside each group. Places are indices into `self.order`.
         group = groups[self.order]
         places = np.argsort(group, kind="stable")
         places = places[np.searchsorted(group[places], 0) :]
         group = group[places]
+        # Then find the minimum of `self.common` behind the place of one document up to the place of the next.
         common = np.zeros(len(places), dtype=np.int64)
-        inside = np.flatnonzero(group[1:] == group[:-1]) + 1
-        first = places[inside - 1] + 1
-        stop = places[inside] + 1
-        # The minimum of a range is that of two which cover it, of 1, 2, 4, ... values
+        has_neighbour = np.flatnonzero(group[1:] == group[:-1]) + 1
+        first = places[has_neighbour - 1] + 1
+        stop = places[has_neighbour] + 1
+        # The minimum of a range is the minimum over two ranges that cover it, each of `size` values, a power of two.
         minima = self.common
         level = np.frexp(stop - first)[1] - 1
         for i in range(int(level.max(initial=-1)) + 1):
-            here = level == i
+            at_level = level == i
             size = 1 << i
-            common[inside[here]] = np.minimum(minima[first[here]], minima[stop[here] - size])
+            common[has_neighbour[at_level]] = np.minimum(minima[first[at_level]], minima[stop[at_level] - size])
             minima = np.minimum(minima[:-size], minima[size:])
         return TokenOrder(self.order[places], common)
 
@@ -114,102 +138,122 @@ class TokenOrder:
 def sort_by_tokens(
     lengths: Int64Array, read: Callable[[Int64Array, int, int], npt.NDArray[np.uint32]], block: int = NUM_KEY_TOKENS
 ) -> TokenOrder:
-    """Sort documents of so many tokens by these, and find the common tokens of neighbours on the way.
+    """Sort documents by their tokens, and count the common tokens of neighbours on the way.
 
-    All documents are compared by a few tokens, then those that are still the same by the next, and so on. So no token
-    is read beyond the first difference and its block. `read`: (documents, first, width) -> their tokens from `first`
-    on, shape (n, width), big-endian, with `END` behind the end of a document.
+    All documents are compared by their first tokens, then the documents that are equal so far by the next tokens, and
+    so on. So hardly more tokens are read than up to the first difference.
+
+    Args:
+        lengths: tokens of each document, shape (N,).
+        read: (documents, first, width) -> tokens `first` to `first + width` of these documents, shape (n, width),
+            big-endian, with `END_TOKEN_KEY` behind the end of a document.
+        block: about how many tokens are read at a time.
     """
     order = np.arange(len(lengths))
     common = np.zeros(len(lengths), dtype=np.int64)
-    places = np.arange(len(lengths))  # in `order`, of documents that are not yet distinct, group after group
+    # Places (indices into `order`) of documents that still have an equal one, and the number of the group of documents
+    # that are equal so far.
+    places = np.arange(len(lengths))
     group = np.zeros(len(lengths), dtype=np.int64)
     first = 0
     while len(places) > 1:
-        width = min(max(block // len(places), WIDTHS[0]), WIDTHS[1])
+        # 1. Read the next tokens. The key of a document is its group and these tokens.
+        width = min(max(block // len(places), MIN_KEY_WIDTH), MAX_KEY_WIDTH)
         keys = np.empty((len(places), 1 + width), dtype=">u4")
         keys[:, 0] = group
         keys[:, 1:] = read(order[places], first, width)
-        differ = _differ_from_previous(keys)
-        mixed = np.zeros(int(group[-1]) + 1, dtype=bool)
-        mixed[group[1:][differ & (group[1:] == group[:-1])]] = True
-        moved = np.flatnonzero(mixed[group])
+        # 2. Sort by key. Only groups whose documents now differ have to be sorted.
+        differs = _differs_from_previous(keys)
+        is_mixed = np.zeros(int(group[-1]) + 1, dtype=bool)
+        is_mixed[group[1:][differs & (group[1:] == group[:-1])]] = True
+        moved = np.flatnonzero(is_mixed[group])
         if len(moved):
             moved_keys = keys[moved]
             by_key = moved_keys.view(f"V{moved_keys.shape[1] * 4}")[:, 0].argsort(kind="stable")
             order[places[moved]] = order[places[moved[by_key]]]
             keys[moved] = moved_keys[by_key]
-            differ = _differ_from_previous(keys)
-        parted = np.flatnonzero(differ & (group[1:] == group[:-1])) + 1
+            differs = _differs_from_previous(keys)
+        # 3. Neighbours of a group that now differ have all tokens before the first difference in common.
+        parted = np.flatnonzero(differs & (group[1:] == group[:-1])) + 1
         common[places[parted]] = first + (keys[parted, 1:] != keys[parted - 1, 1:]).argmax(axis=1)
         first += width
-        # Documents that are the same to their end are done; so is a group of one.
-        is_first = np.concatenate([[True], differ])
+        # 4. Copies have all tokens in common. A document has ended if its end was compared.
+        is_first = np.concatenate([[True], differs])
         has_next = np.concatenate([~is_first[1:], [False]])
-        ended = lengths[order[places]] < first  # so their ends were compared
-        same = np.flatnonzero(ended & ~is_first)
-        common[places[same]] = lengths[order[places[same]]]
-        going_on = (has_next | ~is_first) & ~ended
-        group = np.cumsum(is_first)[going_on]
-        places = places[going_on]
+        has_ended = lengths[order[places]] < first
+        copies = np.flatnonzero(has_ended & ~is_first)
+        common[places[copies]] = lengths[order[places[copies]]]
+        # 5. Go on with the documents that have not ended and are equal to a neighbour; number their groups anew.
+        goes_on = (has_next | ~is_first) & ~has_ended
+        group = np.cumsum(is_first)[goes_on]
+        places = places[goes_on]
         group = np.cumsum(np.concatenate([[0], np.diff(group) != 0])) if len(group) else group
     return TokenOrder(order, common)
 
 
-def _differ_from_previous(keys: npt.NDArray[np.uint32]) -> BoolArray:
-    """Whether each row but the first differs from the one before, shape (n - 1,)."""
-    native = keys.view(np.uint32)  # the order of bytes does not matter, and numpy compares its own faster
+def _differs_from_previous(keys: npt.NDArray[np.uint32]) -> BoolArray:
+    """Return for each row but the first whether it differs from the row before it, shape (n - 1,)."""
+    # The order of bytes does not matter here, and numpy compares numbers in the native order faster.
+    native = keys.view(np.uint32)
     return (native[1:] != native[:-1]).any(axis=1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pieces(Units):
-    """N documents in P pieces, the units. A pack may have fewer rows than its pieces: two of them may begin alike."""
+    """N documents in P pieces, which are the units. Pieces are numbered by the smallest number of their documents.
 
-    order: Int64Array  # documents, pieces by their smallest one, within each sorted by their tokens, shape (N,)
+    A pack may have fewer rows than the sum of its pieces, because the collator also shares rows between pieces.
+    """
+
+    order: Int64Array  # numbers of the documents, piece after piece, inside a piece sorted by their tokens, shape (N,)
     offsets: Int64Array  # piece i is `order[offsets[i]:offsets[i + 1]]`, shape (P + 1,)
     lengths: Int64Array  # tokens of the documents in `order`, shape (N,)
-    shared: Int64Array  # rows that each shares with the one before it, shape (N,)
-    family: Int64Array  # of each document, by its number, shape (N,); pieces of one family were cut from each other
-    original: Int64Array  # for a piece of copies, the one with the first of its first one, else itself, shape (P,)
-    distance: Float64Array  # where it is visited behind its original, as a share of the epoch, shape (P,)
+    shared: Int64Array  # rows that each document in `order` shares with the one before it in its piece, shape (N,)
+    family: Int64Array  # number of the family of each document, by the number of the document, shape (N,)
+    # The next two arrays, shape (P,), keep pieces of copies apart. `original` is the piece that has the first copy of
+    # the piece's first document; it may be the piece itself. `distance` is how far behind the original a piece is
+    # visited, as a share of the epoch.
+    original: Int64Array
+    distance: Float64Array
 
     @property
     def num_families(self) -> int:
+        """The number of families, a family of one document included."""
         return len(np.unique(self.family[self.order]))
 
     def _language_costs(self, cost_model: CostModel) -> Float64Array:
-        """What is new in each document costs what it costs behind the rows that the document shares."""
+        # The run of a document costs what the whole document costs, less the rows that it shares.
         return np.add.reduceat(cost_model(self.lengths) - cost_model(self.shared), self.offsets[:-1])
 
     @property
-    def _piece(self) -> Int64Array:
-        """Number of the piece of each document in `order`, shape (N,)."""
+    def _piece_numbers(self) -> Int64Array:
+        """The number of the piece of each document in `order`, shape (N,)."""
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
-    def of(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
-        number = np.empty(len(self.family), dtype=np.int64)
-        number[self.order] = self._piece
-        piece = number[documents]
-        begins = np.concatenate([[True], piece[1:] != piece[:-1]])[: len(piece)]
-        return piece[begins], np.concatenate([[0], np.cumsum(begins)])[offsets]
+    def from_documents(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
+        piece_of_documents = np.empty(len(self.family), dtype=np.int64)
+        piece_of_documents[self.order] = self._piece_numbers
+        piece = piece_of_documents[documents]
+        is_first = np.concatenate([[True], piece[1:] != piece[:-1]])[: len(piece)]
+        return piece[is_first], np.concatenate([[0], np.cumsum(is_first)])[offsets]
 
-    def visited(self, order: Int64Array) -> Int64Array:
-        """A random order, changed so that pieces of the same documents are far apart and share no pack; shape (P,)."""
+    def visiting_order(self, order: Int64Array) -> Int64Array:
+        """Change a random order so that pieces of copies are far apart and share no pack; both shape (P,)."""
         place = np.empty(len(self))
         place[order] = np.arange(len(self)) / max(len(self), 1)
         return np.argsort((place[self.original] + self.distance) % 1, kind="stable")
 
-    def documents(
+    def to_documents(
         self, units: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
     ) -> tuple[Int64Array, Int64Array]:
-        order = self.order[np.lexsort((self.order, self._piece))]
+        # First sort the documents inside each piece by number, then shuffle them.
+        order = self.order[np.lexsort((self.order, self._piece_numbers))]
         if rng is not None:
-            order = order[np.lexsort((rng.random(len(order)), self._piece))]
+            order = order[np.lexsort((rng.random(len(order)), self._piece_numbers))]
         sizes = np.diff(self.offsets)[units]
         ends = np.concatenate([[0], np.cumsum(sizes)])
-        at = np.arange(ends[-1]) + np.repeat(self.offsets[units] - ends[:-1], sizes)
-        return order[at], ends[offsets]
+        places = np.arange(ends[-1]) + np.repeat(self.offsets[units] - ends[:-1], sizes)
+        return order[places], ends[offsets]
 
 
 def make_pieces(
@@ -222,92 +266,121 @@ def make_pieces(
     splits_copies: bool = True,
     image_costs: Callable[[Int64Array, Int64Array], Float64Array] = lambda documents, shared: np.zeros(len(documents)),
 ) -> Pieces:
-    """Families of documents, all or some of them, cut where one would have too many rows, keys or targets.
+    """Make families of the sorted documents, and cut a family where a piece would be too large.
+
+    A piece is too large if it has too many rows, its runs attend to too many keys, or it has too many trained tokens.
 
     Args:
-        lengths, trained: tokens and trained tokens of each document by its number.
-        room: most rows of a piece, one number or by the number of its first document, shape (N,); at least its tokens.
-        splits_copies: False brings documents of the same tokens together, where the steps are fixed anyway.
-        image_costs: (documents, rows that each shares) -> FLOPs of their other images in the vision tower.
+        tokens: all documents, or some of them, sorted.
+        lengths: tokens of each document, by its number, shape (N,).
+        trained: trained tokens of each document, by its number, shape (N,).
+        room: most rows of a piece, as one number, or by the number of its first document, shape (N,). Not less than
+            the length of a document.
+        splits_copies: False puts copies into one family, for steps whose documents are fixed.
+        image_costs: (documents, rows that each shares) -> FLOPs in the vision tower of images outside the shared rows.
 
-    >>> tokens = TokenOrder(np.array([0, 2, 1]), np.array([0, 31, 20]))  # 0 and 2 share 30 rows of 40
+    >>> tokens = TokenOrder(np.array([0, 2, 1]), np.array([0, 31, 20]))  # documents 0 and 2 share 30 rows of 40
     >>> lengths, costs = np.array([40, 60, 40]), CostModel(per_token=1.0, per_pair=0.0)
     >>> pieces = make_pieces(tokens, lengths, lengths - 1, cost_model=costs, room=100)
     >>> [piece.tolist() for piece in np.split(pieces.order, pieces.offsets[1:-1])], pieces.rows.tolist()
     ([[0, 2], [1]], [50, 60])
     """
-    copy, first_copy = _count_copies(tokens, lengths)
-    if splits_copies and copy.any():
-        tokens = tokens.within(copy)
+    # 1. Take copies apart: the first copies are sorted by themselves, then the second ones, and so on.
+    copy_number, first_copy = _number_copies(tokens, lengths)
+    if splits_copies and copy_number.any():
+        tokens = tokens.within(copy_number)
+    # 2. A family begins where neighbours share less than half of the longer one. Half of the shorter one would not do:
+    # all conversations with one system prompt share half of the shortest conversation.
     size = lengths[tokens.order]
     shared = shared_by_neighbours(tokens.common, size)
-    # Half of the longer one: all conversations with one system prompt share half of the shortest
-    begins = 2 * shared < np.maximum(size, np.concatenate([[0], size[:-1]])[: len(size)])
+    sizes_before = np.concatenate([[0], size[:-1]])[: len(size)]
+    is_first = 2 * shared < np.maximum(size, sizes_before)
     family = np.empty(len(lengths), dtype=np.int64)
-    family[tokens.order] = np.cumsum(begins) - 1
-    shared[begins] = 0
-    room_of = np.broadcast_to(room, len(lengths))[tokens.order]
-    begins[_cut_families(size, shared, trained[tokens.order], begins=begins, room=room_of)] = True
-    shared[begins] = 0
-    starts = np.flatnonzero(begins)
-    # numbered by their smallest document
-    by_first = np.argsort(np.minimum.reduceat(tokens.order, starts), kind="stable")
-    number = np.argsort(by_first)[np.cumsum(begins) - 1]
-    places = np.argsort(number, kind="stable")
-    sizes = np.diff(np.append(starts, len(size)))[by_first]
-    piece = np.zeros(len(lengths), dtype=np.int64)
-    first = tokens.order[starts][by_first]
-    piece[tokens.order] = number
+    family[tokens.order] = np.cumsum(is_first) - 1
+    shared[is_first] = 0
+    # 3. A piece begins with a family, and where a family is cut.
+    max_rows = np.broadcast_to(room, len(lengths))[tokens.order]
+    is_first[_cut_families(size, shared, trained[tokens.order], is_first=is_first, max_rows=max_rows)] = True
+    shared[is_first] = 0
+    # 4. Number the pieces by their smallest document.
+    starts = np.flatnonzero(is_first)
+    by_smallest = np.argsort(np.minimum.reduceat(tokens.order, starts), kind="stable")
+    piece_numbers = np.argsort(by_smallest)[np.cumsum(is_first) - 1]
+    places = np.argsort(piece_numbers, kind="stable")
+    piece_sizes = np.diff(np.append(starts, len(size)))[by_smallest]
+    first_documents = tokens.order[starts][by_smallest]
+    piece_of_documents = np.zeros(len(lengths), dtype=np.int64)
+    piece_of_documents[tokens.order] = piece_numbers
     return Pieces(
-        np.add.reduceat(size - shared, starts)[by_first],
+        np.add.reduceat(size - shared, starts)[by_smallest],
         cost_model,
-        np.add.reduceat(image_costs(tokens.order, shared), starts)[by_first],
-        targets=np.add.reduceat(trained[tokens.order], starts)[by_first],
+        np.add.reduceat(image_costs(tokens.order, shared), starts)[by_smallest],
+        targets=np.add.reduceat(trained[tokens.order], starts)[by_smallest],
         order=tokens.order[places],
-        offsets=np.concatenate([[0], np.cumsum(sizes)]),
+        offsets=np.concatenate([[0], np.cumsum(piece_sizes)]),
         lengths=size[places],
         shared=shared[places],
         family=family,
-        original=piece[first_copy[first]],
-        distance=copy[first] / np.bincount(first_copy)[first_copy[first]],
+        original=piece_of_documents[first_copy[first_documents]],
+        distance=copy_number[first_documents] / np.bincount(first_copy)[first_copy[first_documents]],
     )
 
 
-def _count_copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """How many documents before each one have the same tokens, and the first of them, both by number, shape (N,)."""
+def _number_copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Number the copies of each text of tokens from 0, in sorted order.
+
+    Returns:
+        The number of each document among its copies, and the document that is the first copy; both by the number of the
+        document, shape (N,).
+    """
     size = lengths[tokens.order]
     is_copy = np.zeros(len(size), dtype=bool)
     is_copy[1:] = (size[1:] == size[:-1]) & (tokens.common[1:] == size[1:])
     place = np.arange(len(size))
-    first = np.maximum.accumulate(np.where(is_copy, 0, place))
-    copy = np.zeros(len(lengths), dtype=np.int64)
+    first_place = np.maximum.accumulate(np.where(is_copy, 0, place))
+    copy_number = np.zeros(len(lengths), dtype=np.int64)
     first_copy = np.arange(len(lengths))
-    copy[tokens.order] = place - first
-    first_copy[tokens.order] = tokens.order[first]
-    return copy, first_copy
+    copy_number[tokens.order] = place - first_place
+    first_copy[tokens.order] = tokens.order[first_place]
+    return copy_number, first_copy
 
 
 def _cut_families(
-    lengths: Int64Array, shared: Int64Array, trained: Int64Array, *, begins: BoolArray, room: Int64Array
+    lengths: Int64Array, shared: Int64Array, trained: Int64Array, *, is_first: BoolArray, max_rows: Int64Array
 ) -> list[int]:
-    """Places at which families are cut: parts have few enough rows (`room`, by their first document), keys, targets."""
-    own = lengths - shared
-    looks_up = np.where(own > 1, lengths, 0)  # a document of which at most its last row is left has no run
+    """Return the places at which families are cut into pieces that obey three limits, for rows, keys and targets.
+
+    All arguments have shape (M,), in sorted order.
+
+    Args:
+        lengths: tokens of each document.
+        shared: rows that each document shares with its neighbour.
+        trained: trained tokens of each document.
+        is_first: whether a document is the first one of its family.
+        max_rows: most rows of a piece that begins with a document.
+    """
+    own_rows = lengths - shared
+    keys = np.where(own_rows > 1, lengths, 0)  # a document whose only own row is its last token has no run
+    # For each limit: the values of documents that are summed, their largest sum in a piece, and what the first document
+    # of a piece counts besides its value: it shares no rows, and has a run in any case.
     limits = (
-        (own, room, shared),  # the first of a part has all its rows, and a run
-        (looks_up, KEYS_PER_CAPACITY * room, lengths - looks_up),
-        (trained, TARGETS_PER_CAPACITY * room, 0),
+        (own_rows, max_rows, shared),
+        (keys, KEYS_PER_CAPACITY * max_rows, lengths - keys),
+        (trained, TARGETS_PER_CAPACITY * max_rows, 0),
     )
-    ends = np.full(len(lengths), len(lengths))  # of the longest part that begins with each document
-    for values, most, more in limits:
+    # `stops[i]` is the place behind the longest piece that begins at place i. A piece has one document at least.
+    stops = np.full(len(lengths), len(lengths))
+    for values, max_sum, extra_of_first in limits:
         total = np.concatenate([[0], np.cumsum(values)])
-        ends = np.minimum(ends, np.searchsorted(total, most - more + total[:-1], side="right") - 1)
-    ends = np.maximum(ends, np.arange(len(lengths)) + 1)
-    starts = np.flatnonzero(begins)
-    stops = np.append(starts[1:], len(lengths))
-    is_cut = ends[starts] < stops
+        stops = np.minimum(stops, np.searchsorted(total, max_sum - extra_of_first + total[:-1], side="right") - 1)
+    stops = np.maximum(stops, np.arange(len(lengths)) + 1)
+    family_starts = np.flatnonzero(is_first)
+    family_stops = np.append(family_starts[1:], len(lengths))
+    is_cut = stops[family_starts] < family_stops
     cuts = []
-    for at, stop in zip(starts[is_cut].tolist(), stops[is_cut].tolist(), strict=True):
-        while (at := int(ends[at])) < stop:
-            cuts.append(at)
+    for start, family_stop in zip(family_starts[is_cut].tolist(), family_stops[is_cut].tolist(), strict=True):
+        place = int(stops[start])
+        while place < family_stop:
+            cuts.append(place)
+            place = int(stops[place])
     return cuts

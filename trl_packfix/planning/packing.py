@@ -1,12 +1,30 @@
-"""How the documents of a run become packs, and what is the same in all of its epochs. numpy only.
+"""The settings by which documents become packs, and what follows from these settings alone. numpy only.
 
-`Packing` is made once from the config. Tables and streams, training, evaluation and forecasts plan by it; restarts
-compare it; plans are cached by it. A new option of planning begins with a field here, named as in `SFTConfig`.
+`Packing` is made once from the `SFTConfig` (`training/planner.py`) and never changes. The planner of a table
+(`data/epochs.py`), the packed stream (`data/stream.py`), evaluation and the dry runs of the command line call its
+methods. Restarts compare its settings with those of the checkpoint; cached plans are looked up by its fingerprint.
+
+A table goes through two methods:
+
+    units  -- plan -->  packs  -- schedule -->  slots of optimizer steps
+
+A strategy that keeps the optimizer steps of unpacked training (`minibatch`) goes from units to slots at once, by
+`schedule_unpacked_steps`. A stream has no schedule: `pack_stream` yields packs while documents arrive.
+
+Words: a *document* is one training example. A *unit* is what planning packs as one thing: a document, or a family of
+documents that begin alike. A *pack* is a set of documents that pass through the model together; its *capacity* is the
+largest number of tokens (or rows, where documents share rows) that it may hold. A *slot* or *bin* is the place of one
+pack: one micro-batch of one optimizer step on one rank. With sequence parallelism a *group* of neighbouring ranks
+shares a pack; the number of ranks in a group is its *degree*. The *unpacked run* is the training that TRL would do with
+the same config and without packing.
+
+A new option of planning begins with a field of `Packing`, named as in `SFTConfig`. Letters: N documents, U units.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
+from enum import Enum
 from functools import cached_property
 from typing import Any, Literal
 
@@ -24,186 +42,328 @@ from .strategies import STRATEGIES, Strategy, StrategyTraits
 from .units import Balance, Bins, Synchronisation, Units
 
 ChangedSettings = dict[str, tuple[Any, Any]]
-"""Settings that differ, with their values before and now."""
+"""Settings that differ: config name -> (value before, value now)."""
 
-# What a field of `Packing` says about itself, beside `name`, that in `SFTConfig` if it is another. A field that says
-# nothing decides everything: no restart may change it, and plans of other values are others.
-OF_TABLES = {"restart": "tables"}  # streams do not use it
-ADAPTED = {"restart": "adapted"}  # for other values, the rest of an epoch or of a pass is planned anew
-PLACES = {"places": True}  # it decides where packs are trained, and not which packs the first epoch has
-FREE = {"restart": "free"} | PLACES  # nor which documents an optimizer step has
+
+class OnRestart(Enum):
+    """What a restart does if a setting has another value than in the checkpoint."""
+
+    REFUSE = "refuse"  # the restart cannot know which documents of the epoch were trained
+    REPLAN = "replan"  # it plans the rest of the epoch, or of the pass over a stream, anew
+    CONTINUE = "continue"  # every optimizer step has the same documents as before, so there is nothing to do
+
+
+@dataclass(frozen=True)
+class SettingInfo:
+    """What restarts and caches know about a setting besides its value. The defaults are the strictest."""
+
+    config_name: str | None = None  # its name in `SFTConfig`, if that is not the name of the field
+    on_restart: OnRestart = OnRestart.REFUSE
+    used_by_streams: bool = True
+    # False if the setting decides only where packs are trained, and not which packs the first epoch has. A cached plan
+    # is then valid for every value of the setting.
+    decides_packs: bool = True
+
+
+def _metadata(**info: Any) -> dict[str, SettingInfo]:
+    """Return the metadata of a field of `Packing` from the values of its `SettingInfo`."""
+    return {"info": SettingInfo(**info)}
+
+
+def _info_of(setting: "Field[Any]") -> SettingInfo:
+    """Return the `SettingInfo` of a field of `Packing`; a field without one has the defaults."""
+    info: SettingInfo = setting.metadata.get("info", SettingInfo())
+    return info
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """All settings of planning. ValueError: what `possible_degrees` refuses."""
+    """All settings of planning.
+
+    Raises:
+        ValueError: `tokens_per_rank` is set, and no possible group of ranks can hold a document of `max_length`.
+    """
 
     max_length: int  # most tokens of a document
-    strategy: Strategy = field(default="stream", metadata={"name": "packing_strategy"})
+    strategy: Strategy = field(default="stream", metadata=_metadata(config_name="packing_strategy"))
     overlong: Literal["truncate", "split", "drop", "raise"] = "truncate"
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
-    seed: int = field(default=0, metadata=OF_TABLES)
-    shuffle: bool = field(default=True, metadata=OF_TABLES)  # False keeps the order of the units
-    drop_last: bool = field(default=False, metadata=OF_TABLES | PLACES | {"name": "dataloader_drop_last"})
-    # Documents per micro-batch of the unpacked run
-    batch_size: int = field(default=1, metadata=ADAPTED | {"name": "per_device_train_batch_size"})
-    accumulation: int = field(default=1, metadata=ADAPTED | PLACES | {"name": "gradient_accumulation_steps"})
-    world_size: int = field(default=1, metadata=ADAPTED | PLACES)
-    tokens_per_rank: int | None = None  # with sequence parallelism, most tokens of a pack on one rank
-    # "family" plans documents that begin alike as one; plans are the same for "off" and "pack"
-    share_prefixes: SharePrefixes = field(default="off", metadata=OF_TABLES)
-    buffer_size: int = 1000  # of a stream, most documents that wait for a pack
-    balance: Balance = field(default="step", metadata=FREE)
-    synchronisation: Synchronisation = field(default="micro", metadata=FREE)
-    degrees: tuple[int, ...] = field(default=(), metadata=FREE)  # that may be chosen; given as (): all possible ones
-    speeds: Speeds | None = field(default=None, metadata=FREE | {"name": "exchange_speeds"})
-    cost_model: CostModel = field(default=LLAMA_7B, metadata=FREE)
-    # Where the user computes the loss, which may be a mean over each micro-batch
-    evens_targets: bool = field(default=False, metadata=FREE)
+
+    # The order of a table, and its last step. A stream has its own order.
+    seed: int = field(default=0, metadata=_metadata(used_by_streams=False))
+    # False visits the units in the order of the table
+    shuffle: bool = field(default=True, metadata=_metadata(used_by_streams=False))
+    drop_last: bool = field(
+        default=False,
+        metadata=_metadata(config_name="dataloader_drop_last", used_by_streams=False, decides_packs=False),
+    )
+
+    # The size of an optimizer step. `batch_size` counts the documents in a micro-batch of the unpacked run.
+    batch_size: int = field(
+        default=1, metadata=_metadata(config_name="per_device_train_batch_size", on_restart=OnRestart.REPLAN)
+    )
+    accumulation: int = field(
+        default=1,
+        metadata=_metadata(config_name="gradient_accumulation_steps", on_restart=OnRestart.REPLAN, decides_packs=False),
+    )
+    world_size: int = field(default=1, metadata=_metadata(on_restart=OnRestart.REPLAN, decides_packs=False))
+
+    # What may share a pack
+    tokens_per_rank: int | None = None  # most tokens of a pack on one rank; None without sequence parallelism
+    # "family" plans documents that begin alike as one unit. "off" and "pack" have the same plans.
+    share_prefixes: SharePrefixes = field(default="off", metadata=_metadata(used_by_streams=False))
+    buffer_size: int = 1000  # most documents of a stream that wait for a pack
+
+    # How a step is dealt to slots. None of these settings moves a document to another step.
+    balance: Balance = field(default="step", metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False))
+    synchronisation: Synchronisation = field(
+        default="micro", metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False)
+    )
+    # The degrees that a step may use. If it is given as (), it becomes all possible ones.
+    degrees: tuple[int, ...] = field(default=(), metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False))
+    speeds: Speeds | None = field(
+        default=None,
+        metadata=_metadata(config_name="exchange_speeds", on_restart=OnRestart.CONTINUE, decides_packs=False),
+    )
+    cost_model: CostModel = field(
+        default=LLAMA_7B, metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False)
+    )
+    # True balances packs by trained tokens and not by cost, because the user's own loss may be a mean per micro-batch
+    evens_targets: bool = field(default=False, metadata=_metadata(on_restart=OnRestart.CONTINUE, decides_packs=False))
 
     def __post_init__(self) -> None:
+        # A frozen instance can only be completed this way. `parallel` is cached, so it does not read the new value.
         object.__setattr__(self, "degrees", self.parallel.degrees)
+
+    # Sizes
 
     @property
     def traits(self) -> StrategyTraits:
+        """What the strategy does."""
         return STRATEGIES[self.strategy]
 
     @cached_property
     def parallel(self) -> SequenceParallel:
-        """How ranks share packs; with one degree, 1, if `tokens_per_rank` is not set."""
+        """How ranks share packs. Without `tokens_per_rank` the only degree is 1: each rank has packs of its own."""
         if self.tokens_per_rank is None:
             return SequenceParallel(tokens_per_rank=self.batch_size * self.max_length)
-        sizes = self.max_length, self.tokens_per_rank
-        possible = possible_degrees(*sizes, self.world_size, num_heads=self.cost_model.heads)
+        # This is called even if `degrees` is set, because it refuses a `max_length` for which no group is large enough.
+        all_degrees = possible_degrees(
+            self.max_length, self.tokens_per_rank, self.world_size, num_heads=self.cost_model.heads
+        )
         return SequenceParallel(
             tokens_per_rank=self.tokens_per_rank,
-            smallest=smallest_degree(*sizes),
-            degrees=self.degrees or possible,
+            smallest=smallest_degree(self.max_length, self.tokens_per_rank),
+            degrees=self.degrees or all_degrees,
             fill=FILL,
             speeds=self.speeds or Speeds(),
         )
 
     @property
     def shares_families(self) -> bool:
+        """Whether documents that begin alike are planned as one unit."""
         return self.share_prefixes == "family"
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a pack; with sequence parallelism, of one on the fewest ranks that hold any document."""
+        """The most tokens of a pack; with sequence parallelism, of a pack on the smallest group for `max_length`."""
         return self.parallel.smallest * self.parallel.tokens_per_rank
 
     @property
     def planned_capacity(self) -> int:
-        """Rows to which packs are planned. With sequence parallelism, some room is needed to deal them anew."""
+        """The most rows of a pack in a plan.
+
+        With sequence parallelism it is a little below `capacity`, because units are later dealt to groups of other
+        sizes, and full packs could hardly be dealt another way.
+        """
         return max(int(self.parallel.fill * self.capacity), 1)
 
     @cached_property
     def bins(self) -> Bins:
-        return Bins(**{each.name: getattr(self, each.name) for each in fields(Bins) if each.name != "degree"})
+        """The slots of an optimizer step, and how units are dealt to them."""
+        return Bins(
+            capacity=self.capacity,
+            accumulation=self.accumulation,
+            world_size=self.world_size,
+            balance=self.balance,
+            synchronisation=self.synchronisation,
+            drop_last=self.drop_last,
+            evens_targets=self.evens_targets,
+            batch_size=self.batch_size,
+        )
 
     @property
     def packs_per_step(self) -> int:
-        """Packs of an optimizer step: one for each micro-step and group of the fewest ranks that hold any document."""
+        """The number of packs in an optimizer step: one for each micro-batch of each smallest group of ranks."""
         return self.bins.num_slots // self.parallel.smallest
 
-    def make_rng(self, *seed: int) -> np.random.Generator | None:
-        """Draws what the epoch `seed` draws; None without shuffling."""
-        return np.random.default_rng((self.seed, *seed)) if self.shuffle else None
+    @property
+    def unpacked_documents_per_step(self) -> int:
+        """The number of documents in an optimizer step of the unpacked run."""
+        return self.batch_size * self.bins.num_slots
+
+    def num_steps(self, num_packed: int) -> int:
+        """Return the number of optimizer steps of an epoch.
+
+        Args:
+            num_packed: packs of the epoch; for a strategy that keeps the steps of the unpacked run, its documents.
+        """
+        keeps_steps = self.traits.keeps_unpacked_steps
+        per_step = self.unpacked_documents_per_step if keeps_steps else self.packs_per_step
+        return num_packed // per_step if self.drop_last else -(-num_packed // per_step)  # rounded down or up
+
+    # From units to packs
+
+    def make_rng(self, *key: int) -> np.random.Generator | None:
+        """Return a generator that draws the same numbers for the same key and seed; None without shuffling."""
+        return np.random.default_rng((self.seed, *key)) if self.shuffle else None
 
     def plan(self, units: Units, epoch: int, block: Int64Array | None = None) -> PackPlan:
-        """The packs of an epoch, for a strategy that cuts blocks with the `block` of each unit, shape (U,)."""
-        rows = np.minimum(units.rows, self.planned_capacity)  # a longer unit is alone in its pack, which may be full
+        """Plan the packs of an epoch.
+
+        Args:
+            units: U units.
+            epoch: number of the epoch, from which the random order is drawn.
+            block: the block of each unit, shape (U,). Only a strategy that cuts blocks needs it.
+        """
+        # A unit with more rows than the planned capacity still fits into the capacity. Shortened, it fills its pack.
+        rows = np.minimum(units.rows, self.planned_capacity)
+        rng = self.make_rng(epoch)
         if self.traits.plan is None:
             assert block is not None, "documents are not cut into blocks"
-            return plan_blocks(block, rows, self.batch_size, capacity=self.planned_capacity, rng=self.make_rng(epoch))
-        rng = self.make_rng(epoch)
-        order = np.arange(len(rows)) if rng is None else units.visited(rng.permutation(len(rows)))
+            return plan_blocks(block, rows, self.batch_size, capacity=self.planned_capacity, rng=rng)
+        order = np.arange(len(rows)) if rng is None else units.visiting_order(rng.permutation(len(rows)))
         return self.traits.plan(rows, self.planned_capacity, order=order, rng=rng)
 
     def pack_stream(
         self, lengths: Iterable[int], bytes_of: Callable[[int], int] | None = None, most_bytes: float = np.inf
     ) -> Iterator[list[int]]:
-        """Packs of documents that arrive with these lengths, by their positions, see `StreamPacker`."""
-        capacity = self.planned_capacity if len(self.degrees) > 1 else self.capacity  # dealt anew, or as they are
-        arriving = (min(length, capacity) for length in lengths)  # a longer document is alone in its pack
+        """Yield packs while documents arrive, see `StreamPacker`.
+
+        Args:
+            lengths: tokens of each document, in the order of arrival.
+            bytes_of: position of a document -> bytes of memory that it takes while it waits.
+            most_bytes: if the waiting documents take so many bytes, no more are read.
+
+        Returns:
+            The positions of the documents in each pack.
+        """
+        # With several degrees the documents of a step are dealt again, which needs some room. With one degree the packs
+        # are trained as they are, and may be full.
+        capacity = self.planned_capacity if len(self.degrees) > 1 else self.capacity
+        # As in `plan`, a longer document fills its pack.
+        shortened = (min(length, capacity) for length in lengths)
         longest = min(self.max_length, capacity)
-        return iter(StreamPacker(arriving, capacity, self.buffer_size, longest, bytes_of, most_bytes))
+        return iter(StreamPacker(shortened, capacity, self.buffer_size, longest, bytes_of, most_bytes))
 
-    def num_steps(self, num: int) -> int:
-        """Optimizer steps of an epoch of so many packs; of a strategy that keeps steps, of so many documents."""
-        per_step = self.unpacked_documents_per_step if self.traits.keeps_unpacked_steps else self.packs_per_step
-        return num // per_step if self.drop_last else -(-num // per_step)
-
-    @property
-    def unpacked_documents_per_step(self) -> int:
-        """Of the unpacked run."""
-        return self.batch_size * self.bins.num_slots
-
-    def unpacked_step_of_documents(self, order: Int64Array) -> Int64Array:
-        """The step of each document in the unpacked run, which visits them in this order; -1: none; both shape (N,)."""
-        reached = order[: self.num_steps(len(order)) * self.unpacked_documents_per_step]
-        step = np.full(len(order), -1)
-        step[reached] = np.arange(len(reached)) // self.unpacked_documents_per_step
-        return step
+    # From packs to optimizer steps
 
     def schedule(self, plan: PackPlan, units: Units, num_steps: int) -> Schedule:
-        """The packs in the bins of exactly `num_steps` optimizer steps."""
+        """Deal the packs to the slots of exactly `num_steps` optimizer steps."""
         if self.tokens_per_rank is None:
             return schedule_packs(plan, units, num_steps, bins=self.bins)
         return schedule_groups(plan, units, num_steps, bins=self.bins, parallel=self.parallel)
 
+    def unpacked_step_of_documents(self, order: Int64Array) -> Int64Array:
+        """Return the optimizer step of each document, by its number, in the unpacked run, shape (N,).
+
+        A document that the unpacked run does not reach (`drop_last`) has step -1.
+
+        Args:
+            order: document numbers in the order in which the unpacked run visits them, shape (N,).
+        """
+        num_reached = self.num_steps(len(order)) * self.unpacked_documents_per_step
+        reached = order[:num_reached]
+        step = np.full(len(order), -1)
+        step[reached] = np.arange(len(reached)) // self.unpacked_documents_per_step
+        return step
+
     def schedule_unpacked_steps(self, units: Units, order: Int64Array) -> Schedule:
-        """Every step has the documents of the unpacked run, visited in this order. Units may be families of these."""
+        """Deal units to slots so that every optimizer step has its documents of the unpacked run.
+
+        Args:
+            units: the N documents, or families of documents that have the same step.
+            order: document numbers in the order in which the unpacked run visits them, shape (N,).
+        """
         steps = np.arange(self.num_steps(len(order)) + 1)
         if not isinstance(units, Pieces):
             bounds = np.minimum(steps * self.unpacked_documents_per_step, len(order))
             return schedule_steps(units, order, bounds, bins=self.bins)
-        step = self.unpacked_step_of_documents(order)[units.order[units.offsets[:-1]]]
-        by_step = np.argsort(step, kind="stable")
-        return schedule_steps(units, by_step, np.searchsorted(step[by_step], steps), bins=self.bins)
+        # All documents of a unit have the same step, so its first document tells the step of the unit.
+        first_documents = units.order[units.offsets[:-1]]
+        step_of_units = self.unpacked_step_of_documents(order)[first_documents]
+        units_by_step = np.argsort(step_of_units, kind="stable")
+        bounds = np.searchsorted(step_of_units[units_by_step], steps)
+        return schedule_steps(units, units_by_step, bounds, bins=self.bins)
 
-    def settings(self, of: Literal["table", "stream"]) -> dict[str, Any]:
-        """The settings that decide which documents an optimizer step has, by the names that a user sets."""
-        ignored = ("free", "tables") if of == "stream" else ("free",)
-        chosen = [setting for setting in fields(self) if setting.metadata.get("restart") not in ignored]
-        return {CONFIG_NAMES[setting.name]: getattr(self, setting.name) for setting in chosen}
+    # What restarts and caches compare
 
-    def fingerprint(self, of: Literal["packs", "schedule"]) -> str:
-        """Hash of all settings that decide the packs of the first epoch, or the schedule of any."""
-        chosen = [setting.name for setting in fields(self) if of == "schedule" or "places" not in setting.metadata]
-        values = {name: getattr(self, name) for name in chosen} | {"share_prefixes": self.shares_families}
+    def settings(self, source: Literal["table", "stream"]) -> dict[str, Any]:
+        """Return the settings that decide which documents an optimizer step has, by their names in the config."""
+        settings: dict[str, Any] = {}
+        for setting in fields(self):
+            info = _info_of(setting)
+            is_used = source == "table" or info.used_by_streams
+            if is_used and info.on_restart is not OnRestart.CONTINUE:
+                settings[CONFIG_NAMES[setting.name]] = getattr(self, setting.name)
+        return settings
+
+    def fingerprint(self, result: Literal["packs", "schedule"]) -> str:
+        """Return the SHA-256, in hexadecimal, of all settings that decide a result of planning.
+
+        Args:
+            result: "packs" for the packs of the first epoch, "schedule" for the schedule of any epoch.
+        """
+        values = {
+            setting.name: getattr(self, setting.name)
+            for setting in fields(self)
+            if result == "schedule" or _info_of(setting).decides_packs
+        }
+        values["share_prefixes"] = self.shares_families  # "off" and "pack" have the same plans
         return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
-CONFIG_NAMES = {setting.name: setting.metadata.get("name", setting.name) for setting in fields(Packing)}
-"""Of each field in `SFTConfig`."""
+CONFIG_NAMES = {setting.name: _info_of(setting).config_name or setting.name for setting in fields(Packing)}
+"""The name in `SFTConfig` of each field of `Packing`."""
+
 REPLANNED_SETTINGS = frozenset(
-    CONFIG_NAMES[each.name] for each in fields(Packing) if each.metadata.get("restart") == "adapted"
+    CONFIG_NAMES[setting.name] for setting in fields(Packing) if _info_of(setting).on_restart is OnRestart.REPLAN
 )
-"""Settings for other values of which the rest of an epoch, or of a pass, can be planned anew."""
-DEFAULTS = {CONFIG_NAMES[each.name]: each.default for each in fields(Packing) if each.default is not MISSING}
+"""Config names of the settings that a restart may change: it plans the rest of an epoch, or of a pass, anew."""
+
+DEFAULT_SETTINGS = {
+    CONFIG_NAMES[setting.name]: setting.default for setting in fields(Packing) if setting.default is not MISSING
+}
+"""The default of each field of `Packing` that has one, by its name in the config."""
 
 
 def compare_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> ChangedSettings:
-    """What differs of the settings `now`. Where an earlier version has not saved one, it had the default.
+    """Return the settings of `now` that had another value before.
+
+    Args:
+        before: saved settings, by the names of config or field. A setting that an earlier version did not save had its
+            default value.
+        now: the settings of this run, by their names in the config.
 
     >>> compare_settings({"max_length": 8, "batch_size": 2}, Packing(max_length=8, seed=1).settings("table"))
     {'seed': (0, 1), 'per_device_train_batch_size': (2, 1)}
     """
-    before = DEFAULTS | {CONFIG_NAMES.get(name, name): value for name, value in before.items()}
+    before = DEFAULT_SETTINGS | {CONFIG_NAMES.get(name, name): value for name, value in before.items()}
     return {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
 
 
 def describe_changes(changed: ChangedSettings) -> str:
-    """The differences in words.
+    """Return the changes in words.
 
     >>> describe_changes({"seed": (0, 1)})
     '`seed` was 0 and is 1'
     """
     return ", ".join(
-        f"`{name}` was {_shorten(before)} and is {_shorten(now)}" for name, (before, now) in changed.items()
+        f"`{name}` was {_shorten_hash(before)} and is {_shorten_hash(now)}" for name, (before, now) in changed.items()
     )
 
 
-def _shorten(value: object) -> str:
-    return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else repr(value)  # a hash
+def _shorten_hash(value: object) -> str:
+    """Return the first digits of a SHA-256 in hexadecimal, and any other value as Python writes it."""
+    is_hash = isinstance(value, str) and len(value) == 64
+    return f"{value[:8]}..." if is_hash else repr(value)

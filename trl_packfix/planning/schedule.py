@@ -1,11 +1,16 @@
-"""Which pack goes to which optimizer step, micro-batch and rank.
+"""Deal packs to optimizer steps, micro-batches and ranks: a schedule.
 
-A schedule has a fixed number of slots, (steps, accumulation, world_size), and every document is in exactly one of
-them. The number of steps is fixed for the whole run, because the Trainer reads it once. Schedules are pure functions of
-lengths, settings, seed and epoch: all ranks compute the same one without communication. The data-parallel rank and size
-are arguments, never read from the environment.
+`Packing` calls this module with the packs of `packs.py`, or, for a strategy that keeps the steps of unpacked training,
+with the units of each step. Where ranks share packs, `degrees.py` makes the schedule instead. `data/epochs.py` replaces
+the units of the schedule by documents, and the loader of each rank reads its micro-batches from it.
 
-Letters: S steps, G micro-batches per step (gradient accumulation), W ranks, N documents.
+A *slot* is one micro-batch of one optimizer step on one rank, and holds at most one pack. A *micro-step* is the
+micro-batches of the same number on all ranks. A schedule has (steps, accumulation, world_size) slots, and every
+document is in exactly one of them. The number of steps is the same in all epochs, because the Trainer reads it only
+once. A schedule is a pure function of lengths, settings, seed and epoch, so all ranks compute the same one without
+communication. Rank and world size, data-parallel ones, are arguments, and are never read from the environment.
+
+Letters: S steps, G micro-batches per step (gradient accumulation), W ranks, N documents or units.
 """
 
 import heapq
@@ -21,24 +26,24 @@ from .packs import PackPlan, plan_bfd
 from .units import Bins, Synchronisation, Units
 
 NO_DOCUMENTS = -1
-"""Id of the dummy document, two tokens and none trained, of a rank that has no document in a micro-batch."""
+"""Number that stands for the dummy document of a rank without documents in a micro-batch: two tokens, none trained."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Documents of every slot of one epoch.
+    """The documents, or units, of every slot of one epoch.
 
-    Ranks that share a pack are neighbours. The slot of the first one holds the documents of its group, and the slots of
-    the others are empty.
+    Ranks that share a pack are neighbours. The slot of the first rank of such a group holds the documents of the pack,
+    and the slots of its other ranks are empty.
     """
 
-    order: Int64Array  # document indices, slot after slot, shape (N,)
-    # Slot (step * G + micro) * W + rank holds `order[offsets[slot]:offsets[slot + 1]]`, shape (S*G*W + 1,)
+    order: Int64Array  # document numbers, slot after slot, shape (N,)
+    # Slot (step * G + micro_batch) * W + rank holds `order[offsets[slot]:offsets[slot + 1]]`, shape (S*G*W + 1,)
     offsets: Int64Array
     accumulation: int
     world_size: int
-    num_skipped: int = 0  # documents that the epoch does not reach (`dataloader_drop_last`): `EpochPlanner` counts them
-    # Ranks that share a pack in each micro-step, shape (S*G,); given as (): each has its own pack
+    num_skipped: int = 0  # documents that the epoch does not reach (`dataloader_drop_last`); `EpochPlanner` sets it
+    # Number of ranks that share a pack in each micro-step, shape (S*G,). Given as (), it becomes 1 everywhere.
     degrees: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
@@ -47,48 +52,63 @@ class Schedule:
 
     @property
     def num_steps(self) -> int:
+        """S, the number of optimizer steps."""
         return (len(self.offsets) - 1) // (self.accumulation * self.world_size)
 
     def micro_batches(self, rank: int) -> Iterator[Int64Array]:
-        """Document indices of each micro-batch of one rank, in training order; `[EMPTY]` where it has none.
+        """Yield the document numbers of each micro-batch of one rank, in training order.
 
-        With sequence parallelism they are those of the whole pack, of which the rank holds a part: see `parts_of_rank`.
+        A micro-batch without documents is `[NO_DOCUMENTS]`. With sequence parallelism, a micro-batch has all documents
+        of its pack, and `parts_of_rank` tells which part of the pack the rank holds.
         """
         for micro_step, (_, index) in enumerate(self.parts_of_rank(rank)):
-            slot = micro_step * self.world_size + rank - index
+            slot = micro_step * self.world_size + rank - index  # the slot of the first rank of the group
             documents = self.order[self.offsets[slot] : self.offsets[slot + 1]]
             yield documents if len(documents) else np.array([NO_DOCUMENTS])
 
     def parts_of_rank(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Degree and index of the part that a rank holds of its pack, for each micro-batch; (1, 0): all of it."""
+        """Return an iterator over the micro-batches of one rank: (degree, index of the part that the rank holds).
+
+        The degree is the number of ranks that share the pack; (1, 0) is the whole pack.
+        """
         return ((degree, rank % degree) for degree in self.degrees.tolist())
 
     def slot_sums(self, values: Int64Array | Float64Array) -> Float64Array:
-        """Sums of `values`, by number of a document, over the documents of every slot, shape (S*G, W)."""
+        """Return the sum of values over the documents of each slot, shape (S*G, W).
+
+        Args:
+            values: the value of each document, by its number.
+        """
         total = np.concatenate([[0.0], np.cumsum(values[self.order])])
         return np.diff(total[self.offsets]).reshape(-1, self.world_size)
 
     def step_documents(self, step: int) -> Int64Array:
-        """Document indices of one optimizer step over all its micro-batches and ranks."""
-        slots = self.accumulation * self.world_size
-        return self.order[self.offsets[step * slots] : self.offsets[(step + 1) * slots]]
+        """Return the document numbers of one optimizer step, of all its micro-batches and ranks."""
+        num_slots = self.accumulation * self.world_size
+        return self.order[self.offsets[step * num_slots] : self.offsets[(step + 1) * num_slots]]
 
 
 def rank_costs(schedule: Schedule, costs: Float64Array) -> Float64Array:
-    """Modelled cost of every micro-batch, shape (S, G, W), of the `costs` of units by number.
+    """Return the modelled cost of each micro-batch on each rank, shape (S, G, W).
 
     Ranks that share a pack have even shares of its cost.
+
+    Args:
+        schedule: a schedule of units.
+        costs: cost of each unit on all ranks together, by the number of the unit.
     """
     degrees = schedule.degrees[:, None]
     ranks = np.arange(schedule.world_size)
-    packs = np.take_along_axis(schedule.slot_sums(costs), ranks - ranks % degrees, axis=1) / degrees
-    return packs.reshape(-1, schedule.accumulation, schedule.world_size)
+    first_ranks = ranks - ranks % degrees  # the first rank of the group of each rank, which has the documents
+    slot_costs = np.take_along_axis(schedule.slot_sums(costs), first_ranks, axis=1) / degrees
+    return slot_costs.reshape(-1, schedule.accumulation, schedule.world_size)
 
 
 def imbalance(schedule: Schedule, costs: Float64Array, synchronisation: Synchronisation) -> float:
-    """Sum over micro-steps of the largest rank cost / sum of the mean rank cost; 1.0 is perfect.
+    """Return (sum over micro-steps of the largest cost of a rank) / (sum of the mean cost of the ranks).
 
-    Where ranks wait only at the end of a step, the sums are over steps and rank costs are those of whole steps.
+    1.0 is perfect. With synchronisation "step", ranks wait only at the end of a step, so the sums are over steps, and a
+    rank has the cost of all its micro-batches.
 
     >>> schedule = Schedule(np.arange(4), np.array([0, 1, 2, 3, 4]), accumulation=2, world_size=2)
     >>> imbalance(schedule, np.array([4.0, 2.0, 1.0, 3.0]), "micro")
@@ -96,17 +116,23 @@ def imbalance(schedule: Schedule, costs: Float64Array, synchronisation: Synchron
     """
     if schedule.world_size == 1:
         return 1.0
-    packs = rank_costs(schedule, costs)
+    costs_of_ranks = rank_costs(schedule, costs)
     if synchronisation == "step":
-        packs = packs.sum(axis=1)
-    return float(packs.max(axis=-1).sum() / packs.mean(axis=-1).sum())
+        costs_of_ranks = costs_of_ranks.sum(axis=1)
+    return float(costs_of_ranks.max(axis=-1).sum() / costs_of_ranks.mean(axis=-1).sum())
 
 
 def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) -> Schedule:
-    """Packs in visiting order -> slots of exactly `num_steps` optimizer steps.
+    """Put the packs of a plan, in their order, into the slots of exactly `num_steps` optimizer steps.
 
-    Where a step has fewer packs than slots, its largest packs are split between slots; where it has fewer documents
-    than slots, the remaining slots stay empty. Nothing is duplicated and, unless `drop_last` is set, nothing left out.
+    If a step has fewer packs than slots, its largest packs are split; if it has fewer units than slots, the remaining
+    slots stay empty. No unit is duplicated, and none is omitted unless `drop_last` is set.
+
+    Args:
+        plan: packs of units.
+        units: the units of the plan.
+        num_steps: number of optimizer steps.
+        bins: the slots of a step, and how units are dealt to them.
 
     >>> from .costs import LLAMA_7B
     >>> plan = PackPlan(np.array([0, 1, 2]), np.array([0, 2, 3]), np.array([3, 2, 4]), capacity=5)
@@ -119,35 +145,53 @@ def schedule_packs(plan: PackPlan, units: Units, num_steps: int, *, bins: Bins) 
         steps = (even_targets(step, units, len(step), capacity=bins.capacity) for step in steps)
     elif bins.balance == "step":
         steps = (balance_packs(step, units, bins) for step in steps)
-    none = np.zeros(0, np.int64)
-    return _make_schedule((step + [none] * (bins.num_slots - len(step)) for step in steps), bins)
+    no_units = np.zeros(0, np.int64)
+    return _make_schedule((step + [no_units] * (bins.num_slots - len(step)) for step in steps), bins)
 
 
 def packs_of_steps(plan: PackPlan, rows: Int64Array, num_steps: int, *, bins: Bins) -> Iterator[list[Int64Array]]:
-    """Yield the packs of each optimizer step, at most `num_slots`. With `drop_last`, no step has the last packs."""
-    slots = bins.num_slots
-    packs = [plan.order[a:b] for a, b in pairwise(plan.offsets)]
-    assert bins.drop_last or len(packs) <= num_steps * slots, "more packs than slots"
-    packs = packs[: num_steps * slots]
-    if len(packs) <= (num_steps - 1) * slots:
-        # Fewer packs than in the plan that fixed the number of steps: spread them, or the last steps would be empty.
+    """Return an iterator over the packs of each optimizer step, at most as many as a step has slots.
+
+    With `drop_last`, the last packs of the plan belong to no step.
+
+    Args:
+        plan: packs of units.
+        rows: rows of each unit, shape (U,).
+        num_steps: number of optimizer steps.
+        bins: the slots of a step.
+    """
+    num_slots = bins.num_slots
+    packs = [plan.order[start:stop] for start, stop in pairwise(plan.offsets)]
+    assert bins.drop_last or len(packs) <= num_steps * num_slots, "more packs than slots"
+    packs = packs[: num_steps * num_slots]
+    if len(packs) <= (num_steps - 1) * num_slots:
+        # The plan has fewer packs than the first epoch, which fixed the number of steps. The packs are spread over all
+        # steps, since otherwise the last steps would be empty.
         packs = split_up_to(packs, rows, num_steps)
         bounds = np.arange(num_steps + 1) * len(packs) // num_steps
     else:
-        bounds = np.minimum(np.arange(num_steps + 1) * slots, len(packs))
-    return (split_up_to(packs[first:last], rows, slots) for first, last in pairwise(bounds))
+        bounds = np.minimum(np.arange(num_steps + 1) * num_slots, len(packs))
+    return (split_up_to(packs[start:stop], rows, num_slots) for start, stop in pairwise(bounds))
 
 
 def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins: Bins) -> Schedule:
-    """Step i has the units `order[bounds[i]:bounds[i + 1]]`.
+    """Make a schedule in which the units of each step are given, as they are in unpacked training.
 
-    They fill as few micro-batches as the capacity allows, evenly over ranks. The Trainer runs all G micro-batches of a
-    step, so each of the others gets one short document. This is the online minibatch packing of arXiv 2407.09105.
-    Where trained tokens are evened out, the units fill as many micro-batches as the unpacked run does.
+    The units of a step fill as few micro-batches as the capacity allows, evenly over ranks. The Trainer runs all G
+    micro-batches of a step, so each of the remaining micro-batches gets one short unit. This is the online minibatch
+    packing of arXiv 2407.09105. If trained tokens are evened out (`evens_targets`), the units fill as many
+    micro-batches as in the unpacked run.
 
-    A step of S slots has at most S * B documents for some B, each of at most `capacity / B` tokens, or pieces of them
-    (`families.py`). In a piece, each document but the first adds at most half of that, so k documents have at most
-    (k + 1) / 2 * capacity / B rows.
+    The units always fit. A step of S' = G * W slots has at most S' * B documents, where B is the batch size of the
+    unpacked run, each of at most `capacity / B` tokens. If the units are pieces (`families.py`), each document of a
+    piece but the first adds at most `capacity / B / 2` rows, so k documents have at most (k + 1) / 2 * capacity / B
+    rows.
+
+    Args:
+        units: all units of the epoch.
+        order: numbers of the units, step after step.
+        bounds: step i has the units `order[bounds[i]:bounds[i + 1]]`, shape (S + 1,).
+        bins: the slots of a step, and how units are dealt to them.
 
     >>> from .costs import LLAMA_7B
     >>> units, bins = Units(np.array([4, 1, 2, 3]), LLAMA_7B), Bins(capacity=8, accumulation=2)
@@ -155,10 +199,10 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
     >>> [batch.tolist() for batch in schedule.micro_batches(0)]  # 10 tokens: two packs of at most 8
     [[0, 1], [3, 2]]
     """
-    if bins.num_slots == 1:  # no choice to make
+    if bins.num_slots == 1:  # each step is one pack
         return Schedule(order[: bounds[-1]], bounds, bins.accumulation, bins.world_size)
 
-    def slots(members: Int64Array) -> list[Int64Array]:
+    def packs_of_step(members: Int64Array) -> list[Int64Array]:
         packs = _few_packs(members, units.rows, bins)
         if bins.evens_targets:
             num_filled = min(-(-len(members) // bins.batch_size), bins.num_slots)
@@ -168,44 +212,64 @@ def schedule_steps(units: Units, order: Int64Array, bounds: Int64Array, *, bins:
             packs = balance_packs(packs, units, replace(bins, accumulation=len(packs) // bins.world_size))
         return _fill_empty_packs(packs, units.rows, bins.num_slots)
 
-    steps = (slots(order[first:last]) for first, last in pairwise(bounds.tolist()))
+    steps = (packs_of_step(order[start:stop]) for start, stop in pairwise(bounds.tolist()))
     return _make_schedule(steps, bins)
 
 
-def _few_packs(documents: Int64Array, lengths: Int64Array, bins: Bins) -> list[Int64Array]:
-    """As few packs as best-fit decreasing needs, rounded up to a multiple of the ranks; even tokens where they fit."""
-    longest_first = documents[np.argsort(-lengths[documents], kind="stable")]
-    plan = plan_bfd(lengths[longest_first], bins.capacity, None)
-    # Every closed pack of m documents or pieces holds at least B documents. The next one, no longer than any of them,
-    # did not fit, so they have more than m / (m + 1) * capacity rows and 2 m B / (m + 1) - m >= B - 1 documents if
-    # m < B. If m >= B, they are B documents anyway.
+def _few_packs(members: Int64Array, rows: Int64Array, bins: Bins) -> list[Int64Array]:
+    """Put the units of a step into few packs with even numbers of rows.
+
+    Args:
+        members: numbers of the units of the step.
+        rows: rows of each unit, by its number.
+        bins: the slots of the step.
+
+    Returns:
+        As many packs as best-fit decreasing needs, rounded up to a multiple of the ranks.
+    """
+    longest_first = members[np.argsort(-rows[members], kind="stable")]
+    rows = rows[longest_first]
+    plan = plan_bfd(rows, bins.capacity, None)
+    # The units fit, since every closed pack of m units holds at least B documents, see `schedule_steps`: the next unit,
+    # no longer than any of the m, did not fit, so they have more than m / (m + 1) * capacity rows and
+    # 2 m B / (m + 1) - m >= B - 1 documents if m < B. If m >= B, they are at least B documents anyway.
     assert plan.num_packs <= bins.num_slots
     num = -(-plan.num_packs // bins.world_size) * bins.world_size
-    rows = lengths[longest_first]
     packs = least_loaded(rows, rows, num, capacity=bins.capacity)
     if packs is None:
-        packs = [*np.split(plan.order, plan.offsets[1:-1]), *[plan.order[:0]] * (num - plan.num_packs)]
+        packs = np.split(plan.order, plan.offsets[1:-1]) + [plan.order[:0]] * (num - plan.num_packs)
     return [longest_first[pack] for pack in packs]
 
 
-def _fill_empty_packs(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int64Array]:
-    """`num` packs, since the Trainer runs them all: an empty one gets the shortest document of a pack with several."""
-    spread = [*(pack.tolist() for pack in packs), *([] for _ in range(num - len(packs)))]
-    # of documents of one length those of all packs in turn
-    units = [(int(lengths[unit]), place, i, unit) for i, pack in enumerate(spread) for place, unit in enumerate(pack)]
-    shortest_first = (unit for unit in sorted(units) if len(spread[unit[2]]) > 1)
-    for empty, (*_, i, unit) in zip([pack for pack in spread if not pack], shortest_first, strict=False):
-        empty.append(unit)
-        spread[i].remove(unit)
-    return [np.array(pack, dtype=np.int64) for pack in spread]
+def _fill_empty_packs(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int64Array]:
+    """Extend `packs` to `num` packs, and move a unit to each empty pack, because the Trainer runs all of them.
+
+    The shortest units are moved, but never the last unit of a pack, so a pack stays empty if there are too few units.
+    """
+    filled = [pack.tolist() for pack in packs] + [[] for _ in range(num - len(packs))]
+    empty_packs = [pack for pack in filled if not pack]
+    # Of units with equal rows, the packs give their first units in turn, then their second ones, and so on.
+    candidates = sorted(
+        (int(rows[unit]), place, i, unit) for i, pack in enumerate(filled) for place, unit in enumerate(pack)
+    )
+    movable = ((i, unit) for _, _, i, unit in candidates if len(filled[i]) > 1)  # lazy: packs shrink meanwhile
+    for empty_pack, (i, unit) in zip(empty_packs, movable, strict=False):
+        empty_pack.append(unit)
+        filled[i].remove(unit)
+    return [np.array(pack, dtype=np.int64) for pack in filled]
 
 
-def split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[Int64Array]:
-    """Halve the packs with the most tokens until there are `num`, or no pack has two documents.
+def split_up_to(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int64Array]:
+    """Halve the packs with the most rows until there are `num` packs, or no pack has two units.
 
-    A pack of one long document is never halved, so halves hold short ones. They are spread over the epoch, as packs
-    are: each takes the place of its pack, and of packs with as many tokens not the first is halved, but that with the
-    smallest number of a document at its beginning.
+    A pack of one long unit is never halved, so halves hold short ones. To spread the halves over the epoch as packs
+    are, both take the place of their pack, and of packs with equal rows the one with the smallest first unit is halved
+    first.
+
+    Args:
+        packs: numbers of the units in each pack.
+        rows: rows of each unit, by its number.
+        num: number of packs to make.
 
     >>> packs = [np.array([3]), np.array([1, 0, 2]), np.array([4, 5])]
     >>> [pack.tolist() for pack in split_up_to(packs, np.array([2, 3, 1, 9, 3, 2]), 4)]
@@ -214,34 +278,38 @@ def split_up_to(packs: list[Int64Array], lengths: Int64Array, num: int) -> list[
     if len(packs) >= num:
         return packs
 
-    def entry(i: int) -> tuple[int, int, int]:
-        return -int(lengths[packs[i]].sum()), int(packs[i][0]), i
+    def heap_entry(i: int) -> tuple[int, int, int]:
+        return -int(rows[packs[i]].sum()), int(packs[i][0]), i
 
-    heap = [entry(i) for i, pack in enumerate(packs) if len(pack) > 1]
+    heap = [heap_entry(i) for i, pack in enumerate(packs) if len(pack) > 1]
     heapq.heapify(heap)
-    packs, place = list(packs), list(range(len(packs)))
+    packs = list(packs)
+    places = list(range(len(packs)))
     while len(packs) < num and heap:
         *_, i = heapq.heappop(heap)
-        longest_first = packs[i][np.argsort(-lengths[packs[i]], kind="stable")]
-        rows = lengths[longest_first]
-        halves = least_loaded(rows, rows, 2, capacity=int(rows.sum()))
-        assert halves is not None
+        longest_first = packs[i][np.argsort(-rows[packs[i]], kind="stable")]
+        sorted_rows = rows[longest_first]
+        halves = least_loaded(sorted_rows, sorted_rows, 2, capacity=int(sorted_rows.sum()))
+        assert halves is not None, "each half has room for the whole pack"
         packs[i] = longest_first[halves[0]]
         packs.append(longest_first[halves[1]])
-        place.append(place[i])
+        places.append(places[i])
         for half in (i, len(packs) - 1):
             if len(packs[half]) > 1:
-                heapq.heappush(heap, entry(half))
-    return [packs[i] for i in sorted(range(len(packs)), key=place.__getitem__)]
+                heapq.heappush(heap, heap_entry(half))
+    return [packs[i] for i in sorted(range(len(packs)), key=places.__getitem__)]
 
 
 def _make_schedule(steps: Iterable[list[Int64Array]], bins: Bins) -> Schedule:
-    """The slots of all steps, one after the other. Of each step two arrays are kept: those of its slots take more."""
+    """Make a schedule of the packs of all steps, one for each slot.
+
+    The packs of a step are joined to two arrays at once, which take less memory than an array for each pack.
+    """
     orders = [np.zeros(0, np.int64)]
     sizes = [np.zeros(1, np.int64)]
-    for slots in steps:
-        orders.append(np.concatenate(slots))
-        sizes.append(np.array([len(slot) for slot in slots], np.int64))
+    for packs in steps:
+        orders.append(np.concatenate(packs))
+        sizes.append(np.array([len(pack) for pack in packs], np.int64))
     offsets = np.concatenate(sizes)
     np.cumsum(offsets, out=offsets)
     return Schedule(np.concatenate(orders), offsets, bins.accumulation, bins.world_size)

@@ -1,8 +1,12 @@
-"""What planning packs into what: units into bins. numpy only.
+"""What planning packs, units, and what it packs them into, bins. numpy only.
 
-A *unit* is planned as one: a document, a document with images, or documents that begin alike (`Pieces`). It has a
-number of rows, by which it fits a bin, and a cost, by which bins are balanced. The cost depends on the ranks that share
-the bin. After planning, units are expanded to their documents.
+A *unit* is planned as one thing: a document, with its images if it has any, or a family of documents that begin alike
+(`Pieces` in `families.py`). It has a number of rows, by which it fits into a bin, and a cost in FLOPs, by which bins
+are balanced. A *bin*, also called *slot*, is the place of one pack: one micro-batch of one rank, or of one group of
+ranks that share the pack. The *degree* is the number of ranks in the group; the cost of a unit depends on it.
+
+`data/epochs.py` makes units from the lengths of documents, and `Packing` makes the bins from the settings. After
+planning, units are replaced by their documents. Letters: U units, S slots of an optimizer step.
 """
 
 from dataclasses import dataclass, field
@@ -19,60 +23,80 @@ Synchronisation = Literal["micro", "step"]
 
 @dataclass(frozen=True, kw_only=True)
 class Bins:
-    """The slots of every optimizer step, S = G * W, and how they are filled."""
+    """The S = G * W slots of every optimizer step, and how they are filled."""
 
     capacity: int  # most rows of a bin
     accumulation: int = 1  # G, micro-batches per optimizer step and rank
     world_size: int = 1  # W, data-parallel ranks, or groups of ranks that share a bin
     degree: int = 1  # ranks of a group
-    balance: Balance = "step"  # deals the units of a step by cost, so that ranks finish together; "none": as they come
-    synchronisation: Synchronisation = "micro"  # ranks wait for each other after every micro-batch, or after the step
-    drop_last: bool = False  # leave out the last incomplete step
-    evens_targets: bool = False  # evens out the trained tokens of the bins instead of their cost
+    balance: Balance = "step"  # "step" deals the units of a step so that ranks finish together; "none" does not
+    synchronisation: Synchronisation = (
+        "micro"  # ranks wait for each other after every micro-batch, or only after a step
+    )
+    drop_last: bool = False  # the last step is left out if it is incomplete
+    evens_targets: bool = False  # bins get even numbers of trained tokens instead of even costs
     batch_size: int = 1  # documents per micro-batch of the unpacked run
 
     @property
     def num_slots(self) -> int:
-        """S, bins of an optimizer step."""
+        """S, the number of slots in an optimizer step."""
         return self.accumulation * self.world_size
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Documents, each planned on its own.
+    """U units, each of which is one document. `Pieces` is the subclass for families of documents.
 
     >>> Units(np.array([1, 3]), CostModel(per_token=10, per_pair=2), np.array([0.0, 5.0])).costs().tolist()
     [12.0, 47.0]
     """
 
-    rows: Int64Array  # of each unit, shape (U,); those of a document are its tokens
+    rows: Int64Array  # rows of each unit, shape (U,); a document has a row for each token
     cost_model: CostModel
     image_costs: Float64Array | float = 0.0  # FLOPs of the images of each unit in the vision tower, shape (U,)
-    targets: Int64Array | None = None  # trained tokens of each unit, shape (U,); None of units that are never evened
+    targets: Int64Array | None = None  # trained tokens of each unit, shape (U,); needed to even them out
     _costs: dict[int, Float64Array] = field(init=False, repr=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def costs(self, degree: int = 1) -> Float64Array:
-        """FLOPs of each unit on the `degree` ranks that share a bin together, shape (U,); they divide the images."""
+        """Return the FLOPs of each unit on all `degree` ranks of a group together, shape (U,)."""
         if degree not in self._costs:
             self._costs[degree] = self._language_costs(self.cost_model.shared_by(degree)) + self.image_costs
         return self._costs[degree]
 
     def _language_costs(self, cost_model: CostModel) -> Float64Array:
+        """Return the FLOPs of each unit in the language model, shape (U,)."""
         return cost_model(self.rows)
 
-    def visited(self, order: Int64Array) -> Int64Array:
-        """The order in which units are visited, from a random one, both shape (U,)."""
+    def visiting_order(self, order: Int64Array) -> Int64Array:
+        """Return the order in which units are visited, made from a random order; both shape (U,)."""
         return order
 
-    def documents(
+    def to_documents(
         self, units: Int64Array, offsets: Int64Array, rng: np.random.Generator | None
     ) -> tuple[Int64Array, Int64Array]:
-        """The documents of `units`, in each as `rng` draws them, and `offsets` into `units` as offsets into these."""
+        """Replace the units of slots by their documents.
+
+        Args:
+            units: numbers of units, slot after slot.
+            offsets: slot i has the units from `offsets[i]` up to `offsets[i + 1]`.
+            rng: draws the order of the documents in each unit; without it they are in the order of their numbers.
+
+        Returns:
+            The numbers of the documents, slot after slot, and the offsets of the slots into them.
+        """
         return units, offsets
 
-    def of(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The inverse of `documents`: the units that these documents are, and `offsets` into the units."""
+    def from_documents(self, documents: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Replace the documents of slots by their units, the inverse of `to_documents`.
+
+        Args:
+            documents: numbers of documents, slot after slot; the documents of a unit follow each other.
+            offsets: slot i has the documents from `offsets[i]` up to `offsets[i + 1]`.
+
+        Returns:
+            The numbers of the units, slot after slot, and the offsets of the slots into them.
+        """
         return documents, offsets

@@ -26,7 +26,7 @@ def make_report(planner: EpochPlanner, reader: RowReader, *, unpacked_counts_fir
     schedule = planner.schedule(0)
     units = planner.units()
     plan = planner.first_plan
-    order, offsets = units.of(schedule.order, schedule.offsets)
+    order, offsets = units.from_documents(schedule.order, schedule.offsets)
     of_units = replace(schedule, order=order, offsets=offsets)  # what is balanced
     shared = SharedPacks.of_table(planner, of_units)
     # Ranks that share packs wait for each other in every layer
