@@ -1,8 +1,8 @@
 """Choose the first of equal values in `topk`, so that two runs choose the same values.
 
 An indexer gives many keys a score of exactly 0. Which of these keys `torch.topk` chooses depends on the width of the
-row, so a document in a pack may choose other keys than alone. Unpacked training has the same ambiguity: padding changes the
-choice. The comparisons of `check_isolation.py` and `training/first_step.py` use this context.
+row, so a document in a pack may choose other keys than alone. Unpacked training has the same ambiguity, because padding
+changes the choice. The comparisons of `check_isolation.py` and `training/first_step.py` use this context.
 """
 
 from typing import Any
