@@ -193,10 +193,10 @@ class ProbeMeasurement:
         self._draws = iter(range(1, 1 + num_draws))
 
     def gap(self, pair: RunPair) -> Gap:
-        """Run a pair, unless its states are known, and return the largest difference of the common documents."""
+        """Run a pair, unless its states are known, and return the largest difference of its common documents."""
         if pair.first_documents is not self._last_documents:
-            self._last_documents = pair.first_documents
             self._last_states = self.probe.forward_packed(pair.first_documents)
+            self._last_documents = pair.first_documents  # after the forward, which may raise
         first_states = [self._last_states[i] for i, _ in pair.common_documents]
         states_alone = self._states_alone.get(id(pair.second_documents[0])) if pair.is_alone else None
         second_states = pair.second_states(self.probe) if states_alone is None else [states_alone]
@@ -308,9 +308,10 @@ def _test_far(
 ) -> int:
     """Compare a document far from the start of a pack with itself alone, at growing distances.
 
-    The tokens before it are filled by documents of `length` tokens. If the document differs, these are changed, too,
-    because only a leak changes the document then, and not another error, such as rounded positions. The gaps are added
-    to `differences` and `changes`. The test ends at a distance that does not fit the memory of this device.
+    Documents of `length` tokens fill the pack before it. If the document differs from itself alone, the test ends with
+    a second pack, in which the documents before it are changed. If it changes with them, there is a leak, and else
+    another error, such as rounded positions. The gaps are added to `differences` and `changes`. The test also ends at a
+    distance that does not fit the memory of this device.
 
     Returns:
         The largest distance that passed, in tokens.
