@@ -1,7 +1,8 @@
-"""The leak probe for packs with images: documents of unequal layout, and what is changed in them.
+"""Run packs with images, for the leak probe: `ImageProbe` builds documents with images, and variants of their pack.
 
-Documents that all have their images in the same places prove nothing: a model that takes the places from another
-document gives the same result.
+The documents have their images in different places. If all had them in the same place, a model that takes the places
+from another document would give the same result. `check_isolation.py` runs the packs and judges them, after packs of
+text alone. The images come from `data/image_examples.py`, which passes them through the processor of the user's model.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from .probed_model import LOCAL_RANK, LocalRank
 
 if TYPE_CHECKING:
     from ..data.image_examples import ImageExamples as ImageExamples
-else:  # without the libraries of datasets and images
+else:  # so that this module can be imported without the libraries for datasets and images
     ImageExamples = Any
 # Width and height in pixels. Processors that keep the aspect ratio give each size another number of tokens.
 SQUARE = (112, 112)
@@ -24,7 +25,7 @@ HIGH = (112, 168)
 
 
 class ImageDocument:
-    """A document with images, by the names of its entries; its length is its number of tokens."""
+    """A document with images: its tensors by name, as the processor returns them. Its length is in tokens."""
 
     def __init__(self, values: dict[str, Any]):
         self.values = values
@@ -34,9 +35,10 @@ class ImageDocument:
 
 
 class ImageProbe(Probe):
-    """A `Probe` whose packs are those of training with images; documents of text alone are tensors of tokens.
+    """A `Probe` whose packs are made as in training with images.
 
-    They run with the token types that the processor gives to text: paligemma sees text without them in both directions.
+    A document is an `ImageDocument`, or a tensor of tokens if it has text only. Documents of text get the token types
+    that the processor gives to text: without them paligemma attends to text in both directions.
     """
 
     shares = False  # whether documents of a pack share common beginnings
@@ -45,48 +47,51 @@ class ImageProbe(Probe):
         super().__init__(model, degree, user_attention)
         self.images = images
 
-    def document(self, *parts: Any) -> ImageDocument:
-        """Of tokens and images in this order."""
-        return ImageDocument(self.images.joined(parts))
+    def document(self, *content: Any) -> ImageDocument:
+        """Return a document of tokens and images in this order."""
+        return ImageDocument(self.images.joined(content))
 
     def image_examples(self) -> Examples:
-        """Four documents of unequal layout, and the same pack with another in the place of one.
+        """Make a pack of four documents with images in different places, and variants of it in which one is replaced.
 
-        The second ends with an image and the third begins with one, so a model that joins neighbouring images joins
-        them. The last has no image. Where ranks share the pack it is so long that the middle of the pack, where a part
-        ends at every degree, is in the middle of an image.
+        The second document ends with an image and the third begins with one, so a model that joins neighbouring images
+        joins these. The last document has no image. If ranks share the pack, it is so long that the middle of the pack,
+        where a part ends at every degree, is in the middle of an image.
         """
         image = self.images.image
         tokens = self.tokens
         document = self.document
-        square, high, first, last = (image(*size) for size in (SQUARE, HIGH, WIDE, SQUARE))
+        square, high, second_wide, second_square = (image(*size) for size in (SQUARE, HIGH, WIDE, SQUARE))
         head = tokens(5)
         tail = tokens(9)
         end = tokens(6)
         documents: Documents = [
             document(head, square, tail),
-            document(tokens(3), first, tokens(4), last),
+            document(tokens(3), second_wide, tokens(4), second_square),
             document(high, end),
         ]
-        before = sum(map(len, documents[:2]))
-        documents.append(document(tokens(max(11, before - len(end)) if self.degree > 1 else 11)))
+        num_last = 11
+        if self.degree > 1:
+            num_last = max(num_last, sum(map(len, documents[:2])) - len(end))
+        documents.append(document(tokens(num_last)))
         changes = [
             (0, document(head, image(*SQUARE), tail)),  # another image
-            (0, document(head, image(*HIGH), tail)),  # of another size
+            (0, document(head, image(*HIGH), tail)),  # an image of another size
             (0, document(head, square, tokens(2), image(*WIDE), tail)),  # one image more
             (0, document(tokens(8))),  # no image
-            (1, document(tokens(3), first, tokens(4), image(*SQUARE))),
-            (2, document(image(*HIGH), end)),
-            (2, document(tokens(7), high)),  # in another place
+            (1, document(tokens(3), second_wide, tokens(4), image(*SQUARE))),  # another second image
+            (2, document(image(*HIGH), end)),  # another image at the beginning
+            (2, document(tokens(7), high)),  # the same image in another place
         ]
-        return documents, [replace_documents(documents, {i: other}) for i, other in changes]
+        return documents, [replace_documents(documents, {i: new_document}) for i, new_document in changes]
 
-    def _make_batch(self, documents: Sequence[Any], ranks: LocalRank = LOCAL_RANK) -> dict[str, Any]:
+    def _make_batch(self, documents: Sequence[Any], group: LocalRank = LOCAL_RANK) -> dict[str, Any]:
         values = [self._values(document) for document in documents]
-        part = RankShare(values, ranks.degree, ranks.index)
-        return self.move_batch(self.images.packed(part, self.shares, pad_to_multiple_of=self.degree))
+        share = RankShare(values, group.degree, group.index)
+        return self.move_batch(self.images.packed(share, self.shares, pad_to_multiple_of=self.degree))
 
     def _values(self, document: Tensor | ImageDocument) -> dict[str, Any]:
+        """Return the tensors of a document by name."""
         return document.values if isinstance(document, ImageDocument) else self.images.joined([document])
 
     def make_row(self, ids: Tensor | ImageDocument) -> dict[str, Any]:
@@ -94,5 +99,6 @@ class ImageProbe(Probe):
 
     @property
     def evaluated(self) -> nn.Module:
-        # Models may build their masks in another way in eval mode (paligemma); attention is in the decoder
+        # The decoder contains all attention. The model around it stays in training mode, because models may build their
+        # masks in another way in eval mode (paligemma).
         return self.inner.get_decoder()

@@ -1,7 +1,14 @@
-"""Run small packs through a model for the leak probe: collated as in training, on the model as it will train.
+"""Run small packs through a model, for the leak probe: they are collated as in training, on the model as it will train.
 
-A `RunPair` is what is compared. `check_isolation.py` judges the cases, and `tracing.py` finds the modules where
-information crosses.
+The leak probe tests whether a document in a pack has the states that it has alone. It has three layers. `ProbedModel`
+(`probed_model.py`) computes the states and gradients of one batch, and `Probe` (here) builds packs and runs them on it.
+`check_isolation.py` decides which packs are run, and judges what they give. `tracing.py` uses the same runs to find
+the modules where information crosses. `image_probe.py` and `prefix_probe.py` have subclasses of `Probe` for packs with
+images, and for packs whose documents share prefixes.
+
+Words: a *document* is one training example, here a tensor of random tokens. A *pack* is one row of documents, one after
+the other. A document runs *alone* as TRL without packing would train it. The *degree* is the number of ranks that share
+each pack (sequence parallelism), and these ranks are a *group*. *States* are last hidden states, before the LM head.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,85 +29,101 @@ from ..data.rank_share import cut_part
 from .probed_model import LOCAL_RANK, CannotRun, LocalRank, ProbedModel, largest_distance
 from .randomness import watching_draws
 
-DOCUMENT_LENGTHS = (13, 1, 11, 22)  # documents of the small pack: 47 tokens, a prime that no hidden size equals
-DOCUMENT_LENGTHS_OVER_RANKS = (
-    13,
-    1,
-    11,
-    28,
-)  # the same for more than two ranks: the last one fills a part and goes on, 53 tokens
+# Tokens of each document of the small pack: 47 in sum, a prime that no hidden size equals
+DOCUMENT_LENGTHS = (13, 1, 11, 22)
+# The same for more than two ranks: the last document fills a rank's part and goes on in the next. 53 in sum, a prime
+DOCUMENT_LENGTHS_OVER_RANKS = (13, 1, 11, 28)
 NUM_EXTRA_TOKENS = 3  # tokens by which a document is longer than the one in whose place it is put
 NUM_PADDING_TOKENS = 2  # tokens behind a document in a padded row
-READS_AHEAD = 1e-3  # a change of earlier states, relative to the largest, that is no rounding
+READS_AHEAD = 1e-3  # a change of earlier states, relative to the largest state, that is too large for rounding
 # Relative difference of gradients that is never rounding in fp64, where some modules compute in fp32
 SMALLEST_ROUNDING = 1e-4
 T = TypeVar("T")
-Documents = list[Any]  # of a pack; in the probe for images they are no tensors
-Examples = tuple[Documents, list[Documents]]  # a pack, and the same pack with other documents in some places
+Documents = list[Any]  # the documents of a pack: tensors of tokens, or `ImageDocument` in the probe for images
+Examples = tuple[Documents, list[Documents]]  # a pack, and variants of it with other documents in some places
 
 
 @dataclass(frozen=True)
 class RunPair:
-    """Two runs that should give the same states of the documents that both have.
+    """Two runs that should give the same states for the documents that both have.
 
     Attributes:
-        documents: the pack of the first run.
-        others: that of the second, in which some documents are different; or one document, which runs alone.
-        large: whether the packs are long, so that recording all modules would need too much memory.
+        first_documents: the documents of the first run, a pack.
+        second_documents: the documents of the second run. It is a pack with other documents in some places or, if
+            `is_alone`, a single document of the first pack.
+        is_alone: whether the second run is a document alone.
+        is_large: whether the packs are so long that recording the values of all modules would need too much memory.
     """
 
-    documents: Documents
-    others: Documents
-    alone: bool = False
-    large: bool = False
+    first_documents: Documents
+    second_documents: Documents
+    is_alone: bool = False
+    is_large: bool = False
 
     @property
     def common_documents(self) -> list[tuple[int, int]]:
-        """The documents that both runs have, by their indices in the first and in the second."""
-        return [(i, j) for i, one in enumerate(self.documents) for j, other in enumerate(self.others) if one is other]
+        """The documents that both runs have, as pairs of their indices in the first and in the second run."""
+        return [
+            (i, j)
+            for i, first in enumerate(self.first_documents)
+            for j, second in enumerate(self.second_documents)
+            if first is second
+        ]
 
     @property
-    def spans(self) -> list[tuple[slice, slice]]:
-        """Their tokens in both packs."""
-        first, second = (
-            [slice(end - len(ids), end) for ids, end in zip(pack, accumulate(map(len, pack)), strict=True)]
-            for pack in (self.documents, self.others)
-        )
-        return [(first[i], second[j]) for i, j in self.common_documents]
+    def common_spans(self) -> list[tuple[slice, slice]]:
+        """The tokens of the documents that both runs have, as pairs of slices of the first and of the second pack."""
+        first_spans = _token_spans(self.first_documents)
+        second_spans = _token_spans(self.second_documents)
+        return [(first_spans[i], second_spans[j]) for i, j in self.common_documents]
 
     @property
-    def same_length(self) -> bool:
-        return not self.alone and [*map(len, self.documents)] == [*map(len, self.others)]
+    def has_equal_lengths(self) -> bool:
+        """Whether both runs are packs with the same document lengths, so that only tokens differ."""
+        return not self.is_alone and [*map(len, self.first_documents)] == [*map(len, self.second_documents)]
 
     def first_states(self, probe: "Probe") -> list[Tensor]:
-        """The states of these documents in the first run."""
-        states = probe.forward_packed(self.documents)
+        """Compute the states of the common documents in the first run, (length, hidden) each."""
+        states = probe.forward_packed(self.first_documents)
         return [states[i] for i, _ in self.common_documents]
 
     def second_states(self, probe: "Probe") -> list[Tensor]:
-        """The same in the second run."""
-        if self.alone:
-            return [probe.forward_alone(self.others[0])]
-        states = probe.forward_packed(self.others)
+        """Compute the states of the common documents in the second run, (length, hidden) each."""
+        if self.is_alone:
+            return [probe.forward_alone(self.second_documents[0])]
+        states = probe.forward_packed(self.second_documents)
         return [states[j] for _, j in self.common_documents]
 
 
-def replace_documents(documents: Documents, others: dict[int, Any]) -> Documents:
-    """The pack with other documents in these places."""
-    return [others.get(i, document) for i, document in enumerate(documents)]
+def _token_spans(documents: Documents) -> list[slice]:
+    """Return the slice of the pack's tokens that each document fills."""
+    return [slice(stop - len(ids), stop) for ids, stop in zip(documents, accumulate(map(len, documents)), strict=True)]
+
+
+def replace_documents(documents: Documents, replacements: dict[int, Any]) -> Documents:
+    """Return the pack with the documents of `replacements` in the places that are its keys."""
+    return [replacements.get(i, document) for i, document in enumerate(documents)]
+
+
+class GradientRows(NamedTuple):
+    """The rows of a document in a pack, or of several documents, whose states are differentiated together."""
+
+    document: Any  # the document that has these rows; None if they belong to several documents
+    rows: Tensor  # indices in the pack, in the order of the document's tokens
+    num_shared: int = 0  # rows at the beginning that belong to another document, too, and are not differentiated
 
 
 class Probe(ProbedModel):
-    """Runs small packs through a model. Each run raises `CannotRun` if the model raises, of parts on any rank.
+    """A model with the packs that are run through it. Each run raises `CannotRun` if the model raises on any rank.
 
     Attributes:
         reads_ahead: whether a token changes earlier states of its document, in the rows of unpacked TRL.
-        dtype: the coarsest of the outputs of modules, from the first run of `silenced`.
-        silent: the modules that draw random numbers in training mode, from there, too.
+        dtype: the coarsest dtype among the outputs of modules. The first call of `silenced` sets it.
+        silent: the modules that draw random numbers even in training without dropout. The same call sets it.
     """
 
     dtype: torch.dtype
-    traces_leaks = True  # whether the tokens of a pack are the documents, one after the other
+    traces_leaks = True  # whether a pack holds its documents one after the other, as `tracing.py` expects
 
     def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
         super().__init__(model, degree, user_attention)
@@ -109,69 +132,70 @@ class Probe(ProbedModel):
         self._generator = torch.Generator().manual_seed(0)
         special = set(_special_tokens(self.inner.config)) | set(_special_tokens(self.config))
         num_tokens = self.config.vocab_size
-        low = max((token for token in special if token < num_tokens // 2), default=0) + 1
-        self._words = torch.tensor([token for token in range(low, num_tokens) if token not in special])
+        first_word = max((token for token in special if token < num_tokens // 2), default=0) + 1
+        self._words = torch.tensor([token for token in range(first_word, num_tokens) if token not in special])
 
     @property
     def _collate(self) -> PackedDataCollator:
         return PackedDataCollator(pad_to_multiple_of=self.degree)
 
     def tokens(self, length: int) -> Tensor:
-        """A random document without special tokens, (length,), on the CPU. All ranks get the same one."""
+        """Draw a random document without special tokens, (length,), on the CPU. All ranks get the same document."""
         return self._words[torch.randint(len(self._words), (length,), generator=self._generator)]
 
     def examples(self, max_length: int | None) -> Examples:
-        """Documents of text, each of at most `max_length` tokens, and changes of them."""
-        lengths = [
-            min(n, max_length or n) for n in (DOCUMENT_LENGTHS if self.degree <= 2 else DOCUMENT_LENGTHS_OVER_RANKS)
-        ]
+        """Draw a pack of text, whose documents have at most `max_length` tokens, and variants of the pack."""
+        full_lengths = DOCUMENT_LENGTHS if self.degree <= 2 else DOCUMENT_LENGTHS_OVER_RANKS
+        lengths = [min(n, max_length or n) for n in full_lengths]
         documents = [self.tokens(n) for n in lengths]
-        # Others around two documents, of the same lengths; and a longer one between. The gradient tests all pairs.
-        around = {i: self.tokens(lengths[i]) for i in (0, 3)}
+        # The first variant has other documents of the same lengths around the two in the middle, the second a longer
+        # document in the place of one of these two. The gradient tests all pairs of documents.
+        outer_documents = {i: self.tokens(lengths[i]) for i in (0, 3)}
         return documents, [
-            replace_documents(documents, around),
+            replace_documents(documents, outer_documents),
             replace_documents(documents, {2: self.tokens(lengths[2] + NUM_EXTRA_TOKENS)}),
         ]
 
     def image_examples(self) -> Examples | None:
-        """Documents with images in unequal places, and changes of them; None for a probe of text."""
+        """Return documents with images in unequal places and variants of their pack, or None in a probe of text."""
         return None
 
     def long_examples(self, threshold: int) -> Examples:
-        """Three documents, the second at least as long as the threshold, and the pack with another in its place."""
+        """Draw three documents, the second with `threshold` tokens, and a variant with a short one in its place."""
         documents = [self.tokens(7), self.tokens(threshold), self.tokens(9)]
         return documents, [replace_documents(documents, {1: self.tokens(8)})]
 
     def forward_packed(self, documents: list[Tensor], gradient: bool = False) -> list[Tensor]:
-        """Last hidden states of each document in one pack, (length, hidden) each."""
+        """Return the states of each document in one pack, (length, hidden) each; with a graph if `gradient`."""
         lengths = [len(ids) for ids in documents]
-        padded = -(-sum(lengths) // self.degree) * self.degree
-        states = self._of_rows(documents, padded, gradient=gradient)
-        return list(states[: sum(lengths)].split(lengths))
+        num_tokens = sum(lengths)
+        num_rows = -(-num_tokens // self.degree) * self.degree  # with the padding to a multiple of the degree
+        states = self._row_states(documents, num_rows, gradient=gradient)
+        return list(states[:num_tokens].split(lengths))
 
-    def _of_rows(self, documents: list[Tensor], num_rows: int, *, gradient: bool) -> Tensor:
-        """Last hidden states of the rows of a pack, of all ranks that share it, (rows, hidden)."""
+    def _row_states(self, documents: list[Tensor], num_rows: int, *, gradient: bool) -> Tensor:
+        """Return the states of all rows of a pack, (num_rows, hidden), gathered from the ranks that share the pack."""
         with torch.set_grad_enabled(gradient):
-            states = self.ranks.states(lambda: self.states(self._make_batch(documents, self.ranks)))[0]
+            states = self.group.gather_states(lambda: self.states(self._make_batch(documents, self.group)))[0]
         if len(states) != num_rows:
             raise CannotRun(f"the LM head gets {len(states)} states for a pack of {num_rows} tokens")
         return states
 
     def forward_alone(self, ids: Tensor) -> Tensor:
-        """Last hidden states of a document in unpacked training of the model as it was given: (n,) -> (n, hidden)."""
+        """Return the states of a document in unpacked training of the model as it was given: (n,) -> (n, hidden)."""
         with self.unpacked(len(ids)), torch.no_grad():
             return self.states(self.make_row(ids))[0][: len(ids)]
 
     def forward_rows(self, ids: Tensor) -> None:
-        """Run rows without boundaries, (B, n), with the attention of packs."""
+        """Run rows without document boundaries, (B, n), with the attention of packs."""
         with self.evaluating(), torch.no_grad():
             self.states({"input_ids": ids.to(self.device), "use_cache": False})
 
     def error_unpacked(self) -> str | None:
-        """What the model raises on a row in training mode, without packing and with its own attention; None if nothing.
+        """Return what the model raises on a row without packing, in training mode with its own attention, or None.
 
-        `forward_alone` runs in eval mode without gradients, and so without checkpointing. An engine would wait for a
-        backward.
+        `forward_alone` runs in eval mode without gradients, and so without checkpointing. Here gradients are enabled,
+        except with an engine, which would wait for a backward.
         """
         ids = self.tokens(DOCUMENT_LENGTHS[0])
         try:
@@ -182,11 +206,11 @@ class Probe(ProbedModel):
         return None
 
     def make_row(self, ids: Tensor) -> dict[str, Any]:
-        """The batch of a document alone, (1, n), or of several of equal length, (B, n), with PADDING if needed."""
-        return self._make_rows(ids.reshape(-1, ids.shape[-1]), self._is_padded)
+        """Return the unpacked batch of a document, (1, n), or of several of equal length, (B, n), padded if needed."""
+        return self._make_rows(ids.reshape(-1, ids.shape[-1]), self._needs_padding)
 
     def _make_rows(self, ids: Tensor, padded: bool) -> dict[str, Any]:
-        """The unpacked batch of rows of equal length, (B, n)."""
+        """Return the unpacked batch of rows of equal length, (B, n), with `NUM_PADDING_TOKENS` behind if `padded`."""
         if not padded:
             return {"input_ids": ids.to(self.device), "use_cache": False}
         tokens = torch.cat([ids, ids[:, -1:].expand(-1, NUM_PADDING_TOKENS)], dim=1).to(self.device)
@@ -195,73 +219,85 @@ class Probe(ProbedModel):
         return {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
 
     @cached_property
-    def _is_padded(self) -> bool:
-        """Whether documents alone are padded: where a token changes earlier states in a row without padding.
+    def _needs_padding(self) -> bool:
+        """Whether documents alone are padded: they are if a token changes earlier states in a row without padding.
 
         Unpacked TRL pads its rows. In nearly all models that changes nothing. But transformers drops a mask that hides
         nothing, and then the text part of PaliGemma is not causal.
         """
         ids = self.tokens(9)
+        # two rows that differ in their last two tokens, so that the first seven states should be equal
         rows = torch.stack([ids, torch.cat([ids[:-2], self.tokens(2)])])
 
-        def moves(padded: bool) -> bool:
+        def changes_earlier_states(padded: bool) -> bool:
             first, second = self.states(self._make_rows(rows, padded))[:, :7]
             return self.on_any_rank(largest_distance([first], [second]) > READS_AHEAD * first.abs().max().item())
 
         with self.unpacked(len(ids)), torch.no_grad():
-            self.reads_ahead = moves(padded=False)
+            self.reads_ahead = changes_earlier_states(padded=False)
             if not self.reads_ahead:
                 return False
             try:
-                self.reads_ahead = moves(padded=True)
-            except CannotRun:  # TRL trains it on rows of equal length only
+                self.reads_ahead = changes_earlier_states(padded=True)
+            except CannotRun:  # TRL trains such a model on rows of equal length only
                 return False
         return True
 
     def forward_padded(self, documents: list[Tensor]) -> None:
-        """Run the pack on each rank as a whole, with the padding that a pack of this degree has."""
+        """Run the whole pack on each rank, with the padding that packs of this degree have."""
         with torch.no_grad():
             self.states(self._make_batch(documents))
 
-    def _make_batch(self, documents: list[Tensor], ranks: LocalRank = LOCAL_RANK) -> dict[str, Any]:
-        batch = cut_part(self._collate([{"input_ids": ids} for ids in documents]), ranks.degree, ranks.index)
+    def _make_batch(self, documents: list[Tensor], group: LocalRank = LOCAL_RANK) -> dict[str, Any]:
+        """Return the batch, without labels, that this rank of the group gets for a pack of documents."""
+        pack = self._collate([{"input_ids": ids} for ids in documents])
+        batch = cut_part(pack, group.degree, group.index)
         return self.move_batch({name: value for name, value in batch.items() if name not in ("labels", "shift_labels")})
 
     def silenced(self, run: Callable[[], T]) -> T:
-        """What `run` returns, after modules that draw random numbers in it were set to eval mode; `dtype` is noted.
+        """Return what `run` returns once the modules that draw random numbers in it are in eval mode.
 
-        They are routers with jitter or sampling, and NEFTune's noise. `undisturbed` restores the modes.
+        Such modules are routers with jitter or sampling, and the noise of NEFTune. They are noted in `silent`, and the
+        coarsest dtype of outputs in `dtype`. `run` is called a second time only if there are such modules. The context
+        `undisturbed`, in which this is called, restores their modes.
         """
-        with watching_draws(self.inner, self.device) as (kinds, dtypes):
-            found = run()
+        with watching_draws(self.inner, self.device) as (drawing_classes, dtypes):
+            result = run()
         self.dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        self.silent = [module for module in self.inner.modules() if type(module) in kinds]
+        self.silent = [module for module in self.inner.modules() if type(module) in drawing_classes]
         self.silence()
-        return run() if kinds else found
+        return run() if drawing_classes else result
 
     def silence(self, *call: object) -> None:
-        """Set what `silenced` found to eval mode again, as a hook of the model's forward, too."""
+        """Set the modules in `silent` to eval mode again. It takes any arguments, so that it can be a forward hook."""
         for module in self.silent:
-            module.training = False  # not of its children: they may not draw
+            module.training = False  # without `eval()`, which would include children that may not draw
 
     def gradient(self, documents: list[Tensor]) -> float | None:
-        """Largest gradient of one document's states with respect to the embeddings of another before it.
+        """Return the largest gradient of one document's states with respect to another document's embeddings.
 
-        One backward is of the documents whose index has a bit set, and for each pair there is a bit in which they
-        differ. With several ranks one is of each document, and what differs from the gradient of a document alone, if
-        it is no rounding, counts, too: a gradient that is not sent back to its rank moves no other document. None if
-        the model does not support it.
+        On one rank there are few backwards: number b differentiates all documents whose index has bit b set, and each
+        pair of documents differs in some bit. In a group of ranks there is one backward per document. Its gradient is
+        also compared with the gradient of the document alone, and a difference beyond rounding is returned, too: a
+        gradient that is not sent back to the rank where it belongs moves no other document.
+
+        Returns:
+            The largest gradient that should be 0 (or relative difference); None if the model does not support it.
         """
         rows = torch.arange(sum(map(len, documents)), device=self.device).split([len(ids) for ids in documents])
-        places: list[tuple[Any, Tensor, int]] = [(ids, of_one, 0) for ids, of_one in zip(documents, rows, strict=True)]
-        limit = self.ranks.gradient_limit(self.rounding)
+        limit = self.group.gradient_limit(self.rounding)
         if limit is None:
             bits = range((len(rows) - 1).bit_length())
-            places = [(None, torch.cat([one for i, one in enumerate(rows) if i >> bit & 1]), 0) for bit in bits]
+            targets = [
+                GradientRows(None, torch.cat([own_rows for i, own_rows in enumerate(rows) if i >> bit & 1]))
+                for bit in bits
+            ]
+        else:
+            targets = [GradientRows(ids, own_rows) for ids, own_rows in zip(documents, rows, strict=True)]
         try:
-            return self._wrong_gradient(
-                self._make_batch(documents, self.ranks),
-                places,
+            return self._gradient_error(
+                self._make_batch(documents, self.group),
+                targets,
                 limit=limit,
                 rounding=tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps,
             )
@@ -270,52 +306,63 @@ class Probe(ProbedModel):
         except ValueError as error:  # from a repaired module that is recomputed
             raise CannotRun(str(error)) from error
 
-    def _wrong_gradient(
-        self, batch: dict[str, Any], places: list[tuple[Any, Tensor, int]], *, limit: float | None, rounding: float = 0
+    def _gradient_error(
+        self, batch: dict[str, Any], targets: list[GradientRows], *, limit: float | None, rounding: float = 0
     ) -> float | None:
-        """What is wrong with the gradients of documents with respect to the rows of their pack; 0 if nothing.
-
-        It is the largest one of rows of other documents (above `rounding` times the largest), or the difference from
-        the gradient of a document alone, relative to its largest and above `limit`, unless that is None.
+        """Return the largest error in the gradients of documents with respect to the embeddings of their pack.
 
         Args:
-            places: documents, their rows, and the first of these whose states are differentiated.
+            batch: the pack, or the part of it that this rank has.
+            targets: the rows that are differentiated, one gradient for each.
+            limit: relative difference between the gradient of a document in the pack and alone above which it is an
+                error; None does not compare them.
+            rounding: size of a gradient in other documents' rows, relative to the largest, up to which it is no error.
+
+        Returns:
+            The larger of the two kinds of error, 0 without an error, or None if the model has no such gradients.
         """
-        largest = 0.0
-        gradients = self.embedding_gradients(batch, [rows[first:] for _, rows, first in places], self.ranks)
-        if gradients is None or (limit is None and len(gradients[0]) != batch["input_ids"].shape[1]):
-            return None  # in the second case the backbone gets documents as padded rows, not the pack
-        for gradient, (ids, rows, first) in zip(gradients, places, strict=True):
-            mine = gradient[rows]
+        error = 0.0
+        gradients = self.embedding_gradients(
+            batch, [target.rows[target.num_shared :] for target in targets], self.group
+        )
+        if gradients is None:
+            return None
+        if limit is None and len(gradients[0]) != batch["input_ids"].shape[1]:
+            return None  # the backbone gets documents as padded rows, not the pack
+        for gradient, (ids, rows, num_shared) in zip(gradients, targets, strict=True):
+            # First, separate the gradient in the document's rows from the gradient in all other rows, which crosses.
+            in_pack = gradient[rows]
             gradient[rows] = 0
-            others = gradient.abs().max().item()
-            scale = mine.abs().max().item()
+            crossing = gradient.abs().max().item()
+            scale = in_pack.abs().max().item()
+            # Then compare the document's rows with the gradient of the document alone.
             if limit is not None:
-                own = torch.arange(first, len(rows), device=self.device)
+                own_rows = torch.arange(num_shared, len(rows), device=self.device)
                 with self.unpacked(len(ids)):
-                    found = self.embedding_gradients(self.make_row(ids), [own])
-                if found is None:
+                    gradients_alone = self.embedding_gradients(self.make_row(ids), [own_rows])
+                if gradients_alone is None:
                     return None
-                alone = found[0][: len(rows)]
+                alone = gradients_alone[0][: len(rows)]
                 scale = alone.abs().max().item()
-                is_lost = ((mine == 0).all(-1) & (alone != 0).any(-1)).any().item()
-                gap = inf if is_lost else (mine - alone).abs().max().item() / scale
-                largest = max(largest, gap if gap > limit or is_lost else 0.0)
-            largest = max(largest, others if others > rounding * scale else 0.0)
-        return largest
+                is_lost = ((in_pack == 0).all(-1) & (alone != 0).any(-1)).any().item()
+                gap = inf if is_lost else (in_pack - alone).abs().max().item() / scale
+                error = max(error, gap if gap > limit or is_lost else 0.0)
+            error = max(error, crossing if crossing > rounding * scale else 0.0)
+        return error
 
     @property
     def rounding(self) -> float:
         """Relative change that another order of the same sums may cause: 32 roundings in fp32, 4 in half precision.
 
-        With Mamba-2's kernel as many as a chunk has tokens: it sums over documents.
+        With Mamba-2's kernel it is as many roundings as a chunk has tokens, because the kernel sums over documents.
         """
         eps = torch.finfo(self.dtype).eps
         return 4 * eps if eps > 1e-4 else max(32, tokens_summed_in_common(self.inner)) * eps
 
 
 def _special_tokens(config: PreTrainedConfig) -> Iterator[int]:
-    """Token ids with a meaning in the config: end of text (several in some models), image, padding."""
+    """Yield the token ids with a meaning in the config: end of text (some models have several), image, padding."""
     for name, value in vars(config).items():
         if name.endswith(("token_id", "token_ids", "token_index")):
-            yield from (token for token in (value if isinstance(value, list | tuple) else [value]) if token is not None)
+            ids = value if isinstance(value, list | tuple) else [value]
+            yield from (token for token in ids if token is not None)

@@ -1,10 +1,19 @@
-"""A model while it is probed: its states and gradients, as it trains and as it was given, without randomness."""
+"""Compute states and gradients of a model while it is probed, as it trains or as it was given, without randomness.
+
+`ProbedModel` wraps the model of a trainer for the tests of this wing and for the comparison before the first step
+(`training/first_step.py`). A batch comes in, and last hidden states or gradients come out. Contexts switch off what
+would disturb a test, or set the model up as the user gave it. `Probe` (`probe.py`) adds the packs that are tested.
+
+Words: *degree* is the number of ranks that share each pack (sequence parallelism). These ranks are a *group*, and the
+rows of the pack that one of them holds are its *part*. A row runs *unpacked* as TRL without packing would train it. An
+*engine* is DDP, DeepSpeed or FSDP. *Rounding* is measured by running the same batch again with noise of half an ulp.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from math import inf
+from math import inf, isnan
 from typing import Any, TypeVar
 
 import torch
@@ -28,24 +37,24 @@ from .user_hooks import gradient_hooks_aside
 T = TypeVar("T")
 # Texts of errors where `autograd.grad` is not supported: reentrant checkpointing, models that recompute or detach
 NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
-LARGEST_SCORES = 8 * 2**30  # bytes of the scores that `eager` may hold for a document alone
+LARGEST_SCORES = 8 * 2**30  # bytes of the attention scores that `eager` may hold for a document alone
 NUM_DRAWS = 6  # random roundings to try: with a router the largest change is rare
-# As many times the rounding of states is that of gradients; above the second nothing is compared
-FINER = 64
-COARSE_GRADIENT = 1e-2
-ROUNDING_FACTOR = 3  # times the largest change of so few draws
+GRADIENT_ROUNDING_FACTOR = 64  # limit of the rounding of gradients, in multiples of the rounding of states
+LARGEST_GRADIENT_LIMIT = 1e-2  # if the limit is larger, only a gradient that is lost counts as an error
+ROUNDING_FACTOR = 3  # tolerance in multiples of the largest measured change, because the draws are few
 MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
 
 
 class CannotRun(Exception):
-    """The model raised an error in a run of the probe; that error is the cause."""
+    """Error raised if the model raises an error in a run of the probe. That error is its cause."""
 
 
 @contextmanager
 def model_errors_converted() -> Iterator[None]:
-    """Within this context, `CannotRun` is raised for an error of the model, and `KernelError` for one of a kernel.
+    """Within this context, errors of the model become `CannotRun`, and errors of a kernel become `KernelError`.
 
-    Errors of the device and of communication stay: they say nothing about the model, and the context may be lost.
+    Errors of the device and of communication are not converted: they say nothing about the model, and the CUDA context
+    may be lost.
     """
     try:
         yield
@@ -57,25 +66,28 @@ def model_errors_converted() -> Iterator[None]:
 
 
 class LocalRank:
-    """This rank, which holds whole packs."""
+    """One rank that holds whole packs: the group of a run without sequence parallelism."""
 
     degree = 1
     index = 0
 
-    def states(self, forward: Callable[[], Tensor]) -> Tensor:
-        """The states of all rows of a pack, (1, T, hidden), from a forward of the rows of each rank."""
+    def gather_states(self, forward: Callable[[], Tensor]) -> Tensor:
+        """Return the states of all rows of a pack, (1, T, hidden); `forward` computes those of this rank's part."""
         return forward()
 
-    def gradient(self, gradient: Tensor, num_rows: int) -> Tensor:
-        """The gradient with respect to all `num_rows` rows of a pack, from what each rank has."""
+    def gather_gradient(self, gradient: Tensor, num_rows: int) -> Tensor:
+        """Return the gradient of all `num_rows` rows of a pack, (num_rows, D), from the gradient that each rank has."""
         return gradient
 
-    def forwards(self, places: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """These places, as many together as one forward has backwards for."""
-        return [places]
+    def split_by_forward(self, row_sets: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """Return the sets of rows to differentiate in lists, one for each forward, with one backward for each set."""
+        return [row_sets]
 
     def gradient_limit(self, rounding: float) -> float | None:
-        """How far the gradient of a document may be from that alone; None if they are not compared."""
+        """Return the relative difference that the gradients of a document in a pack and alone may have.
+
+        None says that they are not compared, and infinity that only a lost gradient is an error.
+        """
         return None
 
 
@@ -83,65 +95,72 @@ LOCAL_RANK = LocalRank()
 
 
 class SequenceGroup(LocalRank):
-    """The ranks that share each pack, each its part of it. All must call a method."""
+    """The ranks that share each pack; this rank has part `index` of it. All ranks must call a method together."""
 
     def __init__(self, degree: int):
         make_groups((degree,))
-        self.degree, self._group = degree, group_of(degree)
-        self.index = dist.get_rank(self._group)
+        self.degree = degree
+        self._process_group = group_of(degree)
+        self.index = dist.get_rank(self._process_group)
 
-    def states(self, forward: Callable[[], Tensor]) -> Tensor:
-        """As of one rank; it raises `CannotRun` if the model raises on any."""
+    def gather_states(self, forward: Callable[[], Tensor]) -> Tensor:
+        """Return the states of all rows of a pack. Raise `CannotRun` on all ranks if the model raises on any rank."""
         states: Any = None
         problem = ""
         try:
             states = forward()
         except CannotRun as error:
             problem = str(error)
-        if any(problems := gather_values(problem)):
+        problems = gather_values(problem)
+        if any(problems):
             raise CannotRun(next(filter(None, problems)))
         return self._join_parts(states, dim=1)
 
-    def gradient(self, gradient: Tensor, num_rows: int) -> Tensor:
+    def gather_gradient(self, gradient: Tensor, num_rows: int) -> Tensor:
         if len(gradient) != num_rows:
             return self._join_parts(gradient, dim=0)
-        dist.all_reduce(gradient, group=self._group)  # with images each embeds the whole pack, and cuts it after that
+        # With images each rank embeds the whole pack and cuts its part after that, so gradients of parts are added.
+        dist.all_reduce(gradient, group=self._process_group)
         return gradient
 
-    def forwards(self, places: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        return [[rows] for rows in places]  # each has one backward, as in training
+    def split_by_forward(self, row_sets: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        return [[rows] for rows in row_sets]  # each forward has one backward, as in training
 
     def gradient_limit(self, rounding: float) -> float | None:
-        # in half precision a rounding may choose other experts, so only what is lost is found
-        return FINER * rounding if FINER * rounding < COARSE_GRADIENT else inf
+        # In half precision a rounding may choose other experts, so only a gradient that is lost can be found.
+        limit = GRADIENT_ROUNDING_FACTOR * rounding
+        return limit if limit < LARGEST_GRADIENT_LIMIT else inf
 
     def _join_parts(self, part: Tensor, dim: int) -> Tensor:
+        """Return the parts of all ranks, concatenated along `dim`. They have equal shapes."""
         parts = [torch.empty_like(part) for _ in range(self.degree)]
-        dist.all_gather(parts, part.contiguous(), group=self._group)
+        dist.all_gather(parts, part.contiguous(), group=self._process_group)
         return torch.cat(parts, dim=dim)
 
 
 class ProbedModel:
-    """A transformers causal LM, wrapped or not by PEFT, DDP or an engine.
+    """A transformers causal LM, bare or wrapped by PEFT, DDP or an engine, as tests run it.
 
     A compiled model runs uncompiled here: it would not call hooks that are added after the compilation.
 
     Args:
-        degree: ranks that share each pack. With more than one all ranks run the same packs, each its part of them.
-        user_attention: the attention that the model was given with. A document alone runs on it, so that a mistake of
-            the attention of packs cannot hide in both runs. None: its attention now, or transformers' default if that
-            is `packfix_varlen`.
+        degree: number of ranks that share each pack. Above 1 all ranks run the same packs, each rank its part of them.
+        user_attention: name of the attention with which the user gave the model. A document alone runs on it, so that
+            a mistake in the attention of packs cannot hide in both runs. None means the model's current attention, or
+            transformers' default if the current one is `packfix_varlen`.
 
     Attributes:
-        ranks: those that share each pack.
+        inner: the transformers model inside all wrappers.
+        group: the ranks that share each pack.
         has_engine: whether DDP or an engine has hooks in its backward pass. FSDP2 counts too: it shards the model in
             place, and torch 2.13 crashes in the second backward of a forward.
-        takes_gradient: whether gradients are tested: without an engine, or on several ranks per pack, where each
-            forward has one backward, as in training.
+        takes_gradient: whether gradients are tested. They are without an engine, and with several ranks per pack, where
+            each forward has one backward, as in training.
     """
 
     def __init__(self, model: nn.Module, degree: int = 1, user_attention: str | None = None):
-        model = self.model = without_compile(model)
+        model = without_compile(model)
+        self.model = model
         wrapped = [model]  # DDP, DataParallel and the DeepSpeed engine hold the model as `module`
         while isinstance(module := getattr(wrapped[-1], "module", None), nn.Module):
             wrapped.append(without_compile(module))
@@ -152,34 +171,40 @@ class ProbedModel:
         self.device = next(self.inner.parameters()).device
         self.config = text_config(self.inner)
         self.attention = self.config._attn_implementation or "its own"
-        # Flash attention is a reference for itself only: some kernels leave out sinks or windows without an error
+        # Flash attention is no reference for other attention: some kernels ignore sinks or windows without an error.
         if user_attention is None or "flash" in user_attention:
             user_attention = own_attention(self.inner)
         self.user_attention = default_attention(self.inner) if user_attention == ATTENTION_NAME else user_attention
         self._is_unpacked = False
         self.degree = degree
-        self.ranks = SequenceGroup(degree) if degree > 1 else LOCAL_RANK
+        self.group = SequenceGroup(degree) if degree > 1 else LOCAL_RANK
 
     def states(self, batch: dict[str, Any], *, from_backbone: bool = False, model: Any = None) -> Tensor:
-        """The last hidden states, (B, T, hidden), from a forward of the whole wrapped model, or of `model`.
+        """Return the last hidden states of a batch, (B, T, hidden).
 
-        They are the output of the backbone, with the logits of one token only: all of them would be T x V. Of a model
-        that computes all logits they are the input of the LM head, unless `from_backbone`.
+        They are the output of the backbone if the model can compute logits of one token only (all logits are T x V
+        numbers), and else the input of the LM head.
+
+        Args:
+            from_backbone: take the output of the backbone also from a model that computes all logits.
+            model: the wrapper whose forward runs; None runs the whole wrapped model.
         """
         caught: list[Tensor] = []
-        below = below_head(self.inner)  # a repaired module may call a decoder more than once
-        takes_few = "logits_to_keep" in inspect.signature(type(self.inner).forward).parameters
+        backbones = below_head(self.inner)
+        selects_logits = "logits_to_keep" in inspect.signature(type(self.inner).forward).parameters
         head = self.inner.get_output_embeddings()
         hooks = ExitStack()
-        # the head of a reward model is no LM head
-        if head is None or (below and (from_backbone or takes_few)):
-            # An index, not a number: given a number, layers that share keys (Gemma 4) compute the last tokens only
-            batch |= {"logits_to_keep": torch.zeros(1, dtype=torch.int64, device=self.device)} if takes_few else {}
-            for backbone in below or [self.inner]:
+        # The head of a reward model is not an output embedding, so `head` is None there.
+        if head is None or (backbones and (from_backbone or selects_logits)):
+            if selects_logits:
+                # An index, not a number: given a number, layers that share keys (Gemma 4) compute the last tokens only
+                batch |= {"logits_to_keep": torch.zeros(1, dtype=torch.int64, device=self.device)}
+            for backbone in backbones or [self.inner]:
                 hooks.enter_context(backbone.register_forward_hook(lambda module, args, out: caught.append(out[0])))
         else:
             hooks.enter_context(head.register_forward_pre_hook(lambda module, args: caught.append(args[0])))
-        # Modules that draw even in eval mode draw the same in every run. Only on devices that `undisturbed` restores.
+        # With fixed seeds, modules that draw random numbers even in eval mode draw the same in every run. Seeds are set
+        # only on devices whose generator `undisturbed` restores.
         torch.default_generator.manual_seed(0)
         if device_state(self.device) is not None:
             module = torch.get_device_module(self.device)
@@ -194,20 +219,21 @@ class ProbedModel:
                 "original's weights. Run `del model.forward` on the copy (with PEFT, on the model inside) before "
                 "passing it to a trainer."
             )
-        states = caught[-1]  # the outermost call ends last
+        states = caught[-1]  # a repaired module may call a decoder more than once; the outermost call ends last
         return states if states.dim() == 3 else states.reshape(len(batch["input_ids"]), -1, states.shape[-1])
 
     def move_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the batch with its tensors and its layout on the device of the model."""
         return {
             key: value.to(self.device) if isinstance(value, Tensor | Layout) else value for key, value in batch.items()
         }
 
     @contextmanager
     def as_given(self, length: int) -> Iterator[None]:
-        """Within this context the model has the attention that it was given with.
+        """Within this context the model has the attention with which the user gave it.
 
-        A document so long that the scores of `eager` would not fit runs on `sdpa`, or on the attention of packs, which
-        in eval mode computes rows without boundaries as `sdpa` does.
+        If the scores of `eager` would not fit for rows of `length` tokens, it has `sdpa`, or the attention of packs,
+        which in eval mode computes rows without boundaries as `sdpa` does.
         """
         current = own_attention(self.inner)
         name = self.user_attention
@@ -226,12 +252,12 @@ class ProbedModel:
 
     @property
     def evaluated(self) -> nn.Module:
-        """What has attention."""
+        """The module that `evaluating` sets to eval mode: it contains all attention."""
         return self.inner
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within this context `evaluated` is in eval mode: in training `packfix_varlen` refuses a forward of a row."""
+        """Within this context `evaluated` is in eval mode, because `packfix_varlen` refuses plain rows in training."""
         training = [module for module in self.evaluated.modules() if module.training]
         for module in training:
             module.training = False
@@ -243,7 +269,7 @@ class ProbedModel:
 
     @contextmanager
     def unpacked(self, length: int) -> Iterator[None]:
-        """Within this context rows of up to `length` tokens run as in unpacked training. Inside another, no effect."""
+        """Within this context rows of up to `length` tokens run as in unpacked training. Nested, it has no effect."""
         if self._is_unpacked:
             yield
             return
@@ -258,9 +284,9 @@ class ProbedModel:
     def undisturbed(self) -> Iterator[None]:
         """Within this context, the model is in train mode with dropout rate 0, as in training without randomness.
 
-        The user's hooks on gradients are left out. On exit buffers, random state and modes are restored. Under FSDP2
-        parameters are sharded again, which the root module otherwise does only after a backward pass; under ZeRO-3
-        those of modules into which no gradient flows.
+        The user's hooks on gradients do not run. On exit buffers, random state and modes are restored. Under FSDP2 all
+        parameters are sharded again, which the root module otherwise does only after a backward pass. Under ZeRO-3
+        the parameters of modules into which no gradient flows are partitioned again.
         """
         inner = self.inner
         modes = [(module, module.training) for module in inner.modules()]
@@ -295,16 +321,19 @@ class ProbedModel:
                             buffer.copy_(value)
 
     def on_any_rank(self, condition: object) -> bool:
-        """Whether the condition holds on this rank or, with an engine or a degree above 1, on any rank.
+        """Return whether the condition holds on this rank or, with an engine or a degree above 1, on any rank.
 
-        There all ranks must run the same forwards. Without this, kernels that sum in a different order in each
-        run may give ranks different roundings, and so different forwards to run.
+        With an engine or a higher degree, all ranks must run the same forwards. If each rank decided alone, they might
+        not: kernels that sum in a different order in each run give ranks different roundings.
         """
         return any(gather_values(condition)) if self.has_engine or self.degree > 1 else bool(condition)
 
     @contextmanager
     def embeddings(self) -> Iterator[list[Tensor]]:
-        """Within this context gradients are computed; the list has the embeddings of the first forward, as a leaf."""
+        """Within this context gradients are enabled, and the embeddings of the first forward are put into the list.
+
+        They are a leaf tensor, with respect to which a caller differentiates.
+        """
         embedded: list[Tensor] = []
 
         def catch(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -317,44 +346,55 @@ class ProbedModel:
             yield embedded
 
     def embedding_gradients(
-        self, batch: dict[str, Any], places: Sequence[Tensor], ranks: LocalRank = LOCAL_RANK
+        self, batch: dict[str, Any], row_sets: Sequence[Tensor], group: LocalRank = LOCAL_RANK
     ) -> list[Tensor] | None:
-        """For each of `places`, rows of the pack, the gradient of their states with respect to all embeddings, (T, D).
+        """Return the gradients of some states with respect to all embeddings of a pack, (T, D) for each set of rows.
 
-        The states are summed with fixed random weights. `batch` is what this of the `ranks` has of the pack. None if
-        the model does not support it.
+        The states of a set are summed with fixed random weights, and the sum is differentiated.
+
+        Args:
+            batch: the part of the pack that this rank of the group has.
+            row_sets: row indices in the whole pack.
+
+        Returns:
+            One gradient per set, or None if the model does not support such gradients.
         """
         if self.has_engine and not below_head(self.inner):
             return None  # ZeRO-3 refuses a backward pass that enters a module, such as the head, at its input
-        found = []
-        for together in ranks.forwards(places):
+        gradients = []
+        for sets_of_forward in group.split_by_forward(row_sets):
             with self.embeddings() as embedded:
-                # DDP would wait for the gradients of parameters
+                # The model inside DDP runs, because DDP would wait for the gradients of parameters.
                 states = self.states(dict(batch), from_backbone=self.has_engine, model=self._below_ddp)[0]
-                for rows in together:
+                for rows in sets_of_forward:
                     generator = torch.Generator().manual_seed(len(rows))
-                    drawn = torch.randn((len(rows), states.shape[1]), generator=generator)
-                    weights = states.new_zeros(ranks.degree, *states.shape)
-                    weights.flatten(0, 1)[rows] = drawn.to(states)
-                    loss = (states * weights[ranks.index]).sum()
-                    gradient = gradient_of(loss, embedded[0], retain_graph=rows is not together[-1])
+                    row_weights = torch.randn((len(rows), states.shape[1]), generator=generator)
+                    weights = states.new_zeros(group.degree, *states.shape)  # of all parts; this rank uses its own
+                    weights.flatten(0, 1)[rows] = row_weights.to(states)
+                    loss = (states * weights[group.index]).sum()
+                    gradient = gradient_of(loss, embedded[0], retain_graph=rows is not sets_of_forward[-1])
                     if gradient is None:
                         return None
                     gradient = to_exact(gradient.reshape(-1, gradient.shape[-1]))
-                    found.append(ranks.gradient(gradient, ranks.degree * len(states)))
-        return found
+                    gradients.append(group.gather_gradient(gradient, group.degree * len(states)))
+        return gradients
 
     @contextmanager
     def rounded_otherwise(self, draw: int, *, by_channel: bool = False) -> Iterator[None]:
         """Within this context, every number in a module's output is changed by half an ulp, up or down at random.
 
-        Other kernels, or the same kernel on other shapes, round differently; this is about the most they may differ.
-        With `by_channel` numbers of one channel move alike, and so do those of the gradient of the output: tokens that
-        are nearly equal round alike, so the gradient of a bias, their sum, moves by more than by chance.
-        """
-        generators: dict[torch.device, torch.Generator] = {}  # drawn on the host, an 8B model would need 20 seconds
+        Other kernels, or the same kernel on other shapes, round differently; half an ulp is about the most that they
+        may differ.
 
-        def moved(value: object, seed: int | None = None) -> object:
+        Args:
+            draw: number of the random rounding; the same number gives the same noise.
+            by_channel: move all numbers of one channel alike, in the output and in its gradient. Tokens that are nearly
+                equal round alike, so the gradient of a bias, which is a sum over tokens, moves by more than by chance.
+        """
+        # One generator per device: with numbers that are drawn on the host an 8B model would need 20 seconds.
+        generators: dict[torch.device, torch.Generator] = {}
+
+        def add_noise(value: object, seed: int | None = None) -> object:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
             device = value.device
@@ -364,51 +404,67 @@ class ProbedModel:
             shape = value.shape[-1:] if by_channel else value.shape
             signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device=device) * 2 - 1
             wide = torch.float32 if value.element_size() < 4 or device.type == "mps" else torch.float64
-            found = (value.to(wide) * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
-            if by_channel and found.requires_grad:
-                found.register_hook(moved)
-            return found
+            noisy = (value.to(wide) * (1 + signs * torch.finfo(value.dtype).eps / 2)).to(value.dtype)
+            if by_channel and noisy.requires_grad:
+                noisy.register_hook(add_noise)
+            return noisy
 
-        def move(seed: int, module: nn.Module, *call: Any) -> object:
+        def add_noise_to_output(seed: int, module: nn.Module, *call: Any) -> object:
             output = call[-1]
-            return tuple(moved(each, seed) for each in output) if type(output) is tuple else moved(output, seed)
+            if type(output) is tuple:
+                return tuple(add_noise(value, seed) for value in output)
+            return add_noise(output, seed)
 
         head = self.inner.get_output_embeddings()
         leaves = [m for m in self.inner.modules() if m is not head and next(m.children(), None) is None]
         with ExitStack() as hooks:
-            for i, module in enumerate(leaves):  # with a seed each: checkpointing computes a layer again, as it was
-                hooks.enter_context(module.register_forward_hook(partial(move, draw * len(leaves) + i)))
+            # Each module has a seed of its own, so that checkpointing recomputes a layer with the same noise.
+            for i, module in enumerate(leaves):
+                seed = draw * len(leaves) + i
+                hooks.enter_context(module.register_forward_hook(partial(add_noise_to_output, seed)))
             yield
 
     def limits_of_rounding(
         self,
         gaps: Sequence[float],
         limits: Sequence[float],
-        moved: Callable[[], Sequence[float]],
+        measure_changes: Callable[[], Sequence[float]],
         *,
         draws: Iterable[int] = range(NUM_DRAWS),
         by_channel: bool = False,
     ) -> list[float]:
-        """The limits of these gaps, raised by what other roundings move, until they explain all or no draw is left.
+        """Return the limits of some gaps, raised by the changes that other roundings make.
 
-        `move_batch` runs the same again, under another rounding, and returns how far each is from where it was.
+        It stops as soon as all gaps are within their limits, or when all draws are used.
+
+        Args:
+            gaps: relative differences that rounding may explain, one per compared quantity.
+            limits: the limits to begin with.
+            measure_changes: repeats a run, here under another rounding, and returns the relative change of each
+                compared quantity.
+            draws: numbers of the roundings to try, see `rounded_otherwise`.
         """
         draws = iter(draws)
-        found = [*limits]
-        while self.is_beyond(gaps, found) and (draw := next(draws, None)) is not None:
+        raised = [*limits]
+        while self.is_beyond(gaps, raised) and (draw := next(draws, None)) is not None:
             with self.rounded_otherwise(draw, by_channel=by_channel):
-                found = [
-                    max(old, min(ROUNDING_FACTOR * new, MAX_NOISE)) for old, new in zip(found, moved(), strict=True)
-                ]
-        return found
+                changes = measure_changes()
+            raised = [
+                max(limit, min(ROUNDING_FACTOR * change, MAX_NOISE))
+                for limit, change in zip(raised, changes, strict=True)
+            ]
+        return raised
 
     def is_beyond(self, gaps: Sequence[float], limits: Sequence[float]) -> bool:
-        """Whether a gap is above its limit, or nan, on any rank (`on_any_rank`)."""
+        """Return whether a gap is above its limit, or NaN, on any rank (see `on_any_rank`)."""
         return self.on_any_rank(not all(gap <= limit for gap, limit in zip(gaps, limits, strict=True)))
 
 
 def gradient_of(loss: Tensor, leaf: Tensor, *, retain_graph: bool = False) -> Tensor | None:
-    """The gradient of a loss; None if the model does not support it."""
+    """Return the gradient of a loss with respect to `leaf`, or None if the model does not support it.
+
+    An error of a kernel is raised as `KernelError`.
+    """
     try:
         return torch.autograd.grad(loss, leaf, retain_graph=retain_graph)[0]
     except RuntimeError as error:
@@ -421,18 +477,18 @@ def gradient_of(loss: Tensor, leaf: Tensor, *, retain_graph: bool = False) -> Te
 
 
 def to_exact(value: Tensor) -> Tensor:
-    """`value` in a dtype that represents differences of its numbers: fp64, or fp32 on MPS, which has no fp64."""
+    """Return `value` in a dtype that represents differences of its numbers: fp64, or fp32 on MPS without fp64."""
     return value.float() if value.device.type == "mps" else value.double()
 
 
 def largest_distance(first: list[Tensor], second: list[Tensor]) -> float:
-    """Largest difference of the documents' states; infinity if any is nan."""
-    gaps = [(to_exact(one) - to_exact(other)).abs().max().item() for one, other in zip(first, second, strict=True)]
-    return max((inf if gap != gap else gap for gap in gaps), default=0.0)
+    """Return the largest difference between the states of documents in two runs; infinity if a difference is NaN."""
+    gaps = [(to_exact(a) - to_exact(b)).abs().max().item() for a, b in zip(first, second, strict=True)]
+    return max((inf if isnan(gap) else gap for gap in gaps), default=0.0)
 
 
 def gather_values(value: T) -> list[T]:
-    """The values of all ranks; of this one alone without others."""
+    """Return the values of all ranks, in the order of ranks; only that of this rank if the run has one process."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values = [value] * dist.get_world_size()
@@ -441,5 +497,5 @@ def gather_values(value: T) -> list[T]:
 
 
 def without_compile(model: nn.Module) -> nn.Module:
-    """The model that was passed to `torch.compile`, or `model` itself."""
+    """Return the model that was passed to `torch.compile`, or `model` itself if it is not compiled."""
     return getattr(model, "_orig_mod", model)
