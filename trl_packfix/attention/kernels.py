@@ -1,4 +1,4 @@
-"""Compute causal attention over the N documents of a pack, laid end to end; the computation only, independent of models.
+"""Compute causal attention over the N documents of a pack, laid end to end. Nothing here knows models.
 
 `varlen.py` calls these functions with the queries, keys and values of a pack, and with the length of each document or
 the boundaries between documents. They choose and call the kernel:
