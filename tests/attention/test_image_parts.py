@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from trl_packfix.attention import image_parts
-from trl_packfix.attention.forwards import _take_boundaries
+from trl_packfix.attention.forwards import _drop_boundaries
 from trl_packfix.attention.image_parts import TowerDivision, cut_to_part, divide_tower_inputs, outermost_towers
 from trl_packfix.attention.models import towers
 from trl_packfix.attention.tower_attention import TOWER_ATTENTION
@@ -30,7 +30,7 @@ def call_of_tower(family: str):
     with torch.no_grad():
         model(**examples.packed(documents))
     handle.remove()
-    return tower, _take_boundaries(tower, *calls[0])
+    return tower, _drop_boundaries(tower, *calls[0])
 
 
 def leaves(value) -> list[torch.Tensor]:

@@ -285,7 +285,7 @@ def test_positions_never_say_where_documents_begin():
     for _ in range(50):
         documents = [rng.integers(0, 2, rng.integers(1, 20)).tolist() for _ in range(6)]
         batch = packed(documents, keeps_last_rows=bool(rng.integers(2)))
-        if LAYOUT_KEY in batch and any(run.before for run in runs_of(pack_of(batch))):
+        if LAYOUT_KEY in batch and any(run.num_earlier_keys for run in runs_of(pack_of(batch))):
             refused += 1
             with pytest.raises(ValueError, match=r"share prefixes .* gradient_checkpointing=True"):
                 _lengths_from_positions(batch["position_ids"], batch["input_ids"].shape[1])

@@ -1,9 +1,23 @@
-"""Flash kernels: attention as calls of them on parts of a pack, with exact gradients, and with sinks.
+"""Flash kernels for packs: calls on parts of a pack, merged into one attention with exact gradients and with sinks.
 
-A kernel returns its output and the log-sum-exp of its logits. By these, calls with different keys of the same queries
-are merged, and sinks are added.
+`kernels.py` and `runs.py` divide a pack into calls of a kernel. This module runs the calls, on the CPU by torch's flash
+kernel and on CUDA by the FlashAttention-2 kernels that are built into torch, and returns the attention output of the
+whole pack.
 
-T tokens, H query heads, G key/value heads, D head dimension.
+A flash kernel returns its output and, per query, the log-sum-exp: the logarithm of the sum of exp(logit) over its keys.
+The log-sum-exp allows two things. Two calls with equal queries and different keys can be merged, and a sink can be
+added after the call.
+
+Words:
+
+    pack    the documents that pass through the model together, end to end in one row of T tokens
+    run     consecutive rows of the pack that belong to one document, together with the keys that they attend to: the
+            earlier tokens of the document, then the rows themselves. A run is a whole document, unless documents share
+            a prefix, which the pack then has once, and whose rows later runs look up in `kv_index`
+    window  each query attends to the last w tokens only, itself included
+    sink    one more logit per head in the softmax, without a value
+
+Shapes: T tokens, H query heads, G key/value heads, D head dimension.
 """
 
 from collections.abc import Iterator
@@ -18,22 +32,23 @@ from torch.autograd.function import once_differentiable
 
 from .kernel_errors import KernelError
 
-CUDA_DTYPES = (torch.bfloat16, torch.float16)  # of FlashAttention-2
+CUDA_DTYPES = (torch.bfloat16, torch.float16)  # the dtypes that FlashAttention-2 computes with
 MAX_CUDA_HEAD_DIM = 256
-# Queries of a call on the CPU. A window of w costs w + 64 keys per query; 64 was the fastest of 64 to 1024 for windows
-# of 128 to 1024 tokens.
+# Queries per call on the CPU if there is a window. With a window of w tokens a call reads w + 64 keys per query. Of
+# tile sizes from 64 to 1024, 64 was the fastest for windows of 128 to 1024 tokens.
 FLASH_TILE = 64
 
 
-# With torch.compile the environment is looked at once, not in every layer.
+# torch.compile evaluates this function once, while it traces, and not in every layer.
 @torch.compiler.assume_constant_result
 def cuda_varlen_problem() -> str | None:
-    """Why the FlashAttention-2 kernels built into torch cannot run in this environment; None if they can."""
+    """Return why the FlashAttention-2 kernels of torch cannot run in this environment; None if they can."""
     return _environment_problem()
 
 
-@lru_cache(maxsize=1)  # every layer asks
+@lru_cache(maxsize=1)  # called in every layer
 def _environment_problem() -> str | None:
+    """Compute the result of `cuda_varlen_problem`."""
     if torch.version.hip is not None:
         return f"torch {torch.__version__} is built for ROCm, where its varlen kernels are not tested"
     if not torch.backends.cuda.is_flash_attention_available():
@@ -42,32 +57,45 @@ def _environment_problem() -> str | None:
 
 
 def capability_problem() -> str | None:
-    """Why this GPU is too old for FlashAttention-2; None if it is not, or if there is no GPU."""
+    """Return why this GPU is too old for FlashAttention-2; None if it is new enough, or if there is no GPU."""
     if torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
         return f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))} is below 8.0"
     return None
 
 
 class KernelOptions(TypedDict, total=False):
-    """What changes attention besides its tensors, on flash kernels."""
+    """The options of attention that flash kernels support."""
 
     scale: Required[float]  # factor of the logits
-    window: int | None  # each token attends to so many, up to itself; None: to all of its document before it
-    sinks: Tensor | None  # (H,): a logit per head that takes part in the softmax, without a value (arXiv 2309.17453)
+    window: int | None  # number of tokens that each query attends to, itself included; None: no limit
+    sinks: Tensor | None  # (H,): per head a logit that takes part in the softmax without a value (arXiv 2309.17453)
 
 
 class FlashKernel(Protocol):
-    """A flash kernel: its output (1, H, T, D) with the log-sum-exp (1, H, T), and from both the gradients."""
+    """A flash kernel that is ready to be called: everything but the tensors is fixed."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute attention: return the output (1, H, T, D) and the log-sum-exp of the logits (1, H, T)."""
+        ...
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of query, key and value from `grad`, the gradient of the output `out`.
+
+        `lse` is the log-sum-exp. The kernel computes the attention weights as exp(logit - lse).
+        """
+        ...
 
 
 class RowsAndKeys(NamedTuple):
-    """Rows of a document, and their keys: places in `kv_index`, or the same rows where documents are whole."""
+    """One run: its rows in the pack, and its keys.
+
+    Attributes:
+        rows: the rows in the pack.
+        keys: without shared prefixes, the rows of the keys in the pack. With shared prefixes, the entries of `kv_index`
+            that hold the rows of the keys.
+    """
 
     rows: slice
     keys: slice
@@ -81,8 +109,8 @@ class RowsAndKeys(NamedTuple):
         return self.keys.stop - self.keys.start
 
     @property
-    def before(self) -> int:
-        """Keys before the first row."""
+    def num_earlier_keys(self) -> int:
+        """The number of keys before the first row of the run: the length of its prefix."""
         return self.num_keys - self.num_rows
 
 
@@ -94,38 +122,56 @@ def flash_on_cpu(
     kv_index: Tensor | None,
     **options: Unpack[KernelOptions],
 ) -> Tensor:
-    """Causal attention of each run to its keys, of which those before its rows are looked up in `kv_index`."""
+    """Compute causal attention of each run to its keys on the CPU.
+
+    Args:
+        query, key, value: (1, H, T, D), (1, G, T, D) and (1, G, T, D_value).
+        runs: the runs of the pack. Each row of the pack is in one of them.
+        kv_index: the rows of the keys of all runs, end to end; None if each run is a whole document.
+
+    Returns:
+        (1, H, T, D_value).
+    """
     scale = options["scale"]
     window = options.get("window")
 
     @cache
-    def mask(num_queries: int, num_keys: int) -> Tensor:
+    def additive_mask(num_queries: int, num_keys: int) -> Tensor:
         hidden = ~visible_keys(num_queries, num_keys, window, device=query.device)
         return query.new_zeros(num_queries, num_keys).masked_fill_(hidden, float("-inf"))
 
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(max(query.shape[-1], value_dim), query, key, value)
-    causal = CpuFlash(scale, True)
-    full = CpuFlash(scale, False)
+    causal = CpuKernel(scale, True)
+    full = CpuKernel(scale, False)
     calls = []
     for run in runs:
-        row = run.rows.start
-        before = run.before
+        first_row = run.rows.start
+        num_earlier = run.num_earlier_keys
         keys: Any = run.keys if kv_index is None else kv_index[run.keys]
         if window is None or run.num_keys <= window:
+            # The rows attend causally to each other. In a second call they all attend to all keys of the prefix.
             calls.append(FlashCall(run.rows, run.rows, causal))
-            if before:
-                calls.append(FlashCall(run.rows, keys[:before], full, merges=True))
+            if num_earlier:
+                calls.append(FlashCall(run.rows, keys[:num_earlier], full, merges=True))
             continue
-        for start, stop, first in query_tiles(run.num_rows, window, FLASH_TILE, before=before):
-            seen = slice(row + first - before, row + stop) if first >= before else keys[first : before + stop]
-            kernel = CpuFlash(scale, False, mask(stop - start, before + stop - first))
-            calls.append(FlashCall(slice(row + start, row + stop), seen, kernel))
+        for start, stop, first_key in query_tiles(run.num_rows, window, FLASH_TILE, num_earlier=num_earlier):
+            if first_key >= num_earlier:
+                # All keys of the tile are rows of the run. A slice is cheaper than an index.
+                tile_keys = slice(first_row + first_key - num_earlier, first_row + stop)
+            else:
+                tile_keys = keys[first_key : num_earlier + stop]
+            kernel = CpuKernel(scale, False, additive_mask(stop - start, num_earlier + stop - first_key))
+            calls.append(FlashCall(slice(first_row + start, first_row + stop), tile_keys, kernel))
     return FlashAttention.apply(query, key, value, options.get("sinks"), FlashCalls(calls))[..., :value_dim]
 
 
 def flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel) -> Tensor:
-    """`kernel` with heads padded to what CUDA kernels take, and `sinks`. Raises `KernelError` for other dtypes."""
+    """Run `kernel` on CUDA, with heads padded to a size that it takes, and add `sinks`: (1, H, T, D_value).
+
+    Raises:
+        KernelError: the dtype is neither bfloat16 nor float16.
+    """
     if query.dtype not in CUDA_DTYPES:
         raise KernelError(
             f"attention got {query.dtype} on CUDA: the FlashAttention-2 kernels support bfloat16 and float16 only. Set "
@@ -139,16 +185,19 @@ def flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | Non
 
 
 def kernel_head_dim(query: Tensor, value: Tensor) -> int:
-    """Head dimensions that the CUDA kernels compute with: a multiple of 8, equal for queries, keys and values."""
+    """Return the head dimension for the CUDA kernels: a multiple of 8, equal for queries, keys and values."""
     return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
 
 
 def pad_head_dim(head_dim: int, *tensors: Tensor) -> list[Tensor]:
+    """Pad the last axis of each tensor with zeros to `head_dim`, which changes neither logits nor outputs."""
     return [x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1])) for x in tensors]
 
 
 def visible_keys(num_queries: int, num_keys: int, window: int | None, *, device: torch.device | str) -> Tensor:
-    """Which keys each query attends to, bool (queries, keys); the last query is at the position of the last key.
+    """Return which keys each query attends to: bool, (queries, keys).
+
+    The last query is at the position of the last key.
 
     >>> visible_keys(2, 3, 2, device="cpu").int().tolist()
     [[1, 1, 0], [0, 1, 1]]
@@ -157,21 +206,30 @@ def visible_keys(num_queries: int, num_keys: int, window: int | None, *, device:
     return visible if window is None else visible.triu(num_keys - num_queries - window + 1)
 
 
-def query_tiles(length: int, window: int | None, size: int, *, before: int = 0) -> Iterator[tuple[int, int, int]]:
-    """Cut the queries of a document into tiles: (start, stop, first key that any query of the tile attends to).
+def query_tiles(length: int, window: int | None, size: int, *, num_earlier: int = 0) -> Iterator[tuple[int, int, int]]:
+    """Cut the queries of a run into tiles of `size` queries.
 
-    `before` keys come before that of the first query.
+    Args:
+        length: number of queries.
+        num_earlier: number of keys before the position of the first query.
+
+    Yields:
+        (start, stop, first_key): the queries of the tile, and the first key that any of them attends to.
 
     >>> list(query_tiles(5, window=2, size=2))
     [(0, 2, 0), (2, 4, 1), (4, 5, 3)]
     """
     for start in range(0, length, size):
-        yield start, min(start + size, length), 0 if window is None else max(0, before + start - window + 1)
+        yield start, min(start + size, length), 0 if window is None else max(0, num_earlier + start - window + 1)
 
 
 @dataclass(frozen=True)
-class CpuFlash:
-    """One call of the flash kernel on the CPU; `mask` is additive."""
+class CpuKernel:
+    """torch's flash kernel on the CPU.
+
+    Attributes:
+        mask: added to the logits, (queries, keys).
+    """
 
     scale: float
     is_causal: bool
@@ -191,9 +249,12 @@ class CpuFlash:
 
 
 class FlashCall(NamedTuple):
-    """A call of a flash kernel with some of the queries and keys: slices of them, or their numbers.
+    """A call of a flash kernel with some of the queries and some of the keys of a pack.
 
-    With `merges`, these are more keys for queries that had a call before, and both outputs are merged.
+    Attributes:
+        queries: the rows of the queries in the pack.
+        keys: the rows of the keys in the pack.
+        merges: whether an earlier call had these queries with other keys, so that both outputs must be merged.
     """
 
     queries: slice | Tensor
@@ -204,14 +265,14 @@ class FlashCall(NamedTuple):
 
 @dataclass(frozen=True)
 class FlashCalls:
-    """A flash kernel that is a sequence of calls of others; each query is in a call that merges nothing.
+    """A flash kernel that makes several calls of other kernels. Each query is in one call that does not merge.
 
-    Outputs of the same queries are merged by their log-sum-exp: the softmax over all keys is the mean of those over
-    parts of them, weighted by exp(log-sum-exp). In backward each call gets the merged output and log-sum-exp, from
-    which a kernel computes the weights of its keys among all.
+    Outputs with equal queries are merged by their log-sum-exp. The output over all keys is the mean of the outputs over
+    parts of the keys, weighted by exp(log-sum-exp) of each part. In backward each call gets the merged output and the
+    merged log-sum-exp, so that the kernel computes the weights of its keys among all keys.
 
     Attributes:
-        shares_keys: whether several calls may have the same keys, whose gradients are then summed in fp32.
+        shares_keys: whether several calls may read one key. The gradients of a key are then summed in fp32.
     """
 
     calls: list[FlashCall]
@@ -224,56 +285,65 @@ class FlashCalls:
         out = query.new_empty(B, T, H, D, dtype=merged_dtype).transpose(1, 2)
         lse = query.new_empty(B, H, T, dtype=sum_dtype)
         for queries, keys, kernel, merges in self.calls:
-            o, s = kernel.forward(query[:, :, queries], key[:, :, keys], value[:, :, keys])
+            call_out, call_lse = kernel.forward(query[:, :, queries], key[:, :, keys], value[:, :, keys])
             if merges:
-                both = torch.logaddexp(lse[:, :, queries], s)
-                old, new = (torch.exp(part - both).unsqueeze(-1) for part in (lse[:, :, queries], s))
-                o = out[:, :, queries] * old + o * new
-                s = both
-            out[:, :, queries], lse[:, :, queries] = o.to(out.dtype), s
+                earlier_lse = lse[:, :, queries]
+                merged_lse = torch.logaddexp(earlier_lse, call_lse)
+                earlier_weight = torch.exp(earlier_lse - merged_lse).unsqueeze(-1)
+                call_weight = torch.exp(call_lse - merged_lse).unsqueeze(-1)
+                call_out = out[:, :, queries] * earlier_weight + call_out * call_weight
+                call_lse = merged_lse
+            out[:, :, queries] = call_out.to(out.dtype)
+            lse[:, :, queries] = call_lse
         return out.to(query.dtype), lse
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        sum_dtype = torch.promote_types(key.dtype, torch.float32)  # in half precision each sum would be rounded
+        # In half precision each partial sum would be rounded.
+        sum_dtype = torch.promote_types(key.dtype, torch.float32)
         merged_dtype = sum_dtype if any(call.merges for call in self.calls) else query.dtype
         grad_query = torch.empty_like(query, dtype=merged_dtype)
         key_dtype = sum_dtype if self.shares_keys else key.dtype
-        grad_key, grad_value = (torch.zeros_like(x, dtype=key_dtype) for x in (key, value))
+        grad_key = torch.zeros_like(key, dtype=key_dtype)
+        grad_value = torch.zeros_like(value, dtype=key_dtype)
         for queries, keys, kernel, merges in self.calls:
             g = grad[:, :, queries]
             q = query[:, :, queries]
-            o = out[:, :, queries]
-            s = lse[:, :, queries]
-            dq, dk, dv = kernel.backward(g, q, key[:, :, keys], value[:, :, keys], o, s)
+            merged_out = out[:, :, queries]
+            merged_lse = lse[:, :, queries]
+            dq, dk, dv = kernel.backward(g, q, key[:, :, keys], value[:, :, keys], merged_out, merged_lse)
             if merges:
-                _add_at_places(grad_query, queries, dq)
+                _add_at_rows(grad_query, queries, dq)
             else:
                 grad_query[:, :, queries] = dq.to(grad_query.dtype)
-            _add_at_places(grad_key, keys, dk)
-            _add_at_places(grad_value, keys, dv)
+            _add_at_rows(grad_key, keys, dk)
+            _add_at_rows(grad_value, keys, dv)
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _add_at_places(total: Tensor, places: slice | Tensor, part: Tensor) -> None:
-    """Add to the given tokens of (1, heads, T, D), of which several may be the same."""
-    if isinstance(places, slice):
-        total[:, :, places] += part
+def _add_at_rows(total: Tensor, rows: slice | Tensor, summand: Tensor) -> None:
+    """Add `summand` in place to `rows` of `total` (1, heads, T, D). A row may occur several times in `rows`."""
+    if isinstance(rows, slice):
+        total[:, :, rows] += summand
     else:
-        total.index_add_(2, places, part.to(total.dtype))
+        total.index_add_(2, rows, summand.to(total.dtype))
 
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """FlashAttention-2 varlen on CUDA, all documents in one launch.
+    """FlashAttention-2 varlen on CUDA: all documents of a pack in one launch.
 
-    With fewer queries than keys the last query is at the position of the last key. Not causal, every query attends to
-    all keys of its document.
+    A causal call with fewer queries than keys has the last query at the position of the last key. In a call that is
+    not causal, every query attends to all keys of its document.
 
-    It calls the aten operators used by `torch.nn.attention.varlen.varlen_attn`, not that function: its signature
-    changed in each of torch 2.10 to 2.12, theirs did not, and its backward drops the gradient of the log-sum-exp,
-    which sinks need.
+    The class calls the aten operators below `torch.nn.attention.varlen.varlen_attn`, not that function, for two
+    reasons. The signature of the function changed in each of torch 2.10 to 2.12, and the signatures of the operators
+    did not. And the backward of the function drops the gradient of the log-sum-exp, which sinks need.
+
+    Attributes:
+        cu_seq_lens: where the queries and the keys of each document begin, int32, (N + 1,) each for N documents.
+        max_lengths: the most queries and the most keys of a document.
     """
 
     cu_seq_lens: tuple[Tensor, Tensor]
@@ -282,43 +352,59 @@ class CudaKernel:
     scale: float
     is_causal: bool = True
 
-    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Boundaries, dropout and whether the call is causal; and the options."""
-        left = -1 if self.window is None else self.window - 1  # keys to the left, without the query's own
-        options = {"scale": self.scale, "window_size_left": left, "window_size_right": 0 if self.is_causal else -1}
-        return (*self.cu_seq_lens, *self.max_lengths, 0.0, self.is_causal and self.window is None), options
+    def _call_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what both operators get besides tensors: by position and by name."""
+        # The kernel counts the keys to the left of a query, without the query's own; -1 is no limit.
+        window_left = -1 if self.window is None else self.window - 1
+        window_right = 0 if self.is_causal else -1
+        dropout = 0.0
+        # With a window the two sizes alone make the call causal.
+        by_position = (*self.cu_seq_lens, *self.max_lengths, dropout, self.is_causal and self.window is None)
+        by_name = {"scale": self.scale, "window_size_left": window_left, "window_size_right": window_right}
+        return by_position, by_name
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
-        given, options = self._arguments()
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *given, False, **options)
+        by_position, by_name = self._call_arguments()
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *by_position, False, **by_name)
         assert lse.shape == (q.shape[1], q.shape[0]), f"log-sum-exp of shape {tuple(lse.shape)}, not (H, T)"
         return out.transpose(0, 1)[None], lse[None]
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> Any:
         g, q, k, v, o = (x[0].transpose(0, 1) for x in (grad, query, key, value, out))
-        given, options = self._arguments()
-        # without dropout the kernel reads no generator state
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        by_position, by_name = self._call_arguments()
+        # Without dropout the kernel does not read the state of the random generator.
+        generator_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
         grads = torch.ops.aten._flash_attention_backward(
-            g.contiguous(), q, k, v, o.contiguous(), lse[0].contiguous(), *given, state, unused, **options
+            g.contiguous(),
+            q,
+            k,
+            v,
+            o.contiguous(),
+            lse[0].contiguous(),
+            *by_position,
+            generator_state,
+            unused,
+            **by_name,
         )
         return tuple(x.transpose(0, 1)[None] for x in grads)
 
 
 class FlashAttention(torch.autograd.Function):
-    """A flash kernel, with sinks added exactly through its log-sum-exp.
+    """Attention by a flash kernel, with sinks added exactly through its log-sum-exp.
 
-    A sink is one more logit s in the softmax, without a value: it scales every weight by the factor sigmoid(lse - s).
-    The flash backward computes the weights as exp(logit - lse). So, given the output and the log-sum-exp *with* the
-    sink, it returns the gradients with the sink. The gradient of the sink itself is -(its weight) * <grad, out>.
+    A sink is one more logit s in the softmax, without a value. It scales every attention weight, and so the output, by
+    sigmoid(lse - s). The backward of the kernel computes the weights as exp(logit - lse). If it gets the output and the
+    log-sum-exp *with* the sink, it therefore returns the gradients with the sink. The gradient of the sink itself is
+    minus its weight times <grad, out>.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel
     ) -> Tensor:
+        """Run the kernel and add `sinks` (H,): return the output (1, H, T, D)."""
         out, lse = kernel.forward(query, key, value)
         if sinks is not None:
             logit = sinks.to(lse.dtype).view(1, -1, 1)
@@ -331,6 +417,7 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments of `forward`."""
         query, key, value, sinks, out, lse = ctx.saved_tensors
         grad_sinks = None
         if sinks is not None:

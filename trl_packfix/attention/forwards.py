@@ -1,6 +1,14 @@
-"""Hooks on a model that record and check the document boundaries of its packed forwards, for the modules inside.
+"""Hooks on a model that check the batch of a packed forward, and make its document boundaries known inside the model.
 
-Checkpointed layers get the boundaries again when they are recomputed in backward.
+A packed batch is one row of several documents with their boundaries (`cu_seq_lens_q` and so on), made by a collator of
+`data/`. Its forward runs like this:
+
+    1. `PackedForwardGuard`, a pre-hook on the model, checks the batch and enters a `PackedForward`.
+    2. Attention and mixers inside the model read the boundaries from it (`packed_forward.py`). A layer under gradient
+       checkpointing enters it again when it is recomputed in backward (`CarryingCheckpoint`).
+    3. With images, a vision tower gets no boundaries of the text. Where ranks share the pack, each computes some of the
+       images, and the decoder then gets the part of the pack that this rank holds (`image_parts.py`).
+    4. A hook behind the model leaves the `PackedForward`.
 """
 
 import inspect
@@ -38,10 +46,10 @@ CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a mod
 
 
 def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
-    """Make checkpointed layers recompute with the boundaries of their first run; `carry=False` undoes it.
+    """Make checkpointed layers recompute with the boundaries of their first forward; `carry=False` undoes it.
 
-    transformers sets the checkpoint function of each layer when gradient checkpointing is enabled, and torch that of
-    the module around a layer. That may happen at any time, so a guard calls this in every packed forward.
+    The checkpoint function of a layer is set by transformers when gradient checkpointing is enabled, or by torch on a
+    wrapper around the layer. Both may happen at any time, so a guard calls this function in every packed forward.
     """
 
     def change(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,48 +62,59 @@ def carry_boundaries(layers: list[nn.Module], carry: bool = True) -> None:
 
 @dataclass(frozen=True)
 class CarryingCheckpoint:
-    """A checkpoint function whose recomputation runs in the packed forward of the first run."""
+    """A checkpoint function whose recomputation runs in the packed forward in which the layer ran first."""
 
     checkpoint: Callable[..., Any]
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         running = running_forward()
-        return self.checkpoint(
-            function if running is None else partial(_in_forward, running, function), *args, **kwargs
-        )
+        if running is not None:
+            function = partial(_call_in_packed_forward, running, function)
+        return self.checkpoint(function, *args, **kwargs)
 
 
-def _in_forward(running: PackedForward, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_in_packed_forward(running: PackedForward, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function` within the packed forward `running`."""
     with packed_forward_entered(running):
         return function(*args, **kwargs)
 
 
 class ModelHooks(ABC):
-    """Base of classes that add hooks to a model: `install()` adds them, `remove()` removes them, in turns."""
+    """Base of classes that add hooks to a model. `install()` adds the hooks, and `remove()` removes them.
 
-    fed: Sequence[nn.Module] = ()  # to which the hooks give packs in forwards of the model that are not packed
+    Attributes:
+        fed: modules that the hooks themselves call with packs, in a forward of the model that is not packed.
+    """
+
+    fed: Sequence[nn.Module] = ()
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
 
     @abstractmethod
-    def _register(self) -> list[RemovableHandle]: ...
+    def _register(self) -> list[RemovableHandle]:
+        """Register the hooks and return their handles."""
 
     def install(self) -> None:
+        """Add the hooks, which must not be installed already."""
         assert not self._handles
         self._handles = self._register()
 
     def remove(self) -> None:
+        """Remove the hooks; they can be installed again."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
-    """Mark forwards of the model that get `cu_seq_lens_q` as packed: no (T, T) mask is built in them.
+    """Mark forwards of the model that get `cu_seq_lens_q` as packed, so that no (T, T) mask is built in them.
 
-    A packed forward raises ValueError if it also gets a mask, a cache, several rows or contradicting boundaries. Call
-    `remove()` on the result to end it.
+    From then on a packed forward raises ValueError if it also gets a mask, a cache, several rows or contradicting
+    boundaries.
+
+    Returns:
+        The installed hooks. Call `remove()` to end the marking.
     """
     run_hooks_inside_adapters(model)
     guard = PackedForwardGuard(base_model(model))
@@ -104,50 +123,64 @@ def mark_packed_forwards(model: nn.Module) -> "PackedForwardGuard":
 
 
 class PackedForwardGuard(ModelHooks):
-    """The hooks behind `mark_packed_forwards`."""
+    """The hooks that mark, check and announce the packed forwards of a model.
+
+    Args:
+        fed: modules that other hooks call with packs, in a forward of the model that is not packed.
+
+    Attributes:
+        ignores_masks: the field of `PackedForward`, for each packed forward of the model.
+        before_pack: called at the beginning of each packed forward.
+        mixers: the recurrent mixers of the model.
+    """
 
     def __init__(self, model: PreTrainedModel, fed: Sequence[nn.Module] = ()):
         super().__init__()
         self.model = model
         self.fed = fed
         self.ignores_masks = False
-        self.before_pack: Callable[[], None] | None = None  # called at the beginning of each packed forward
-        self._entered: list[bool] = []  # per running forward of this model: whether it was packed
+        self.before_pack: Callable[[], None] | None = None
+        self._is_packed: list[bool] = []  # per running forward of this model, whether it is packed
         self._layers: list[nn.Module] = []
         self.mixers = mixer_functions(model)
-        self._recorded: PackedForward | None = None  # the running forward, if no other guard recorded it
+        self._recorded: PackedForward | None = None  # the running packed forward, unless another guard made it
         self._divisions: list[TowerDivision | None] = []  # per running call of a tower
 
     def _register(self) -> list[RemovableHandle]:
-        # Only layers that transformers can checkpoint: each forward loops over them, and adapters have 1000s of modules
+        # Each forward loops over `_layers`. They are only the modules that transformers can checkpoint, because a model
+        # with adapters has thousands of modules.
         self._layers = [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
         self._has_wrappers = False
         names = {module: name for name, module in self.model.named_modules()}
-        self._first = next((names[each] for each in self._layers if not isinstance(each, PreTrainedModel)), "")
-        takers = [self.model, *self.fed]
-        reads_images = towers(self.model)
-        before: list[tuple[list[nn.Module], Any]] = [
-            (takers, self._enter_forward),
-            (_flash_attentions(self.model), _give_boundaries),
-            (reads_images, _take_boundaries),
-            (outermost_towers(reads_images), self._divide_tower_inputs),
-            ([backbone(self.model)] if reads_images else [], _take_part),
+        layer_names = (names[layer] for layer in self._layers if not isinstance(layer, PreTrainedModel))
+        self._first_layer_name = next(layer_names, "")
+        packed_modules = [self.model, *self.fed]
+        image_towers = towers(self.model)
+        pre_hooks: list[tuple[list[nn.Module], Any]] = [
+            (packed_modules, self._enter_forward),
+            (_flash_attentions(self.model), _pass_boundaries),
+            (image_towers, _drop_boundaries),
+            (outermost_towers(image_towers), self._divide_tower_inputs),
+            ([backbone(self.model)] if image_towers else [], _cut_decoder_inputs),
         ]
-        after: list[tuple[list[nn.Module], Any]] = [
-            (takers, self._leave_forward),
-            (outermost_towers(reads_images), self._join_tower_outputs),
+        hooks: list[tuple[list[nn.Module], Any]] = [
+            (packed_modules, self._leave_forward),
+            (outermost_towers(image_towers), self._join_tower_outputs),
         ]
-        return [
-            *(each.register_forward_pre_hook(hook, with_kwargs=True) for modules, hook in before for each in modules),
-            # always_call: after a forward that raises, the next one must not be marked as packed
-            *(each.register_forward_hook(hook, always_call=True) for modules, hook in after for each in modules),
-        ]
+        handles = []
+        for modules, hook in pre_hooks:
+            handles += [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+        for modules, hook in hooks:
+            # `always_call`, because after a forward that raises the next one must not be marked as packed
+            handles += [module.register_forward_hook(hook, always_call=True) for module in modules]
+        return handles
 
     def remove(self) -> None:
         super().remove()
         carry_boundaries(self._layers, False)
 
     def _enter_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+        """Check the batch and enter its packed forward, if it is packed; return the arguments of the model."""
         layout = layout_of(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != LAYOUT_KEY}
         if layout.is_packed:
@@ -155,7 +188,7 @@ class PackedForwardGuard(ModelHooks):
             carry_boundaries(self._layers)
             running = running_forward()
             if running is None or running.cu_seq_lens_q is not kwargs.get("cu_seq_lens_q"):
-                # no other guard recorded it
+                # No other guard on this model has entered the forward of this batch.
                 if self.before_pack is not None:
                     self.before_pack()
                 running = _check_packed_batch(model, args, kwargs, layout=layout)
@@ -163,44 +196,51 @@ class PackedForwardGuard(ModelHooks):
                 self._recorded = running
             enter_packed_forward(running)
             if running.kv_index is not None:
-                # A module would take the boundaries of runs for those of documents; our attention reads `running`
+                # These boundaries separate runs of rows, and a module would take them for boundaries of documents.
+                # `packfix_varlen` reads them from `running`.
                 kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
-        self._entered.append(layout.is_packed)
+        self._is_packed.append(layout.is_packed)
         return args, kwargs
 
     def _find_wrappers(self) -> None:
-        """Add modules that FSDP has put around layers. It does so after the guard is installed: the first shows it."""
+        """Add the modules that FSDP has put around layers to the layers.
+
+        FSDP does so after the guard is installed. It wraps all layers or none, so the first layer shows whether it has.
+        """
         if self._has_wrappers:
             return
-        if any(WRAPPER_CHECKPOINT in vars(module) for module in self.model.get_submodule(self._first).modules()):
+        first_layer = self.model.get_submodule(self._first_layer_name)
+        if any(WRAPPER_CHECKPOINT in vars(module) for module in first_layer.modules()):
             self._layers += [module for module in self.model.modules() if WRAPPER_CHECKPOINT in vars(module)]
             self._has_wrappers = True
 
     def _divide_tower_inputs(self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-        """Leave a tower the share of this rank, if ranks share the pack."""
+        """Return the arguments of a tower: where ranks share the pack, only the images that this rank computes."""
         running = running_forward()
         division = None
-        # Another guard on this model has the same hooks
+        # If several guards are on this model, only the guard that made the packed forward divides its images.
         if running is not None and running is self._recorded and running.degree > 1:
             args, kwargs, division = divide_tower_inputs(args, kwargs, running.degree, index=running.index)
         self._divisions.append(division)
         return args, kwargs
 
     def _join_tower_outputs(self, tower: nn.Module, args: tuple[Any, ...], output: object) -> object:
+        """Return the output of a tower on all images of the pack, from its output on the images of each rank."""
         division = self._divisions.pop() if self._divisions else None
-        if division is None or output is None:  # None after a forward that raised
+        if division is None or output is None:  # the output is None after a forward that raised
             return output
         return division.exchanged(output, group_of(len(division.rows)))
 
     def _leave_forward(self, model: PreTrainedModel, args: tuple[Any, ...], output: object) -> None:
-        # empty if the pre-hook raised: torch calls this hook even then
-        if self._entered and self._entered.pop():
+        """Leave the packed forward that `_enter_forward` entered, if any."""
+        # torch calls this hook even if the pre-hook raised. Then the list may be empty.
+        if self._is_packed and self._is_packed.pop():
             leave_packed_forward()
             self._recorded = None
 
 
 def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
-    """Causal attention modules on transformers' flash attention that pass on the arguments that they do not know."""
+    """Return the causal attention modules that pass unknown arguments on to transformers' flash attention."""
     text = text_config(model)
     if "flash" not in (text._attn_implementation or ""):
         return []
@@ -208,18 +248,21 @@ def _flash_attentions(model: PreTrainedModel) -> list[nn.Module]:
         module
         for module in model.modules()
         if getattr(module, "is_causal", False)
-        and getattr(module, "config", text) is text  # some vision towers say that they are causal
+        and getattr(module, "config", text) is text  # some vision towers have `is_causal=True`
         and inspect.getfullargspec(module.forward).varkw is not None
     ]
 
 
-def _take_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-    """Remove the boundaries of the text from the arguments of a tower, whose own have the same names."""
+def _drop_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    """Remove the boundaries of the text from the arguments of a tower.
+
+    A tower has boundaries of its own with equal names, the boundaries of images.
+    """
     return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
 
-def _take_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
-    """Leave the rows of this rank of what enters the decoder, if ranks share the pack."""
+def _cut_decoder_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
+    """Cut the inputs of the decoder to the tokens of this rank, if ranks share the pack."""
     running = running_forward()
     if running is None or running.degree == 1:
         return None
@@ -227,8 +270,11 @@ def _take_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return args, kwargs | cut_to_part(inputs, running.part_tokens, running.index)
 
 
-def _give_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
-    """Pass the boundaries to an attention that its layer gives none (stablelm), so that the host need not wait."""
+def _pass_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
+    """Add the boundaries to the arguments of an attention module whose layer passes none (stablelm).
+
+    Otherwise transformers would derive them from `position_ids`, and the host would wait for the device.
+    """
     running = running_forward()
     if running is None or running.rows is not None or kwargs.get("cu_seq_lens_q") is not None:
         return None
@@ -238,6 +284,12 @@ def _give_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _check_packed_batch(
     model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], *, layout: Layout
 ) -> PackedForward:
+    """Return the packed forward of a batch, by the arguments of the model.
+
+    Raises:
+        ValueError: boundaries are missing or contradict each other, or there is a mask, a cache or several rows, or
+            the model's attention does not support shared prefixes.
+    """
     missing = [name for name in CU_SEQ_LENS if kwargs.get(name) is None]
     if missing:
         raise ValueError(
@@ -245,16 +297,18 @@ def _check_packed_batch(
             "and transformers ignores incomplete boundaries. Use PackedDataCollator, which sets all of them."
         )
     running = PackedForward(*(kwargs[name] for name in CU_SEQ_LENS), **layout.attention())
-    name = text_config(model)._attn_implementation
-    if layout.shares_rows and name != ATTENTION_NAME and has_attention(model):
+    attention = text_config(model)._attn_implementation
+    if layout.shares_rows and attention != ATTENTION_NAME and has_attention(model):
         raise ValueError(
-            f"a packed batch whose {layout.count} documents share prefixes came to attn_implementation={name!r}: only "
+            f"a packed batch whose {layout.count} documents share prefixes came to "
+            f"attn_implementation={attention!r}: only "
             f"{ATTENTION_NAME} finds the keys that a document shares, and other attention would read keys of other "
             f"documents. Set attn_implementation='sdpa', which packing replaces with {ATTENTION_NAME}, or "
             "share_prefixes='off'."
         )
     for name in ("attention_mask", *CACHE_NAMES):
-        if (value := kwargs.get(name)) is not None:
+        value = kwargs.get(name)
+        if value is not None:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise ValueError(
                 f"a packed batch of {len(running.cu_seq_lens_q) - 1} documents came with {name}{shape}: transformers "
@@ -274,7 +328,7 @@ def _check_packed_batch(
             f"a packed batch came with {tokens.shape[0]} rows: the boundaries describe one row, and which one is "
             f"unknown. {FEED_A_PACK}"
         )
-    # On the CPU only: on a GPU the host would wait for the comparison.
+    # The boundaries are compared on the CPU only. On a GPU the host would wait for the comparison.
     cu_q = running.cu_seq_lens_q
     cu_k = running.cu_seq_lens_k
     if running.kv_index is None and cu_q.device.type == "cpu" and cu_q is not cu_k and not torch.equal(cu_q, cu_k):

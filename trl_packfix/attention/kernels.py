@@ -1,18 +1,22 @@
-"""Causal attention over N documents laid end to end: the computation only, independent of models.
+"""Compute causal attention over the N documents of a pack, laid end to end. Nothing here knows models.
+
+`varlen.py` calls these functions with the queries, keys and values of a pack, and with the length of each document or
+the boundaries between documents. They choose and call the kernel:
 
     device  features                                     how
     CPU     sliding window, sinks     the flash kernel of F.scaled_dot_product_attention, windows on tiles of queries
     CPU     softcap, dropout          plain torch on tiles of queries, recomputed in backward
     CUDA    sliding window, sinks     FlashAttention-2 as built into torch, all documents at once
     CUDA    heads above 256 dims      ffpa-attn, where it is installed, all documents at once
-    other   all of them               documents of similar length as rows of one batch
+    other   all features              documents of similar length as rows of one batch
 
-The last row is for devices and features without a flash kernel: F.scaled_dot_product_attention, which chooses the best
-kernel of the device, or plain torch on tiles of queries for sinks and softcap.
+The last line serves devices and features without a flash kernel. It calls F.scaled_dot_product_attention, which chooses
+the best kernel of the device. Sinks and softcap run in plain torch instead, on tiles of queries. A tile is a group of
+consecutive queries that are computed in one call.
 
-Memory is always linear in the number of tokens. A window of w tokens costs w x length, not length squared.
+Memory is always linear in the number of tokens. A window of w tokens costs w x length operations, not length squared.
 
-Shapes: T tokens, N documents, H query heads, G key/value heads (H a multiple of G), D head dimension.
+Shapes: T tokens, N documents, H query heads, G key/value heads (H is a multiple of G), D head dimension.
     query (1, H, T, D), key (1, G, T, D), value (1, G, T, D_value) -> (1, H, T, D_value)
 """
 
@@ -41,14 +45,14 @@ from .flash import (
 )
 from .rows import DocumentRows, TensorAxes
 
-MATH_TILE = 256  # queries of a tile in plain torch, which is faster with fewer, larger matrix products
-AXES_OF_HEADS = TensorAxes((2,), 0)  # of (rows, heads, tokens, head dim)
+MATH_TILE = 256  # queries per tile in plain torch, which is faster with fewer, larger matrix products
+AXES_OF_HEADS = TensorAxes((2,), 0)  # tokens and rows in a tensor (rows, heads, tokens, head dim)
 
 
 class AttentionOptions(KernelOptions, total=False):
-    """And on other kernels."""
+    """All options of attention: the options of flash kernels, and two that only other kernels support."""
 
-    dropout: float  # of the weights
+    dropout: float  # rate at which attention weights are dropped
     softcap: float | None  # logits become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118)
 
 
@@ -57,29 +61,41 @@ class AttentionOptions(KernelOptions, total=False):
 def attend_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], **options: Unpack[AttentionOptions]
 ) -> Tensor:
-    """Causal attention within each document (`lengths`, in tokens, sum T)."""
+    """Compute causal attention within each document on the CPU: (1, H, T, D_value).
+
+    Args:
+        lengths: tokens of each document; their sum is T.
+    """
     if options.get("softcap") is None and not options.get("dropout"):
+        # Each document is one run, whose keys are its own rows.
         documents = [slice(*bounds) for bounds in pairwise(accumulate(lengths, initial=0))]
         runs = [RowsAndKeys(document, document) for document in documents]
         scale = options["scale"]
         window = options.get("window")
         sinks = options.get("sinks")
         return flash_on_cpu(query, key, value, runs, None, scale=scale, window=window, sinks=sinks)
-    # split, not slices: the backward of each slice would allocate a gradient of the whole row
-    states = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    outs = [math_in_tiles(q, k, v, **options).transpose(1, 2) for q, k, v in states]
-    # token-major, as the output projection reads it: the transpose is contiguous
+    # `split` and not slices: the backward of each slice would allocate a gradient of the whole row.
+    queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
+    outs = [math_in_tiles(q, k, v, **options).transpose(1, 2) for q, k, v in zip(queries, keys, values, strict=True)]
+    # The output projection reads tokens before heads. In this order its input is contiguous.
     return torch.cat(outs, dim=1).transpose(1, 2)
 
 
 class KernelLaunch(NamedTuple):
-    """What one launch of FlashAttention-2 computes: boundaries and longest of queries and of keys, and their rows.
+    """One launch of FlashAttention-2: some documents of a pack. A pack needs one launch or several.
 
-    If `keys` are the numbers of rows, these are copied end to end, and may be in several launches. No field has a
-    default: torch 2.11 does not compile a default slice.
+    No field has a default, because torch 2.11 does not compile a slice as a default.
+
+    Attributes:
+        cu_seq_lens: where the queries and where the keys of each document begin, int32, (N + 1,) each. Both are counted
+            from the first query and the first key of the launch.
+        max_lengths: the most queries and the most keys of a document.
+        queries: the rows of the queries in the pack.
+        keys: the rows of the keys in the pack. A tensor of row numbers makes the launch copy these rows end to end.
+            Several launches may copy one row.
     """
 
-    cu_seq_lens: tuple[Tensor, Tensor]  # int32, (N + 1,) each
+    cu_seq_lens: tuple[Tensor, Tensor]
     max_lengths: tuple[int, int]
     queries: slice
     keys: slice | Tensor
@@ -88,9 +104,15 @@ class KernelLaunch(NamedTuple):
 def attend_on_cuda(
     query: Tensor, key: Tensor, value: Tensor, launches: list[KernelLaunch], **options: Unpack[KernelOptions]
 ) -> Tensor:
-    """The same for bfloat16 and float16 on CUDA, without a device-to-host copy, softcap and dropout.
+    """Compute causal attention within each document on CUDA, by FlashAttention-2: (1, H, T, D_value).
 
-    Each query is in one launch. Heads have at most 256 dimensions. Raises `KernelError` for other dtypes.
+    The host never waits for the device. Heads have at most 256 dimensions.
+
+    Args:
+        launches: the launches of the pack. Each query is in one of them.
+
+    Raises:
+        KernelError: the dtype is neither bfloat16 nor float16.
     """
     scale = options["scale"]
     window = options.get("window")
@@ -99,14 +121,18 @@ def attend_on_cuda(
         FlashCall(queries, keys, CudaKernel(bounds, longest, only_if_shorter(window, longest[1]), scale))
         for bounds, longest, queries, keys in launches
     ]
-    copies = isinstance(calls[0].keys, Tensor)
-    is_one = len(calls) == 1 and not copies
-    return flash_on_cuda(query, key, value, sinks, calls[0].kernel if is_one else FlashCalls(calls, shares_keys=copies))
+    copies_keys = isinstance(calls[0].keys, Tensor)
+    is_whole_pack = len(calls) == 1 and not copies_keys
+    kernel = calls[0].kernel if is_whole_pack else FlashCalls(calls, shares_keys=copies_keys)
+    return flash_on_cuda(query, key, value, sinks, kernel)
 
 
-@lru_cache(maxsize=1)  # every layer asks
+@lru_cache(maxsize=1)  # called in every layer
 def wide_kernel() -> Callable[..., Tensor] | None:
-    """The kernel of ffpa-attn for heads above 256 dimensions, if it is installed: causal, and nothing else."""
+    """Return the kernel of ffpa-attn for heads above 256 dimensions, or None if the package is not installed.
+
+    The kernel computes causal attention without windows, sinks, softcap and dropout.
+    """
     try:
         from ffpa_attn import ffpa_attn_varlen_func
     except ImportError:
@@ -115,9 +141,17 @@ def wide_kernel() -> Callable[..., Tensor] | None:
 
 
 def attend_wide(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
-    """The same for heads above 256 dimensions, by `wide_kernel`."""
+    """Compute causal attention within each document for heads above 256 dimensions, by `wide_kernel`.
+
+    Args:
+        bounds: where each document begins, int32, (N + 1,).
+        longest: tokens of the longest document.
+
+    Returns:
+        (1, H, T, D_value).
+    """
     if value.data_ptr() == key.data_ptr():
-        value = value.clone()  # it refuses keys that are the values
+        value = value.clone()  # the kernel refuses keys and values that are the same memory
     value_dim = value.shape[-1]
     head_dim = max(320, -(-max(query.shape[-1], value.shape[-1]) // 64) * 64)
     states = (x[0].transpose(0, 1) for x in pad_head_dim(head_dim, query, key, value))  # (T, H, D)
@@ -127,7 +161,7 @@ def attend_wide(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longe
 
 
 def only_if_shorter(size: int | None, longest: int) -> int | None:
-    """A window or a chunk; None if no document is longer than it."""
+    """Return the size of a window or of a chunk, or None where it limits nothing: no document is longer than it."""
     return None if size is None or size >= longest else size
 
 
@@ -141,7 +175,14 @@ def attend_by_document(
     is_causal: bool = True,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """The same on any device, in right-padded batches of at most T padded tokens; not causal, of one length each."""
+    """Compute attention within each document on any device: (1, H, T, D_value).
+
+    Documents of similar length are rows of a right-padded batch of at most T padded tokens. Without causality a query
+    would attend to padding, so with `is_causal=False` all documents of a batch have one length.
+
+    Args:
+        lengths: tokens of each document; their sum is T.
+    """
     value_dim = value.shape[-1]
     query, key, value = pad_head_dim(kernel_head_dim(query, value), query, key, value)
     rows = _document_rows(tuple(length for length in lengths if length), query.device, is_causal)
@@ -153,28 +194,32 @@ def attend_by_document(
     return rows.join(outs, AXES_OF_HEADS)[..., :value_dim]
 
 
-@lru_cache(maxsize=4)  # the same in every layer; models have up to two kinds of layers, and so do towers
+# All layers of a kind call this with equal arguments. A model has up to two kinds of layers, and so has a tower.
+@lru_cache(maxsize=4)
 def _document_rows(lengths: tuple[int, ...], device: torch.device, pads: bool) -> DocumentRows:
+    """Return the rows of documents in batches of at most T padded tokens, cached."""
     return DocumentRows(list(lengths), device, sum(lengths), pads=pads)
 
 
 def _sdpa_rows(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor:
+    """Compute attention of a batch of rows (B, heads, L, D) by F.scaled_dot_product_attention: (B, H, L, D_value)."""
     scale = options["scale"]
     dropout = options.get("dropout", 0.0)
     window = options.get("window")
-    # Each key/value head once per query head: with `enable_gqa` the memory-efficient kernel of CUDA does not run.
+    # Repeat each key/value head once per query head. With `enable_gqa` instead, the memory-efficient kernel of CUDA
+    # does not run.
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     length = query.shape[2]
     if window is None or length <= window:
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=is_causal, scale=scale)
     outs = []
-    for start, stop, first in query_tiles(length, window, max(window, MATH_TILE)):
-        visible = visible_keys(stop - start, stop - first, window, device=query.device)
+    for start, stop, first_key in query_tiles(length, window, max(window, MATH_TILE)):
+        visible = visible_keys(stop - start, stop - first_key, window, device=query.device)
         q = query[:, :, start:stop]
-        k = key[:, :, first:stop]
-        v = value[:, :, first:stop]
+        k = key[:, :, first_key:stop]
+        v = value[:, :, first_key:stop]
         outs.append(F.scaled_dot_product_attention(q, k, v, visible, dropout_p=dropout, scale=scale))
     return torch.cat(outs, dim=2)
 
@@ -190,9 +235,16 @@ def math_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention by its formula, with softmax in at least fp32, softcap and sinks; any batch size.
+    """Compute attention by its formula, with the softmax in at least fp32: (B, H, queries, D_value).
 
-    `visible` is None (all keys), bool or additive, of shape (queries, keys) or (B, 1 or H, queries, keys).
+    Args:
+        query, key, value: (B, H, queries, D), (B, G, keys, D) and (B, G, keys, D_value).
+        visible: which keys each query attends to, bool, or a bias that is added to the logits; (queries, keys) or (B, 1
+            or H, queries, keys). None: all keys.
+        scale: factor of the logits.
+        dropout: rate at which attention weights are dropped.
+        softcap: the logits become softcap * tanh(logit / softcap).
+        sinks: a logit per head that takes part in the softmax without a value, (H,).
     """
     B, H, num_queries, _ = query.shape
     G = key.shape[1]
@@ -201,12 +253,13 @@ def math_attention(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if visible is not None and visible.dtype == torch.bool:
-        # not -inf: a query without visible keys (left padding) must not give nan
+        # Not -inf: a query without visible keys (left padding) must not give nan.
         logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
     elif visible is not None:
         logits = logits + visible
     if sinks is not None:
-        logits = torch.cat([logits, sinks.to(logits.dtype).view(1, H, 1, 1).expand(B, H, num_queries, 1)], dim=-1)
+        sink_logits = sinks.to(logits.dtype).view(1, H, 1, 1).expand(B, H, num_queries, 1)
+        logits = torch.cat([logits, sink_logits], dim=-1)
     weights = logits.softmax(dim=-1)[..., : key.shape[2]]
     weights = F.dropout(weights, p=dropout).to(value.dtype).unflatten(1, (G, H // G))
     return (weights @ value.unsqueeze(2)).flatten(1, 2)
@@ -221,20 +274,33 @@ def math_in_tiles(
     mask: Tensor | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """`math_attention` on tiles of queries, causal or under a `mask` (`visible` there): (B, H, queries, D_value)."""
+    """Run `math_attention` on one tile of queries after the other: (B, H, queries, D_value).
+
+    Args:
+        mask: the argument `visible` of `math_attention` for all queries; only without `is_causal`.
+    """
     window = options.pop("window", None)
-    keeps_state = options.get("dropout", 0.0) > 0
+    draws_random_numbers = options.get("dropout", 0.0) > 0
     outs = []
-    for start, stop, first in query_tiles(query.shape[2], window, MATH_TILE):
+    for start, stop, first_key in query_tiles(query.shape[2], window, MATH_TILE):
         rows = slice(start, stop)
         keys = slice(None)
         visible = mask
         if is_causal:
-            keys = slice(first, stop)
-            visible = visible_keys(stop - start, stop - first, window, device=query.device)
+            keys = slice(first_key, stop)
+            visible = visible_keys(stop - start, stop - first_key, window, device=query.device)
         elif mask is not None and mask.shape[-2] > 1:
             visible = mask[..., rows, :]
-        tile = query[:, :, rows], key[:, :, keys], value[:, :, keys], visible
-        # recomputed in backward: saved attention weights would be length x length
-        outs.append(checkpoint(math_attention, *tile, use_reentrant=False, preserve_rng_state=keeps_state, **options))
+        # Each tile is computed again in backward. The saved attention weights of all tiles would take length x length.
+        out = checkpoint(
+            math_attention,
+            query[:, :, rows],
+            key[:, :, keys],
+            value[:, :, keys],
+            visible,
+            use_reentrant=False,
+            preserve_rng_state=draws_random_numbers,
+            **options,
+        )
+        outs.append(out)
     return torch.cat(outs, dim=2)

@@ -1,11 +1,26 @@
-"""Mixers of hybrid models where documents share prefixes: scans level by level, and the rows before each run.
+"""Run the scans of hybrid models on packs whose documents share prefixes, level by level.
 
-The rows of a pack are cut where documents part. The pieces are the nodes of a forest: the parent of a piece ends with
-the row before it in its documents. All pieces of one level are computed together, as rows of a batch that zeros pad,
-which leave a state as it is. So the number of levels is the depth of the forest, and each row is computed once. In a
-forest deeper than `MAX_LEVELS`, such as that of a long conversation with one sample per turn, a level has paths of
-several pieces. Then the scan (and nothing else) runs again on the first pieces of paths that have them in common.
-Gradients run through the states. Ranks do not share such a pack: a convolution would read rows of several other parts.
+`mixers.py` calls `run_levels` with a scan: a function that carries a state from token to token, as in Mamba or in a
+gated delta net. In such a pack the common beginning of several documents is there once, and each document goes on from
+it with rows of its own, its *run*. The scan of a run must begin with the state after the prefix.
+
+First the rows of the pack are cut into *pieces*, wherever documents part. The pieces form a forest: the parent of a
+piece is the piece that precedes it in its documents.
+
+    documents  A B C,  A B D,  A E          pieces  A, B, C, D, E
+
+    level 0    A
+    level 1    A -> B,  A -> E
+    level 2    B -> C,  B -> D
+
+Then the levels are computed one after the other. The pieces of a level are rows of batches, padded with zeros, which
+leave a state as it is. Each piece begins with the state after its parent. So each row of the pack is computed once, and
+the number of calls grows with the depth of the forest. Gradients run back through the states.
+
+A long conversation with one document per turn makes a deep forest. Beyond `MAX_LEVELS` a level therefore has *paths* of
+several consecutive pieces. The scan runs more than once on pieces that several paths of a level begin with.
+
+Ranks never share such a pack: a convolution would have to read rows of several other ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,24 +34,30 @@ from .packed_forward import PackedForward, once_per_pack
 from .rows import group_by_length
 from .runs import runs_of
 
-# Most levels of a pack; each is at least one call of the scan, whose kernels take some time however few the rows.
-# With one sample per turn of 64 turns, 8 levels scan 24,563 rows in 8 calls, 64 levels 7,805 in 64, and whole documents
-# 126,760 in 2: 0.60, 0.43 and 5.4 CPU seconds of the gated delta rule, 0.85, 0.92 and 3.5 of Mamba-2. On a GPU a call
-# of few rows leaves it idle, so fewer calls weigh more.
+# The most levels of a pack. Each level is at least one call of the scan, and a call takes some time however few its
+# rows. Measured on the CPU for a conversation of 64 turns, one document per turn:
+#
+#     levels           rows scanned  calls  gated delta rule  Mamba-2
+#     8                      24,563      8            0.60 s   0.85 s
+#     64                      7,805     64            0.43 s   0.92 s
+#     whole documents       126,760      2             5.4 s    3.5 s
+#
+# On a GPU, calls with few rows cost relatively more.
 MAX_LEVELS = 8
 
 
 class ScanCall(NamedTuple):
-    """One call of a scan on T tokens of one row; all tensors have tokens in axis 1 and heads in axis 2.
+    """A scan over T tokens in one row: its tensors, and how to call it. Axis 1 of all tensors is tokens, axis 2 heads.
 
     Attributes:
-        values: tensors of H heads, (1, T, H) or (1, T, H, D).
-        keys: tensors of G heads, each read by H / G neighbouring heads of values.
-        parameters: one entry per head of values, or None.
-        call: (values, keys, parameters, **options) -> (rows, T, H, D), and with states those after it.
-        boundaries: name of the argument of boundaries, if the kernel takes one.
-        states: names of the arguments with which rows begin with given states (None: zeros) and return theirs, if the
-            kernel takes them. Zeros in all tensors leave a state as it is.
+        values: tensors with H heads, (1, T, H) or (1, T, H, D).
+        keys: tensors with G heads, (1, T, G, ...). Each head is read by H / G neighbouring heads of `values`.
+        parameters: tensors with one entry per head of `values`, or None.
+        call: (values, keys, parameters, **options) -> (rows, T, H, D). If the option asks for states, it returns a
+            pair: this output, and the states after the last token of each row.
+        boundaries: the option by which `call` takes boundaries; None if it takes none.
+        states: two options of `call`: the states with which the rows begin (None: zeros), and whether to return the
+            states at the end. None if it has no such options. Zeros in all tensors leave a state as it is.
     """
 
     values: Sequence[Tensor]
@@ -47,108 +68,144 @@ class ScanCall(NamedTuple):
     states: tuple[str, str] | None = None
 
 
-class TreeLevel(NamedTuple):
-    """All paths of one level.
+class Piece(NamedTuple):
+    """Consecutive rows of a pack that belong to the same documents: a node of the forest.
 
     Attributes:
-        batches: the calls of this level: of each place its row in the pack, or the number of rows for padding, (paths,
-            longest).
-        parents: for each path, in the order of the batches, the number of the path before it among all paths of the
-            levels before, or -1. None at the first level.
+        start, stop: the rows.
+        parent: the index of the piece that precedes this one in its documents; -1 if documents begin with this one.
+    """
+
+    start: int
+    stop: int
+    parent: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+
+class TreeLevel(NamedTuple):
+    """All paths of one level of the forest.
+
+    Attributes:
+        batches: per call of the scan the rows of its paths in the pack, (paths, longest path). Padding has the index
+            after the last row of the pack.
+        parents: for each path of the level, in the order of the batches, the index of the path that it goes on from,
+            counted over all paths of the earlier levels. None at the first level.
     """
 
     batches: list[Tensor]
     parents: Tensor | None
 
 
-def pieces_of(running: PackedForward) -> list[tuple[int, int, int]]:
-    """The start, the stop and the number of the parent of each piece, or -1; in the order of rows."""
+def pieces_of(running: PackedForward) -> list[Piece]:
+    """Return the pieces of a pack in the order of their rows."""
     assert running.kv_index is not None
     index = running.kv_index.tolist()
     runs = runs_of(running)
-    # the last row of the same documents before each run
-    before = {run.rows.start: index[run.keys.start + run.before - 1] if run.before else -1 for run in runs}
-    cuts = sorted({*before, *(row + 1 for row in before.values() if row >= 0), runs[-1].rows.stop})
-    ends = {stop - 1: number for number, (_, stop) in enumerate(pairwise(cuts))}  # by its last row, the piece
-    return [(start, stop, ends.get(before.get(start, start - 1), -1)) for start, stop in pairwise(cuts)]
+    # By the first row of each run, the last row of its prefix, or -1 without a prefix
+    last_of_prefix = {
+        run.rows.start: index[run.keys.start + run.num_earlier_keys - 1] if run.num_earlier_keys else -1 for run in runs
+    }
+    # Pieces begin where runs begin, and behind the last row of each prefix.
+    behind_prefixes = {row + 1 for row in last_of_prefix.values() if row >= 0}
+    cuts = sorted({*last_of_prefix, *behind_prefixes, runs[-1].rows.stop})
+    piece_by_last_row = {stop - 1: i for i, (_, stop) in enumerate(pairwise(cuts))}
+    pieces = []
+    for start, stop in pairwise(cuts):
+        # Within a run a piece goes on from the row before it.
+        previous_row = last_of_prefix.get(start, start - 1)
+        pieces.append(Piece(start, stop, piece_by_last_row.get(previous_row, -1)))
+    return pieces
 
 
 @once_per_pack
 def levels_of(running: PackedForward) -> tuple[list[TreeLevel], Tensor]:
-    """The levels of a pack, and where each row is in the outputs of all batches, laid end to end."""
+    """Return the levels of a pack, and where each of its rows is in the outputs of all batches, laid end to end."""
     pieces = pieces_of(running)
     device = running.cu_seq_lens_q.device
-    num_rows = pieces[-1][1]
-    number: dict[int, int] = {}  # of each path by its last piece, in the order of calls
-    place = torch.zeros(num_rows, dtype=torch.int64)
+    num_rows = pieces[-1].stop
+    path_by_last_piece: dict[int, int] = {}  # paths are numbered in the order of calls
+    places = torch.zeros(num_rows, dtype=torch.int64)
     levels = []
-    end = 0
-    for depth, paths in enumerate(_paths_of_level(pieces)):
-        lengths = [sum(pieces[i][1] - pieces[i][0] for i in path) for path in paths]
+    batch_start = 0  # where the output of the next batch begins among all outputs
+    for depth, paths in enumerate(_paths_by_level(pieces)):
+        lengths = [sum(pieces[i].num_rows for i in path) for path in paths]
         batches = []
         parents = []
         for group in group_by_length(lengths, num_rows):
             longest = lengths[group[0]]
             rows = torch.full((len(group), longest), num_rows)
             for line, path in enumerate(paths[i] for i in group):
-                first = 0
-                for start, stop, _ in (pieces[i] for i in path):
-                    rows[line, first : first + stop - start] = torch.arange(start, stop)
-                    place[start:stop] = torch.arange(stop - start) + end + line * longest + first
-                    first += stop - start
-                parents.append(number.get(pieces[path[0]][2], -1))
-                number[path[-1]] = len(number)
-            end += rows.numel()
+                column = 0
+                for piece in (pieces[i] for i in path):
+                    rows[line, column : column + piece.num_rows] = torch.arange(piece.start, piece.stop)
+                    first_place = batch_start + line * longest + column
+                    places[piece.start : piece.stop] = torch.arange(piece.num_rows) + first_place
+                    column += piece.num_rows
+                parents.append(path_by_last_piece.get(pieces[path[0]].parent, -1))
+                path_by_last_piece[path[-1]] = len(path_by_last_piece)
+            batch_start += rows.numel()
             batches.append(rows.to(device))
         levels.append(TreeLevel(batches, torch.tensor(parents, device=device) if depth else None))
-    return levels, place.to(device)
+    return levels, places.to(device)
 
 
-def _paths_of_level(pieces: list[tuple[int, int, int]]) -> list[list[list[int]]]:
-    """The pieces of each level, as paths from the first piece of the level to one after which none of it comes.
+def _paths_by_level(pieces: list[Piece]) -> list[list[list[int]]]:
+    """Return the paths of each level, a path as the indices of its pieces.
 
-    A level has one piece of each path, or as many as keep the levels of a deep forest at `MAX_LEVELS`.
+    A path begins with a piece whose parent is in an earlier level, and ends with a piece that has no child in the
+    level. Paths are single pieces, unless the forest is deeper than `MAX_LEVELS`.
 
-    >>> [len(paths) for paths in _paths_of_level([(0, 5, -1), (5, 9, 0), (9, 12, 0)])]
-    [1, 2]
+    >>> _paths_by_level([Piece(0, 5, -1), Piece(5, 9, 0), Piece(9, 12, 0)])
+    [[[0]], [[1], [2]]]
     """
     depths: list[int] = []
-    for _, _, parent in pieces:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    pieces_per_level = -(-(max(depths) + 1) // MAX_LEVELS)
-    level = [depth // pieces_per_level for depth in depths]
-    goes_on = {parent for i, (_, _, parent) in enumerate(pieces) if parent >= 0 and level[parent] == level[i]}
-    paths: list[list[list[int]]] = [[] for _ in range(level[depths.index(max(depths))] + 1)]
+    for piece in pieces:
+        depths.append(0 if piece.parent < 0 else depths[piece.parent] + 1)
+    pieces_per_path = -(-(max(depths) + 1) // MAX_LEVELS)
+    levels = [depth // pieces_per_path for depth in depths]
+    has_child_in_level = {
+        piece.parent for i, piece in enumerate(pieces) if piece.parent >= 0 and levels[piece.parent] == levels[i]
+    }
+    paths: list[list[list[int]]] = [[] for _ in range(max(levels) + 1)]
     for i in range(len(pieces)):
-        if i not in goes_on:
+        if i not in has_child_in_level:
             path = [i]
-            while (parent := pieces[path[0]][2]) >= 0 and level[parent] == level[i]:
+            while (parent := pieces[path[0]].parent) >= 0 and levels[parent] == levels[i]:
                 path.insert(0, parent)
-            paths[level[i]].append(path)
+            paths[levels[i]].append(path)
     return paths
 
 
 def run_levels(scan: ScanCall, running: PackedForward) -> Tensor:
-    """Run a scan on a pack whose documents share prefixes: (1, T, H, D)."""
+    """Run a scan on a pack whose documents share prefixes: (1, T, H, D).
+
+    Raises:
+        ValueError: the scan cannot begin with given states.
+    """
     if scan.states is None:
         raise ValueError(
             f"A pack of {len(running.lengths)} runs whose documents share prefixes came to a scan that cannot begin "
             'with the state of a prefix. Its documents must be whole. Set `share_prefixes="off"`.'
         )
-    levels, place = levels_of(running)
-    # a row of zeros behind, which batches read as padding
+    levels, places = levels_of(running)
+    # Behind the last row of the pack comes a row of zeros, which batches read as padding.
     padded = [torch.cat([x, x.new_zeros(1, 1, *x.shape[2:])], dim=1) for x in (*scan.values, *scan.keys)]
-    num_values, (given, returned) = len(scan.values), scan.states
+    num_values = len(scan.values)
+    initial_option, final_option = scan.states
     outs: list[Tensor] = []
-    states: list[Tensor] = []  # after all paths of the levels before
+    final_states: list[Tensor] = []  # after all paths so far
     for batches, parents in levels:
-        starts = None if parents is None else torch.cat(states).index_select(0, parents)
-        done = 0
+        initial_states = None if parents is None else torch.cat(final_states).index_select(0, parents)
+        first_path = 0
         for rows in batches:
             inputs = [x[0].index_select(0, rows.flatten()).unflatten(0, rows.shape) for x in padded]
-            more = {given: None if starts is None else starts[done : done + len(rows)], returned: True}
-            out, end = scan.call(inputs[:num_values], inputs[num_values:], scan.parameters, **more)
+            initial = None if initial_states is None else initial_states[first_path : first_path + len(rows)]
+            options = {initial_option: initial, final_option: True}
+            out, final = scan.call(inputs[:num_values], inputs[num_values:], scan.parameters, **options)
             outs.append(out.flatten(0, 1))
-            states.append(end)
-            done += len(rows)
-    return torch.cat(outs).index_select(0, place)[None]
+            final_states.append(final)
+            first_path += len(rows)
+    return torch.cat(outs).index_select(0, places)[None]

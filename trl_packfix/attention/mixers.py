@@ -1,22 +1,35 @@
-"""Recurrent mixers in packs: convolutions and scans that start anew in each document, also over ranks.
+"""Recurrent mixers in packs: make convolutions and scans start anew in each document, also where ranks share a pack.
 
-The mixers of hybrid models (Mamba, gated delta nets, Kimi's delta attention, short convolutions) call functions by name
-in their modeling module: a short convolution and a scan. `compat.ReplacedFunctions` replaces these names while packs
-run, and puts them back after each forward. What replaces them reads the boundaries of the running forward, as
-`packfix_varlen` does. It calls the function that was there, so transformers' choice between a kernel and torch stays.
+A mixer is the layer of a hybrid model that mixes tokens without attention: Mamba, gated delta nets, Kimi's delta
+attention, short convolutions. It calls two functions by their names in its modeling module: a short convolution, in
+which each token reads the W - 1 tokens before it, and a scan, which carries a state from token to token. Neither may
+read over the boundary of a document.
 
-No interface of transformers reaches these functions: `use_kernel_func_from_hub_with_fallback` keeps what it found at
-import in a closure, and `kernelize` takes repositories of the Hub only, for the life of a model. A name that is not
-found is no error: its module leaks, and the leak probe finds and repairs it.
+`compat.ReplacedFunctions` replaces these functions while a packed forward runs, and restores them afterwards. Each replacement reads
+the boundaries of the running `PackedForward`, and then calls the original function. So transformers still decides
+whether a kernel or plain torch computes it.
 
-    convolution  a kernel that takes boundaries (`seq_idx`) gets them. For every other, and over ranks, each document
-                 gets the W - 1 tokens before it (zeros, or rows of the part before or of the prefix), laid end to end
-    scan         a kernel that takes boundaries (`cu_seqlens`, `seq_idx`) gets them. Every other gets documents as
-                 rows of right-padded batches. Over ranks, tokens are exchanged for heads as in attention. Where
-                 documents share prefixes, the pieces of one level run together (`mixer_prefixes.py`)
-    fused        convolution, scan and output projection in one: only where nothing of it would be lost
+    convolution  A kernel that takes boundaries (`seq_idx`) gets them. Otherwise, and where ranks share the pack, each
+                 document is laid out behind the W - 1 tokens that it may read: zeros, rows of the previous rank, or
+                 rows of its prefix
+    scan         A kernel that takes boundaries (`cu_seqlens`, `seq_idx`) gets them. Otherwise documents are rows of
+                 right-padded batches. Where ranks share the pack, they first exchange tokens for heads, as attention
+                 does. Where documents share prefixes, `mixer_prefixes.py` runs the scan
+    fused        A kernel that computes convolution, scan and output projection runs only if it takes boundaries and
+                 hides no adapter. Otherwise the mixer calls convolution and scan one by one
 
-T tokens of the pack, s ranks that share it, C channels, W width of the convolution, H heads of values, G heads of keys.
+No interface of transformers gives access to these functions. `use_kernel_func_from_hub_with_fallback` fixes its choice
+at import in a closure. `kernelize` replaces functions for the whole life of a model, and by repositories of the Hub
+only. A mixer without a known name is no error here: its module leaks, and the leak probe finds and repairs it.
+
+Words:
+
+    part    the tokens of a pack that one of s ranks holds, where ranks share the pack
+    prefix  the common beginning of documents, which a pack with `kv_index` has only once
+    state   what a scan remembers of the tokens so far, a tensor per head
+
+Shapes: T tokens of the pack, s ranks that share it, C channels, W width of the convolution, H heads of values, G heads
+of keys. Names of arguments such as `dt`, `A`, `B`, `g` and `beta` are those of the replaced functions.
 """
 
 import inspect
@@ -37,26 +50,38 @@ from .mixer_prefixes import ScanCall, run_levels
 from .packed_forward import PackedForward, once_per_pack, running_pack
 from .rows import TensorAxes
 
-# What a mixer may give its kernels as boundaries: dropped, as those of the running forward are used
+# Arguments by which a mixer may give boundaries to its functions. They are dropped, because the replacements use the
+# boundaries of the running forward.
 MIXER_BOUNDARIES = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-AXES_OF_TOKENS = TensorAxes((1,), 0)  # of (rows, tokens, ...)
+AXES_OF_TOKENS = TensorAxes((1,), 0)  # tokens and rows in a tensor (rows, tokens, ...)
 
 
 def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
-    """Run the scan on each document of the pack: (1, T / s, H, D)."""
+    """Run a scan on each document of the pack.
+
+    Args:
+        scan: the call, with the tensors of this rank: T / s tokens.
+
+    Returns:
+        (1, T / s, H, D).
+    """
+    # 1. Where ranks share the pack, each rank gets all tokens of some heads.
     exchange = None
     if running.degree > 1:
         exchange = HeadExchange(scan.values[0].shape[2], scan.keys[0].shape[2], running.degree)
-        states = [*scan.values, *scan.keys]
+        tensors = [*scan.values, *scan.keys]
         num_values = len(scan.values)
-        for dtype in dict.fromkeys(x.dtype for x in states):  # such as fp32 for the decay, beside values in bf16
-            chosen = [i for i, x in enumerate(states) if x.dtype == dtype]
-            first_key = sum(i < num_values for i in chosen)
-            by_head = [states[i].transpose(1, 2) for i in chosen]
-            for i, x in zip(chosen, exchange.to_heads(by_head[:first_key], by_head[first_key:]), strict=True):
-                states[i] = x.transpose(1, 2)
+        # One exchange per dtype: decays, for instance, are fp32 beside values in bf16.
+        for dtype in dict.fromkeys(x.dtype for x in tensors):
+            indices = [i for i, x in enumerate(tensors) if x.dtype == dtype]
+            by_head = [tensors[i].transpose(1, 2) for i in indices]
+            first_key = sum(i < num_values for i in indices)
+            all_tokens = exchange.to_heads(by_head[:first_key], by_head[first_key:])
+            for i, x in zip(indices, all_tokens, strict=True):
+                tensors[i] = x.transpose(1, 2)
         parameters = [None if parameter is None else parameter[exchange.heads] for parameter in scan.parameters]
-        scan = scan._replace(values=states[:num_values], keys=states[num_values:], parameters=parameters)
+        scan = scan._replace(values=tensors[:num_values], keys=tensors[num_values:], parameters=parameters)
+    # 2. The scan runs in the way that separates documents.
     if running.kv_index is not None:
         out = run_levels(scan, running)
     elif scan.boundaries is not None:
@@ -66,33 +91,45 @@ def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
         rows = running.document_rows(running.num_tokens)
         outs = []
         for group in rows.groups:
-            values, keys = ([group.split(x, AXES_OF_TOKENS) for x in states] for states in (scan.values, scan.keys))
+            values = [group.split(x, AXES_OF_TOKENS) for x in scan.values]
+            keys = [group.split(x, AXES_OF_TOKENS) for x in scan.keys]
             outs.append(scan.call(values, keys, scan.parameters))
         out = rows.join(outs, AXES_OF_TOKENS)
+    # 3. Each rank gets all heads of its tokens again.
     return out if exchange is None else exchange.to_tokens(out.transpose(1, 2))
 
 
 @once_per_pack
 def _boundary_tensor(running: PackedForward, name: str, num_tokens: int) -> Tensor:
-    """`cu_seqlens`, or `seq_idx` (1, T): the number of the document of each token. The same tensor in each layer.
+    """Return the boundaries as the argument `name` of a kernel; one tensor for all layers of a forward.
 
-    flash-linear-attention finds what it derived from boundaries by the identity of the tensor.
+    flash-linear-attention caches what it derives from boundaries by the identity of the tensor.
+
+    Args:
+        name: "cu_seqlens" for where each document begins, (N + 1,) for N documents, or "seq_idx" for the number of the
+            document of each token, (1, T).
     """
     bounds = running.cu_seq_lens_q
     if name == "cu_seqlens":
         return bounds
     numbers = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
-    # with the size of the output the host does not wait for the device
+    # `output_size` spares the host from waiting for the device.
     return torch.repeat_interleave(numbers, bounds.diff(), output_size=num_tokens)[None]
 
 
-def _seq_idx(inner: Callable[..., Any], running: PackedForward, num_tokens: int) -> dict[str, Tensor]:
-    """The argument `seq_idx` of a kernel that takes it, where it says all: no row of a document is elsewhere."""
-    says_all = running.degree == 1 and running.kv_index is None and _takes_argument(inner, "seq_idx")
-    return {"seq_idx": _boundary_tensor(running, "seq_idx", num_tokens)} if says_all else {}
+def _seq_idx_argument(inner: Callable[..., Any], running: PackedForward, num_tokens: int) -> dict[str, Tensor]:
+    """Return the argument `seq_idx` for the function `inner`, by name; {} if `seq_idx` cannot separate the documents.
+
+    It can if `inner` takes the argument, and all rows of a document are on this rank and next to each other.
+    """
+    has_whole_documents = running.degree == 1 and running.kv_index is None
+    if not (has_whole_documents and _takes_argument(inner, "seq_idx")):
+        return {}
+    return {"seq_idx": _boundary_tensor(running, "seq_idx", num_tokens)}
 
 
-# ---- The convolution
+# ---- The convolution. The first two arguments of every replacement are `inner`, the function that it replaces, and the
+# packed forward that is running.
 
 
 def convolve_documents(
@@ -104,12 +141,23 @@ def convolve_documents(
     activation: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """A causal convolution per channel: (1, C, T / s), weight (C, W) -> (1, C, T / s)."""
-    call = partial(inner, weight=weight, bias=bias, activation=activation, **_without_boundaries(options))
+    """Run a causal convolution per channel within each document: (1, C, T / s).
+
+    Args:
+        states: (1, C, T / s).
+        weight: (C, W).
+
+    Raises:
+        ValueError: ranks share the pack, and its documents share prefixes.
+    """
+    convolve = partial(inner, weight=weight, bias=bias, activation=activation, **_without_boundaries(options))
     rows = states.transpose(1, 2)  # (1, T / s, C)
-    if seq_idx := _seq_idx(inner, running, rows.shape[1]):
-        # The kernel takes boundaries only where the channels of a token are neighbours
-        return call(rows.contiguous().transpose(1, 2) if states.stride(1) != 1 else states, **seq_idx)
+    seq_idx = _seq_idx_argument(inner, running, rows.shape[1])
+    if seq_idx:
+        # The kernel takes boundaries only if the channels of a token are neighbours in memory.
+        if states.stride(1) != 1:
+            states = rows.contiguous().transpose(1, 2)
+        return convolve(states, **seq_idx)
     width = weight.shape[-1]
     if running.degree > 1 and running.kv_index is not None:
         raise ValueError(
@@ -117,34 +165,43 @@ def convolve_documents(
             f"{width} tokens. The rows before a run may lie in any part, and ranks exchange only the last ones of "
             'each. Set `tokens_per_rank=None`, or `share_prefixes="off"`.'
         )
+    # Lay out each document behind the tokens that its first tokens read, convolve, and take the rows of this rank.
     zeros = rows.new_zeros(1, 1, rows.shape[2])
-    halo = exchange_halo(rows, width - 1, running.degree)
+    halo = exchange_halo(rows, width - 1, running.degree)  # the last rows of the previous rank
     source, places = _rows_with_context(running, width, rows.shape[1])
     laid_out = torch.cat([zeros, halo, rows], dim=1).index_select(1, source)
-    return call(laid_out.transpose(1, 2)).transpose(1, 2).index_select(1, places).transpose(1, 2)
+    out = convolve(laid_out.transpose(1, 2)).transpose(1, 2)
+    return out.index_select(1, places).transpose(1, 2)
 
 
 @once_per_pack
 def _rows_with_context(running: PackedForward, width: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Rows with the W - 1 tokens before each document, end to end, and where each row of this part is among them.
+    """Lay out the rows of this rank with the W - 1 tokens before each document, or before each run.
 
-    The first tensor has places in: a row of zeros, the W - 1 last rows of the part before, the rows of this part. The
-    second is (T / s,).
+    Args:
+        num_rows: rows of this rank, T / s.
+
+    Returns:
+        source: for each row of the layout its index in the concatenation of one row of zeros, the last W - 1 rows of
+            the previous rank, and the rows of this rank. int64.
+        places: where each row of this rank is in the layout, (T / s,).
     """
     bounds = running.cu_seq_lens_q.long()
-    keys = running.cu_seq_lens_k.long()
-    first = running.index * num_rows
+    key_bounds = running.cu_seq_lens_k.long()
+    first_token = running.index * num_rows
     steps = torch.arange(num_rows, device=bounds.device)
-    tokens = steps + first
+    tokens = steps + first_token
     document = torch.bucketize(tokens, bounds[1:], right=True)
     places = steps + (document - document[:1] + 1) * (width - 1)
     source = torch.zeros(num_rows + (len(bounds) - 1) * (width - 1), dtype=torch.int64, device=bounds.device)
-    for back in range(width):
-        earlier = keys[document + 1] - bounds[document + 1] + tokens - back
-        is_own = earlier >= keys[document]
+    for distance in range(width):
+        # The token `distance` before each token, counted among the keys of all documents. Where it is before the first
+        # key of the document, the convolution reads zeros.
+        earlier = key_bounds[document + 1] - bounds[document + 1] + tokens - distance
+        is_in_document = earlier >= key_bounds[document]
         if running.kv_index is not None:
             earlier = running.kv_index[earlier.clamp(min=0)]
-        source[places - back] = torch.where(is_own, earlier - first + width, 0)
+        source[places - distance] = torch.where(is_in_document, earlier - first_token + width, 0)
     return source, places
 
 
@@ -161,16 +218,29 @@ def scan_delta(
     beta: Tensor,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """A gated delta rule: query, key (1, T, G, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H)."""
+    """Run a gated delta rule within each document: ((1, T / s, H, V), None), as `inner` returns output and state.
+
+    Args:
+        query, key: (1, T / s, G, K).
+        value: (1, T / s, H, V).
+        g: logarithm of the decay, (1, T / s, H) or (1, T / s, H, K).
+        beta: how strongly each token changes the state, (1, T / s, H).
+    """
     options = _without_boundaries(options) | {"initial_state": None, "output_final_state": False}
 
-    def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **more: Any) -> Any:
+    def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **scan_options: Any) -> Any:
         value, g, beta = values
-        out = inner(*keys, value, g=g, beta=beta, **options | more)
-        return out if more.get("output_final_state") else out[0]
+        out = inner(*keys, value, g=g, beta=beta, **options | scan_options)
+        return out if scan_options.get("output_final_state") else out[0]
 
-    name = "cu_seqlens" if _takes_argument(inner, "cu_seqlens") else None
-    scan = ScanCall([value, g, beta], [query, key], [], call, name, ("initial_state", "output_final_state"))
+    scan = ScanCall(
+        values=[value, g, beta],
+        keys=[query, key],
+        parameters=[],
+        call=call,
+        boundaries="cu_seqlens" if _takes_argument(inner, "cu_seqlens") else None,
+        states=("initial_state", "output_final_state"),
+    )
     return run_scan(scan, running), None
 
 
@@ -184,26 +254,44 @@ def scan_chunks(
     C: Tensor,
     **options: Any,
 ) -> Tensor:
-    """Mamba-2: states (1, T, H, P), dt (1, T, H), B, C (1, T, G, N), A, D, dt_bias (H,)."""
+    """Run the scan of Mamba-2 within each document: (1, T / s, H, P).
+
+    Args:
+        states: (1, T / s, H, P).
+        dt: step sizes, (1, T / s, H).
+        A: (H,).
+        B, C: (1, T / s, G, N).
+        options: among others D and dt_bias, (H,), and the gate z, (1, T / s, H, P).
+    """
     options = _without_boundaries(options) | {"initial_states": None, "return_final_states": False}
     D, z, dt_bias = (options.pop(name, None) for name in ("D", "z", "dt_bias"))
-    if running.kv_index is not None:  # the kernel may change steps no more: one of 0 leaves a state as it is
-        dt = dt.to(torch.promote_types(dt.dtype, torch.float32))  # as the kernels, which add them up
-        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-        dt = (softplus(dt) if options.get("dt_softplus") else dt).clamp(*options.get("dt_limit", (0.0, inf)))
+    if running.kv_index is not None:
+        # A step size of 0 in the padding must reach the scan as 0, so that it leaves a state as it is. The kernel would
+        # still change it by bias, softplus and limits. So these are applied here, in the dtype of the kernel's sums.
+        dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+        if dt_bias is not None:
+            dt = dt + dt_bias.to(dt.dtype)
+        if options.get("dt_softplus"):
+            dt = softplus(dt)
+        dt = dt.clamp(*options.get("dt_limit", (0.0, inf)))
         dt_bias = None
         options = options | {"dt_softplus": False, "dt_limit": (0.0, inf)}
 
-    def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **more: Any) -> Any:
+    def call(values: list[Tensor], keys: list[Tensor], parameters: Sequence[Any], **scan_options: Any) -> Any:
         states, dt, *gate = values
         A, D, dt_bias = parameters
         per_head = {"D": D, "z": gate[0] if gate else None, "dt_bias": dt_bias}
-        return inner(states, dt, A, *keys, **per_head, **options | more)
+        return inner(states, dt, A, *keys, **per_head, **options | scan_options)
 
-    values = [states, dt, *([] if z is None else [z])]
-    name = "seq_idx" if _takes_argument(inner, "seq_idx") else None
-    names = ("initial_states", "return_final_states")
-    return run_scan(ScanCall(values, [B, C], [A, D, dt_bias], call, name, names), running)
+    scan = ScanCall(
+        values=[states, dt] if z is None else [states, dt, z],
+        keys=[B, C],
+        parameters=[A, D, dt_bias],
+        call=call,
+        boundaries="seq_idx" if _takes_argument(inner, "seq_idx") else None,
+        states=("initial_states", "return_final_states"),
+    )
+    return run_scan(scan, running)
 
 
 def scan_channels(
@@ -216,9 +304,16 @@ def scan_channels(
     C: Tensor,
     **options: Any,
 ) -> Tensor | tuple[Tensor, None]:
-    """Mamba-1: states, dt, z (1, C, T), A (C, N), B, C (1, N, T), D, delta_bias (C,). Each channel is a head.
+    """Run the scan of Mamba-1 within each document: (1, C, T / s), and None for the state if the mixer wants both.
 
-    No kernel takes boundaries, so documents are rows.
+    Each channel is a head. No kernel of Mamba-1 takes boundaries, so documents are rows of batches.
+
+    Args:
+        states: (1, C, T / s).
+        dt: step sizes, (1, C, T / s).
+        A: (C, N).
+        B, C: (1, N, T / s).
+        options: among others D and delta_bias, (C,), and the gate z, (1, C, T / s).
     """
     options = _without_boundaries(options)
     D, z, bias, returns_state = (options.pop(name, None) for name in ("D", "z", "delta_bias", "return_last_state"))
@@ -239,28 +334,33 @@ def scan_channels(
 
 
 def run_fused(inner: Callable[..., Any], running: PackedForward, *args: Any, **options: Any) -> Tensor | None:
-    """Convolution, scan and output projection in one kernel; None makes the mixer run them one by one.
+    """Run the kernel that computes convolution, scan and output projection; None makes the mixer run them one by one.
 
-    An adapter on the projection would have no effect, as the kernel gets its weights, which are then frozen.
+    The kernel computes the projection from its weight alone, without an adapter around it. An adapter freezes the
+    weight, so the kernel runs only if the weight is trained.
     """
-    weight = options.get("outproj_weight")
-    seq_idx = _seq_idx(inner, running, args[0].shape[1])
-    if not seq_idx or weight is None or not weight.requires_grad:
+    projection_weight = options.get("outproj_weight")
+    seq_idx = _seq_idx_argument(inner, running, args[0].shape[1])
+    if not seq_idx or projection_weight is None or not projection_weight.requires_grad:
         return None
     return inner(*args, **_without_boundaries(options), **seq_idx)
 
 
 def _without_boundaries(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a mixer function without boundaries."""
     return {name: value for name, value in options.items() if name not in MIXER_BOUNDARIES}
 
 
 @cache
 def _takes_argument(inner: Callable[..., Any], name: str) -> bool:
-    """Whether the kernel in transformers' wrapper takes an argument of this name; fallbacks in torch do not."""
+    """Return whether `inner` is transformers' wrapper of a kernel that takes an argument of this name.
+
+    The fallbacks in plain torch have no wrapper and take no boundaries.
+    """
     return inspect.isfunction(inner) and name in inspect.getclosurevars(inner).nonlocals.get("applicable_params", ())
 
 
-# What replaces a function of a modeling module, by its name there
+# By the name of a function in a modeling module, the function that replaces it in packs
 MIXER_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": convolve_documents,
     "torch_chunk_gated_delta_rule": scan_delta,
@@ -271,71 +371,76 @@ MIXER_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "mamba_inner_fn": run_fused,
 }
 
-# What pip installs of each package with kernels, by the name that it is imported with
+# By the name with which a package of kernels is imported, its name for pip
 PIP_NAMES = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
 
 
 def missing_packages(model: nn.Module) -> list[str] | None:
-    """What pip would install to give the mixers of a model all their kernels; None if it has no such mixer."""
-    looked_for = [kernel_package(names[name]) for names, name in mixer_functions(model).places]
-    known = [found for found in looked_for if found is not None and found[0] in PIP_NAMES]
+    """Return the names for pip of the packages whose kernels the mixers of a model lack; None if it has no mixers."""
+    packages = [kernel_package(namespace[name]) for namespace, name in mixer_functions(model).places]
+    known = [package for package in packages if package is not None and package[0] in PIP_NAMES]
     if not known:
         return None
     return sorted({PIP_NAMES[package] for package, is_installed in known if not is_installed})
 
 
 def is_hybrid(config: PreTrainedConfig) -> bool:
-    """Whether transformers' model of a text config has recurrent mixers."""
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    if kinds and all("attention" in kind and kind != "linear_attention" for kind in kinds):
+    """Return whether transformers' model of a text config has recurrent mixers."""
+    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if layer_types and all("attention" in name and name != "linear_attention" for name in layer_types):
         return False
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return model is not None and not MIXER_REPLACEMENTS.keys().isdisjoint(vars(sys.modules[model.__module__]))
 
 
 def tokens_summed_in_common(model: nn.Module) -> int:
-    """The chunk size of Mamba-2's kernel, in tokens, if the model runs packs on it; else 0.
+    """Return the number of tokens over which a kernel sums in common, whichever documents the tokens belong to.
 
-    The kernel sums the decays of a chunk, whichever documents its tokens belong to. Each document gets a difference of
-    two sums. So decays of other documents cancel up to rounding only, in outputs and in gradients.
+    This is the chunk size of Mamba-2's kernel, if the model runs packs on this kernel, else 0. The kernel sums the
+    decays of a chunk, and takes for each document the difference of two sums. So the decays of other documents cancel
+    only up to rounding, in outputs and in gradients.
     """
-    mixers = [
-        module
-        for module in model.modules()
-        if (scan := vars(sys.modules[type(module).__module__]).get("mamba2_chunk_scan"))
-        and _takes_argument(scan, "seq_idx")
-    ]
-    return max((getattr(module, "chunk_size", 0) for module in mixers), default=0)
+
+    def runs_on_kernel(module: nn.Module) -> bool:
+        scan = vars(sys.modules[type(module).__module__]).get("mamba2_chunk_scan")
+        return bool(scan) and _takes_argument(scan, "seq_idx")
+
+    sizes = [getattr(module, "chunk_size", 0) for module in model.modules() if runs_on_kernel(module)]
+    return max(sizes, default=0)
 
 
-# ---- The names
+# ---- The names of the functions in modeling modules
 
 
 def mixer_functions(model: nn.Module) -> ReplacedFunctions:
-    """Return the functions that the mixers of a model call, to replace while a pack runs. Adapters do not matter."""
-    classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
-    modules = sorted({kind.__module__ for kind in classes if issubclass(kind, nn.Module)})
-    namespaces = [vars(sys.modules[module]) for module in modules]
-    return ReplacedFunctions(
-        [(names, name) for names in namespaces for name in MIXER_REPLACEMENTS if name in names], _make_replacement
-    )
+    """Return the functions that the mixers of a model call, as places where `ReplacedFunctions` can replace them.
+
+    A place is the namespace of a modeling module, and the name of a function in it. Modules of adapters and of wrappers
+    have no such names.
+    """
+    types = {type(module) for module in model.modules()}
+    classes = {base for module_type in types for base in module_type.__mro__}
+    module_names = sorted({cls.__module__ for cls in classes if issubclass(cls, nn.Module)})
+    namespaces = [vars(sys.modules[module_name]) for module_name in module_names]
+    places = [(namespace, name) for namespace in namespaces for name in MIXER_REPLACEMENTS if name in namespace]
+    return ReplacedFunctions(places, _make_replacement)
 
 
-# What replaces each function: one for all models, so that code compiled with it stays valid
+# By function, its replacement. All models use one, so that code that was compiled with it stays valid.
 _replacements: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def _make_replacement(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """What does the same as `function` in each document of the pack that is running."""
+    """Return the function that computes `function` within each document, and outside of packs as it is; cached."""
     if function not in _replacements:
-        in_documents = MIXER_REPLACEMENTS[name]
+        within_documents = MIXER_REPLACEMENTS[name]
 
-        # Not compiled with the model: how documents are separated depends on each pack
+        # Not compiled with the model: the way in which documents are separated depends on the pack.
         @torch.compiler.disable
         @wraps(function)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
             pack = running_pack()
-            return function(*args, **kwargs) if pack is None else in_documents(function, pack, *args, **kwargs)
+            return function(*args, **kwargs) if pack is None else within_documents(function, pack, *args, **kwargs)
 
-        _replacements[function] = replaced
+        _replacements[function] = replacement
     return _replacements[function]

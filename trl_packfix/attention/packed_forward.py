@@ -1,7 +1,19 @@
-"""The packed forward that is running: its document boundaries, and what modules derive from them once per pack.
+"""Hold the document boundaries of the packed forward that is running.
 
-Many models do not pass boundaries on to the modules that need them. So `forwards.py` records them here while a forward
-runs, and attention and mixers read them here.
+A packed forward is a forward of a model on a pack: several documents, end to end in one row of T tokens. Attention and
+recurrent mixers must know where each document begins, and many models do not pass this on to them. So the hooks of
+`forwards.py` enter a `PackedForward` here when a forward begins and leave it when the forward ends, and the modules
+inside read it with `running_forward` or `running_pack`. What modules derive from the boundaries is computed once per
+pack (`once_per_pack`) and not in every layer.
+
+Words:
+
+    repaired module  a module that mixes tokens of different documents, and cannot be given boundaries. The repair runs
+                     it on batches with one document per row, padded on the right
+    part, degree     with sequence parallelism s neighbouring ranks share a pack, and each holds a part of its tokens.
+                     s is the degree
+    run              where documents share a prefix, the pack has the prefix once. A run is the rows of a document
+                     behind its prefix
 """
 
 import threading
@@ -19,13 +31,13 @@ from torch import Tensor
 from ..compat import ReplacedFunctions
 from .rows import DocumentRows
 
-# The attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash", "sdpa" or
-# "flex_attention": transformers runs other code for such names.
+# The name of the attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash",
+# "sdpa" or "flex_attention", because transformers treats such names differently.
 ATTENTION_NAME = "packfix_varlen"
-# The entries of a packed batch that hold boundaries, except position_ids
+# The entries of a packed batch that hold boundaries. position_ids hold them too, and are not in this list.
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 BOUNDARIES = (*CU_SEQ_LENS, "seq_idx")
-# The argument of a model that holds the cache of generation: its name up to transformers 5.23, and from 5.24 on
+# The argument of a model that holds the cache of generation: its name up to transformers 5.23, and its name from 5.24
 CACHE_NAMES = ("past_key_values", "cache")
 
 PackFunction = TypeVar("PackFunction", bound=Callable[..., Any])
@@ -36,39 +48,44 @@ FEED_A_PACK = (
 
 
 def once_per_pack(function: PackFunction) -> PackFunction:
-    """Make a function of a pack compute its result once for each pack, and for equal other arguments."""
+    """Cache the results of a function in the pack that is its first argument, by the function's other arguments."""
 
     @wraps(function)
-    def derived(pack: "PackedForward", *args: Any) -> Any:
-        name = (function.__name__, *args)
-        if name not in pack.derived:
-            pack.derived[name] = function(pack, *args)
-        return pack.derived[name]
+    def cached_function(pack: "PackedForward", *args: Any) -> Any:
+        key = (function.__name__, *args)
+        if key not in pack.derived:
+            pack.derived[key] = function(pack, *args)
+        return pack.derived[key]
 
-    return cast(PackFunction, derived)
+    return cast(PackFunction, cached_function)
 
 
 @dataclass(eq=False)
 class PackedForward:
-    """Boundaries of a packed forward that is running; with several ranks those of the whole pack.
+    """The boundaries of one packed forward; of the whole pack, where ranks share it.
 
-    It does not change, but it is not frozen: torch 2.11 makes all fields of a frozen dataclass constants of a
-    graph, and would compile anew for each longest document.
+    Fields never change after construction, but the dataclass is not frozen. torch 2.11 would treat all fields of a
+    frozen dataclass as constants of a graph, and would compile again for each new length of the longest document.
 
     Attributes:
-        rows: inside a repaired module the number of rows of a batch, one document each, right-padded to
-            `max_length_q`. `cu_seq_lens_q` then holds the boundaries of these rows laid end to end.
-        ignores_masks: whether masks that the model makes itself are ignored, because the leak probe found nothing but
-            the boundaries in them.
-        degree, index, part_tokens: how many ranks share the pack, which of them this one is, and the tokens of each, if
-            there are several.
-        kv_index: if documents share prefixes, the rows that are the keys of each run (`data/prefix_collator.py`),
-            int64, shape (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs.
-        run_lengths: rows and keys of each run on the host, (runs, 2).
-        launches: of a flash kernel, as (first document, last + 1, first token, last + 1, longest), on the host; () for
-            one launch of all documents.
-        mixers: the functions of mixers that are replaced during this forward; None in a batch of a repaired module.
-        derived: what functions that are `once_per_pack` returned.
+        cu_seq_lens_q, cu_seq_lens_k: where the queries and where the keys of each document begin, and T at the end.
+            int32, (N + 1,) for N documents. Both are equal, unless documents share prefixes.
+        max_length_q, max_length_k: the most queries and the most keys of a document, in tokens.
+        rows: inside a repaired module, the number of rows of the batch, with one document per row, right-padded to
+            `max_length_q`. `cu_seq_lens_q` then holds the boundaries of these rows laid end to end. None elsewhere.
+        ignores_masks: whether attention ignores masks that the model makes itself, because the leak probe found that
+            they say no more than the boundaries.
+        degree: how many ranks share the pack.
+        index: the position of this rank among them.
+        part_tokens: the tokens of the pack on each of them; 0 if no other rank shares the pack.
+        kv_index: if documents share prefixes, the rows of the keys of all runs, end to end
+            (`data/prefix_collator.py`), int64, (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs,
+            and `cu_seq_lens_k` of their keys.
+        run_lengths: the number of rows and the number of keys of each run, (runs, 2), on the host.
+        launches: how a flash kernel is launched on groups of documents, as (first document, last document + 1, first
+            token, last token + 1, tokens of the longest document), on the host. (): one launch of all documents.
+        mixers: the mixers of the model, whose functions are replaced during this forward.
+        derived: the cached results of functions that are `once_per_pack`.
     """
 
     cu_seq_lens_q: Tensor
@@ -88,7 +105,7 @@ class PackedForward:
 
     @cached_property
     def bounds(self) -> list[int]:
-        """`cu_seq_lens_q` on the host, without the empty documents at the end. The first use waits for the device."""
+        """`cu_seq_lens_q` on the host, without empty documents at the end. The first access waits for the device."""
         bounds = self.cu_seq_lens_q.tolist()
         while len(bounds) > 2 and bounds[-2] == bounds[-1]:
             bounds.pop()
@@ -96,7 +113,7 @@ class PackedForward:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each document, on the host, without the empty ones that pad."""
+        """The tokens of each document, without the empty documents at the end, on the host."""
         return [stop - start for start, stop in pairwise(self.bounds)]
 
     @property
@@ -105,12 +122,16 @@ class PackedForward:
 
     @once_per_pack
     def document_rows(self, budget: float) -> DocumentRows:
-        """The rows of documents in batches of at most `budget` padded tokens."""
+        """Group the documents into right-padded batches of at most `budget` padded tokens, one document per row."""
         return DocumentRows(self.lengths, self.cu_seq_lens_q.device, undivided_budget(budget))
 
     @once_per_pack
     def documents(self, budget: float) -> "tuple[DocumentRows, list[PackedForward]]":
-        """`document_rows`, and the packed forward in which a repaired module computes each of its batches."""
+        """Return `document_rows`, and for each of its batches the packed forward in which a repaired module runs it.
+
+        Raises:
+            ValueError: documents share prefixes, or ranks share the pack, so that documents are not whole.
+        """
         if self.kv_index is not None:
             raise ValueError(
                 f"a repaired module got a pack of {len(self.lengths)} runs whose documents share prefixes: it runs on "
@@ -124,10 +145,10 @@ class PackedForward:
         rows = self.document_rows(budget)
         forwards = []
         for group in rows.groups:
-            count = group.num_rows
+            num_rows = group.num_rows
             longest = group.longest
-            bounds = torch.arange(count + 1, dtype=torch.int32, device=self.cu_seq_lens_q.device) * longest
-            forwards.append(PackedForward(bounds, bounds, longest, longest, rows=count))
+            bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=self.cu_seq_lens_q.device) * longest
+            forwards.append(PackedForward(bounds, bounds, longest, longest, rows=num_rows))
         return rows, forwards
 
 
@@ -137,8 +158,9 @@ class ThreadState(threading.local):
     The backward of CUDA tensors runs in a thread of torch. A layer that is recomputed there enters its forward there.
 
     Attributes:
-        packed_forwards: those that are running, the innermost last.
-        num_undivided: how many `all_in_one_batch` are entered.
+        packed_forwards: the packed forwards that are running, the innermost last. A repaired module runs one inside of
+            the model's forward.
+        num_undivided: how many `all_in_one_batch` are open.
     """
 
     def __init__(self) -> None:
@@ -151,7 +173,10 @@ this_thread = ThreadState()
 
 @contextmanager
 def all_in_one_batch() -> Iterator[None]:
-    """All documents that may share a padded batch share one, as training may bring any two lengths together."""
+    """Make all documents that may share a padded batch share one, whatever the budget.
+
+    The leak probe uses this context, because in training documents of any two lengths may come into one batch.
+    """
     this_thread.num_undivided += 1
     try:
         yield
@@ -160,17 +185,23 @@ def all_in_one_batch() -> Iterator[None]:
 
 
 def undivided_budget(budget: float) -> float:
-    """The budget of a padded batch, unlimited within `all_in_one_batch`. 0, one document per batch, stays 0."""
+    """Return `budget`, the most tokens of a padded batch, or infinity inside of `all_in_one_batch`.
+
+    A budget of 0 means one document per batch, and stays 0.
+    """
     return inf if budget and this_thread.num_undivided else budget
 
 
 def running_forward() -> PackedForward | None:
-    """The innermost packed forward that is running in this thread; None outside of packs."""
+    """Return the innermost packed forward that is running in this thread; None outside of packed forwards."""
     return this_thread.packed_forwards[-1] if this_thread.packed_forwards else None
 
 
 def running_pack() -> PackedForward | None:
-    """The packed forward whose documents a module must separate; None outside of packs and in repaired modules."""
+    """Return the running packed forward if a module has to separate its documents, else None.
+
+    Inside of a repaired module it has not: there each row is one document.
+    """
     running = running_forward()
     return None if running is None or running.rows is not None else running
 
@@ -183,6 +214,7 @@ def enter_packed_forward(running: PackedForward) -> None:
 
 
 def leave_packed_forward() -> None:
+    """End the packed forward that was entered last."""
     running = this_thread.packed_forwards.pop()
     if running.mixers is not None:
         running.mixers.leave()
@@ -190,6 +222,7 @@ def leave_packed_forward() -> None:
 
 @contextmanager
 def packed_forward_entered(running: PackedForward) -> Iterator[None]:
+    """Make `running` the packed forward from which modules read their boundaries, within this context."""
     enter_packed_forward(running)
     try:
         yield
@@ -198,5 +231,5 @@ def packed_forward_entered(running: PackedForward) -> Iterator[None]:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running, so that a forward is a recomputation of a checkpointed layer."""
+    """Return whether a backward pass is running. A forward inside of it recomputes a checkpointed layer."""
     return torch._C._current_graph_task_id() != -1

@@ -1,18 +1,28 @@
-"""The attention implementation `packfix_varlen`: each document of a packed row attends causally to itself only.
+"""The attention implementation `packfix_varlen`: in a packed row each document attends causally to itself only.
 
-It is registered with transformers' attention and mask interfaces. `choice.py` chooses it for a model, and `kernels.py`
-does the computation. In packed forwards no (T, T) mask is built.
+The module registers two functions with transformers: `varlen_attention`, which each attention layer of a model calls,
+and `varlen_mask`, which the model calls for its mask. `choice.py` chooses the implementation for a model. `kernels.py`
+and `runs.py` do the computation. In packed forwards no (T, T) mask is built.
 
-A call is *packed* if its module is in training mode, if it gets `cu_seq_lens_q`, or if it runs inside a forward marked
-by `forwards.mark_packed_forwards`. A packed call without boundaries, or with a mask, a cache or several rows, raises an
-error. Every other call (`generate` with its cache, a padded evaluation batch) gives the result of transformers' `sdpa`.
-Sinks and softcap, which `sdpa` does not support, are then computed as a pack of rows, or in plain torch under a mask.
+A call is *packed* if its module is in training mode, if it gets `cu_seq_lens_q`, or if it runs inside a forward that
+`forwards.mark_packed_forwards` has marked. A packed call without boundaries, or with a mask, a cache or several rows,
+raises an error. Every other call, such as `generate` with its cache or a padded evaluation batch, gives the result of
+transformers' `sdpa`. Sinks and softcap, which `sdpa` does not support, are then computed here.
 
-Boundaries are read from `cu_seq_lens_q`, else from the packed forward that is running. `position_ids` are the fallback
-for one case: a layer of a model that passes only these to its attention (stablelm), recomputed in backward by a
-checkpointing other than transformers' (FSDP's, for instance), which does not restore the packed forward.
+Boundaries come from the argument `cu_seq_lens_q`, else from the packed forward that is running (`packed_forward.py`).
+In one case they can only be read from `position_ids`: the layer passes nothing else to its attention (stablelm), and it
+is recomputed in backward by a checkpointing that does not restore the packed forward (FSDP's, for instance).
 
-T tokens, H query heads, G key/value heads, D head dimension.
+Words:
+
+    repaired module  a module that the leak probe found to mix documents. It runs on batches with one document per row
+    part, degree     with sequence parallelism several ranks share a pack, and each holds a part of its tokens. The
+                     degree is their number
+    run              where documents share a prefix, the pack has the prefix once. A run is the rows of a document
+                     behind its prefix
+    window, chunk    limits of what a query attends to: the last w tokens, or the tokens of its own chunk
+
+Shapes: T tokens, H query heads, G key/value heads, D head dimension.
 """
 
 import itertools
@@ -37,7 +47,9 @@ from .kernels import (
     only_if_shorter,
     wide_kernel,
 )
-from .packed_forward import ATTENTION_NAME as ATTENTION_NAME  # whoever uses the name needs it registered, below
+
+# Modules that need the name import it from here, so that it is registered.
+from .packed_forward import ATTENTION_NAME as ATTENTION_NAME
 from .packed_forward import (
     BOUNDARIES,
     CACHE_NAMES,
@@ -49,28 +61,32 @@ from .packed_forward import (
 )
 from .runs import attend_pack_on_cuda, attend_shared_on_cpu
 
-# Arguments of an attention function, besides those in its signature, that are read here or change no result. Any other
-# may select keys or change scores, as the `block_indices` of MiniMax-M3 do.
-KNOWN_ARGUMENTS = frozenset(
-    {
-        *BOUNDARIES,
-        *("position_ids", "sliding_window", "is_causal", "position_bias"),  # read
-        *(*CACHE_NAMES, "cache_position", "use_cache"),  # refused in packs, or of generation
-        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-        *("num_items_in_batch", "logits_to_keep", "labels", "deterministic"),
-    }
-)
-# Devices on which attention runs on the FlashAttention-2 kernels in torch. Tests add "meta", whose tensors have shapes
-# and no values: there any read on the host raises.
+# Arguments in the `**kwargs` of `varlen_attention` that it reads, or that change no result. It refuses all other
+# arguments, because they may select keys or change scores, as the `block_indices` of MiniMax-M3 do.
+READ_ARGUMENTS = {*BOUNDARIES, "position_ids", "sliding_window", "is_causal", "position_bias"}
+CACHE_ARGUMENTS = {*CACHE_NAMES, "cache_position", "use_cache"}  # packed forwards refuse the cache itself
+HARMLESS_ARGUMENTS = {
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "num_items_in_batch",
+    "logits_to_keep",
+    "labels",
+    "deterministic",
+}
+KNOWN_ARGUMENTS = frozenset(READ_ARGUMENTS | CACHE_ARGUMENTS | HARMLESS_ARGUMENTS)
+# Devices on which attention runs on the FlashAttention-2 kernels of torch. Tests add "meta", whose tensors have shapes
+# and no values, so that reading a value on the host raises an error.
 FLASH_DEVICES = {"cuda"}
 
 
 class OwnMaskError(ValueError):
-    """A packed forward got a mask that the model made itself, which the kernels do not support.
+    """Raised for a packed forward with a mask that the model made itself, because the kernels support no mask.
 
     Attributes:
-        is_boundary: whether the mask has at most two values and needs no gradient. Then it only hides keys, and
-            boundaries may replace it. A bias or a learned mask holds more than that.
+        is_boundary: whether the mask has at most two values and needs no gradient. Such a mask only hides keys, so that
+            boundaries may replace it. A bias, or a mask that is learned, says more.
     """
 
     def __init__(self, message: str, mask: Tensor | None):
@@ -90,9 +106,19 @@ def varlen_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: `query` (1, H, T, D), `key` and `value` (1, G, T, D) -> ((1, T, H, D), None).
+    """Compute attention for a module of a model; the signature is that of transformers' attention functions.
 
-    A `sliding_window` of w tokens includes the query. `s_aux` (H,) holds the attention sinks of gpt_oss.
+    Args:
+        module: the attention module.
+        query, key, value: (1, H, T, D), (1, G, T, D) and (1, G, T, D) in a packed call.
+        scaling: factor of the logits; None: 1 / sqrt(D).
+        dropout: rate at which attention weights are dropped.
+        softcap: the logits become softcap * tanh(logit / softcap).
+        s_aux: attention sinks (gpt_oss), (H,).
+        kwargs: among others `sliding_window`, the number of tokens that a query attends to, itself included.
+
+    Returns:
+        The output (1, T, H, D), and None in place of the attention weights.
 
     Raises:
         OwnAttentionError: an argument is not in `KNOWN_ARGUMENTS`, or a packed call is not causal or has a bias.
@@ -104,10 +130,12 @@ def varlen_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: AttentionOptions = {"scale": scale, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
     if running is not None and running.rows is not None:
-        # In a repaired module each row is one document: with an attention mask this is a normal unpacked call.
+        # In a repaired module each row is one document. With an attention mask this is a normal unpacked call.
         is_packed = attention_mask is None and _is_causal(module, kwargs)
     else:
         is_packed = module.training or running is not None or kwargs.get("cu_seq_lens_q") is not None
+
+    # A call that is not packed gives the result of `sdpa`.
     if not is_packed:
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -116,22 +144,26 @@ def varlen_attention(
         out = _unpacked_math(query, key, value, mask=attention_mask, is_causal=is_causal, **options)
         return out.transpose(1, 2).contiguous(), None
 
-    batch = query.shape[0]
+    # A packed call:
+    # 1. The rows of a repaired module become one row, whose boundaries are in `running`.
+    num_rows = query.shape[0]
     if running is not None and running.rows is not None:
         query, key, value = (_end_to_end(states, running) for states in (query, key, value))
         kwargs = {name: argument for name, argument in kwargs.items() if name not in BOUNDARIES}
     _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running)
     query, key, value = cast_for_autocast(module, query, key, value)
+    # 2. Where ranks share the pack, each rank gets all tokens of some heads.
     exchange = None
     if running is not None and running.degree > 1:
         _check_part(module, query, running, dropout)
         exchange = HeadExchange(query.shape[1], key.shape[1], running.degree)
         query, key, value = exchange.to_heads([query], [key, value])
         options["sinks"] = None if s_aux is None else s_aux[exchange.heads]
+    # 3. Each document attends to itself. Then the output gets the shape of the input.
     out = _attend_documents(module, query, key, value=value, kwargs=kwargs, running=running, **options)
     if exchange is not None:
         return exchange.to_tokens(out), None
-    return out.transpose(1, 2).reshape(batch, -1, *out.shape[1::2]).contiguous(), None
+    return out.transpose(1, 2).reshape(num_rows, -1, *out.shape[1::2]).contiguous(), None
 
 
 def _attend_documents(
@@ -144,8 +176,16 @@ def _attend_documents(
     running: PackedForward | None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Attention within each document of a pack: (1, H, T, D), for all its tokens."""
-    options["window"], chunk = _local_pattern(module, kwargs)
+    """Compute attention within each document of a pack on the fastest kernel that can: (1, H, T, D).
+
+    Args:
+        query, key, value: of all tokens of the pack.
+        kwargs: the arguments of the call, with or without boundaries.
+
+    Raises:
+        ValueError: documents share prefixes, and no flash kernel computes this call.
+    """
+    options["window"], chunk = _window_and_chunk(module, kwargs)
     dropout = options["dropout"]
     softcap = options["softcap"]
     num_tokens = query.shape[2]
@@ -153,26 +193,31 @@ def _attend_documents(
     is_wide = chunk is None and _runs_wide(query, value, options)
     pack = _pack_of(kwargs, running, num_tokens, is_flash=is_flash or is_wide)
     chunk = only_if_shorter(chunk, pack.max_length_k)
-    flash: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
+    flash_options: dict[str, Any] = {name: options[name] for name in ("scale", "window", "sinks")}
     if is_flash:
-        return attend_pack_on_cuda(query, key, value, pack, chunk=chunk, **flash)
+        return attend_pack_on_cuda(query, key, value, pack, chunk=chunk, **flash_options)
     device = query.device.type
     if pack.kv_index is not None:
-        features = [f"dropout={dropout}"] * (dropout > 0) + [f"softcap={softcap}"] * (softcap is not None)
-        if device != "cpu":
-            features.append(f"heads of {query.shape[3]} dimensions on {device!r}, for which there is no flash kernel")
-        if features:
+        obstacle = None
+        if dropout > 0:
+            obstacle = f"dropout={dropout}"
+        elif softcap is not None:
+            obstacle = f"softcap={softcap}"
+        elif device != "cpu":
+            obstacle = f"heads of {query.shape[3]} dimensions on {device!r}, for which there is no flash kernel"
+        if obstacle is not None:
             raise ValueError(
                 f"A pack of {len(pack.cu_seq_lens_q) - 1} runs whose documents share prefixes came to a "
-                f"{type(module).__name__} with {features[0]}. Attention that looks up shared keys runs on flash "
+                f"{type(module).__name__} with {obstacle}. Attention that looks up shared keys runs on flash "
                 'kernels, and has neither softcap nor dropout. Set `share_prefixes="off"`, or the model\'s attention '
                 "dropout to 0."
             )
-        return attend_shared_on_cpu(query, key, value, pack, chunk=chunk, **flash)
+        return attend_shared_on_cpu(query, key, value, pack, chunk=chunk, **flash_options)
     if is_wide:
         return attend_wide(query, key, value, pack.cu_seq_lens_q, pack.max_length_q, options["scale"])
     lengths = _lengths_between(pack.bounds, num_tokens)
-    if chunk is not None:  # as within a document
+    if chunk is not None:
+        # Tokens of different chunks do not attend to each other, so each chunk is like a document.
         lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
     attend = attend_on_cpu if device == "cpu" else attend_by_document
     return attend(query, key, value, lengths, **options)
@@ -181,12 +226,18 @@ def _attend_documents(
 def varlen_mask(
     batch_size: int, q_length: int, kv_length: int, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """transformers' mask function: None in a packed forward, the result of `sdpa_mask` in every other.
+    """Return the mask of a forward: None in a packed forward, the result of `sdpa_mask` in every other forward.
 
-    Raises ValueError if a packed forward has padding, a cache, several rows, or a mask pattern made by the model.
+    The signature is that of transformers' mask functions. `use_vmap` tells that the model adds a mask pattern of its
+    own to the causal mask.
+
+    Raises:
+        OwnMaskError: the model puts a mask of its own on a pack.
+        ValueError: a packed forward has padding, a cache or several rows.
     """
     running = running_forward()
-    if running is None or (running.rows is not None and (attention_mask is not None or kwargs.get("use_vmap"))):
+    has_own_mask = attention_mask is not None or kwargs.get("use_vmap")
+    if running is None or (running.rows is not None and has_own_mask):
         kwargs["attention_mask"] = attention_mask
         return sdpa_mask(batch_size, q_length, kv_length, *args, **kwargs)
     if batch_size != (running.rows or 1) or q_length != kv_length:
@@ -194,10 +245,10 @@ def varlen_mask(
             f"a packed forward has {batch_size} row(s), {q_length} queries and {kv_length} keys: a pack is one row "
             f"without padding or cache, with as many keys as queries. {FEED_A_PACK}"
         )
-    if (attention_mask is not None or kwargs.get("use_vmap")) and not running.ignores_masks:
-        what = "an attention_mask" if attention_mask is not None else "a mask of its own over the causal one"
+    if has_own_mask and not running.ignores_masks:
+        own_mask = "an attention_mask" if attention_mask is not None else "a mask of its own over the causal one"
         raise OwnMaskError(
-            f"the model lays {what} on a pack of {q_length} tokens: {ATTENTION_NAME} builds no mask and would lose "
+            f"the model lays {own_mask} on a pack of {q_length} tokens: {ATTENTION_NAME} builds no mask and would lose "
             f"it. {FEED_A_PACK}",
             attention_mask,
         )
@@ -209,12 +260,17 @@ AttentionMaskInterface.register(ATTENTION_NAME, varlen_mask)
 
 
 def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether the call is causal, by its argument, else by the module."""
     is_causal = kwargs.get("is_causal")
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
 def _end_to_end(states: Tensor, running: PackedForward) -> Tensor:
-    """Rows (B, H, L, D) of a repaired module as one row (1, H, B * L, D), with the boundaries in `running`."""
+    """Lay the rows (B, H, L, D) of a repaired module end to end in one row (1, H, B * L, D).
+
+    Raises:
+        ValueError: the rows are not the documents of `running`.
+    """
     if states.shape[0] != running.rows or states.shape[2] != running.max_length_q:
         raise ValueError(
             f"a repaired module got {running.rows} documents of {running.max_length_q} tokens, and its attention "
@@ -225,6 +281,7 @@ def _end_to_end(states: Tensor, running: PackedForward) -> Tensor:
 
 
 def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise `OwnAttentionError` if the module passes an argument that is not in `KNOWN_ARGUMENTS`."""
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in KNOWN_ARGUMENTS)
     if unknown:
         raise OwnAttentionError(
@@ -244,6 +301,7 @@ def _check_packed_call(
     kwargs: dict[str, Any],
     running: PackedForward | None,
 ) -> None:
+    """Raise an error if a packed call has a mask, several rows, a cache or a bias, or is not causal."""
     name = type(module).__name__
     if mask is not None and not (running is not None and running.ignores_masks):
         raise OwnMaskError(
@@ -277,6 +335,7 @@ def _check_packed_call(
 
 
 def _check_part(module: nn.Module, query: Tensor, running: PackedForward, dropout: float) -> None:
+    """Raise ValueError if the module cannot run on a part of a pack: by its number of tokens, or by dropout."""
     name = type(module).__name__
     if running.rows is not None or query.shape[2] != running.part_tokens:
         raise ValueError(
@@ -293,7 +352,7 @@ def _check_part(module: nn.Module, query: Tensor, running: PackedForward, dropou
 
 
 def runs_flash(query: Tensor, value: Tensor, softcap: float | None, *, dropout: float) -> bool:
-    """Whether FlashAttention-2 as built into torch computes this call. Nothing here is read from the device."""
+    """Return whether the FlashAttention-2 kernels of torch compute this call. Nothing is read from the device."""
     device = query.device.type
     return (
         device in FLASH_DEVICES
@@ -305,7 +364,7 @@ def runs_flash(query: Tensor, value: Tensor, softcap: float | None, *, dropout: 
 
 
 def _runs_wide(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
-    """Whether ffpa-attn computes this call: heads above 256 dimensions, with no feature but the scale."""
+    """Return whether ffpa-attn computes this call: heads above 256 dimensions, and no option except the scale."""
     device = query.device.type
     return (
         device in FLASH_DEVICES
@@ -321,33 +380,50 @@ def _runs_wide(query: Tensor, value: Tensor, options: AttentionOptions) -> bool:
 def _pack_of(
     kwargs: dict[str, Any], running: PackedForward | None, num_tokens: int, *, is_flash: bool
 ) -> PackedForward:
-    """The packed forward of a call: of its own boundaries, or the one that is running."""
-    given: list[Any] = [kwargs.get(name) for name in CU_SEQ_LENS]
-    bounds = given[0]
-    is_whole = all(x is not None for x in given)
-    has_own = bounds is not None and (is_whole or not is_flash)
-    if running is not None and (running.kv_index is not None or not has_own):
+    """Return the pack of a call: the running packed forward, or one that is made from the arguments of the call.
+
+    Args:
+        kwargs: the arguments, with `cu_seq_lens_q` and so on, `position_ids`, or neither.
+        num_tokens: T.
+        is_flash: whether a flash kernel computes the call. Then the host must not read the boundaries, so that the
+            lengths of the longest document must be among the arguments.
+
+    Raises:
+        ValueError: there are no boundaries, or they are incomplete.
+    """
+    call_boundaries: list[Any] = [kwargs.get(name) for name in CU_SEQ_LENS]
+    bounds = call_boundaries[0]
+    is_complete = all(x is not None for x in call_boundaries)
+    is_sufficient = bounds is not None and (is_complete or not is_flash)
+    if running is not None and (running.kv_index is not None or not is_sufficient):
         return running
-    # A compiled graph on flash takes numbers among the arguments as they come, and those of `running` as constants
+    # If the boundaries of the call are those of `running`, `running` is as good, and has more to offer: launches, and
+    # lengths on the host. But a graph of torch.compile on flash would make the numbers in `running` constants, while it
+    # takes the numbers among the arguments as they come.
     if running is not None and (running.launches or not is_flash) and bounds is running.cu_seq_lens_q:
         return running
     if bounds is None:
-        # The fallback described at the top of this module: here the host has to wait for the device.
+        # `position_ids` hold the boundaries in the case that the module's docstring describes. Here the host has to
+        # wait for the device.
         lengths = _lengths_from_positions(kwargs.get("position_ids"), num_tokens)
         bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(kwargs["position_ids"].device)
         return PackedForward(bounds, bounds, max(lengths), max(lengths))
     if not is_flash:
         return PackedForward(bounds, bounds, num_tokens, num_tokens)
-    if not is_whole:
+    if not is_complete:
         raise ValueError(
             f"attention got cu_seq_lens_q but not all of {', '.join(CU_SEQ_LENS[1:])}: to find the longest document "
             "the host would wait for the device in every layer. Pass all four, as PackedDataCollator returns them."
         )
-    return PackedForward(*given)
+    return PackedForward(*call_boundaries)
 
 
 def _lengths_between(bounds: list[int], num_tokens: int) -> list[int]:
-    """Tokens of each document between these boundaries, of which there must be some."""
+    """Return the tokens of each document between the boundaries.
+
+    Raises:
+        ValueError: a document is empty, or a token belongs to none.
+    """
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if not lengths or min(lengths) <= 0 or bounds[0] != 0 or bounds[-1] != num_tokens:
         raise ValueError(
@@ -358,9 +434,12 @@ def _lengths_between(bounds: list[int], num_tokens: int) -> list[int]:
 
 
 def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> list[int]:
-    """Tokens of each document, from positions that restart at 0; the fallback described at the top of this module.
+    """Return the tokens of each document, from positions that restart at 0 at each document.
 
-    Raises ValueError if they never restart outside of a recomputation: models make up such positions if they get none.
+    Raises:
+        ValueError: there are no positions, they do not count 0, 1, 2, ... within each document, or they never restart.
+            Positions that never restart are accepted only in a recomputation, because models make up such positions if
+            they get none.
     """
     if position_ids is None:
         raise ValueError(
@@ -386,25 +465,26 @@ def _lengths_from_positions(position_ids: Tensor | None, num_tokens: int) -> lis
     return [stop - start for start, stop in itertools.pairwise(starts)]
 
 
-def _local_pattern(module: nn.Module, kwargs: dict[str, Any]) -> tuple[int | None, int | None]:
-    """(window, chunk) in tokens; None is unlimited."""
+def _window_and_chunk(module: nn.Module, kwargs: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Return the window and the chunk of the layer, in tokens; None is no limit."""
     if "sliding_window" in kwargs:
         return kwargs["sliding_window"], None
-    # Llama 4 and Qwen2-MoE pass their chunks and windows to the mask function only
+    # Llama 4 and Qwen2-MoE pass their chunks and windows to the mask function only, so they are read from the config.
     config: Any = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
-    kind = layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
-    window = config.sliding_window if kind == "sliding_attention" else None
-    return window, config.attention_chunk_size if kind == "chunked_attention" else None
+    layer_type = layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
+    window = config.sliding_window if layer_type == "sliding_attention" else None
+    chunk = config.attention_chunk_size if layer_type == "chunked_attention" else None
+    return window, chunk
 
 
 def cast_for_autocast(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
-    """Cast as autocast does for `scaled_dot_product_attention`: it does not cast for the kernels used here."""
+    """Cast tensors as autocast does for `scaled_dot_product_attention`. It does not cast for the kernels used here."""
     device_type = tensors[0].device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
-    # Norms in fp32 in a model in half precision, as peft prepares quantised models
+    # In a model in half precision whose norms are fp32, as peft prepares quantised models, queries are fp32.
     has_linear = any(isinstance(layer, nn.Linear) for layer in module.modules())
     if tensors[0].dtype == torch.float32 and hasattr(module, "config") and has_linear:
         dtype = get_target_dtype(tensors[0], module)
@@ -421,20 +501,23 @@ def _unpacked_math(
     is_causal: bool,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Softcap and sinks outside of packs: (B, H, queries, D). Memory is linear in the number of queries."""
-    batch, _, num_queries, _ = query.shape
+    """Compute attention with softcap or sinks outside of packs: (B, H, queries, D).
+
+    Memory is linear in the number of queries.
+    """
+    num_rows, _, num_queries, _ = query.shape
     if num_queries == 1 or not is_causal:
         return math_in_tiles(query, key, value, is_causal=False, mask=mask, **options)
-    # No mask means causal, without padding and windows: each row is a document of a pack. A static cache may be longer
-    # than the prompt; only its start is filled then.
+    # Causal without a mask means without padding and windows, so each row is computed as a document of a pack. The keys
+    # of a static cache may be longer than the prompt. Then only the first ones are filled.
     key = key[:, :, :num_queries]
     value = value[:, :, :num_queries]
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     if query.dtype in CUDA_DTYPES and runs_flash(query, value, options["softcap"], dropout=options["dropout"]):
-        bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * num_queries
+        bounds = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device) * num_queries
         pack = PackedForward(bounds, bounds, num_queries, num_queries)
         out = attend_pack_on_cuda(query, key, value, pack, scale=options["scale"], sinks=options["sinks"])
     else:
         attend = attend_on_cpu if query.device.type == "cpu" else attend_by_document
-        out = attend(query, key, value, [num_queries] * batch, **options)
-    return out[0].unflatten(1, (batch, num_queries)).transpose(0, 1)
+        out = attend(query, key, value, [num_queries] * num_rows, **options)
+    return out[0].unflatten(1, (num_rows, num_queries)).transpose(0, 1)
