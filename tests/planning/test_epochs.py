@@ -21,7 +21,7 @@ from support.runs import trainer
 import trl_packfix
 from trl_packfix.data import cache, epochs
 from trl_packfix.data.cache import SUFFIX, cached_documents, cached_token_range, read_arrays, read_or_make, write_arrays
-from trl_packfix.data.documents import COLUMNS, DocumentCounts, Documents, Ledger
+from trl_packfix.data.documents import DOCUMENT_ARRAYS, DocumentCounts, Documents, Ledger
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import CostModel
 from trl_packfix.planning.families import TokenOrder
@@ -184,7 +184,7 @@ def test_no_file_is_written_through_a_link(tmp_path, monkeypatch):
 def test_all_columns_of_documents_are_mapped(tmp_path):
     documents = made(tmp_path)
     order = np.arange(2000)
-    columns = {name: order * i for i, name in enumerate(COLUMNS[4:])}
+    columns = {name: order * i for i, name in enumerate(DOCUMENT_ARRAYS[4:])}
     documents = replace(documents, tokens=TokenOrder(order, order + 1), fingerprint="of a test", **columns)
     rewrite(documents.file, documents.to_arrays())
     read = Documents.from_arrays(read_arrays(documents.file), documents.file)
