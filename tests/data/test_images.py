@@ -132,7 +132,7 @@ def test_a_document_is_split_outside_its_images(family):
     """Fragments have the tokens, labels and images of their document in order; one with a larger image is dropped."""
     found = measured(family, ROWS)
     largest = int(np.diff(np.stack(found._image_spans[1:]), axis=0).max())
-    limits = (n for n in range(largest, 400) if all(found.cuts(row, n) for row in range(len(found))))
+    limits = (n for n in range(largest, 400) if all(found.find_cuts(row, n) for row in range(len(found))))
     limit = next(limits)  # the largest image, with the tokens around it
     assert largest <= limit <= largest + 4 or family == "idefics3", "its images are of several tiles"
     documents = make_documents(found, limit, "split", keep_untrained=True)

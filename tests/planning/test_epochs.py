@@ -21,7 +21,7 @@ from support.runs import trainer
 import trl_packfix
 from trl_packfix.data import cache, epochs
 from trl_packfix.data.cache import SUFFIX, cached_documents, cached_token_range, read_arrays, read_or_make, write_arrays
-from trl_packfix.data.documents import COLUMNS, DocumentCounts, Documents, Ledger
+from trl_packfix.data.documents import DOCUMENT_ARRAYS, DocumentCounts, Documents, Ledger
 from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.costs import CostModel
 from trl_packfix.planning.families import TokenOrder
@@ -36,7 +36,7 @@ PACKS = "cache-packfix-packs-*"
 
 @pytest.fixture(autouse=True)
 def few_are_many(monkeypatch):
-    monkeypatch.setattr(epochs, "MANY", 2000)
+    monkeypatch.setattr(epochs, "MIN_CACHED_DOCUMENTS", 2000)
 
 
 def made(folder, num=2000, longest=40, wrapped=False):
@@ -143,7 +143,7 @@ def test_one_process_plans_and_the_others_wait_for_its_file(tmp_path, monkeypatc
 
 def test_a_folder_that_cannot_be_written_makes_no_process_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda folder, mode: (folder, mode) != (tmp_path, os.W_OK))
-    monkeypatch.setattr(cache, "one_first", None)
+    monkeypatch.setattr(cache, "one_process_first", None)
     assert array_in(tmp_path / "x", lambda: np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     assert not list(tmp_path.iterdir())
 
@@ -155,7 +155,7 @@ def test_a_process_that_ends_or_stops_while_it_plans_makes_no_other_wait(tmp_pat
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        with cache.one_first(file):
+        with cache.one_process_first(file):
             os.write(writer, b"x")
             os.kill(os.getpid(), signal.SIGKILL if is_killed else signal.SIGSTOP)
     os.close(writer)  # so that a child that fails ends the wait
@@ -177,7 +177,7 @@ def test_no_file_is_written_through_a_link(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert array_in(tmp_path / f"x{SUFFIX}", lambda: np.arange(5)).tolist() == [0, 1, 2, 3, 4]
     assert victim.read_text() == "precious"
-    cache.lock_of(tmp_path / f"y{SUFFIX}").symlink_to(tmp_path / "new")
+    cache.lock_path(tmp_path / f"y{SUFFIX}").symlink_to(tmp_path / "new")
     assert is_mapped(array_in(tmp_path / f"y{SUFFIX}", lambda: np.arange(5)))
     assert not (tmp_path / "new").exists()
 
@@ -185,7 +185,7 @@ def test_no_file_is_written_through_a_link(tmp_path, monkeypatch):
 def test_all_columns_of_documents_are_mapped(tmp_path):
     documents = made(tmp_path)
     order = np.arange(2000)
-    columns = {name: order * i for i, name in enumerate(COLUMNS[4:])}
+    columns = {name: order * i for i, name in enumerate(DOCUMENT_ARRAYS[4:])}
     documents = replace(documents, tokens=TokenOrder(order, order + 1), fingerprint="of a test", **columns)
     rewrite(documents.file, documents.to_arrays())
     read = Documents.from_arrays(read_arrays(documents.file), documents.file)
@@ -295,7 +295,7 @@ def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
         return {path.name for path in tmp_path.glob("cache-packfix-*")}
 
     Dataset.from_dict({"input_ids": [[1, 2, 3, i] for i in range(50)]}).save_to_disk(tmp_path)
-    monkeypatch.setattr(epochs, "MANY", 1)
+    monkeypatch.setattr(epochs, "MIN_CACHED_DOCUMENTS", 1)
     before = files()
     kinds = {name.split("-")[2] for name in before}
     assert kinds == {"spans", "range", "packs"}
@@ -315,7 +315,7 @@ def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
 
 def test_few_documents_and_memory_leave_nothing_and_one_rank_keeps(tmp_path):
     documents = made(tmp_path)
-    few = made(tmp_path, num=epochs.MANY - 1)
+    few = made(tmp_path, num=epochs.MIN_CACHED_DOCUMENTS - 1)
     for run in (planner(few), planner(replace(documents, file=None))):
         run.schedule(0)
     assert not list(tmp_path.glob(PACKS))
@@ -367,7 +367,7 @@ def test_the_first_to_finish_is_believed_and_never_replaced(tmp_path):
 
 
 def test_a_run_trains_by_the_plans_that_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(epochs, "MANY", 10)
+    monkeypatch.setattr(epochs, "MIN_CACHED_DOCUMENTS", 10)
     Dataset.from_dict({"input_ids": [[5, 6, 7, i] for i in range(60)]}).save_to_disk(tmp_path / "data")
     settings = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "max_length": 16}
     for _ in range(2):

@@ -339,7 +339,7 @@ def test_blocks_of_tokens_are_those_of_the_rows():
 
 @pytest.mark.parametrize("parts", [{}, {"batch_size": 1, "tokens_per_rank": 128}], ids=["ranks", "groups"])
 def test_a_second_start_reads_no_token_and_plans_the_same(tmp_path, monkeypatch, parts):
-    monkeypatch.setattr(epochs, "MANY", 1)
+    monkeypatch.setattr(epochs, "MIN_CACHED_DOCUMENTS", 1)
     Dataset.from_dict({"input_ids": [each.tolist() for each in TOKENS]}).save_to_disk(tmp_path)
 
     def start(share_prefixes="family"):

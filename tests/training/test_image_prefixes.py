@@ -229,7 +229,7 @@ def test_a_family_that_parts_behind_an_image_computes_the_image_again(tmp_path):
     run.get_train_dataloader()
     rows = computed_rows(run)
     assert all(computed <= planned for computed, planned, _ in rows)
-    run.data.reader.outside_images = lambda rows, start, common: common
+    run.data.reader.end_common_before_images = lambda rows, start, common: common
     documents = run.data.documents
     tokens = token_order(run.data.reader, documents)
     assert (tokens.common > documents.tokens.common).sum() > 3, "no two documents part behind an image"

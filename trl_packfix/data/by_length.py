@@ -1,9 +1,13 @@
-"""Packs for flash kernels: documents from the longest to the shortest, and the launches that compute them.
+"""Sort the documents of a pack by length, and plan the launches of the flash kernel that compute its attention.
 
-The grid of FlashAttention-2 has blocks for the longest document in every document of a launch. In a pack with one long
-document, or with documents that only pad, most of them have nothing to do. Documents of similar length in a launch of
-their own have few such blocks, so they must be next to each other. The host knows the lengths here, not later.
-Their order changes rounding only.
+A launch of FlashAttention-2 computes the attention of several documents. It starts as many blocks of threads for every
+document as the longest document of the launch needs. In a pack with one long document, or with documents that are only
+padding, most of the blocks have nothing to do. So documents of similar length are put next to each other, and each
+class of lengths gets a launch of its own.
+
+`ByLength` wraps the collator of the trainer, because the host knows the lengths there. Later they are on the GPU, and
+reading them would wait for it. The attention reads the launches from the layout of the batch (`attention/varlen.py`).
+The order of documents in a pack changes the results by rounding only.
 """
 
 from collections.abc import Callable
@@ -17,46 +21,60 @@ import numpy.typing as npt
 from ..layout import LAYOUT_KEY, layout_of
 from .rank_share import RankShare
 
-LENGTH_CLASSES = (
-    384,
-    4096,
-)  # largest lengths, in tokens, of documents in the first and the second launch; then the rest
-TILE_QUERIES = 128  # queries of a block, in the largest of the grids
-MAX_LAUNCHES = 6  # in a layer: padding adds documents at the end of a pack
+# Largest number of tokens of a document in the first and in the second class of lengths. Longer documents are the third
+LENGTH_CLASSES = (384, 4096)
+TILE_QUERIES = 128  # number of queries that a block computes, in the largest of the grids
+MAX_LAUNCHES = 6  # in one layer; there may be more than classes, because padding adds documents at the end of a pack
 Launches = tuple[tuple[int, int, int, int, int], ...]
 
 
 def plan_launches(bounds: npt.NDArray[np.integer[Any]], longest: int) -> Launches:
-    """Launches for documents with these boundaries: (first document, last + 1, first token, last + 1, longest) of each.
+    """Divide the documents of a pack into launches of the flash kernel.
 
-    Documents without tokens are in none. () if one launch for all, with blocks for `longest` tokens in each document,
-    has at most as many blocks without work as blocks with work, or if neighbours differ too much in length.
+    Args:
+        bounds: first token of each of N documents, followed by the number of tokens, shape (N + 1,).
+        longest: number of tokens for which a single launch of all documents would start blocks in each document.
 
+<<<<<<< HEAD
+=======
+    Returns:
+        For each launch (first document, last document + 1, first token, last token + 1, tokens of its longest
+        document). Documents without tokens are in no launch. The tuple is empty if a single launch is good enough: at
+        most half of its blocks have no work, or neighbouring documents differ in length too often.
+
+>>>>>>> p-wdata
     >>> plan_launches(np.array([0, 5000, 5100, 5200, 5200]), longest=8192)
     ((0, 1, 0, 5000, 5000), (1, 3, 5000, 5200, 100))
     """
     lengths = np.diff(bounds)
-    if len(lengths) * -(-longest // TILE_QUERIES) <= 2 * (-(-lengths // TILE_QUERIES)).sum():
+    num_blocks = len(lengths) * -(-longest // TILE_QUERIES)
+    num_blocks_with_work = (-(-lengths // TILE_QUERIES)).sum()
+    if num_blocks <= 2 * num_blocks_with_work:
         return ()
-    kinds = np.where(lengths > 0, np.searchsorted(LENGTH_CLASSES, lengths), -1)
-    edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(lengths)]
-    by_class = tuple(
+    # A launch is a sequence of documents of one class; -1 is the class of documents without tokens
+    classes = np.where(lengths > 0, np.searchsorted(LENGTH_CLASSES, lengths), -1)
+    edges = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(lengths)]
+    launches = tuple(
         (first, stop, int(bounds[first]), int(bounds[stop]), int(lengths[first:stop].max()))
         for first, stop in pairwise(edges)
-        if kinds[first] >= 0
+        if classes[first] >= 0
     )
-    return by_class if len(by_class) <= MAX_LAUNCHES else ()
+    return launches if len(launches) <= MAX_LAUNCHES else ()
 
 
 @dataclass
 class ByLength:
-    """Orders the documents of a pack by length before `collate`, and adds the launches to the layout of its batch."""
+    """Collator that sorts the documents of a pack by length for another collator, and adds the launches to the layout.
+
+    The longest document comes first.
+    """
 
     collate: Callable[[Any], dict[str, Any]]
 
     def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
         longest_first = sorted(pack, key=lambda document: -len(document["input_ids"]))
         batch = self.collate(RankShare.like(pack, longest_first))
-        if by_class := plan_launches(batch["cu_seq_lens_q"].numpy(), batch["max_length_q"]):
-            batch[LAYOUT_KEY] = replace(layout_of(batch), launches=by_class)
+        launches = plan_launches(batch["cu_seq_lens_q"].numpy(), batch["max_length_q"])
+        if launches:
+            batch[LAYOUT_KEY] = replace(layout_of(batch), launches=launches)
         return batch

@@ -1,15 +1,27 @@
-"""Cache files beside the dataset, written atomically. Plans and schedules unused for a week are deleted.
+"""Cache what is computed from a dataset, in files beside the dataset.
 
-A second start reads no token before the first batch. Nothing is cached for a dataset without files, or with caching
-disabled (`datasets.disable_caching()`).
+Before training, the tokenised table is read once to find its documents (`documents.py`), and the documents are planned
+into packs (`epochs.py`). Both modules store their arrays here. A second start then reads no token before the first
+batch, and all ranks of a node share one copy of the arrays.
 
-Every cache of this package depends on its code and on that of its libraries: another version may cut, measure, plan or
-estimate differently. So `PREPARATION_SOURCE_HASH` (`samples/row.py`), a hash of all files of the package and of the
-versions of these libraries, is part of every file name, also of those that `datasets` makes (`HashedMapFunction`).
+What is cached: the spans of the documents with their counts, the range of the token ids, and the plans and schedules of
+large datasets. Nothing is cached for a dataset without files, or if caching is disabled (`datasets.disable_caching()`).
+Plans and schedules that were not used for a week are deleted.
 
-A file holds named arrays as an Arrow file, and behind them a hash of its name and content: what a disk lost, or what
-was copied under another name, is made again. It is memory-mapped, so all ranks of a node share one copy in memory. An
-existing file is never replaced: on network storage, a process that has mapped the replaced file would be killed.
+Words:
+    document    one training example: the tokens from `start` to `stop` of one row of the table (a span).
+    pack        documents that pass through the model together.
+    plan        which documents share a pack. A schedule says which pack belongs to which step and rank.
+    seal        a hash of the name and the content of a file, written at the end of the file.
+
+A cache file is an Arrow file of named arrays, followed by its seal. If the seal does not match, because the disk lost
+data or the file was copied under another name, the content is computed again. The file is memory-mapped, so that all
+ranks of a node share one copy in memory. An existing file is never replaced: on network storage, a process that has
+mapped the replaced file would be killed.
+
+Another version of this package or of its libraries may cut, measure, plan or estimate differently. So the name of every
+cache file contains `PREPARATION_SOURCE_HASH` (`samples/row.py`), a hash of all files of the package and of the versions
+of the libraries. The names of the files that `datasets` caches contain the hash, too (`HashedMapFunction`).
 """
 
 import contextlib
@@ -39,15 +51,17 @@ logger = logging.getLogger(__name__)
 Arrays = dict[str, np.ndarray]
 
 PREFIX = "cache-packfix"
-PACKS = f"{PREFIX}-packs"
+PACKS_PREFIX = f"{PREFIX}-packs"  # begins the names of the files of plans and schedules
 SUFFIX = ".arrays"
-PACKS_LIFETIME = 7 * 24 * 3600  # seconds after the last use until cached packs are deleted
+PACKS_LIFETIME = 7 * 24 * 3600  # seconds after the last use until a file of plans or schedules is deleted
 TEMPORARY_LIFETIME = 3600  # seconds after the last write until a temporary file is deleted
-LONGEST_WAIT = 600  # seconds for another process of the node that makes a file
-NUM_SEALED = hashlib.sha256().digest_size  # bytes
-NUM_SAMPLED = 1000  # documents of which all tokens enter the fingerprint
-NUM_OF_DOCUMENT = 16  # tokens of every document that enter it
-SAMPLED_AT_ONCE = 2**16  # documents, in memory
+LONGEST_WAIT = 600  # seconds that a process waits for another process to make a file
+SEAL_SIZE = hashlib.sha256().digest_size  # bytes at the end of a file
+
+# The fingerprint of the documents
+NUM_SAMPLED = 1000  # number of documents that are hashed with all their tokens
+NUM_SAMPLED_TOKENS = 16  # number of tokens that are hashed of every document
+DOCUMENTS_AT_ONCE = 2**16  # number of documents whose sampled tokens are in memory together
 
 
 def cached_documents(
@@ -60,11 +74,22 @@ def cached_documents(
     keep_untrained: bool = False,
     sorts_tokens: bool = False,
 ) -> Documents:
-    """`make_documents`, with `sorts_tokens` also sorted by their tokens; or its result from an earlier start."""
-    settings: dict[str, Any] = {"max_length": max_length, "overlong": overlong, "truncation_mode": truncation_mode}
-    settings |= {"wrapped": wrapped, "keep_untrained": keep_untrained}
+    """Return the documents of a table, from the cache if an earlier start has computed them with these settings.
 
-    def make() -> Arrays:
+    The arguments up to `keep_untrained` are the arguments of `make_documents`.
+
+    Args:
+        sorts_tokens: also sort the documents by their tokens (`Documents.tokens`), to find common beginnings.
+    """
+    settings: dict[str, Any] = {
+        "max_length": max_length,
+        "overlong": overlong,
+        "truncation_mode": truncation_mode,
+        "wrapped": wrapped,
+        "keep_untrained": keep_untrained,
+    }
+
+    def make_arrays() -> Arrays:
         documents = make_documents(reader, **settings)
         tokens = None
         if sorts_tokens:
@@ -72,80 +97,104 @@ def cached_documents(
             tokens = token_order(reader, documents)
         return replace(documents, fingerprint=_hash_documents(reader, documents), tokens=tokens).to_arrays()
 
-    file = _cache_file(reader, "spans", settings | ({"sorts_tokens": True} if sorts_tokens else {}))
-    return Documents.from_arrays(read_or_make(file, make), file)
+    key_settings = settings | {"sorts_tokens": True} if sorts_tokens else settings
+    file = _cache_file(reader, "spans", key_settings)
+    return Documents.from_arrays(read_or_make(file, make_arrays), file)
 
 
 def cached_token_range(reader: TokenReader) -> tuple[int, int]:
+    """Return the smallest and the largest token id of a table, from the cache if an earlier start has found them."""
     arrays = read_or_make(_cache_file(reader, "range", {}), lambda: {"range": np.array(reader.token_range())})
     lowest, highest = arrays["range"].tolist()
     return lowest, highest
 
 
 def _hash_documents(reader: RowReader, documents: Documents) -> str:
-    """Two hashes, joined by "-".
+    """Return the fingerprint of the documents: two hashes, joined by "-".
 
-    The first is of all spans, of the number of trained tokens in each, and of the tokens of 1,000 evenly spaced
-    documents. The second is of 16 evenly spaced tokens of every document. Of images both have all pixels.
+    The first hash covers all spans, the number of trained tokens in each span, and the tokens and labels of 1,000
+    evenly spaced documents. The second hash covers 16 evenly spaced tokens of every document. If rows have images, both
+    hashes cover the digest of every document, which covers its pixels, instead of its tokens.
     """
-    hashed = [documents.row, documents.start, documents.stop, documents.trained]
-    hashes = reader.digests(documents.row)  # those with images are not read again
-    samples = hashlib.sha256(hashes or b"")
-    if hashes is None:
+    values_to_hash = [documents.row, documents.start, documents.stop, documents.trained]
+    image_digests = reader.digests(documents.row)
+    sample_hash = hashlib.sha256(image_digests or b"")
+    if image_digests is None:
         assert isinstance(reader, TokenReader)
         for i in np.linspace(0, len(documents) - 1, min(len(documents), NUM_SAMPLED)).astype(int):
             span = reader.read(documents.row[i], documents.start[i], documents.stop[i])
-            hashed += [span["input_ids"], span["labels"]]
-        for first in range(0, len(documents), SAMPLED_AT_ONCE):
-            part = slice(first, first + SAMPLED_AT_ONCE)
-            columns = documents.row[part], documents.start[part], documents.stop[part]
-            samples.update(reader.read_evenly(*columns, num=NUM_OF_DOCUMENT).data)
-    digest = hashlib.sha256()
-    for values in hashed:
-        digest.update(np.ascontiguousarray(values, dtype="<i8").data)
-    digest.update(hashes or b"")
-    return f"{digest.hexdigest()}-{samples.hexdigest()}"
+            values_to_hash += [span["input_ids"], span["labels"]]
+        for first in range(0, len(documents), DOCUMENTS_AT_ONCE):
+            block = slice(first, first + DOCUMENTS_AT_ONCE)
+            sampled_tokens = reader.read_evenly(
+                documents.row[block], documents.start[block], documents.stop[block], num=NUM_SAMPLED_TOKENS
+            )
+            sample_hash.update(sampled_tokens.data)
+    span_hash = hashlib.sha256()
+    for values in values_to_hash:
+        span_hash.update(np.ascontiguousarray(values, dtype="<i8").data)
+    span_hash.update(image_digests or b"")
+    return f"{span_hash.hexdigest()}-{sample_hash.hexdigest()}"
 
 
 def _cache_file(reader: RowReader, name: str, settings: dict[str, Any]) -> Path | None:
-    """The file for what is made of the table with these settings; None if nothing is cached."""
+    """Return the cache file for a result that is computed from the table with these settings.
+
+    Returns:
+        A path in the folder of the table, whether or not the file exists. None if nothing is cached.
+    """
     files = reader.files
     if not files or not is_caching_enabled():
         return None
-    # Sizes and times are part of the key: the fingerprint does not change when a file is overwritten by hand. A tool
-    # that copies may set the time of the last write (mtime), but not that of the last change (ctime).
-    found = [(file.name, file.stat()) for file in files]
-    stats = [(file, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in found]
+    # The fingerprint of a table does not change when its file is overwritten by hand, so sizes and times are in the
+    # key. A tool that copies files may set the time of the last write (mtime), but not of the last change (ctime).
+    stats = []
+    for file in files:
+        stat = file.stat()
+        stats.append((file.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     key = json.dumps([PREPARATION_SOURCE_HASH, reader.fingerprint, stats, settings], sort_keys=True)
     return files[0].parent / f"{PREFIX}-{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{SUFFIX}"
 
 
 def read_or_make(file: Path | None, make: Callable[[], Arrays]) -> Arrays:
-    """The arrays in the file; if it does not exist or is damaged, what `make` makes, which is written there.
+    """Return the arrays in a cache file. If the file is missing or damaged, call `make` and write its result there.
 
-    One process of a node makes it, and the others wait. Where it cannot be written, each process makes its own.
+    One process of a node calls `make`, and the other processes wait for the file. If the folder cannot be written to,
+    every process calls `make`.
+
+    Args:
+        file: the cache file, or None to call `make` without caching.
+        make: computes the arrays.
     """
     if file is None:
         return make()
-    if (cached := read_arrays(file)) is not None:
+    cached = read_arrays(file)
+    if cached is not None:
         return cached
     if not os.access(file.parent, os.W_OK):
         return make()
-    with one_first(file):
-        if (cached := read_arrays(file)) is not None:  # another process was first
+    with one_process_first(file):
+        # Another process may have made the file while this process waited
+        cached = read_arrays(file)
+        if cached is not None:
             return cached
         arrays = make()
         write_arrays(file, arrays)
-    cached = read_arrays(file)  # mapped
+    # Read the file back, because mapped arrays are shared between processes
+    cached = read_arrays(file)
     return arrays if cached is None else cached
 
 
 def read_arrays(file: Path) -> Arrays | None:
-    """The arrays in the file, mapped; None if it does not exist, or is damaged and now deleted."""
+    """Return the arrays in a cache file, memory-mapped.
+
+    Returns:
+        The arrays by name, or None if the file does not exist or is damaged. A damaged file is deleted.
+    """
     try:
         content = np.memmap(file, np.uint8, "r")
-        body = content[:-NUM_SEALED]
-        if _compute_seal(file, body) != content[-NUM_SEALED:].tobytes():
+        body = content[:-SEAL_SIZE]
+        if _compute_seal(file, body) != content[-SEAL_SIZE:].tobytes():
             raise ValueError("it is not as it was written")
         batch = pa.ipc.open_file(pa.py_buffer(body)).get_batch(0)
     except FileNotFoundError:
@@ -154,14 +203,15 @@ def read_arrays(file: Path) -> Arrays | None:
         logger.warning("%s cannot be read (%s: %s) and is made again.", file, type(error).__name__, error)
         _remove_file(file)
         return None
-    if file.name.startswith(PACKS):
-        with contextlib.suppress(OSError):  # another user's file: that user's runs set its time
-            os.utime(file)  # the time of the last use
+    if file.name.startswith(PACKS_PREFIX):
+        # Note the time of the last use. This fails on a file of another user, whose own runs set the time.
+        with contextlib.suppress(OSError):
+            os.utime(file)
     return {name: column.values.to_numpy() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
 
 def write_arrays(file: Path, arrays: Arrays) -> None:
-    """Write flat arrays of numbers, and delete old packs in the same folder."""
+    """Write flat arrays of numbers to a cache file, and delete outdated cache files in the same folder."""
     columns = [pa.LargeListArray.from_arrays([0, len(values)], pa.array(values)) for values in arrays.values()]
     batch = pa.RecordBatch.from_arrays(columns, names=list(arrays))
 
@@ -173,27 +223,30 @@ def write_arrays(file: Path, arrays: Arrays) -> None:
             stream.write(seal)
 
     write_atomically(file, write)
-    for pattern, age in ((f"{PACKS}-*", PACKS_LIFETIME), (f"{PREFIX}-*.tmp", TEMPORARY_LIFETIME)):
-        for old in file.parent.glob(pattern):
-            with contextlib.suppress(OSError):  # another rank was faster
-                if time.time() - old.stat().st_mtime > age:
-                    old.unlink()
+    for pattern, lifetime in ((f"{PACKS_PREFIX}-*", PACKS_LIFETIME), (f"{PREFIX}-*.tmp", TEMPORARY_LIFETIME)):
+        for cache_file in file.parent.glob(pattern):
+            with contextlib.suppress(OSError):  # another rank may delete the file at the same time
+                if time.time() - cache_file.stat().st_mtime > lifetime:
+                    cache_file.unlink()
 
 
 def _compute_seal(file: Path, body: np.ndarray) -> bytes:
+    """Return the hash of the name of a file and of its content."""
     digest = hashlib.sha256(file.name.encode())
     digest.update(body.data)
     return digest.digest()
 
 
 def write_atomically(file: Path, write: Callable[[Path], None]) -> None:
-    """Call `write` with the name of a new file, then give that file the name `file`.
+    """Call `write` with the path of a temporary file, then give the temporary file the name `file`.
 
-    Several ranks may write the same file at once. The first one to finish wins.
+    So no process ever reads a file that is half written. Several ranks may write the same file at once: the file of the
+    first rank to finish stays. An error of the disk is logged, not raised, because training works without the cache.
     """
     if file.is_file():
         return
-    temporary = file.with_name(f"{PREFIX}-{secrets.token_hex(8)}.tmp")  # nobody can place a link there
+    # The name is random, so that a link with this name cannot be placed there in advance
+    temporary = file.with_name(f"{PREFIX}-{secrets.token_hex(8)}.tmp")
     try:
         write(temporary)
         try:
@@ -202,53 +255,62 @@ def write_atomically(file: Path, write: Callable[[Path], None]) -> None:
             pass
         except OSError:  # a file system without links
             temporary.replace(file)
-    except OSError as error:  # e.g. a read-only disk: training works without the cache
+    except OSError as error:  # such as a read-only disk
         logger.info("%s is not cached for the next start: %s", file.name, error)
     finally:
         _remove_file(temporary)
 
 
 def _remove_file(file: Path) -> None:
+    """Delete a file, if it exists and may be deleted."""
     with contextlib.suppress(OSError):
         file.unlink()
 
 
-def lock_of(file: Path) -> Path:
-    """In the temporary folder, because not every network storage has locks."""
+def lock_path(file: Path) -> Path:
+    """Return the path of the lock for a cache file.
+
+    The lock is in the temporary folder of the node, because not every network storage has locks.
+    """
     name = hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"{PREFIX}-{os.getuid()}-{name}.lock"
 
 
 @contextlib.contextmanager
-def one_first(file: Path) -> Iterator[None]:
-    """Run the block in one process of this node first, for the same `file`; the others wait, then run it at once.
+def one_process_first(file: Path) -> Iterator[None]:
+    """Run the block in one process of this node. The other processes wait for its end, then run the block together.
 
-    The system unlocks when a process ends, however it does. Where nothing can be locked, no process waits.
+    The first process holds an exclusive lock, and the waiting processes then share the lock. The system releases a lock
+    when its process ends, even if the process is killed. Where nothing can be locked, no process waits.
+
+    Args:
+        file: the cache file that the block makes. Only processes with the same file wait for each other.
     """
-    path = lock_of(file)
-    start = time.monotonic()
-    is_said = False
+    path = lock_path(file)
+    begin_time = time.monotonic()
+    is_warned = False
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             lock = os.open(path, os.O_CREAT | os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, lock)
             is_first = _try_lock(lock, fcntl.LOCK_EX)
             if is_first:
-                stack.callback(_remove_file, path)  # who comes later finds `file`
+                stack.callback(_remove_file, path)  # a later process finds `file` and needs no lock
             while not (is_first or _try_lock(lock, fcntl.LOCK_SH)):
-                waited = time.monotonic() - start
+                waited = time.monotonic() - begin_time
                 if waited > LONGEST_WAIT:
                     message = "%s was not made in %d s by the process that began it. It is made here."
                     logger.warning(message, file, waited)
                     break
-                if waited > LONGEST_WAIT / 20 and not is_said:
+                if waited > LONGEST_WAIT / 20 and not is_warned:
                     logger.warning("Waiting for another process, which makes %s.", file)
-                    is_said = True
+                    is_warned = True
                 time.sleep(0.05)
         yield
 
 
 def _try_lock(lock: int, kind: int) -> bool:
+    """Return whether the lock, an open file, could be taken at once, as `fcntl.LOCK_EX` or `fcntl.LOCK_SH`."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,12 +1,19 @@
-"""Documents -> one packed batch. Only here the first label of a document becomes -100.
+"""Collate the documents of a pack to one batch for the model.
 
-A pack is one row of T tokens that holds N documents one after the other. Only this module computes encodings of their
-boundaries, from the lengths of the documents, so all encodings agree.
+A pack is one row of T tokens that holds N documents one after the other. `DocumentDataset` (`loaders.py`), or the
+user's own data loader, gives the documents: `input_ids` and `labels` for each. `PackedDataCollator` joins them and adds
+the boundaries of the documents, which attention and recurrent layers read. Models, the loss and reports use the
+boundaries through `layout.py`.
 
-    lengths       [3, 2]             one entry per document                  (N,)
-    position_ids  [0, 1, 2, 0, 1]    restart at each document                (T,)
-    cu_seq_lens   [0, 3, 5]          where each document starts, and the end (N + 1,)
+Every encoding of the boundaries is computed here from the lengths of the documents, so all encodings agree:
+
+    lengths       [3, 2]             number of tokens of each document       (N,)
+    position_ids  [0, 1, 2, 0, 1]    position of a token in its document     (T,)
+    cu_seq_lens   [0, 3, 5]          first token of each document, then T    (N + 1,)
     seq_idx       [0, 0, 0, 1, 1]    which document a token belongs to       (T,)
+
+The first label of each document becomes -100 here, and in no other module: the token before it belongs to another
+document and must not be trained to predict it.
 """
 
 import math
@@ -22,97 +29,135 @@ import torch
 from ..layout import IGNORE_INDEX as IGNORE_INDEX
 from ..layout import TEXT_KEYS as TEXT_KEYS
 
-MASK_COLUMNS = ("completion_mask", "assistant_masks")  # 1 marks a trained token; used if there are no labels
+MASK_COLUMNS = ("completion_mask", "assistant_masks")  # 1 marks a trained token; they are used if there are no labels
 
 
 def cu_seq_lens(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
-    """int32, as varlen kernels need it."""
+    """Return the first token of each document, followed by T, shape (N + 1,): int32, as varlen kernels need it."""
     return np.cumsum([0, *lengths], dtype=np.int32)
 
 
 def position_ids(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the position of each token in its document, shape (T,)."""
     bounds = cu_seq_lens(lengths).astype(np.int64)
-    # [0, 1, 2, 3, 4] minus the start of each token's document, [0, 0, 0, 3, 3]
+    # In the example above: [0, 1, 2, 3, 4] minus the first token of each token's document, [0, 0, 0, 3, 3]
     return np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
 
 
 def seq_idx(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
-    """int32, as linear attention kernels need it."""
+    """Return the index of each token's document, shape (T,): int32, as linear attention kernels need it."""
     return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
 
 
 class DocumentRun(NamedTuple):
-    """Rows of a pack: the tokens of `document` from the token `first` on."""
+    """A sequence of rows of a pack: the tokens of a document from the token `first` to its end.
 
-    document: int
+    `first` is 0 in a pack of `PackedDataCollator`. In a pack of `PrefixCollator` the tokens before `first` are rows of
+    documents before this one.
+    """
+
+    document: int  # index of the document in the batch
     first: int = 0
-    images_before: int = 0  # of the document's `num_images`; both are 0 in a run of a whole document
-    num_images: int = 0
+    images_before: int = 0  # number of images of the document that begin before `first`
+    num_images: int = 0  # number of images of the document; `PackedDataCollator` does not count them
 
 
 @dataclass
 class PackedDataCollator:
-    """Flatten documents to one row of T tokens with document boundaries and without an attention mask.
+    """
+    Data collator that flattens documents to one row of T tokens, with the boundaries of the documents and without an
+    attention mask.
 
-    A call takes N documents. Each is a dictionary with `input_ids` and, optionally, `labels`: lists, arrays or tensors
-    of one length. Missing labels are the tokens themselves. The call returns
+    The collator takes a list of N documents. Each document is a dictionary with the key `"input_ids"` and, optionally,
+    the key `"labels"`: two lists, arrays or tensors of equal length. If the labels are missing, every token is its own
+    label. The collator returns a dictionary with the following keys:
 
-    - `input_ids`, `labels`, `position_ids`: int64, shape (1, T). The first label of every document is -100: the token
-      before it belongs to another document.
-    - `cu_seq_lens_q`, `cu_seq_lens_k`: int32, shape (N + 1,); `max_length_q`, `max_length_k`: int, tokens.
-    - `seq_idx`: int32, shape (1, T).
-    - `use_cache=False`: with a cache object transformers ignores the boundaries.
+    - `"input_ids"`: int64 tensor of shape (1, T), the tokens of all documents.
+    - `"labels"`: int64 tensor of shape (1, T). The first label of each document is -100, because the token before it
+      belongs to another document.
+    - `"position_ids"`: int64 tensor of shape (1, T). Positions restart at 0 in each document.
+    - `"cu_seq_lens_q"` and `"cu_seq_lens_k"`: int32 tensors of shape (N + 1,), the first token of each document
+      followed by T.
+    - `"max_length_q"` and `"max_length_k"`: the number of tokens of the longest document.
+    - `"seq_idx"`: int32 tensor of shape (1, T), the index of each token's document.
+    - `"use_cache"`: `False`, because transformers ignores the boundaries if the model has a cache.
 
     Args:
         pad_to_multiple_of (`int`, *optional*):
-            Pad T to a multiple of this number of tokens. The padding is *one* further document without trained tokens,
-            never many of length 1.
-        pad_token_id (`int`, defaults to 0): Token that fills the padding.
+            If set, T is padded to a multiple of this number of tokens. The padding is one further document without
+            trained tokens.
+        pad_token_id (`int`, *optional*, defaults to `0`):
+            Token ID of the padding.
         pad_documents_to_multiple_of (`int`, *optional*):
-            Pad N to a multiple of this number of documents. The padding is documents without tokens at the end: the
-            last entries of `cu_seq_lens` are T.
+            If set, N is padded to a multiple of this number of documents. The padding is documents without tokens at
+            the end, so the last entries of `cu_seq_lens_q` and `cu_seq_lens_k` are all T.
         max_length (`int`, *optional*):
-            With this, `max_length_q` and `max_length_k` are at least this number of tokens in every pack, and padding
-            is divided into documents of at most so many. With all three, packs of other documents have the same shapes.
+            If set, `max_length_q` and `max_length_k` are at least this number of tokens, and padding is divided into
+            documents of at most this number of tokens. Together with `pad_to_multiple_of` and
+            `pad_documents_to_multiple_of`, packs of different documents have the same shapes.
 
     Raises:
-        ValueError: a document is empty, or its labels are not as long as its tokens; the documents have `seq_lengths`,
-            padding under an `attention_mask`, or a mask of trained tokens in place of labels.
+        ValueError: If a document is empty or its labels are not as long as its tokens, if documents have
+            `"seq_lengths"` or padding under an `"attention_mask"`, or if they have a mask of trained tokens but no
+            labels.
 
-    >>> batch = PackedDataCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    >>> batch["labels"].tolist(), batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist()
-    ([[-100, 6, 7, -100, 9]], [[0, 1, 2, 0, 1]], [0, 3, 5])
+    Examples:
+    ```python
+    >>> from trl_packfix import PackedDataCollator
+
+    >>> collator = PackedDataCollator()
+    >>> batch = collator([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    >>> batch["input_ids"]
+    tensor([[5, 6, 7, 8, 9]])
+    >>> batch["labels"]
+    tensor([[-100,    6,    7, -100,    9]])
+    >>> batch["position_ids"]
+    tensor([[0, 1, 2, 0, 1]])
+    >>> batch["cu_seq_lens_q"]
+    tensor([0, 3, 5], dtype=torch.int32)
+
+    ```
     """
 
     pad_to_multiple_of: int | None = None
     pad_token_id: int = 0
     pad_documents_to_multiple_of: int | None = None
     max_length: int | None = None
-    shares = False  # beginnings that documents have in common, see `PrefixCollator`
+    shares = False  # whether documents share rows, see `PrefixCollator`
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return self.collate(documents)[0]
+        batch, _ = self.collate(documents)
+        return batch
 
     def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[DocumentRun]]:
-        """The batch, and its runs: here the documents. T is a multiple of `degree`, too.
+        """Make the batch of a pack for the ranks that share it.
 
-        With `max_length` each of `degree` parts has a multiple of `pad_to_multiple_of` tokens.
+        Args:
+            documents: the N documents of the pack.
+            degree: number of ranks that share the pack. T is a multiple of it. If `max_length` is set, the part of each
+                rank has a multiple of `pad_to_multiple_of` tokens.
+
+        Returns:
+            The batch, and the runs of the pack: here each run is a whole document.
         """
         tokens, labels = self._read(documents)
         lengths = [len(ids) for ids in tokens]
         num_tokens = sum(lengths)
-        padding = self._padding(num_tokens, degree)
+        padding = self._num_padding(num_tokens, degree)
         longest = max(lengths)
         if padding:
             longest_padding = padding if self.max_length is None else max(longest, self.max_length)
-            whole, rest = divmod(padding, longest_padding)
-            lengths += [longest_padding] * whole + [rest] * (rest > 0)
+            num_full, remainder = divmod(padding, longest_padding)
+            lengths += [longest_padding] * num_full
+            if remainder:
+                lengths.append(remainder)
             longest = max(lengths)
 
         input_ids = np.full(num_tokens + padding, self.pad_token_id, dtype=np.int64)
         targets = np.full(num_tokens + padding, IGNORE_INDEX, dtype=np.int64)
         np.concatenate(tokens, out=input_ids[:num_tokens], casting="same_kind")
-        if all(map(is_, labels, tokens)):  # the reader returns the tokens as labels if every token is trained
+        if all(map(is_, labels, tokens)):
+            # Every token is its own label, and the converted tokens are copied faster
             targets[:num_tokens] = input_ids[:num_tokens]
         else:
             np.concatenate(labels, out=targets[:num_tokens], casting="same_kind")
@@ -136,24 +181,32 @@ class PackedDataCollator:
         }
         return batch, [DocumentRun(i) for i in range(len(documents))]
 
-    def _padding(self, num_tokens: int, degree: int) -> int:
+    def _num_padding(self, num_tokens: int, degree: int) -> int:
+        """Return the number of padding tokens of a pack that `degree` ranks share."""
         multiple = self.pad_to_multiple_of or 1
         return -num_tokens % (math.lcm(multiple, degree) if self.max_length is None else multiple * degree)
 
     @staticmethod
     def _read(documents: Sequence[dict[str, Any]]) -> tuple[list[npt.NDArray[Any]], list[npt.NDArray[Any]]]:
-        """Tokens and labels of each document; the same array twice if every token is its own label."""
-        if not documents[0].keys() <= TEXT_KEYS:  # only the first is checked: this runs in every batch
+        """Return the tokens and the labels of each document as arrays.
+
+        If a document has no labels, its labels are the array of its tokens.
+
+        Raises:
+            ValueError: a document cannot be packed, see `PackedDataCollator`.
+        """
+        # This runs in every batch, so only the keys of the first document are looked at
+        if not documents[0].keys() <= TEXT_KEYS:
             _check_columns(documents)
         tokens = [np.asarray(document["input_ids"]) for document in documents]
         labels = [
             np.asarray(document["labels"]) if "labels" in document else ids
             for document, ids in zip(documents, tokens, strict=True)
         ]
-        for index, (ids, target) in enumerate(zip(tokens, labels, strict=True)):
-            if len(ids) == 0 or len(target) != len(ids):
+        for index, (ids, targets) in enumerate(zip(tokens, labels, strict=True)):
+            if len(ids) == 0 or len(targets) != len(ids):
                 raise ValueError(
-                    f"Document {index} of the batch has {len(ids)} tokens and {len(target)} labels. A packed document "
+                    f"Document {index} of the batch has {len(ids)} tokens and {len(targets)} labels. A packed document "
                     "needs at least one token and exactly one label per token. Remove empty documents and give "
                     "`labels` the length of `input_ids`."
                 )
@@ -161,6 +214,11 @@ class PackedDataCollator:
 
 
 def _check_columns(documents: Sequence[dict[str, Any]]) -> None:
+    """Refuse documents with columns that say more about them than tokens and labels do.
+
+    Raises:
+        ValueError: documents have a mask of trained tokens but no labels, are packs already, or are padded.
+    """
     columns = documents[0].keys()
     ignored = [name for name in MASK_COLUMNS if name in columns and "labels" not in columns]
     if ignored:

@@ -1,4 +1,9 @@
-"""Check settings and datasets for packing: used by the config, the trainer, `packed_dataloader` and streams."""
+"""Check settings and datasets before packing.
+
+The config, the trainer, `packed_dataloader` (`loaders.py`) and streams (`stream_reader.py`) call these functions. Each
+returns nothing if its arguments are good. Otherwise it raises a `ValueError` that says what was given, why it cannot
+work, and what to set.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,12 +17,14 @@ from .reader import TokenReader, mask_columns
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> None:
+    """Refuse a value of the setting `name` that is not one of the choices."""
     if value not in choices:
         known = ", ".join(repr(choice) for choice in choices if choice is not None)
         raise ValueError(f"`{name}={value!r}` was given. There is no such choice. Set one of {known}.")
 
 
 def check_count(name: str, value: int) -> None:
+    """Refuse a count below 1."""
     if value < 1:
         raise ValueError(
             f"`{name}={value}` was given. It is a count, and a batch cannot be made with fewer than one. Set `{name}` "
@@ -26,6 +33,7 @@ def check_count(name: str, value: int) -> None:
 
 
 def check_rank(rank: int, world_size: int) -> None:
+    """Refuse a rank outside [0, world_size)."""
     check_count("world_size", world_size)
     if not 0 <= rank < world_size:
         raise ValueError(
@@ -35,6 +43,7 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 def check_max_length(max_length: int | None, batch_size: int) -> None:
+    """Refuse a missing `max_length`, and documents of fewer than two tokens."""
     if max_length is None:
         raise ValueError(
             f"`max_length=None` was given with packing. The capacity of a pack is the batch size ({batch_size}) times "
@@ -48,7 +57,7 @@ def check_max_length(max_length: int | None, batch_size: int) -> None:
 
 
 def check_overlong(name: str, strategy: Strategy, overlong: Overlong | None) -> None:
-    """Refuse a policy for long documents that contradicts the strategy. `name` is the argument that sets the latter."""
+    """Refuse a policy for long documents that contradicts the strategy, which the argument `name` has set."""
     if STRATEGIES[strategy].overlong == "split" and overlong not in (None, "split"):
         raise ValueError(
             f"`{name}={strategy!r}` was given with `overlong={overlong!r}`. This strategy splits long documents, so "
@@ -57,6 +66,7 @@ def check_overlong(name: str, strategy: Strategy, overlong: Overlong | None) -> 
 
 
 def check_not_padded(dataset: Dataset, name: str) -> None:
+    """Refuse a dataset with a 0 in an `attention_mask`. `name` is the name of the dataset in the message."""
     if "attention_mask" not in dataset.column_names:
         return
     mask = TokenReader(dataset.select_columns("attention_mask"), "attention_mask")
@@ -70,7 +80,14 @@ def check_not_padded(dataset: Dataset, name: str) -> None:
 
 
 def check_tokenised(dataset: Dataset, name: str, vocab_size: int | None, *, packing: bool) -> None:
-    """Check a dataset that the user tokenised, for packed or unpacked use."""
+    """Refuse a dataset that the user has tokenised if it cannot be used with packing, or without packing.
+
+    Args:
+        dataset: the tokenised rows.
+        name: name of the dataset, for messages.
+        vocab_size: number of embeddings of the model, or None if it is not known.
+        packing: whether the dataset is packed. Otherwise rows that are packs already are refused.
+    """
     if packing:
         check_tokens(dataset, name, vocab_size)
     elif "seq_lengths" in dataset.column_names:
@@ -82,9 +99,15 @@ def check_tokenised(dataset: Dataset, name: str, vocab_size: int | None, *, pack
 
 
 def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
-    """Refuse labels of another length, padding under an `attention_mask`, and ids outside the vocabulary."""
+    """Refuse padding, token ids outside the vocabulary, and labels that are not as long as the tokens.
+
+    Args:
+        dataset: the tokenised rows.
+        name: name of the dataset, for messages.
+        vocab_size: number of embeddings of the model, or None to accept all token ids.
+    """
     masks = mask_columns(dataset)
-    # With two masks TRL computes labels from both, so they are no error here.
+    # The reader refuses two masks. Here they are no error, because TRL computes the labels from both
     reader = TokenReader(dataset.remove_columns(masks) if len(masks) > 1 else dataset)
     check_not_padded(dataset, name)
     if vocab_size is None:

@@ -1,7 +1,17 @@
-"""Compute which spans of the table are documents, and sort them. They are cut, split, dropped and counted only here.
+"""Decide which spans of the tokenised table are documents, and count what is cut, split and dropped.
 
-A document is a span (row, start, stop) of the tokenised table. Truncating, splitting, dropping and cutting into blocks
-change spans; no token is rewritten. The ledger counts the documents and tokens that each of them affects.
+A `RowReader` (`reader.py`, or `image_rows.py` for rows with images) gives the lengths and labels of the rows. Here they
+become `Documents`, arrays of spans, which are planned into packs (`epochs.py`) and read (`loaders.py`). Documents are
+cut, split, dropped and counted only in this module.
+
+Words:
+    document       one training example as the model sees it: the tokens from `start` to `stop` of one row (a span).
+                   Cutting and splitting change spans. No token is rewritten.
+    trained token  a token whose label is not -100 and which is not the first token of its document.
+    ledger         the counts of documents and tokens that were given, kept, truncated, split or dropped.
+    fragment       one of several documents that were made from one long document.
+    block          with the strategy `wrapped`, all documents are concatenated and cut every `max_length` tokens. The
+                   tokens between two cuts are a block.
 """
 
 import hashlib
@@ -26,14 +36,16 @@ logger = logging.getLogger(__name__)
 Overlong = Literal["truncate", "split", "drop", "raise"]
 TruncationMode = Literal["keep_start", "keep_end"]
 IMAGE_ARRAYS = ("image_count", "image_values", "image_squares", "image_start", "image_stop")
-COLUMNS = ("row", "start", "stop", "trained", "block", *IMAGE_ARRAYS)  # of `Documents`, in its file
+DOCUMENT_ARRAYS = ("row", "start", "stop", "trained", "block", *IMAGE_ARRAYS)  # attributes of `Documents`, shape (N,)
 
 
 @dataclass
 class DocumentCounts:
+    """Totals of a group of documents."""
+
     documents: int = 0
     tokens: int = 0
-    trained_tokens: int = 0  # with a label that is not -100; the first token of a document is never one
+    trained_tokens: int = 0
 
     def __add__(self, other: "DocumentCounts") -> "DocumentCounts":
         return DocumentCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -41,103 +53,109 @@ class DocumentCounts:
 
 @dataclass
 class Ledger:
-    """Counts of the given documents by what was done with them. Each token is kept, truncated or dropped.
+    """Counts of documents and tokens by what was done with them. Each token is kept, truncated or dropped."""
 
-    `truncated` and `split` count the documents concerned and the tokens they lost. A split document loses no token, but
-    the first token of each later fragment is no longer a target.
-    """
-
-    given: DocumentCounts = field(default_factory=DocumentCounts)
-    kept: DocumentCounts = field(default_factory=DocumentCounts)
+    given: DocumentCounts = field(default_factory=DocumentCounts)  # all documents of the table
+    kept: DocumentCounts = field(default_factory=DocumentCounts)  # the documents that remain
+    # Documents that were truncated, and the tokens that they lost
     truncated: DocumentCounts = field(default_factory=DocumentCounts)
+    # Documents that were split. They lose no token, but the first token of each later fragment is no longer trained
     split: DocumentCounts = field(default_factory=DocumentCounts)
-    fragments: int = 0  # documents that splitting made
-    dropped: dict[str, DocumentCounts] = field(
-        default_factory=dict
-    )  # for `bad_row`, `empty`, `overlong` or `untrained`
+    fragments: int = 0  # number of documents that were made by splitting
+    # Documents that were dropped, by the reason: `bad_row`, `empty`, `overlong` or `untrained`
+    dropped: dict[str, DocumentCounts] = field(default_factory=dict)
 
     @property
     def lost_trained_tokens(self) -> int:
-        """Given trained tokens that will not be trained: cut off, dropped, or the first of a later fragment."""
+        """Number of given trained tokens that will not be trained.
+
+        They were cut off or dropped, or are the first token of a later fragment.
+        """
         return self.given.trained_tokens - self.kept.trained_tokens
 
     def __add__(self, other: "Ledger") -> "Ledger":
-        reasons = sorted(self.dropped | other.dropped)
         dropped = {
-            each: self.dropped.get(each, DocumentCounts()) + other.dropped.get(each, DocumentCounts())
-            for each in reasons
+            reason: self.dropped.get(reason, DocumentCounts()) + other.dropped.get(reason, DocumentCounts())
+            for reason in sorted(self.dropped | other.dropped)
         }
-        others = {name: mine + getattr(other, name) for name, mine in vars(self).items() if name != "dropped"}
-        return Ledger(**others, dropped=dropped)
+        sums = {name: count + getattr(other, name) for name, count in vars(self).items() if name != "dropped"}
+        return Ledger(**sums, dropped=dropped)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Ledger":
+        """Return the ledger that `to_dict` has converted to `values`."""
         counts = {name: DocumentCounts(**values[name]) for name in ("given", "kept", "truncated", "split")}
         dropped = {reason: DocumentCounts(**count) for reason, count in values["dropped"].items()}
         return cls(**counts, fragments=values["fragments"], dropped=dropped)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return all counts as plain dictionaries, and `lost_trained_tokens`, for JSON."""
         return {**asdict(self), "lost_trained_tokens": self.lost_trained_tokens}
 
 
 @dataclass(frozen=True)
 class Documents:
-    """N documents as spans of a table, in table order. Arrays have the shape (N,)."""
+    """N documents as spans of a table, in the order of the table. Arrays have the shape (N,)."""
 
     row: Int64Array
-    start: Int64Array  # `start` and `stop` count tokens inside the row
-    stop: Int64Array
-    trained: Int64Array  # tokens
+    start: Int64Array  # first token of the document, counted inside its row
+    stop: Int64Array  # the token behind the last token of the document
+    trained: Int64Array  # number of trained tokens
     ledger: Ledger
-    block: Int64Array | None = None  # for `wrapped`, the block of `max_length` consecutive tokens that holds a document
-    tokens: TokenOrder | None = None  # for `share_prefixes="family"`, the documents sorted by their tokens
-    image_count: Int64Array | None = None  # None without images, as all that follow
-    image_values: Int64Array | None = None  # numbers in the processed images, which the vision tower reads
-    # Sum of the squares of the numbers of each image, or of each tile that the tower reads alone: what attention costs
+    block: Int64Array | None = None  # index of the block that holds the document; None if the strategy cuts no blocks
+    tokens: TokenOrder | None = None  # the documents sorted by their tokens, for `share_prefixes="family"`
+    # The following arrays are None if the rows have no images
+    image_count: Int64Array | None = None  # number of images
+    image_values: Int64Array | None = None  # number of values in the processed images, which the vision tower reads
+    # Sum of squares of the number of values of each image, or of each tile that the vision tower reads separately. The
+    # cost of attention in the tower grows with it
     image_squares: Int64Array | None = None
-    image_start: Int64Array | None = None  # the first token of an image in a document; 0 without
-    image_stop: Int64Array | None = None  # the one after the last
-    fingerprint: str = ""  # hashes of the documents, by which a restart compares them; empty if they were only counted
-    file: Path | None = None  # their cache file; plans are cached beside it
+    image_start: Int64Array | None = None  # first token of the first image in the document; 0 without an image
+    image_stop: Int64Array | None = None  # the token behind the last image in the document; 0 without an image
+    fingerprint: str = ""  # hashes by which a restart compares the documents; empty if they were only counted
+    file: Path | None = None  # the cache file of the documents; plans are cached beside it
 
     def __len__(self) -> int:
         return len(self.row)
 
     @cached_property
     def lengths(self) -> Int64Array:
+        """Number of tokens of each document."""
         return self.stop - self.start
 
     def count(self, mask: BoolArray | None = None) -> DocumentCounts:
-        chosen = slice(None) if mask is None else mask
-        lengths = self.lengths[chosen]
-        trained = self.trained[chosen]
+        """Count the documents under a mask of shape (N,), or all documents."""
+        counted = slice(None) if mask is None else mask
+        lengths = self.lengths[counted]
+        trained = self.trained[counted]
         return DocumentCounts(len(lengths), int(lengths.sum()), int(trained.sum()))
 
     def drop(self, mask: BoolArray, reason: str) -> "Documents":
-        """The others; those of the mask are dropped and counted."""
+        """Return the documents outside a mask of shape (N,), and count the documents under it as dropped."""
         if not mask.any():
             return self
         self.ledger.dropped[reason] = self.ledger.dropped.get(reason, DocumentCounts()) + self.count(mask)
         return self.select(~mask)
 
-    def select(self, chosen: BoolArray) -> "Documents":
-        """The `chosen` documents, numbered anew from 0. The ledger stays that of all."""
-        number = np.cumsum(chosen) - 1
+    def select(self, mask: BoolArray) -> "Documents":
+        """Return the documents under a mask of shape (N,). They are numbered anew from 0, and share this ledger."""
+        arrays = {name: getattr(self, name) for name in DOCUMENT_ARRAYS}
+        selected: dict[str, Any] = {name: None if values is None else values[mask] for name, values in arrays.items()}
         tokens = self.tokens
-        file = self.file
         if tokens is not None:
-            tokens = tokens.within(np.where(chosen, 0, -1))
-            tokens = TokenOrder(number[tokens.order], tokens.common)
-        if file is not None:  # it is not written: plans are cached under a name of its own
-            digest = hashlib.sha256(np.packbits(chosen).data).hexdigest()
+            new_number = np.cumsum(mask) - 1
+            tokens = tokens.within(np.where(mask, 0, -1))
+            tokens = TokenOrder(new_number[tokens.order], tokens.common)
+        file = self.file
+        if file is not None:
+            # The selection is not cached, but its plans are cached under a name that depends on the mask
+            digest = hashlib.sha256(np.packbits(mask).data).hexdigest()
             file = file.with_name(f"{file.stem}-{digest[:16]}{file.suffix}")
-        columns = {name: getattr(self, name) for name in COLUMNS}
-        taken: dict[str, Any] = {name: None if values is None else values[chosen] for name, values in columns.items()}
-        return replace(self, **taken, tokens=tokens, file=file)
+        return replace(self, **selected, tokens=tokens, file=file)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """All attributes except `file` as flat arrays of numbers by name, for a file; texts as their bytes."""
-        arrays = {name: getattr(self, name) for name in COLUMNS}
+        """Convert all attributes except `file` to flat arrays of numbers, for a cache file. Text becomes its bytes."""
+        arrays = {name: getattr(self, name) for name in DOCUMENT_ARRAYS}
         if self.tokens is not None:
             arrays |= {"token_order": self.tokens.order, "common_tokens": self.tokens.common}
         arrays["lengths"] = self.lengths
@@ -147,12 +165,13 @@ class Documents:
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray], file: Path | None = None) -> "Documents":
+        """Return the documents that `to_arrays` has converted to `arrays`."""
         ledger, fingerprint = (arrays[name].tobytes().decode() for name in ("ledger", "fingerprint"))
         tokens = TokenOrder(arrays["token_order"], arrays["common_tokens"]) if "token_order" in arrays else None
-        columns = {name: arrays[name] for name in COLUMNS if name in arrays}
+        columns = {name: arrays[name] for name in DOCUMENT_ARRAYS if name in arrays}
         counts = Ledger.from_dict(json.loads(ledger))
         documents = cls(ledger=counts, fingerprint=fingerprint, file=file, tokens=tokens, **columns)
-        # Of the cached property: mapped, they are shared by processes
+        # Set the cached property: the mapped array of the file is shared by all processes of the node
         documents.__dict__["lengths"] = arrays["lengths"]
         return documents
 
@@ -167,43 +186,60 @@ def make_documents(
     keep_untrained: bool = False,
     may_be_empty: bool = False,
 ) -> Documents:
-    """Spans of all documents of the table, after applying the policy for those longer than `max_length` tokens.
+    """Compute the documents of a table, and count in their ledger what is cut, split and dropped.
+
+    Rows that could not be tokenised, empty documents and documents without a trained token are dropped.
 
     Args:
-        reader: the tokenised table; rows with `seq_lengths` hold several documents each.
-        max_length: largest number of tokens of a document; None for no limit.
-        overlong: cut to `max_length` (at the side that `truncation_mode` names), split into fragments of `max_length`,
-            drop, or raise.
-        wrapped: cut the concatenation of all documents every `max_length` tokens (TRL's `wrapped`). Each fragment
-            becomes a document, and `block` is the index of its block. `overlong` is not used.
-        keep_untrained: keep documents without a trained token (evaluation and prediction).
-        may_be_empty: allow that no document remains, as in a part of a stream.
+        reader: the tokenised table. A row with `seq_lengths` holds several documents.
+        max_length: largest number of tokens of a document, or None for no limit.
+        overlong: what happens to a longer document. "truncate" cuts it to `max_length`, "split" splits it into
+            fragments of `max_length`, "drop" drops it, "raise" raises an error.
+        truncation_mode: which tokens of a truncated document remain, "keep_start" or "keep_end".
+        wrapped: concatenate all documents and cut the concatenation every `max_length` tokens, as TRL's `wrapped`.
+            Each fragment becomes a document, and `block` is the index of its block. `overlong` is not used.
+        keep_untrained: keep documents without a trained token, for evaluation and prediction.
+        may_be_empty: allow that no document remains, for a part of a stream.
+
+    Raises:
+        ValueError: no document remains, a document is refused by `overlong="raise"`, `seq_lengths` do not match the
+            tokens, or an image of an evaluation set would be cut.
     """
     spans = _table_spans(reader)
     ledger = spans.ledger
     spans = spans.drop(reader.bad_rows()[spans.row], "bad_row")
     spans = spans.drop(spans.lengths == 0, "empty")
     if not keep_untrained:
-        # Before cutting: documents that never had a target are not counted as lost by the cut.
+        # Drop them before cutting, so that documents that never had a trained token are not counted as lost by the cut
         spans = spans.drop(spans.trained == 0, "untrained")
     if wrapped:
         assert max_length is not None
         spans = _cut_into_blocks(spans, reader, max_length)
     elif max_length is not None:
         if reader.image_stops is not None and overlong == "truncate":
-            spans = _without_cut_images(spans, reader.image_stops, max_length, keeps_rows=keep_untrained)
+            spans = _drop_cut_images(spans, reader.image_stops, max_length, needs_all_rows=keep_untrained)
         spans = _apply_overlong(spans, reader, max_length, overlong=overlong, truncation_mode=truncation_mode)
     if not keep_untrained:
+        # The cut may have removed all trained tokens of a document
         spans = spans.drop(spans.trained == 0, "untrained")
     ledger.kept = spans.count()
     if not len(spans) and not may_be_empty:
         refuse_no_documents(ledger, f"The dataset has {len(reader)} rows", max_length)
-    of_images: dict[str, Any] = reader.of_images(spans.row, spans.start, spans.stop)
-    return replace(spans, **of_images)
+    image_arrays: dict[str, Any] = reader.image_arrays(spans.row, spans.start, spans.stop)
+    return replace(spans, **image_arrays)
 
 
 def refuse_no_documents(ledger: Ledger, counted: str, max_length: int | None) -> None:
-    """`counted` says what the ledger counts."""
+    """Raise the error that no document remains to train on.
+
+    Args:
+        ledger: counts of the documents that were dropped.
+        counted: the beginning of the message, a clause that says which rows were counted.
+        max_length: the setting, for the message.
+
+    Raises:
+        ValueError: always.
+    """
     dropped = ", ".join(f"{count.documents} {reason}" for reason, count in ledger.dropped.items()) or "none"
     raise ValueError(
         f"{counted} and {ledger.given.documents} documents, and no document remains to train on (dropped: {dropped}; "
@@ -213,74 +249,109 @@ def refuse_no_documents(ledger: Ledger, counted: str, max_length: int | None) ->
     )
 
 
-def drop_untrained(dataset: Dataset, num_given: int, max_length: int | None) -> Dataset:
-    """The rows of a tokenised dataset that have a trained token, for unpacked training.
+def drop_untrained(dataset: Dataset, num_rows: int, max_length: int | None) -> Dataset:
+    """Drop the rows without a trained token from a tokenised dataset, for unpacked training.
 
-    They were cut to `max_length`, and some of the `num_given` rows may be dropped for it already.
+    Args:
+        dataset: the tokenised rows, cut to `max_length` already.
+        num_rows: number of rows before tokenisation, which may have dropped rows without a trained token already.
+        max_length: the setting, for the message.
+
+    Raises:
+        ValueError: no row has a trained token.
     """
     documents = make_documents(TokenReader(dataset), max_length=None, may_be_empty=True)
-    dropped = num_given - len(documents)
+    num_dropped = num_rows - len(documents)
     if not len(documents):
-        ledger = Ledger(given=DocumentCounts(num_given), dropped={"untrained": DocumentCounts(dropped)})
-        refuse_no_documents(ledger, f"The dataset has {num_given} rows", max_length)
-    if dropped:
-        logger.warning("%d of %d documents have no trained token and are dropped from training.", dropped, num_given)
+        ledger = Ledger(given=DocumentCounts(num_rows), dropped={"untrained": DocumentCounts(num_dropped)})
+        refuse_no_documents(ledger, f"The dataset has {num_rows} rows", max_length)
+    if num_dropped:
+        logger.warning("%d of %d documents have no trained token and are dropped from training.", num_dropped, num_rows)
     return dataset if len(documents) == len(dataset) else dataset.select(documents.row)
 
 
 def _table_spans(reader: RowReader) -> Documents:
-    """One per row, or one per entry of `seq_lengths`."""
-    packed = reader.seq_lengths()
-    if packed is None:
+    """Return the documents before any cut: one for each row, or one for each entry of `seq_lengths`.
+
+    Raises:
+        ValueError: the `seq_lengths` of a row are not positive or do not add up to its number of tokens.
+    """
+    packed_rows = reader.seq_lengths()
+    if packed_rows is None:
         row = np.arange(len(reader))
         start = np.zeros(len(reader), dtype=np.int64)
         stop = reader.lengths.astype(np.int64)
     else:
-        per_row, lengths = packed
-        row = np.repeat(np.arange(len(reader)), per_row)
-        total = np.bincount(row, weights=lengths, minlength=len(reader)).astype(np.int64)
-        wrong = np.flatnonzero(total != reader.lengths)
-        zero = np.flatnonzero(lengths < 1)
-        if len(wrong) or len(zero):
-            bad = int(wrong[0] if len(wrong) else row[zero[0]])
+        documents_per_row, lengths = packed_rows
+        row = np.repeat(np.arange(len(reader)), documents_per_row)
+        row_totals = np.bincount(row, weights=lengths, minlength=len(reader)).astype(np.int64)
+        wrong_rows = np.flatnonzero(row_totals != reader.lengths)
+        wrong_lengths = np.flatnonzero(lengths < 1)
+        if len(wrong_rows) or len(wrong_lengths):
+            bad = int(wrong_rows[0] if len(wrong_rows) else row[wrong_lengths[0]])
             raise ValueError(
                 f"`seq_lengths` of row {bad} is {lengths[row == bad].tolist()[:MAX_ROWS_NAMED]} and the row has "
-                f"{reader.lengths[bad]} tokens ({len(wrong)} rows do not add up, {len(zero)} lengths are below 1). "
+                f"{reader.lengths[bad]} tokens ({len(wrong_rows)} rows do not add up, {len(wrong_lengths)} lengths are "
+                "below 1). "
                 "The lengths of the documents in a packed row must be positive and add up to the row. Correct "
                 "`seq_lengths`, or remove the column so that each row is one document."
             )
-        stop = np.cumsum(lengths) - np.repeat(np.cumsum(total) - total, per_row)
+        # Sum the lengths over the whole table, then subtract the tokens of all rows before
+        stop = np.cumsum(lengths) - np.repeat(np.cumsum(row_totals) - row_totals, documents_per_row)
         start = stop - lengths
     spans = Documents(row, start, stop, reader.count_trained(row, start, stop), Ledger())
     spans.ledger.given = spans.count()
     return spans
 
 
-def _split_documents(spans: Documents, reader: RowReader, *, fragments: Int64Array, start: Int64Array) -> Documents:
-    """`fragments[i]` documents in place of document i, each from `start`, counted inside it, to the next."""
-    stop = np.append(start[1:], 0)
-    stop[np.cumsum(fragments) - 1] = spans.lengths
-    base = np.repeat(spans.start, fragments)
-    row = np.repeat(spans.row, fragments)
-    start = base + start
-    stop = base + stop
-    pieces = replace(spans, row=row, start=start, stop=stop, trained=np.repeat(spans.trained, fragments))
-    changed = np.repeat(fragments > 1, fragments)
-    pieces.trained[changed] = reader.count_trained(row[changed], start[changed], stop[changed])
-    before = spans.count(fragments > 1)
-    after = pieces.count(changed)
+def _split_documents(
+    spans: Documents, reader: RowReader, *, num_fragments: Int64Array, fragment_start: Int64Array
+) -> Documents:
+    """Split each document into fragments, and count in the ledger what was split.
+
+    Args:
+        spans: N documents.
+        reader: the table, to count the trained tokens of the fragments.
+        num_fragments: number of fragments of each document, shape (N,); 1 for a document that stays whole.
+        fragment_start: first token of each fragment, counted inside its document, shape (sum of `num_fragments`,). A
+            fragment ends where the next fragment of its document begins.
+
+    Returns:
+        The fragments as documents, in the order of the documents.
+    """
+    last_fragment = np.cumsum(num_fragments) - 1
+    fragment_stop = np.append(fragment_start[1:], 0)
+    fragment_stop[last_fragment] = spans.lengths
+    document_start = np.repeat(spans.start, num_fragments)
+    row = np.repeat(spans.row, num_fragments)
+    start = document_start + fragment_start
+    stop = document_start + fragment_stop
+    fragments = replace(spans, row=row, start=start, stop=stop, trained=np.repeat(spans.trained, num_fragments))
+    # Only the fragments of split documents have other trained tokens than before
+    is_split = num_fragments > 1
+    changed = np.repeat(is_split, num_fragments)
+    fragments.trained[changed] = reader.count_trained(row[changed], start[changed], stop[changed])
+    before = spans.count(is_split)
+    after = fragments.count(changed)
     spans.ledger.split = DocumentCounts(before.documents, 0, before.trained_tokens - after.trained_tokens)
     spans.ledger.fragments = after.documents
-    return pieces
+    return fragments
 
 
-def _without_cut_images(spans: Documents, stops: Int64Array, max_length: int, *, keeps_rows: bool) -> Documents:
-    """Drop documents whose images stop behind `max_length`: truncating them would cut an image."""
-    stops = stops[spans.row]
+def _drop_cut_images(spans: Documents, image_stops: Int64Array, max_length: int, *, needs_all_rows: bool) -> Documents:
+    """Drop documents with an image behind `max_length` tokens, because truncating them would cut the image.
+
+    Args:
+        spans: the documents, one or several for each row.
+        image_stops: the token behind the last image of each row, shape (R,).
+        max_length: largest number of tokens of a document.
+        needs_all_rows: raise an error instead, because evaluation has a result for every row.
+    """
+    stops = image_stops[spans.row]
     cut = stops > max_length
-    if keeps_rows and cut.any():
-        where = np.flatnonzero(cut)[:MAX_ROWS_NAMED]
-        named = ", ".join(f"{spans.row[i]} (images up to token {stops[i]})" for i in where)
+    if needs_all_rows and cut.any():
+        shown = np.flatnonzero(cut)[:MAX_ROWS_NAMED]
+        named = ", ".join(f"{spans.row[i]} (images up to token {stops[i]})" for i in shown)
         raise ValueError(
             f"{cut.sum()} of {len(cut)} documents of an evaluation set have images that end behind "
             f"`max_length={max_length}`; the first are in rows {named}. An image cannot be cut, and evaluation gives a "
@@ -292,89 +363,118 @@ def _without_cut_images(spans: Documents, stops: Int64Array, max_length: int, *,
 def _apply_overlong(
     spans: Documents, reader: RowReader, max_length: int, *, overlong: Overlong, truncation_mode: str
 ) -> Documents:
-    long = spans.lengths > max_length
-    if not long.any():
+    """Apply the setting `overlong` to the documents of more than `max_length` tokens, see `make_documents`."""
+    is_long = spans.lengths > max_length
+    if not is_long.any():
         return spans
     if overlong == "raise":
-        where = np.flatnonzero(long)[:MAX_ROWS_NAMED]
-        named = ", ".join(f"{spans.row[i]} ({spans.lengths[i]} tokens)" for i in where)
+        shown = np.flatnonzero(is_long)[:MAX_ROWS_NAMED]
+        named = ", ".join(f"{spans.row[i]} ({spans.lengths[i]} tokens)" for i in shown)
         raise ValueError(
-            f"{long.sum()} of {len(long)} documents are longer than `max_length={max_length}`; the first are in rows "
-            f'{named}. `overlong="raise"` refuses such documents. Raise `max_length`, or set `overlong` to "truncate", '
+            f"{is_long.sum()} of {len(is_long)} documents are longer than `max_length={max_length}`; the first are in "
+            f'rows {named}. `overlong="raise"` refuses such documents. Raise `max_length`, or set `overlong` to "truncate", '
             '"split" or "drop".'
         )
     if overlong == "drop":
-        return spans.drop(long, "overlong")
+        return spans.drop(is_long, "overlong")
     if overlong == "split" and reader.image_stops is None:
-        fragments = -(-spans.lengths // max_length)
-        return _split_documents(spans, reader, fragments=fragments, start=_index_in_group(fragments) * max_length)
-    if overlong == "split":  # no image is cut; documents with an image of more than `max_length` tokens are dropped
-        edges_of = [
-            reader.cuts(row, max_length) if length > max_length else [0, length]
+        num_fragments = -(-spans.lengths // max_length)
+        fragment_start = _index_in_group(num_fragments) * max_length
+        return _split_documents(spans, reader, num_fragments=num_fragments, fragment_start=fragment_start)
+    if overlong == "split":
+        # No image is cut, so the places of the cuts depend on the row. A document with an image of more than
+        # `max_length` tokens has no such places and is dropped.
+        edges_of_documents = [
+            reader.find_cuts(row, max_length) if length > max_length else [0, length]
             for row, length in zip(spans.row.tolist(), spans.lengths.tolist(), strict=True)
         ]
-        spans = spans.drop(np.array([edges is None for edges in edges_of]), "overlong")
-        kept = [edges for edges in edges_of if edges is not None]
-        fragments = np.array([len(edges) - 1 for edges in kept], dtype=np.int64)
-        start = np.array([place for edges in kept for place in edges[:-1]], dtype=np.int64)
-        return _split_documents(spans, reader, fragments=fragments, start=start)
+        spans = spans.drop(np.array([edges is None for edges in edges_of_documents]), "overlong")
+        edges_of_remaining = [edges for edges in edges_of_documents if edges is not None]
+        num_fragments = np.array([len(edges) - 1 for edges in edges_of_remaining], dtype=np.int64)
+        fragment_start = np.array([edge for edges in edges_of_remaining for edge in edges[:-1]], dtype=np.int64)
+        return _split_documents(spans, reader, num_fragments=num_fragments, fragment_start=fragment_start)
+    # Truncate
     start = spans.start.copy()
     stop = spans.stop.copy()
     if truncation_mode == "keep_start":
-        stop[long] = start[long] + max_length
+        stop[is_long] = start[is_long] + max_length
     else:
-        start[long] = stop[long] - max_length
+        start[is_long] = stop[is_long] - max_length
     trained = spans.trained.copy()
-    trained[long] = reader.count_trained(spans.row[long], start[long], stop[long])
-    cut = replace(spans, start=start, stop=stop, trained=trained)
-    before = spans.count(long)
-    after = cut.count(long)
-    lost = before.tokens - after.tokens, before.trained_tokens - after.trained_tokens
-    spans.ledger.truncated = DocumentCounts(before.documents, *lost)
-    return cut
+    trained[is_long] = reader.count_trained(spans.row[is_long], start[is_long], stop[is_long])
+    truncated = replace(spans, start=start, stop=stop, trained=trained)
+    before = spans.count(is_long)
+    after = truncated.count(is_long)
+    spans.ledger.truncated = DocumentCounts(
+        before.documents, before.tokens - after.tokens, before.trained_tokens - after.trained_tokens
+    )
+    return truncated
 
 
 def _cut_into_blocks(spans: Documents, reader: RowReader, max_length: int) -> Documents:
-    """Cut the concatenation of all documents at every multiple of `max_length` tokens; `block` counts the blocks."""
-    end = np.cumsum(spans.lengths)  # of each document in the concatenation
-    begin = end - spans.lengths
-    first_block = begin // max_length
-    fragments = (end - 1) // max_length - first_block + 1
-    edge = (np.repeat(first_block, fragments) + _index_in_group(fragments)) * max_length - np.repeat(begin, fragments)
-    pieces = _split_documents(spans, reader, fragments=fragments, start=np.maximum(edge, 0))
-    return replace(pieces, block=(np.cumsum(pieces.lengths) - pieces.lengths) // max_length)
+    """Concatenate all documents, and cut the concatenation at every multiple of `max_length` tokens.
+
+    Returns:
+        The fragments as documents, and in `block` the index of the block that holds each fragment.
+    """
+    # Places in the concatenation
+    document_stop = np.cumsum(spans.lengths)
+    document_start = document_stop - spans.lengths
+    first_block = document_start // max_length
+    last_block = (document_stop - 1) // max_length
+    num_fragments = last_block - first_block + 1
+    block = np.repeat(first_block, num_fragments) + _index_in_group(num_fragments)
+    # The first fragment begins with its document, and each later fragment begins with its block
+    fragment_start = np.maximum(block * max_length - np.repeat(document_start, num_fragments), 0)
+    fragments = _split_documents(spans, reader, num_fragments=num_fragments, fragment_start=fragment_start)
+    return replace(fragments, block=block)
 
 
-def _index_in_group(counts: Int64Array) -> Int64Array:
-    """Index of each element in its group, for groups of these sizes: [2, 3] -> [0, 1, 0, 1, 2]."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+def _index_in_group(group_sizes: Int64Array) -> Int64Array:
+    """Return the index of each element in its group, for groups of these sizes: [2, 3] -> [0, 1, 0, 1, 2]."""
+    first_of_group = np.cumsum(group_sizes) - group_sizes
+    return np.arange(group_sizes.sum()) - np.repeat(first_of_group, group_sizes)
 
 
-def token_order(reader: TokenReader | ImageRows, documents: Documents, chosen: Int64Array | None = None) -> TokenOrder:
-    """The documents, or the `chosen` ones by number, sorted by their tokens, read up to the first difference of two.
+def token_order(
+    reader: TokenReader | ImageRows, documents: Documents, selection: Int64Array | None = None
+) -> TokenOrder:
+    """Sort documents by their tokens, to find documents that begin alike. Images are compared by content.
 
-    For common prefixes; images are compared by content. A document with labels that are neither its tokens nor -100
-    shares nothing: a shared row has one next token. Such documents come last, with nothing in common.
+    A document with a label that is neither its token nor -100 cannot share a beginning, because a shared token has one
+    next token. Such documents come last, with 0 common tokens.
+
+    Args:
+        reader: the table. Of each document only the tokens up to the first difference from its neighbours are read.
+        documents: N documents of the table.
+        selection: indices of the documents to sort, shape (M,), or None for all documents.
+
+    Returns:
+        The sorted document indices, and the number of tokens that each document has in common with the document before
+        it, both of shape (M,).
     """
     row = documents.row
     start = documents.start
     stop = documents.stop
-    chosen = np.arange(len(documents)) if chosen is None else chosen
+    if selection is None:
+        selection = np.arange(len(documents))
     tokens = reader.comparison_reader if isinstance(reader, ImageRows) else reader
-    may_share = tokens.labels_are_tokens(row[chosen], start[chosen], stop[chosen])
-    numbers = chosen[may_share]
-    others = chosen[~may_share]
+    may_share = tokens.labels_are_tokens(row[selection], start[selection], stop[selection])
+    sorted_numbers = selection[may_share]
+    last_numbers = selection[~may_share]
 
-    def read(places: np.ndarray, first: int, width: int) -> np.ndarray:
-        wanted = numbers[places]
-        return tokens.read_block(row[wanted], start[wanted] + first, stop[wanted], width=width)
+    def read_tokens(places: np.ndarray, first: int, width: int) -> np.ndarray:
+        numbers = sorted_numbers[places]
+        return tokens.read_block(row[numbers], start[numbers] + first, stop[numbers], width=width)
 
-    by_tokens = sort_by_tokens(documents.lengths[numbers], read)
-    order = numbers[by_tokens.order]
+    by_tokens = sort_by_tokens(documents.lengths[sorted_numbers], read_tokens)
+    order = sorted_numbers[by_tokens.order]
     common = by_tokens.common
     if isinstance(reader, ImageRows):
-        size = documents.lengths[order]
-        before = np.concatenate([[0], size[:-1]])[: len(size)]
-        is_same = (common == size) & (common == before)  # nothing of such a document is laid into a pack
-        common = np.where(is_same, common, reader.outside_images(row[order], start[order], common))
-    return TokenOrder(np.concatenate([order, others]), np.concatenate([common, np.zeros_like(others)]))
+        # A common beginning must not end inside an image. It may do so between two equal documents, because no token of
+        # the second document is put into the pack.
+        lengths = documents.lengths[order]
+        lengths_before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
+        is_copy = (common == lengths) & (common == lengths_before)
+        common = np.where(is_copy, common, reader.end_common_before_images(row[order], start[order], common))
+    return TokenOrder(np.concatenate([order, last_numbers]), np.concatenate([common, np.zeros_like(last_numbers)]))

@@ -1,8 +1,22 @@
-"""The schedule of every epoch: documents -> units -> plan -> schedule -> cache.
+"""Compute the schedule of every epoch: documents -> units -> plan -> schedule.
 
-The first plan and every schedule are cached beside the documents, for all ranks of a node and for the next start. Each
-file name is a hash of everything its content depends on. One process of a node computes what is not there, the others
-wait for it, and all map the file.
+`EpochPlanner` takes the documents of a table (`documents.py`) and the settings of packing (`planning/packing.py`). It
+gives the schedule of an epoch to the batch sampler (`loaders.py`), and the numbers of steps to the trainer. Only
+lengths are used here, no tokens.
+
+Words:
+    unit        what planning moves as one. A unit is a document, or a piece of a family: documents that begin alike.
+    pack        documents that pass through the model together. Its capacity is the largest number of its tokens.
+    plan        which units share a pack, and the order of the packs.
+    schedule    which documents belong to each optimizer step, micro-batch and rank.
+    slot        a place for a pack in an epoch: one optimizer step, one of its micro-batches, and one rank.
+    degree      the number of ranks that share a pack (sequence parallelism); 1 if every rank has its own packs.
+    keeps steps A strategy keeps the unpacked steps if every optimizer step has the documents of the same step of an
+                unpacked run (`minibatch`). Such a strategy has no plan, only schedules.
+
+For a large dataset, the first plan and every schedule are cached beside the documents, for all ranks of a node and for
+the next start (`cache.py`). The name of each file is a hash of everything that its content depends on. One process of a
+node computes a missing file while the other processes wait, and all processes map the file.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,71 +36,90 @@ from ..planning.packs import PackPlan, shuffle_packs
 from ..planning.schedule import Schedule
 from ..planning.units import Units
 from ..samples.row import PREPARATION_SOURCE_HASH
-from .cache import PACKS, SUFFIX, Arrays, read_or_make
+from .cache import PACKS_PREFIX, SUFFIX, Arrays, read_or_make
 from .documents import Documents
 
-MANY = 50_000  # documents from which on plans are cached: planning takes 0.1 s on one rank and 0.4 s on eight
+# Plans of fewer documents are not cached: planning 50,000 documents takes 0.1 s on one rank and 0.4 s on eight ranks
+MIN_CACHED_DOCUMENTS = 50_000
 
 
 @dataclass(frozen=True, eq=False)
 class ResumePoint:
-    """The epoch in which a run resumes, and what was trained of it under other plans."""
+    """The epoch in which a run resumes, and the documents of this epoch that were trained under an earlier plan."""
 
     epoch: int = 0
-    first_step: int = 0  # optimizer steps of the run before this epoch
-    num_steps: int = 0  # of this epoch under other plans; 0 if this run plans the whole epoch
-    trained: BoolArray | None = None  # whether each document was trained in them, shape (N,); None if there are none
+    first_step: int = 0  # number of optimizer steps that the run has trained before this epoch
+    # Number of optimizer steps that were trained in this epoch under an earlier plan. 0 if the run that resumes plans
+    # the whole epoch
+    num_steps: int = 0
+    # Whether each document was trained in these `num_steps` steps, shape (N,). None if `num_steps` is 0
+    trained: BoolArray | None = None
 
 
 @dataclass
 class EpochPlanner:
-    """Documents -> plan -> schedule, for any epoch. All epochs have the number of optimizer steps of the first.
+    """Plans the documents of each epoch. Every epoch has as many optimizer steps as the first.
 
-    A run that resumes with other ranks has trained a part of an epoch under another plan. `resume_at` plans the rest of
-    that epoch anew, and only this epoch has another number of steps.
+    A run that resumes with another number of ranks has trained a part of an epoch under another plan. `resume_at` then
+    plans the remaining documents of this epoch anew. Only this epoch has another number of steps.
 
-    With sequence parallelism the later epochs have the degrees of the first, since the model is proved at each of them
-    before the first step.
+    With sequence parallelism, later epochs use only the degrees that the first epoch uses, because the model is proved
+    at each of these degrees before the first step.
+
+    Args:
+        documents: the documents of the table, shape (N,). They are sorted by their tokens if units are families.
+        packing: the settings. `EpochPlanner` replaces its degrees by the degrees that the first epoch uses.
+        may_be_empty: allow an epoch of zero steps.
+
+    Raises:
+        ValueError: the epoch has zero steps, and `may_be_empty` is False.
     """
 
-    documents: Documents  # sorted by their tokens if the packing shares families
-    packing: Packing  # its degrees become those that the first epoch uses
-    may_be_empty: bool = False  # allow an epoch of zero steps
-    num_steps: int = field(init=False)  # of each epoch that is planned whole
+    documents: Documents
+    packing: Packing
+    may_be_empty: bool = False
+    num_steps: int = field(init=False)  # number of optimizer steps of an epoch that is planned from its beginning
     start: ResumePoint = field(init=False, default=ResumePoint(), repr=False)
     first_plan: PackPlan | None = field(init=False, default=None, repr=False)  # None for a strategy that keeps steps
     _first_packing: Packing = field(init=False, repr=False)
-    _latest: tuple[int, Schedule] | None = field(init=False, default=None, repr=False)
-    _rest: Schedule | None = field(init=False, default=None, repr=False)  # of the epoch of `start`
+    _latest_schedule: Schedule | None = field(init=False, default=None, repr=False)
+    _latest_epoch: int = field(init=False, default=-1, repr=False)  # the epoch of `_latest_schedule`
+    # The schedule of the epoch of `start`, if a part of this epoch was trained under an earlier plan
+    _resumed_schedule: Schedule | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
-        packing = self._first_packing = self.packing
+        packing = self.packing
+        self._first_packing = packing
         if packing.traits.keeps_unpacked_steps:
             self.num_steps = packing.num_steps(len(self.documents))
-            unit = f"{len(self.documents)} documents"
+            counted = f"{len(self.documents)} documents"
         else:
             units = self.units()
             block = self.documents.block
             arrays = read_or_make(self.cache_file("plan", 0), lambda: _cached_arrays(packing.plan(units, 0, block)))
             self.first_plan = PackPlan(arrays["order"], arrays["offsets"], units.rows, packing.capacity)
             self.num_steps = packing.num_steps(self.first_plan.num_packs)
-            unit = f"{self.first_plan.num_packs} packs"
+            counted = f"{self.first_plan.num_packs} packs"
         if self.num_steps == 0:
             if self.may_be_empty:
                 return
             raise ValueError(
-                f"The epoch has {unit}, and one optimizer step needs more of them ({packing.accumulation} "
+                f"The epoch has {counted}, and one optimizer step needs more of them ({packing.accumulation} "
                 f"accumulation steps x {packing.world_size} ranks). With `dataloader_drop_last=True` the only step "
                 "is incomplete and is dropped, so nothing would be trained. Set `dataloader_drop_last=False`, or lower "
                 "`gradient_accumulation_steps` or the batch size."
             )
+        # Keep only the degrees that the first epoch uses
         if len(packing.degrees) > 1:
             degrees = {packing.parallel.smallest, *self.schedule(0).degrees.tolist()}
             self.packing = replace(packing, degrees=tuple(sorted(degrees)))
 
     @cached_property
     def image_costs(self) -> Float64Array:
-        """FLOPs of the images of each document, shape (N,); 0 without images, or if they cannot be counted."""
+        """FLOPs of the vision tower for the images of each document, shape (N,).
+
+        They are 0 for a document without images, and for all documents if they cannot be counted.
+        """
         values = self.documents.image_values
         squares = self.documents.image_squares
         if values is None or squares is None:
@@ -94,17 +127,30 @@ class EpochPlanner:
         return self.packing.cost_model.tower(values, squares)
 
     def image_costs_behind(self, documents: Int64Array, shared: Int64Array) -> Float64Array:
-        """FLOPs of the images of these documents that are not in their first `shared` rows, by their tokens, (M,)."""
-        start = self.documents.image_start
-        stop = self.documents.image_stop
-        if start is None or stop is None:
+        """Estimate the FLOPs for the images of some documents that are behind their first `shared[i]` tokens.
+
+        The FLOPs of a document are divided evenly over the tokens from its first image to its last image.
+
+        Args:
+            documents: indices of documents, shape (M,).
+            shared: number of tokens at the beginning of each document that do not count, shape (M,).
+
+        Returns:
+            FLOPs, shape (M,).
+        """
+        first_image_token = self.documents.image_start
+        stop_of_images = self.documents.image_stop
+        if first_image_token is None or stop_of_images is None:
             return np.zeros(len(documents))
-        start = start[documents]
-        stop = stop[documents]
-        return self.image_costs[documents] * np.clip((stop - shared) / np.maximum(stop - start, 1), 0, 1)
+        first_image_token = first_image_token[documents]
+        stop_of_images = stop_of_images[documents]
+        num_image_tokens = np.maximum(stop_of_images - first_image_token, 1)
+        share_behind = np.clip((stop_of_images - shared) / num_image_tokens, 0, 1)
+        return self.image_costs[documents] * share_behind
 
     @cached_property
     def _units(self) -> Units:
+        """The units of all documents of the table."""
         if not self.packing.shares_families:
             documents = self.documents
             return Units(documents.lengths, self.packing.cost_model, self.image_costs, targets=documents.trained)
@@ -112,36 +158,44 @@ class EpochPlanner:
         return self.make_pieces(self.documents.tokens)
 
     def units(self, epoch: int = 0) -> Units:
-        """What is planned as one: documents, or with `share_prefixes="family"` pieces of families.
+        """Return the units of an epoch: documents, or with `share_prefixes="family"` pieces of families.
 
-        With `minibatch` these are families of the documents of each step, so every epoch has others.
+        With the strategy `minibatch` a family consists of documents of one optimizer step. The steps have other
+        documents in every epoch, so every epoch has other families.
         """
         tokens = self.documents.tokens
         if tokens is None or not self.packing.traits.keeps_unpacked_steps or not self.packing.shares_families:
             return self._units
-        of_steps = tokens.within(self.packing.unpacked_step_of_documents(self._unpacked_order(epoch)))
-        return self.make_pieces(of_steps, splits_copies=False)
+        step_of_documents = self.packing.unpacked_step_of_documents(self._unpacked_order(epoch))
+        return self.make_pieces(tokens.within(step_of_documents), splits_copies=False)
 
     def resume_at(self, start: ResumePoint) -> None:
-        """Continue a run: plan anew what `start` has not trained of its epoch."""
+        """Continue a run at `start`. If its epoch was begun under an earlier plan, plan its remaining documents anew.
+
+        The new schedule of this epoch begins with empty steps, one for each step that was trained already.
+        """
         self.start = start
-        self._rest = None
+        self._resumed_schedule = None
         if start.trained is None:
             return
-        remaining = np.flatnonzero(~start.trained)
+        # First plan the remaining documents as a dataset of their own
+        is_remaining = ~start.trained
         packing = self.packing
-        others = replace(packing, seed=packing.seed + start.epoch)
-        rest = EpochPlanner(self.documents.select(~start.trained), others, may_be_empty=True)
-        if not rest.num_steps:
+        remaining_packing = replace(packing, seed=packing.seed + start.epoch)
+        remaining_planner = EpochPlanner(self.documents.select(is_remaining), remaining_packing, may_be_empty=True)
+        if not remaining_planner.num_steps:
+            # The earlier plan has trained the whole epoch, so the run continues with the next epoch
             self.start = ResumePoint(start.epoch + 1, start.first_step + start.num_steps)
             return
-        schedule = rest.schedule(0)
-        micro_steps = start.num_steps * packing.accumulation
-        self._rest = replace(
+        schedule = remaining_planner.schedule(0)
+        # Then number the documents as in the table, and put the empty steps in front
+        num_trained_micro_steps = start.num_steps * packing.accumulation
+        empty_slots = np.zeros(num_trained_micro_steps * packing.world_size, np.int64)
+        self._resumed_schedule = replace(
             schedule,
-            order=remaining[schedule.order],
-            offsets=np.concatenate([np.zeros(micro_steps * packing.world_size, np.int64), schedule.offsets]),
-            degrees=np.concatenate([np.ones(micro_steps, np.int64), schedule.degrees]),
+            order=np.flatnonzero(is_remaining)[schedule.order],
+            offsets=np.concatenate([empty_slots, schedule.offsets]),
+            degrees=np.concatenate([np.ones(num_trained_micro_steps, np.int64), schedule.degrees]),
         )
 
     @property
@@ -150,60 +204,86 @@ class EpochPlanner:
         return self.start.num_steps == 0 and self.start.first_step == self.start.epoch * self.num_steps
 
     def steps_of(self, epoch: int) -> int:
-        return self.num_steps if self._rest is None or epoch != self.start.epoch else self._rest.num_steps
+        """Return the number of optimizer steps of an epoch, including the steps trained under an earlier plan."""
+        if self._resumed_schedule is not None and epoch == self.start.epoch:
+            return self._resumed_schedule.num_steps
+        return self.num_steps
 
     def first_step(self, epoch: int) -> int:
-        """Optimizer steps of the run before an epoch, which is not before that of `start`."""
-        return self.start.first_step + sum(self.steps_of(each) for each in range(self.start.epoch, epoch))
+        """Return the number of optimizer steps of the run before an epoch. The run must not resume after this epoch."""
+        epochs_before = range(self.start.epoch, epoch)
+        return self.start.first_step + sum(map(self.steps_of, epochs_before))
 
     def position(self, step: int) -> tuple[int, int]:
-        """The epoch that the run is in after `step` optimizer steps, and how many of them are of this epoch."""
+        """Return where the run is after `step` optimizer steps.
+
+        Returns:
+            The epoch, and the number of optimizer steps that are trained in this epoch.
+        """
         epoch = self.start.epoch
-        inside = step - self.start.first_step
-        while inside >= self.steps_of(epoch):
-            epoch, inside = epoch + 1, inside - self.steps_of(epoch)
-        return epoch, inside
+        step_in_epoch = step - self.start.first_step
+        while step_in_epoch >= self.steps_of(epoch):
+            step_in_epoch -= self.steps_of(epoch)
+            epoch += 1
+        return epoch, step_in_epoch
 
     def total_steps(self, num_epochs: float) -> int:
-        """Optimizer steps of a run of so many epochs, or of the steps that were trained already."""
+        """Return the number of optimizer steps of a run of `num_epochs` epochs.
+
+        It is at least 1, and at least the number of steps before the epoch in which the run resumes.
+        """
         epoch = max(int(num_epochs), self.start.epoch)
-        part = max(num_epochs - epoch, 0.0)
-        return max(ceil(self.first_step(epoch) + part * self.steps_of(epoch)), 1)
+        fraction = max(num_epochs - epoch, 0.0)
+        return max(ceil(self.first_step(epoch) + fraction * self.steps_of(epoch)), 1)
 
     def trained_documents(self, epoch: int, num_steps: int) -> BoolArray:
-        """Whether each document is trained in the first `num_steps` steps of an epoch, shape (N,)."""
-        before = self.start.trained if epoch == self.start.epoch else None
-        trained = np.zeros(len(self.documents), dtype=bool) if before is None else before.copy()
+        """Return whether each document is trained in the first `num_steps` steps of an epoch, shape (N,)."""
+        trained_before = self.start.trained if epoch == self.start.epoch else None
+        trained = np.zeros(len(self.documents), dtype=bool) if trained_before is None else trained_before.copy()
         schedule = self.schedule(epoch)
-        trained[schedule.order[: schedule.offsets[num_steps * self.packing.bins.num_slots]]] = True
+        num_slots = num_steps * self.packing.bins.num_slots
+        trained[schedule.order[: schedule.offsets[num_slots]]] = True
         return trained
 
     def schedule(self, epoch: int) -> Schedule:
-        """Documents of every step, micro-batch and rank of an epoch; none in the steps trained under other plans."""
-        if self._rest is not None and epoch == self.start.epoch:
-            return self._rest
+        """Return the documents of every optimizer step, micro-batch and rank of an epoch, from the cache if possible.
+
+        Steps that were trained under an earlier plan are empty.
+        """
+        if self._resumed_schedule is not None and epoch == self.start.epoch:
+            return self._resumed_schedule
         if not self.packing.shuffle:
-            epoch = 0  # without shuffling, all epochs are the same
-        if self._latest is None or self._latest[0] != epoch:
+            epoch = 0  # without shuffling, all epochs are equal
+        if self._latest_schedule is None or self._latest_epoch != epoch:
             arrays = read_or_make(
                 self.cache_file("schedule", epoch), lambda: _cached_arrays(self._make_schedule(epoch))
             )
-            order = arrays["order"]
-            packing = self.packing
-            of_run = (packing.accumulation, packing.world_size, len(self.documents) - len(order))
-            self._latest = epoch, Schedule(order, arrays["offsets"], *of_run, arrays["degrees"])
-        return self._latest[1]
+            self._latest_schedule = Schedule(
+                arrays["order"],
+                arrays["offsets"],
+                self.packing.accumulation,
+                self.packing.world_size,
+                len(self.documents) - len(arrays["order"]),
+                arrays["degrees"],
+            )
+            self._latest_epoch = epoch
+        return self._latest_schedule
 
     def cache_file(self, kind: Literal["plan", "schedule"], epoch: int) -> Path | None:
-        """The cache file of an epoch's plan or schedule, whether or not it exists; None if it is not cached."""
-        if self.documents.file is None or len(self.documents) < MANY:
+        """Return the cache file for the plan or the schedule of an epoch.
+
+        Returns:
+            A path, whether or not the file exists. None if the documents are not cached or are too few to cache plans.
+        """
+        if self.documents.file is None or len(self.documents) < MIN_CACHED_DOCUMENTS:
             return None
         packing = self._first_packing if epoch == 0 else self.packing
         settings = packing.fingerprint("packs" if kind == "plan" else "schedule")
         key = f"{PREPARATION_SOURCE_HASH} {self.documents.file.name} {kind} {epoch} {settings}"
-        return self.documents.file.with_name(f"{PACKS}-{sha256(key.encode()).hexdigest()[:16]}{SUFFIX}")
+        return self.documents.file.with_name(f"{PACKS_PREFIX}-{sha256(key.encode()).hexdigest()[:16]}{SUFFIX}")
 
     def _make_schedule(self, epoch: int) -> Schedule:
+        """Compute the schedule of an epoch: plan its units, assign packs to steps and ranks, and list the documents."""
         units = self.units(epoch)
         packing = self._first_packing if epoch == 0 else self.packing
         if packing.traits.keeps_unpacked_steps:
@@ -212,13 +292,21 @@ class EpochPlanner:
             assert self.first_plan is not None
             plan = self.first_plan if epoch == 0 else packing.plan(units, epoch, self.documents.block)
             if plan.num_packs > self.num_steps * packing.packs_per_step and not packing.drop_last:
-                # The Trainer has computed the number of steps from the first plan
+                # The Trainer has computed the number of steps from the first plan, and this plan needs more steps. So
+                # the packs of the first plan are trained in another order.
                 plan = shuffle_packs(self.first_plan, np.random.default_rng((packing.seed, epoch)))
             schedule = packing.schedule(plan, units, self.num_steps)
         order, offsets = units.to_documents(schedule.order, schedule.offsets, packing.make_rng(epoch, len(units)))
         return replace(schedule, order=order, offsets=offsets)
 
     def make_pieces(self, tokens: TokenOrder, splits_copies: bool = True) -> Pieces:
+        """Cut the families of the documents into pieces that fit into a pack, see `planning/families.py`.
+
+        Args:
+            tokens: the documents sorted by their tokens, so that a family is a sequence of neighbours.
+            splits_copies: whether documents with equal tokens are put into different families, so that they are not
+                trained in one update.
+        """
         documents = self.documents
         packing = self.packing
         return make_pieces(
@@ -232,19 +320,24 @@ class EpochPlanner:
         )
 
     def _unpacked_order(self, epoch: int) -> np.ndarray:
-        num = len(self.documents)
-        return unpacked_order(num, self.packing.seed, epoch) if self.packing.shuffle else np.arange(num)
+        """Return the order in which an unpacked run with these settings visits the documents, shape (N,)."""
+        num_documents = len(self.documents)
+        if not self.packing.shuffle:
+            return np.arange(num_documents)
+        return unpacked_order(num_documents, self.packing.seed, epoch)
 
 
 def unpacked_order(num_documents: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which accelerate's seedable sampler visits the rows of an unpacked run, shape (N,)."""
-    import torch  # here, so that the other strategies do not load it
+    """Return the order in which accelerate's seedable sampler visits the rows of an unpacked run, shape (N,)."""
+    import torch  # imported here, so that strategies that do not need this function do not load torch
 
     generator = torch.Generator().manual_seed(seed + epoch)
     return torch.randperm(num_documents, generator=generator).numpy()
 
 
 def _cached_arrays(packs: PackPlan | Schedule) -> Arrays:
-    """What a cache file holds of them: what is not in the documents or the settings."""
+    """Return the arrays of a plan or a schedule that are not known from the documents and the settings."""
     arrays = {"order": packs.order, "offsets": packs.offsets}
-    return arrays | ({"degrees": packs.degrees} if isinstance(packs, Schedule) else {})
+    if isinstance(packs, Schedule):
+        arrays["degrees"] = packs.degrees
+    return arrays

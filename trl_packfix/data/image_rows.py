@@ -1,4 +1,18 @@
-"""The documents of a dataset with images, from what was measured (`samples/images.py`), for planning and reading."""
+"""Read documents with images, as `reader.py` reads documents of tokens alone.
+
+Only the processor of the model knows how many tokens an image has. So every row is processed once before training, and
+its measures are stored in a table (`samples/images.py`): tokens, places of images, hashes, but no pixels. `ImageRows`
+answers the questions of planning from the measures (`documents.py`). For a batch it runs the processor on the row
+again.
+
+Words:
+    placeholder  a token that stands for a part of an image.
+    image span   the tokens of one image. If a processor does not return the images of a row one by one, they count as
+                 one image with one span.
+    values       the numbers in a processed image (pixels), which the vision tower reads.
+    turn         one answer of the assistant in a conversation. With `per_turn` each turn makes a document.
+    run          the tokens of a document that are not shared with the document before it in the pack.
+"""
 
 from functools import cached_property
 from typing import Any
@@ -16,13 +30,15 @@ from .reader import RowReader, TokenReader
 
 
 class ImageRows(RowReader):
-    """The documents of a dataset with images: `Rows` for planning, from what was measured.
+    """Reader of R documents with images. Lengths and labels come from the measures, pixels from the processor.
 
     Args:
-        dataset: raw rows; images are decoded when a row is read. Of a stream a list of rows, whose images are encoded.
-        process: makes the document of a row, or of a turn.
-        measures: from `measure`, one row per document.
-        turns, rule: with one document per assistant turn, what was counted, and by which turns are chosen.
+        dataset: the rows as the user gave them. Images are decoded when a row is read. For a stream it is a list of
+            rows with encoded images.
+        process: makes the document of a row or of a turn.
+        measures: the table of measures, with R rows, one for each document.
+        turns: counts of the turns, if each document is a turn.
+        rule: which turns make documents; None if each row is one document.
     """
 
     def __init__(
@@ -54,6 +70,7 @@ class ImageRows(RowReader):
 
     @property
     def _columns(self) -> pa.Table:
+        """The measures as Arrow columns."""
         return self._table.with_format("arrow")[:]
 
     def digests(self, rows: Int64Array) -> bytes:
@@ -61,119 +78,162 @@ class ImageRows(RowReader):
 
     @cached_property
     def _image_spans(self) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """The row, the first token and the stop of each image that is told apart, all of shape (S,), in order."""
+        """The image spans of all rows, in order: row, first token and stop of each span, three arrays of shape (S,)."""
         spans = self._columns["spans"].combine_chunks()
         first, stop = spans.flatten().to_numpy().reshape(-1, 2).T
         return np.repeat(np.arange(len(self)), spans.value_lengths().to_numpy() // 2), first, stop
 
     @property
     def comparison_reader(self) -> TokenReader:
-        """The tokens of all rows, with the number of an image in place of its first placeholder: images by content."""
-        tokens = self._columns["tokens"].combine_chunks()
-        flat = tokens.flatten().to_numpy().copy()
-        ends = np.cumsum(tokens.value_lengths().to_numpy(), dtype=np.int64)
-        numbers: dict[bytes, int] = {}
-        contents = self._columns["contents"].combine_chunks().flatten().to_pylist()
-        row, first, _ = self._image_spans
-        begins = np.concatenate([[0], ends[:-1]])[: len(ends)]
-        flat[begins[row] + first] = [IMAGES_FROM + numbers.setdefault(content, len(numbers)) for content in contents]
-        offsets = pa.array(np.concatenate([[0], ends]), pa.int64())
-        return TokenReader(Dataset(pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, flat)})))
+        """Reader of the tokens of all rows, to compare documents. The first token of each image is replaced.
 
-    def cuts(self, row: int, max_length: int) -> list[int] | None:
-        """Where the document of a row is cut into fragments of at most `max_length` tokens, from 0 to its length.
-
-        An image, with the special tokens around it, is in one fragment; of those between two images each gets a half.
-        All images are in one fragment where tiles of one are told apart. None if that has more tokens.
+        It becomes a number that stands for the content of the image. So two documents have equal tokens only if their
+        images are equal, too.
         """
-        of_row, first, stop = self._image_spans
-        place = slice(*np.searchsorted(of_row, [row, row + 1]))
+        tokens = self._columns["tokens"].combine_chunks()
+        flat_tokens = tokens.flatten().to_numpy().copy()
+        row_stops = np.cumsum(tokens.value_lengths().to_numpy(), dtype=np.int64)
+        row_starts = np.concatenate([[0], row_stops[:-1]])[: len(row_stops)]
+        contents = self._columns["contents"].combine_chunks().flatten().to_pylist()
+        numbers: dict[bytes, int] = {}
+        content_numbers = [IMAGES_FROM + numbers.setdefault(content, len(numbers)) for content in contents]
+        row, first, _ = self._image_spans
+        flat_tokens[row_starts[row] + first] = content_numbers
+        offsets = pa.array(np.concatenate([[0], row_stops]), pa.int64())
+        return TokenReader(Dataset(pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, flat_tokens)})))
+
+    def find_cuts(self, row: int, max_length: int) -> list[int] | None:
+        """Return the places where a row is cut into fragments of at most `max_length` tokens.
+
+        No fragment begins or ends inside an image or among the special tokens around it. Special tokens between two
+        images are divided evenly between the two. If the processor returns several spans for one image (its tiles), all
+        images of the row stay in one fragment.
+
+        Returns:
+            The places, from 0 to the number of tokens of the row. None if an image does not fit into a fragment.
+        """
+        # First find the range of tokens around each image in which the row is not cut
+        row_of_span, first, stop = self._image_spans
+        spans_of_row = slice(*np.searchsorted(row_of_span, [row, row + 1]))
         tokens, _ = self.tokens(row)
         is_special = np.isin(tokens, self._process.special_tokens)
-        first = first[place]
-        stop = stop[place]
+        first = first[spans_of_row]
+        stop = stop[spans_of_row]
         if len(first) != self.image_counts[row]:
             first = first[:1]
             stop = stop[-1:]
-        images = []
-        low = np.append(0, stop)[:-1]
-        high = np.append(first, len(tokens))[1:]
-        for start, behind, least, most in zip(first.tolist(), stop.tolist(), low.tolist(), high.tolist(), strict=True):
-            before = start
-            after = behind
-            while before > least and is_special[before - 1]:
-                before -= 1
-            while after < most and is_special[after]:
-                after += 1
-            if before == least > 0:
-                before = start - (start - least + 1) // 2
-            if after == most < len(tokens):
-                after = behind + (most - behind) // 2
-            images.append((before, after))
+        stop_before = np.append(0, stop)[:-1].tolist()  # where the image before ends
+        first_behind = np.append(first, len(tokens))[1:].tolist()  # where the next image begins
+        uncut_ranges = []
+        for image_first, image_stop, lowest, highest in zip(
+            first.tolist(), stop.tolist(), stop_before, first_behind, strict=True
+        ):
+            range_start = image_first
+            range_stop = image_stop
+            while range_start > lowest and is_special[range_start - 1]:
+                range_start -= 1
+            while range_stop < highest and is_special[range_stop]:
+                range_stop += 1
+            if range_start == lowest > 0:
+                range_start = image_first - (image_first - lowest + 1) // 2
+            if range_stop == highest < len(tokens):
+                range_stop = image_stop + (highest - image_stop) // 2
+            uncut_ranges.append((range_start, range_stop))
+        # Then make each fragment as long as possible
         edges = [0]
         while edges[-1] < len(tokens):
-            end = min(edges[-1] + max_length, len(tokens))
-            end = min((start for start, behind in images if start < end < behind), default=end)
-            if end <= edges[-1]:
+            edge = min(edges[-1] + max_length, len(tokens))
+            edge = min((low for low, high in uncut_ranges if low < edge < high), default=edge)
+            if edge <= edges[-1]:
                 return None
-            edges.append(end)
+            edges.append(edge)
         return edges
 
-    def of_images(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
-        """What `Documents` has of the images of each span, (N,). Those of a row are of one size in a part of it."""
-        of_row, first, behind = self._image_spans
-        size = int(self.lengths.max(initial=0)) + 1
-        begins = of_row * size + first
-        before, after, whole = (
-            np.searchsorted(begins, places) for places in (row * size + start, row * size + stop, row * size)
-        )
-        num = after - before
-        all_of_row = np.maximum(np.searchsorted(begins, (row + 1) * size) - whole, 1)
-        has = num > 0
-        share = num / all_of_row
-        first, behind = (np.append(places, 0) for places in (first, behind))
+    def image_arrays(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
+        """Return the arrays of `Documents` that describe the images of each span, of shape (N,), by attribute.
+
+        If a span has only some of the images of its row, the values and squares are estimated as if all images of the
+        row had one size.
+        """
+        row_of_span, first, behind = self._image_spans
+        # Number all tokens of the table, with room for the longest row, to search the first tokens of images
+        stride = int(self.lengths.max(initial=0)) + 1
+        first_places = row_of_span * stride + first
+        first_inside = np.searchsorted(first_places, row * stride + start)
+        stop_inside = np.searchsorted(first_places, row * stride + stop)
+        first_of_row = np.searchsorted(first_places, row * stride)
+        stop_of_row = np.searchsorted(first_places, (row + 1) * stride)
+        num_inside = stop_inside - first_inside
+        share = num_inside / np.maximum(stop_of_row - first_of_row, 1)
+        has_images = num_inside > 0
+        # An entry behind the last image, for spans without images
+        first = np.append(first, 0)
+        behind = np.append(behind, 0)
         return {
             "image_values": np.rint(self.image_values[row] * share).astype(np.int64),
             "image_squares": np.rint(self.image_squares[row] * share).astype(np.int64),
             "image_count": np.rint(self.image_counts[row] * share).astype(np.int64),
-            "image_start": np.where(has, first[np.minimum(before, len(first) - 1)] - start, 0),
-            "image_stop": np.where(has, behind[after - 1] - start, 0),
+            "image_start": np.where(has_images, first[np.minimum(first_inside, len(first) - 1)] - start, 0),
+            "image_stop": np.where(has_images, behind[stop_inside - 1] - start, 0),
         }
 
-    def outside_images(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
-        """How many tokens of these rows from `start` on are common if no run may begin inside an image, shape (N,)."""
-        of_row, first, stop = self._image_spans
-        if not len(of_row):
+    def end_common_before_images(self, rows: Int64Array, start: Int64Array, common: Int64Array) -> Int64Array:
+        """Shorten common beginnings of documents that would end inside an image.
+
+        The run of a document begins one token before the end of the common tokens, and must not begin inside an image.
+        So the common tokens end behind the first token of this image.
+
+        Args:
+            rows: the row of each document, shape (N,).
+            start: the first token of each document in its row, shape (N,).
+            common: number of tokens that each document has in common with the document before it, shape (N,).
+
+        Returns:
+            The number of common tokens, at most `common`, shape (N,).
+        """
+        row_of_span, first, stop = self._image_spans
+        if not len(row_of_span):
             return common
-        size = int(self.lengths.max()) + 1
-        last = start + common - 1
-        place = np.searchsorted(of_row * size + first, rows * size + last) - 1  # the last that begins before
-        is_inside = (place >= 0) & (of_row[place] == rows) & (last < stop[place]) & (first[place] >= start)
-        return np.where(is_inside, first[place] + 1 - start, common)
+        stride = int(self.lengths.max()) + 1
+        last_common = start + common - 1
+        # The last image of the table that begins before the last common token
+        image = np.searchsorted(row_of_span * stride + first, rows * stride + last_common) - 1
+        is_in_document = (image >= 0) & (row_of_span[image] == rows) & (first[image] >= start)
+        is_inside = is_in_document & (last_common < stop[image])
+        return np.where(is_inside, first[image] + 1 - start, common)
 
     def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
-        is_whole = stop == self.lengths[row]
-        counts = (start == 0) * self._first_is_labelled[row] + is_whole * self._trained[row]
-        for i in np.flatnonzero((start > 1) | (stop > 1) & ~is_whole):
-            counts[i] = self.tokens(row[i])[1][start[i] : stop[i]].sum()
+        # The measures give the labels of a span that begins with one of the first two tokens and ends with its row
+        ends_with_row = stop == self.lengths[row]
+        counts = (start == 0) * self._first_is_labelled[row] + ends_with_row * self._trained[row]
+        # Of any other span with a token behind the first token of its row, the labels are read and counted
+        for i in np.flatnonzero((start > 1) | (stop > 1) & ~ends_with_row):
+            _, is_target = self.tokens(row[i])
+            counts[i] = is_target[start[i] : stop[i]].sum()
         return counts
 
     def tokens(self, row: int) -> tuple[Int64Array, BoolArray]:
-        """The tokens of a row's document, and which of them are labels."""
+        """Return the tokens of a row, and whether each of them has a label, both of shape (tokens,)."""
         measures = self._table.with_format("arrow")[int(row)]
         tokens, is_target = (measures[name][0].values for name in ("tokens", "is_target"))
         return tokens.to_numpy().astype(np.int64), is_target.to_numpy(zero_copy_only=False)
 
     def row(self, row: int) -> dict[str, Any]:
-        """A row of the dataset; or of one of its turns, with the images up to this turn."""
+        """Return the columns of a document, unprocessed: a row of the dataset, or a turn with the images up to it."""
         if self.conversations is None or self._turns is None or self._rule is None:
             return dict(self._dataset[row])
-        given = self._dataset[int(self.conversations[row])]
-        conversation = self._rule.select_turn(Conversation.from_row(given, images_of(given))).conversation
+        dataset_row = self._dataset[int(self.conversations[row])]
+        conversation = self._rule.select_turn(Conversation.from_row(dataset_row, images_of(dataset_row))).conversation
         return self._rule.row_of_turn(conversation, int(self._turns[row]), self._process.processor)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, Any]:
-        row, length = int(row), int(self.lengths[row])
+        """Process a row, and return the `input_ids`, the `labels` and the outputs for the images of one span.
+
+        Raises:
+            ValueError: the row has another number of tokens than when it was measured.
+        """
+        row = int(row)
+        length = int(self.lengths[row])
         document = self._process(self.row(row))
         num_tokens = len(document["input_ids"])
         if num_tokens != length:

@@ -1,8 +1,16 @@
-"""Data loaders over documents, for the Trainer and for other training loops.
+"""Build data loaders that yield the packs of one rank, for the trainer and for other training loops.
 
-`PackedBatchSampler` yields one rank's micro-batches of the schedule, `DocumentDataset` reads their documents, and the
-caller's collator makes the batch. The sampler yields the batches of one rank already, so accelerate must not shard the
-loader again: see `document_loader`.
+The way of a batch: `EpochPlanner` (`epochs.py`) decides which documents each rank trains on in each micro-batch.
+`PackedBatchSampler` yields their indices. `DocumentDataset` reads their tokens (`reader.py`). A collator makes the
+batch (`PackCollator` in the trainer). `document_loader` puts these together. `packed_dataloader` is the public function
+that does all of this for a tokenised dataset.
+
+Words:
+    document     one training example: a span of one row of the table.
+    pack         the documents of one micro-batch, which pass through the model together as one row of tokens.
+    micro-batch  what a rank computes in one forward and backward. An optimizer step has several of them.
+    dummy        a document of two untrained tokens, for a rank that has no document in a micro-batch.
+    part         the tokens of a pack that one rank holds, if several ranks share the pack (sequence parallelism).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +44,16 @@ from .threads import wait_for_threads_before_forks
 
 
 class DocumentDataset(torch.utils.data.Dataset[Any]):
-    """Documents by index, as numpy views of the table, with weight and source; -1 is the dummy of an empty rank."""
+    """Dataset of documents by index. The index -1 (`NO_DOCUMENTS`) is the dummy document.
+
+    A document is a dictionary of `input_ids` and `labels`, as views of the table, and the values of its row.
+
+    Args:
+        reader: reads spans of the table.
+        documents: the spans.
+        pad_token_id: token of the dummy document.
+        values: weights and sources of the rows.
+    """
 
     def __init__(
         self, reader: RowReader, documents: Documents, pad_token_id: int = 0, *, values: RowValues | None = None
@@ -63,14 +80,14 @@ class DocumentDataset(torch.utils.data.Dataset[Any]):
 
 
 def dummy_document(pad_token_id: int) -> dict[str, np.ndarray]:
-    """The document that a rank without documents runs: two tokens, neither of them trained."""
+    """Return the document that a rank without documents computes: two tokens without labels."""
     return {"input_ids": np.full(2, pad_token_id), "labels": np.full(2, IGNORE_INDEX)}
 
 
 class PackedBatchSampler:
-    """Yields, for one rank, the document indices of each micro-batch of an epoch.
+    """Batch sampler that yields the document indices of each micro-batch of one rank in the current epoch.
 
-    The length is the same in every epoch and on every rank.
+    Its length, the number of micro-batches, is equal on all ranks and in all epochs.
     """
 
     def __init__(self, planner: EpochPlanner, rank: int = 0):
@@ -80,10 +97,11 @@ class PackedBatchSampler:
 
     @property
     def sampler(self) -> "PackedBatchSampler":
-        # After `skip_first_batches`, accelerate calls `set_epoch` on `batch_sampler.batch_sampler.sampler` only.
+        """This batch sampler itself. After `skip_first_batches`, accelerate calls `set_epoch` only on a `sampler`."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose micro-batches the next iteration yields."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -91,17 +109,18 @@ class PackedBatchSampler:
 
     def __iter__(self) -> Iterator[RankShare]:
         schedule = self.planner.schedule(self.epoch)
-        for documents, part in zip(schedule.micro_batches(self.rank), schedule.parts_of_rank(self.rank), strict=True):
-            yield RankShare(documents.tolist(), *part)
+        micro_batches = schedule.micro_batches(self.rank)
+        for indices, (degree, member) in zip(micro_batches, schedule.parts_of_rank(self.rank), strict=True):
+            yield RankShare(indices.tolist(), degree, member)
 
 
 @dataclass
 class PaddedBatchSampler:
-    """Yields, for one rank, `batch_size` documents at a time in table order, for padded evaluation.
+    """Batch sampler for padded evaluation: yields `batch_size` documents at a time to one rank, in table order.
 
-    Ranks take turns batch by batch. All run the same number of batches of the same size: the last ones are filled with
-    the dummy document. accelerate reads `batch_size` and `num_processes` to compute how many rows of the last gathered
-    batch are real, so that `gather_for_metrics` cuts the dummies off.
+    Ranks take turns batch by batch. All ranks have the same number of batches of the same size: the last batches are
+    filled with the dummy document. From `batch_size` and `num_processes` accelerate computes how many rows of the last
+    gathered batch are real, so that `gather_for_metrics` cuts the dummies off.
     """
 
     num_documents: int
@@ -120,25 +139,27 @@ class PaddedBatchSampler:
 
 @dataclass
 class PackCollator:
-    """Documents -> the batch of a pack that a rank computes: tokens, common beginnings, images, the part of the rank.
+    """Collator of the trainer: makes the batch of a pack that a rank computes.
 
-    Only the rows pad, in one place: T is a multiple of the setting and of the number of ranks that share the pack.
+    The batch is made in three steps: the rows of tokens, then what the model needs of images, then the part of the rank
+    is cut out. Padding is added in the first step only, so that T is a multiple of the number of ranks that share the
+    pack.
     """
 
-    rows: PackedDataCollator  # a `PrefixCollator` shares common beginnings
+    rows: PackedDataCollator  # a `PrefixCollator` if documents share common beginnings
     images: PackedImages = NO_IMAGES
 
     def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
-        part = RankShare.like(pack, pack)
-        documents = self.images.with_placeholder(part)
-        batch, runs = self.rows.collate(documents, part.degree)
+        share = RankShare.like(pack, pack)
+        documents = self.images.with_placeholder(share)
+        batch, runs = self.rows.collate(documents, share.degree)
         batch |= self.images(documents, runs, batch["position_ids"])
-        return cut_part(batch, part.degree, part.member, has_images=bool(self.images.layout.images))
+        return cut_part(batch, share.degree, share.member, has_images=bool(self.images.layout.images))
 
 
 @dataclass
 class PaddedCollator:
-    """TRL's collator for rows of the reader, converted to int64: it keeps their dtype, but losses need int64 labels."""
+    """Converts rows of the reader to int64 for a collator of TRL, which keeps their dtype. Losses need int64 labels."""
 
     collate: Callable[[list[dict[str, np.ndarray]]], dict[str, Any]]
 
@@ -154,9 +175,21 @@ def document_loader(
     device: torch.device | None,
     **dataloader_kwargs: Any,
 ) -> DataLoaderShard:
-    """Batches of one rank, of what `dataset` gives for each that the sampler yields, on the device.
+    """Return a data loader for one rank, prepared by accelerate so that its batches are moved to the device.
 
+<<<<<<< HEAD
     accelerate moves them there, but does not shard them again. Where ranks share packs, `collate` is a `PackCollator`.
+=======
+    The sampler yields the batches of one rank already, so accelerate must not divide them between the ranks again. (It
+    once did: 53 of 97 documents were trained on 2 ranks, without an error.)
+
+    Args:
+        dataset: gives the documents for the indices of a batch.
+        batch_sampler: yields the indices of each micro-batch of this rank.
+        collate: makes the batch of the documents. If ranks share packs, it contains a `PackCollator`.
+        device: the device of the batches, or None to leave them on the CPU.
+        dataloader_kwargs: further arguments of `DataLoader`.
+>>>>>>> p-wdata
     """
     if dataloader_kwargs.get("num_workers"):
         wait_for_threads_before_forks()
@@ -191,31 +224,66 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
     **dataloader_kwargs: Any,
 ) -> DataLoader[Any]:
-    """Packed batches of a tokenised dataset for any training loop: plan, sampler and collator in one `DataLoader`.
+    """
+    Create a data loader that yields packed batches of a tokenised dataset, for any training loop.
 
-    Each pass over the loader is the next epoch and has its own plan; `loader.set_epoch(epoch)` chooses an epoch. The
-    batches of all ranks together hold every document that is not dropped once per epoch. `len()` counts micro-batches,
-    a multiple of `gradient_accumulation_steps`. Call `prepare_for_packing(model)` once, so that the model reads the
-    boundaries and documents are proved isolated.
+    Each pass over the loader is the next epoch, with a new plan of packs. `loader.set_epoch(epoch)` chooses an epoch.
+    In each epoch the batches of all ranks together hold every document once, except for dropped documents. The length
+    of the loader is the number of micro-batches of this rank, a multiple of `gradient_accumulation_steps`.
+
+    Call `prepare_for_packing(model)` once before training, so that the model reads the boundaries of the documents, and
+    the isolation of documents is proved.
 
     Args:
-        dataset: a `datasets.Dataset` with `input_ids` and optionally `labels`, `seq_lengths`.
-        max_length, batch_size: most tokens of a document; a pack holds at most `batch_size * max_length`.
-        strategy: "stream", "bfd", "bfd_split", "wrapped" or "minibatch".
-        overlong: "truncate", "split", "drop" or "raise" longer documents; None: what the strategy implies.
-        gradient_accumulation_steps: micro-batches per optimizer step.
-        rank, world_size: this data-parallel rank, and the number of data-parallel ranks.
-        seed, shuffle: of the order of documents; without shuffling it is that of the table.
-        synchronisation: "step" if ranks wait for each other only after a step (DDP, ZeRO-1); else "micro".
-        cost_model: the config of the model, from which costs are computed; default: those of a 7B Llama.
-        collate, dataloader_kwargs: default `PackedDataCollator()`; for `DataLoader` (`num_workers`, ...).
+        dataset (`Dataset`):
+            Tokenised dataset with the column `"input_ids"` and, optionally, `"labels"` and `"seq_lengths"`.
+        max_length (`int`):
+            Largest number of tokens of a document.
+        batch_size (`int`, *optional*, defaults to `1`):
+            A pack holds at most `batch_size * max_length` tokens.
+        strategy (`str`, *optional*, defaults to `"stream"`):
+            Strategy of packing: `"stream"`, `"bfd"`, `"bfd_split"`, `"wrapped"` or `"minibatch"`.
+        overlong (`str`, *optional*):
+            What to do with documents of more than `max_length` tokens: `"truncate"`, `"split"`, `"drop"` or `"raise"`.
+            By default the strategy decides.
+        gradient_accumulation_steps (`int`, *optional*, defaults to `1`):
+            Number of micro-batches of an optimizer step.
+        rank (`int`, *optional*, defaults to `0`):
+            Data-parallel rank of this process.
+        world_size (`int`, *optional*, defaults to `1`):
+            Number of data-parallel ranks.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the order of documents.
+        shuffle (`bool`, *optional*, defaults to `True`):
+            Whether to shuffle the documents. Otherwise they are packed in the order of the dataset.
+        synchronisation (`str`, *optional*, defaults to `"micro"`):
+            When the ranks wait for each other: `"step"` for engines that exchange gradients once per optimizer step
+            (DDP, ZeRO-1), `"micro"` for all other engines.
+        cost_model (`CostModel` or `PreTrainedConfig`, *optional*):
+            Config of the model, from which the costs of documents are computed to balance the ranks. By default the
+            costs are the costs of a Llama model with 7B parameters.
+        collate (`Callable`, *optional*):
+            Function that makes a batch of a list of documents. By default a [`PackedDataCollator`].
+        **dataloader_kwargs:
+            Further arguments of `DataLoader`, such as `num_workers`.
+
+    Returns:
+        `DataLoader`: The data loader of this rank.
 
     Raises:
-        ValueError: unknown or contradictory arguments, `rank` outside [0, world_size), or padded rows.
+        ValueError: If an argument is unknown or contradicts another argument, if `rank` is not in [0, world_size), or
+            if rows are padded.
+
+    Examples:
+    ```python
+    >>> from datasets import Dataset
+    >>> from trl_packfix import packed_dataloader
 
     >>> dataset = Dataset.from_dict({"input_ids": [[1] * 5, [2] * 3, [3] * 4, [4] * 2]})
     >>> [batch["input_ids"].shape for batch in packed_dataloader(dataset, max_length=7)]
     [torch.Size([1, 7]), torch.Size([1, 7])]
+
+    ```
     """
     check_choice("strategy", strategy, STRATEGIES)
     check_choice("overlong", overlong, (None, *get_args(Overlong)))
@@ -229,10 +297,18 @@ def packed_dataloader(  # noqa: PLR0913 - the arguments of a plan, a sampler and
     traits = STRATEGIES[strategy]
     check_not_padded(dataset, "given")
     documents = cached_documents(reader, max_length, overlong or traits.overlong, wrapped=traits.cuts_blocks)
-    how: dict[str, Any] = {"strategy": strategy, "seed": seed, "shuffle": shuffle, "synchronisation": synchronisation}
-    how |= {"batch_size": batch_size, "accumulation": gradient_accumulation_steps, "world_size": world_size}
-    costs = cost_model if isinstance(cost_model, CostModel) else make_cost_model(cost_model)
-    planner = EpochPlanner(documents, Packing(max_length=max_length, cost_model=costs, **how))
+    packing = Packing(
+        max_length=max_length,
+        batch_size=batch_size,
+        strategy=strategy,
+        accumulation=gradient_accumulation_steps,
+        world_size=world_size,
+        seed=seed,
+        shuffle=shuffle,
+        synchronisation=synchronisation,
+        cost_model=cost_model if isinstance(cost_model, CostModel) else make_cost_model(cost_model),
+    )
+    planner = EpochPlanner(documents, packing)
     rows = DocumentDataset(reader, documents)
     sampler = PackedBatchSampler(planner, rank)
     return document_loader(rows, sampler, collate or PackedDataCollator(), device=None, **dataloader_kwargs)

@@ -1,16 +1,25 @@
-"""Collate documents so that a beginning that several of them have is one stretch of rows: common prefixes.
+"""Collate documents of a pack so that a beginning that several documents share is computed once.
 
-A document is its *run*, the rows at its end that no document before it has, behind rows of documents before it. Each
-run is one sequence for a varlen kernel: its queries are the rows of the run, its keys are all rows of the document.
+`PrefixCollator` takes the documents of one pack from `DocumentDataset` (`loaders.py`), as `PackedDataCollator`
+(`collator.py`) does, and makes the batch for the model. `attention/runs.py` computes attention on such batches.
+
+Words:
+    row     one position of the pack: a token that passes through the model. A shared row belongs to several documents.
+    run     the rows at the end of a document that no document before it in the pack has. In the attention a run is one
+            sequence: its queries are the rows of the run, its keys are all rows of the document.
+    target  a trained token. The row before it predicts it.
+
+A row has one next token. So a shared beginning ends one token before the last common token: in this example the two
+documents have A B C in common, and share A B.
 
     documents      A B C D, A B C E F
-    input_ids      A B C D | C E F
-    position_ids   0 1 2 3 | 2 3 4
-    cu_seq_lens_q  0 4 7                     rows of each run
-    cu_seq_lens_k  0 4 9                     tokens of each document
+    input_ids      A B C D | C E F           the runs, one after the other
+    position_ids   0 1 2 3 | 2 3 4           positions in the document
+    cu_seq_lens_q  0 4 7                     boundaries of the runs
+    cu_seq_lens_k  0 4 9                     boundaries of the documents, without sharing
     kv_index       0 1 2 3 | 0 1 4 5 6       rows that are the keys of each run
-    labels         . B C D | . E F
-    num_documents  2 2 1 1 | 1 1 1           of each row, those with a trained token
+    labels         . B C D | . E F           . is -100
+    num_documents  2 2 1 1 | 1 1 1           number of documents with a trained token that each row belongs to
 """
 
 from collections.abc import Callable, Sequence
@@ -32,16 +41,24 @@ Compare = Callable[[Sequence[dict[str, Any]]], list[ComparedContent]]
 
 @dataclass
 class PrefixCollator(PackedDataCollator):
-    """Flatten documents as `PackedDataCollator`, with each common beginning as one stretch of rows.
+    """Data collator that flattens documents to one row of T tokens, in which common beginnings are there once.
 
-    If no two documents share `min_shared` rows, the batch is that of `PackedDataCollator`. Otherwise documents are
-    sorted by their tokens, T is the number of rows, and
+    If no two documents share `min_shared` rows, the batch is equal to the batch of `PackedDataCollator`. Otherwise the
+    documents are sorted by their tokens, T is the number of rows, and the batch differs in these entries:
 
-    - `cu_seq_lens_q`, `max_length_q` and `seq_idx` are those of runs, `cu_seq_lens_k` and `max_length_k` those of the
-      documents to which the runs belong, both without documents that have no row of their own.
-    - "layout" holds the rest, `Runs`.
+    - `cu_seq_lens_q`, `max_length_q` and `seq_idx` describe the runs. `cu_seq_lens_k` and `max_length_k` describe the
+      documents to which the runs belong. A document without a row of its own has no run, and is in none of them.
+    - `layout`, a `SharedRowsLayout`, says which rows and which targets each document has.
 
-    A document with labels that are neither its tokens nor -100 shares nothing: a shared row has one next token.
+    A document with a label that is neither its token nor -100 shares nothing, because a shared row has one next token.
+
+    Args, in addition to the arguments of `PackedDataCollator`:
+        min_shared: smallest number of rows that two documents share.
+        keeps_last_rows: give a row to a document whose only unshared token is its last token. No document is trained on
+            the output of this row, but a router of experts sees its token.
+        shares: whether documents share rows. If False, the batch is equal to the batch of `PackedDataCollator`.
+        compare: function that gives what is compared of each document. It is needed for documents with images, because
+            the placeholders of all images are equal tokens. None compares the tokens.
 
     >>> batch = PrefixCollator(min_shared=1)([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 7, 4, 3]}])
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
@@ -50,12 +67,10 @@ class PrefixCollator(PackedDataCollator):
     [0, 1, 2, 3, 4, 0, 1, 5, 6]
     """
 
-    min_shared: int = MIN_SHARED  # rows that two documents must share at least
-    # Keep the row of a document of which only the last token is left. No document is trained on its output, but a
-    # router sees its token
+    min_shared: int = MIN_SHARED
     keeps_last_rows: bool = False
-    shares: bool = True  # False collates every document whole
-    compare: Compare | None = None  # what is compared of documents with images, whose placeholders are all the same
+    shares: bool = True
+    compare: Compare | None = None
 
     def collate(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> tuple[dict[str, Any], list[DocumentRun]]:
         return self.collate_with_rows(documents, degree)[:2]
@@ -63,51 +78,69 @@ class PrefixCollator(PackedDataCollator):
     def order_documents(
         self, documents: Sequence[dict[str, Any]]
     ) -> tuple[list[int], list[int], list[ComparedContent]]:
-        """As `share_order`, with the documents that share nothing because of their labels at the end; what is compared.
+        """Sort the documents by their tokens, and find the number of rows that each document shares.
 
-        A document that would begin to differ in an image shares what is before it.
+        Documents that share nothing because of their labels come last. If two documents begin to differ inside an
+        image, they share only the rows before this image.
+
+        Returns:
+            The document indices in sorted order; the number of rows that each of them shares with the document before
+            it in this order; and the compared content of each document, in the order of `documents`.
         """
         tokens, labels = self._read(documents)
         compared = [ComparedContent(ids) for ids in tokens] if self.compare is None else self.compare(documents)
         may_share = [
             i
-            for i, (ids, own) in enumerate(zip(tokens, labels, strict=True))
-            if own is ids or bool(((own == IGNORE_INDEX) | (own == ids)).all())
+            for i, (ids, targets) in enumerate(zip(tokens, labels, strict=True))
+            if targets is ids or bool(((targets == IGNORE_INDEX) | (targets == ids)).all())
         ]
         places, shared = share_order([compared[i].tokens for i in may_share], self.min_shared)
         order = [may_share[place] for place in places]
         for place, i in enumerate(order):
-            inside = [first for first, stop in compared[i].images if first < shared[place] < stop]
-            if inside:
-                shared[place] = inside[0] if inside[0] >= self.min_shared else 0
-        rest = sorted(set(range(len(tokens))) - set(may_share))
-        return order + rest, shared[: len(places)] + [0] * len(rest), compared
+            cut_images = [first for first, stop in compared[i].images if first < shared[place] < stop]
+            if cut_images:
+                num_before = cut_images[0]
+                shared[place] = num_before if num_before >= self.min_shared else 0
+        not_sharing = sorted(set(range(len(tokens))) - set(may_share))
+        return order + not_sharing, shared[: len(places)] + [0] * len(not_sharing), compared
 
     def collate_with_rows(
         self, documents: Sequence[dict[str, Any]], degree: int = 1
     ) -> tuple[dict[str, Any], list[DocumentRun], list[npt.NDArray[Any]]]:
-        """Also the rows of each document's tokens, (n,); each token has one with `keeps_last_rows` only."""
+        """Make the batch of a pack, as `collate` does, and return its runs and the rows of each document.
+
+        Args:
+            documents: the N documents of the pack.
+            degree: number of ranks that share the pack.
+
+        Returns:
+            The batch; the runs in the order of their rows; and for each document the rows of its tokens, shape (n,). A
+            document may lack the row of its last token if `keeps_last_rows` is False.
+        """
         tokens, labels = self._read(documents)
         order, shared, compared = self.order_documents(documents) if self.shares else ([], [], [])
         if not any(shared):
             batch, runs = super().collate(documents, degree)
             bounds = np.cumsum([0, *map(len, tokens)])
-            return batch, runs, [np.arange(start, stop) for start, stop in pairwise(bounds)]
+            return batch, runs, [np.arange(first, stop) for first, stop in pairwise(bounds)]
         runs = []
-        rows = np.zeros(0, dtype=np.int64)  # of the document before
-        rows_of = [rows] * len(order)
+        rows = np.zeros(0, dtype=np.int64)  # the rows of the document before this one
+        rows_of_documents = [rows] * len(order)
         num_rows = 0
         for i, num_shared in zip(order, shared, strict=True):
-            first = min(num_shared, len(rows))
-            num_own = len(tokens[i]) - first
-            if num_own == 1 and first and not self.keeps_last_rows:
-                num_own = 0
-            rows = rows_of[i] = np.concatenate([rows[:first], np.arange(num_rows, num_rows + num_own)])
-            num_rows += num_own
-            if num_own:
+            first = min(num_shared, len(rows))  # the first token of the document that belongs to its run
+            run_length = len(tokens[i]) - first
+            if run_length == 1 and first and not self.keeps_last_rows:
+                run_length = 0
+            rows = np.concatenate([rows[:first], np.arange(num_rows, num_rows + run_length)])
+            rows_of_documents[i] = rows
+            num_rows += run_length
+            if run_length:
                 images = compared[i].images
-                runs.append(DocumentRun(i, first, sum(start < first for start, _ in images), len(images)))
-        return self._make_batch(tokens, labels, order, runs=runs, rows_of=rows_of, degree=degree), runs, rows_of
+                images_before = sum(first_token < first for first_token, _ in images)
+                runs.append(DocumentRun(i, first, images_before, len(images)))
+        batch = self._make_batch(tokens, labels, order, runs=runs, rows_of_documents=rows_of_documents, degree=degree)
+        return batch, runs, rows_of_documents
 
     def _make_batch(
         self,
@@ -116,40 +149,56 @@ class PrefixCollator(PackedDataCollator):
         order: list[int],
         *,
         runs: list[DocumentRun],
-        rows_of: list[npt.NDArray[Any]],
+        rows_of_documents: list[npt.NDArray[Any]],
         degree: int,
     ) -> dict[str, Any]:
-        stretches = [tokens[run.document][run.first :] for run in runs]
-        firsts = [run.first for run in runs]
-        keys = [rows_of[run.document] for run in runs]
-        num_rows = sum(map(len, stretches))
-        if padding := self._padding(num_rows, degree):
-            stretches.append(np.full(padding, self.pad_token_id, dtype=np.int64))
-            firsts.append(0)
+        """Make the batch of documents that share rows.
+
+        Args:
+            tokens, labels: tokens and labels of each document.
+            order: the document indices in sorted order.
+            runs: the runs in the order of their rows.
+            rows_of_documents: the rows of each document.
+            degree: number of ranks that share the pack.
+        """
+        # The rows of the pack. Padding is a further run of a document of its own
+        run_tokens = [tokens[run.document][run.first :] for run in runs]
+        first_positions = [run.first for run in runs]
+        keys = [rows_of_documents[run.document] for run in runs]
+        num_rows = sum(map(len, run_tokens))
+        padding = self._num_padding(num_rows, degree)
+        if padding:
+            run_tokens.append(np.full(padding, self.pad_token_id, dtype=np.int64))
+            first_positions.append(0)
             keys.append(np.arange(num_rows, num_rows + padding))
-        q_lengths = list(map(len, stretches))
+        q_lengths = list(map(len, run_tokens))
         k_lengths = list(map(len, keys))
 
-        targets = np.full(num_rows + padding, IGNORE_INDEX, dtype=np.int64)
+        # The targets. The label of a target is in the row behind the row that predicts it
+        row_labels = np.full(num_rows + padding, IGNORE_INDEX, dtype=np.int64)
         num_documents = np.zeros(num_rows + padding, dtype=np.int64)
         target_rows: list[npt.NDArray[Any]] = []
         for i in order:
-            trained = labels[i][1:] != IGNORE_INDEX
-            num_documents[rows_of[i]] += trained.any()
-            target_rows.append(rows_of[i][: len(trained)][trained] + 1)
-            targets[target_rows[-1]] = labels[i][1:][trained]
-        documents = np.repeat(order, list(map(len, target_rows)))
-        lengths = np.array(list(map(len, tokens)))
-        own = np.zeros(len(tokens), dtype=np.int64)
-        own[[run.document for run in runs]] = q_lengths[: len(runs)]
+            rows = rows_of_documents[i]
+            next_labels = labels[i][1:]
+            is_trained = next_labels != IGNORE_INDEX
+            num_documents[rows] += is_trained.any()
+            target_rows.append(rows[: len(is_trained)][is_trained] + 1)
+            row_labels[target_rows[-1]] = next_labels[is_trained]
+        target_documents = np.repeat(order, list(map(len, target_rows)))
 
-        def row(values: npt.NDArray[Any]) -> Tensor:
+        # The sizes of documents and runs
+        lengths = np.array(list(map(len, tokens)))
+        run_length_of_document = np.zeros(len(tokens), dtype=np.int64)
+        run_length_of_document[[run.document for run in runs]] = q_lengths[: len(runs)]
+
+        def to_row(values: npt.NDArray[Any]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))[None]
 
         return {
-            "input_ids": row(np.concatenate(stretches)),
-            "labels": row(targets),
-            "position_ids": row(position_ids(q_lengths) + np.repeat(firsts, q_lengths)),
+            "input_ids": to_row(np.concatenate(run_tokens)),
+            "labels": to_row(row_labels),
+            "position_ids": to_row(position_ids(q_lengths) + np.repeat(first_positions, q_lengths)),
             "cu_seq_lens_q": torch.from_numpy(cu_seq_lens(q_lengths)),
             "cu_seq_lens_k": torch.from_numpy(cu_seq_lens(k_lengths)),
             "max_length_q": max(q_lengths),
@@ -159,11 +208,11 @@ class PrefixCollator(PackedDataCollator):
             LAYOUT_KEY: SharedRowsLayout(
                 kv_index=torch.from_numpy(np.concatenate(keys)),
                 target_rows=torch.from_numpy(np.concatenate(target_rows)),
-                target_documents=torch.from_numpy(documents.astype(np.int64)),
+                target_documents=torch.from_numpy(target_documents.astype(np.int64)),
                 num_documents=torch.from_numpy(num_documents),
                 lengths=torch.from_numpy(lengths),
-                shared=torch.from_numpy(lengths - own),
-                trained=torch.from_numpy(np.bincount(documents, minlength=len(tokens))),
+                shared=torch.from_numpy(lengths - run_length_of_document),
+                trained=torch.from_numpy(np.bincount(target_documents, minlength=len(tokens))),
                 run_lengths=torch.tensor(list(zip(q_lengths, k_lengths, strict=True))),
             ),
         }

@@ -1,8 +1,11 @@
-"""Cut a packed batch into the parts that the ranks of a group hold: sequence parallelism.
+"""Cut the batch of a pack into the parts that the ranks of a group hold, for sequence parallelism.
 
-A group is `degree` neighbouring ranks that share one pack of T tokens. The member with index i holds tokens i * T / s
-to (i + 1) * T / s, where s is the degree. Parts do not follow documents: a document may begin in one part and end in
-another. Labels are shifted before the cut, because the label of a part's last token lies in the next part.
+A group is `degree` neighbouring ranks that share one pack of T tokens. The member with index i holds the tokens from
+i * T / degree to (i + 1) * T / degree. A document may begin in one part and end in another part.
+
+Every rank of a group reads all documents of the pack, as a `RankShare`, and makes the whole batch. Then `cut_part` cuts
+out the part of the rank (`PackCollator` in `loaders.py`). In the model, the ranks of a group exchange what attention
+needs of the other parts (`attention/exchange.py`).
 """
 
 import zlib
@@ -15,15 +18,17 @@ import torch
 from ..layout import LAYOUT_KEY, layout_of
 from .collator import IGNORE_INDEX
 
-# Entries of a packed batch with one value per token, (1, T). The boundaries stay those of the whole pack.
-PER_TOKEN = ("input_ids", "labels", "position_ids", "seq_idx")
-SAMPLING_STEP = 16  # of so many numbers of an image one enters the checksum
+PER_TOKEN = ("input_ids", "labels", "position_ids", "seq_idx")  # entries of a batch with one value per token, (1, T)
+SAMPLING_STEP = 16  # every 16th value of the images enters the checksum
 
 
 class RankShare(list[Any]):
-    """The documents of a pack, or their indices, of which a rank holds a part: that of a `member` of `degree` ranks.
+    """List of the documents of a pack, or of their indices, that says which part of the pack this rank holds.
 
-    Each rank of a group reads the whole pack. A group may be one rank.
+    Args:
+        documents: all documents of the pack, or their indices.
+        degree: number of ranks that share the pack; 1 if the rank has the pack for itself.
+        member: index of this rank in the group.
     """
 
     def __init__(self, documents: Iterable[Any], degree: int = 1, member: int = 0):
@@ -33,19 +38,25 @@ class RankShare(list[Any]):
 
     @classmethod
     def like(cls, pack: list[Any], documents: Iterable[Any]) -> "RankShare":
-        """`documents` for the ranks that share `pack`; a plain list is for one rank."""
+        """Return `documents` for the same rank and group as `pack`. A plain list belongs to one rank."""
         return cls(documents, pack.degree, pack.member) if isinstance(pack, RankShare) else cls(documents)
 
 
 def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool = False) -> dict[str, Any]:
-    """The part of a packed batch of T tokens that the member `index` of a group of `degree` ranks holds.
+    """Cut the part of a rank out of the batch of a pack.
 
-    `input_ids`, `labels`, `position_ids` and `seq_idx` become (1, T / degree). `shift_labels` of the same shape is
-    added: the label of the next token, which may lie in the next part. `cu_seq_lens_q/k` and `max_length_q/k` stay
-    those of the whole pack. "layout" holds the rest. With degree 1 the batch is returned as it is.
+    Args:
+        batch: the batch of the whole pack, with T tokens. T is a multiple of `degree`.
+        degree: number of ranks that share the pack. With 1 the batch is returned unchanged.
+        index: index of this rank in its group.
+        has_images: cut the labels only. An image may lie in several parts, so what enters the decoder of the model is
+            cut in the model (`attention/image_parts.py`).
 
-    An image may lie in several parts. So with `has_images` only the labels are cut here, and what enters the decoder of
-    the model is cut there (`attention/image_parts.py`).
+    Returns:
+        The batch with these changes: `input_ids`, `labels`, `position_ids` and `seq_idx` have the shape
+        (1, T / degree). `shift_labels`, of the same shape, is the label of the next token, which may lie in the next
+        part. `layout` says where the part lies, and holds a checksum by which the ranks check that they have the same
+        pack. The boundaries `cu_seq_lens_q/k` and `max_length_q/k` still describe the whole pack.
 
     >>> from trl_packfix import PackedDataCollator
     >>> whole = PackedDataCollator(pad_to_multiple_of=2)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
@@ -60,6 +71,7 @@ def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool
     num_tokens = labels.shape[1]
     assert num_tokens % degree == 0, "collated with padding to a multiple of the degree"
     rows = slice(index * num_tokens // degree, (index + 1) * num_tokens // degree)
+    # Labels are shifted before the cut, because the label of the last token of a part lies in the next part
     shifted = torch.full_like(labels, IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]
     checksum = 0
@@ -70,6 +82,6 @@ def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool
     names = ("labels",) if has_images else PER_TOKEN
     part = {name: batch[name][:, rows].contiguous() for name in names}
     part["shift_labels"] = shifted[:, rows].contiguous()
-    own = layout.cut(rows, shifted != IGNORE_INDEX)
-    part[LAYOUT_KEY] = replace(own, degree=degree, index=index, num_tokens=num_tokens, checksum=checksum)
+    part_layout = layout.cut(rows, shifted != IGNORE_INDEX)
+    part[LAYOUT_KEY] = replace(part_layout, degree=degree, index=index, num_tokens=num_tokens, checksum=checksum)
     return batch | part

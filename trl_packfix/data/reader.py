@@ -1,7 +1,18 @@
-"""Read tokens of a tokenised dataset as numpy views. This is the only module that touches token storage.
+"""Read tokens and labels of a tokenised dataset as numpy views. No other module touches the storage of tokens.
 
-A row of a `datasets.Dataset` is a slice of an Arrow buffer. The reader holds the buffers and the offsets of the rows in
-them. Reading a span is then one numpy slice, without a copy and without Python lists.
+TRL tokenises the dataset to a table with `input_ids`, and often with `labels` or a mask of the trained tokens.
+`TokenReader` reads this table. `documents.py` asks it for the lengths of the rows and their numbers of labels, and
+`DocumentDataset` (`loaders.py`) reads the tokens of a batch. For a table with images, `image_rows.py` has a reader with
+the same methods.
+
+A row of a `datasets.Dataset` is a slice of an Arrow buffer. The reader holds the buffers, and the offsets of the rows
+in them. Reading a span is then one numpy slice, without a copy and without Python lists.
+
+Words:
+    span    the tokens from `start` to `stop` of one row. A document is a span; several documents may be in one row.
+    label   the token that is trained at a position, or -100 (`IGNORE_INDEX`). Here a label is not shifted: the label of
+            a position is its own token.
+    chunk   one of the buffers that hold a column. Each chunk holds consecutive rows of the table.
 """
 
 from abc import ABC, abstractmethod
@@ -27,14 +38,20 @@ _HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
 
 
 class RowReader(ABC):
-    """R tokenised rows: what documents, plans, batches and reports need of a table. Arrays have the shape (R,)."""
+    """Base class of the readers of R tokenised rows, for documents, plans, batches and reports.
 
-    lengths: Int64Array  # tokens
-    image_stops: Int64Array | None = None  # index after the last token of an image, 0 without; None if there are none
-    image_counts: Int64Array | None = None  # None if no row has images
-    compare: Compare | None = None  # what is compared of documents to find common beginnings; None: their tokens
-    conversations: Int64Array | None = None  # if documents are turns of rows with images, the row of the dataset
-    turns: PerTurnCounts | None = None
+    Arrays of the attributes have the shape (R,). A method for several spans takes the arrays `row`, `start` and `stop`
+    of shape (N,), with one entry for each span.
+    """
+
+    lengths: Int64Array  # number of tokens of each row
+    image_stops: Int64Array | None = None  # index behind the last token of an image; 0 in a row without images
+    image_counts: Int64Array | None = None  # number of images
+    # The function that gives what is compared of each document to find common beginnings; None compares the tokens
+    compare: Compare | None = None
+    # The row of the dataset that each row of this table was made of, if rows of this table are turns with images
+    conversations: Int64Array | None = None
+    turns: PerTurnCounts | None = None  # counts of the turns, if rows of this table are turns
     _table: Dataset
 
     def __len__(self) -> int:
@@ -51,45 +68,56 @@ class RowReader(ABC):
         return [Path(file["filename"]) for file in self._table.cache_files]
 
     def bad_rows(self) -> BoolArray:
-        """Which rows could not be tokenised."""
+        """Return which rows could not be tokenised, shape (R,)."""
         return bad_row_mask(self._table)
 
     def digests(self, rows: Int64Array) -> bytes | None:
-        """Hashes of the documents of these rows; None if the tokens are at hand."""
+        """Return the joined hashes of the contents of rows with images; None if rows hold tokens only."""
         return None
 
-    def of_images(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
-        """Of the images of each span what `Documents` has, by its attribute; {} if no row has images."""
+    def image_arrays(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> dict[str, Int64Array]:
+        """Return the arrays of `Documents` that describe the images of each span, by attribute; {} without images."""
         return {}
 
-    def cuts(self, row: int, max_length: int) -> list[int] | None:
-        """Where the document of a row with images is cut into fragments; None if it cannot be."""
+    def find_cuts(self, row: int, max_length: int) -> list[int] | None:
+        """Return the places where a row with images is cut into fragments; None if it cannot be cut."""
         return None
 
     def seq_lengths(self) -> tuple[Int64Array, Int64Array] | None:
-        """If the rows are packs already: documents per row, shape (R,), and the lengths of all documents in order."""
+        """Return the documents of each row, if the rows are packs already.
+
+        Returns:
+            The number of documents of each row, shape (R,), and the lengths of all documents in order. None if each row
+            is one document.
+        """
         return None
 
     @abstractmethod
     def read(self, row: int, start: int, stop: int) -> dict[str, Any]:
-        """One span as `input_ids` and `labels`, shape (stop - start,)."""
+        """Return the `input_ids` and the `labels` of one span, both of shape (stop - start,)."""
 
     @abstractmethod
     def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
-        """Labels of each span that are not -100, shape (N,)."""
+        """Return the number of labels of each span that are not -100, shape (N,)."""
 
     def count_trained(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
-        """Trained tokens of each document, shape (N,): its first token is never a target."""
+        """Return the number of trained tokens of each document, shape (N,).
+
+        A trained token has a label that is not -100, and is not the first token of its document.
+        """
         return self.count_labels(row, np.minimum(start + 1, stop), stop)
 
 
 def mask_columns(dataset: Dataset) -> list[str]:
-    """The columns of 0 and 1 that mark the trained tokens, used if there are no `labels`."""
+    """Return the columns of 0 and 1 that mark the trained tokens. They are used if there are no `labels`."""
     return [name for name in MASK_COLUMNS if name in dataset.column_names]
 
 
 def without_ignored_mask(dataset: Dataset, completion_only_loss: bool | None) -> Dataset:
-    """Without a `completion_mask` that TRL would not read. As in TRL, None is True with prompt and completion."""
+    """Remove a `completion_mask` that TRL would not read.
+
+    TRL reads it if `completion_only_loss` is True, and for None if the dataset has `prompt` and `completion`.
+    """
     if completion_only_loss is None:
         completion_only_loss = {"prompt", "completion"} <= {*dataset.column_names}
     is_ignored = "completion_mask" in dataset.column_names and not completion_only_loss
@@ -97,10 +125,18 @@ def without_ignored_mask(dataset: Dataset, completion_only_loss: bool | None) ->
 
 
 class _ListColumn:
-    """One list column: the flat values of each Arrow chunk, and the offsets of the chunk's rows in them.
+    """A column of lists of integers: for each Arrow chunk its flat values, and the offsets of its rows in them.
 
-    Opening it copies nothing, and its time does not depend on the number of rows. Only a dataset with selected rows
-    needs memory: 8 bytes per row.
+    Opening a column copies nothing, and the time does not depend on the number of rows. Only a dataset with selected
+    rows needs memory: 8 bytes per row.
+
+    Args:
+        name: the name of the column, for messages.
+        column: the column of the whole table.
+        indices: the rows of the table that the dataset has, in its order, or None for all rows of the table.
+
+    Raises:
+        ValueError: the column does not hold lists of integers, or holds missing values.
     """
 
     def __init__(self, name: str, column: pa.ChunkedArray, indices: Int64Array | None):
@@ -113,7 +149,7 @@ class _ListColumn:
             )
         self.values: list[np.ndarray] = []
         self.offsets: list[np.ndarray] = []
-        self.begins = [0]  # first row of each chunk, and the number of rows
+        self.first_rows = [0]  # first row of each chunk, followed by the number of rows of the table
         self.indices = indices
         if pa.types.is_fixed_size_list(kind):
             column = column.cast(pa.large_list(kind.value_type))  # adds offsets
@@ -122,7 +158,7 @@ class _ListColumn:
             if pa.types.is_null(values.type) and not len(values):
                 values = values.cast(pa.int64())  # all rows are empty, so the type is null
             if pa.types.is_boolean(values.type):
-                values = values.cast(pa.int8())  # a mask: Arrow stores eight booleans in a byte, numpy one
+                values = values.cast(pa.int8())  # a mask: Arrow stores eight booleans in a byte, and numpy stores one
             if chunk.null_count or values.null_count:
                 raise ValueError(
                     f"Column `{name}` holds {chunk.null_count} missing rows and {values.null_count} missing values in "
@@ -131,43 +167,57 @@ class _ListColumn:
                 )
             self.values.append(values.to_numpy(zero_copy_only=True))
             self.offsets.append(chunk.offsets.to_numpy())
-            self.begins.append(self.begins[-1] + len(chunk))
+            self.first_rows.append(self.first_rows[-1] + len(chunk))
 
     @cached_property
     def lengths(self) -> Int64Array:
+        """Number of values of each row of the dataset."""
         lengths = np.concatenate([np.zeros(0, np.int64), *map(np.diff, self.offsets)])
         return lengths if self.indices is None else lengths[self.indices]
 
     def read(self, row: int, start: int, stop: int) -> np.ndarray:
+        """Return the values from `start` to `stop` of a row of the dataset, as a view."""
         if self.indices is not None:
             row = self.indices.item(row)
-        number = bisect_right(self.begins, row) - 1
-        base = self.offsets[number].item(row - self.begins[number])
-        return self.values[number][base + start : base + stop]
+        chunk = bisect_right(self.first_rows, row) - 1
+        offset = self.offsets[chunk].item(row - self.first_rows[chunk])
+        return self.values[chunk][offset + start : offset + stop]
 
     def by_chunk(self, rows: Int64Array) -> Iterator[tuple[np.ndarray, Int64Array, np.ndarray]]:
-        """For each chunk that has some of `rows`: its values, the indices of these `rows`, and their offsets in it."""
+        """Yield rows of the dataset chunk by chunk.
+
+        Yields:
+            For each chunk with at least one of the rows: all values of the chunk; the places in `rows` of the rows in
+            this chunk, shape (n,); and the offsets of these rows in the values, shape (n,).
+        """
         rows = rows if self.indices is None else self.indices[rows]
-        number = np.searchsorted(self.begins, rows, side="right") - 1
-        order = np.argsort(number, kind="stable")
-        bounds = np.searchsorted(number[order], np.arange(len(self.values) + 1))
-        for i, values in enumerate(self.values):
-            chosen = order[bounds[i] : bounds[i + 1]]
-            if len(chosen):
-                yield values, chosen, self.offsets[i][rows[chosen] - self.begins[i]].astype(np.int64)
+        chunk_of_row = np.searchsorted(self.first_rows, rows, side="right") - 1
+        by_chunk = np.argsort(chunk_of_row, kind="stable")
+        bounds = np.searchsorted(chunk_of_row[by_chunk], np.arange(len(self.values) + 1))
+        for chunk, values in enumerate(self.values):
+            places = by_chunk[bounds[chunk] : bounds[chunk + 1]]
+            if len(places):
+                offsets = self.offsets[chunk][rows[places] - self.first_rows[chunk]]
+                yield values, places, offsets.astype(np.int64)
 
 
 class TokenReader(RowReader):
-    """Read spans (row, start, stop) of a tokenised `datasets.Dataset` with R rows.
+    """Reads spans (row, start, stop) of a tokenised `datasets.Dataset` with R rows.
 
-    Columns: `input_ids` (or `column` in its place), optionally `labels`, optionally `seq_lengths` (rows that are packs
-    already). Missing `labels` are computed while reading and never stored. They are the tokens; with a
-    `completion_mask` or `assistant_masks`, only the tokens under a 1. Selected and shuffled datasets are read through
-    their indices. Memory-mapped datasets stay on disk. A pickled reader holds the path, not the tokens.
+    Missing labels are computed while reading and never stored. The label of each token is the token itself. If the
+    dataset has a `completion_mask` or `assistant_masks`, the label of a token under a 0 is -100.
+
+    Selected and shuffled datasets are read through their indices. Memory-mapped datasets stay on disk. A pickled reader
+    holds the path of the dataset, not the tokens.
+
+    Args:
+        dataset: the rows, with the columns `input_ids` and, optionally, `labels` or a mask of the trained tokens. With
+            `seq_lengths`, the lengths of the documents in each row, the rows are packs already.
+        column: the column to read in place of `input_ids`.
 
     Raises:
-        ValueError: no `input_ids`, a column of the wrong type, labels or a mask of another length, both masks and no
-            labels, a dataset with a transform, a stream.
+        ValueError: the dataset is a stream, has a transform, has no `input_ids`, or has both masks and no labels; a
+            column has the wrong type; the labels or the mask of a row are not as long as its tokens.
     """
 
     def __init__(self, dataset: Dataset, column: str = "input_ids"):
@@ -200,19 +250,20 @@ class TokenReader(RowReader):
         self._open()
         if self._targets is None:
             return
-        wrong = np.flatnonzero(self._targets.lengths != self._tokens.lengths)
-        if len(wrong):
-            row = wrong[0]
+        wrong_rows = np.flatnonzero(self._targets.lengths != self._tokens.lengths)
+        if len(wrong_rows):
+            row = wrong_rows[0]
             name = targets[0]
-            what, one, value = ("labels", "label", "-100") if self._has_labels else ("a mask", "entry", "0")
+            plural, singular, value = ("labels", "label", "-100") if self._has_labels else ("a mask", "entry", "0")
             raise ValueError(
-                f"{len(wrong)} rows have {what} of another length than their tokens; the first is row {row} with "
-                f"{self._tokens.lengths[row]} `input_ids` and {self._targets.lengths[row]} `{name}`. Each token needs "
-                f"exactly one {one}. Give `{name}` the length of `input_ids`, with {value} where a token is not "
-                "trained."
+                f"{len(wrong_rows)} rows have {plural} of another length than their tokens; the first is row {row} "
+                f"with {self._tokens.lengths[row]} `input_ids` and {self._targets.lengths[row]} `{name}`. Each token "
+                f"needs exactly one {singular}. Give `{name}` the length of `input_ids`, with {value} where a token is "
+                "not trained."
             )
 
     def _open(self) -> None:
+        """Find the buffers of the columns of `_table`. Its first column holds the tokens."""
         # A selected or shuffled dataset has the whole table and the indices of its rows; there is no public accessor.
         mapping = self._table._indices
         indices = None if mapping is None else mapping.column(0).to_numpy()
@@ -220,7 +271,7 @@ class TokenReader(RowReader):
         columns = {name: _ListColumn(name, self._table.data.column(name), indices) for name in names}
         self._tokens = columns[self._table.column_names[0]]
         self._has_labels = "labels" in columns
-        # labels or a mask; None if all tokens are trained
+        # The column of labels or the mask; None if all tokens are trained
         self._targets = next((columns[name] for name in ("labels", *MASK_COLUMNS) if name in columns), None)
         self._seq_lengths = columns.get("seq_lengths")
 
@@ -238,12 +289,16 @@ class TokenReader(RowReader):
     def seq_lengths(self) -> tuple[Int64Array, Int64Array] | None:
         if self._seq_lengths is None:
             return None
-        per_row = self._seq_lengths.lengths
-        parts = [self._seq_lengths.read(row, 0, num) for row, num in enumerate(per_row)]
-        return per_row, np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64, copy=False)
+        documents_per_row = self._seq_lengths.lengths
+        lengths = [self._seq_lengths.read(row, 0, num) for row, num in enumerate(documents_per_row)]
+        return documents_per_row, np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64, copy=False)
 
     def read(self, row: int, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Both are views of the dataset's own memory, except labels that are computed from a mask."""
+        """Return the `input_ids` and the `labels` of one span, both of shape (stop - start,).
+
+        They are views of the memory of the dataset, except for labels that are computed from a mask. If every token is
+        trained, `labels` is the same array as `input_ids`.
+        """
         tokens = self._tokens.read(row, start, stop)
         if self._targets is None:
             return {"input_ids": tokens, "labels": tokens}
@@ -253,81 +308,102 @@ class TokenReader(RowReader):
         return {"input_ids": tokens, "labels": targets}
 
     def read_block(self, row: Int64Array, start: Int64Array, stop: Int64Array, *, width: int) -> npt.NDArray[np.uint32]:
-        """The first `width` tokens of each span, big-endian, shape (N, width); 2**32 - 1 behind the end of a span.
+        """Return the first `width` tokens of each span, to sort documents by their bytes.
 
-        `start` may be at or behind `stop`.
+        Args:
+            start: first token of each span. It may be at or behind `stop`.
+            width: number of tokens to return for each span.
+
+        Returns:
+            Big-endian tokens, shape (N, width), with 2**32 - 1 (`END_TOKEN_KEY`) behind the end of a span.
         """
         block = np.full((len(row), width), END_TOKEN_KEY, dtype=">u4")
-        size = np.clip(stop - start, 0, width)
-        wanted = np.flatnonzero(size)
-        for values, spans, base in self._tokens.by_chunk(row[wanted]):
-            spans, first = wanted[spans], base + start[wanted[spans]]
-            whole = first + width <= len(values)
-            if whole.any():
-                block[spans[whole]] = sliding_window_view(values, width)[first[whole]]
-            for i, at in zip(spans[~whole].tolist(), first[~whole].tolist(), strict=True):
-                tokens = values[at : at + width]
+        num_tokens = np.clip(stop - start, 0, width)
+        not_empty = np.flatnonzero(num_tokens)
+        for values, places, offset in self._tokens.by_chunk(row[not_empty]):
+            # First copy `width` tokens for each span, also if the span is shorter
+            spans = not_empty[places]
+            first = offset + start[spans]
+            has_width = first + width <= len(values)  # the chunk does not end before
+            if has_width.any():
+                block[spans[has_width]] = sliding_window_view(values, width)[first[has_width]]
+            for i, first_token in zip(spans[~has_width].tolist(), first[~has_width].tolist(), strict=True):
+                tokens = values[first_token : first_token + width]
                 block[i, : len(tokens)] = tokens
-        for i in np.flatnonzero((size > 0) & (size < width)).tolist():
-            block[i, size[i] :] = END_TOKEN_KEY
+        # Then overwrite the tokens behind the end of a span
+        for i in np.flatnonzero((num_tokens > 0) & (num_tokens < width)).tolist():
+            block[i, num_tokens[i] :] = END_TOKEN_KEY
         return block
 
     def read_evenly(self, row: Int64Array, start: Int64Array, stop: Int64Array, *, num: int) -> npt.NDArray[np.int64]:
-        """`num` evenly spaced tokens of each span, from its first to its last, little-endian, shape (N, num).
+        """Return `num` evenly spaced tokens of each span, from its first token to its last token.
 
-        No span may be empty. Of shorter ones tokens are repeated.
+        No span may be empty. In a span of fewer than `num` tokens, tokens are repeated.
+
+        Returns:
+            Little-endian tokens, shape (N, num).
         """
         tokens = np.empty((len(row), num), dtype="<i8")
         steps = (stop - start - 1)[:, None] * np.arange(num) // (num - 1)
-        for values, spans, base in self._tokens.by_chunk(row):
-            tokens[spans] = values[(base + start[spans])[:, None] + steps[spans]]
+        for values, spans, offset in self._tokens.by_chunk(row):
+            tokens[spans] = values[(offset + start[spans])[:, None] + steps[spans]]
         return tokens
 
     def labels_are_tokens(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> BoolArray:
-        """Whether each label of a span is -100 or its own token, shape (N,); with the memory of `count_labels`."""
+        """Return whether every label of a span is -100 or its own token, shape (N,).
+
+        Labels are read chunk by chunk, with 4 bytes of memory per token of the largest chunk.
+        """
         are_tokens = np.ones(len(row), dtype=bool)
         if not self._has_labels:
             return are_tokens
         assert self._targets is not None
-        if self._targets.begins != self._tokens.begins:  # chunks of other rows: span by span
+        if self._targets.first_rows != self._tokens.first_rows:
+            # The chunks of the two columns hold different rows, so each span is read by itself
             for i, span in enumerate(zip(row.tolist(), start.tolist(), stop.tolist(), strict=True)):
-                read = self.read(*span)
-                are_tokens[i] = ((read["labels"] == IGNORE_INDEX) | (read["labels"] == read["input_ids"])).all()
+                columns = self.read(*span)
+                is_ignored = columns["labels"] == IGNORE_INDEX
+                are_tokens[i] = (is_ignored | (columns["labels"] == columns["input_ids"])).all()
             return are_tokens
         chunks = zip(self._tokens.by_chunk(row), self._targets.by_chunk(row), strict=True)
-        for (tokens, spans, base), (labels, _, labels_base) in chunks:
-            first = base + start[spans]
-            last = base + stop[spans]
+        for (tokens, spans, token_offset), (labels, _, label_offset) in chunks:
+            first = token_offset + start[spans]
+            last = token_offset + stop[spans]
             low = int(first.min())
             high = int(last.max())
-            # Rows have as many labels as tokens, so all rows of a chunk are as far apart in the two columns.
-            shift = int(labels_base[0] - base[0])
+            # Each row has as many labels as tokens, so the offsets of all rows of a chunk differ by the same number
+            shift = int(label_offset[0] - token_offset[0])
             chunk_labels = labels[low + shift : high + shift]
-            wrong = (chunk_labels != IGNORE_INDEX) & (chunk_labels != tokens[low:high])
-            are_tokens[spans] = _count_marked(wrong, first - low, last - low) == 0
+            is_wrong = (chunk_labels != IGNORE_INDEX) & (chunk_labels != tokens[low:high])
+            are_tokens[spans] = _count_marked(is_wrong, first - low, last - low) == 0
         return are_tokens
 
     def count_labels(self, row: Int64Array, start: Int64Array, stop: Int64Array) -> Int64Array:
-        """In one pass, chunk by chunk, with 4 bytes of memory per token of the largest chunk."""
+        """Return the number of labels of each span that are not -100, shape (N,).
+
+        Labels are read once, chunk by chunk, with 4 bytes of memory per token of the largest chunk.
+        """
         if self._targets is None:
             return stop - start
+        untrained_value = IGNORE_INDEX if self._has_labels else 0
         counts = np.zeros(len(row), dtype=np.int64)
-        for values, spans, base in self._targets.by_chunk(row):
-            first = base + start[spans]
-            last = base + stop[spans]
+        for values, spans, offset in self._targets.by_chunk(row):
+            first = offset + start[spans]
+            last = offset + stop[spans]
             low = first.min()
-            is_label = values[low : last.max()] != (IGNORE_INDEX if self._has_labels else 0)
+            is_label = values[low : last.max()] != untrained_value
             counts[spans] = _count_marked(is_label, first - low, last - low)
         return counts
 
     def token_range(self) -> tuple[int, int]:
-        """Smallest and largest token id of all rows. Reads every token."""
-        values = [chunk for chunk in self._tokens.values if len(chunk)]
-        lowest = min((int(chunk.min()) for chunk in values), default=0)
-        return lowest, max((int(chunk.max()) for chunk in values), default=0)
+        """Return the smallest and the largest token id of all rows. Every token is read."""
+        chunks = [values for values in self._tokens.values if len(values)]
+        lowest = min((int(values.min()) for values in chunks), default=0)
+        highest = max((int(values.max()) for values in chunks), default=0)
+        return lowest, highest
 
     def first_row_outside(self, low: int, high: int) -> int | None:
-        """First row with a token id outside [low, high), or None."""
+        """Return the first row with a token id outside [low, high), or None if there is no such row."""
         for row, length in enumerate(self._tokens.lengths):
             tokens = self._tokens.read(row, 0, length)
             if length and (tokens.min() < low or tokens.max() >= high):
@@ -336,7 +412,7 @@ class TokenReader(RowReader):
 
 
 def _count_marked(marks: BoolArray, first: Int64Array, stop: Int64Array) -> npt.NDArray[Any]:
-    """How many of `marks[first[i]:stop[i]]` are True, shape (N,)."""
+    """Return how many of `marks[first[i]:stop[i]]` are True, shape (N,)."""
     sums: npt.NDArray[Any] = np.zeros(len(marks) + 1, dtype=np.int32 if len(marks) < 2**31 else np.int64)
     np.cumsum(marks, out=sums[1:])
     return sums[stop] - sums[first]

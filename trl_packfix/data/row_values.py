@@ -1,9 +1,15 @@
-"""Weight and source of each row: columns that the user names, read beside the tokens and added to batches.
+"""Read the weight and the source of each row, and add them to batches.
 
-A document has the weight and the source of its row, also if it is a fragment of a split row, or one of several
-documents in a row with `seq_lengths`. In a batch they are two tensors with one entry per document, `WEIGHTS` (float32)
-and `SOURCES` (int64, an index of the names). The trainer removes them before the model gets the batch. Batches of a
-stream have names in place of these numbers, because several processes may read it; the trainer numbers them.
+The user may name two columns of the dataset: `weight_column` with a number by which the loss of a row is multiplied,
+and `source_column` with the name of the data set that a row comes from, whose loss is logged separately. A document has
+the weight and the source of its row. So do all fragments of a split row, and all documents of a row with `seq_lengths`.
+
+`read_row_values` reads both columns of a table. `DocumentDataset` (`loaders.py`) adds the values of its row to each
+document, and `RowValuesCollator` makes two tensors of them, with one entry for each document of the batch: `WEIGHTS`
+(float32) and `SOURCES` (int64, an index of the names). The trainer removes them before the model gets the batch.
+
+Several processes may read a stream, so its sources cannot be numbered when they are read. Batches of a stream have the
+names of the sources in place of numbers, and the trainer numbers them (`StreamSources`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,37 +27,50 @@ from ..layout import layout_of
 from ..samples.row import MAX_ROWS_NAMED
 from .rank_share import RankShare
 
-WEIGHTS = "document_weights"  # keys of documents and of batches
+# Keys of documents and of batches
+WEIGHTS = "document_weights"
 SOURCES = "document_sources"
 DTYPES = {WEIGHTS: torch.float32, SOURCES: torch.int64}
-_NAMES = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_string, pa.types.is_large_string)
-MAX_SOURCES = 100  # each has two numbers in every log entry
+# Types of a column of sources
+_SOURCE_TYPES = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_string, pa.types.is_large_string)
+MAX_SOURCES = 100  # each source adds two numbers to every log entry
 
 
 @dataclass(frozen=True)
 class RowValues:
     """Weights and sources of R rows."""
 
-    weights: npt.NDArray[np.float32] | None = None  # (R,); None without a column of weights
-    sources: npt.NDArray[np.int64] | None = None  # index in `names`, (R,); None without a column of sources
-    names: tuple[str, ...] = ()  # of the sources, sorted
-    column_values: tuple[Any, ...] = ()  # the value of the column for each name
+    weights: npt.NDArray[np.float32] | None = None  # shape (R,); None without a column of weights
+    sources: npt.NDArray[np.int64] | None = None  # indices in `names`, shape (R,); None without a column of sources
+    names: tuple[str, ...] = ()  # names of the sources, sorted
+    column_values: tuple[Any, ...] = ()  # the value that the column has for each name
 
     def select(self, rows: npt.NDArray[np.int64] | None) -> "RowValues":
-        """Of these rows, in this order; None for all."""
+        """Return the values of some rows, in the given order, or of all rows for None."""
         if rows is None:
             return self
         weights = None if self.weights is None else self.weights[rows]
-        return replace(self, weights=weights, sources=None if self.sources is None else self.sources[rows])
+        sources = None if self.sources is None else self.sources[rows]
+        return replace(self, weights=weights, sources=sources)
 
     def for_row(self, row: int) -> dict[str, Any]:
-        """What the documents of a row get, by the key of the batch."""
+        """Return the weight and the source of a row by their keys, as they are added to its documents."""
         columns = {WEIGHTS: self.weights, SOURCES: self.sources}
         return {name: values[row] for name, values in columns.items() if values is not None}
 
 
 def read_row_values(dataset: Dataset, weight_column: str | None, source_column: str | None, *, name: str) -> RowValues:
-    """The weights and sources of all rows; `name` is that of the dataset, for messages."""
+    """Read the weights and the sources of all rows.
+
+    Args:
+        dataset: the rows.
+        weight_column: column of the weights, or None.
+        source_column: column of the sources, or None.
+        name: name of the dataset, for messages.
+
+    Raises:
+        ValueError: a column is missing or has the wrong type, or a row has no usable weight or source.
+    """
     weights = None if weight_column is None else read_weights(dataset, weight_column, name)
     if source_column is None:
         return RowValues(weights)
@@ -59,6 +78,11 @@ def read_row_values(dataset: Dataset, weight_column: str | None, source_column: 
 
 
 def read_weights(dataset: Dataset, column: str, name: str) -> npt.NDArray[np.float32]:
+    """Return the weights of all R rows, shape (R,).
+
+    Raises:
+        ValueError: the column is missing or does not hold numbers, or a weight is negative, infinite or missing.
+    """
     values = _value_column(dataset, column, "weight_column", name=name)
     kind = values.type
     if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
@@ -69,8 +93,9 @@ def read_weights(dataset: Dataset, column: str, name: str) -> npt.NDArray[np.flo
             "(`dataset.cast_column`), or leave `weight_column` unset."
         )
     weights = pc.fill_null(values.cast(pa.float64()), float("nan")).to_numpy()
-    narrow = weights.astype(np.float32)
-    bad = np.flatnonzero(~(np.isfinite(narrow) & (narrow >= 0)))
+    weights_float32 = weights.astype(np.float32)
+    is_usable = np.isfinite(weights_float32) & (weights_float32 >= 0)
+    bad = np.flatnonzero(~is_usable)
     if len(bad):
         raise ValueError(
             f"`weight_column={column!r}` was given, and {len(bad)} of {len(weights)} rows of the {name} dataset have "
@@ -78,13 +103,29 @@ def read_weights(dataset: Dataset, column: str, name: str) -> npt.NDArray[np.flo
             f"{values[int(bad[0])].as_py()}. A negative weight would train away from its document, and NaN or infinity "
             "would spoil the whole step. Give every row a finite weight of 0 or more; 0 trains nothing of the row."
         )
-    return narrow
+    return weights_float32
 
 
 def check_row_values(
     row: dict[str, Any], index: int, *, weight_column: str | None, source_column: str | None, name: str
 ) -> dict[str, Any]:
-    """Refuse values of a row of a stream that is read by TRL's loader; a function for `map` that changes nothing."""
+    """Check the weight and the source of a row of a stream, as a function for `IterableDataset.map`.
+
+    It is used for streams that TRL's loader reads, without packing.
+
+    Args:
+        row: the columns of the row.
+        index: number of the row, for messages.
+        weight_column: column of the weights, or None.
+        source_column: column of the sources, or None.
+        name: name of the dataset, for messages.
+
+    Returns:
+        An empty dictionary, so that `map` changes no column.
+
+    Raises:
+        ValueError: the weight or the source is missing or has the wrong type.
+    """
     weight = 0 if weight_column is None else row.get(weight_column)
     if not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
         raise ValueError(
@@ -105,7 +146,14 @@ def check_row_values(
 def read_sources(
     dataset: Dataset, column: str, name: str
 ) -> tuple[npt.NDArray[np.int64], tuple[str, ...], tuple[Any, ...]]:
-    """The last three fields of `RowValues`.
+    """Return the sources of all R rows as the last three fields of `RowValues`.
+
+    Returns:
+        The number of the source of each row, shape (R,); the sorted names of the sources; and the value that the column
+        has for each name.
+
+    Raises:
+        ValueError: the column is missing or has the wrong type, a row has no source, or there are too many sources.
 
     >>> codes, names, values = read_sources(Dataset.from_dict({"from": ["web", "code", "web"]}), "from", "train")
     >>> codes.tolist(), names, values
@@ -115,7 +163,7 @@ def read_sources(
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     kind = values.type
-    if not any(is_kind(kind) for is_kind in _NAMES):
+    if not any(is_type(kind) for is_type in _SOURCE_TYPES):
         raise ValueError(
             f"`source_column={column!r}` was given, and in the {name} dataset this column has type {kind}. A source is "
             "a name that many rows share. Set `source_column` to a column of strings or whole numbers, or leave it "
@@ -145,7 +193,13 @@ def read_sources(
 
 
 class StreamSources(dict[str, int]):
-    """The sources of a stream that this rank has read, numbered as it met them; `[name]` numbers a new one."""
+    """Numbers of the sources of a stream, by name. Looking up a new name gives it the next number.
+
+    Each rank numbers the sources in the order in which it reads them.
+
+    Raises:
+        ValueError: there are too many sources.
+    """
 
     def __missing__(self, name: str) -> int:
         if len(self) == MAX_SOURCES:
@@ -154,15 +208,21 @@ class StreamSources(dict[str, int]):
                 f"({name[:40]}, ...). Each source has its own loss in every log entry, and at most {MAX_SOURCES} are "
                 "logged. Set `source_column` to a coarser column, or group rare values under one name."
             )
-        self[name] = number = len(self)
+        number = len(self)
+        self[name] = number
         return number
 
     def number_sources(self, names: Sequence[str | None]) -> torch.Tensor:
-        """The numbers of these sources, shape (N,); 0 for the padding and the dummy, which have none."""
+        """Return the numbers of N sources, shape (N,). None stands for padding or a dummy document, and becomes 0."""
         return torch.tensor([0 if name is None else self[name] for name in names], dtype=DTYPES[SOURCES])
 
 
 def _value_column(dataset: Dataset, column: str, field: str, *, name: str) -> pa.ChunkedArray:
+    """Return a column of the dataset `name` that the user has named in the setting `field`.
+
+    Raises:
+        ValueError: the dataset has no such column.
+    """
     if column not in dataset.column_names:
         raise ValueError(
             f"`{field}={column!r}` was given, and the {name} dataset has the columns {dataset.column_names}. Without "
@@ -174,29 +234,36 @@ def _value_column(dataset: Dataset, column: str, field: str, *, name: str) -> pa
 
 @dataclass
 class RowValuesCollator:
-    """Makes a batch with `collate`, and adds the weights and sources of its documents, shape (N,).
+    """Makes a batch with another collator, and adds the weights and sources of its N documents, shape (N,).
 
-    A document without them, as the dummy of an empty rank, gets 0; so does the padding of a pack. Neither has a trained
-    token.
+    The dummy document of a rank and the padding of a pack have neither. Their weight and their source are 0, which
+    changes nothing because they have no trained token.
     """
 
     collate: Callable[[Any], dict[str, Any]]
-    keys: dict[str, str]  # key of the batch -> key of the documents
-    index: Mapping[Any, int] | None = None  # of each source by its column value, if documents have this value
-    names_sources: bool = False  # documents have names of sources, and so does the batch: strings, None in place of 0
+    keys: dict[str, str]  # key of the documents by the key of the batch
+    # Number of each source by the value of its column, if documents hold this value. None if they hold the number
+    index: Mapping[Any, int] | None = None
+    # Whether documents hold the names of their sources. The batch then has a list of names, with None in place of 0
+    names_sources: bool = False
 
     def __call__(self, documents: list[dict[str, Any]]) -> dict[str, Any]:
-        taken = set(self.keys.values())
-        tokens = ({key: v for key, v in document.items() if key not in taken} for document in documents)
-        batch = self.collate(RankShare.like(documents, tokens))
-        num = layout_of(batch).count
-        for key, name in self.keys.items():
+        value_keys = set(self.keys.values())
+        without_values = (
+            {key: value for key, value in document.items() if key not in value_keys} for document in documents
+        )
+        batch = self.collate(RankShare.like(documents, without_values))
+        num_padding = layout_of(batch).count - len(documents)
+        for key, document_key in self.keys.items():
             if key == SOURCES and self.names_sources:
-                names = [str(document[name]) if name in document else None for document in documents]
-                batch[key] = names + [None] * (num - len(names))
+                names = [str(document[document_key]) if document_key in document else None for document in documents]
+                batch[key] = names + [None] * num_padding
                 continue
-            values = [document.get(name, 0) for document in documents]
             if key == SOURCES and self.index is not None:
-                values = [self.index[document[name]] if name in document else 0 for document in documents]
-            batch[key] = torch.tensor(values + [0] * (num - len(values)), dtype=DTYPES[key])
+                values = [
+                    self.index[document[document_key]] if document_key in document else 0 for document in documents
+                ]
+            else:
+                values = [document.get(document_key, 0) for document in documents]
+            batch[key] = torch.tensor(values + [0] * num_padding, dtype=DTYPES[key])
         return batch

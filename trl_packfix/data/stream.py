@@ -1,15 +1,31 @@
-"""Pack a stream: a bounded buffer in arrival order, whole optimizer steps for every rank, and the state to resume from.
+"""Pack the documents of a stream while they arrive, and save the state from which a run resumes.
 
-For a table, whose lengths are known, `epochs.py` and `loaders.py` do this. Documents are packed as they arrive, oldest
-first. Each pack is closed by an exact fill from at most `buffer_size` waiting documents. As at the end of an epoch, the
-packs of the last step of a pass are split between the micro-batches of all ranks, so every document is in exactly one
-pack of a pass. Then the next pass begins. Passes do not end: `max_steps` ends the run.
+A stream is a `datasets.IterableDataset`: its lengths are not known in advance, so it cannot be planned as a table is
+(`epochs.py`). `StreamReader` (`stream_reader.py`) reads documents in chunks, in worker processes or in this one.
+`PackedStream` packs them here, in the training process, and yields the micro-batches of one rank. With images,
+`stream_images.py` runs the processor on each micro-batch. The trainer saves the state with each checkpoint
+(`training/restart.py`).
+
+Documents are packed in the order of their arrival. The oldest waiting document begins a pack, and the pack is filled
+exactly, if possible, from at most `buffer_size` waiting documents. Then it is closed. All packs of an optimizer step
+are scheduled together, as for a table. The documents of the last step of a pass are spread over all its micro-batches,
+so every document is in exactly one pack of a pass. Then the next pass begins. Passes do not end: `max_steps` ends the
+run.
+
+Words:
+    pass     one reading of the whole stream: an epoch.
+    shard    one of the pieces into which the dataset can be divided, such as a file.
+    part     what one reader reads in a pass: some shards, or the whole stream.
+    share    the part of the stream that belongs to a rank. Several ranks may have the same share.
+    chunk    documents that a reader reads and sends together.
+    degree   number of ranks that share a pack (sequence parallelism). These neighbouring ranks are a group.
+    trained  A state is taken after an optimizer step. Its documents were read, but are not in a pack that was trained.
 """
 
 import logging
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import repeat
 from math import prod
@@ -45,77 +61,90 @@ from .threads import wait_for_threads_before_forks
 logger = logging.getLogger(__name__)
 
 TEXT_READER = StreamTokens()
-MOST_BYTES = 2**28  # of the rows with images of these documents: encoded images, and text
-STATE_COLUMNS = ("input_ids", "labels")  # of the documents in a state
+MOST_BYTES = 2**28  # largest size of the rows of waiting documents with images: encoded images and text
+STATE_COLUMNS = ("input_ids", "labels")  # keys of a document that are arrays of tokens in a state
 STATE_VERSION = 4  # raise it when the contents of the state change
-# With other values of these and of `REPLANNED_SETTINGS`, the rest of a pass is divided anew. `num_shards` is that of a
-# rank.
+# Settings of the readers that may change when a run resumes: the remaining documents of the pass are then divided anew.
+# So are they with other values of `REPLANNED_SETTINGS`. `num_shards` is the number of shards of a rank
 READER_SETTINGS = ("rank", "num_workers", "num_shards")
+# Attributes of `PackedStream` that a state holds beside the documents and the positions of the readers
 SAVED_FIELDS = ("num_steps", "num_passes", "num_arrived", "counts", "micro_steps", "parts", "rest", "count", "digest")
 StreamPack = list[DocumentTokens]
-StreamPart = tuple[list[tuple[int, int]], int]  # of the stream: its path, see `part_of`, and the epoch of its order
+# The path of a part of the stream (see `part_of`), and the epoch that decides the order in which it is shuffled
+StreamPart = tuple[list[tuple[int, int]], int]
 
 
 @dataclass(frozen=True)
 class StreamCounts:
-    """Totals of all passes."""
+    """Totals of all passes. All but the ledger count documents in packs that were given to training."""
 
-    ledger: Ledger = field(default_factory=Ledger)  # of the documents read; all else is of trained packs
+    ledger: Ledger = field(default_factory=Ledger)  # counts of all documents that were read
     packs: int = 0
     documents: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     images: int = 0
-    with_images: int = 0  # documents
-    most_images: int = 0  # in a pack
-    tower_flops: float = 0.0
-    language_flops: float = 0.0
+    with_images: int = 0  # number of documents with an image
+    most_images: int = 0  # largest number of images in a pack
+    tower_flops: float = 0.0  # of the vision tower
+    language_flops: float = 0.0  # of the language model
 
     def __add__(self, other: "StreamCounts") -> "StreamCounts":
-        totals = {name: mine + getattr(other, name) for name, mine in vars(self).items()}
-        return StreamCounts(**totals | {"most_images": max(self.most_images, other.most_images)})
+        totals = {name: count + getattr(other, name) for name, count in vars(self).items()}
+        totals["most_images"] = max(self.most_images, other.most_images)
+        return StreamCounts(**totals)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "StreamCounts":
+        """Return the counts that `asdict` has converted to `values`."""
         return cls(**values | {"ledger": Ledger.from_dict(values["ledger"])})
 
 
 class PackedStream(torch.utils.data.IterableDataset[Any]):
-    """Endless micro-batches of one rank from a stream of tokenised documents; each is a list of documents.
+    """Endless micro-batches of one rank, made from a stream of documents. Each micro-batch is a list of documents.
 
     If the number of shards is a multiple of the number of ranks, each rank reads its own shards, and begins its next
     pass when it has read them. Otherwise every rank reads the whole stream. All ranks then make the same packs, and
-    each trains on its slots of every optimizer step, as with a table.
+    each rank trains on its slots of every optimizer step, as with a table.
 
-    With sequence parallelism, a rank may hold a part of a micro-batch. If the number of shards is a multiple of the
-    number of groups of the smallest degree that holds `max_length`, each group reads its own shards, and this is the
-    only degree. Otherwise every rank reads the whole stream, and each micro-step has its own degree.
+    With sequence parallelism, a micro-batch may belong to a group of ranks, and each of them holds a part of it. If the
+    number of shards is a multiple of the number of groups of the smallest degree that holds `max_length`, each group
+    reads its own shards, and all packs have this degree. Otherwise every rank reads the whole stream, and each
+    micro-step has its own degree.
 
-    A run that resumes with other ranks, see `merge_states`, first reads the rest of the pass: the parts of the stream
-    that the old ranks have not read. If they cannot be divided evenly, every rank reads all of them.
+    A run that resumes with another number of ranks, see `merge_states`, first reads the parts of the stream that the
+    old ranks have not read in their pass. If these parts cannot be divided evenly, every rank reads all of them.
 
     Args:
-        dataset, rows, weight_column, source_column: see `StreamReader`.
-        num_workers: processes that read, at most one per shard of this rank. They share its shards.
-        worker_kwargs: for the `DataLoader` of these processes.
-        most_bytes: with images, of the rows of waiting documents; when they have so many, no other is read.
+        dataset: the stream. Its rows have tokens, or images and text.
+        packing: the settings of packing.
+        rows: how rows become documents. `StreamImages` is needed for rows with images.
+        rank: the rank that trains on the micro-batches.
+        pad_token_id: token of the dummy document, which a rank trains on if it has no documents in a micro-step.
+        num_workers: number of processes that read. At most one process per shard of this rank is used.
+        worker_kwargs: arguments for the `DataLoader` of these processes.
+        weight_column: column with the weight of each row.
+        source_column: column with the source of each row.
+        most_bytes: with images, largest size of the rows of waiting documents. When it is reached, packs are closed
+            before more documents are read.
 
     Raises:
-        ValueError: a pass over the stream has no document to train on; what `StreamReader` refuses.
+        ValueError: while iterating, if a pass over the stream has no document to train on, or if `StreamReader` refuses
+            a row.
     """
 
-    num_ahead = 0  # micro-batches that a loader with processes takes before they are trained
+    num_ahead = 0  # micro-batches that a data loader takes from this stream before they are trained
     rows: StreamTokens | StreamImages
-    # What a snapshot holds beside the documents and the readers: `SAVED_FIELDS`
-    num_steps: int
-    num_passes: int
-    num_arrived: int  # documents of this pass
+    # The attributes in `SAVED_FIELDS`
+    num_steps: int  # optimizer steps that were yielded
+    num_passes: int  # passes that were completed
+    num_arrived: int  # documents that were read in this pass
     counts: StreamCounts
-    micro_steps: dict[int, int]  # number of them so far by degree
-    parts: list[StreamPart]
-    rest: bool  # of a pass of other ranks
-    count: int  # ranks, neighbours, that read the same in this pass
-    digest: int  # checksum of the tokens of all documents so far, in the order of the packs
+    micro_steps: dict[int, int]  # number of micro-steps by their degree
+    parts: list[StreamPart]  # the parts of the stream that this rank reads in this pass
+    rest: bool  # whether this pass was begun by another number of ranks
+    count: int  # number of neighbouring ranks that read the same parts in this pass
+    digest: int  # checksum of the tokens of all documents that were yielded, in the order of their packs
 
     def __init__(
         self,
@@ -132,11 +161,13 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         most_bytes: int = MOST_BYTES,
     ):
         self.dataset, self.rows = rows.open_stream(dataset)
-        smallest = packing.parallel.smallest
-        self.path, self.num_alike = share_of_rank(self.dataset, rank, packing.world_size, degree=smallest)
+        smallest_degree = packing.parallel.smallest
+        # The share of this rank, and the number of neighbouring ranks with the same share
+        self.path, self.num_alike = share_of_rank(self.dataset, rank, packing.world_size, degree=smallest_degree)
         self.num_shards = part_of(self.dataset, self.path).num_shards
         if self.num_alike != packing.world_size:
-            packing = replace(packing, degrees=(smallest,))  # a group knows nothing of the documents of the others
+            # A group does not know the documents of the other groups, so groups cannot be joined for a long document
+            packing = replace(packing, degrees=(smallest_degree,))
         self.packing = packing
         self.rank = rank
         self.pad_token_id = pad_token_id
@@ -153,45 +184,58 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self.begin()
 
     def begin(self, num_steps: int = 0) -> None:
-        """Begin with the first document of the stream; `num_steps` optimizer steps were trained before."""
-        self._closed, self._waiting = deque[StreamPack](), dict[int, DocumentTokens]()
-        self.num_steps, self.num_passes, self.counts, self.micro_steps = num_steps, 0, StreamCounts(), {}
+        """Begin with the first document of the stream.
+
+        Args:
+            num_steps: number of optimizer steps that the run has trained before.
+        """
+        self._closed_packs = deque[StreamPack]()  # packs that were not yielded yet
+        self._waiting = dict[int, DocumentTokens]()  # documents in no closed pack, by position in the order of arrival
+        self.num_steps = num_steps
+        self.num_passes = 0
+        self.counts = StreamCounts()
+        self.micro_steps = {}
         self.digest = 0
         self._begin_pass()
-        self._start = self._snapshot()
-        self._num_skipped = 0
-        self._snapshots = {num_steps: self._start}
+        self._first_state = self._snapshot()  # the state from which an iteration begins
+        self._num_skipped = 0  # empty micro-batches that an iteration yields first
+        self._snapshots = {num_steps: self._first_state}  # states by the number of optimizer steps
 
     def _begin_pass(self) -> None:
-        num = max(self.num_workers, 1)
-        self.parts = [([*self.path, (num, reader)], self.num_passes) for reader in range(num)]
-        self._readers = [ReaderState()] * num  # of each part
+        """Divide the share of this rank into one part for each reader, and begin to read them."""
+        num_readers = max(self.num_workers, 1)
+        self.parts = [([*self.path, (num_readers, reader)], self.num_passes) for reader in range(num_readers)]
+        self._readers = [ReaderState()] * num_readers
         self.num_arrived = 0
         self.rest = False
         self.count = self.num_alike
 
     def __iter__(self) -> Iterator[StreamPack]:
-        self._restore(self._start)
+        self._restore(self._first_state)
         yield from repeat([], self._num_skipped)
         while True:
-            for step in self._one_pass():
+            for micro_batches in self._one_pass():
                 self.num_steps += 1
                 self._snapshots[self.num_steps] = self._snapshot()
-                # The loader takes micro-batches ahead, at least one, so the latest trained step may be an earlier one.
-                oldest = self.num_steps - -(-(1 + self.num_ahead) // self.packing.accumulation)
+                # The loader takes micro-batches ahead, at least one, so the latest trained step may be an earlier step.
+                # Its state may still be saved.
+                num_steps_ahead = -(-(1 + self.num_ahead) // self.packing.accumulation)
+                oldest = self.num_steps - num_steps_ahead
                 self._snapshots = {step: state for step, state in self._snapshots.items() if step >= oldest}
-                yield from step
+                yield from micro_batches
             if not self.num_arrived and not self.rest:
                 refuse_no_documents(
                     self.counts.ledger, f"Rank {self.rank} read the stream to its end", self.packing.max_length
                 )
             if self.count > self.num_alike and self.rank >= self.num_alike:
-                self.counts = StreamCounts()  # those of the first ranks go on
+                # More ranks than usual have read, and counted, the same parts. From here on only the first ranks keep
+                # these counts, so that the sum over all ranks has them once.
+                self.counts = StreamCounts()
             self.num_passes += 1
             self._begin_pass()
 
     def _one_pass(self) -> Iterator[list[RankShare]]:
-        """The rest of the current pass: this rank's micro-batches, one optimizer step after the other."""
+        """Yield the micro-batches of this rank for each remaining optimizer step of the current pass."""
         packing = replace(self.packing, world_size=self.count)
 
         def bytes_of(position: int) -> int:
@@ -200,27 +244,37 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         packs = packing.pack_stream(self._arriving_lengths(), bytes_of, self.most_bytes)
         self._has_ended = False
         while True:
-            # After the last arrival, the packs of the remaining buffer are closed together and wait for their steps.
+            # Close packs until there are enough for an optimizer step. When the last document has arrived, close all
+            # remaining packs.
             for positions in packs:
-                self._closed.append([self._waiting.pop(position) for position in positions])
-                if len(self._closed) >= packing.packs_per_step and not self._has_ended:
+                self._closed_packs.append([self._waiting.pop(position) for position in positions])
+                if len(self._closed_packs) >= packing.packs_per_step and not self._has_ended:
                     break
-            if not self._closed:
+            if not self._closed_packs:
                 return
-            step = [self._closed.popleft() for _ in range(min(packing.packs_per_step, len(self._closed)))]
-            yield self._micro_batches(step, packing)
+            num_packs = min(packing.packs_per_step, len(self._closed_packs))
+            packs_of_step = [self._closed_packs.popleft() for _ in range(num_packs)]
+            yield self._micro_batches(packs_of_step, packing)
 
     def _micro_batches(self, packs: list[StreamPack], packing: Packing) -> list[RankShare]:
-        """Packs of one optimizer step, for all ranks that read the same -> micro-batches of this rank; counts them."""
+        """Schedule the packs of one optimizer step, and count them.
+
+        Args:
+            packs: the packs of all ranks that read the same parts.
+            packing: the settings, with the number of these ranks as `world_size`.
+
+        Returns:
+            The micro-batches of this rank.
+        """
         documents = [document for pack in packs for document in pack]
         lengths = np.array([len(document["input_ids"]) for document in documents])
         for document in documents:
             self.digest = zlib.crc32(np.ascontiguousarray(document["input_ids"]).data, self.digest)
         offsets = np.cumsum([0] + [len(pack) for pack in packs])
-        of_images = [document.get(ENCODED, TOKENS_ALONE).counts for document in documents]
-        num_images, values, squares = np.array(of_images).T
+        image_counts = [document.get(ENCODED, TOKENS_ALONE).counts for document in documents]
+        num_images, values, squares = np.array(image_counts).T
         image_costs = packing.cost_model.tower(values, squares)
-        targets = np.array([np.count_nonzero(each["labels"][1:] != IGNORE_INDEX) for each in documents])
+        targets = np.array([np.count_nonzero(document["labels"][1:] != IGNORE_INDEX) for document in documents])
         self.counts += StreamCounts(
             packs=len(packs),
             documents=len(documents),
@@ -238,24 +292,33 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self.micro_steps = dict(Counter(self.micro_steps) + Counter(schedule.degrees.tolist()))
         dummy = dummy_document(self.pad_token_id)
         rank = self.rank % self.count
-        return [
-            RankShare((dummy if i == NO_DOCUMENTS else documents[i] for i in indices.tolist()), *part)
-            for indices, part in zip(schedule.micro_batches(rank), schedule.parts_of_rank(rank), strict=True)
-        ]
+        micro_batches = []
+        for indices, (degree, member) in zip(schedule.micro_batches(rank), schedule.parts_of_rank(rank), strict=True):
+            micro_batch = (dummy if i == NO_DOCUMENTS else documents[i] for i in indices.tolist())
+            micro_batches.append(RankShare(micro_batch, degree, member))
+        return micro_batches
 
     def _arriving_lengths(self) -> Iterator[int]:
-        """Number of tokens of each document, in arrival order. `_waiting` holds it by its position in this order."""
+        """Yield the number of tokens of each document in the order of arrival, first of the waiting documents.
+
+        Each document is put into `_waiting` under its position in this order, before its length is yielded. At the end
+        of the pass `_has_ended` is set.
+        """
         position = len(self._waiting)
         yield from [len(document["input_ids"]) for document in self._waiting.values()]
-        parts = [part_of(self.dataset, path) for path, _ in self.parts]
-        for part, (_, epoch) in zip(parts, self.parts, strict=True):
-            part.set_epoch(epoch)  # a shuffled dataset gets a new order
-        columns = self.weight_column, self.source_column
-        reader = StreamReader(parts, list(self._readers), self.packing, self.rows, *columns)
-        # Without a generator the loader would draw from torch's global one, and dropout would change.
-        generator = torch.Generator().manual_seed(self.num_passes)
-        how = {"collate_fn": _identity, "num_workers": self.num_workers} | self.worker_kwargs
-        for chunk in DataLoader(reader, batch_size=None, generator=generator, **how) if parts else ():
+        datasets = [part_of(self.dataset, path) for path, _ in self.parts]
+        for dataset, (_, epoch) in zip(datasets, self.parts, strict=True):
+            dataset.set_epoch(epoch)  # a shuffled dataset gets a new order
+        chunks: Iterable[DocumentChunk] = ()
+        if datasets:
+            reader = StreamReader(
+                datasets, list(self._readers), self.packing, self.rows, self.weight_column, self.source_column
+            )
+            # Without a generator the loader would draw from torch's global generator, and dropout would change.
+            generator = torch.Generator().manual_seed(self.num_passes)
+            loader_kwargs = {"collate_fn": _identity, "num_workers": self.num_workers} | self.worker_kwargs
+            chunks = DataLoader(reader, batch_size=None, generator=generator, **loader_kwargs)
+        for chunk in chunks:
             self._readers[chunk.reader] = chunk.state
             self.counts += StreamCounts(chunk.ledger)
             self.num_arrived += len(chunk.documents)
@@ -269,42 +332,47 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that must be the same after a restart."""
-        own = {name: getattr(self, name) for name in (*READER_SETTINGS, "weight_column", "source_column")}
-        own["image processor"] = self.rows.process and self.rows.process.settings.decode()
-        return self.packing.settings("stream") | own
+        stream_settings = {name: getattr(self, name) for name in (*READER_SETTINGS, "weight_column", "source_column")}
+        stream_settings["image processor"] = self.rows.process and self.rows.process.settings.decode()
+        return self.packing.settings("stream") | stream_settings
 
     def _snapshot(self) -> dict[str, Any]:
-        """The current state. It shares the documents, which are never changed."""
+        """Return the current state. It holds the documents themselves, because documents are never changed."""
+        documents_in_packs = [document for pack in self._closed_packs for document in pack]
         return {name: getattr(self, name) for name in SAVED_FIELDS} | {
-            "closed": [len(pack) for pack in self._closed],
-            "documents": [document for pack in self._closed for document in pack] + list(self._waiting.values()),
+            "closed": [len(pack) for pack in self._closed_packs],
+            "documents": documents_in_packs + list(self._waiting.values()),
             "readers": list(self._readers),
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state that `_snapshot` has made."""
         documents = iter(state["documents"])
-        self._closed = deque([next(documents) for _ in range(size)] for size in state["closed"])
+        self._closed_packs = deque([next(documents) for _ in range(size)] for size in state["closed"])
         self._waiting = dict(enumerate(documents))
         self.num_passes = state["num_passes"]
         self._begin_pass()
-        # An earlier version has not saved all of them
+        # A state of an earlier version lacks some of the fields, which then have the values of `_begin_pass`
         vars(self).update({name: state[name] for name in SAVED_FIELDS if name in state})
         self._readers = list(state["readers"])
         self._snapshots = {self.num_steps: self._snapshot()}
 
     def state_after(self, num_steps: int) -> dict[str, Any]:
-        """The state after so many optimizer steps: the latest step that was yielded, or one that is still trained.
+        """Return the state after `num_steps` optimizer steps.
 
-        It has the `counts`, those of the ranks that read the same, `count` neighbours; and `micro_steps`, the number of
-        them by degree.
+        It is known for the latest step that was yielded, and for the steps before it that may not be trained yet.
+
+        Returns:
+            A dictionary. `counts` are the totals of this rank and its neighbours that read the same parts (`count`
+            ranks in all). `micro_steps` has the number of micro-steps for each degree.
         """
         return self._snapshots[num_steps]
 
     def state_dict(self, num_steps: int) -> dict[str, Any]:
-        """The state `state_after` so many steps, for `torch.save`.
+        """Return the state after `num_steps` optimizer steps in a form for `torch.save`.
 
-        It holds the documents that were read and not trained yet: at most `buffer_size`, and a chunk per reader. With
-        images it holds their rows, images encoded.
+        It holds the documents that were read and not trained yet: at most `buffer_size` documents, and a chunk for each
+        reader. With images it holds the rows of these documents, with encoded images.
         """
         state = self._snapshots[num_steps]
         return state | {
@@ -317,116 +385,136 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         }
 
     def _compare_settings(self, state: dict[str, Any]) -> ChangedSettings:
+        """Return the settings, and the version, that differ between a saved state and this stream."""
         return compare_settings(
             state["settings"] | {"version": state["version"]}, self.settings | {"version": STATE_VERSION}
         )
 
     def can_continue(self, state: dict[str, Any]) -> bool:
-        """Whether this rank goes on from `state` alone: it was saved by the same rank with the same settings."""
+        """Return whether this rank can continue from `state` alone: the same rank saved it with the same settings."""
         return not self._compare_settings(state)
 
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """The state of this rank in place of those of all ranks of a run with other ranks, for `load_state_dict`.
+        """Make the state of this rank from the states of all ranks of a run with another number of ranks.
 
-        Ranks may be in different passes. Those that are behind read the passes up to the last one, too. So every
-        document is in each pass once.
+        The ranks of that run may be in different passes. What the ranks that are behind have not read of the passes up
+        to the last one is read now. So every document is read once in each pass.
 
         Args:
             states: the `state_dict()` of every rank after the same step, as saved.
 
+        Returns:
+            A state for `load_state_dict`.
+
         Raises:
             ValueError: settings differ that decide which documents there are.
         """
-        first = states[0]
-        changed = self._compare_settings(first)  # of all ranks
+        # First check the settings. They are equal on all ranks of the earlier run, except for the rank
+        first_state = states[0]
+        changed = self._compare_settings(first_state)
         num_shards = self.dataset.num_shards
-        fixed = {
+        refused = {
             name: values
             for name, values in changed.items()
             if name not in REPLANNED_SETTINGS and name not in READER_SETTINGS
         }
-        if "parts" not in first:
-            fixed = changed  # saved by an earlier version
-        elif (before := first["settings"]["num_shards"] * prod(num for num, _ in first["share"])) != num_shards:
-            fixed["num_shards"] = (before, num_shards)
-        if fixed:
+        if "parts" not in first_state:
+            refused = changed  # saved by an earlier version, whose parts are not known
+        else:
+            num_shards_before = first_state["settings"]["num_shards"] * prod(num for num, _ in first_state["share"])
+            if num_shards_before != num_shards:
+                refused["num_shards"] = (num_shards_before, num_shards)
+        if refused:
             raise ValueError(
-                f"The checkpoint's stream was packed with other settings: {describe_changes(fixed)}. The new settings "
-                "give other packs, so the documents not trained yet are unknown. Set them back, or set "
+                f"The checkpoint's stream was packed with other settings: {describe_changes(refused)}. The new "
+                "settings give other packs, so the documents not trained yet are unknown. Set them back, or set "
                 "`ignore_data_skip=True` to start the stream from its beginning."
             )
-        readers = states[:: first["count"]]
-        last = max(state["num_passes"] for state in readers)
-        parts = []
-        for state in readers:
-            unread = zip(state["parts"], state["readers"], strict=True)
-            parts += [(part, reader | {"chunks": 0}) for part, reader in unread if not reader["done"]]
-            passes = range(state["num_passes"] + 1, last + 1)
-            parts += [(([*state["share"]], epoch), asdict(ReaderState())) for epoch in passes]
+        # Then collect the parts that no rank has read. Neighbouring ranks that read the same parts have equal states.
+        # Only the first of these states is used
+        different_states = states[:: first_state["count"]]
+        last_pass = max(state["num_passes"] for state in different_states)
+        unread = []
+        for state in different_states:
+            for part, reader in zip(state["parts"], state["readers"], strict=True):
+                if not reader["done"]:
+                    unread.append((part, reader | {"chunks": 0}))
+            for epoch in range(state["num_passes"] + 1, last_pass + 1):
+                unread.append((([*state["share"]], epoch), asdict(ReaderState())))
+        documents = [document for state in different_states for document in decode_documents(state["documents"])]
+        counts = [StreamCounts.from_dict(state["counts"]) for state in different_states]
+        # Finally divide the parts, the waiting documents and the counts between the groups of ranks. If the parts
+        # cannot be divided evenly, every rank has all of them
         num_groups = self.packing.world_size // self.num_alike
-        is_shared = num_groups > 1 and len(parts) % num_groups > 0
-        own = slice(None)  # of the documents that wait, and of what has been counted
-        counted = readers
-        if num_groups > 1 and not is_shared:
-            own = slice(self.rank // self.num_alike, None, num_groups)
-            parts = parts[own]
-            counted = readers[own]
-        return first | {
-            "documents": encode_documents(
-                [document for state in readers for document in decode_documents(state["documents"])][own]
-            ),
+        all_ranks_read_all = num_groups > 1 and len(unread) % num_groups > 0
+        if num_groups > 1 and not all_ranks_read_all:
+            every_group_in_turn = slice(self.rank // self.num_alike, None, num_groups)
+            unread = unread[every_group_in_turn]
+            documents = documents[every_group_in_turn]
+            counts = counts[every_group_in_turn]
+        return first_state | {
+            "documents": encode_documents(documents),
             "closed": [],
-            "readers": [reader for _, reader in parts],
-            "parts": [part for part, _ in parts],
+            "readers": [reader for _, reader in unread],
+            "parts": [part for part, _ in unread],
             "rest": True,
-            "count": self.packing.world_size if is_shared else self.num_alike,
-            "counts": asdict(sum([StreamCounts.from_dict(state["counts"]) for state in counted], StreamCounts())),
-            "num_passes": last,
+            "count": self.packing.world_size if all_ranks_read_all else self.num_alike,
+            "counts": asdict(sum(counts, StreamCounts())),
+            "num_passes": last_pass,
             "num_arrived": 0,
             "settings": self.settings,
         }
 
     def load_state_dict(self, state: dict[str, Any], num_skipped: int = 0) -> None:
-        """Continue from a `state_dict()` that this rank `can_continue`, or from what `merge_states` makes.
+        """Continue from a saved state.
 
         Args:
-            num_skipped: micro-batches that the caller discards first, as the Trainer does after a restart. They are
-                yielded as empty lists.
+            state: a `state_dict()` from which this rank `can_continue`, or a state that `merge_states` has made.
+            num_skipped: number of micro-batches that the caller discards first, as the Trainer does after a restart.
+                They are yielded as empty lists.
         """
         assert self.can_continue(state)
-        self._start = state | {
+        self._first_state = state | {
             "documents": decode_documents(state["documents"]),
             "readers": [ReaderState(**reader) for reader in state["readers"]],
             "counts": StreamCounts.from_dict(state["counts"]),
         }
         self._num_skipped = num_skipped
-        self._restore(self._start)
+        self._restore(self._first_state)
 
 
 def _identity(chunk: DocumentChunk) -> DocumentChunk:
+    """Return the chunk: the `collate_fn` of the loader, which would otherwise convert arrays to tensors."""
     return chunk
 
 
 def encode_documents(documents: Sequence[DocumentTokens]) -> dict[str, Any]:
-    """Documents as few values that `torch.load` reads with `weights_only`."""
-    first = documents[0] if documents else {}
+    """Join documents to a few values that `torch.load` reads with `weights_only`. `decode_documents` is the inverse.
+
+    Returns:
+        The `lengths` of the documents, and the joined values of each of their keys. With images, `images` holds each
+        image once: the numbers of the images of each document, and the path, the mode, the size in bytes (-1 without
+        data) and the data of each image.
+    """
+    first_document = documents[0] if documents else {}
     state: dict[str, Any] = {"lengths": torch.tensor([len(document["input_ids"]) for document in documents])}
-    for name in STATE_COLUMNS if documents else ():
-        state[name] = torch.from_numpy(np.concatenate([document[name] for document in documents]))
-    if WEIGHTS in first:
+    if documents:
+        for name in STATE_COLUMNS:
+            state[name] = torch.from_numpy(np.concatenate([document[name] for document in documents]))
+    if WEIGHTS in first_document:
         state[WEIGHTS] = torch.tensor([document[WEIGHTS] for document in documents], dtype=torch.float32)
-    if SOURCES in first:
+    if SOURCES in first_document:
         state[SOURCES] = [document[SOURCES] for document in documents]
-    if ENCODED in first:
+    if ENCODED in first_document:
         rows = [document[ENCODED] for document in documents]
         state[ENCODED] = [(row.text, row.start, row.stop, row.counts) for row in rows]
-        # Each image once. By identity: comparing images would compare their bytes
-        different = {id(image): image for row in rows for image in row.images}
-        places = {key: i for i, key in enumerate(different)}
-        images = different.values()
+        # Images are told apart by identity, because comparing them would compare their bytes
+        image_of_id = {id(image): image for row in rows for image in row.images}
+        number_of_id = {key: number for number, key in enumerate(image_of_id)}
+        images = image_of_id.values()
         data = b"".join(image.data or b"" for image in images)
         state["images"] = {
-            "numbers": [[places[id(image)] for image in row.images] for row in rows],
+            "numbers": [[number_of_id[id(image)] for image in row.images] for row in rows],
             "paths": [image.path for image in images],
             "modes": [image.mode for image in images],
             "sizes": [-1 if image.data is None else len(image.data) for image in images],
@@ -436,22 +524,27 @@ def encode_documents(documents: Sequence[DocumentTokens]) -> dict[str, Any]:
 
 
 def decode_documents(state: dict[str, Any]) -> list[DocumentTokens]:
+    """Return the documents that `encode_documents` has joined to `state`."""
     lengths = state["lengths"].tolist()
-    columns = {name: [part.numpy().copy() for part in state[name].split(lengths)] for name in STATE_COLUMNS if lengths}
+    columns: dict[str, list[Any]] = {}
+    if lengths:
+        for name in STATE_COLUMNS:
+            columns[name] = [tokens.numpy().copy() for tokens in state[name].split(lengths)]
     if WEIGHTS in state:
         columns[WEIGHTS] = list(state[WEIGHTS].numpy())
     if SOURCES in state:
         columns[SOURCES] = state[SOURCES]
     if ENCODED in state:
-        given = state["images"]
+        saved_images = state["images"]
         images = []
-        start = 0
-        data = given["data"].numpy().tobytes()
-        for path, mode, size in zip(given["paths"], given["modes"], given["sizes"], strict=True):
-            images.append(EncodedImage(path, None if size < 0 else data[start : start + size], mode))
-            start += max(size, 0)
+        data = saved_images["data"].numpy().tobytes()
+        first_byte = 0
+        for path, mode, size in zip(saved_images["paths"], saved_images["modes"], saved_images["sizes"], strict=True):
+            image_data = None if size < 0 else data[first_byte : first_byte + size]
+            images.append(EncodedImage(path, image_data, mode))
+            first_byte += max(size, 0)
         columns[ENCODED] = [
-            EncodedRow(text, tuple(images[number] for number in numbers), first, stop, tuple(counts))
-            for (text, first, stop, counts), numbers in zip(state[ENCODED], given["numbers"], strict=True)
+            EncodedRow(text, tuple(images[number] for number in numbers), start, stop, tuple(counts))
+            for (text, start, stop, counts), numbers in zip(state[ENCODED], saved_images["numbers"], strict=True)
         ]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -1,8 +1,13 @@
-"""Documents with images of a stream: measured when they are read, encoded while they wait, processed when they are due.
+"""Read documents with images from a stream. They wait for their pack with encoded images.
 
-Packing needs the length of a document, and thousands of images may wait for a pack. So a row is measured as one of a
-table is (`image_rows`), and its document waits with the encoded images. Whoever makes the batch of its pack decodes
-them and runs the processor, and must get the same tokens.
+Packing needs the number of tokens of each document, and thousands of documents may wait for a pack. Decoded and
+processed images would need too much memory. So each row passes through three stages:
+
+1. `StreamImages` measures the row when it is read, as a row of a table is measured (`image_rows.py`): how many tokens
+   it has, and where its images are. `StreamReader` (`stream_reader.py`) calls it.
+2. The document waits in `PackedStream` (`stream.py`) with the row itself: text, and images as they are stored in files.
+3. `ProcessedPacks`, the dataset of the last data loader, decodes the images of a micro-batch and runs the processor. It
+   must give the same tokens as in the first stage.
 """
 
 import json
@@ -30,46 +35,52 @@ from .rank_share import RankShare
 
 logger = logging.getLogger(__name__)
 
-ENCODED = "encoded"  # key of a waiting document
+ENCODED = "encoded"  # key under which a waiting document holds its `EncodedRow`
 
 
 @dataclass(frozen=True)
 class EncodedRow:
-    text: str  # of the row, all but the images: JSON
-    images: tuple[EncodedImage, ...]  # of the row
-    start: int  # the part of the row's tokens that the document has
-    stop: int
-    counts: tuple[int, int, int]  # images in it; numbers and squares of them, that the vision tower reads
+    """The row of which a waiting document is made, and the document's place in it."""
+
+    text: str  # all columns of the row except the images, as JSON
+    images: tuple[EncodedImage, ...]  # all images of the row
+    start: int  # first token of the document in the row
+    stop: int  # the token behind the last token of the document in the row
+    # Number of images in the document, number of their values that the vision tower reads, and sum of squares of the
+    # number of values of each image
+    counts: tuple[int, int, int]
 
     @property
     def num_bytes(self) -> int:
+        """Size of the row in memory."""
         return len(self.text) + sum(len(image.data or b"") for image in self.images)
 
 
 TOKENS_ALONE = EncodedRow("", (), 0, 0, (0, 0, 0))
-"""Of a document without `ENCODED`."""
+"""Stands for the row of a document without images, which has no `ENCODED`."""
 
 
 @dataclass
 class StreamImages:
-    """How the rows of a stream with images become documents."""
+    """Makes documents of rows that have images. For rows with tokens, `StreamTokens` has the same methods."""
 
     process: RowProcessor
-    text_field: str = "text"  # the column of plain text
-    rule: TurnRule | None = None  # makes a document of each assistant turn; None: a row is one
-    drops: bool = False  # rows that cannot be processed
-    mode: str | None = None  # to which the feature of the images converts them
-    # Rows that are read together: the first is processed, and compared with what the sizes of images give
-    chunk: ClassVar[int] = CHECKED
-    _every: int = field(init=False, default=CHECKED)
+    text_field: str = "text"  # column of plain text
+    rule: TurnRule | None = None  # makes a document of each assistant turn; None makes a document of each row
+    drops: bool = False  # whether rows that cannot be processed are dropped; otherwise they raise an error
+    mode: str | None = None  # colour mode to which the dataset converts images
+    chunk: ClassVar[int] = CHECKED  # number of rows that are read together
+    # One of so many rows is processed when it is measured. The measures of the other rows follow from the sizes of
+    # their images. 1 processes every row
+    _check_interval: int = field(init=False, default=CHECKED)
 
     def __post_init__(self) -> None:
-        self._every = CHECKED if self.process.depends_on_sizes else 1
+        self._check_interval = CHECKED if self.process.depends_on_sizes else 1
 
     def open_stream(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamImages"]:
-        """The stream with its images encoded as they are stored, and how its rows become documents.
+        """Return the stream with images as they are stored in files, and the object that makes documents of its rows.
 
-        Without features the dataset gives what it was made of, so its images may be decoded still.
+        A dataset without features cannot leave images encoded. Its images are as its generator yields them.
         """
         dataset = dataset.with_format(None)
         mode = None
@@ -77,7 +88,8 @@ class StreamImages:
             return dataset, replace(self, mode=None)
         for name in IMAGES:
             feature = dataset.features.get(name)
-            while feature is not None and not isinstance(feature, Image):  # of a list
+            # The feature of a column of lists contains the feature of an image
+            while feature is not None and not isinstance(feature, Image):
                 feature = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
             mode = mode if feature is None else feature.mode
         return dataset.decode(False), replace(self, mode=mode)
@@ -85,36 +97,48 @@ class StreamImages:
     def read(
         self, batch: dict[str, list[Any]], table: Dataset, packing: Packing
     ) -> tuple[list[dict[str, Any]], Documents, np.ndarray | None]:
-        """The documents of a batch of rows; their spans; and the row of each if documents are turns.
+        """Make the documents of some rows.
+
+        Args:
+            batch: the columns of the rows.
+            table: the columns of tokens. They are not needed here.
+            packing: the settings that decide how documents are cut.
+
+        Returns:
+            The documents; their spans in the measured rows; and, if measured rows are turns, the row of the batch that
+            each of them was made of.
 
         Raises:
-            ValueError: rows cannot be processed, and `drops` is False; what `make_documents` refuses.
+            ValueError: a row cannot be processed, and `drops` is False; or `make_documents` refuses the rows.
         """
+        # First measure the rows
         rows = [self.encode_row(dict(zip(batch, values, strict=True))) for values in zip(*batch.values(), strict=True)]
-        columns = self._measure_rows(rows)
-        if self._every > 1 and any(columns["differs"]):
+        measures = self._measure_rows(rows)
+        if self._check_interval > 1 and any(measures["differs"]):
             logger.warning(
                 "A row of the stream has another length than the sizes of its images give. The processor runs on every "
                 "image from here on, which takes longer."
             )
-            self._every = 1
-            columns = self._measure_rows(rows)
-        bad = [i for i, reason in enumerate(columns[BAD_ROW_COLUMN]) if reason]
-        if bad and not self.drops:
-            row = bad[0] if self.rule is None else columns[ROW_COLUMN][bad[0]]
+            self._check_interval = 1
+            measures = self._measure_rows(rows)
+        bad_rows = [i for i, reason in enumerate(measures[BAD_ROW_COLUMN]) if reason]
+        if bad_rows and not self.drops:
+            first = bad_rows[0]
+            row = first if self.rule is None else measures[ROW_COLUMN][first]
             raise ValueError(
-                f"Row {row} of the train stream with images cannot be processed: {columns[BAD_ROW_COLUMN][bad[0]]}. "
+                f"Row {row} of the train stream with images cannot be processed: {measures[BAD_ROW_COLUMN][first]}. "
                 "Every image must be found and decoded, and every placeholder in the text needs exactly one image. "
                 'Correct or filter out this row, or set `bad_rows="drop"`, which drops and counts such rows.'
             )
-        measures = Dataset(pa.table(columns, schema=features_of(self.rule).arrow_schema), fingerprint="chunk")
-        reader = ImageRows(rows, self.process, measures, rule=self.rule)
+        # Then cut the rows to documents
+        table_of_measures = Dataset(pa.table(measures, schema=features_of(self.rule).arrow_schema), fingerprint="chunk")
+        reader = ImageRows(rows, self.process, table_of_measures, rule=self.rule)
         spans = make_documents(reader, packing.max_length, packing.overlong, may_be_empty=True)
-        columns_of_spans = ("row", "start", "stop", "image_count", "image_values", "image_squares")
+        # Finally make each document with its tokens and its encoded row
+        span_fields = ("row", "start", "stop", "image_count", "image_values", "image_squares")
+        span_columns = [getattr(spans, name).tolist() for name in span_fields]
         documents = []
-        for row, start, stop, *counts in zip(
-            *(getattr(spans, name).tolist() for name in columns_of_spans), strict=True
-        ):
+        for row, start, stop, *counts in zip(*span_columns, strict=True):
             tokens, is_target = reader.tokens(row)
             columns = reader.row(row)
             images = tuple(images_of(columns))
@@ -129,28 +153,38 @@ class StreamImages:
         return documents, spans, reader.conversations
 
     def encode_row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The columns of a row that are read, its images encoded."""
-        known = {name: row[name] for name in (*COLUMNS, self.text_field) if name in row}
-        return known | {"images": [EncodedImage.of(image, self.mode) for image in images_of(row)]}
+        """Return the columns of a row that become documents, with its images encoded."""
+        text_columns = {name: row[name] for name in (*COLUMNS, self.text_field) if name in row}
+        return text_columns | {"images": [EncodedImage.of(image, self.mode) for image in images_of(row)]}
 
     def _measure_rows(self, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+        """Return the measures of some rows by column, with one value for each document."""
         batch = {name: [row[name] for row in rows] for name in rows[0]}
-        return columns_of_batch(batch, [*range(len(rows))], ProcessedImages(self.process, self.rule, self._every))
+        process = ProcessedImages(self.process, self.rule, self._check_interval)
+        return columns_of_batch(batch, [*range(len(rows))], process)
 
 
 @dataclass
 class ProcessedPacks(torch.utils.data.Dataset[Any]):
-    """Micro-batches of waiting documents, by themselves in place of an index, with their images processed."""
+    """Dataset of a data loader that processes the images of waiting documents.
 
-    process: RowProcessor | None  # None: no document has images
+    Its "indices" are the waiting documents themselves. The sampler of the loader is a `PackedStream`.
+    """
+
+    process: RowProcessor | None  # None if no document has images
 
     def __getitems__(self, micro_batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the documents of a micro-batch, with their images processed.
+
+        Raises:
+            ValueError: a document has other tokens than when it was read.
+        """
         documents = []
         for document in micro_batch:
             if encoded := document.get(ENCODED):
                 assert self.process is not None
-                whole = self.process(json.loads(encoded.text) | {"images": list(encoded.images)})
-                processed = self.process.cut(whole, encoded.start, encoded.stop)
+                row = self.process(json.loads(encoded.text) | {"images": list(encoded.images)})
+                processed = self.process.cut(row, encoded.start, encoded.stop)
                 if not np.array_equal(processed["input_ids"], document["input_ids"]):
                     raise ValueError(
                         f"A document of the stream with {len(encoded.images)} images has "

@@ -1,8 +1,20 @@
-"""Read a rank's share of a stream of documents, chunk by chunk, with a state to resume from after each chunk.
+"""Read the share of a rank of a stream, chunk by chunk, with a state to resume from after each chunk.
 
-Reading is slow (files, chat templates, tokenisation), so it may run in worker processes. Packing is cheap and runs in
-the training process, so that process has a record of every document consumed. Each chunk comes with the state of its
-reader after it. Chunks that workers have read ahead are in no saved state; a restart reads them again.
+The rows of the stream are tokenised while they are read. `StreamReader` cuts them to documents (`documents.py`) and
+yields chunks of documents to `PackedStream` (`stream.py`), which packs them.
+
+Reading is slow (files, chat templates, tokenisation), so it may run in worker processes of a `DataLoader`. Packing is
+cheap and runs in the training process, which therefore knows which documents were trained. Each chunk comes with the
+state of its reader behind it. Chunks that a worker has read ahead are not in a saved state, so a restart reads them
+again.
+
+Words:
+    shard   one of the pieces into which a dataset can be divided, such as a file.
+    share   what one rank reads: some of the shards, or all.
+    part    what one reader reads: the share of the rank, or its division among the workers.
+    reader  the reading of one part, with its position.
+    chunk   documents that a reader yields together.
+    group   neighbouring ranks that share packs (sequence parallelism). Their number is the degree.
 """
 
 import logging
@@ -29,29 +41,34 @@ from .stream_images import StreamImages
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 128  # examples that are read, cut and sent together, without images
+CHUNK = 128  # number of rows without images that are read, cut and sent together
 TOKEN_COLUMNS = ("input_ids", "labels", "seq_lengths", "attention_mask", BAD_ROW_COLUMN)
-MANY_RANKS = 8
+MANY_RANKS = 8  # with more ranks, a warning is logged if every rank reads the whole stream
 
 DocumentTokens = dict[str, Any]
-"""`input_ids` and `labels` of one document, int32, shape (tokens,); its weight, a scalar, if rows have weights; the
-name of its source, if they have sources; with images, what it is made of (`ENCODED`)."""
+"""One document: `input_ids` and `labels`, int32 arrays of shape (tokens,). If rows have weights, also its weight, a
+scalar. If rows have sources, also the name of its source. With images, also its row with encoded images (`ENCODED`)."""
 
 Path = Sequence[tuple[int, int]]
-"""Shards of shards: the number of parts, and the index of the part, for each division. () is the whole stream."""
+"""How a part is cut out of a stream: for each division, the number of parts, and the index of the part that is divided
+further. The empty path is the whole stream."""
 
 
 def part_of(dataset: IterableDataset, path: Path) -> IterableDataset:
-    for num, index in path:
-        dataset = dataset.shard(num, index, contiguous=False)
+    """Return the part of a stream that a path names."""
+    for num_parts, index in path:
+        dataset = dataset.shard(num_parts, index, contiguous=False)
     return dataset
 
 
 def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degree: int = 1) -> tuple[Path, int]:
-    """The path of what a rank reads, and the number of ranks that read the same.
+    """Decide what a rank reads.
 
-    Each group of `degree` ranks reads whole shards if their number is a multiple of the number of groups. Else every
-    rank reads everything. Without sequence parallelism each rank is a group.
+    If the number of shards is a multiple of the number of groups of `degree` ranks, each group reads its own shards.
+    Otherwise every rank reads the whole stream. Without sequence parallelism each rank is a group.
+
+    Returns:
+        The path of the share, and the number of neighbouring ranks that read this share.
 
     Raises:
         ValueError: the dataset has been split between ranks already.
@@ -64,7 +81,7 @@ def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degre
         )
     num_groups = world_size // degree
     if dataset.num_shards % num_groups == 0:
-        # Not `split_dataset_by_node`: it assigns the shards anew in every pass, but ranks end their passes at
+        # `split_dataset_by_node` is not used: it assigns the shards anew in every pass, but ranks end their passes at
         # different times.
         return ((num_groups, rank // degree),), degree
     if world_size > MANY_RANKS and rank == 0:
@@ -83,36 +100,47 @@ def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degre
 class ReaderState:
     """The position of one reader in a pass over its part of the stream."""
 
-    # `IterableDataset.state_dict()` after the last chunk; None at the start or if that state is not exact
+    # `IterableDataset.state_dict()` after the last chunk. None at the beginning, or if that state is not exact
     position: dict[str, Any] | None = None
-    examples: int = 0  # read so far
-    chunks: int = 0  # yielded so far by this run, or by those before it with the same readers
-    done: bool = False
+    examples: int = 0  # number of rows that were read
+    chunks: int = 0  # number of chunks that were yielded, also before a restart with the same readers
+    done: bool = False  # whether the part was read to its end
 
 
 @dataclass(frozen=True)
 class DocumentChunk:
-    """Documents in order, their ledger, and the state of reader number `reader` after them."""
+    """Documents that a reader yields together."""
 
     documents: list[DocumentTokens]
-    ledger: Ledger
-    reader: int
-    state: ReaderState
+    ledger: Ledger  # counts of the rows that were read for these documents
+    reader: int  # index of the reader
+    state: ReaderState  # the state of the reader behind these documents
 
 
 @dataclass(frozen=True)
 class StreamTokens:
-    """How the rows of a stream become documents if they have tokens; `StreamImages` for those with images."""
+    """Makes documents of rows that have tokens. For rows with images, `StreamImages` has the same methods."""
 
-    vocab_size: int | None = None
-    process: None = None
-    chunk: ClassVar[int] = CHUNK
+    vocab_size: int | None = None  # size of the vocabulary, to refuse other token ids; None does not check them
+    process: None = None  # the processor of images; there is none
+    chunk: ClassVar[int] = CHUNK  # number of rows that are read together
 
     def open_stream(self, dataset: IterableDataset) -> tuple[IterableDataset, "StreamTokens"]:
+        """Return the stream as it is read, and the object that makes documents of its rows: both unchanged."""
         return dataset, self
 
     def read(self, batch: dict[str, Any], table: Dataset, packing: Packing) -> tuple[list[Any], Documents, None]:
-        """The documents of a batch, whose columns are in `table`, and their spans."""
+        """Make the documents of some rows.
+
+        Args:
+            batch: the columns of the rows. They are not needed here.
+            table: the columns of tokens, as `as_table` makes it of the batch.
+            packing: the settings that decide how documents are cut.
+
+        Returns:
+            The documents; their spans in the rows; and None, because rows were not divided into turns, see
+            `StreamImages.read`.
+        """
         if "input_ids" in table.column_names:
             check_tokens(table, "train", self.vocab_size)
         reader = TokenReader(table)
@@ -128,14 +156,21 @@ class StreamTokens:
 
 @dataclass
 class StreamReader(torch.utils.data.IterableDataset[Any]):
-    """One pass over a stream, in chunks. In a `DataLoader` with workers, each worker reads its own parts.
+    """One pass over a share of a stream, in chunks. In a `DataLoader` with workers, each worker reads its own parts.
 
     Args:
-        parts: of the stream: examples with `input_ids`, optionally `labels`, `seq_lengths`, `attention_mask`, or with
-            images. There is one for each worker, or one without workers. For the rest of a pass of other ranks there
-            may be more or fewer; each worker reads several in turn.
-        states: the state from which each part continues.
-        weight_column, source_column: columns with the weight and the source of each row, which its documents get.
+        parts: the parts of the share. Their rows have `input_ids` and, optionally, `labels`, `seq_lengths` and
+            `attention_mask`, or they have images. There is one part for each worker, or one part without workers. If
+            another number of ranks has begun the pass, there may be more or fewer parts than workers, and a worker
+            reads one part after the other.
+        states: the state from which the reader of each part continues.
+        packing: the settings that decide how documents are cut.
+        rows: makes documents of rows.
+        weight_column: column with the weight of each row, which its documents get.
+        source_column: column with the source of each row, which its documents get.
+
+    Raises:
+        ValueError: while iterating, if a row cannot be packed. The message names the row.
     """
 
     parts: list[IterableDataset]
@@ -147,49 +182,67 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[DocumentChunk]:
         worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        unread = [number for number in range(first, len(self.parts), step) if not self.states[number].done]
+        worker_id = worker.id if worker else 0
+        num_workers = worker.num_workers if worker else 1
+        parts_of_worker = range(worker_id, len(self.parts), num_workers)
+        unread = [i for i in parts_of_worker if not self.states[i].done]
         if not unread:
             return
         if worker:
             fsspec.asyn.reset_lock()  # inherited from the parent process; reading remote files would wait for it
-        by_worker = [self.states[i::step] for i in range(step)]
-        turns = [sum(state.chunks for state in states) for states in by_worker]
-        reading = [i for i, states in enumerate(by_worker) if not all(state.done for state in states)]
-        if turns[first] > min(turns[i] for i in reading):
-            # Workers take turns, and this one was one turn ahead when the state was saved.
+        # The loader takes a chunk from each worker in turn. If this worker was one turn ahead when the state was saved,
+        # it begins with an empty chunk, so that the other workers catch up.
+        states_by_worker = [self.states[i::num_workers] for i in range(num_workers)]
+        turns = [sum(state.chunks for state in states) for states in states_by_worker]
+        workers_with_rows = [i for i, states in enumerate(states_by_worker) if not all(state.done for state in states)]
+        if turns[worker_id] > min(turns[i] for i in workers_with_rows):
             yield DocumentChunk([], Ledger(), unread[0], self.states[unread[0]])
-        for number in unread:
-            state = self.states[number]
-            dataset = self.parts[number]
-            is_exact = state_is_exact(dataset)
-            position = state.position if is_exact else None
-            dataset.load_state_dict(position)
-            # Not `iter(dataset)`: in a worker that would split the part between the workers once more.
-            batches = dataset.iter(batch_size=self.rows.chunk)
-            if position is None and state.examples:
-                # The dataset's state is not exact, or was not where the run was saved: read this pass from its start.
-                next(islice(batches, -(-state.examples // self.rows.chunk) - 1, None), None)
-            examples = state.examples
-            chunks = state.chunks
-            for batch in batches:
-                documents, ledger = self._documents(batch, examples)
-                examples = examples + len(next(iter(batch.values())))
-                chunks = chunks + 1
-                position = dataset.state_dict() if is_exact else None
-                yield DocumentChunk(documents, ledger, number, ReaderState(position, examples, chunks))
-            yield DocumentChunk([], Ledger(), number, ReaderState(None, examples, chunks + 1, done=True))
+        for reader in unread:
+            yield from self._read_part(reader)
 
-    def _documents(self, batch: dict[str, Any], first: int) -> tuple[list[DocumentTokens], Ledger]:
-        columns = self.weight_column, self.source_column
+    def _read_part(self, reader: int) -> Iterator[DocumentChunk]:
+        """Yield the remaining chunks of the part `reader`, and finally an empty chunk with its final state."""
+        state = self.states[reader]
+        dataset = self.parts[reader]
+        is_exact = state_is_exact(dataset)
+        position = state.position if is_exact else None
+        dataset.load_state_dict(position)
+        # `iter(dataset)` is not used: in a worker it would split the part between the workers once more
+        batches = dataset.iter(batch_size=self.rows.chunk)
+        if position is None and state.examples:
+            # The position is not known exactly, so the part is read from its beginning, and the rows that were read
+            # before are discarded
+            num_batches = -(-state.examples // self.rows.chunk)
+            next(islice(batches, num_batches - 1, None), None)
+        num_rows = state.examples
+        num_chunks = state.chunks
+        for batch in batches:
+            documents, ledger = self._make_documents(batch, num_rows)
+            num_rows += len(next(iter(batch.values())))
+            num_chunks += 1
+            position = dataset.state_dict() if is_exact else None
+            yield DocumentChunk(documents, ledger, reader, ReaderState(position, num_rows, num_chunks))
+        yield DocumentChunk([], Ledger(), reader, ReaderState(None, num_rows, num_chunks + 1, done=True))
+
+    def _make_documents(self, batch: dict[str, Any], num_rows: int) -> tuple[list[DocumentTokens], Ledger]:
+        """Make the documents of some rows, with their weights and sources.
+
+        Args:
+            batch: the columns of the rows.
+            num_rows: number of rows that the reader has read before, for messages.
+
+        Returns:
+            The documents, and their ledger.
+        """
+        columns = (self.weight_column, self.source_column)
         try:
             table = as_table(batch, *columns)
             values = read_row_values(table, *columns, name="train")
-            documents, spans, conversations = self.rows.read(batch, table, self.packing)
-            values = values.select(conversations)
+            documents, spans, row_of_turns = self.rows.read(batch, table, self.packing)
+            values = values.select(row_of_turns)
         except ValueError as error:
             raise ValueError(
-                f"{error} (A stream: rows are counted from number {first:,} of those that this reader read.)"
+                f"{error} (A stream: rows are counted from number {num_rows:,} of those that this reader read.)"
             ) from error
         for document, row in zip(documents, spans.row, strict=True):
             document |= values.for_row(row)
@@ -198,26 +251,41 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
         return documents, spans.ledger
 
 
-def as_table(batch: dict[str, Any], *others: str | None) -> Dataset:
-    """Columns of rows (lists, arrays or tensors) as a table in memory: those that packing reads, and `others`."""
+def as_table(batch: dict[str, Any], *further_columns: str | None) -> Dataset:
+    """Convert columns of rows (lists, arrays or tensors) to a table in memory.
+
+    Args:
+        batch: the rows by column.
+        further_columns: names of columns to convert in addition to the columns of tokens. None is skipped.
+    """
     columns = {}
-    for name in (*TOKEN_COLUMNS, *others):
+    for name in (*TOKEN_COLUMNS, *further_columns):
         if name is not None and name in batch:
             # `[()]` makes a scalar of an array without dimensions
             rows = [row if isinstance(row, list | str | None) else np.asarray(row)[()] for row in batch[name]]
             columns[name] = pa.array(rows)
-    return Dataset(pa.table(columns), fingerprint="chunk")  # hashing the table would take longer than all the rest
+    # A fixed fingerprint, because hashing the table would take longer than all other work on it
+    return Dataset(pa.table(columns), fingerprint="chunk")
 
 
-def read_whole(dataset: IterableDataset, *others: str | None) -> Dataset:
-    """All examples of a finite stream, as a table in memory, see `as_table`."""
-    tables = [as_table(batch, *others) for batch in dataset.iter(batch_size=CHUNK)]
+def read_whole(dataset: IterableDataset, *further_columns: str | None) -> Dataset:
+    """Read all rows of a finite stream into a table in memory, see `as_table`.
+
+    Raises:
+        ValueError: the stream has no rows.
+    """
+    tables = [as_table(batch, *further_columns) for batch in dataset.iter(batch_size=CHUNK)]
     if not tables:
         refuse_empty()
     return concatenate_datasets(tables)
 
 
 def refuse_empty() -> NoReturn:
+    """Raise the error that a stream for evaluation has no rows.
+
+    Raises:
+        ValueError: always.
+    """
     raise ValueError(
         "The evaluation set is an `IterableDataset` that yielded 0 examples, so there is nothing to evaluate. Check "
         "that it was not read to its end before, and that its filters do not drop every example."
