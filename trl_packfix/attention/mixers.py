@@ -5,9 +5,9 @@ attention, short convolutions. It calls two functions by their names in its mode
 which each token reads the W - 1 tokens before it, and a scan, which carries a state from token to token. Neither may
 read over the boundary of a document.
 
-`compat.ReplacedFunctions` replaces these functions while a packed forward runs, and restores them afterwards. Each replacement reads
-the boundaries of the running `PackedForward`, and then calls the original function. So transformers still decides
-whether a kernel or plain torch computes it.
+`compat.ReplacedFunctions` replaces these functions while a packed forward runs, and restores them afterwards. Each
+replacement reads the boundaries of the running `PackedForward`, and then calls the original function. So transformers
+still decides whether a kernel or plain torch computes it.
 
     convolution  A kernel that takes boundaries (`seq_idx`) gets them. Otherwise, and where ranks share the pack, each
                  document is laid out behind the W - 1 tokens that it may read: zeros, rows of the previous rank, or

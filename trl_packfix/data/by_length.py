@@ -35,14 +35,11 @@ def plan_launches(bounds: npt.NDArray[np.integer[Any]], longest: int) -> Launche
         bounds: first token of each of N documents, followed by the number of tokens, shape (N + 1,).
         longest: number of tokens for which a single launch of all documents would start blocks in each document.
 
-<<<<<<< HEAD
-=======
     Returns:
         For each launch (first document, last document + 1, first token, last token + 1, tokens of its longest
         document). Documents without tokens are in no launch. The tuple is empty if a single launch is good enough: at
         most half of its blocks have no work, or neighbouring documents differ in length too often.
 
->>>>>>> p-wdata
     >>> plan_launches(np.array([0, 5000, 5100, 5200, 5200]), longest=8192)
     ((0, 1, 0, 5000, 5000), (1, 3, 5000, 5200, 100))
     """

@@ -177,9 +177,6 @@ def document_loader(
 ) -> DataLoaderShard:
     """Return a data loader for one rank, prepared by accelerate so that its batches are moved to the device.
 
-<<<<<<< HEAD
-    accelerate moves them there, but does not shard them again. Where ranks share packs, `collate` is a `PackCollator`.
-=======
     The sampler yields the batches of one rank already, so accelerate must not divide them between the ranks again. (It
     once did: 53 of 97 documents were trained on 2 ranks, without an error.)
 
@@ -189,7 +186,6 @@ def document_loader(
         collate: makes the batch of the documents. If ranks share packs, it contains a `PackCollator`.
         device: the device of the batches, or None to leave them on the CPU.
         dataloader_kwargs: further arguments of `DataLoader`.
->>>>>>> p-wdata
     """
     if dataloader_kwargs.get("num_workers"):
         wait_for_threads_before_forks()

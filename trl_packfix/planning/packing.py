@@ -365,5 +365,6 @@ def describe_changes(changed: ChangedSettings) -> str:
 
 def _shorten_hash(value: object) -> str:
     """Return the first digits of a SHA-256 in hexadecimal, and any other value as Python writes it."""
-    is_hash = isinstance(value, str) and len(value) == 64
-    return f"{value[:8]}..." if is_hash else repr(value)
+    if isinstance(value, str) and len(value) == 64:
+        return f"{value[:8]}..."
+    return repr(value)
