@@ -38,7 +38,9 @@ from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
 from ..planning.packing import Packing
 from ..reporting.build import make_report, make_stream_report
-from ..samples.checks import check_texts_with_images, has_images, what_is_trained
+from ..samples.checks import check_texts_with_images, has_images, has_transform, what_is_trained
+from ..samples.data_proof import prove_or_refuse
+from ..samples.data_report import DataReport
 from ..samples.row import Trained, TurnCounts
 from . import checks
 from .choices import Setup, text_config
@@ -79,6 +81,7 @@ class TrainingData(Part):
         self.images = NoImages(run)
         self._rows = PackedDataCollator()  # makes the rows of packs in training
         self.turns: TurnCounts | None = None
+        self.report: DataReport | None = None  # whether everything given is in the tokens
         self.trained = Trained(what_is_trained(args, train_dataset), args.message_train_key)
         self.planner: EpochPlanner | None = None  # of a table, from when training starts
         self.stream: PackedStream | None = None  # the same of a stream
@@ -104,7 +107,10 @@ class TrainingData(Part):
             run.data_collator, self._rows = collate, collate.rows
         eval_sets = run.eval_dataset if isinstance(run.eval_dataset, dict) else {"eval": run.eval_dataset}
         for name, dataset in [("train", run.train_dataset), *eval_sets.items()]:
-            check_texts_with_images(dataset, name, run.processing_class, per_turn=args.per_turn)
+            check_texts_with_images(dataset, name, per_turn=args.per_turn)
+            if has_images(dataset) and not has_transform(dataset):
+                report = prove_or_refuse(dataset, name, args=args, tokenizer=run.processing_class)
+                self.report = report if name == "train" else self.report
         self._read_training_set()
         if args.packing:
             run.packed_model = self.make_packed_model()

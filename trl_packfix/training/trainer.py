@@ -218,6 +218,7 @@ class SFTTrainer(trl.SFTTrainer):
             self.chat_template = made.recipe.chat_template or self.chat_template  # TRL's attribute
             dataset, formatting_func = made.rows, None
             if is_training_set:
+                self.data.report = made.data
                 self.data.turns, self.data.trained = made.turns, replace(self.data.trained, counts=made.masked)
         if packing or (not is_training_set and not self._has_own_collator):
             # TRL would truncate here, and drop rows without a trained token. Documents are cut later, as spans.
