@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import trl
 from datasets import Dataset, Features, Json, List, Value
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.chats import PLAIN, answer, tokenizer_with, user
 from support.models import build_tokenizer
-from support.runs import trainer
+from support.runs import config, trainer
 from tokenizers.processors import TemplateProcessing
 
+from trl_packfix import check_data
 from trl_packfix.samples.data_proof import Rendering, prove_data
 
 OK = answer("It is sunny")
@@ -338,6 +340,41 @@ def test_a_dataset_is_refused_or_warned_of_before_it_is_tokenised(tmp_path, capl
     )
     assert [said in message for message in caplog.messages] == [True]
     assert not run.data.report.complete
+
+
+def test_check_data_says_what_training_loses_without_a_trainer(tmp_path):
+    """With the template and the turns that the settings choose; the tokenizer is not changed."""
+    tokenizer, rows = tokenizer_with("qwen3"), Dataset.from_list([CASES["early thought"].row] * 3)
+    assert [each.num_rows for each in check_data(rows, tokenizer).findings] == [3]
+    assert check_data(rows, tokenizer, config(tmp_path, per_turn=True)).complete
+    (tmp_path / "plain.jinja").write_text(PLAIN)
+    before = tokenizer.chat_template
+    settings_of_trl = trl.SFTConfig(
+        str(tmp_path), chat_template_path=str(tmp_path / "plain.jinja"), use_cpu=True, bf16=False
+    )
+    assert check_data(rows, tokenizer, settings_of_trl).complete
+    assert tokenizer.chat_template == before
+    report = check_data(Dataset.from_list([CASES["all answers"].row] * 3), tokenizer_of("questions"), name="mine")
+    with pytest.raises(ValueError, match="3 of 3 rows of the mine dataset have `content` in messages of the role"):
+        report.raise_if_lost()
+    with pytest.raises(ValueError, match="it is tokenised"):
+        check_data(Dataset.from_dict({"input_ids": [[1, 2]]}), tokenizer)
+
+
+def test_the_report_of_a_run_has_a_line_about_its_data(tmp_path, capsys):
+    rows = [messages(ASK, OK)] * 3 + [CASES["developer"].row]
+    expected = "4 rows (4 kinds of texts, 2 rows rendered); 1 rows have `content` in messages of the role `developer`"
+    options = {"processing_class": tokenizer_with("qwen3"), "max_length": 200, "max_steps": 1}
+    run = trainer(tmp_path, Dataset.from_list(rows), **options)
+    run.train()
+    assert dict(run.packing_report.lines())["data"].startswith(expected)
+    (finding,) = run.packing_report.to_dict()["data"]["findings"]
+    assert (finding["num_rows"], finding["row"], finding["example"]) == (1, 3, "Be brief")
+    trainer(tmp_path, Dataset.from_list(rows[:3]), packing=False, **options).train()
+    assert (
+        "Data: every text of 3 rows is in the tokens once (2 kinds of texts, 1 rows rendered)"
+        in capsys.readouterr().out
+    )
 
 
 # Rows that may be anything

@@ -30,6 +30,7 @@ def _documents(report: "PackingReport") -> Lines:
         text = f"{report.num_documents:,} of {report.num_rows:,} rows, {report.num_tokens:,} tokens{packs}"
     yield "documents", text
     yield from _line("trained tokens", report.trained, report.num_trained_tokens, report.num_tokens)
+    yield from _line("data", report.data)
     yield from _line("images", report.images)
     yield from _line("lengths", report.lengths)
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from ..data.documents import Ledger
 from ..isolation.isolation_report import IsolationReport, finite
 from ..planning.strategies import Strategy
+from ..samples.data_report import DataReport
 from ..samples.row import Trained, TurnCounts
 from .columns import COLUMNS
 from .lines import LINES
@@ -60,6 +61,7 @@ class PackingReport:
     - `images`: the images of the documents, and what they cost; None for a dataset without.
     - `turns`: with `per_turn`, how many conversations and assistant turns the rows are; else None.
     - `trained`: what the loss is computed on, and by which setting.
+    - `data`: whether everything that the rows give is in the tokens, once; None for tokenised rows.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
     - `experimental`: what was set and several GPUs have not run yet.
@@ -107,6 +109,7 @@ class PackingReport:
     images: ImageNumbers | None = None
     turns: TurnCounts | None = None
     trained: Trained | None = None
+    data: DataReport | None = None
     lengths: LengthHistogram | None = None
     attention: str = "not chosen yet"
     isolation: IsolationReport | None = None

@@ -14,6 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from datasets import Dataset, IterableDataset
 
 from ..compat import main_process_first
 from .checks import NUM_OF_STREAM, PLACEHOLDER, has_images
-from .conversation import Conversation, Tokenizer, plain_tokenizer
+from .conversation import NUM_SHOWN, Conversation, Tokenizer, plain_tokenizer
 from .data_report import DataReport, Finding
 from .given import CONTROL, LONGEST_LABEL, MEDIA, PLACED, THOUGHT, Given, Kind, KindReader, Leaf, leaves, read_kinds
 from .processor import images_of
@@ -129,6 +130,7 @@ class _Proof:
         self.given, self.rendering, self.structs = given, rendering, structs
         self.num_rendered = self.num_marks = 0
         self.states: dict[Kind, Counter[str]] = defaultdict(Counter)
+        self.examples: dict[Kind, str] = {}  # a text of each kind that was left out
         self.unknown_roles: set[str] = set()
         self.python_paths: set[str] = set()  # of lists and dictionaries that are in a text as Python writes them
         self.unread_arguments: set[str] = set()
@@ -201,6 +203,8 @@ class _Proof:
                 is_later = is_turn and mark in (self._text_or_none(alone) or "").lower()
                 state = "left out later" if is_later else "left out"
             self.states[leaf.kind][state] += 1
+            if state.startswith("left out"):
+                self.examples.setdefault(leaf.kind, shorten(str(value), NUM_SHOWN, placeholder=" ..."))
         return True
 
     def _look(self, conversation: Conversation, text: str) -> None:
@@ -318,16 +322,22 @@ class _Proof:
         states = sum(lost.values(), Counter[str]())
         num = states["left out"] + states["left out later"]
         cause = f"{num} of {states.total()} such texts are missing in the rows that were rendered."
+        example = self.examples[next(iter(lost))] if lost else ""
         template, otherwise = "`chat_template_path` to a template that renders it", "write it into `content`"
         if self._loses_side(path, role):
             said = f"{cause} Nothing that the {role} says would be in the tokens."
-            return {"cause": said, "remedy": f"Write `content` as text, or set {template}.", "severity": "error"}
+            return {
+                "example": example,
+                "cause": said,
+                "remedy": f"Write `content` as text, or set {template}.",
+                "severity": "error",
+            }
         remedy = f"Set {template}, or {otherwise}."
         if not states["left out"]:
             remedy = "Set `per_turn=True`, which trains each turn as it is rendered when it is the last."
         elif role not in (*ROLES, ""):
             remedy = f"Rename the role to one that the template knows, or set {template}."
-        return {"cause": f"{cause} The model never sees them.", "remedy": remedy}
+        return {"example": example, "cause": f"{cause} The model never sees them.", "remedy": remedy}
 
     def _loses_side(self, path: str, role: str) -> bool:
         """Whether a text is left out with all other texts of the user or of the assistant, except for thoughts."""

@@ -16,6 +16,7 @@ class Finding:
     row: int  # the first of them
     cause: str = ""
     remedy: str = ""
+    example: str = ""  # the beginning of a text that is left out
     severity: Literal["error", "warning", "mended", "note"] = "warning"
 
 
@@ -28,7 +29,8 @@ class DataReport:
         num_kinds: kinds of texts, by where they stand, the role of their message and its place.
         num_rendered: rows that were rendered with marks.
         num_untried: kinds of texts of which no mark could be followed.
-        findings: what is left out, repeated or changed (`what`, `num_rows`, `row`, `cause`, `remedy`, `severity`).
+        findings: what is left out, repeated or changed: `what`, `num_rows`, the first `row`, `cause`, `remedy`, and
+            `severity`, one of "error" (training is refused), "warning", "mended" and "note".
     """
 
     name: str
@@ -64,7 +66,8 @@ class DataReport:
         """Say what rows gave, why it is not trained as it was given, and what to set."""
         count = f"{finding.num_rows:,} of {'the first ' if self.of_stream else ''}{self.num_rows:,} rows"
         first = f" (the first is row {finding.row})" if finding.num_rows < self.num_rows else ""
-        said = f"{count} of the {self.name} dataset {finding.what}{first}."
+        example = f", for example {finding.example!r}" if finding.example else ""
+        said = f"{count} of the {self.name} dataset {finding.what}{example}{first}."
         return " ".join(part for part in (said, finding.cause, finding.remedy) if part)
 
     def __str__(self) -> str:

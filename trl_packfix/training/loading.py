@@ -172,7 +172,7 @@ class TrainingData(Part):
                 run.train_dataset = without_ignored_mask(dataset, run.completion_only_loss)
         refuse(checks.setup_of(type(run), {"args": args, "model": run.model, "train_dataset": dataset}))
         checks.check_weights(args, run.train_dataset)
-        self.turns, self.trained = None, replace(self.trained, counts=None)
+        self.turns, self.report, self.trained = None, None, replace(self.trained, counts=None)
         self._read_training_set()
 
     def packed_loader(self) -> DataLoader[Any]:
@@ -187,7 +187,11 @@ class TrainingData(Part):
                 reports[0] = make_report(planner, self.reader, unpacked_counts_first=self.unpacked_counts_first)
             max_steps = self.args.max_steps if self.args.max_steps > 0 else None
             self._run.packing_report = replace(
-                broadcast_object_list(reports)[0], trained=self.trained, turns=self.turns, max_steps=max_steps
+                broadcast_object_list(reports)[0],
+                trained=self.trained,
+                turns=self.turns,
+                data=self.report,
+                max_steps=max_steps,
             )
         rows = DocumentDataset(self.reader, self.documents, self._run._tokenizer.pad_token_id, values=self.row_values)
         sampler = PackedBatchSampler(planner, self.ranks.rank)
@@ -302,7 +306,9 @@ class TrainingData(Part):
             weight_column=args.weight_column,
             source_column=args.source_column,
         )
-        self._run.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)
+        self._run.packing_report = replace(
+            make_stream_report(stream, args.max_steps), trained=self.trained, data=self.report
+        )
         collate = self.training_collator(self._value_columns, names_sources=True)
         settings = self._loader_settings
         if stream.rows.process is None:
