@@ -19,7 +19,9 @@ from support.runs import config, trainer
 from tokenizers.processors import TemplateProcessing
 
 from trl_packfix import check_data
+from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.data_proof import Rendering, prove_data
+from trl_packfix.samples.turns import TurnRule
 
 OK = answer("It is sunny")
 ASK = user("What is the weather")
@@ -340,6 +342,35 @@ def test_a_dataset_is_refused_or_warned_of_before_it_is_tokenised(tmp_path, capl
     )
     assert [said in message for message in caplog.messages] == [True]
     assert not run.data.report.complete
+
+
+@pytest.mark.parametrize("options", [{}, {"per_turn": True}], ids=str)
+def test_control_tokens_in_texts_are_counted_until_rows_sanitise_them(options, tmp_path, caplog):
+    """Without it, a text ends its turn; with `assistant_only_loss` transformers refuses to sanitise."""
+    row = CASES["control token"].row
+    sanitised = row | {"chat_template_kwargs": {"sanitize_control_tokens": True}}
+    end = build_tokenizer().convert_tokens_to_ids("<|im_end|>")
+
+    def counted(row, **more):
+        caplog.clear()
+        run = trainer(tmp_path, Dataset.from_list([row] * 3), packing=False, max_length=300, max_steps=1, **more)
+        is_said = any("3 of 3 rows of the train dataset have texts with control" in text for text in caplog.messages)
+        return run.train_dataset[0]["input_ids"].count(end), is_said
+
+    assert counted(row, **options) == (3, True)
+    assert counted(sanitised, **options) == (2, False)
+    with pytest.raises(ValueError, match="not compatible with `return_assistant_tokens_mask=True`"):
+        counted(sanitised, assistant_only_loss=True)
+
+
+@pytest.mark.parametrize("key", ["loss", "trainable", "loss_mask", "mask", "keep_this"])
+@pytest.mark.parametrize("off, on", [(False, True), (0, 1), (0.0, 1.0)])
+def test_any_key_with_booleans_or_weights_says_which_messages_are_trained(key, off, on):
+    rows = [messages(ASK, OK | {key: off}, ASK, answer("Yes") | {key: on})] * 3
+    rule = Rendering(build_tokenizer(), train_key=key, trains_assistant=True)
+    assert prove_data(Dataset.from_list(rows), "train", rule).complete
+    chosen = TurnRule(key).choose(Conversation.from_row(rows[0]))
+    assert chosen.trained == [3]
 
 
 def test_check_data_says_what_training_loses_without_a_trainer(tmp_path):

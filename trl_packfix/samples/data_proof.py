@@ -38,6 +38,7 @@ MOST_TURNS = 50  # of a row that is rendered turn by turn
 MARK, NUMBER = re.compile(r"zq\d+x", re.IGNORECASE), re.compile(r"97000\d{6}")
 BEFORE_A_LETTER = re.compile(r"(?<![<|/\\\w])[^\W\d_]")  # not inside a tag, a word or an escape
 ROLES = ("system", "user", "assistant", "tool")  # of transformers and TRL
+SANITISED = '{"sanitize_control_tokens": True}'
 UNKNOWN = "zqrolex"  # a role that no template knows
 # Columns that other libraries render, and keys of messages by which they leave a message out of the loss
 RENDERED_COLUMNS = re.compile("prompt|system|instruction|document|context|function|tools|history|video|audio")
@@ -283,7 +284,8 @@ class _Proof:
             "have texts with control tokens of the tokenizer",
             {kind for kind in self.given.kinds if kind.path == CONTROL},
             cause="They become the tokens that the chat template writes itself, so a text can end a turn or begin one.",
-            remedy='Give these rows `chat_template_kwargs={"sanitize_control_tokens": True}`, or remove the tokens.',
+            remedy=f"Remove the tokens, or give these rows `{SANITISED}` in a column `chat_template_kwargs`"
+            + (" and set `per_turn=True`." if self.rendering.trains_assistant and not self.rendering.per_turn else "."),
         )
         yield from self._finding(
             "are texts that begin with BOS",

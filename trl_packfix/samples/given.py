@@ -96,7 +96,8 @@ class KindReader:
         messages = [message for column in columns if isinstance(row[column], list) for message in row[column]]
         if messages:
             num_prompt = len(row["prompt"]) if "prompt" in columns else 0
-            yield from self._kinds_of_messages(messages, num_prompt)
+            is_sanitised = (row.get("chat_template_kwargs") or {}).get("sanitize_control_tokens")
+            yield from self._kinds_of_messages(messages, num_prompt, "" if is_sanitised else self.control)
             yield from _kinds_of_arguments(row)
             yield from (Kind(f"Null in {name}") for name in self.structs if name in row and row[name] != given[name])
         elif columns and self.bos and row[columns[0]].startswith(self.bos):
@@ -106,8 +107,8 @@ class KindReader:
             if not is_read and isinstance(value, str | list | dict) and value and not str(value).isspace():
                 yield Kind(f"Column {name}")
 
-    def _kinds_of_messages(self, messages: list[Message], num_prompt: int) -> set[Kind]:
-        control = _compiled(self.control) if self.control else None
+    def _kinds_of_messages(self, messages: list[Message], num_prompt: int, pattern: str) -> set[Kind]:
+        control = _compiled(pattern) if pattern else None
         kinds: set[Any] = set()
         for i, (role, place, message) in enumerate(_placed(messages)):
             kinds.add(("", role, place))
