@@ -273,7 +273,7 @@ def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: i
         table = dataset.with_format(None)
         columns = table.select_columns([name for name, kind in table.features.items() if _is_read(name, kind)])
         for name, kind in columns.features.items():
-            if (encoded := _undecoded(kind)) != kind:
+            if (encoded := undecoded(kind)) != kind:
                 columns = columns.cast_column(name, encoded)
         hashes, rows = np.zeros(len(table), np.int64), table
         if columns.column_names:
@@ -302,12 +302,12 @@ def _is_read(name: str, kind: Any) -> bool:
     return name not in IMAGES and not isinstance(kind, Image | Audio | Video)
 
 
-def _undecoded(feature: Any) -> Any:
+def undecoded(feature: Any) -> Any:
     """Return a feature whose images, sounds and videos are not decoded."""
     if isinstance(feature, Image | Audio | Video):
         return type(feature)(decode=False)
     if isinstance(feature, dict):
-        return {key: _undecoded(value) for key, value in feature.items()}
+        return {key: undecoded(value) for key, value in feature.items()}
     if isinstance(feature, List | LargeList):
-        return type(feature)(_undecoded(feature.feature))
-    return [_undecoded(feature[0])] if isinstance(feature, list) else feature
+        return type(feature)(undecoded(feature.feature))
+    return [undecoded(feature[0])] if isinstance(feature, list) else feature
