@@ -110,7 +110,7 @@ class TrainingData(Part):
             check_texts_with_images(dataset, name, per_turn=args.per_turn)
             if has_images(dataset) and not has_transform(dataset):
                 report = prove_or_refuse(dataset, name, args=args, tokenizer=run.processing_class)
-                self.report = report if name == "train" else self.report
+                self.report = report if dataset is run.train_dataset else self.report
         self._read_training_set()
         if args.packing:
             run.packed_model = self.make_packed_model()

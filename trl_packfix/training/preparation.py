@@ -6,7 +6,7 @@ from typing import Any
 
 import trl
 from datasets import Dataset, IterableDataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ProcessorMixin
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..data.dataset_checks import check_tokenised
@@ -16,6 +16,7 @@ from ..samples.checks import columns_of
 from ..samples.data_proof import Rendering, prove_data
 from ..samples.data_report import DataReport
 from ..samples.images import masking_collator
+from ..samples.named_images import with_named_images
 from ..samples.turns import TurnRule
 from .checks import check_datasets
 from .choices import Setup
@@ -71,6 +72,8 @@ def check_data(
             f"`check_data` was given a dataset with the columns {columns_of(dataset)}: it is tokenised. What its rows "
             "had before is not known from tokens. Give the rows as they were before."
         )
+    if isinstance(processing_class, ProcessorMixin):
+        dataset = with_named_images(dataset, name)
     if args is None:
         return prove_data(dataset, name, Rendering(processing_class))
     ours, processing_class = adopt(args, "output"), copy.deepcopy(processing_class)

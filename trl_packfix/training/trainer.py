@@ -45,6 +45,7 @@ from ..reporting.report import PackingReport, complete_card, is_on_hub
 from ..samples.apply import make_samples
 from ..samples.checks import check_rows, has_transform, without_format
 from ..samples.images import count_turns_of_images, masking_collator
+from ..samples.named_images import with_named_images
 from ..samples.turns import TurnRule
 from . import checks
 from .callbacks import AdaptersLearn, BeforeFirstStep, BeforeTraining, StreamCallback
@@ -138,8 +139,11 @@ class SFTTrainer(trl.SFTTrainer):
         if args.padding_free and not args.packing:
             # TRL's own check would refuse `padding_free` with a `max_length`
             args.packing, args.packing_strategy = True, "minibatch"
-        given["train_dataset"] = train_dataset = without_format(train_dataset)
-        given["eval_dataset"] = eval_dataset = without_format(eval_dataset)
+        train_dataset, eval_dataset = without_format(train_dataset), without_format(eval_dataset)
+        if formatting_func is None and (processing_class is None or isinstance(processing_class, ProcessorMixin)):
+            train_dataset = with_named_images(train_dataset, "train")
+            eval_dataset = with_named_images(eval_dataset, "eval")
+        given["train_dataset"], given["eval_dataset"] = train_dataset, eval_dataset
         checks.check_before_loading(checks.setup_of(type(self), given))
         if args.use_liger_kernel:  # as TRL does from 1.16 on: its default is a loss that replaces the model's forward
             args.liger_kernel_config = (args.liger_kernel_config or {}) | {"fused_linear_cross_entropy": False}
