@@ -417,6 +417,15 @@ BAD = {
     "text beside messages": ([messages(ASK, OK, text=None), {"messages": None, "text": "words"}], None, True, True),
     "tools that are no JSON": ([messages(ASK, OK, tools="[")], None, False, False),
     "tools of another form": ([messages(ASK, OK, tools=json.dumps({"name": "f"}))], None, False, False),
+    "calls and roles of other forms": (
+        [
+            messages(ASK, OK | {"tool_calls": ["f"]}),
+            messages({"role": "", "content": "a b"}, OK | {"tool_calls": None}),
+        ],
+        PLAIN,
+        True,
+        False,
+    ),
     "bytes": ([messages(ASK, OK, image_bytes=b"abc")], None, True, True),
     "many turns": ([{"messages": TOO_MANY}], None, True, True),
     "marks of ours": ([messages(user("zq0x zq1x"), OK)], None, True, False),

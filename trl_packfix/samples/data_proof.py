@@ -104,7 +104,8 @@ def prove_data(
 
 def _reader(dataset: Dataset | IterableDataset, rendering: Rendering, structs: dict[str, Any]) -> KindReader:
     tokenizer: Any = plain_tokenizer(rendering.tokenizer)
-    control = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    added = getattr(tokenizer, "added_tokens_decoder", {})  # tokenizers of Mistral have none
+    control = {token.content for token in added.values() if token.special}
     if has_images(dataset):  # texts may have placeholders of images
         control = {token for token in control if not MEDIA.search(token)}
     pattern = "|".join(re.escape(token) for token in sorted(control, key=len, reverse=True))
@@ -145,24 +146,30 @@ class _Proof:
             row = without_nulls(given, self.structs)
             conversation = self._conversation(row)
             text = self._text(conversation)
-        except Exception:  # of the template, or of the form of the row
-            return False
-        num_marks = sum(_is_text(leaf.kind) for leaf in leaves(conversation.messages, conversation.arguments))
-        if self.num_rendered and self.num_marks + num_marks > MOST_MARKS:
+            num_marks = sum(_is_text(leaf.kind) for leaf in leaves(conversation.messages, conversation.arguments))
+            if self.num_rendered and self.num_marks + num_marks > MOST_MARKS:
+                return False
+            self.num_marks += num_marks
+            if not self._follow(conversation, text, None):
+                for i in range(min(num_marks, MOST_SINGLE)):
+                    self._follow(conversation, text, i)
+            self._look(conversation, text)
+            self._look_at_columns(given, row, conversation, text=text)
+        except Exception:  # of the template, or of the form of the row: no row ends a run that would train it
             return False
         self.num_rendered += 1
-        self.num_marks += num_marks
-        if not self._follow(conversation, text, None):
-            for i in range(min(num_marks, MOST_SINGLE)):
-                self._follow(conversation, text, i)
-        self._look(conversation, text)
+        return True
+
+    def _look_at_columns(
+        self, given: dict[str, Any], row: dict[str, Any], conversation: Conversation, *, text: str
+    ) -> None:
+        """Look for columns whose texts the messages have, too, and for those whose added keys would be in the text."""
         said = {str(leaf.holder[leaf.key]).strip() for leaf in leaves(conversation.messages, {})}
         columns = {name: each.strip() for name, each in row.items() if isinstance(each, str)}
         long = {name for name, each in columns.items() if len(each) >= LONGEST_LABEL and each in text}
         self.copied_columns |= long.union(name for name, each in columns.items() if each in said)
         changed = [name for name in self.structs if given.get(name) != row.get(name)]
         self.null_columns |= {name for name in changed if self._text_or_none(row | {name: given[name]}) != text}
-        return True
 
     def _conversation(self, row: dict[str, Any]) -> Conversation:
         conversation = Conversation.from_row(row, images_of(row))

@@ -136,7 +136,7 @@ def leaves(messages: list[Message], arguments: Mapping[str, Any]) -> Iterator[Le
 
 def _placed(messages: list[Message]) -> list[tuple[str, str, Message]]:
     """Return role, place and message of each message."""
-    roles = [m.get("role") or ROLES.get(m.get("from", ""), m.get("from")) or "" for m in messages]
+    roles = [str(m.get("role") or ROLES.get(m.get("from", ""), m.get("from")) or "") for m in messages]
     last = max((i for i, role in enumerate(roles) if role == "user"), default=0)
     places = ["first" if not i else "earlier" if i < last else "last" for i in range(len(roles))]
     return list(zip(roles, places, messages, strict=True))
