@@ -24,13 +24,27 @@ from ..compat import main_process_first
 from .checks import NUM_OF_STREAM, PLACEHOLDER, has_images
 from .conversation import NUM_SHOWN, Conversation, Tokenizer, plain_tokenizer
 from .data_report import DataReport, Finding
-from .given import CONTROL, LONGEST_LABEL, MEDIA, PLACED, THOUGHT, Given, Kind, KindReader, Leaf, leaves, read_kinds
+from .given import (
+    CONTROL,
+    LONGEST_LABEL,
+    MEDIA,
+    OTHER_FORM,
+    PLACED,
+    THOUGHT,
+    Given,
+    Kind,
+    KindReader,
+    Leaf,
+    leaves,
+    read_kinds,
+)
 from .processor import images_of
 from .recipes import training_template
 from .texts import struct_columns, without_nulls
 from .turns import Settings, template_of
 
 NUM_RENDERED = 20  # rows, of each kind two
+MAX_NAMED = 10  # rows of a finding
 MOST_SHAPES = 200  # of which a row is tried
 MOST_MARKS = 20_000  # in all rows together
 MOST_SINGLE = 50  # texts of a row that are marked one by one
@@ -224,7 +238,8 @@ class _Proof:
             if other is not None and other != text and other.replace(UNKNOWN, role) == text:
                 self.unknown_roles.add(role)
         values = [("content", message.get("content")) for message in messages]
-        for call in (call for message in messages for call in message.get("tool_calls") or ()):
+        calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
+        for call in calls:
             values += [("tool_calls", call), ("tool_calls", (call.get("function") or call).get("arguments"))]
         values += [("tools", tool) for tool in arguments.get("tools") or ()]
         for path, value in values:
@@ -248,12 +263,12 @@ class _Proof:
         rows = np.arange(len(self.given)) if kinds is None else self.given.rows_with(kinds)
         rows = np.setdiff1d(rows, self.given.rows_with(others))
         if len(rows):
-            yield Finding(what, len(rows), int(rows[0]), **more)
+            yield Finding(what, len(rows), tuple(rows[:MAX_NAMED].tolist()), **more)
 
     def findings(self, *, has_images: bool) -> Iterator[Finding]:
         """Yield what is left out, repeated or changed."""
         if self.rendering.needs_assistant and not isinstance(self.given.rows, list):
-            speaking = {kind for kind in self.given.kinds if not kind.path and kind.role == "assistant"}
+            speaking = {kind for kind in self.given.kinds if not kind.path and kind.role == "assistant"} | {OTHER_FORM}
             yield from self._finding(
                 "have no assistant message, and `assistant_only_loss=True` was given",
                 None,

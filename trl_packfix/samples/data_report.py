@@ -13,7 +13,7 @@ class Finding:
 
     what: str  # with its verb: "have ..."
     num_rows: int  # that have it
-    row: int  # the first of them
+    rows: tuple[int, ...]  # the first of them
     cause: str = ""
     remedy: str = ""
     example: str = ""  # the beginning of a text that is left out
@@ -29,7 +29,7 @@ class DataReport:
         num_kinds: kinds of texts, by where they stand, the role of their message and its place.
         num_rendered: rows that were rendered with marks.
         num_untried: kinds of texts of which no mark could be followed.
-        findings: what is left out, repeated or changed: `what`, `num_rows`, the first `row`, `cause`, `remedy`, and
+        findings: what is left out, repeated or changed: `what`, `num_rows`, the first `rows`, `cause`, `remedy`, and
             `severity`, one of "error" (training is refused), "warning", "mended" and "note".
     """
 
@@ -60,12 +60,13 @@ class DataReport:
         counts += f"; {self.num_untried:,} kinds not tried" if self.num_untried else ""
         is_proved = self.complete and self.num_rendered and self.num_untried < self.num_kinds
         text = f"every text of {rows} is in the tokens once ({counts})" if is_proved else f"{rows} ({counts})"
+        text = text if self.num_kinds else f"{rows} of plain text"
         return "; ".join([text, *(f"{finding.num_rows:,} rows {finding.what}" for finding in self.findings)])
 
     def message(self, finding: Finding) -> str:
         """Say what rows gave, why it is not trained as it was given, and what to set."""
         count = f"{finding.num_rows:,} of {'the first ' if self.of_stream else ''}{self.num_rows:,} rows"
-        first = f" (the first is row {finding.row})" if finding.num_rows < self.num_rows else ""
+        first = f" (the first are {[*finding.rows]})" if finding.num_rows < self.num_rows else ""
         example = f", for example {finding.example!r}" if finding.example else ""
         said = f"{count} of the {self.name} dataset {finding.what}{example}{first}."
         return " ".join(part for part in (said, finding.cause, finding.remedy) if part)

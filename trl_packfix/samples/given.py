@@ -52,6 +52,9 @@ class Kind(NamedTuple):
     place: str = ""  # of its message: "first", "earlier" than the last message of the user, or "last"
 
 
+OTHER_FORM = Kind("Other form")
+
+
 class Leaf(NamedTuple):
     """A value that a row gives, in its list or dictionary."""
 
@@ -67,8 +70,8 @@ class KindReader:
 
     Facts of a row are kinds, too, whose paths begin with a capital: "Null in COLUMN" if Arrow added keys
     (`without_nulls`), "Control token" if a text of a message holds a match of `control`, "BOS" if a plain text begins
-    with `bos`, "Placeholder" if a content is a text with `placeholder`, "Renamed role", "Column NAME" if it has a text
-    and is not read, and "No form" if a row cannot be read.
+    with `bos`, "Placeholder" if a content is a text with `placeholder`, "Other form" if neither `messages` nor a text
+    is read, "Renamed role", "Column NAME" if it has a text and is not read, and "No form" if a row cannot be read.
     """
 
     text_field: str
@@ -102,6 +105,8 @@ class KindReader:
             yield from (Kind(f"Null in {name}") for name in self.structs if name in row and row[name] != given[name])
         elif columns and self.bos and row[columns[0]].startswith(self.bos):
             yield Kind("BOS")
+        if columns[:1] in (("prompt",), ("conversations",)):
+            yield OTHER_FORM
         for name, value in row.items():
             is_read = name in columns or (messages and name in ("tools", "chat_template_kwargs"))
             if not is_read and isinstance(value, str | list | dict) and value and not str(value).isspace():
