@@ -22,6 +22,8 @@ _MODULE_OF = {
     "check_isolation": "isolation.check_isolation",
     "StepReport": "isolation.check_step",
     "check_step": "isolation.check_step",
+    "DataReport": "samples.data_report",
+    "check_data": "training.preparation",
     "PackingReport": "reporting.report",
     "packed_dataloader": "data.loaders",
     "pack_forward": "training.pack_forward",
@@ -41,8 +43,10 @@ if TYPE_CHECKING:
     from .planning.packs import PackPlan as PackPlan
     from .planning.strategies import plan_packs as plan_packs
     from .reporting.report import PackingReport as PackingReport
+    from .samples.data_report import DataReport as DataReport
     from .training.config import SFTConfig as SFTConfig
     from .training.pack_forward import pack_forward as pack_forward
+    from .training.preparation import check_data as check_data
     from .training.trainer import SFTTrainer as SFTTrainer
 
 

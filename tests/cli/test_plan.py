@@ -19,7 +19,7 @@ from trl_packfix.cli.lengths import read_lengths
 pytestmark = pytest.mark.slow
 
 # What only a model can say, and what only `plan` estimates
-NOT_PLANNED = ("attention", "isolation", "first_step", "prefixes", "trained", "max_steps")
+NOT_PLANNED = ("attention", "isolation", "first_step", "prefixes", "trained", "data", "max_steps")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 import pickle
 import re
 from pathlib import Path
@@ -78,6 +79,21 @@ def test_the_text_marks_trained_tokens_and_leaves_out_the_middle(workplace, caps
     short = show(workplace, capsys, *FLAGS, "--packs", "1", "--documents", "2", "--tokens", "10")
     hidden = [(int(n), int(t)) for n, t in re.findall(r"\[\.\.\. (\d+), (\d+) of them trained \.\.\.\]", short)]
     assert hidden == [(int(row[2]) + 1 - 10, int(row[3]) - 5) for row in rows]  # each ends with trained tokens
+
+
+def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplace, capsys):
+    rows = [json.loads(line) for line in (workplace / "rows.jsonl").read_text().splitlines()[:3]]
+    rows[1]["prompt"][0]["reasoning_content"] = "a thought of mine"
+    (workplace / "thoughts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = "1 of 3 rows of the {} dataset have `reasoning_content` in messages of the role `user`"
+    files = {name: str(workplace / f"{name}.jsonl") for name in ("thoughts", "rows")}
+    assert main(["show", files["thoughts"], "--model", str(workplace / "model"), *FLAGS]) == 0
+    assert said.format(files["thoughts"]) in capsys.readouterr().out
+    assert main(["check", str(workplace / "model"), "--dataset", files["thoughts"]]) == 1
+    assert said.format(files["thoughts"]) in capsys.readouterr().out
+    assert main(["check", str(workplace / "model"), "--dataset", files["rows"], "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["complete"] is True
 
 
 def test_documents_have_a_colour_each_and_it_is_not_alone(run):

@@ -122,7 +122,11 @@ def test_a_prompt_without_a_completion_beside_messages_is_left_out_and_named(oth
     dataset = dataset.to_iterable_dataset() if is_stream else dataset
     run = trainer(tmp_path, dataset, packing=False, max_steps=1, shuffle_dataset=False)
     assert samples(run.train_dataset) == of_stock(tmp_path, "chat")
-    assert "has a column `prompt` and no `completion`. `messages` is tokenised, and `prompt` is not." in caplog.text
+    assert "dataset have a column `prompt`, which is not read" in caplog.text
+    copies = [{"messages": chat(i), "prompt": f"hi {i}"} for i in range(NUM)]
+    caplog.clear()
+    trainer(tmp_path, Dataset.from_list(copies), packing=False)
+    assert "`prompt`" not in caplog.text
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -12,9 +12,7 @@ from support.models import build_tokenizer
 from support.runs import all_documents, stock, trainer
 
 from trl_packfix import SFTTrainer
-from trl_packfix.samples.dataset_warnings import warn_of_what_is_left_out
-from trl_packfix.samples.recipes import EachTurn
-from trl_packfix.samples.turns import TurnRule
+from trl_packfix.samples.data_proof import Rendering, prove_data
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +103,7 @@ def test_warnings_of_trl_about_every_row_are_counted(bad_rows, tmp_path, caplog)
 # Roles of ShareGPT, and fields that a template leaves out
 
 KEYS = ("from", "value")
+FIELDS = ("reasoning_content", "tool_calls")
 
 
 def sharegpt(num=6, roles=("human", "gpt"), keys=KEYS):
@@ -137,17 +136,17 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
     assert "<|im_start|>human" in build_tokenizer().decode(rows_of(plain_trl)[1][0])
     assert "renamed" not in caplog.text
     for table in tables(sharegpt(), "conversations"):
-        caplog.clear()
-        assert rows_of(trainer(tmp_path, table, **settings)) == expected
-        if isinstance(table, Dataset):
-            assert "4 of 6 rows of the train dataset have the roles `human` or `gpt`" in caplog.text
+        run = trainer(tmp_path, table, **settings)
+        assert rows_of(run) == expected
+        num = "4 rows" if isinstance(table, Dataset) else "2 rows"
+        assert f"{num} have the roles `human` or `gpt` in `conversations`, which are renamed" in run.data.report.line()
         turns = trainer(tmp_path, table, per_turn=True, **settings)
         assert sum(max(labels) >= 0 for _, labels in rows_of(turns)) == 12
     thought = {"from": "assistant", "value": "s", "reasoning_content": "t"}
     kept = [{"conversations": [*row["conversations"], thought]} for row in sharegpt()]
     given = json.dumps(kept)
     stream = IterableDataset.from_generator(lambda: iter(kept))  # yields objects of the user
-    warn_of_what_is_left_out(stream, "train", EachTurn(TurnRule(), build_tokenizer()))
+    prove_data(stream, "train", Rendering(build_tokenizer(), per_turn=True))
     assert json.dumps(kept) == given
     caplog.clear()
     bad = [*sharegpt(), {"conversations": None}, {"conversations": [None]}]
@@ -156,17 +155,18 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
 
 def test_roles_that_the_template_does_not_know_are_said(tmp_path, caplog):
     rows = [{"messages": row["conversations"]} for row in sharegpt(keys=("role", "content"))]
-    said = "rows of the train dataset have the roles `human` or `gpt`, and the chat template renders them otherwise"
+    said = "rows of the train dataset have the role `gpt`, which the chat template renders as it renders any unknown"
     for table, count in zip(tables(rows, "messages"), ("4 of 6", "4 of 6", "2 of the first 4"), strict=True):
         caplog.clear()
         trainer(tmp_path, table, packing=False, max_length=200, max_steps=1)
         assert f"{count} {said}" in caplog.text
+        assert f"{count} {said}".replace("gpt", "human") in caplog.text
     known = build_tokenizer()
     head = "{{ '[Q]' if m.role in ('user', 'human') else '[A]' }}"
     known.chat_template = f"{{% for m in messages %}}{head}{{{{ m.content }}}}{{% endfor %}}"
     caplog.clear()
     trainer(tmp_path, Dataset.from_list(rows), processing_class=known, max_length=200, packing=False)
-    assert "have the roles" not in caplog.text
+    assert "have the role" not in caplog.text
 
 
 def thinking_traces(num=4):
@@ -182,34 +182,30 @@ def thinking_traces(num=4):
     return rows
 
 
-# template: thoughts left out in whole conversations, and of single turns; calls left out. One row of each shape is
-# rendered.
+# template: whether it leaves out the first of two thoughts of a conversation, both, and calls
 LEFT_OUT = {
-    "qwen3": ("1 of 2", None, None),  # that of the first answer, because a question follows
-    "qwen3_training": (None, None, None),
-    "qwen2_5": ("2 of 2", "2 of 2", None),
-    "phi3_5": ("2 of 2", "2 of 2", "1 of 1"),
-    "gptoss": ("1 of 2", None, None),
+    "qwen3": ("first", False),  # because a question follows
+    "qwen3_training": (None, False),
+    "qwen2_5": ("both", False),
+    "phi3_5": ("both", True),
+    "gptoss": ("first", False),
 }
 
 
 @pytest.mark.parametrize("template", LEFT_OUT)
 def test_fields_that_the_template_leaves_out_are_said_with_their_rows(template, tmp_path, caplog):
     tokenizer = tokenizer_with(template)
-    whole, alone, calls = LEFT_OUT[template]
+    thoughts, leaves_calls = LEFT_OUT[template]
     for table, per_turn in itertools.product(tables(thinking_traces(), "messages"), (False, True)):
         caplog.clear()
         settings = {"packing": False, "max_length": 4000, "max_steps": 1, "per_turn": per_turn, "bad_rows": "drop"}
         run = trainer(tmp_path, table, processing_class=tokenizer, **settings)
-        said = [record.getMessage() for record in caplog.records if "leaves it out" in record.getMessage()]
-        keys = ("reasoning_content", "tool_calls")
-        thoughts, called = ([each for each in said if f"have `{key}`" in each] for key in keys)
-        assert len(said) == len(thoughts) + len(called)
+        said = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
+        of_thoughts, of_calls = ([each for each in said if f"have `{key}`" in each] for key in FIELDS)
         total = "4 rows of" if isinstance(table, Dataset) else "the first 4 rows of"
-        for messages, num_rows, share in ((thoughts, 2, alone if per_turn else whole), (called, 4, calls)):
-            assert [each.startswith(f"{num_rows} of {total}") for each in messages] == [True] * (share is not None)
-            assert all(f"leaves it out: {share} such messages" in each for each in messages)
-            assert all(("Set `per_turn=True`" in each) == (share == "1 of 2") for each in messages)
+        is_said = thoughts == "both" or (thoughts == "first" and not per_turn)
+        assert [each.startswith(f"2 of {total}") for each in of_thoughts] == [True] * is_said
+        assert [each.startswith(f"4 of {total}") for each in of_calls] == [True] * leaves_calls
+        assert all(("Set `per_turn=True`" in each) == (thoughts == "first") for each in of_thoughts)
         texts = [tokenizer.decode(tokens) for tokens, _ in rows_of(run)]
-        early = [text for text in texts if "EARLIER" in text]
-        assert bool(early) == ((alone if per_turn else whole) is None)
+        assert any("EARLIER" in text for text in texts) != is_said

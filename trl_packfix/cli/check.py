@@ -1,20 +1,29 @@
-"""`trl-packfix check`: test whether a document in a pack changes another, on this model and machine."""
+"""`trl-packfix check`: test whether a document in a pack changes another, or whether a dataset loses something."""
 
 import argparse
 import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from . import flags
 from .flags import Subparsers
 
+if TYPE_CHECKING:
+    from .configs import RunConfigs
+
 EXAMPLES = """\
   trl-packfix check Qwen/Qwen3-0.6B --max-length 8192 --dtype bfloat16
   trl-packfix check tiiuae/falcon-7b --config-only
+  trl-packfix check Qwen/Qwen3-0.6B --dataset chats.jsonl --assistant-only-loss
 
 Of the flags, `max_length` (1,024; the longest document of the run), `dtype` (bfloat16 on CUDA, else float32),
 `attn_implementation`, `enforce_flash_attention`, `on_leak` and `trust_remote_code` decide. The answer is of the
 attention that training would run, which the line `attention` names: of `--attn_implementation eager` or `sdpa` only
 with `--enforce_flash_attention false`. Exit code 0 if packed training of the model is correct, repaired or not; 1 if it
-is not; 2 if the model could not be tested."""
+is not; 2 if the model could not be tested.
+
+With --dataset the data are tested instead: is everything that their rows give in the tokens, once, with the chat
+template of MODEL or of --chat-template-path. Exit code 1 if something is left out, repeated or trained wrongly."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -32,6 +41,12 @@ def add_parser(subparsers: Subparsers) -> None:
         action="store_true",
         help="fetch no weights: test a tiny random model with this config except for its sizes",
     )
+    parser.add_argument(
+        "--dataset",
+        nargs="+",
+        metavar="DATA",
+        help="test these data instead: files, folders or names on the hub, with the tokenizer of MODEL",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -47,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
             f"`check` was given with {len(names)} models. It tests one. Give its name on the hub or its folder, or set "
             "`model_name_or_path` in the config file."
         )
+    if args.dataset:
+        return _check_data(given, names[0], args.dataset, as_json=args.json)
     assert given.training.max_length is not None  # `SFTConfig` refuses packing without it
     dtype = given.model.dtype if "dtype" in given.given and given.model.dtype != "auto" else None
     result = check_model(
@@ -64,3 +81,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         show_lines("Isolation check", result.lines())
     return 0 if result.in_training.passed else 1
+
+
+def _check_data(run: "RunConfigs", model: str, datasets: list[str], *, as_json: bool) -> int:
+    from .data import check_parts
+
+    run.script.dataset_name = datasets
+    run.mixture.datasets = []
+    reports = list(check_parts(run._replace(words=datasets), model))
+    if as_json:
+        print(json.dumps([asdict(report) | {"complete": report.complete} for report in reports], indent=2))
+    else:
+        print(*reports, sep="\n")
+    return 0 if all(report.complete for report in reports) else 1

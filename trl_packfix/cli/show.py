@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from ..reporting.packs import LEGEND, first_packs, pack_text
     from ..training.planner import documents_of
     from .configs import read_run
+    from .data import check_parts
     from .forecast import planner_for
     from .lengths import LengthRows
     from .tokens import load_model_config, load_tokenizer, make_costs, read_documents
@@ -90,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
             console.print(text)
         else:
             print(text.plain)  # not wrapped: a file has no width
+    for report in check_parts(given, model) if model and not isinstance(reader, LengthRows) else ():
+        if not report.complete:  # what these packs do not have
+            print(f"Not as it was given: {report}")
     if picture is not None:
         print(f"Drawn: {picture}")
     return 0

@@ -25,6 +25,7 @@ from ..data.reader import RowReader, TokenReader, mask_columns, without_ignored_
 from ..planning.costs import CostModel
 from ..samples.checks import IMAGES, check_conversations, has_images
 from ..samples.make_samples import without_bad_rows
+from ..samples.named_images import with_named_images
 from ..samples.row import BAD_ROW_COLUMN, HashedMapFunction
 from ..training.config import SFTConfig
 from ..training.preparation import prepare_images, prepare_rows
@@ -171,8 +172,10 @@ def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
 def load_part(run: RunConfigs, name: str) -> Dataset:
     """The rows of one of the `parts` of a run."""
     if run.mixture.datasets:
-        return load_mixture(run.mixture, run.training.seed, run.training.source_column)["train"]
-    return load_rows(name, run.script.dataset_train_split, run.script.dataset_config)
+        rows: Dataset = load_mixture(run.mixture, run.training.seed, run.training.source_column)["train"]
+    else:
+        rows = load_rows(name, run.script.dataset_train_split, run.script.dataset_config)
+    return with_named_images(rows, name)
 
 
 def read_parts(run: RunConfigs) -> tuple[list[Dataset], bool]:

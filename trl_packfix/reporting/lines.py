@@ -28,6 +28,7 @@ def _documents_lines(report: PackingNumbers) -> Lines:
         text = f"{report.num_documents:,} of {report.num_rows:,} rows, {report.num_tokens:,} tokens{packs}"
     yield "documents", text
     yield from _part_line("trained tokens", report.trained, report.num_trained_tokens, report.num_tokens)
+    yield from _part_line("data", report.data)
     yield from _part_line("images", report.images)
     yield from _part_line("lengths", report.lengths)
 

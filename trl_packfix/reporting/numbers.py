@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from ..data.documents import Ledger
 from ..isolation.isolation_report import IsolationReport
 from ..planning.strategies import Strategy
+from ..samples.data_report import DataReport
 from ..samples.row import PerTurnCounts, TrainedSummary
 from .packs import ShownPack
 from .savings import PrefixSavings
@@ -55,6 +56,7 @@ class PackingNumbers:
     images: ImageNumbers | None = None
     turns: PerTurnCounts | None = None
     trained: TrainedSummary | None = None
+    data: DataReport | None = None
     lengths: LengthHistogram | None = None
     attention: str = "not chosen yet"
     isolation: IsolationReport | None = None

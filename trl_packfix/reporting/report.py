@@ -46,6 +46,7 @@ class PackingReport(PackingNumbers):
     - `images`: the images of the documents, and what they cost; None for a dataset without.
     - `turns`: with `per_turn`, how many conversations and assistant turns the rows are; else None.
     - `trained`: what the loss is computed on, and by which setting.
+    - `data`: whether everything that the rows give is in the tokens, once; None for tokenised rows.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
     - `experimental`: what was set and several GPUs have not run yet.

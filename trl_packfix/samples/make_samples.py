@@ -3,8 +3,9 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from operator import not_
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from ..compat import main_process_first
 from . import dataset_warnings
 from .checks import NUM_OF_STREAM, check_chat_template, check_raw_dataset, columns_of
 from .conversation import Conversation, Tokenizer, plain_tokenizer
+from .data_proof import prove_or_refuse
+from .data_report import DataReport
 from .recipes import Recipe, recipe_of
 from .row import (
     BAD_ROW_COLUMN,
@@ -32,6 +35,7 @@ from .row import (
     raise_bad_rows,
     read_integer_column,
 )
+from .texts import given_value, struct_columns
 from .turns import TurnSettings
 
 logger = logging.getLogger(__name__)
@@ -49,6 +53,7 @@ class PreparedDataset:
     recipe: Recipe
     masked: AssistantTurnCounts | None = None  # the assistant turns of a table, with `assistant_only_loss`
     turns: PerTurnCounts | None = None  # the same with `per_turn`
+    data: DataReport | None = None  # whether everything given is in the tokens; None with a formatting function
 
 
 def make_samples(
@@ -67,6 +72,7 @@ def make_samples(
     With `marks` and `bad_rows="drop"`, rows or turns of which no sample can be made are kept without tokens, with the
     reason in the column `BAD_ROW_COLUMN`, so that they are counted.
     """
+    data = None
     if isinstance(dataset, Dataset):
         plain = plain_tokenizer(tokenizer)
         check_raw_dataset(dataset, name, plain, args=args, is_formatted=formatting_func is not None)
@@ -75,15 +81,12 @@ def make_samples(
     with dataset_warnings.RepeatedMessages() as repeats:
         recipe = recipe_of(dataset, name, args, tokenizer, completion_only_loss, formatting_func)
         if formatting_func is None:
-            dataset_warnings.warn_of_renamed_roles(dataset, name)
-            dataset_warnings.warn_if_prompt_is_unread(dataset, name, args.dataset_text_field)
-            if is_training_set and args.process_index == 0:
-                dataset_warnings.warn_of_what_is_left_out(dataset, name, recipe)
+            data = prove_or_refuse(dataset, name, args=args, tokenizer=tokenizer)
         users_code = hash_modules_of(formatting_func, tokenizer)
         settings: dict[str, Any] = {"marks": marks, "is_training_set": is_training_set, "users_code": users_code}
         made = _applied(recipe, dataset, name, args=args, **settings)
     repeats.say(name)
-    return made
+    return replace(made, data=data)
 
 
 def _applied(
@@ -100,7 +103,7 @@ def _applied(
     drops = args.bad_rows == "drop"
     consumed = [column for column in columns if column in recipe.consumes]
     others = [column for column in columns if column not in consumed]
-    kwargs: dict[str, object] = {"recipe": recipe}
+    kwargs: dict[str, object] = {"recipe": recipe, "structs": struct_columns(dataset.features)}
     settings = {"with_indices": True, "batched": True}
     says_end = is_training_set and recipe.setting
     if isinstance(dataset, IterableDataset):
@@ -141,12 +144,14 @@ def _applied(
 class _RowView(Mapping[str, Any]):
     """A row of a batch. Its columns are decoded when they are read, so a broken image is an error of its row."""
 
-    def __init__(self, batch: Mapping[str, Sequence[Any]], place: int):
+    def __init__(self, batch: Mapping[str, Sequence[Any]], place: int, structs: Mapping[str, Any]):
         self._batch = batch
         self._place = place
+        self._structs = structs
 
     def __getitem__(self, name: str) -> Any:
-        return self._batch[name][self._place]
+        value = self._batch[name][self._place]
+        return given_value(name, value, self._structs[name]) if name in self._structs else value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._batch.keys())
@@ -156,13 +161,21 @@ class _RowView(Mapping[str, Any]):
 
 
 def columns_of_batch(
-    batch: Mapping[str, Sequence[Any]], indices: list[int], recipe: Recipe, *, repeated: Sequence[str] = ()
+    batch: Mapping[str, Sequence[Any]],
+    indices: list[int],
+    recipe: Recipe,
+    *,
+    repeated: Sequence[str] = (),
+    structs: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, list[Any]]:
-    """The samples of some rows, both as columns; `repeated` are other columns of the rows, which each sample gets."""
+    """The samples of some rows, both as columns; `repeated` are other columns of the rows, which each sample gets.
+
+    `structs` are the columns from which keys that Arrow added are taken (`given_value`).
+    """
     numbers = BOOKKEEPING_COLUMNS if recipe.setting else ()
     columns: dict[str, list[Any]] = {name: [] for name in (*recipe.bad, BAD_ROW_COLUMN, *numbers, *repeated)}
     for place, i in enumerate(indices):
-        row = _RowView(batch, place)
+        row = _RowView(batch, place, structs)
         try:
             samples = recipe.samples(row, i)
         except Exception as error:  # of a template, a tokenizer, a processor, the image library or the file system
@@ -184,10 +197,11 @@ def _columns_of_stream(
     recipe: Recipe,
     drops: bool,
     repeats: dataset_warnings.RepeatedMessages,
+    structs: Mapping[str, Any],
 ) -> dict[str, list[Any]]:
     repeated = [column for column in batch if column not in recipe.consumes] if recipe.splits else []
     with repeats:
-        columns = columns_of_batch(batch, indices, recipe, repeated=repeated)
+        columns = columns_of_batch(batch, indices, recipe, repeated=repeated, structs=structs)
     for why in columns[BAD_ROW_COLUMN] if not drops else ():
         if why:
             raise ValueError(

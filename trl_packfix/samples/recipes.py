@@ -24,7 +24,7 @@ from ..layout import IGNORE_INDEX
 from .checks import check_conversations, columns_of, has_conversations, has_images
 from .conversation import COLUMNS, Conversation, Tokenizer, num_same, plain_tokenizer, with_chat_roles
 from .row import MAX_ROWS_NAMED, AssistantTurnCounts, Sample, UnknownTurnError, explain_bad_row, raise_bad_rows
-from .texts import text_columns, with_one_text
+from .texts import struct_columns, text_columns, with_one_text, without_nulls
 from .turns import TurnRule, TurnSelection, TurnSettings, has_markers
 
 NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row
@@ -216,9 +216,10 @@ def recipe_of(
         return EachTurn(TurnRule.of(args), tokenizer)
     recipe = WholeRows(tokenizer, completion_only_loss, args.dataset_text_field, formatting_func)
     problems: list[tuple[int, str]] = []
+    structs = struct_columns(dataset.features)
     for number, row in enumerate(dataset if isinstance(dataset, Dataset) else dataset.take(NUM_TRIED)):
         try:
-            recipe.samples(row, number)
+            recipe.samples(without_nulls(row, structs), number)
         except Exception as error:
             problems.append((number, explain_bad_row(row, error, recipe.text_field)))
         else:

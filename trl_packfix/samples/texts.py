@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from datasets import Dataset
+from datasets import Dataset, Features, LargeList, List
 
 PAIR = ("prompt", "completion")
 MESSAGES = {"conversations": "from", "messages": "role"}  # columns of messages, and a key of these messages
@@ -66,6 +66,62 @@ def is_conversation(row: Mapping[str, Any]) -> bool:
     """Whether messages of the row are tokenised."""
     columns = text_columns(row, "")
     return bool(columns) and isinstance(row[columns[-1]], list)
+
+
+def struct_columns(features: Features | None) -> dict[str, Any]:
+    """Return the features of the columns of conversations that have dictionaries inside messages, tools or kwargs.
+
+    Arrow gives every dictionary of such a column the keys of all others, with None as their value.
+    """
+    least = dict.fromkeys((*PAIR, *MESSAGES), 2) | dict.fromkeys(("tools", "chat_template_kwargs"), 1)
+    columns = {name: features[name] for name in least if name in features} if features else {}
+    return {name: feature for name, feature in columns.items() if _num_dicts(feature) >= least[name]}
+
+
+def _num_dicts(feature: Any) -> int:
+    """Count how many dictionaries stand in each other."""
+    if isinstance(feature, dict):
+        return 1 + max(map(_num_dicts, feature.values()), default=0)
+    inner = _items_of(feature)
+    return 0 if inner is None else _num_dicts(inner)
+
+
+def _items_of(feature: Any) -> Any:
+    """Return the feature of the items of a list, None of anything else, such as `Json`."""
+    if isinstance(feature, List | LargeList):
+        return feature.feature
+    return feature[0] if isinstance(feature, list) and feature else None
+
+
+def without_nulls(row: Mapping[str, Any], structs: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a row without the keys that Arrow added in its `struct_columns`."""
+    changed = {name: given_value(name, row[name], feature) for name, feature in structs.items() if name in row}
+    return {**row, **changed}
+
+
+def given_value(name: str, value: Any, feature: Any) -> Any:
+    """Copy the value of one of the `struct_columns` without the keys that Arrow added to its dictionaries.
+
+    The keys of a message itself are kept: transformers leaves out those that are None. A None in a column of the type
+    `Json` was given, and is kept.
+    """
+    if name in ("tools", "chat_template_kwargs"):
+        return _without_nulls(value, feature)
+    if not isinstance(value, list):
+        return value
+    kinds = _items_of(feature)
+    return [
+        message and {key: _without_nulls(each, kinds.get(key)) for key, each in message.items()} for message in value
+    ]
+
+
+def _without_nulls(value: Any, feature: Any) -> Any:
+    if isinstance(feature, dict) and isinstance(value, dict):
+        given = {key: item for key, item in value.items() if item is not None}
+        return {key: _without_nulls(item, feature.get(key)) for key, item in given.items()}
+    if (inner := _items_of(feature)) is not None and isinstance(value, list):
+        return [_without_nulls(item, inner) for item in value]
+    return value
 
 
 def forms_of_table(dataset: Dataset, text_field: str) -> Iterator[tuple[Columns, npt.NDArray[np.bool_]]]:

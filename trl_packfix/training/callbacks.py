@@ -74,6 +74,8 @@ class BeforeTraining(TrainerCallback):
             self._warn_of_uneven_micro_batches()
         else:  # the report of packing has this line
             trainer.accelerator.print(f"Trained tokens: {self._data.trained_line()}")
+            if self._data.report is not None:
+                trainer.accelerator.print(f"Data: {self._data.report.line()}")
         if args.eval_strategy != "no" or args.eval_on_start:
             self._evaluation.check_evaluation_sets()
 
@@ -319,7 +321,7 @@ class StreamCallback(TrainerCallback):
         if alike < stream.packing.world_size:  # each group has counted its own shards only
             counts = sum(gather_object([counts])[:: alike * self._data.ranks.copies], StreamCounts())
         report = make_stream_report(stream, trainer.args.max_steps, counts, micro_steps=state["micro_steps"])
-        before_training = ("attention", "isolation", "first_step", "trained", "experimental")
+        before_training = ("attention", "isolation", "first_step", "trained", "data", "experimental")
         report = trainer.packing_report = replace(report, **{name: getattr(before, name) for name in before_training})
         if trainer.args.packing_report and trainer.is_world_process_zero():
             report.save(str(trainer.args.output_dir))

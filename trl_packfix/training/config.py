@@ -79,8 +79,8 @@ class SFTConfig(trl.SFTConfig):
         message_train_key (`str`, *optional*, defaults to `"weight"`):
             Key of a message that says whether it is trained, with `assistant_only_loss` and `per_turn`: 0 or `False`
             makes an assistant message context, 1, `True` or no value trains it. `"weight"` is that of OpenAI's files,
-            `"train"` that of axolotl's. If one of these is 0 and is not the key, the dataset is refused. `None`: no key
-            is read.
+            `"train"` that of axolotl's, `"loss"` that of ms-swift, `"trainable"` that of verl. If such a key is 0 and
+            is not this one, the dataset is refused. `None`: no key is read.
         assistant_turns (`str`, *optional*, defaults to `"all"`):
             Which assistant turns `assistant_only_loss` and `per_turn` train: `"all"`, or only the `"last"` of each
             conversation.

@@ -38,7 +38,9 @@ from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
 from ..planning.packing import Packing
 from ..reporting.build import make_report, make_stream_report
-from ..samples.checks import check_texts_with_images, has_images, what_is_trained
+from ..samples.checks import check_texts_with_images, has_images, has_transform, what_is_trained
+from ..samples.data_proof import prove_or_refuse
+from ..samples.data_report import DataReport
 from ..samples.row import PerTurnCounts, TrainedSummary
 from . import checks
 from .choices import RunSettings, text_config
@@ -81,6 +83,7 @@ class TrainingData(TrainerPart):
         self.images = NoImages(trainer)
         self._rows = PackedDataCollator()  # makes the rows of packs in training
         self.turns: PerTurnCounts | None = None
+        self.report: DataReport | None = None  # whether everything given is in the tokens
         self.trained = TrainedSummary(what_is_trained(args, train_dataset), args.message_train_key)
         self.planner: EpochPlanner | None = None  # of a table, from when training starts
         self.stream: PackedStream | None = None  # the same of a stream
@@ -108,7 +111,10 @@ class TrainingData(TrainerPart):
             self._rows = collate.rows
         eval_sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
         for name, dataset in [("train", trainer.train_dataset), *eval_sets.items()]:
-            check_texts_with_images(dataset, name, trainer.processing_class, per_turn=args.per_turn)
+            check_texts_with_images(dataset, name, per_turn=args.per_turn)
+            if has_images(dataset) and not has_transform(dataset):
+                report = prove_or_refuse(dataset, name, args=args, tokenizer=trainer.processing_class)
+                self.report = report if dataset is trainer.train_dataset else self.report
         self._read_training_set()
         if args.packing:
             trainer.packed_model = self.make_packed_model()
@@ -175,7 +181,7 @@ class TrainingData(TrainerPart):
             checks.settings_of_trainer(type(trainer), {"args": args, "model": trainer.model, "train_dataset": dataset})
         )
         checks.check_weights(args, trainer.train_dataset)
-        self.turns, self.trained = None, replace(self.trained, counts=None)
+        self.turns, self.report, self.trained = None, None, replace(self.trained, counts=None)
         self._read_training_set()
 
     def packed_loader(self) -> DataLoader[Any]:
@@ -190,7 +196,11 @@ class TrainingData(TrainerPart):
                 reports[0] = make_report(planner, self.reader, unpacked_counts_first=self.unpacked_counts_first)
             max_steps = self.args.max_steps if self.args.max_steps > 0 else None
             self._trainer.packing_report = replace(
-                broadcast_object_list(reports)[0], trained=self.trained, turns=self.turns, max_steps=max_steps
+                broadcast_object_list(reports)[0],
+                trained=self.trained,
+                turns=self.turns,
+                data=self.report,
+                max_steps=max_steps,
             )
         rows = DocumentDataset(
             self.reader, self.documents, self._trainer._tokenizer.pad_token_id, values=self.row_values
@@ -309,7 +319,9 @@ class TrainingData(TrainerPart):
             weight_column=args.weight_column,
             source_column=args.source_column,
         )
-        self._trainer.packing_report = replace(make_stream_report(stream, args.max_steps), trained=self.trained)
+        self._trainer.packing_report = replace(
+            make_stream_report(stream, args.max_steps), trained=self.trained, data=self.report
+        )
         collate = self.training_collator(self._value_columns, names_sources=True)
         settings = self._loader_settings
         if stream.rows.process is None:

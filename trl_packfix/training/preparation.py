@@ -1,20 +1,26 @@
 """The rows of a training set as a trainer with packing prepares, and refuses, them, without a trainer and a model."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-from transformers import AutoTokenizer
+import trl
+from datasets import Dataset, IterableDataset
+from transformers import AutoTokenizer, ProcessorMixin
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..data.dataset_checks import check_tokenised
 from ..data.image_rows import ImageRows
+from ..samples.checks import columns_of
+from ..samples.data_proof import Rendering, prove_data
+from ..samples.data_report import DataReport
 from ..samples.images import masking_collator
 from ..samples.make_samples import make_samples
+from ..samples.named_images import with_named_images
 from ..samples.turns import TurnRule
 from .checks import check_datasets
 from .choices import RunSettings
-from .config import SFTConfig
+from .config import SFTConfig, adopt_args
 from .features import refuse_conflicts
 from .images import measure_rows, row_processor
 
@@ -35,6 +41,48 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> Da
     return rows
 
 
+def check_data(
+    dataset: Dataset | IterableDataset, processing_class: Any, args: trl.SFTConfig | None = None, *, name: str = "train"
+) -> DataReport:
+    """Report whether everything that the rows of a dataset give is in the tokens that training would make, once.
+
+    Marks are put into the texts of a few rows, which have each kind of text of all rows: contents, thoughts, tool calls
+    and their arguments, tools. They are followed through the chat template. No model is needed, and nothing is changed.
+
+    Args:
+        dataset: rows that are not tokenised. Of a stream the first rows are read.
+        processing_class: the tokenizer or processor of the model.
+        args (`SFTConfig`, *optional*): decides the chat template, and which messages are trained.
+        name: of the dataset, in messages.
+
+    Returns:
+        A [`DataReport`]. `report.complete` says whether nothing is lost, `print(report)` what is, in how many rows and
+        what to set, and `report.raise_if_lost()` raises a ValueError where training would.
+
+    Example:
+
+    >>> from datasets import Dataset
+    >>> from trl_packfix import check_data
+    >>> rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}]
+    >>> check_data(Dataset.from_list(rows), tokenizer).complete  # doctest: +SKIP
+    True
+    """
+    if "input_ids" in columns_of(dataset):
+        raise ValueError(
+            f"`check_data` was given a dataset with the columns {columns_of(dataset)}: it is tokenised. What its rows "
+            "had before is not known from tokens. Give the rows as they were before."
+        )
+    if isinstance(processing_class, ProcessorMixin):
+        dataset = with_named_images(dataset, name)
+    if args is None:
+        return prove_data(dataset, name, Rendering(processing_class))
+    ours = adopt_args(args, "output")
+    processing_class = copy.deepcopy(processing_class)
+    _set_up(processing_class, ours)
+    rendering = Rendering.of(ours, processing_class)
+    return prove_data(dataset, name, rendering, num_proc=ours.dataset_num_proc)
+
+
 def prepare_images(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRows:
     """The documents of rows with images, measured."""
     completion_only = _prepare(dataset, processor, args)
@@ -50,6 +98,14 @@ def _prepare(dataset: Dataset, processing_class: Any, args: SFTConfig) -> bool:
     """Refuse what a trainer refuses, and set the tokenizer up as TRL does. Returns `completion_only_loss`."""
     refuse_conflicts(RunSettings(args=args, train_dataset=dataset, columns=tuple(dataset.column_names)))
     check_datasets(args, dataset, None, is_formatted=False)
+    _set_up(processing_class, args)
+    if args.completion_only_loss is not None:
+        return args.completion_only_loss
+    return {"prompt", "completion"} <= {*dataset.column_names}  # as in TRL
+
+
+def _set_up(processing_class: Any, args: SFTConfig) -> None:
+    """Set the tokens and the chat template of a tokenizer or a processor as TRL does."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if args.eos_token is not None:
         if args.eos_token not in tokenizer.get_vocab():
@@ -69,6 +125,3 @@ def _prepare(dataset: Dataset, processing_class: Any, args: SFTConfig) -> bool:
         tokenizer.add_tokens([token for token in source.added_tokens_decoder.values() if token.content not in known])
         tokenizer.eos_token = source.eos_token
     tokenizer.pad_token = args.pad_token or tokenizer.pad_token or tokenizer.eos_token
-    if args.completion_only_loss is not None:
-        return args.completion_only_loss
-    return {"prompt", "completion"} <= {*dataset.column_names}  # as in TRL

@@ -65,6 +65,7 @@ from ..reporting.report import PackingReport, complete_card, is_on_hub
 from ..samples.checks import check_rows, has_transform, without_format
 from ..samples.images import count_turns_of_images, masking_collator
 from ..samples.make_samples import make_samples
+from ..samples.named_images import with_named_images
 from ..samples.turns import TurnRule
 from . import checks
 from .callbacks import BeforeFirstStep, BeforeTraining, CheckAdapterGradients, StreamCallback
@@ -163,6 +164,9 @@ class SFTTrainer(trl.SFTTrainer):
             args.packing_strategy = "minibatch"
         train_dataset = without_format(train_dataset)
         eval_dataset = without_format(eval_dataset)
+        if formatting_func is None and (processing_class is None or isinstance(processing_class, ProcessorMixin)):
+            train_dataset = with_named_images(train_dataset, "train")
+            eval_dataset = with_named_images(eval_dataset, "eval")
         arguments |= {"args": args, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
         checks.check_before_loading(checks.settings_of_trainer(type(self), arguments))
         if args.use_liger_kernel:
@@ -266,6 +270,7 @@ class SFTTrainer(trl.SFTTrainer):
             dataset = prepared.rows
             formatting_func = None
             if is_training_set:
+                self.data.report = prepared.data
                 self.data.turns = prepared.turns
                 self.data.trained = replace(self.data.trained, counts=prepared.masked)
         if packing or (not is_training_set and not self._has_own_collator):

@@ -1,0 +1,560 @@
+"""Everything that a dataset gives is in its tokens once, or is named with its rows.
+
+The cases are forms of published datasets and of other libraries, each with the template of a model. What a template
+does with a case is known from its source, and from rendering it.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import trl
+from datasets import Dataset, Features, Json, List, Value
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from support.chats import PLAIN, answer, tokenizer_with, user
+from support.models import build_tokenizer
+from support.runs import config, trainer
+from tokenizers.processors import TemplateProcessing
+
+from trl_packfix import check_data
+from trl_packfix.samples.conversation import Conversation
+from trl_packfix.samples.data_proof import Rendering, prove_data
+from trl_packfix.samples.turns import TurnRule
+
+OK = answer("It is sunny")
+ASK = user("What is the weather")
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Reads a thermometer",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "Its name"}}},
+        },
+    }
+]
+
+
+def call(name="get_weather", content="", **arguments):
+    function = {"name": name, "arguments": arguments or {"city": "Oslo"}}
+    return {"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": function}]}
+
+
+def part(text, **more):
+    return [{"type": "text", "text": text, **more}]
+
+
+def sharegpt(*turns):
+    return [{"from": role, "value": text} for role, text in turns]
+
+
+SAID = {"role": "assistant", "content": part("It is sunny")}
+
+
+@dataclass
+class Case:
+    """A form of data. `said` is found in its message, "" if there is none."""
+
+    source: str  # where this form is from
+    row: dict[str, Any]
+    said: str
+    template: str = "qwen3"
+    severity: str = "warning"
+    other: dict[str, Any] | None = None  # another row beside it
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def messages(*each, **columns):
+    return {"messages": list(each), **columns}
+
+
+LEFT = "which the chat template leaves out"
+CASES = {
+    # Roles
+    "developer": Case(
+        "sglang#40082", messages({"role": "developer", "content": "Be brief"}, ASK, OK), "`developer`, which"
+    ),
+    "tool_call": Case(
+        "ms-swift, Agent support",
+        messages(ASK, {"role": "tool_call", "content": "{}x"}, {"role": "tool_response", "content": "rain"}, OK),
+        "role `tool_response`, which",
+    ),
+    "function_call": Case(
+        "LLaMA-Factory, glaive_toolcall_en",
+        {"conversations": sharegpt(("human", "Hi"), ("function_call", "a b"), ("observation", "c d"), ("gpt", "Yes"))},
+        "role `observation`, which",
+        "glm4moe",
+    ),
+    "ipython": Case(
+        "Llama 3 tool results", messages(ASK, OK, {"role": "ipython", "content": "4 degrees"}), "role `ipython`"
+    ),
+    "system in the middle": Case(
+        "OpenHermes with notes", messages(ASK, OK, {"role": "system", "content": "Now rhyme"}, ASK, OK), LEFT, "gptoss"
+    ),
+    "human in messages": Case(
+        "Vicuna converted by hand",
+        messages({"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Ho"}),
+        "role `gpt`, which the chat template renders as it renders any unknown role",
+        "plain",
+    ),
+    "human in conversations": Case(
+        "ShareGPT", {"conversations": sharegpt(("human", "Hi"), ("gpt", "Ho"))}, "are renamed", severity="mended"
+    ),
+    # Texts
+    "parts": Case(
+        "OpenAI, LLaVA-Instruct without images",
+        messages({"role": "user", "content": part("Hi")}, {"role": "assistant", "content": part("Ho")}),
+        "Nothing that the user says",
+        severity="error",
+    ),
+    "parts as Python": Case(
+        "the same under ChatML",
+        messages({"role": "user", "content": part("Hi")}, {"role": "assistant", "content": part("Ho")}),
+        "writes as Python writes a list",
+        "printing",
+        severity="error",
+    ),
+    "text beside a call": Case(
+        "tau-bench",
+        messages(ASK, call(content="Let me look"), {"role": "tool", "content": "9"}, OK),
+        "`content beside tool_calls`",
+        "llama3_2",
+    ),
+    "all answers": Case(
+        "a template of questions", messages(ASK, OK), "Nothing that the assistant says", "questions", "error"
+    ),
+    "twice": Case("a template with a summary", messages(ASK, OK), "renders more than once", "twice"),
+    "refusal": Case("OpenAI, structured outputs", messages(ASK, OK | {"refusal": "I cannot do that"}), "`refusal`"),
+    "ids of messages": Case(
+        "oasst2", messages(ASK | {"message_id": "a-1", "lang": "en"}, OK), "`lang` in messages", severity="note"
+    ),
+    # Thoughts
+    "reasoning": Case("OpenThoughts", messages(ASK, OK | {"reasoning_content": "Look up"}), LEFT, "qwen2_5"),
+    "early thought": Case(
+        "axon-rl/gem#44",
+        messages(ASK, answer("<think>\nLook up\n</think>\n\nYes"), ASK, OK),
+        "`content before </think>` in messages of the role `assistant`, which the chat template leaves out",
+    ),
+    "thinking": Case("gpt-oss, Multilingual-Thinking", messages(ASK, OK | {"thinking": "Look up"}), "", "gptoss"),
+    "a thought of two names": Case(
+        "gpt-oss beside Qwen3",
+        messages(ASK, OK | {"thinking": "Look up", "reasoning_content": "Look up"}),
+        "",
+        "gptoss",
+    ),
+    "thought of another name": Case("Bespoke", messages(ASK, OK | {"cot": "I look it up"}), "`cot`"),
+    "R1": Case(
+        "OpenR1-Math",
+        messages(ASK, answer("<think>Look up</think>Yes")),
+        "`content before </think>`",
+        "deepseek_r1_distill",
+    ),
+    # Tools
+    "tools": Case(
+        "hermes-function-calling-v1", messages(ASK, OK, tools=json.dumps(TOOLS)), "have `tools`, which", "phi3"
+    ),
+    "calls": Case(
+        "xlam-function-calling-60k",
+        messages(ASK, call(), {"role": "tool", "content": "9"}, OK),
+        "`tool_calls`",
+        "phi3_5",
+    ),
+    "function_call of messages": Case(
+        "OpenAI before tools",
+        messages(ASK, {"role": "assistant", "content": "", "function_call": {"name": "f g", "arguments": "{}"}}, OK),
+        "`function_call",
+    ),
+    "arguments as Python": Case(
+        "xlam", messages(ASK, call(), OK), "`tool_calls` that the chat template writes as Python", "calls", "error"
+    ),
+    "nulls of calls": Case(
+        "datasets.from_list",
+        messages(ASK, call(city="Oslo")),
+        "None only because other rows have them; they are taken out",
+        severity="mended",
+        other=messages(ASK, call("add", a=1, b=2)),
+    ),
+    "functions": Case(
+        "glaive-function-calling-v2", messages(ASK, OK, functions='[{"name": "f"}]'), "column `functions`"
+    ),
+    # Keys that leave a message out elsewhere
+    "loss": Case(
+        "ms-swift",
+        messages(ASK, OK | {"loss": False}, ASK, OK),
+        "`loss` 0",
+        severity="error",
+        settings={"trains_assistant": True},
+    ),
+    "trainable": Case("verl", messages(ASK, OK | {"trainable": 0}, ASK, OK), "`trainable` 0", severity="error"),
+    "mask": Case(
+        "NeMo",
+        messages(ASK, OK | {"mask": False}, ASK, OK),
+        "`mask` 0",
+        severity="error",
+        settings={"trains_assistant": True},
+    ),
+    "training": Case("axolotl", messages(ASK, OK | {"training": False}), "`training` 0", severity="error"),
+    "weight": Case(
+        "OpenAI",
+        messages(ASK, OK | {"weight": 0}, ASK, OK | {"weight": 1}),
+        "`assistant_only_loss=True`",
+        severity="error",
+    ),
+    "loss of a question": Case(
+        "ms-swift", messages(ASK | {"loss": False}, OK), "", settings={"trains_assistant": True}
+    ),
+    "index of a turn": Case(
+        "lmsys-chat-1m", messages(ASK | {"turn": 0}, OK | {"turn": 1}), "`turn` 0", severity="note"
+    ),
+    # Columns
+    "system": Case("Bespoke-Stratos-17k", messages(ASK, OK, system="Think first"), "column `system`"),
+    "documents": Case(
+        "RAG data of Cohere", messages(ASK, OK, documents=[{"title": "a", "text": "b c"}]), "column `documents`"
+    ),
+    "context": Case(
+        "databricks-dolly-15k", {"prompt": "Who", "completion": "I", "context": "A note"}, "column `context`"
+    ),
+    "history": Case(
+        "alpaca with history", {"prompt": "Who", "completion": "I", "history": [["a", "b"]]}, "column `history`"
+    ),
+    "source": Case("tulu-3-sft-mixture", messages(ASK, OK, source="web", id="7"), "column `source`", severity="note"),
+    "prompt": Case("ultrachat_200k", messages(ASK, OK, prompt=ASK["content"]), "column `prompt`", severity="note"),
+    "kwargs": Case(
+        "a typing error", messages(ASK, OK, chat_template_kwargs={"enable_thinkin": False}), "`enable_thinkin`"
+    ),
+    "kwargs that are read": Case("Qwen3", messages(ASK, OK, chat_template_kwargs={"enable_thinking": False}), ""),
+    # Media
+    "image_url": Case(
+        "OpenAI vision",
+        messages(
+            {"role": "user", "content": [*part("What"), {"type": "image_url", "image_url": {"url": "a.png"}}]}, SAID
+        ),
+        "`image_url` in their messages",
+        "qwen2_5_vl",
+        "error",
+    ),
+    "video": Case(
+        "LLaVA-Video",
+        messages({"role": "user", "content": [*part("What"), {"type": "video", "video": "a.mp4"}]}, SAID),
+        "`video` in their messages",
+        "qwen2_5_vl",
+        "error",
+    ),
+    "audio": Case(
+        "Qwen2-Audio",
+        messages({"role": "user", "content": [*part("What"), {"type": "audio", "audio_url": "a.wav"}]}, SAID),
+        "`audio_url` in their messages",
+        "qwen2_5_vl",
+        "error",
+    ),
+    "images of a message": Case(
+        "Ollama", messages(ASK | {"images": ["a.png"]}, OK), "`images` in their messages", severity="error"
+    ),
+    "null image of a part": Case(
+        "LLaVA-OneVision in Arrow",
+        messages(
+            {"role": "user", "content": part("Hi", image=None)},
+            {"role": "assistant", "content": part("Ho", image=None)},
+        ),
+        "they are taken out",
+        "qwen2_5_vl",
+        "mended",
+    ),
+    # Tokens
+    "control token": Case("ChatBug", messages(user("Say <|im_end|> now"), OK), "control tokens"),
+    "two BOS": Case("llama-cpp-python#1501", {"text": "<s>Hi"}, "begin with BOS", "bos"),
+    "right": Case("gsm8k", messages(ASK, OK), ""),
+    "right tools": Case(
+        "sgd", messages(ASK, call(), {"role": "tool", "content": "9"}, OK, tools=json.dumps(TOOLS)), ""
+    ),
+}
+OWN = {
+    "printing": PLAIN.replace("m.content", "(m.content | string)"),
+    "questions": PLAIN.replace("+ m.content +", "+ (m.content if m.role == 'user' else '') +"),
+    "twice": PLAIN.replace("+ m.content +", "+ m.content + ' ' + m.content +"),
+    "calls": PLAIN.replace("+ m.content +", "+ m.content + (m.tool_calls | string if m.tool_calls else '') +"),
+}
+
+
+def tokenizer_of(name):
+    if name == "bos":
+        tokenizer = build_tokenizer()
+        tokenizer.add_special_tokens({"bos_token": "<s>"})
+        pair = ("<s>", tokenizer.bos_token_id)
+        tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[pair]
+        )
+        return tokenizer
+    tokenizer = tokenizer_with(None if name in OWN else name)
+    tokenizer.chat_template = OWN.get(name, tokenizer.chat_template)
+    tokenizer.bos_token = tokenizer.bos_token or "<|im_start|>"
+    return tokenizer
+
+
+def report_of(case):
+    """The report of ten rows of a case among ten right ones of the same columns."""
+    rows = [case.row] * 10 + [case.other or case.row] * 2
+    return prove_data(Dataset.from_list(rows), "train", Rendering(tokenizer_of(case.template), **case.settings))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_form_of_data_loses_is_said_with_its_rows(name):
+    case = CASES[name]
+    report = report_of(case)
+    met = [each for each in report.findings if case.said in report.message(each)]
+    if not case.said:
+        assert report.findings == ()
+        assert report.line().startswith("every text of 12 rows is in the tokens once")
+        return
+    assert [each.severity for each in met][:1] == [case.severity], str(report)
+    assert {each.num_rows for each in met} <= {2, 10, 12}
+    assert report.complete == (case.severity in ("note", "mended"))
+
+
+# What becomes of the rows in training
+
+
+def test_keys_that_arrow_added_are_not_trained_and_those_that_were_given_are(tmp_path):
+    rows = [messages(ASK, call(city="Oslo")), messages(ASK, call("add", a=1, b=None))]
+    tokenizer = tokenizer_with("qwen3")
+    options = {"packing": False, "max_length": 500, "shuffle_dataset": False}
+
+    def texts(data, **more):
+        run = trainer(tmp_path, data, processing_class=tokenizer, max_steps=1, **options, **more)
+        return [tokenizer.decode(row["input_ids"]) for row in run.train_dataset]
+
+    table = Dataset.from_list(rows)
+    alone = Dataset.from_list(rows[:1])
+    assert [text.count("null") for text in texts(alone)] == [0]
+    for more in ({}, {"assistant_only_loss": True}, {"per_turn": True}):
+        assert texts(table, **more)[0] == texts(alone, **more)[0]
+        assert texts(table.to_iterable_dataset(), **more)[0] == texts(alone, **more)[0]
+    as_json = Dataset.from_list(rows, features=Features({"messages": List(Json())}))
+    assert [text.count("null") for text in texts(as_json)] == [0, 1]
+
+
+def test_a_dataset_is_refused_or_warned_of_before_it_is_tokenised(tmp_path, caplog):
+    wrong = CASES["parts"].row
+    right = messages(ASK, OK)
+    options = {"packing": False, "processing_class": tokenizer_with("qwen3"), "max_steps": 1}
+    for data in (Dataset.from_list([wrong] * 4), Dataset.from_list([wrong] * 4).to_iterable_dataset()):
+        with pytest.raises(ValueError, match="4 .*rows of the train dataset have `content in parts`.*Write `content`"):
+            trainer(tmp_path, data, **options)
+        with pytest.raises(ValueError, match="4 .*rows of the eval dataset have `content in parts`"):
+            trainer(tmp_path, Dataset.from_list([right]), trainer_kwargs={"eval_dataset": data}, **options)
+    run = trainer(tmp_path, Dataset.from_list([CASES["developer"].row, right]), **options)
+    said = (
+        "1 of 2 rows of the train dataset have `content` in messages of the role `developer`, which the chat template"
+    )
+    assert [said in message for message in caplog.messages] == [True]
+    assert not run.data.report.complete
+
+
+@pytest.mark.parametrize("options", [{}, {"per_turn": True}], ids=str)
+def test_control_tokens_in_texts_are_counted_until_rows_sanitise_them(options, tmp_path, caplog):
+    """Without it, a text ends its turn; with `assistant_only_loss` transformers refuses to sanitise."""
+    row = CASES["control token"].row
+    sanitised = row | {"chat_template_kwargs": {"sanitize_control_tokens": True}}
+    end = build_tokenizer().convert_tokens_to_ids("<|im_end|>")
+
+    def counted(row, **more):
+        caplog.clear()
+        run = trainer(tmp_path, Dataset.from_list([row] * 3), packing=False, max_length=300, max_steps=1, **more)
+        is_said = any("3 of 3 rows of the train dataset have texts with control" in text for text in caplog.messages)
+        return run.train_dataset[0]["input_ids"].count(end), is_said
+
+    assert counted(row, **options) == (3, True)
+    assert counted(sanitised, **options) == (2, False)
+    with pytest.raises(ValueError, match="not compatible with `return_assistant_tokens_mask=True`"):
+        counted(sanitised, assistant_only_loss=True)
+
+
+@pytest.mark.parametrize("key", ["loss", "trainable", "loss_mask", "mask", "keep_this"])
+@pytest.mark.parametrize("off, on", [(False, True), (0, 1), (0.0, 1.0)])
+def test_any_key_with_booleans_or_weights_says_which_messages_are_trained(key, off, on):
+    rows = [messages(ASK, OK | {key: off}, ASK, answer("Yes") | {key: on})] * 3
+    rule = Rendering(build_tokenizer(), train_key=key, trains_assistant=True)
+    assert prove_data(Dataset.from_list(rows), "train", rule).complete
+    chosen = TurnRule(key).choose(Conversation.from_row(rows[0]))
+    assert chosen.trained == [3]
+
+
+def test_check_data_says_what_training_loses_without_a_trainer(tmp_path):
+    """With the template and the turns that the settings choose; the tokenizer is not changed."""
+    tokenizer = tokenizer_with("qwen3")
+    rows = Dataset.from_list([CASES["early thought"].row] * 3)
+    assert [each.num_rows for each in check_data(rows, tokenizer).findings] == [3]
+    assert check_data(rows, tokenizer, config(tmp_path, per_turn=True)).complete
+    (tmp_path / "plain.jinja").write_text(PLAIN)
+    before = tokenizer.chat_template
+    settings_of_trl = trl.SFTConfig(
+        str(tmp_path), chat_template_path=str(tmp_path / "plain.jinja"), use_cpu=True, bf16=False
+    )
+    assert check_data(rows, tokenizer, settings_of_trl).complete
+    assert tokenizer.chat_template == before
+    report = check_data(Dataset.from_list([CASES["all answers"].row] * 3), tokenizer_of("questions"), name="mine")
+    with pytest.raises(ValueError, match="3 of 3 rows of the mine dataset have `content` in messages of the role"):
+        report.raise_if_lost()
+    with pytest.raises(ValueError, match="it is tokenised"):
+        check_data(Dataset.from_dict({"input_ids": [[1, 2]]}), tokenizer)
+
+
+def test_the_report_of_a_run_has_a_line_about_its_data(tmp_path, capsys):
+    rows = [messages(ASK, OK)] * 3 + [CASES["developer"].row]
+    expected = "4 rows (4 kinds of texts, 2 rows rendered); 1 rows have `content` in messages of the role `developer`"
+    options = {"processing_class": tokenizer_with("qwen3"), "max_length": 200, "max_steps": 1}
+    run = trainer(tmp_path, Dataset.from_list(rows), **options)
+    run.train()
+    assert dict(run.packing_report.lines())["data"].startswith(expected)
+    (finding,) = run.packing_report.to_dict()["data"]["findings"]
+    assert (finding["num_rows"], finding["rows"], finding["example"]) == (1, (3,), "Be brief")
+    trainer(tmp_path, Dataset.from_list(rows[:3]), packing=False, **options).train()
+    assert (
+        "Data: every text of 3 rows is in the tokens once (2 kinds of texts, 1 rows rendered)"
+        in capsys.readouterr().out
+    )
+
+
+# Rows that may be anything
+
+TOO_MANY = [user("a b"), answer("c d")] * 2000
+BAD = {
+    "a template that raises": ([messages(ASK, OK)], "{{ raise_exception('no') }}", False, False),
+    "messages that are none": ([{"messages": [None, ASK]}, {"messages": []}, {"messages": None}], None, False, True),
+    "text beside messages": ([messages(ASK, OK, text=None), {"messages": None, "text": "words"}], None, True, True),
+    "tools that are no JSON": ([messages(ASK, OK, tools="[")], None, False, False),
+    "tools of another form": ([messages(ASK, OK, tools=json.dumps({"name": "f"}))], None, False, False),
+    "calls and roles of other forms": (
+        [
+            messages(ASK, OK | {"tool_calls": ["f"]}),
+            messages(ASK, OK | {"tool_calls": None}),
+        ],
+        PLAIN.replace("+ m.content +", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '') +"),
+        True,
+        True,
+    ),
+    "bytes": ([messages(ASK, OK, image_bytes=b"abc")], None, True, True),
+    "many turns": ([{"messages": TOO_MANY}], None, True, True),
+    "marks of ours": ([messages(user("zq0x zq1x"), OK)], None, True, False),
+    "a template that looks at texts": (
+        [messages(user("/think hi"), OK)],
+        PLAIN.replace(
+            "{% for m", "{% if messages[0].content[0] != '/' %}{{ raise_exception('no') }}{% endif %}{% for m"
+        ),
+        True,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("per_turn", [False, True])
+def test_no_row_ends_the_proof(name, per_turn):
+    rows, template, is_rendered, is_tried = BAD[name]
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    for data in (Dataset.from_list(rows), Dataset.from_list(rows).to_iterable_dataset()):
+        report = prove_data(data, "train", Rendering(tokenizer, per_turn=per_turn))
+        report.raise_if_lost()
+        assert report.complete
+        assert bool(report.num_rendered) == is_rendered
+        assert (report.num_untried == 0) == is_tried
+
+
+# The proof is tested by what is known to be lost
+
+NEW = "{%- set given = messages -%}{%- set all = namespace(m=[]) -%}{%- for m in given -%}"
+END = "{%- endfor -%}{%- set messages = all.m -%}"
+TWO_CALLS = call() | {"tool_calls": call()["tool_calls"] + call("get_time", zone="CET")["tool_calls"]}
+TRACE = messages(
+    {"role": "system", "content": "You read a thermometer"},
+    ASK,
+    TWO_CALLS,
+    {"role": "tool", "content": "Nine degrees"},
+    OK | {"reasoning_content": "That is cold"},
+    tools=json.dumps([*TOOLS, {"type": "function", "function": TOOLS[0]["function"] | {"name": "get_time"}}]),
+)
+# What is put before a template, the path and role of what it changes then
+MUTANTS = {
+    "a role": ("{%- set messages = messages | rejectattr('role', 'equalto', 'tool') | list -%}", "content", "tool"),
+    "the last message": ("{%- set messages = messages[:-1] -%}", "content", "assistant"),
+    "a tool": ("{%- set tools = tools[:-1] -%}", "tools", ""),
+    "a call": (
+        f"{NEW}{{%- set all.m = all.m + [dict(m, tool_calls=m.tool_calls[:-1]) if m.tool_calls else m] -%}}{END}",
+        "tool_calls",
+        "assistant",
+    ),
+    "a thought": (
+        f"{NEW}{{%- set all.m = all.m + [dict(m, reasoning_content='', thinking='')] -%}}{END}",
+        "reasoning_content",
+        "assistant",
+    ),
+    "twice": (
+        f"{NEW}{{%- set text = m.content ~ (m.content if m.role == 'user' else '') -%}}"
+        f"{{%- set all.m = all.m + [dict(m, content=text)] -%}}{END}",
+        "content",
+        "user",
+    ),
+}
+
+
+def lost(template):
+    """The texts that are left out or repeated: path and role."""
+    tokenizer = tokenizer_of(None)
+    tokenizer.chat_template = template
+    report = prove_data(Dataset.from_list([TRACE], features=JSON), "train", Rendering(tokenizer))
+    assert report.num_rendered == 1
+    found = [each.what for each in report.findings if "chat template" in each.what]
+    return {(what.split("`")[1].partition("[")[0], what.split("`")[3] if "role" in what else "") for what in found}
+
+
+JSON = Features({"messages": List(Json()), "tools": Value("string")})
+
+
+@pytest.mark.parametrize("template", ["qwen3", "glm4moe", "qwen3_6_training"])
+def test_what_a_changed_template_loses_is_found(template):
+    source = tokenizer_with(template).chat_template
+    before = lost(source)
+    found = {name: (path, role) in lost(change + source) for name, (change, path, role) in MUTANTS.items()}
+    known = {name for name, (_, path, role) in MUTANTS.items() if (path, role) in before}
+    assert {name for name in found if not found[name]} == set()
+    assert known == set(), "the template itself loses it, so the change proves nothing"
+
+
+DROPS = """{%- for m in messages -%}
+{%- if m.role != 'note' -%}[{{ m.role }}]{%- if not (loop.first and m.role == 'system') -%}{{ m.content }}{%- endif -%}
+{%- if m.role == 'user' and m.aside -%}({{ m.aside }}){%- endif -%}
+{%- if m.role == 'assistant' and loop.last -%}{{ m.thinking }}{%- endif -%}{%- endif -%}
+{%- endfor -%}"""
+WORDS = st.text(st.characters(categories=["L", "P", "Zs", "N"]), min_size=1, max_size=12).filter(
+    lambda text: "zq" not in text
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "note"]), "content": WORDS},
+    optional={"aside": WORDS.map("an aside {}".format), "thinking": WORDS},
+)
+
+
+def expected(conversation):
+    """What `DROPS` leaves out: path and role, of texts that are more than white space."""
+    for i, message in enumerate(conversation):
+        is_last = i == len(conversation) - 1
+        role = message["role"]
+        dropped = {"content": role == "note" or (i == 0 and role == "system")}
+        dropped |= {"aside": role != "user", "thinking": role != "assistant" or not is_last}
+        yield from ((key, role) for key in dropped if dropped[key] and message.get(key, "").strip())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(MESSAGE, min_size=1, max_size=5))
+def test_of_any_conversation_exactly_what_the_template_drops_is_found(conversation):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = DROPS
+    rows = Dataset.from_list([{"messages": conversation}], features=Features({"messages": List(Json())}))
+    report = prove_data(rows, "train", Rendering(tokenizer))
+    found = {tuple(each.what.split("`")[1:4:2]) for each in report.findings if "leaves out" in each.what}
+    same = {m["thinking"] for m in conversation if "thinking" in m} & {m["content"] for m in conversation}
+    assume(not same)  # a thought that its message says, too, is a copy
+    assert found == set(expected(conversation))

@@ -1,0 +1,144 @@
+"""Images that messages name are trained as if they were in a column."""
+
+import base64
+import itertools
+import json
+import pathlib
+
+import pytest
+from datasets import Dataset, Features, Image, Json, List, Value
+from support import vision
+from support.chats import answer
+from support.models import build_tokenizer
+
+from trl_packfix import check_data
+from trl_packfix.samples.named_images import with_named_images
+
+NUM = 6
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Paths of pictures of different sizes."""
+    folder = tmp_path_factory.mktemp("pictures")
+    paths = [folder / f"{i}.png" for i in range(NUM)]
+    for i, path in enumerate(paths):
+        vision.picture(56 + 28 * i, 56, i).save(path)
+    return [str(path) for path in paths]
+
+
+def data_url(path):
+    with pathlib.Path(path).open("rb") as file:
+        return "data:image/png;base64," + base64.b64encode(file.read()).decode()
+
+
+FORMS = {
+    "path": lambda path: {"type": "image", "image": path},
+    "file": lambda path: {"type": "image", "image": f"file://{path}"},
+    "url": lambda path: {"type": "image_url", "image_url": {"url": path}},
+    "data": lambda path: {"type": "image_url", "image_url": {"url": data_url(path)}},
+    "text": lambda path: {"type": "input_image", "image_url": path},
+}
+
+
+def rows(files, form, *, plain=False):
+    """Conversations with an image each, the last without."""
+    made = []
+    for i, path in enumerate(files):
+        parts = [form(path)] * (i < NUM - 1) + [{"type": "text", "text": f"what {i}?"}]
+        messages = [{"role": "user", "content": parts}, answer([{"type": "text", "text": "red" * i}])]
+        made.append({"messages": [answer("I see"), *messages] if plain else messages})
+    return made
+
+
+def in_column(files):
+    """The same with the images in a column."""
+    placed = rows(files, lambda path: {"type": "image"})
+    pictures = [[path] * (i < NUM - 1) for i, path in enumerate(files)]
+    kinds = {"messages": Dataset.from_list(placed).features["messages"], "images": List(Image())}
+    return Dataset.from_list(
+        [row | {"images": each} for row, each in zip(placed, pictures, strict=True)], features=Features(kinds)
+    )
+
+
+def contents(dataset):
+    """Messages without keys that are None, and the pixels of images."""
+    given = [json.loads(json.dumps(row["messages"])) for row in dataset]
+    for part in (part for messages in given for message in messages for part in message["content"]):
+        for key in [key for key in part if part[key] is None]:
+            del part[key]
+    return given, [[(image.size, image.tobytes()) for image in row["images"]] for row in dataset]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_images_of_messages_become_a_column(form, files):
+    expected = contents(in_column(files))
+    given = rows(files, FORMS[form])
+    assert contents(with_named_images(Dataset.from_list(given), "train")) == expected
+    as_json = Dataset.from_list(given, features=Features({"messages": List(Json())}))
+    assert contents(with_named_images(as_json, "train")) == expected
+
+
+def test_decoded_images_inside_messages_become_a_column(files):
+    part = {"type": Value("string"), "image": Image(), "text": Value("string")}
+    kinds = Features({"messages": List({"role": Value("string"), "content": List(part)})})
+    table = Dataset.from_list(rows(files, FORMS["path"]), features=kinds)
+    assert contents(with_named_images(table, "train")) == contents(in_column(files))
+
+
+def test_other_datasets_stay_as_they_are(files):
+    text = Dataset.from_list([{"messages": [{"role": "user", "content": [{"type": "text", "text": "the image"}]}]}])
+    column = in_column(files)
+    as_json = Dataset.from_list(text.to_list(), features=Features({"messages": List(Json())}))
+    for dataset in (
+        text,
+        column,
+        as_json,
+        text.to_iterable_dataset(),
+        None,
+        Dataset.from_dict({"text": ["image_url"]}),
+    ):
+        assert with_named_images(dataset, "train") is dataset
+
+
+def test_an_address_of_the_web_is_refused(files):
+    table = Dataset.from_list(rows(["https://example.org/a.png"], FORMS["url"]))
+    with pytest.raises(ValueError, match="Row 0 of the train dataset names the image `https://example.org/a.png`"):
+        with_named_images(table, "train")
+
+
+def test_text_beside_images_becomes_parts(files):
+    table = Dataset.from_list(rows(files, FORMS["url"], plain=True), features=Features({"messages": List(Json())}))
+    first, *_, last = with_named_images(table, "train")
+    assert first["messages"][0]["content"] == [{"type": "text", "text": "I see"}]
+    assert last["messages"][0]["content"] == "I see"  # a row without images is not changed
+
+
+def test_named_images_are_trained_as_those_of_a_column(files, tmp_path):
+    def batches(dataset, **settings):
+        run = vision.make(tmp_path, "qwen2_5_vl", dataset, max_length=400, max_steps=2, **settings)
+        first = itertools.islice(run.get_train_dataloader(), 2)
+        return [(b["input_ids"].tolist(), b["labels"].tolist(), b["pixel_values"].tolist()) for b in first], run
+
+    named = Dataset.from_list(rows(files, FORMS["url"]))
+    settings = {"assistant_only_loss": True}
+    for table in (named, named.to_iterable_dataset()):
+        column = in_column(files)
+        same = column if table is named else column.to_iterable_dataset()
+        found, run = batches(table, **settings)
+        assert found == batches(same, **settings)[0]
+    pad = run.processing_class.tokenizer.convert_tokens_to_ids(run.processing_class.image_token)
+    tokens, labels, _ = found[0]
+    assert pad in tokens[0]
+    assert pad not in labels[0]
+
+
+def test_media_that_cannot_be_opened_are_refused(files):
+    video = {"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}
+    processor = vision.build_processor("qwen2_5_vl")
+    said = "have `video` in their messages, and no column of images"
+    with pytest.raises(ValueError, match=said):
+        check_data(Dataset.from_list([{"messages": [video]}]), processor).raise_if_lost()
+    assert check_data(Dataset.from_list(rows(files, FORMS["url"])), processor).complete
+    with pytest.raises(ValueError, match="have `image_url` in their messages"):  # of a model of text
+        check_data(Dataset.from_list(rows(files, FORMS["url"])), build_tokenizer()).raise_if_lost()

@@ -1,0 +1,514 @@
+"""Prove that everything that a dataset gives is in its tokens, once.
+
+A chat template renders what it knows, and leaves out the rest without an error. So a mark is put into every text of a
+few rows, which have each kind of text that the dataset gives (`given.py`). The rows are rendered as training renders
+them, and the marks are looked for. A text whose mark is missing is left out, one whose mark is there twice is repeated.
+
+If a rendered row is another one once its marks are taken out, the template looks at what its texts say. Then one text
+is marked at a time, and texts that change the rendered row even so are counted as not tried.
+"""
+
+import inspect
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from ..compat import main_process_first
+from .checks import NUM_OF_STREAM, PLACEHOLDER, has_images
+from .conversation import NUM_SHOWN, Conversation, Tokenizer, plain_tokenizer
+from .data_report import DataReport, Finding
+from .given import (
+    CONTROL,
+    LONGEST_LABEL,
+    MEDIA,
+    OTHER_FORM,
+    PLACED,
+    THOUGHT,
+    Given,
+    Kind,
+    KindReader,
+    Leaf,
+    leaves,
+    read_kinds,
+)
+from .processor import images_of
+from .recipes import training_template
+from .texts import struct_columns, without_nulls
+from .turns import TurnSettings, template_of
+
+NUM_RENDERED = 20  # rows, of each kind two
+MAX_NAMED = 10  # rows of a finding
+MOST_SHAPES = 200  # of which a row is tried
+MOST_MARKS = 20_000  # in all rows together
+MOST_SINGLE = 50  # texts of a row that are marked one by one
+MOST_TURNS = 50  # of a row that is rendered turn by turn
+MARK = re.compile(r"zq\d+x", re.IGNORECASE)
+NUMBER = re.compile(r"97000\d{6}")
+BEFORE_A_LETTER = re.compile(r"(?<![<|/\\\w])[^\W\d_]")  # not inside a tag, a word or an escape
+ROLES = ("system", "user", "assistant", "tool")  # of transformers and TRL
+SANITISED = '{"sanitize_control_tokens": True}'
+UNKNOWN = "zqrolex"  # a role that no template knows
+# Columns that other libraries render, and keys of messages by which they leave a message out of the loss
+RENDERED_COLUMNS = re.compile("prompt|system|instruction|document|context|function|tools|history|video|audio")
+TRAIN_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "mask")
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How rows become text, and which of their messages are trained."""
+
+    tokenizer: Tokenizer
+    chat_template: str | None = None  # in place of the tokenizer's own
+    text_field: str = "text"
+    train_key: str | None = "weight"
+    trains_assistant: bool = False  # and no other message
+    per_turn: bool = False
+    needs_assistant: bool = False  # whether a row without a message of the assistant is refused
+
+    @classmethod
+    def of(cls, args: TurnSettings, tokenizer: Tokenizer) -> "Rendering":
+        trains_assistant = args.assistant_only_loss or args.per_turn
+        needs_assistant = args.assistant_only_loss and args.bad_rows == "raise"
+        key = args.message_train_key
+        chat_template = training_template(tokenizer) if args.assistant_only_loss else None
+        return cls(
+            tokenizer, chat_template, args.dataset_text_field, key, trains_assistant, args.per_turn, needs_assistant
+        )
+
+
+def prove_or_refuse(
+    dataset: Dataset | IterableDataset, name: str, *, args: TurnSettings, tokenizer: Tokenizer
+) -> DataReport:
+    """Prove the data of a run on all ranks, and refuse it or warn before it is tokenised."""
+    with main_process_first():
+        report = prove_data(dataset, name, Rendering.of(args, tokenizer), num_proc=args.dataset_num_proc)
+    report.raise_if_lost()
+    if args.process_index == 0:
+        report.warn()
+    return report
+
+
+def prove_data(
+    dataset: Dataset | IterableDataset, name: str, rendering: Rendering, *, num_proc: int | None = None
+) -> DataReport:
+    """Look for everything that a dataset gives in the text of which its tokens are made."""
+    structs = struct_columns(dataset.features)
+    given = read_kinds(dataset, _reader(dataset, rendering, structs), num=NUM_OF_STREAM, num_proc=num_proc)
+    proof = _Proof(given, rendering, structs)
+    covered: Counter[Kind] = Counter()
+    for shape, row in zip(given.shapes[:MOST_SHAPES], given.first, strict=False):  # the most frequent first
+        if proof.num_rendered < NUM_RENDERED and any(covered[kind] < 2 for kind in shape) and proof.render(row):
+            covered.update(shape)
+    texts = {kind for kind in given.kinds if _is_text(kind)}
+    return DataReport(
+        name,
+        len(given),
+        of_stream=not isinstance(dataset, Dataset),
+        num_kinds=len(texts),
+        num_rendered=proof.num_rendered,
+        num_untried=len(texts - proof.states.keys()),
+        findings=tuple(proof.findings(has_images=has_images(dataset))),
+    )
+
+
+def _reader(dataset: Dataset | IterableDataset, rendering: Rendering, structs: dict[str, Any]) -> KindReader:
+    tokenizer: Any = plain_tokenizer(rendering.tokenizer)
+    added = getattr(tokenizer, "added_tokens_decoder", {})  # tokenizers of Mistral have none
+    control = {token.content for token in added.values() if token.special}
+    if has_images(dataset):  # texts may have placeholders of images
+        control = {token for token in control if not MEDIA.search(token)}
+    pattern = "|".join(re.escape(token) for token in sorted(control, key=len, reverse=True))
+    adds_bos = tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    bos = str(tokenizer.bos_token) if adds_bos else ""
+    return KindReader(rendering.text_field, structs, pattern, bos, PLACEHOLDER if has_images(dataset) else "")
+
+
+def _is_text(kind: Kind) -> bool:
+    """Whether a mark can be put into what stands there: no number, label, medium or setting, and no fact of a row."""
+    return (
+        bool(kind.path) and not re.match(r"label |\w+=|[A-Z]|chat_template_kwargs", kind.path) and not _is_medium(kind)
+    )
+
+
+def _is_medium(kind: Kind) -> bool:
+    return MEDIA.match(kind.path) is not None and kind.path.endswith((" in content", " in message"))
+
+
+class _Proof:
+    """What became of the texts of the rows that were rendered."""
+
+    def __init__(self, given: Given, rendering: Rendering, structs: dict[str, Any]):
+        self.given = given
+        self.rendering = rendering
+        self.structs = structs
+        self.num_rendered = self.num_marks = 0
+        self.states: dict[Kind, Counter[str]] = defaultdict(Counter)
+        self.examples: dict[Kind, str] = {}  # a text of each kind that was left out
+        self.unknown_roles: set[str] = set()
+        self.python_paths: set[str] = set()  # of lists and dictionaries that are in a text as Python writes them
+        self.unread_arguments: set[str] = set()
+        self.null_columns: set[str] = set()  # whose added keys would be in a text
+        self.copied_columns: set[str] = set()  # whose texts are in the messages
+
+    def render(self, number: int) -> bool:
+        """Render a row as it is, and with marks. False if it cannot be rendered: it is refused or dropped elsewhere."""
+        try:
+            given = self.given.rows[number]
+            row = without_nulls(given, self.structs)
+            conversation = self._conversation(row)
+            text = self._text(conversation)
+            num_marks = sum(_is_text(leaf.kind) for leaf in leaves(conversation.messages, conversation.arguments))
+            if self.num_rendered and self.num_marks + num_marks > MOST_MARKS:
+                return False
+            self.num_marks += num_marks
+            if not self._follow(conversation, text, None):
+                for i in range(min(num_marks, MOST_SINGLE)):
+                    self._follow(conversation, text, i)
+            self._look(conversation, text)
+            self._look_at_columns(given, row, conversation, text=text)
+        except Exception:  # of the template, or of the form of the row: no row ends a run that would train it
+            return False
+        self.num_rendered += 1
+        return True
+
+    def _look_at_columns(
+        self, given: dict[str, Any], row: dict[str, Any], conversation: Conversation, *, text: str
+    ) -> None:
+        """Look for columns whose texts the messages have, too, and for those whose added keys would be in the text."""
+        said = {str(leaf.holder[leaf.key]).strip() for leaf in leaves(conversation.messages, {})}
+        columns = {name: each.strip() for name, each in row.items() if isinstance(each, str)}
+        long = {name for name, each in columns.items() if len(each) >= LONGEST_LABEL and each in text}
+        self.copied_columns |= long.union(name for name, each in columns.items() if each in said)
+        changed = [name for name in self.structs if given.get(name) != row.get(name)]
+        self.null_columns |= {name for name in changed if self._text_or_none(row | {name: given[name]}) != text}
+
+    def _conversation(self, row: dict[str, Any]) -> Conversation:
+        conversation = Conversation.from_row(row, images_of(row))
+        conversation.arguments.pop("sanitize_control_tokens", None)  # it changes tokens, not the text
+        if self.rendering.chat_template is not None:
+            conversation.arguments.setdefault("chat_template", self.rendering.chat_template)
+        if self.rendering.per_turn and conversation.turns:
+            stop = conversation.turns[:MOST_TURNS][-1] + 1  # what follows the last turn is in no sample
+            conversation = replace(conversation, messages=conversation.messages[:stop])
+        return conversation
+
+    def _text(self, conversation: Conversation) -> str:
+        """Return the text that is tokenised, of all samples of a conversation one after the other."""
+        messages = conversation.messages
+        turns = conversation.turns if self.rendering.per_turn else []
+        stops = [turn + 1 for turn in turns] or [len(messages)]
+        return "\n".join(conversation.text(messages[:stop], self.rendering.tokenizer) for stop in stops)
+
+    def _text_or_none(self, given: Conversation | dict[str, Any]) -> str | None:
+        try:
+            return self._text(self._conversation(given) if isinstance(given, dict) else given)
+        except Exception:
+            return None
+
+    def _follow(self, conversation: Conversation, text: str, only: int | None) -> bool:
+        """Count what becomes of the marks in all texts, or in one. False if the template looks at what they say."""
+        marked, marks = _with_marks(conversation, only)
+        rendered = self._text_or_none(marked)
+        if rendered is None or _without_marks(rendered, marks) != text:
+            return False
+        counts = Counter(mark.lower() for mark in MARK.findall(rendered)) + Counter(NUMBER.findall(rendered))
+        said = {(leaf.message, value) for mark, (leaf, value) in marks.items() if counts[mark]}
+        for mark, (leaf, value) in marks.items():
+            state = "kept"
+            if counts[mark] > 1 and leaf.kind.path.startswith("content") and not self.rendering.per_turn:
+                state = "repeated"
+            if not counts[mark] and (leaf.message, value) not in said:  # a thought may have several names
+                alone = replace(marked, messages=marked.messages[: leaf.message + 1])
+                is_turn = leaf.kind.role == "assistant" and not self.rendering.per_turn
+                is_later = is_turn and mark in (self._text_or_none(alone) or "").lower()
+                state = "left out later" if is_later else "left out"
+            self.states[leaf.kind][state] += 1
+            if state.startswith("left out"):
+                self.examples.setdefault(leaf.kind, shorten(str(value), NUM_SHOWN, placeholder=" ..."))
+        return True
+
+    def _look(self, conversation: Conversation, text: str) -> None:
+        """Look for unknown roles, unread arguments and Python's texts in a row that is rendered without marks."""
+        messages = conversation.messages
+        arguments = conversation.arguments
+        for role in {message["role"] for message in messages} - {*ROLES}:
+            others = [message | {"role": UNKNOWN} if message["role"] == role else message for message in messages]
+            other = self._text_or_none(replace(conversation, messages=others))
+            if other is not None and other != text and other.replace(UNKNOWN, role) == text:
+                self.unknown_roles.add(role)
+        values = [("content", message.get("content")) for message in messages]
+        calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
+        for call in calls:
+            values += [("tool_calls", call), ("tool_calls", (call.get("function") or call).get("arguments"))]
+        values += [("tools", tool) for tool in arguments.get("tools") or ()]
+        for path, value in values:
+            if isinstance(value, list | dict) and value and str(value) in text and str(value) != _as_json(value):
+                self.python_paths.add(path)
+        source = str(template_of(self.rendering.tokenizer, arguments))
+        known = inspect.signature(type(self.rendering.tokenizer).apply_chat_template).parameters
+        self.unread_arguments |= {
+            name for name in arguments if name not in known and not re.search(rf"\b{name}\b", source)
+        }
+
+    # What is found
+
+    def _kinds(self, path: str, role: str | None = None) -> set[Kind]:
+        return {kind for kind in self.given.kinds if kind.path == path and role in (None, kind.role)}
+
+    def _finding(
+        self, what: str, kinds: Collection[Kind] | None, *, others: Collection[Kind] = (), **more: Any
+    ) -> Iterator[Finding]:
+        """Yield a finding of the rows that have one of the kinds (of all rows) and none of the others, if there are."""
+        rows = np.arange(len(self.given)) if kinds is None else self.given.rows_with(kinds)
+        rows = np.setdiff1d(rows, self.given.rows_with(others))
+        if len(rows):
+            yield Finding(what, len(rows), tuple(rows[:MAX_NAMED].tolist()), **more)
+
+    def findings(self, *, has_images: bool) -> Iterator[Finding]:
+        """Yield what is left out, repeated or changed."""
+        if self.rendering.needs_assistant and not isinstance(self.given.rows, list):
+            speaking = {kind for kind in self.given.kinds if not kind.path and kind.role == "assistant"} | {OTHER_FORM}
+            yield from self._finding(
+                "have no assistant message, and `assistant_only_loss=True` was given",
+                None,
+                others=speaking,
+                cause="They have no token to train.",
+                remedy="Remove these rows (`dataset.select`), or set `assistant_only_loss=False`.",
+                severity="error",
+            )
+        yield from self._of_media(has_images=has_images)
+        yield from self._of_train_keys()
+        yield from self._of_texts()
+        for path in sorted(self.python_paths):
+            yield from self._finding(
+                f"have `{path}` that the chat template writes as Python writes a list or a dictionary",
+                {kind for kind in self.given.kinds if kind.path.startswith(path)},
+                cause="The model would learn Python's quotes in place of JSON.",
+                remedy="Give it as text (`json.dumps`), or set `chat_template_path` to a template that reads it.",
+                severity="error",
+            )
+        for role in sorted(self.unknown_roles):
+            yield from self._finding(
+                f"have the role `{role}`, which the chat template renders as it renders any unknown role",
+                self._kinds("", role),
+                cause="The model would be trained on turns that it never sees.",
+                remedy="Rename the role, or set `chat_template_path` to a template that knows it.",
+            )
+        for name in sorted(self.null_columns):
+            yield from self._finding(
+                f"have keys in `{name}` that are None only because other rows have them; they are taken out",
+                self._kinds(f"Null in {name}"),
+                remedy=f"If a null is meant, load or cast the column `{name}` with the type `Json`.",
+                severity="mended",
+            )
+        yield from self._finding(
+            "have texts with control tokens of the tokenizer",
+            {kind for kind in self.given.kinds if kind.path == CONTROL},
+            cause="They become the tokens that the chat template writes itself, so a text can end a turn or begin one.",
+            remedy=f"Remove the tokens, or give these rows `{SANITISED}` in a column `chat_template_kwargs`"
+            + (" and set `per_turn=True`." if self.rendering.trains_assistant and not self.rendering.per_turn else "."),
+        )
+        yield from self._finding(
+            "are texts that begin with BOS",
+            self._kinds("BOS"),
+            cause="The tokenizer adds BOS, too, so these documents begin with two.",
+            remedy="Remove it from the texts, or give the messages themselves.",
+        )
+        yield from self._finding(
+            "have the roles `human` or `gpt` in `conversations`, which are renamed to `user` and `assistant`",
+            self._kinds("Renamed role"),
+            severity="mended",
+        )
+        yield from self._of_unread()
+
+    def _of_texts(self) -> Iterator[Finding]:
+        """Yield what became of the marks, once for all texts of one path and role."""
+        kept = {_root(kind.path) for kind, states in self.states.items() if states["kept"]}
+        groups: dict[tuple[str, str], dict[Kind, Counter[str]]] = defaultdict(dict)
+        for kind, states in self.states.items():
+            root = _root(kind.path)
+            groups[_grouped(kind.path) if root in kept else root, kind.role][kind] = states
+        for (path, role), group in groups.items():
+            where = f"have `{path}`" + (f" in messages of the role `{role}`" if role else "")
+            lost = {kind: states for kind, states in group.items() if states["left out"] or states["left out later"]}
+            what = f"{where}, which the chat template leaves out"
+            yield from self._finding(what, lost, **self._loss(path, role, lost))
+            yield from self._finding(
+                f"{where}, which the chat template renders more than once",
+                {kind for kind, states in group.items() if states["repeated"]},
+                cause="The model would be trained on it twice.",
+                remedy="Set `chat_template_path` to a template that renders it once.",
+            )
+
+    def _loss(self, path: str, role: str, lost: dict[Kind, Counter[str]]) -> dict[str, Any]:
+        """Return how a finding of texts that are left out goes on: cause, remedy and severity."""
+        states = sum(lost.values(), Counter[str]())
+        num = states["left out"] + states["left out later"]
+        cause = f"{num} of {states.total()} such texts are missing in the rows that were rendered."
+        example = self.examples[next(iter(lost))] if lost else ""
+        template = "`chat_template_path` to a template that renders it"
+        otherwise = "write it into `content`"
+        if self._loses_side(path, role):
+            said = f"{cause} Nothing that the {role} says would be in the tokens."
+            return {
+                "example": example,
+                "cause": said,
+                "remedy": f"Write `content` as text, or set {template}.",
+                "severity": "error",
+            }
+        remedy = f"Set {template}, or {otherwise}."
+        if not states["left out"]:
+            remedy = "Set `per_turn=True`, which trains each turn as it is rendered when it is the last."
+        elif role not in (*ROLES, ""):
+            remedy = f"Rename the role to one that the template knows, or set {template}."
+        return {"example": example, "cause": f"{cause} The model never sees them.", "remedy": remedy}
+
+    def _loses_side(self, path: str, role: str) -> bool:
+        """Whether a text is left out with all other texts of the user or of the assistant, except for thoughts."""
+        texts = [states for kind, states in self.states.items() if kind.role == role and "think" not in kind.path]
+        is_lost = not any(states["kept"] or states["repeated"] or states["left out later"] for states in texts)
+        return role in ("user", "assistant") and path.startswith("content") and "think" not in path and is_lost
+
+    def _of_media(self, *, has_images: bool) -> Iterator[Finding]:
+        for path in sorted({kind.path for kind in self.given.kinds if _is_medium(kind)}):
+            name = path.partition(" ")[0]
+            if not (has_images and name.startswith("image")):
+                yield from self._finding(
+                    f"have `{name}` in their messages, and no column of images",
+                    self._kinds(path),
+                    cause="Nothing of it would be trained but placeholders.",
+                    remedy="Give the images of each row in a column `images`, and a part "
+                    '`{"type": "image"}` in `content` where each belongs; or remove it from the messages.',
+                    severity="error",
+                )
+        is_token = getattr(self.rendering.tokenizer, "image_token", None) == PLACEHOLDER
+        outcome = f"`{PLACEHOLDER}` would be trained as a text"
+        yield from self._finding(
+            f"have images, and messages whose `content` is a text with `{PLACEHOLDER}`, as LLaVA writes it",
+            self._kinds(PLACED),
+            cause="TRL puts a placeholder for each image before the text of the first user message, so "
+            + ("the processor would look for more images than there are." if is_token else f"{outcome}."),
+            remedy=f"Remove `{PLACEHOLDER}` from the texts, or write `content` as a list of parts with "
+            '`{"type": "image"}` where the image belongs.',
+            severity="error" if is_token else "warning",
+        )
+
+    def _of_train_keys(self) -> Iterator[Finding]:
+        """Yield keys by which a message is not to be trained, and which are not read."""
+        own = self.rendering.train_key
+        is_read = self.rendering.trains_assistant
+        own_kinds = {kind for kind in self.given.kinds if kind.path.startswith(f"{own}=")}
+        for path in sorted({kind.path for kind in self.given.kinds if kind.path.endswith("=0")} if own else ()):
+            key = path.removesuffix("=0")
+            if key == own and is_read:
+                continue
+            cause = f"`message_train_key={own!r}` reads another key"
+            remedy = f"`message_train_key={key!r}`"
+            if not is_read:
+                cause = "`assistant_only_loss=False` trains every message"
+                remedy = f"`assistant_only_loss=True` and {remedy}, which trains the assistant's messages without them"
+            yield from self._finding(
+                f"have messages with `{key}` 0, which is not read",
+                self._kinds(path, "assistant" if is_read else None),
+                others=() if key == own else own_kinds,
+                cause=f"They would be trained: {cause}.",
+                remedy=f"Set {remedy}, or `message_train_key=None` if the key means something else.",
+                severity="error" if key in (own, *TRAIN_KEYS) else "note",
+            )
+
+    def _of_unread(self) -> Iterator[Finding]:
+        """Yield columns, labels of messages and arguments that are not read."""
+        for name in sorted(self.unread_arguments):
+            yield from self._finding(
+                f"have `{name}` in `chat_template_kwargs`, which the chat template does not read",
+                {kind for kind in self.given.kinds if kind.path.startswith((name, f"chat_template_kwargs.{name}"))},
+                remedy="Correct its name, or remove it.",
+            )
+        for path in sorted({kind.path for kind in self.given.kinds if kind.path.startswith(("Column ", "label "))}):
+            where, name = path.split(" ", 1)
+            is_rendered = where == "Column" and RENDERED_COLUMNS.match(name) and name not in self.copied_columns
+            yield from self._finding(
+                f"have a column `{name}`, which is not read" if where == "Column" else f"have `{name}` in messages",
+                self._kinds(path),
+                cause="It is not in the tokens.",
+                remedy="Write it into a message, for example of the role `system`, or remove it.",
+                severity="warning" if is_rendered else "note",
+            )
+
+
+def _root(path: str) -> str:
+    return path.partition("[")[0]
+
+
+def _grouped(path: str) -> str:
+    """
+    >>> _grouped("tools[].function.parameters.properties.*.items.properties.*.description")
+    'tools[].function.parameters.properties'
+    """
+    return re.sub(r"(arguments|properties)\b.*", r"\1", path)
+
+
+def _as_json(value: object) -> str | None:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError:  # an image
+        return str(value)
+
+
+def _with_marks(conversation: Conversation, only: int | None) -> tuple[Conversation, dict[str, tuple[Leaf, object]]]:
+    """Copy a conversation and mark all its texts, or one of them. Beside it, each mark with its text as it was."""
+    marked = replace(conversation, messages=_copied(conversation.messages), arguments=_copied(conversation.arguments))
+    marks: dict[str, tuple[Leaf, object]] = {}
+    texts = [leaf for leaf in leaves(marked.messages, marked.arguments) if _is_text(leaf.kind)]
+    for i, leaf in enumerate(texts):
+        value = leaf.holder[leaf.key]
+        if leaf.kind.path.endswith("</think>") or only not in (None, i):
+            continue  # a thought inside a content is marked with it
+        if not isinstance(value, str):
+            mark = str(97_000_000_000 + len(marks))
+            leaf.holder[leaf.key], marks[mark] = int(mark), (leaf, value)
+            continue
+        pieces = THOUGHT.split(value)
+        for k in range(0, len(pieces), 2):
+            if pieces[k].strip():
+                is_thought = pieces[k + 1 : k + 2] == ["</think>"] and leaf.kind.path.startswith("content")
+                kind = leaf.kind._replace(path=f"{leaf.kind.path} before </think>") if is_thought else leaf.kind
+                mark = f"zq{len(marks)}x"
+                marks[mark] = leaf._replace(kind=kind), value if len(pieces) == 1 else pieces[k]
+                pieces[k] = _insert(mark, pieces[k])
+        leaf.holder[leaf.key] = "".join(pieces)
+    return marked, marks
+
+
+def _copied(value: Any) -> Any:
+    """Copy the lists and dictionaries in a value, and no image."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def _insert(mark: str, text: str) -> str:
+    """Put a mark before the first letter that is not in a tag, so that JSON stays JSON and tags stay tags.
+
+    >>> _insert("zq0x", '{"city": "Rome"}')
+    '{"zq0xcity": "Rome"}'
+    """
+    place = BEFORE_A_LETTER.search(text)
+    at = place.start() if place else len(text.rstrip())
+    return text[:at] + mark + text[at:]
+
+
+def _without_marks(text: str, marks: dict[str, tuple[Leaf, object]]) -> str:
+    """Take the marks out of a rendered text."""
+
+    def number(found: re.Match[str]) -> str:
+        return str(marks[found[0]][1]) if found[0] in marks else found[0]
+
+    return NUMBER.sub(number, MARK.sub("", text))

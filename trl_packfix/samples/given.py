@@ -1,0 +1,322 @@
+"""What the rows of a dataset give: the kinds of their texts, counted over all rows, and some rows that have each kind.
+
+A *kind* is where a value stands in a row (`tool_calls[].function.name`), the role of its message, and the place of this
+message in the conversation. Rows of one form have few kinds, so a few rows show what becomes of all.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from datasets import Audio, Dataset, Image, IterableDataset, LargeList, List, Value, Video
+
+from .checks import IMAGES
+from .conversation import ROLES, Message
+from .row import HashedMapFunction, read_integer_column
+from .texts import text_columns, without_nulls
+
+READ_AT_ONCE = 1000  # rows, in memory
+TEXTS = ("string", "large_string", "string_view")  # types of columns
+REFERENCES = {"role", "from", "name", "tool_call_id", "id", "type"}  # of a message: templates compare them
+SCHEMA = {
+    "type",
+    "id",
+    "required",
+    "format",
+    "strict",
+    "$schema",
+    "additionalProperties",
+}  # the same of calls and tools
+CONTROL = "Control token"
+PLACED = "Placeholder"
+MEDIA = re.compile("image|video|audio")
+THOUGHT = re.compile(r"(</?think>)")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of one text, which transformers copies to the others
+
+
+LONGEST_LABEL = 64  # characters
+Place: TypeAlias = tuple[str, Any, Any]  # path of a value, the list or dictionary that holds it, and its key there
+
+
+class Kind(NamedTuple):
+    """Where a value stands."""
+
+    path: str
+    role: str = ""  # of its message; empty for what stands in no message
+    place: str = ""  # of its message: "first", "earlier" than the last message of the user, or "last"
+
+
+OTHER_FORM = Kind("Other form")
+
+
+class Leaf(NamedTuple):
+    """A value that a row gives, in its list or dictionary."""
+
+    kind: Kind
+    holder: Any
+    key: Any
+    message: int = -1  # its index
+
+
+@dataclass(frozen=True)
+class KindReader:
+    """Reads the kinds of what a row gives.
+
+    Facts of a row are kinds, too, whose paths begin with a capital: "Null in COLUMN" if Arrow added keys
+    (`without_nulls`), "Control token" if a text of a message holds a match of `control`, "BOS" if a plain text begins
+    with `bos`, "Placeholder" if a content is a text with `placeholder`, "Other form" if neither `messages` nor a text
+    is read, "Renamed role", "Column NAME" if it has a text and is not read, and "No form" if a row cannot be read.
+    """
+
+    text_field: str
+    structs: Mapping[str, Any]
+    control: str = ""
+    bos: str = ""
+    placeholder: str = ""
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
+        """Return a hash of the kinds of each row, shape (rows,), so that rows can be counted by them."""
+        names = list(batch)
+        rows = (dict(zip(names, values, strict=True)) for values in zip(*batch.values(), strict=True))
+        return {"kinds": [_hash(self.kinds(row)) for row in rows]}
+
+    def kinds(self, row: Mapping[str, Any]) -> frozenset[Kind]:
+        """Return the kinds of a row, and `Kind("No form")` for one that cannot be read: it is named elsewhere."""
+        try:
+            return frozenset(self._kinds(row))
+        except Exception:  # rows may hold anything
+            return frozenset([Kind("No form")])
+
+    def _kinds(self, given: Mapping[str, Any]) -> Iterator[Kind]:
+        columns = text_columns(given, self.text_field)
+        row = without_nulls(given, self.structs)
+        messages = [message for column in columns if isinstance(row[column], list) for message in row[column]]
+        if messages:
+            num_prompt = len(row["prompt"]) if "prompt" in columns else 0
+            is_sanitised = (row.get("chat_template_kwargs") or {}).get("sanitize_control_tokens")
+            yield from self._kinds_of_messages(messages, num_prompt, "" if is_sanitised else self.control)
+            yield from _kinds_of_arguments(row)
+            yield from (Kind(f"Null in {name}") for name in self.structs if name in row and row[name] != given[name])
+        elif columns and self.bos and row[columns[0]].startswith(self.bos):
+            yield Kind("BOS")
+        if columns[:1] in (("prompt",), ("conversations",)):
+            yield OTHER_FORM
+        for name, value in row.items():
+            is_read = name in columns or (messages and name in ("tools", "chat_template_kwargs"))
+            if not is_read and isinstance(value, str | list | dict) and value and not str(value).isspace():
+                yield Kind(f"Column {name}")
+
+    def _kinds_of_messages(self, messages: list[Message], num_prompt: int, pattern: str) -> set[Kind]:
+        control = _compiled(pattern) if pattern else None
+        kinds: set[Any] = set()
+        for i, (role, place, message) in enumerate(_placed(messages)):
+            kinds.add(("", role, place))
+            for path, holder, key in _of_message(message):
+                value = holder[key]
+                if control is not None and isinstance(value, str) and control.search(value):
+                    kinds.add((CONTROL, role, ""))
+                if self.placeholder and path.startswith("content") and holder is message and self.placeholder in value:
+                    kinds.add((PLACED, "", ""))
+                if i >= num_prompt or "=" not in path:  # what is said of training a prompt does not matter
+                    kinds.add((path, role, place))
+            if message.get("from") in ROLES:
+                kinds.add(("Renamed role", "", ""))
+        return {Kind(*kind) for kind in kinds}
+
+
+def leaves(messages: list[Message], arguments: Mapping[str, Any]) -> Iterator[Leaf]:
+    """Yield the values that a conversation gives, with what the chat template gets beside it."""
+    for i, (role, place, message) in enumerate(_placed(messages)):
+        for path, holder, key in _of_message(message):
+            yield Leaf(Kind(path, role, place), holder, key, i)
+    for path, holder, key in _of_arguments(arguments):
+        yield Leaf(Kind(path), holder, key)
+
+
+def _placed(messages: list[Message]) -> list[tuple[str, str, Message]]:
+    """Return role, place and message of each message."""
+    roles = [str(m.get("role") or ROLES.get(m.get("from", ""), m.get("from")) or "") for m in messages]
+    last = max((i for i, role in enumerate(roles) if role == "user"), default=0)
+    places = ["first" if not i else "earlier" if i < last else "last" for i in range(len(roles))]
+    return list(zip(roles, places, messages, strict=True))
+
+
+def _of_message(message: Message) -> list[Place]:
+    """Return the path of each value of a message, the list or dictionary that holds it, and its key there."""
+    found: list[Place] = []
+    for key, value in message.items():
+        if value is None or value == "" or key in REFERENCES:
+            continue
+        if isinstance(value, str):
+            _add_text(message, key, found)
+        elif isinstance(value, bool | int | float):
+            found.append((f"{key}={int(value) if value in (0, 1) else 'number'}", message, key))
+        elif MEDIA.match(key):
+            found.append((f"{key} in message", message, key))
+        elif key == "content" and isinstance(value, list):
+            _add_parts(value, found)
+        elif isinstance(value, list | dict):
+            _add_nested(value, key, found)
+    return found
+
+
+def _of_arguments(arguments: Mapping[str, Any]) -> list[Place]:
+    """Return the same of the arguments of a chat template."""
+    found: list[Place] = []
+    for name, value in arguments.items():
+        if isinstance(value, list | dict):
+            _add_nested(value, name, found)
+        elif value is not None:
+            found.append((f"chat_template_kwargs.{name}", arguments, name))
+    return found
+
+
+def _add_text(message: Message, key: str, found: list[Place]) -> None:
+    text = message[key]
+    name = key
+    if key == "content" or "from" in message:
+        name = "content beside tool_calls" if message.get("tool_calls") else "content"
+        if "</think>" in text:
+            found.append((f"{name} before </think>", message, key))
+    elif name not in THOUGHTS and len(text) < LONGEST_LABEL and len(text.split()) == 1:
+        name = f"label {name}"  # an id, a date, a language: no text to train
+    if not text.isspace():
+        found.append((name, message, key))
+
+
+def _add_parts(content: list[Any], found: list[Place]) -> None:
+    for i, part in enumerate(content):
+        if not isinstance(part, dict):
+            found.append(("content in parts", content, i))
+            continue
+        kind = str(part.get("type"))
+        media = next((key for key in part if MEDIA.search(key) and part[key] is not None), None)
+        if media is not None:
+            found.append((f"{media} in content", part, media))
+        elif not MEDIA.search(kind):  # without one, a placeholder stands for an image in a column
+            inner: list[Place] = []
+            _add_nested(part, "", inner)
+            path = "content in parts" if "text" in part else f"{kind} in content"
+            found.extend((path, holder, key) for _, holder, key in inner)
+
+
+def _add_nested(value: list[Any] | dict[str, Any], path: str, found: list[Place]) -> None:
+    """Add the texts and whole numbers inside lists and dictionaries; `*` is the name of an argument or parameter."""
+    is_list = isinstance(value, list)
+    stars = not is_list and path.endswith(("arguments", "properties"))
+    for key, item in enumerate(value) if isinstance(value, list) else value.items():
+        if key in SCHEMA and (key == "required" or not isinstance(item, dict)):
+            continue
+        inner = f"{path}[]" if is_list else f"{path}.*" if stars else f"{path}.{key}"
+        if isinstance(item, str):
+            if item and not item.isspace():
+                found.append((inner, value, key))
+        elif isinstance(item, list | dict):
+            _add_nested(item, inner, found)
+        elif isinstance(item, int) and not isinstance(item, bool):
+            found.append((inner, value, key))
+
+
+def _kinds_of_arguments(row: Mapping[str, Any]) -> Iterator[Kind]:
+    tools = row.get("tools")
+    arguments = dict(row.get("chat_template_kwargs") or {})
+    if isinstance(tools, str):
+        yield from _kinds_of_tools(tools)
+    elif tools:
+        arguments["tools"] = tools
+    yield from {Kind(path) for path, _, _ in _of_arguments(arguments)}
+
+
+@lru_cache(1024)
+def _kinds_of_tools(tools: str) -> tuple[Kind, ...]:
+    """Return the kinds of tools that are given as JSON. Many rows have the same; a text that is not JSON has none."""
+    try:
+        schemas = json.loads(tools) if tools.strip() else []
+    except ValueError:
+        return ()
+    return tuple({Kind(path) for path, _, _ in _of_arguments({"tools": schemas})})
+
+
+_compiled: Callable[[str], re.Pattern[str]] = lru_cache(re.compile)
+
+
+@lru_cache(4096)
+def _hash(kinds: frozenset[Kind]) -> int:
+    """Hash kinds to 63 bits, the same in every process."""
+    return int.from_bytes(hashlib.sha256(repr(sorted(kinds)).encode()).digest()[:8], "big") >> 1
+
+
+@dataclass(frozen=True)
+class Given:
+    """The kinds of the rows of a dataset, counted."""
+
+    rows: Any  # of a table with `select`; of a stream the list of its first rows
+    shapes: list[frozenset[Kind]]  # kinds that a row has together, the most frequent first
+    first: list[int]  # of each of them the first row
+    shape_of: npt.NDArray[np.int64]  # which of them each row has, shape (rows,)
+
+    def __len__(self) -> int:
+        return len(self.shape_of)
+
+    def rows_with(self, kinds: Collection[Kind]) -> npt.NDArray[np.int64]:
+        """List the numbers of the rows that have one of these kinds."""
+        has = np.array([not shape.isdisjoint(kinds) for shape in self.shapes], bool)
+        return np.flatnonzero(has[self.shape_of])
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        return frozenset().union(*self.shapes)
+
+
+def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: int, num_proc: int | None) -> Given:
+    """Read the kinds of all rows of a table, whose hashes `datasets` caches, or of the first `num` rows of a stream."""
+    if isinstance(dataset, Dataset):
+        table = dataset.with_format(None)
+        columns = table.select_columns([name for name, kind in table.features.items() if _is_read(name, kind)])
+        for name, kind in columns.features.items():
+            if (encoded := undecoded(kind)) != kind:
+                columns = columns.cast_column(name, encoded)
+        hashes = np.zeros(len(table), np.int64)
+        rows = table
+        if columns.column_names:
+            read = columns.map(
+                HashedMapFunction(reader),
+                batched=True,
+                batch_size=READ_AT_ONCE,
+                remove_columns=columns.column_names,
+                num_proc=num_proc if len(table) > READ_AT_ONCE * (num_proc or 1) else None,
+                desc="Reading what the rows give",
+            )
+            hashes = read_integer_column(read, "kinds")
+    else:
+        rows = columns = list(islice(dataset.decode(False) if dataset.features else dataset, num))
+        hashes = np.array([_hash(reader.kinds(row)) for row in rows], np.int64)
+    _, first, shape_of, counts = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
+    order = np.argsort(-counts, kind="stable")
+    shapes = [reader.kinds(columns[row]) for row in first[order].tolist()]
+    return Given(rows, shapes, first[order].tolist(), np.argsort(order)[shape_of])
+
+
+def _is_read(name: str, kind: Any) -> bool:
+    """Whether a column may have texts or settings."""
+    if isinstance(kind, Value):
+        return str(kind.dtype) in TEXTS
+    return name not in IMAGES and not isinstance(kind, Image | Audio | Video)
+
+
+def undecoded(feature: Any) -> Any:
+    """Return a feature whose images, sounds and videos are not decoded."""
+    if isinstance(feature, Image | Audio | Video):
+        return type(feature)(decode=False)
+    if isinstance(feature, dict):
+        return {key: undecoded(value) for key, value in feature.items()}
+    if isinstance(feature, List | LargeList):
+        return type(feature)(undecoded(feature.feature))
+    return [undecoded(feature[0])] if isinstance(feature, list) else feature

@@ -1,0 +1,133 @@
+"""Images that messages name themselves: read as if they were in a column `images`, with a placeholder for each.
+
+OpenAI writes `{"type": "image_url", "image_url": {"url": ...}}`, Qwen `{"type": "image", "image": ...}`. TRL reads
+images from a column only, and a chat template writes the placeholder of an image without its pixels.
+"""
+
+import base64
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, Features, Image, IterableDataset, List
+
+from ..compat import main_process_first
+from .checks import columns_of, first_rows, has_images, has_transform
+from .given import undecoded
+from .texts import MESSAGES, PAIR
+
+COLUMNS = (*MESSAGES, *PAIR)
+KEYS = ("image", "image_url", "input_image")  # of a part of a content
+NAMED = re.compile(rf"""["']({"|".join(KEYS)})["'] *:""")
+AnyDataset = TypeVar("AnyDataset")
+
+
+def with_named_images(dataset: AnyDataset, name: str) -> AnyDataset:
+    """Return a dataset with the images that its messages name in a column `images`, and `{"type": "image"}` for each.
+
+    A dataset that has a column of images or names none is returned as it is, and so is any other object; of a
+    dictionary, each dataset is meant. Files are opened when rows are read.
+    ValueError: an image is given by an address of the web.
+    """
+    if isinstance(dataset, dict):
+        return type(dataset)({key: with_named_images(each, key) for key, each in dataset.items()})
+    columns: Any = [column for column in columns_of(dataset) if column in COLUMNS]
+    if not columns or has_images(dataset) or has_transform(dataset) or not _names_images(dataset, columns):
+        return dataset
+    move: Any = partial(_with_images, columns=columns, name=name)
+    if isinstance(dataset, IterableDataset):
+        stream: Any = (dataset.decode(False) if dataset.features else dataset).map(move, with_indices=True)
+        return stream
+    assert isinstance(dataset, Dataset)
+    table = dataset
+    with main_process_first():
+        for column in columns:
+            if (encoded := undecoded(table.features[column])) != table.features[column]:
+                table = table.cast_column(column, encoded)
+        features = {column: _without_images(kind) for column, kind in table.features.items()}
+        kinds = Features(features | {"images": List(Image())})
+        moved: Any = table.map(move, with_indices=True, features=kinds, desc=f"Moving images of the {name} dataset")
+    return moved
+
+
+def _names_images(dataset: Any, columns: list[str]) -> bool:
+    """Whether a message of a table, of a stream one of the first, names an image."""
+    if isinstance(dataset, IterableDataset):
+        rows: Any = first_rows(dataset)
+    else:
+        if not any(
+            "Json" in str(dataset.features[each]) or NAMED.search(str(dataset.features[each])) for each in columns
+        ):
+            return False
+        rows = dataset.select_columns(columns).with_format("arrow").iter(1000)
+        return any(_has_name(table.column(column)) for table in rows for column in columns)
+    return any(_with_images(row, 0, columns=columns, name="")["images"] for row in rows)
+
+
+def _has_name(values: pa.ChunkedArray) -> bool:
+    """Whether a text of JSON in some rows, or a dictionary of them, names an image that is not None."""
+    return any(_named(chunk) for chunk in values.chunks)
+
+
+def _named(values: pa.Array) -> bool:
+    kind = values.type
+    if isinstance(kind, pa.JsonType):
+        return bool(pc.any(pc.match_substring_regex(values.storage, NAMED.pattern)).as_py())
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _named(values.flatten())
+    if not pa.types.is_struct(kind):
+        return False
+    fields = {kind.field(i).name: values.field(i) for i in range(kind.num_fields)}
+    return any(each.null_count < len(each) if key in KEYS else _named(each) for key, each in fields.items())
+
+
+def _without_images(feature: Any) -> Any:
+    """Return the feature of a column of messages whose parts have no images."""
+    if isinstance(feature, List):
+        return List(_without_images(feature.feature))
+    if isinstance(feature, dict):
+        return {key: _without_images(inner) for key, inner in feature.items() if key not in KEYS}
+    return feature
+
+
+def _with_images(row: Mapping[str, Any], number: int, *, columns: list[str], name: str) -> dict[str, Any]:
+    """Return the messages of a row with a placeholder in place of each image, and these images."""
+    images: list[Any] = []
+
+    def moved(part: Any) -> Any:
+        key = next((key for key in KEYS if isinstance(part, dict) and part.get(key) is not None), None)
+        if key is None:
+            return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
+        images.append(_image(part[key], f"Row {number} of the {name} dataset"))
+        return {"type": "image"}
+
+    def with_parts(message: Any) -> Any:
+        content = message.get("content") if isinstance(message, dict) else None
+        return message | {"content": [*map(moved, content)]} if isinstance(content, list) else message
+
+    lists = {column: row[column] for column in columns if isinstance(row[column], list)}
+    changed = {column: [*map(with_parts, messages)] for column, messages in lists.items()}
+    if images:  # TRL would put all images before the first text that is not in a list
+        for message in (message for messages in changed.values() for message in messages):
+            if isinstance(message.get("content"), str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
+    return {**changed, "images": images}
+
+
+def _image(value: Any, where: str) -> Any:
+    """Return an image as `datasets` stores it: its path or its bytes."""
+    if isinstance(value, dict) and "url" in value:
+        value = value["url"]
+    if not isinstance(value, str):
+        return value if isinstance(value, dict) else Image().encode_example(value)
+    if re.match(r"https?://", value):
+        raise ValueError(
+            f"{where} names the image `{value[:80]}`. Images are read in each epoch, and are not fetched from the web. "
+            "Download them, and name their files, or give their bytes in a column `images`."
+        )
+    if value.startswith("data:"):
+        return {"path": None, "bytes": base64.b64decode(value.partition(",")[2])}
+    return {"path": value.removeprefix("file://"), "bytes": None}
