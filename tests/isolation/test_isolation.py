@@ -57,7 +57,7 @@ def test_a_model_that_is_isolated_and_not_equal_is_not_called_isolated_in_the_er
 
 def test_what_a_repeated_run_explains_has_a_cap(monkeypatch):
     """The run is that of a model that draws random numbers, or whose states are not finite."""
-    monkeypatch.setattr(isolation.ProbeMeasurement, "_moved", lambda self: float("inf"))
+    monkeypatch.setattr(isolation.ProbeMeasurement, "_change_of_rerun", lambda self: float("inf"))
     report = check_isolation(build_tiny_model("mamba"), max_length=64)
     assert report.tolerance == MAX_NOISE
     assert not report.isolated

@@ -1,17 +1,23 @@
-"""The leak probe: test on the model itself whether a document in a pack changes another.
+"""The leak probe: test on the model itself whether a document in a pack changes another document.
 
-The name of the attention implementation does not matter. Small packs are built exactly as for training, and three
-things are tested:
+The test does not depend on the name of the attention implementation. Small packs are built exactly as for training, and
+three things are tested:
 
-1. One document is changed, in its tokens and in its length. The states of the others must not change.
+1. One document is changed, in its tokens and in its length. The states of the other documents must not change.
 2. Every document must have the states that it has alone, also far from the start of a pack. Alone it runs on the model
-   as the user gave it, with its own attention, as unpacked TRL would train it.
-3. The gradient of one document's outputs with respect to the embeddings of another before it must be exactly zero, or
-   rounding where a kernel sums tokens of several documents. With several ranks that of its own must be the one that it
-   has alone.
+   as the user gave it, with the attention that it had then, as unpacked TRL would train it.
+3. The gradient of one document's outputs with respect to the embeddings of another document must be exactly zero, or as
+   small as rounding where a kernel sums tokens of several documents. With several ranks per pack, the gradient with
+   respect to the document's own embeddings must also be the gradient that the document has alone.
 
-With a degree above 1 the ranks of a group share each of these packs, as in training with sequence parallelism. Their
-states are put together before they are compared. A model that passes alone may fail on parts, so each degree is tested.
+A model and the length of the longest document come in; an `IsolationReport` goes out (`isolation_report.py`). `Probe`
+(`probe.py`) builds and runs the packs. `packed_model.py` and `search.py` call this module before training and while
+they repair a model; users call `check_isolation`.
+
+Words: a *gap* is a difference between the states of a document in two runs, relative to the largest state; a `RunPair`
+says which two runs. A gap is a defect if it is larger than the *tolerance*, the part of it that rounding explains. The
+*degree* is the number of ranks that share each pack (sequence parallelism). A model that passes on whole packs may fail
+on the parts that ranks hold, so each degree is tested; the states of all ranks are gathered before they are compared.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,10 +41,12 @@ from .thresholds import thresholds
 from .ties import FirstOfTies
 from .tracing import Leak, find_leaks, find_origins, find_wrong_parts
 
-FAR_TOKENS = 300  # tokens before the document far from the start: bf16 represents integers exactly up to 256 only
-FILLER_TOKENS = 100  # tokens of each of these documents before it
+# Tokens before a document that is tested far from the start of a pack: bf16 represents integers exactly up to 256 only
+FAR_TOKENS = 300
+FILLER_TOKENS = 100  # length of each document that fills the tokens before it
 HALF_PRECISION_TOLERANCE = 1e-4  # a tolerance above it means half precision
-MAXIMUM_FIELDS = ("max_change", "max_difference", "tolerance")  # numbers of a report, the larger of text and images
+# Fields of a report that take the larger of two values, of packs of text and of packs with images
+MAXIMUM_FIELDS = ("max_change", "max_difference", "tolerance")
 
 
 def check_isolation(
@@ -51,30 +59,41 @@ def check_isolation(
 ) -> IsolationReport:
     """Test whether documents in a pack are isolated on this model, with its attention, adapters, dtype and wrapping.
 
-    Parameters, gradients, buffers, random state and training mode are unchanged when it returns. It costs about ten
-    forwards of at most 50 tokens, two backwards, and forwards of packs of 311, 611, 1,211 ... up to `max_length` tokens
-    (only the first of these if it is None), as many as fit the memory of the device; `IsolationReport.reach` says how
-    far apart documents were tested. In half precision it costs up to seven more forwards of 47 tokens, where one
-    rounding does not explain what is seen. If the model has a threshold below `max_length`, it costs two packs just
-    longer than the largest of them. All ranks must call it with wrapped models (DDP, DeepSpeed, FSDP). These are tested
-    by forwards only with degree 1, and have a backward for each document above it.
+    The model is not trained or changed: parameters, gradients, buffers, random state and training mode are the same
+    when the function returns.
+
+    The cost is about ten forwards of at most 50 tokens, two backwards, and forwards of packs of 311, 611, 1,211, ...
+    tokens up to `max_length` (of 311 tokens only if that is None), as many as fit the memory of the device.
+    [`IsolationReport`]'s `reach` says how far apart documents were tested. In half precision there are up to seven more
+    forwards of 47 tokens, if one rounding does not explain the differences. If the model has thresholds below
+    `max_length`, such as a sliding window, two packs just longer than the largest threshold are run.
+
+    If the model is wrapped (DDP, DeepSpeed, FSDP), all ranks must call this function. With `degree=1` wrapped models are
+    tested by forwards only; with a larger degree there is one backward for each document.
 
     Args:
-        model: a transformers causal LM, wrapped or not by PEFT, DDP or an engine.
-        max_length: the longest document of the run, in tokens; None is the number of positions of the model.
-        degree: number of neighbouring ranks that share a pack (sequence parallelism). Above 1 all ranks must call it
-            with the same model and images.
-        images: makes documents with images, which are tested after those of text alone; None tests text.
-        user_attention: the attention implementation that the model had before it was set up for packs. A document alone
-            runs on it. None: the current one, or transformers' default if that is `packfix_varlen`.
+        model (`nn.Module`):
+            A transformers causal LM, bare or wrapped by PEFT, DDP or an engine.
+        max_length (`int`, *optional*):
+            The longest document of the run, in tokens. If `None`, the number of positions of the model.
+        degree (`int`, *optional*, defaults to `1`):
+            Number of neighbouring ranks that share a pack (sequence parallelism). If it is larger than 1, all ranks
+            must call this function, with the same model and images.
+        images (`ImageExamples`, *optional*):
+            Makes documents with images, which are tested after documents of text. If `None`, only text is tested.
+        user_attention (`str`, *optional*):
+            The attention implementation that the model had before it was set up for packs, on which documents run
+            alone. If `None`, the current one, or transformers' default if the current one is `packfix_varlen`.
 
     Returns:
-        The result of the test. A model that raises on a pack is reported, not raised: see `IsolationReport.error`.
+        [`IsolationReport`]: The result of the test. A model that raises on a pack is reported in its `error` field.
 
     Raises:
-        ValueError: the number of ranks is not a multiple of `degree`, or an attention kernel cannot compute this model
-            (heads, dtype, GPU).
-        RuntimeError: an error of the device or of communication.
+        ValueError: If the number of ranks is not a multiple of `degree`, or an attention kernel cannot compute this
+            model (heads, dtype, GPU).
+        RuntimeError: If the device or the communication between ranks fails.
+
+    Example:
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
@@ -95,11 +114,15 @@ def check_packs(
     shares: bool = False,
     farthest: int | None = None,
 ) -> IsolationReport:
-    """Judge packs whose documents share prefixes, or not; up to `farthest` tokens apart, else `FAR_TOKENS`.
+    """Test packs whose documents share prefixes, or plain packs, and return the report.
 
-    If they share, `equal` is False, too, if a document does not attend to the tokens that it shares. `max_gradient`
-    then holds the relative difference of its gradients. With `images` documents share images, and text in front of
-    other images. With a degree above 1 runs read keys that lie in other parts.
+    `check_isolation` describes the parameters that are not listed here.
+
+    Args:
+        shares: whether documents of a pack share prefixes, whose rows are computed once. `isolated` and `equal` are
+            then also False if a document does not attend to the tokens that it shares. With `images`, documents share
+            images, and text in front of other images.
+        farthest: test documents up to so many tokens from the start of a pack; None tests `FAR_TOKENS` only.
     """
     probe = make_probe(model, images, degree, user_attention=user_attention, shares=shares)
     with probe.undisturbed(), ExitStack() as hooks:
@@ -108,19 +131,22 @@ def check_packs(
                 hooks.callback(mark_packed_forwards(probe.inner).remove)
             elif probe.degree > 1 and has_attention(probe.inner):
                 raise CannotRun(f"attention {probe.attention!r} does not exchange tokens; {ATTENTION_NAME!r} does.")
-            report, case = judge_probe(probe, max_length, farthest=farthest)
-            if case is not None or (examples := probe.image_examples()) is None:
-                return report
-            seen = judge_probe(probe, max_length, examples)[0]
-            largest = {name: max(getattr(report, name), getattr(seen, name)) for name in MAXIMUM_FIELDS}
-            return replace(seen, unreachable=report.unreachable, **largest)
+            text_report, defect = judge_probe(probe, max_length, farthest=farthest)
+            if defect is not None:
+                return text_report
+            examples = probe.image_examples()
+            if examples is None:
+                return text_report
+            report = judge_probe(probe, max_length, examples)[0]
+            largest = {name: max(getattr(text_report, name), getattr(report, name)) for name in MAXIMUM_FIELDS}
+            return replace(report, unreachable=text_report.unreachable, **largest)
         except CannotRun as error:
             return report_refusal(probe, error)
 
 
 def report_refusal(probe: Probe, error: CannotRun) -> IsolationReport:
-    """The report on a model that raises."""
-    unpacked = probe.error_unpacked()
+    """Return the report on a model that raised `error` on a pack. It also runs a row without packing."""
+    unpacked_error = probe.error_unpacked()
     return IsolationReport(
         isolated=False,
         equal=False,
@@ -129,110 +155,135 @@ def report_refusal(probe: Probe, error: CannotRun) -> IsolationReport:
         max_gradient=None,
         tolerance=0.0,
         attention=probe.attention,
-        error=unpacked or str(error),
+        error=unpacked_error or str(error),
         degree=probe.degree,
-        runs_unpacked=unpacked is None,
+        runs_unpacked=unpacked_error is None,
     )
 
 
-Gap = tuple[float, RunPair]  # a change of states relative to the largest one, and the two runs that show it
+Gap = tuple[float, RunPair]  # a difference of states, relative to the largest state, and the two runs that show it
 
 
 class ProbeMeasurement:
-    """The runs of a probe and what rounding explains of their gaps, which is measured only as far as a gap needs it.
+    """Measures gaps between runs of a probe, and how much of them rounding explains.
+
+    It begins with an estimate of rounding from the dtype. Only if a gap is larger, it repeats runs and adds noise to
+    measure the rounding of this model.
 
     Attributes:
         scale: the largest state of the documents, to which gaps are relative.
-        rounding: the relative change that rounding of one sum may cause.
-        tolerance: the one at the end of the model.
+        rounding: the relative change that rounding inside one module may cause.
+        tolerance: the relative change that rounding may cause at the end of the model. A larger gap is a defect.
     """
 
     def __init__(self, probe: Probe, documents: Documents):
         self.probe = probe
         self.documents = documents
-        self._base = probe.silenced(lambda: probe.forward_packed(documents))
+        self._packed_states = probe.silenced(lambda: probe.forward_packed(documents))
         with probe.unpacked(max(map(len, documents))):
-            self._alone = {id(one): probe.forward_alone(one) for one in documents}
-        self.scale = max(states.abs().max().item() for states in self._base)
-        self.rounding = self.tolerance = probe.rounding
-        self._last = documents, self._base  # the first run of the last case
+            self._states_alone = {id(document): probe.forward_alone(document) for document in documents}
+        self.scale = max(states.abs().max().item() for states in self._packed_states)
+        self.rounding = probe.rounding
+        self.tolerance = self.rounding
+        # The last pack that was a first run, and its states: the first run of the next pair is often the same.
+        self._last_documents = documents
+        self._last_states = self._packed_states
         self._is_repeated = False
-        self._draws = iter(range(1, 1 + NUM_DRAWS if self.rounding > HALF_PRECISION_TOLERANCE else 1))
+        num_draws = NUM_DRAWS if self.rounding > HALF_PRECISION_TOLERANCE else 0
+        self._draws = iter(range(1, 1 + num_draws))
 
-    def gap(self, case: RunPair) -> Gap:
-        """How far the documents that both runs have are apart."""
-        if case.documents is not self._last[0]:
-            self._last = case.documents, self.probe.forward_packed(case.documents)
-        known = self._alone.get(id(case.others[0])) if case.alone else None
-        second = case.second_states(self.probe) if known is None else [known]
-        return largest_distance([self._last[1][i] for i, _ in case.common_documents], second) / self.scale, case
+    def gap(self, pair: RunPair) -> Gap:
+        """Run a pair, unless its states are known, and return the largest difference of its common documents."""
+        if pair.first_documents is not self._last_documents:
+            self._last_states = self.probe.forward_packed(pair.first_documents)
+            self._last_documents = pair.first_documents  # after the forward, which may raise
+        first_states = [self._last_states[i] for i, _ in pair.common_documents]
+        states_alone = self._states_alone.get(id(pair.second_documents[0])) if pair.is_alone else None
+        second_states = pair.second_states(self.probe) if states_alone is None else [states_alone]
+        return largest_distance(first_states, second_states) / self.scale, pair
 
     def explains(self, gap: float) -> bool:
-        """Whether rounding explains a gap, on all ranks."""
+        """Return whether rounding explains a gap, on all ranks. It raises `tolerance` as far as measured."""
         if self.probe.is_beyond([gap], [self.tolerance]):
-            self.repeat()
-            # Roundings add up in a deep model, and one of them can make a router choose other experts
+            self.measure_repetition()
+            # Roundings add up in a deep model, and one of them can make a router choose other experts.
             (self.tolerance,) = self.probe.limits_of_rounding(
-                [gap], [self.tolerance], lambda: [self._moved()], draws=self._draws
+                [gap], [self.tolerance], lambda: [self._change_of_rerun()], draws=self._draws
             )
         return not self.probe.is_beyond([gap], [self.tolerance])
 
-    def repeat(self) -> None:
-        """Add to the rounding of one sum what a repeated run changes."""
+    def measure_repetition(self) -> None:
+        """Add the change that a repeated run of the same pack makes to `rounding` and `tolerance`, once."""
         if not self._is_repeated:
             self._is_repeated = True
-            # Without the cap, a model that draws random numbers, or whose states are not finite, would explain any leak
-            self.rounding = min(self.rounding + 8 * self._moved(), MAX_NOISE)
+            # Without the cap, rounding would explain any leak of a model that draws random numbers or has NaN states.
+            self.rounding = min(self.rounding + 8 * self._change_of_rerun(), MAX_NOISE)
             self.tolerance = max(self.tolerance, self.rounding)
 
-    def _moved(self) -> float:
-        return largest_distance(self._base, self.probe.forward_packed(self.documents)) / self.scale
+    def _change_of_rerun(self) -> float:
+        """Run the pack again and return the change of its states, relative to `scale`."""
+        return largest_distance(self._packed_states, self.probe.forward_packed(self.documents)) / self.scale
 
 
 def judge_probe(
     probe: Probe, max_length: int | None, examples: Examples | None = None, *, farthest: int | None = None
 ) -> tuple[IsolationReport, RunPair | None]:
-    """The report, and the pair of runs that shows a defect most clearly; None if there is no defect.
+    """Test a model with one set of documents.
 
-    The documents are `examples`, or text of all lengths that matter. Raises `CannotRun` if the model raises.
+    Args:
+        max_length: the longest document of the run, in tokens; None is the number of positions of the model.
+        examples: a pack and variants of it. None draws text, and documents longer than the thresholds of the model.
+        farthest: see `check_packs`.
+
+    Returns:
+        The report, and the pair of runs that shows a defect most clearly; None in its place if there is no defect.
+
+    Raises:
+        CannotRun: the model raises on a pack.
     """
+    # 1. Choose the documents.
     to_test, unreachable = thresholds(probe.config, max_length, min(DOCUMENT_LENGTHS))
     if examples is None:
         examples = probe.examples(max_length)
     else:
         to_test = {}
     documents, variants = examples
-    runs = ProbeMeasurement(probe, documents)
-    changes = [runs.gap(RunPair(documents, variant)) for variant in variants]
-    alone = [runs.gap(RunPair(documents, [one], alone=True)) for one in documents]
-    # transformers drops a mask that hides nothing, and with it the causality of some models
+    # 2. Compare variants of the pack with it (changes), and documents in the pack with themselves alone (differences).
+    measurement = ProbeMeasurement(probe, documents)
+    changes = [measurement.gap(RunPair(documents, variant)) for variant in variants]
+    differences_alone = [measurement.gap(RunPair(documents, [document], is_alone=True)) for document in documents]
+    largest_alone = max(differences_alone, key=lambda gap: (gap[0], gap[1].common_documents))
+    # A pack of one document needs no mask. transformers then drops it, and with it the causality of some models.
     last = documents[-1:]
-    differences = [
-        max(alone, key=lambda gap: (gap[0], gap[1].common_documents)),
-        runs.gap(RunPair(last, last, alone=True)),
-    ]
+    differences = [largest_alone, measurement.gap(RunPair(last, last, is_alone=True))]
     if to_test:  # one document exceeds all thresholds at once, between two short ones
         long, (shorter,) = probe.long_examples(max(to_test.values()) + NUM_EXTRA_TOKENS)
-        changes.append(runs.gap(RunPair(long, shorter, large=True)))
-        differences += [runs.gap(RunPair(long, [one], alone=True, large=True)) for one in long]
+        changes.append(measurement.gap(RunPair(long, shorter, is_large=True)))
+        differences += [measurement.gap(RunPair(long, [document], is_alone=True, is_large=True)) for document in long]
     gradient = probe.gradient(documents) if probe.takes_gradient else None
+    # 3. Unless a gradient has shown a defect, find out what rounding explains, and test documents far from the start.
     reach = 0
-    if not probe.on_any_rank(gradient):  # else the result is clear
-        _explain_by_rounding(runs, changes)
-        _explain_by_rounding(runs, differences)
-        if runs.explains(max(gap for gap, _ in changes + differences)):
+    if not probe.on_any_rank(gradient):
+        _explain_by_rounding(measurement, changes)
+        _explain_by_rounding(measurement, differences)
+        if measurement.explains(max(gap for gap, _ in changes + differences)):
             length = min(FILLER_TOKENS, max_length or FILLER_TOKENS)
-            reach = _test_far(runs, documents[2], length, changes=changes, differences=differences, farthest=farthest)
-    change, (difference, odd) = max(gap for gap, _ in changes), max(differences, key=lambda gap: gap[0])
-    moved = not runs.explains(change)
-    leaks, leak = _find_leaking_modules(runs, changes, moved=moved, is_equal=runs.explains(difference))
+            reach = _test_far(
+                measurement, documents[2], length, changes=changes, differences=differences, farthest=farthest
+            )
+    # 4. Judge the largest gaps, and find the modules where information crosses.
+    change = max(gap for gap, _ in changes)
+    difference, unequal_pair = max(differences, key=lambda gap: gap[0])
+    is_changed = not measurement.explains(change)
+    is_equal = measurement.explains(difference)
+    leaks, leaking_pair = _find_leaking_modules(measurement, changes, is_changed=is_changed, is_equal=is_equal)
     report = IsolationReport(
-        isolated=not (moved or gradient or (leaks and probe.degree == 1)),
-        equal=difference <= runs.tolerance,
+        isolated=not (is_changed or gradient or (leaks and probe.degree == 1)),
+        equal=difference <= measurement.tolerance,
         max_change=change,
         max_difference=difference,
         max_gradient=gradient,
-        tolerance=runs.tolerance,
+        tolerance=measurement.tolerance,
         attention=probe.attention,
         leaks=leaks,
         unreachable=unreachable,
@@ -243,11 +294,11 @@ def judge_probe(
     )
     if report.passed:
         return report, None
-    return report, leak if not report.isolated else odd
+    return report, unequal_pair if report.isolated else leaking_pair
 
 
 def _test_far(
-    runs: ProbeMeasurement,
+    measurement: ProbeMeasurement,
     document: Any,
     length: int,
     *,
@@ -255,35 +306,42 @@ def _test_far(
     differences: list[Gap],
     farthest: int | None,
 ) -> int:
-    """Compare a document far from the start of a pack with itself alone, and return the last distance that passed.
+    """Compare a document far from the start of a pack with itself alone, at growing distances.
 
-    Documents of `length` tokens are before it. Where it differs, they are changed: only so a leak is told from another
-    error, such as positions that are rounded. Both gaps are added to the lists. It ends at a distance that does not fit
-    the memory of this device, and raises `OutOfMemoryError` where other ranks would wait for this one.
+    Documents of `length` tokens fill the pack before it. If the document differs from itself alone, the test ends with
+    a second pack, in which the documents before it are changed. If it changes with them, there is a leak, and else
+    another error, such as rounded positions. The gaps are added to `differences` and `changes`. The test also ends at a
+    distance that does not fit the memory of this device.
+
+    Returns:
+        The largest distance that passed, in tokens.
+
+    Raises:
+        OutOfMemoryError: even the first pack does not fit, or other ranks would wait for this one.
     """
-    probe = runs.probe
+    probe = measurement.probe
     reach = 0
     for num_tokens in _distances(farthest):
-        before = [probe.tokens(length) for _ in range(0, num_tokens, length)]
-        far = [*before, document]
+        fillers = [probe.tokens(length) for _ in range(0, num_tokens, length)]
+        pack = [*fillers, document]
         try:
-            differences.append(runs.gap(RunPair(far, [document], alone=True, large=True)))
+            differences.append(measurement.gap(RunPair(pack, [document], is_alone=True, is_large=True)))
         except torch.OutOfMemoryError:
             if probe.has_engine or probe.degree > 1 or not reach:
                 raise
             break
-        _explain_by_rounding(runs, differences)
-        if not runs.explains(max(gap for gap, _ in differences)):
-            others = replace_documents(far, {i: probe.tokens(length) for i in range(len(before))})
-            changes.append(runs.gap(RunPair(far, others, large=True)))
-            _explain_by_rounding(runs, changes)
+        _explain_by_rounding(measurement, differences)
+        if not measurement.explains(max(gap for gap, _ in differences)):
+            variant = replace_documents(pack, {i: probe.tokens(length) for i in range(len(fillers))})
+            changes.append(measurement.gap(RunPair(pack, variant, is_large=True)))
+            _explain_by_rounding(measurement, changes)
             break
-        reach = sum(map(len, before))
+        reach = sum(map(len, fillers))
     return reach
 
 
 def _distances(farthest: int | None) -> Iterator[int]:
-    """Generate how many tokens stand before a document: `FAR_TOKENS`, then twice as many up to `farthest` if given.
+    """Yield the numbers of tokens before a document: `FAR_TOKENS`, then twice as many up to `farthest` if given.
 
     >>> [*_distances(2048)], [*_distances(None)]
     ([300, 600, 1200, 2048], [300])
@@ -296,63 +354,74 @@ def _distances(farthest: int | None) -> Iterator[int]:
 
 
 def _find_leaking_modules(
-    runs: ProbeMeasurement, changes: list[Gap], *, moved: bool, is_equal: bool
+    measurement: ProbeMeasurement, changes: list[Gap], *, is_changed: bool, is_equal: bool
 ) -> tuple[list[Leak], RunPair]:
-    """The modules where information crosses, and the runs that show it."""
-    probe = runs.probe
-    tolerance = runs.tolerance
+    """Return the modules where information crosses, and the pair of runs that shows it.
+
+    Args:
+        changes: gaps between a pack and variants of it.
+        is_changed: whether one of these gaps is a defect.
+        is_equal: whether documents in the pack equal themselves alone.
+    """
+    probe = measurement.probe
+    tolerance = measurement.tolerance
     # Prefer runs of equal lengths: only tokens differ in them, which shows the place of the leak most clearly.
     leaking = [gap for gap in changes if gap[0] > tolerance] or changes
-    _, case = max(leaking, key=lambda gap: (gap[1].same_length, gap[0]))
+    _, pair = max(leaking, key=lambda gap: (gap[1].has_equal_lengths, gap[0]))
     leaks: list[Leak] = []
     if probe.degree > 1:
-        return find_wrong_parts(probe, tolerance) if moved or not is_equal else [], case
+        return find_wrong_parts(probe, tolerance) if is_changed or not is_equal else [], pair
     if not probe.traces_leaks:
-        return [], case
-    if moved:
-        return find_leaks(probe, case, tolerance), case
-    # At the end of a deep model the rounding of half precision may hide a leak; in the module where it begins, not.
-    for gap, case in changes if runs.rounding > HALF_PRECISION_TOLERANCE else ():
+        return [], pair
+    if is_changed:
+        return find_leaks(probe, pair, tolerance), pair
+    # At the end of a deep model, rounding in half precision may hide a leak. It cannot in the module where it begins.
+    for gap, pair in changes if measurement.rounding > HALF_PRECISION_TOLERANCE else ():
         if not probe.on_any_rank(gap):
             continue
-        runs.repeat()
-        if case.large:  # recording all modules for a long document would need too much memory
-            leaks = find_leaks(probe, case, runs.rounding, positions_only=True)
+        measurement.measure_repetition()
+        rounding = measurement.rounding
+        if pair.is_large:  # recording all modules for a long document would need too much memory
+            leaks = find_leaks(probe, pair, rounding, positions_only=True)
         else:  # with equal numbers of tokens all sums have the same order, so half the tolerance is enough
-            leaks = find_origins(probe, case, runs.rounding / 2 if case.same_length else runs.rounding)
+            leaks = find_origins(probe, pair, rounding / 2 if pair.has_equal_lengths else rounding)
         if probe.on_any_rank(leaks):
             break
-    return leaks, case
+    return leaks, pair
 
 
-def _explain_by_rounding(runs: ProbeMeasurement, gaps: list[Gap]) -> None:
-    """Replace the largest gaps by their minimum over several roundings, until one stays above the tolerance.
+def _explain_by_rounding(measurement: ProbeMeasurement, gaps: list[Gap]) -> None:
+    """Replace the largest gaps in the list by their minimum over several roundings, until one is a defect.
 
-    A router or an indexer picks the largest of nearly equal scores. One rounding can change which one it picks, and
-    the change of the states is then as large as a leak. But such runs agree, token by token, under some roundings, with
-    equal scores in the order of the document (`ties.py`).
+    A router or an indexer picks the largest of nearly equal scores. One rounding can change which of them it picks, and
+    the states then change as much as by a leak. But without a leak there are, for each token, roundings under which the
+    two runs agree, if equal scores are picked in the order of the document (`ties.py`).
     """
     for _ in gaps:
         largest = max(range(len(gaps)), key=lambda i: gaps[i][0])
-        gap, case = gaps[largest]
-        if runs.explains(gap):
+        gap, pair = gaps[largest]
+        if measurement.explains(gap):
             return
-        gaps[largest] = (_smallest_gap(runs.probe, case) / runs.scale, case)
-        if not runs.explains(gaps[largest][0]):
+        gaps[largest] = (_smallest_gap(measurement.probe, pair) / measurement.scale, pair)
+        if not measurement.explains(gaps[largest][0]):
             return
 
 
-def _smallest_gap(probe: Probe, case: RunPair) -> float:
-    """The smallest gap of each token between the two runs, over several roundings of each; the largest of these."""
+def _smallest_gap(probe: Probe, pair: RunPair) -> float:
+    """Return the absolute gap between two runs that remains under the best roundings.
 
-    def run(states: Callable[[Probe], list[Tensor]], draw: int | None) -> Tensor:
+    Both runs are repeated under several roundings. For each token the smallest gap between any first and any second run
+    counts, and the largest of these over tokens is returned.
+    """
+
+    def run_rounded(compute_states: Callable[[Probe], list[Tensor]], draw: int | None) -> Tensor:
         rounding = nullcontext() if draw is None else probe.rounded_otherwise(draw)
         with FirstOfTies(), rounding:
-            return torch.cat(states(probe))
+            return torch.cat(compute_states(probe))
 
-    first = [run(case.first_states, draw) for draw in (None, *range(NUM_DRAWS))]
-    gaps = []
+    first_runs = [run_rounded(pair.first_states, draw) for draw in (None, *range(NUM_DRAWS))]
+    token_gaps = []
     for draw in (None, *range(NUM_DRAWS, 2 * NUM_DRAWS)):
-        second = to_exact(run(case.second_states, draw))
-        gaps += [(to_exact(one) - second).abs().amax(-1).nan_to_num(inf) for one in first]
-    return torch.stack(gaps).amin(0).max().item()
+        second = to_exact(run_rounded(pair.second_states, draw))
+        token_gaps += [(to_exact(first) - second).abs().amax(-1).nan_to_num(inf) for first in first_runs]
+    return torch.stack(token_gaps).amin(0).max().item()

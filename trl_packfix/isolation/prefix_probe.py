@@ -163,7 +163,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
 
     @contextmanager
     def embeddings(self) -> Iterator[list[Tensor]]:
-        """Within this context gradients are enabled, and the input of the first call of the decoder is put into the list.
+        """Within this context gradients are enabled, and the first input of the decoder is put into the list.
 
         It is a leaf tensor, with respect to which a caller differentiates.
         """
