@@ -68,8 +68,8 @@ def check_isolation(
     forwards of 47 tokens, if one rounding does not explain the differences. If the model has thresholds below
     `max_length`, such as a sliding window, two packs just longer than the largest threshold are run.
 
-    If the model is wrapped (DDP, DeepSpeed, FSDP), all ranks must call this function. With `degree=1` wrapped models are
-    tested by forwards only; with a larger degree there is one backward for each document.
+    If the model is wrapped (DDP, DeepSpeed, FSDP), all ranks must call this function. Wrapped models are tested by
+    forwards only if `degree` is 1; with a larger degree there is one backward for each document.
 
     Args:
         model (`nn.Module`):

@@ -1,8 +1,13 @@
-"""Search for a repair: find the modules that must run on documents separately, and how, until the leak probe passes.
+"""Search for repairs of a model that leaks: find the modules that must run on each document separately, and how.
 
-The search uses no knowledge of model types. The probe returns two runs that should agree. The smallest module where
-they differ is repaired, together with all others of its class, and the probe runs again. If no way of running a module
-helps, its parent is repaired instead, up to the backbone.
+`packed_model.py` starts the search, after the leak probe (`check_isolation.py`) has failed. In each round the probe
+returns two runs that should agree. The smallest module where they differ (`tracing.py`) is repaired, together with all
+modules of its class, and the probe runs again. The first round may also restart positions in each document. If no mode
+of running a module helps, its parent is repaired instead, up to the backbone. The search uses no knowledge of model
+types.
+
+Words: a module is *repaired* by hooks that run it on each document of a pack, instead of on the pack (`repair.py`). A
+`RepairMode` is one of the ways to do that. A *site* is all modules of one class, which are repaired in the same mode.
 """
 
 from collections.abc import Iterator
@@ -20,26 +25,30 @@ from .probed_model import CannotRun, T, gather_values
 from .repair import REPAIR_MODES, Repair, RepairedModule, RepairMode, RestartedPositions
 from .tracing import find_leaks, find_raising, find_shifted
 
-MAX_ROUNDS = 40  # far more than any model needed; each costs a probe
+MAX_ROUNDS = 40  # far more than any model needed; each round costs a probe
 
 
 @dataclass
 class _RepairSite:
-    """Modules of one class, repaired in the same way."""
+    """All modules of one class, which are repaired in the same mode."""
 
-    names: list[str]
-    modes: Iterator[RepairMode]
-    mode: RepairMode | None = None
-    repaired: list[RepairedModule] = field(default_factory=list)
+    names: list[str]  # paths of the modules in the model
+    modes: Iterator[RepairMode]  # the modes that have not been tried
+    mode: RepairMode | None = None  # the current mode
+    repaired: list[RepairedModule] = field(default_factory=list)  # the hooks of the current mode
 
     def remove(self) -> None:
+        """Remove the repairs from the modules."""
         for module in self.repaired:
             module.remove()
         self.repaired = []
 
 
 class RepairSearch:
-    """Repairs the model of a probe, inside `probe.undisturbed()`; `ignores_masks` of its guard may be set."""
+    """Repairs the model of a probe. It may also set `ignores_masks` of the guard on the model's forward.
+
+    Its methods are called inside `probe.undisturbed()`.
+    """
 
     def __init__(self, probe: Probe, guard: PackedForwardGuard, max_length: int | None):
         self.probe = probe
@@ -50,36 +59,47 @@ class RepairSearch:
         self._modules = dict(probe.inner.named_modules())
 
     def search_repairs(self) -> IsolationReport:
-        """Repair until documents are isolated and equal to themselves alone, or all options have been tried."""
+        """Repair modules until documents are isolated and equal to themselves alone, or all options have been tried.
+
+        Returns:
+            The report of the last probe.
+        """
         for _ in range(MAX_ROUNDS):
-            case: RunPair | None = None
+            # First, probe the model with its current repairs.
+            pair: RunPair | None = None
             try:
-                report, case = judge_probe(self.probe, self.max_length)
+                report, pair = judge_probe(self.probe, self.max_length)
+                verdict = "isolated" if pair is None else "leaked"
             except CannotRun as error:
                 report = report_refusal(self.probe, error)
-            # Before any other forward: with different results, ranks would wait for each other in it.
-            verdict = agree_on_ranks("raised" if report.error is not None else "isolated" if case is None else "leaked")
+                verdict = "raised"
+            # Ranks agree before any other forward: with different results, they would wait for each other in it.
+            agree_on_ranks(verdict)
             if verdict == "isolated":
                 return report
             if verdict == "leaked" and not self._restarted and self._restart_positions():
                 continue
-            if case is not None:
-                # A leak that only the gradient shows is below the tolerance of the forwards
+            # Then find the module to repair.
+            if pair is not None:
+                # A leak that only the gradient shows is below the tolerance of the forwards.
                 is_seen = max(report.max_change, report.max_difference) > report.tolerance
-                leaks = report.leaks or find_leaks(self.probe, case, report.tolerance if is_seen else 0.0)
+                leaks = report.leaks or find_leaks(self.probe, pair, report.tolerance if is_seen else 0.0)
                 name = leaks[0].name if leaks else None
             elif not self.guard.ignores_masks and self._masks_are_boundaries():
                 self.guard.ignores_masks = True
                 continue
             else:
                 name = find_raising(self.probe, [self.probe.tokens(n) for n in DOCUMENT_LENGTHS])
-            if name is None and self._sites:  # e.g. if only the backward pass shows it: assume the last repair
+            if name is None and self._sites:  # e.g. only the backward pass shows the leak: the last repair is assumed
                 name = list(self._sites.values())[-1].names[0]
-            if agree_on_ranks(name) is None or name is None or not self._repair_module(self._outermost_repaired(name)):
+            agree_on_ranks(name)
+            # Finally, repair it, and probe again.
+            if name is None or not self._repair_module(self._module_to_repair(name)):
                 break
         return report
 
     def give_up(self) -> None:
+        """Remove all repairs from the model."""
         for hooks in self.hooks:
             hooks.remove()
         self._sites.clear()
@@ -88,19 +108,23 @@ class RepairSearch:
 
     @property
     def hooks(self) -> list[ModelHooks]:
-        """Of all current repairs, in the order of installation."""
+        """The hooks of all current repairs, in the order of installation."""
         return [*self._restarted, *(module for site in self._sites.values() for module in site.repaired)]
 
     @property
     def repairs(self) -> list[Repair]:
-        restarted: dict[tuple[str, str], list[str]] = {}
-        for each in self._restarted:
-            restarted.setdefault((type(each.module).__name__, str(each)), []).append(each.shifted.name)
-        repaired = [((kind.__name__, str(site.mode)), site.names) for kind, site in self._sites.items()]
-        return [Repair(kind, names[0], len(names), way) for (kind, way), names in [*restarted.items(), *repaired]]
+        """All current repairs, one for each class of modules and each way in which they run."""
+        names_by_repair: dict[tuple[str, str], list[str]] = {}
+        for restarted in self._restarted:
+            repair = (type(restarted.module).__name__, str(restarted))
+            names_by_repair.setdefault(repair, []).append(restarted.shifted.name)
+        repairs = [Repair(kind, names[0], len(names), way) for (kind, way), names in names_by_repair.items()]
+        for module_class, site in self._sites.items():
+            repairs.append(Repair(module_class.__name__, site.names[0], len(site.names), str(site.mode)))
+        return repairs
 
     def _masks_are_boundaries(self) -> bool:
-        """Whether the model raises because of a mask that holds only boundaries; run with gradients to check this."""
+        """Return whether the model raises because of a mask that holds only boundaries. It runs with gradients."""
         try:
             self.probe.forward_packed([self.probe.tokens(n) for n in DOCUMENT_LENGTHS], gradient=True)
         except CannotRun as error:
@@ -108,22 +132,26 @@ class RepairSearch:
         return False
 
     def _restart_positions(self) -> bool:
+        """Restart positions in each document where a module gets shifted ones, and return whether any module did."""
         try:
             shifted = find_shifted(self.probe, [self.probe.tokens(n) for n in DOCUMENT_LENGTHS])
         except CannotRun:
             return False
-        self._restarted += [RestartedPositions(self._modules[each.name], each) for each in shifted]
-        for each in self._restarted:
-            each.install()
+        self._restarted += [RestartedPositions(self._modules[positions.name], positions) for positions in shifted]
+        for restarted in self._restarted:
+            restarted.install()
         return bool(self._restarted)
 
-    def _outermost_repaired(self, name: str) -> str:
-        """The repaired module that contains this one, else the smallest one not defined by torch."""
-        repaired = [name for site in self._sites.values() for name in site.names]
-        outer = [other for other in repaired if name == other or name.startswith(other + ".")]
-        if outer:
-            return min(outer, key=len)
-        # FSDP2 replaces the class of a module by a subclass defined in torch, so all base classes count.
+    def _module_to_repair(self, name: str) -> str:
+        """Return the outermost repaired module that contains module `name` or, without one, a module to repair anew.
+
+        The second is the module itself, or its nearest parent whose class torch does not define.
+        """
+        repaired_names = [repaired_name for site in self._sites.values() for repaired_name in site.names]
+        outer_names = [outer for outer in repaired_names if name == outer or name.startswith(outer + ".")]
+        if outer_names:
+            return min(outer_names, key=len)
+        # FSDP2 replaces the class of a module by a subclass that torch defines, so all base classes count.
         while "." in name and all(
             kind.__module__.partition(".")[0] in ("torch", "builtins") for kind in type(self._modules[name]).__mro__
         ):
@@ -131,35 +159,44 @@ class RepairSearch:
         return name
 
     def _repair_module(self, name: str) -> bool:
-        """Repair this module and all of its class in the next way to try, else its parent. False at the top."""
+        """Repair a module and all of its class in the next mode or, if no mode is left to try, its parent.
+
+        Returns:
+            Whether a module was repaired; False if no parent is left, either.
+        """
         while name:
-            kind = type(self._modules[name])
-            if kind not in self._sites:
-                names = [other for other, module in self._modules.items() if type(module) is kind]
-                for inside, site in list(self._sites.items()):
+            module_class = type(self._modules[name])
+            if module_class not in self._sites:
+                names = [path for path, module in self._modules.items() if type(module) is module_class]
+                # The new repairs replace those of modules inside.
+                for inner_class, site in list(self._sites.items()):
                     if any(inner.startswith(outer + ".") for inner in site.names for outer in names):
-                        self._sites.pop(inside).remove()
-                self._sites[kind] = _RepairSite(names, iter(REPAIR_MODES))
-            if self._next_way(self._sites[kind]):
+                        self._sites.pop(inner_class).remove()
+                self._sites[module_class] = _RepairSite(names, iter(REPAIR_MODES))
+            if self._install_next_mode(self._sites[module_class]):
                 return True
-            self._sites.pop(kind).remove()
+            self._sites.pop(module_class).remove()
             name = name.rpartition(".")[0]
-            while name and isinstance(self._modules[name], nn.ModuleList | nn.ModuleDict):  # which are not called
+            while name and isinstance(self._modules[name], nn.ModuleList | nn.ModuleDict):  # containers are not called
                 name = name.rpartition(".")[0]
         return False
 
-    def _next_way(self, site: _RepairSite) -> bool:
+    def _install_next_mode(self, site: _RepairSite) -> bool:
+        """Install the next mode that is possible on the modules of a site, and return whether there is one."""
         site.remove()
         for mode in site.modes:
             try:
                 axes = learn_axes(self.probe, site.names)
-                if not (mode.positions or any("position_ids" in module_axes.inputs for module_axes in axes.values())):
+                gets_positions = any("position_ids" in module_axes.inputs for module_axes in axes.values())
+                if not mode.positions and not gets_positions:  # it would be the same as the mode with positions
                     continue
                 if not axes:
                     return False
-                # A run that raises may not reach all of them: assume the same axes for the whole class.
-                known = next(iter(axes.values()))
-                repaired = [RepairedModule(self._modules[name], axes.get(name, known), mode) for name in site.names]
+                # A run that raises may not reach all modules: the axes of the first are assumed for the whole class.
+                first_axes = next(iter(axes.values()))
+                repaired = [
+                    RepairedModule(self._modules[name], axes.get(name, first_axes), mode) for name in site.names
+                ]
             except (NotLearned, ValueError):
                 continue
             site.mode = mode
@@ -171,9 +208,13 @@ class RepairSearch:
 
 
 def agree_on_ranks(value: T) -> T:
-    """`value`, which must be the same on all ranks, so that all repair the same modules."""
+    """Return `value` if it is the same on all ranks, so that all ranks go on in the same way.
+
+    Raises:
+        RuntimeError: a rank has another value.
+    """
     values = gather_values(value)
-    if any(other != value for other in values):
+    if any(rank_value != value for rank_value in values):
         raise RuntimeError(
             f"the leak probe found {values} on the {len(values)} ranks: with different results, ranks would run "
             "different models and wait for each other forever. Set the same model, dtype and attention on all ranks; "

@@ -1,4 +1,14 @@
-"""Find where information crosses: the smallest modules in which one document of a pack changes another."""
+"""Find the modules in which information crosses from one document of a pack to another.
+
+The inputs and outputs of all modules are recorded in two runs that should agree, a `RunPair` (`probe.py`). Where the
+inputs of a module agree for a document and its outputs do not, information crosses in this module. The smallest such
+modules are returned, as `Leak` records. `check_isolation.py` puts them into its report, and `search.py` repairs them.
+Other functions find modules that raise, that get shifted positions, or that are wrong on the part of one rank.
+
+Words: a *place* names one value among the arguments or outputs of a call (`arguments.py`), such as "hidden_states" or
+"[0]". A *call* is one of the calls of a module in a run, by number. The *part* of a rank is the rows of a pack that it
+holds if ranks share the pack.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -10,43 +20,45 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import Leaves, calls_watched
-from .probe import Probe, RunPair
+from .probe import Documents, Probe, RunPair
 from .probed_model import CannotRun, gather_values, to_exact
 
-PART_TOKENS = 23  # of each rank in the packs of `find_wrong_parts`: a prime that no hidden size equals
-DOCUMENT_TOKENS = 11  # of each document there but the last
+PART_TOKENS = 23  # length of the part of each rank in `find_wrong_parts`: a prime that no hidden size equals
+DOCUMENT_TOKENS = 11  # length of each document there, except that the last one may be shorter
 
 
 @dataclass(frozen=True)
 class Leak:
-    """A module in which information crosses: its inputs for a document are unchanged, its outputs are not."""
+    """A module in which information crosses: its inputs for a document are unchanged, and its outputs have changed."""
 
-    name: str  # in the model
-    module: str  # name of its class
-    change: float  # largest of its outputs, relative to the largest value of each tensor
+    name: str  # path of the module in the model
+    module: str  # name of the module's class
+    change: float  # largest change of the outputs, relative to the largest value of each tensor
 
 
 class ShiftedPositions(NamedTuple):
-    """Positions that start differently in a pack: alone, those that module `name` gets at `place` start at `first`."""
+    """Position ids that a module gets, and that start differently in a pack than for a document alone."""
 
-    name: str
-    place: str
-    axis: int  # of tokens
-    first: int
+    name: str  # path of the module in the model
+    place: str  # name of the argument that holds the positions
+    axis: int  # the axis of the argument that indexes tokens
+    first: int  # the position of the first token of a document alone
 
 
-Found = TypeVar("Found", Leak, ShiftedPositions)
-# By place: the token axis of a tensor, and its values as (T, rest). A record: inputs and outputs of a module's call
+Finding = TypeVar("Finding", Leak, ShiftedPositions)
+# Tensors of one call by place: the axis that indexes tokens, and the values, reshaped to (T, values per token)
 Values = dict[str, tuple[int, Tensor]]
-Records = dict[str, list[tuple[Values, Values]]]
-Spans = list[tuple[slice, slice]]  # of documents that are the same in both runs
+Records = dict[str, list[tuple[Values, Values]]]  # by module name, the inputs and outputs of each call
+Spans = list[tuple[slice, slice]]  # tokens of the documents that both runs have, in the first and in the second run
 
 
-def find_leaks(probe: Probe, case: RunPair, tolerance: float, *, positions_only: bool = False) -> list[Leak]:
-    """The smallest modules whose inputs for a document agree in both runs and whose outputs do not.
+def find_leaks(probe: Probe, pair: RunPair, tolerance: float, *, positions_only: bool = False) -> list[Leak]:
+    """Return the smallest modules whose inputs for a document agree in both runs and whose outputs do not.
 
-    Values are compared relative to the largest of each tensor. `positions_only` restricts the search to modules without
-    parameters that get positions, such as rotary embeddings: their outputs depend on little else.
+    Args:
+        tolerance: change up to which values agree, relative to the largest value of each tensor.
+        positions_only: look only at modules without parameters that get positions, such as rotary embeddings. Their
+            outputs depend on little else.
     """
     modules = {
         name: module
@@ -54,135 +66,156 @@ def find_leaks(probe: Probe, case: RunPair, tolerance: float, *, positions_only:
         if not positions_only or next(module.parameters(), None) is None
     }
     # All values of a long pack may not fit on the device beside the model.
-    recording = partial(_record_values, modules, positions_only=positions_only, on_host=case.large)
-    first = recording(sum(map(len, case.documents)), partial(case.first_states, probe))
-    num_others = _row_length(probe, case.others[0]) if case.alone else sum(map(len, case.others))
-    second = recording(num_others, partial(case.second_states, probe))
-    return _innermost([*_iterate_leaks(modules, first, second, pairs=case.spans, tolerance=tolerance)])
+    record = partial(_record_values, modules, positions_only=positions_only, on_host=pair.is_large)
+    first = record(_num_tokens(pair.first_documents), partial(pair.first_states, probe))
+    if pair.is_alone:
+        second_length = _row_length(probe, pair.second_documents[0])
+    else:
+        second_length = _num_tokens(pair.second_documents)
+    second = record(second_length, partial(pair.second_states, probe))
+    return _innermost([*_iterate_leaks(modules, first, second, spans=pair.common_spans, tolerance=tolerance)])
 
 
 def _iterate_leaks(
-    modules: dict[str, nn.Module], first: Records, second: Records, *, pairs: Spans, tolerance: float
+    modules: dict[str, nn.Module], first: Records, second: Records, *, spans: Spans, tolerance: float
 ) -> Iterator[Leak]:
+    """Yield each module with a call whose inputs agree in both records and whose outputs do not."""
     for name, module in modules.items():
-        for one, other in zip(first.get(name, []), second.get(name, []), strict=False):
-            came_in, went_out = (_largest_change(a, b, pairs) for a, b in zip(one, other, strict=True))
-            if came_in <= tolerance < went_out:
-                yield Leak(name, type(module).__name__, went_out)
+        for first_call, second_call in zip(first.get(name, []), second.get(name, []), strict=False):
+            input_change = _largest_change(first_call[0], second_call[0], spans)
+            output_change = _largest_change(first_call[1], second_call[1], spans)
+            if input_change <= tolerance < output_change:
+                yield Leak(name, type(module).__name__, output_change)
                 break
 
 
-def find_origins(probe: Probe, case: RunPair, tolerance: float) -> list[Leak]:
-    """The smallest modules with bit-identical inputs for a document in two packs, and different outputs.
+def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
+    """Return the smallest modules with bit-identical inputs for a document in two packs, and different outputs.
 
     Only modules whose inputs are bit-identical are judged, so rounding that adds up in a deep model cannot hide a leak.
-    `tolerance` is the relative change that rounding inside one module may cause: two units in the last place of half
-    precision, in packs of equal lengths. There, a change of an eighth of a unit in more than half of a token's numbers
-    also counts as a leak, because rounding changes only few numbers. Modules whose outputs change in a repeated run of
-    the same pack are skipped.
+    Modules whose outputs change in a repeated run of the same pack are skipped.
+
+    Args:
+        tolerance: relative change that rounding inside one module may cause: two units in the last place of half
+            precision, in packs of equal lengths. In such packs, a change of an eighth of a unit in more than half of a
+            token's numbers also counts as a leak, because rounding changes only few numbers.
     """
     modules = dict(probe.inner.named_modules())
-    pairs = case.spans
-    num_tokens = sum(map(len, case.documents))
-    first = _record_values(modules, num_tokens, partial(probe.forward_packed, case.documents))
+    spans = pair.common_spans
+    num_tokens = _num_tokens(pair.first_documents)
+    # 1. Record the first pack.
+    first = _record_values(modules, num_tokens, partial(probe.forward_packed, pair.first_documents))
 
-    # The other runs are compared while they run, so that only one run needs memory.
-    repeats: set[tuple[str, int]] = set()  # calls with the same outputs in a repeated run
+    # 2. Repeat it, and note the calls with the same outputs. This run and the next one are compared while they run, so
+    # that only the first run needs memory.
+    repeatable: set[tuple[str, int]] = set()
+    all_tokens = [(slice(None), slice(None))]
 
-    def note_repeat(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
+    def note_repeated_call(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
         calls = first.get(name, [])
-        if outputs and call < len(calls) and not _largest_change(calls[call][1], outputs, [(slice(None), slice(None))]):
-            repeats.add((name, call))
+        if outputs and call < len(calls) and not _largest_change(calls[call][1], outputs, all_tokens):
+            repeatable.add((name, call))
 
-    moved: dict[str, Leak] = {}
+    with calls_watched(modules, partial(_by_token, num_tokens=num_tokens), note_repeated_call):
+        probe.forward_packed(pair.first_documents)
+
+    # 3. Run the second pack. A module that changes may be a leak; those beyond rounding are leaks.
+    changed: dict[str, Leak] = {}
     leaking = set()
 
-    def note_variant(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
-        if not outputs or name in moved or (name, call) not in repeats:
+    def note_changed_call(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
+        if not outputs or name in changed or (name, call) not in repeatable:
             return
-        came_in, went_out = first[name][call]
-        if not came_in.keys() & inputs.keys() or _largest_change(came_in, inputs, pairs):
+        first_inputs, first_outputs = first[name][call]
+        if not first_inputs.keys() & inputs.keys() or _largest_change(first_inputs, inputs, spans):
             return
-        change = _largest_change(went_out, outputs, pairs)
-        if change:
-            moved[name] = Leak(name, type(modules[name]).__name__, change)
-            if case.same_length:
-                leaks = change > tolerance or _share_moved(went_out, outputs, pairs, minimum=tolerance / 16) > 0.5
-            else:  # integers may be positions in the pack
-                leaks = _largest_change(_numeric_values(went_out), _numeric_values(outputs), pairs) > tolerance
-            if leaks:
-                leaking.add(name)
+        change = _largest_change(first_outputs, outputs, spans)
+        if not change:
+            return
+        changed[name] = Leak(name, type(modules[name]).__name__, change)
+        if pair.has_equal_lengths:
+            leaks = change > tolerance or _share_changed(first_outputs, outputs, spans, minimum=tolerance / 16) > 0.5
+        else:  # integers are not compared: they may be positions in the pack
+            leaks = _largest_change(_numeric_values(first_outputs), _numeric_values(outputs), spans) > tolerance
+        if leaks:
+            leaking.add(name)
 
-    with calls_watched(modules, partial(_by_token, num_tokens=num_tokens), note_repeat):
-        probe.forward_packed(case.documents)
-    with calls_watched(modules, partial(_by_token, num_tokens=sum(map(len, case.others))), note_variant):
-        probe.forward_packed(case.others)
-    return [leak for leak in _innermost([*moved.values()]) if leak.name in leaking]
+    second_length = _num_tokens(pair.second_documents)
+    with calls_watched(modules, partial(_by_token, num_tokens=second_length), note_changed_call):
+        probe.forward_packed(pair.second_documents)
+    return [leak for leak in _innermost([*changed.values()]) if leak.name in leaking]
 
 
 def find_wrong_parts(probe: Probe, tolerance: float) -> list[Leak]:
-    """The smallest modules that get the same inputs for a part of a pack as for the whole, and give other outputs.
+    """Return the smallest modules that get the same inputs for a rank's part as for the whole pack, and differ.
 
-    They read tokens of other ranks without an exchange, or would have to. The model is run on whole packs, too, where
-    it has been tested. All ranks must call; they find the same modules.
+    Such modules read tokens of other ranks without an exchange, or would have to read them. Whole packs have been
+    tested before, so they are the reference. All ranks must call this function, and all get the same modules.
     """
     documents = [*probe.tokens(PART_TOKENS * probe.degree).split(DOCUMENT_TOKENS)]
     modules = dict(probe.inner.named_modules())
-    whole = _record_values(modules, PART_TOKENS * probe.degree, partial(probe.forward_padded, documents))
+    whole_records = _record_values(modules, PART_TOKENS * probe.degree, partial(probe.forward_padded, documents))
 
-    def run() -> None:
-        with suppress(CannotRun):  # modules that run are recorded
+    def run_part() -> None:
+        with suppress(CannotRun):  # modules that ran before an error are recorded
             probe.forward_packed(documents)
 
-    part = _record_values(modules, PART_TOKENS, run)
-    first = probe.ranks.index * PART_TOKENS
-    pairs = [(slice(first, first + PART_TOKENS), slice(None))]
-    leaks = [*_iterate_leaks(modules, whole, part, pairs=pairs, tolerance=tolerance)]
-    found = sorted((leak for leaks in gather_values(leaks) for leak in leaks), key=lambda leak: leak.change)
-    largest = {leak.name: leak for leak in found}
+    part_records = _record_values(modules, PART_TOKENS, run_part)
+    first_token = probe.group.index * PART_TOKENS
+    spans = [(slice(first_token, first_token + PART_TOKENS), slice(None))]
+    leaks = [*_iterate_leaks(modules, whole_records, part_records, spans=spans, tolerance=tolerance)]
+    leaks_of_all_ranks = [leak for leaks_of_rank in gather_values(leaks) for leak in leaks_of_rank]
+    # For each module the last entry remains, which is the largest.
+    largest = {leak.name: leak for leak in sorted(leaks_of_all_ranks, key=lambda leak: leak.change)}
     return _innermost([largest[name] for name in modules if name in largest])
 
 
-def _innermost(found: list[Found]) -> list[Found]:
-    """Those whose module contains that of no other."""
-    names = {each.name for each in found}
-    return [each for each in found if not any(_is_inside(name, each.name) for name in names - {each.name})]
+def _innermost(findings: list[Finding]) -> list[Finding]:
+    """Return the findings whose module contains no module of another finding."""
+    names = {finding.name for finding in findings}
+    return [
+        finding for finding in findings if not any(_is_inside(name, finding.name) for name in names - {finding.name})
+    ]
 
 
 def find_shifted(probe: Probe, documents: list[Tensor]) -> list[ShiftedPositions]:
-    """Innermost modules whose positions count up in each document, but from a different start than alone."""
+    """Return the innermost modules whose positions count up in each document, but not from where they start alone."""
     lengths = [len(ids) for ids in documents]
-    recording = partial(_record_values, dict(probe.inner.named_modules()))
-    packed = recording(sum(lengths), partial(probe.forward_packed, documents))
-    alone = [recording(_row_length(probe, ids), partial(probe.forward_alone, ids)) for ids in documents]
+    record = partial(_record_values, dict(probe.inner.named_modules()))
+    packed_records = record(sum(lengths), partial(probe.forward_packed, documents))
+    alone_records = [record(_row_length(probe, ids), partial(probe.forward_alone, ids)) for ids in documents]
     shifted = []
-    for name in packed:
-        for place, (axis, values) in packed[name][0][0].items():
+    for name in packed_records:
+        first_inputs, _ = packed_records[name][0]
+        for place, (axis, values) in first_inputs.items():
             if values.is_floating_point() or values.dtype == torch.bool or values.shape[1] != 1:
                 continue
-            seen = [records[name][0][0].get(place) for records in alone if name in records]
-            counts = [alone_values[1].flatten() for alone_values in seen if alone_values is not None]
-            if len(counts) < len(alone):
+            inputs_alone = [records[name][0][0].get(place) for records in alone_records if name in records]
+            positions_alone = [entry[1].flatten() for entry in inputs_alone if entry is not None]
+            if len(positions_alone) < len(documents):
                 continue
-            parts = values.flatten().split(lengths)
-            counts_up = all(torch.equal(part.diff(), torch.ones_like(part[1:])) for part in [*counts, *parts])
-            first = {int(count[0]) for count in counts}
-            if counts_up and len(first) == 1 and any(int(part[0]) not in first for part in parts):
+            positions_packed = values.flatten().split(lengths)
+            counts_up = all(
+                torch.equal(positions.diff(), torch.ones_like(positions[1:]))
+                for positions in [*positions_alone, *positions_packed]
+            )
+            first = {int(positions[0]) for positions in positions_alone}
+            if counts_up and len(first) == 1 and any(int(positions[0]) not in first for positions in positions_packed):
                 shifted.append(ShiftedPositions(name, place, axis, first.pop()))
     return _innermost(shifted)
 
 
 def find_raising(probe: Probe, documents: list[Tensor]) -> str | None:
-    """The innermost module that was running when the model raised on this pack; None if it does not raise."""
-    raised: list[str] = []
+    """Return the name of the innermost module that was running when the model raised on a pack, or None."""
+    raising: list[str] = []
 
-    def note(name: str, call: int, inputs: int, outputs: int | None) -> None:
+    def note_call(name: str, call: int, inputs: int, outputs: int | None) -> None:
         if outputs is None:
-            raised.append(name)
+            raising.append(name)
 
-    with suppress(CannotRun), calls_watched(dict(probe.inner.named_modules()), len, note):
+    with suppress(CannotRun), calls_watched(dict(probe.inner.named_modules()), len, note_call):
         probe.forward_packed(documents)
-    return raised[-1] if raised else None
+    return raising[-1] if raising else None
 
 
 def _record_values(
@@ -193,28 +226,40 @@ def _record_values(
     positions_only: bool = False,
     on_host: bool = False,
 ) -> Records:
-    """Inputs and outputs of each call in a run that have an axis of `num_tokens`."""
+    """Call `run`, and return the tensors with an axis of `num_tokens` among inputs and outputs of each call.
+
+    Args:
+        positions_only: record only calls that get integers, which may be positions.
+        on_host: record on the CPU.
+    """
     records: Records = {}
 
-    def note(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
+    def note_call(name: str, call: int, inputs: Values, outputs: Values | None) -> None:
         if not positions_only or any(not values.is_floating_point() for _, values in inputs.values()):
             records.setdefault(name, []).append((inputs, outputs or {}))
 
-    with calls_watched(modules, partial(_by_token, num_tokens=num_tokens, on_host=on_host), note):
+    with calls_watched(modules, partial(_by_token, num_tokens=num_tokens, on_host=on_host), note_call):
         run()
     return records
 
 
 def _row_length(probe: Probe, document: Any) -> int:
-    """Tokens of a document alone, with the padding that the model needs."""
+    """Return the number of tokens of a document alone, with the padding that the model needs."""
     return probe.make_row(document)["input_ids"].shape[1]
 
 
+def _num_tokens(documents: Documents) -> int:
+    """Return the number of tokens of a pack."""
+    return sum(map(len, documents))
+
+
 def _is_inside(name: str, parent: str) -> bool:
+    """Return whether module `name` is inside module `parent`. The name of the whole model is empty."""
     return not parent or name.startswith(parent + ".")
 
 
 def _by_token(leaves: Leaves, num_tokens: int, on_host: bool = False) -> Values:
+    """Return copies of the tensors with an axis of `num_tokens`, with this axis first and all others flattened."""
     values_by_place = {}
     for place, value in leaves:
         if isinstance(value, Tensor) and num_tokens in value.shape[:4]:
@@ -225,38 +270,46 @@ def _by_token(leaves: Leaves, num_tokens: int, on_host: bool = False) -> Values:
     return values_by_place
 
 
-def _largest_change(before: Values, after: Values, pairs: Spans) -> float:
-    """Largest change of these spans, relative to the largest value of each tensor; 0 if nothing can be compared."""
+def _largest_change(first: Values, second: Values, spans: Spans) -> float:
+    """Return the largest change in these spans, relative to the largest value of each tensor.
+
+    It is 0 if no tensors can be compared.
+    """
     changes = []
-    for place in before.keys() & after.keys():
-        one = before[place][1]
-        other = after[place][1]
-        if one.shape[1] != other.shape[1] or not one.numel():  # a mask (T, T) of packs of different lengths
+    for place in first.keys() & second.keys():
+        before = first[place][1]
+        after = second[place][1]
+        if before.shape[1] != after.shape[1] or not before.numel():  # a mask (T, T) of packs of different lengths
             continue
-        if one.is_complex():
-            one = torch.view_as_real(one)
-            other = torch.view_as_real(other)
-        one = to_exact(one)
-        other = to_exact(other)
-        scale = one.abs().max().clamp(min=1e-30)
-        gaps = [(one[here] - other[there]).abs() for here, there in pairs]
+        if before.is_complex():
+            before = torch.view_as_real(before)
+            after = torch.view_as_real(after)
+        before = to_exact(before)
+        after = to_exact(after)
+        scale = before.abs().max().clamp(min=1e-30)
+        gaps = [(before[first_span] - after[second_span]).abs() for first_span, second_span in spans]
         changes += [gap.max() / scale for gap in gaps if gap.numel()]
     if not changes:
         return 0.0
-    # one read from the device, not one per tensor and document
+    # All changes are read from the device at once, not one per tensor and document.
     return max(0.0, *torch.stack([change.to(changes[0].device) for change in changes]).tolist())
 
 
 def _numeric_values(values: Values) -> Values:
+    """Return the tensors that hold real or complex numbers, without integers and masks."""
     return {place: value for place, value in values.items() if value[1].is_floating_point() or value[1].is_complex()}
 
 
-def _share_moved(before: Values, after: Values, pairs: Spans, *, minimum: float) -> float:
-    """Largest share, over tokens, of a token's numbers that change by more than `minimum` times their own size."""
+def _share_changed(first: Values, second: Values, spans: Spans, *, minimum: float) -> float:
+    """Return the share of a token's numbers that change by more than `minimum` times their size, the largest share."""
     shares = [0.0]
-    for place in before.keys() & after.keys():
-        one, other = (x if x.is_complex() else to_exact(x) for x in (before[place][1], after[place][1]))
-        if one.shape[1] == other.shape[1] > 1:
-            moved = [(one[here] - other[there]).abs() > minimum * one[here].abs() for here, there in pairs]
-            shares += [change.float().mean(1).max().item() for change in moved]
+    for place in first.keys() & second.keys():
+        before, after = (
+            values if values.is_complex() else to_exact(values) for values in (first[place][1], second[place][1])
+        )
+        if before.shape[1] == after.shape[1] > 1:
+            for first_span, second_span in spans:
+                old = before[first_span]
+                is_changed = (old - after[second_span]).abs() > minimum * old.abs()
+                shares.append(is_changed.float().mean(1).max().item())
     return max(shares)
