@@ -1,19 +1,24 @@
-"""Which law a training step breaks, from its gradients alone: for any training loop, with torch only.
+"""Test which law a training step breaks, from its gradients alone: for any training loop, with torch only.
 
-`check_isolation` looks at a model. Half of the silent packing bugs that projects found in themselves lie behind it, in
-labels, loss, and the weights of micro-batches and ranks. A right step obeys laws that need no knowledge of the loop:
+`check_isolation` tests a model. Half of the silent packing bugs that projects found in themselves lie behind the model,
+in labels, loss, and the weights of micro-batches and ranks. A right step obeys laws that hold for every loop:
 
-    scale      one document alone is trained with the gradient of its own loss
+    scale      a document alone is trained with the gradient of its own loss
     shift      a label is predicted from the tokens before it, the nearest included
-    isolation  neighbours whose labels are masked do not move a document
-    content    nor do they if nothing but the given boundaries says where documents end
-    labels     a pack is the sum of its documents
-    order      in any order
-    grouping   over micro-batches, and over ranks, of unequal tokens as in one
-    masked     a micro-batch without a trained token adds nothing
+    isolation  neighbours whose labels are masked do not change the gradient of a document
+    content    they do not, either, if only the given boundaries say where documents end
+    labels     the gradient of a pack is the sum of the gradients of its documents
+    order      it is the same sum in any order of the documents
+    grouping   it is the same sum if the documents are in several micro-batches, or on several ranks
+    masked     a micro-batch without a trained token adds nothing to the sum
 
-All are linear in the summed gradient (the gradient of a step times its trained tokens), so products with a few random
-vectors stand for it: no copy of the gradients is needed.
+The user's step and documents come into `check_step`, and a `StepReport` goes out. The module uses nothing else of this
+package but `gradients.py`. There the products of a gradient with a few random vectors stand for the gradient. All laws
+are linear in the *summed gradient* (the gradient of a step times its number of trained tokens), so the products obey
+them, too, and no copy of the gradients is needed.
+
+Words: a *trained token* is one whose label is not -100. A *pack* is the list of documents in one micro-batch, and the
+*groups* of a step are the documents of its micro-batches. A *gap* is a relative difference between two gradients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,13 +34,14 @@ from torch import Tensor, nn
 from .gradients import gradient_products, largest_gap
 
 IGNORE_INDEX = -100
-ROUNDING_FACTOR = 10.0  # of the measured rounding, which is one sample of many
-SMALLEST_TOLERANCE = 1e-6  # relative; sums in fp32 may agree by chance
-NUM_DRAWS = 3
-NUM_SHOWN = 5  # parameters that are named
-LARGEST_USEFUL_TOLERANCE = 0.05  # a tolerance above it hides errors worth finding: nothing is said to hold
+ROUNDING_FACTOR = 10.0  # tolerance in multiples of the measured rounding, which is one sample of many
+SMALLEST_TOLERANCE = 1e-6  # relative; sums in fp32 may agree by chance, so that no rounding is measured
+NUM_DRAWS = 3  # random roundings under which a step is repeated
+NUM_SHOWN = 5  # parameters that a sentence names
+LARGEST_USEFUL_TOLERANCE = 0.05  # a larger tolerance hides errors worth finding, so no law is said to hold
 
-Document = dict[str, list[int]]
+Document = dict[str, list[int]]  # `input_ids` and `labels`, of one length
+Groups = Sequence[Sequence[Document]]  # the documents of each micro-batch of a step
 
 
 @dataclass(frozen=True)
@@ -44,17 +50,24 @@ class Law:
 
     name: str  # "scale", "shift", "isolation", "content", "labels", "order", "grouping" or "masked"
     error: float  # relative difference of gradients; infinite if they are not finite or the step raised
-    sentence: str  # what it says, or what the step raised
+    sentence: str  # what the law says, or what the step raised
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What `check_step` found.
+    """The result of [`check_step`]: how far a training step is from each law. `print(report)` shows a table.
 
     Attributes:
-        laws: in the order in which they name a cause: the first broken one is the cause, later ones may follow from it.
-        tolerance: relative; ten times what rounding alone, or a repeated step, was measured to make.
-        unseen: what these laws could not see here, and why, as sentences.
+        laws (`tuple[Law, ...]`):
+            The tested laws, each with its `name`, `error` and `sentence`. They are in the order in which they name a
+            cause: the first broken law is the cause, and later ones may follow from it.
+        tolerance (`float`):
+            The relative error up to which a law holds. It is ten times the measured change of gradients by rounding
+            alone, or between two equal steps.
+        unseen (`tuple[str, ...]`):
+            Sentences that say which errors these laws could not see on this step and model, and why.
+
+    Example:
 
     >>> from trl_packfix.isolation.check_step import Law
     >>> StepReport((Law("scale", 2e-7, "..."), Law("labels", 0.3, "...")), tolerance=1e-6).broken
@@ -67,12 +80,12 @@ class StepReport:
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """Names of the broken laws, the cause first. A law is broken if its error is not finite, too."""
+        """Names of the broken laws, the cause first. A law whose error is not finite is broken, too."""
         return tuple(law.name for law in self.laws if not (isfinite(law.error) and law.error <= self.tolerance))
 
     @property
     def is_judged(self) -> bool:
-        """Whether the tolerance is at most 5 %: above it an error worth finding could hide."""
+        """Whether the tolerance is at most 5 %. An error worth finding could hide in a larger one."""
         return self.tolerance <= LARGEST_USEFUL_TOLERANCE
 
     @property
@@ -98,35 +111,48 @@ def check_step(
     *,
     reference: Callable[[Document], Tensor] | None = None,
 ) -> StepReport:
-    """Test which law a packed training step breaks.
+    """Test which law a packed training step breaks, in any training loop.
 
-    The loss must be a mean over the trained tokens of the step, and the model causal. Switch off what makes a gradient
-    random or no sum over documents: dropout, clipping, an auxiliary loss of a router. Where equal steps differ by more
-    than 0.5 %, nothing is said to hold. Gradients are left in the parameters.
+    The step runs on packs of your documents in many arrangements, and its gradients are compared. The module
+    `trl_packfix.isolation.check_step` lists the laws; they come from silent bugs of 16 projects, November 2025 to
+    September 2026.
 
-    In a distributed run every rank calls it with the same documents, and `step` ends with gradients that are equal on
-    all ranks, as DDP leaves them, or sharded (`DTensor`).
+    The loss must be a mean over the trained tokens of the step, and the model must be causal. Switch off everything
+    that makes a gradient random, or that is not a sum over documents: dropout, gradient clipping, the auxiliary loss of
+    a router. If equal steps differ by more than 0.5 %, no law is said to hold. The gradients of the last step remain in
+    the parameters.
+
+    In a distributed run every rank calls this function with the same documents. `step` must then end with gradients
+    that are equal on all ranks, as with DDP, or sharded (`DTensor`).
 
     Args:
-        step: forward and backward of the micro-batches between two optimizer steps, with all of their weights. It
-            leaves gradients in the parameters of `model`.
-        collate: one micro-batch, a pack, of some documents.
-        documents: four or more, of unequal lengths, as dicts of lists `input_ids` and `labels` of one length, not
-            shifted; labels of -100 are not trained.
-        model: its parameters with `requires_grad` are compared.
-        reference: the summed loss of one document, computed by the model itself. Without it a factor or a term that is
-            always there cannot be seen.
+        step (`Callable`):
+            Runs forward and backward of the micro-batches between two optimizer steps, given as a list, with all of
+            their weights. It must not zero the gradients at its end.
+        collate (`Callable`):
+            Makes one micro-batch, a pack, of a list of documents.
+        documents (`Sequence[dict[str, list[int]]]`):
+            Four or more documents, of at least three lengths. Each has the lists `input_ids` and `labels` of one
+            length. Labels are not shifted, and labels of -100 are not trained.
+        model (`nn.Module`):
+            The model that `step` trains. The gradients of its parameters with `requires_grad` are compared.
+        reference (`Callable`, *optional*):
+            Returns the summed loss of one document, computed by the model itself. If `None`, a factor or a term that
+            every document has cannot be seen.
+
+    Returns:
+        [`StepReport`]: The laws, the broken ones among them, and what could not be tested.
 
     Raises:
-        ValueError: the documents are too few or too alike, or the step leaves no gradient.
+        ValueError: If the documents are too few or too alike, or the step leaves no gradient.
 
-    Source: silent bugs of 16 projects, November 2025 to September 2026.
+    Example:
 
     >>> import torch
     >>> from torch.nn.functional import cross_entropy
     >>> model = torch.nn.Embedding(9, 9)  # predicts each token from the one before it
     >>> def collate(documents):
-    ...     return [(torch.tensor(each["input_ids"]), torch.tensor(each["labels"])) for each in documents]
+    ...     return [(torch.tensor(doc["input_ids"]), torch.tensor(doc["labels"])) for doc in documents]
     >>> def step(micro_batches):
     ...     total = sum((labels[1:] != -100).sum() for pack in micro_batches for _, labels in pack)
     ...     for pack in micro_batches:
@@ -137,23 +163,30 @@ def check_step(
     >>> check_step(step, collate, documents, model).broken  # it divides by the number of micro-batches once too often
     ('grouping', 'masked')
     """
-    documents = [{name: list(each[name]) for name in ("input_ids", "labels")} for each in documents]
+    documents = [{name: list(document[name]) for name in ("input_ids", "labels")} for document in documents]
     _check_documents(documents)
     probe = _StepProbe(step, collate, model, reference, documents)
-    if not any(each.any() for each in probe.each_alone):
+    if not any(gradient.any() for gradient in probe.gradients_alone):
         raise ValueError(
             f"`step` was given {len(documents)} documents one by one, and left no gradient in the parameters of "
             "`model`. Laws are tested on gradients. Let it run the backward, leave out `optimizer.zero_grad()` at its "
             "end, and give the model whose parameters it trains."
         )
-    laws = tuple(probe.laws())
-    repeated = probe.repeated()
-    tolerance = max(SMALLEST_TOLERANCE, ROUNDING_FACTOR * max(repeated, probe.rounding()))
-    return StepReport(laws, tolerance, tuple(probe.unseen(laws, tolerance, repeated)))
+    laws = tuple(probe.test_laws())
+    repetition = probe.measure_repetition()
+    tolerance = max(SMALLEST_TOLERANCE, ROUNDING_FACTOR * max(repetition, probe.measure_rounding()))
+    return StepReport(laws, tolerance, tuple(probe.explain_unseen(laws, tolerance, repetition)))
 
 
 class _StepProbe:
-    """The step, and the products of its gradients (`gradients.py`)."""
+    """Runs the step on packs of the documents and compares the products of its gradients (`gradients.py`).
+
+    A "gradient" below is a tensor of products, (parameters, NUM_VECTORS).
+
+    Attributes:
+        gradients_alone: the summed gradient of each document as the only one of a step.
+        total: the sum of these, which the summed gradient of any step on all documents should be.
+    """
 
     def __init__(
         self,
@@ -170,97 +203,109 @@ class _StepProbe:
         is_distributed = dist.is_available() and dist.is_initialized()
         self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
         self.documents = documents
-        self.each_alone = [self.summed([[each]]) for each in documents]
-        self.total = torch.stack(self.each_alone).sum(0)
+        self.gradients_alone = [self.summed_gradient([[document]]) for document in documents]
+        self.total = torch.stack(self.gradients_alone).sum(0)
 
-    def laws(self) -> Iterator[Law]:
-        """All laws, in the order in which they name a cause."""
+    def test_laws(self) -> Iterator[Law]:
+        """Yield the laws that can be tested, with their errors, in the order in which they name a cause."""
         documents = self.documents
         if self.reference is not None:
-            pairs = zip(self.each_alone, documents, strict=True)
-            gap = max(largest_gap(found, self.alone(each)) for found, each in pairs)
+            pairs = zip(self.gradients_alone, documents, strict=True)
+            gap = max(largest_gap(gradient, self.reference_gradient(document)) for gradient, document in pairs)
             yield Law("scale", gap, "one document alone has the gradient of its own loss")
-        by_last_input = self.moved_by_last_input()
-        if not self.nearest_counts():
+        gap_by_last_input = self.effect_of_last_input()
+        if not self.nearest_token_counts():
             yield Law(
                 "shift", inf, "a label is predicted from the token before it; it was not: are labels shifted twice?"
             )
-        elif by_last_input is not None:
-            yield Law("shift", by_last_input, "a label is predicted from the tokens before it")
-        gap = self.moved(documents, range(len(documents)))
+        elif gap_by_last_input is not None:
+            yield Law("shift", gap_by_last_input, "a label is predicted from the tokens before it")
+        gap = self.effect_of_neighbours(documents, range(len(documents)))
         yield Law("isolation", gap, "masked neighbours do not move a document")
-        varied = {kind: self.moved(each, (0, 2)) for kind, each in _misleading_packs(documents).items()}
-        kind = max(varied, key=varied.__getitem__)
-        yield Law("content", varied[kind], f"nor where documents {kind}")
-        packs = documents, [each | {"labels": [each["input_ids"][0], *each["labels"][1:]]} for each in documents]
-        yield Law("labels", self.gap([[pack] for pack in packs]), "a pack is the sum of its documents")
+        gaps = {kind: self.effect_of_neighbours(pack, (0, 2)) for kind, pack in _misleading_packs(documents).items()}
+        kind = max(gaps, key=gaps.__getitem__)
+        yield Law("content", gaps[kind], f"nor where documents {kind}")
+        # The first token of a document is no target, so its label must not count.
+        labelled = [
+            document | {"labels": [document["input_ids"][0], *document["labels"][1:]]} for document in documents
+        ]
+        yield Law("labels", self.gap_to_total([[documents], [labelled]]), "a pack is the sum of its documents")
         orders = [documents[::-1], documents[1:] + documents[:1], documents[::2] + documents[1::2]]
-        yield Law("order", self.gap([[pack] for pack in orders]), "in any order")
+        yield Law("order", self.gap_to_total([[pack] for pack in orders]), "in any order")
         groupings = [[documents[:k], documents[k:]] for k in sorted({1, len(documents) // 2, len(documents) - 1})]
-        groupings.append([[each] for each in documents])
-        gap = self.gap(groupings)
-        over = "micro-batches"
+        groupings.append([[document] for document in documents])
+        gap = self.gap_to_total(groupings)
+        divided = "micro-batches"
         if self.num_ranks > 1:
-            over = "micro-batches and ranks"
-            gap = max(gap, *(self.gap_over_ranks(each) for each in ([documents], *groupings)))
-        yield Law("grouping", gap, f"over {over} of unequal tokens as in one")
-        longest = _mask_labels(max(documents, key=lambda each: len(each["input_ids"])))
+            divided = "micro-batches and ranks"
+            gap = max(gap, *(self.gap_over_ranks(groups) for groups in ([documents], *groupings)))
+        yield Law("grouping", gap, f"over {divided} of unequal tokens as in one")
+        untrained = _mask_labels(max(documents, key=_num_tokens))
         sentence = "a micro-batch without a trained token adds nothing"
         try:
-            gap = self.gap(([documents, [longest]], [[longest], documents]))
-        except Exception as error:  # of the loop under test
+            gap = self.gap_to_total([[documents, [untrained]], [[untrained], documents]])
+        except Exception as error:  # any error of the loop under test
             gap = inf
             sentence = f"{sentence}; the step raised {type(error).__name__}: {error}"
         yield Law("masked", gap, sentence)
 
-    def moved_by_last_input(self) -> float | None:
-        """How much the last token of a document, as an input, moves the gradient of its own label.
+    def effect_of_last_input(self) -> float | None:
+        """Return how much the last token of a document, as an input, changes the gradient of its own label.
 
         A right step predicts the label from the tokens before it, so that this input changes nothing. None if that
         cannot be seen: the step takes the values of its targets from the inputs, or all tokens are equal.
         """
-        document, tokens = self.last_label_alone()
-        other = self.other_than(tokens[-1])
-        if other is None:
+        document = self._longest_with_one_label()
+        tokens = document["input_ids"]
+        new_token = self._other_token(tokens[-1])
+        if new_token is None:
             return None
-        wanted = self.summed([[document]])
-        other_label = self.summed([[document | {"labels": [*document["labels"][:-1], other]}]])
-        if largest_gap(other_label, wanted) <= LARGEST_USEFUL_TOLERANCE:
+        gradient = self.summed_gradient([[document]])
+        relabelled = document | {"labels": [*document["labels"][:-1], new_token]}
+        if largest_gap(self.summed_gradient([[relabelled]]), gradient) <= LARGEST_USEFUL_TOLERANCE:
             return None
-        return largest_gap(self.summed([[document | {"input_ids": [*tokens[:-1], other]}]]), wanted)
+        changed = document | {"input_ids": [*tokens[:-1], new_token]}
+        return largest_gap(self.summed_gradient([[changed]]), gradient)
 
-    def nearest_counts(self) -> bool:
-        """Whether the token before the last one of a document moves the gradient of the last label.
+    def nearest_token_counts(self) -> bool:
+        """Return whether the last but one token of a document changes the gradient of the last label.
 
-        Where labels are shifted by the data and by the model, the state that predicts a label has not seen this token.
-        True if all tokens are equal, so that it cannot be seen.
+        If labels are shifted both by the data and by the model, the state that predicts a label has not seen this
+        token. True also if all tokens are equal, so that no change can be seen.
         """
-        document, tokens = self.last_label_alone()
-        other = self.other_than(tokens[-2])
-        if other is None:
+        document = self._longest_with_one_label()
+        tokens = document["input_ids"]
+        new_token = self._other_token(tokens[-2])
+        if new_token is None:
             return True
-        changed = document | {"input_ids": [*tokens[:-2], other, tokens[-1]]}
-        return largest_gap(self.summed([[changed]]), self.summed([[document]])) > LARGEST_USEFUL_TOLERANCE
+        changed = document | {"input_ids": [*tokens[:-2], new_token, tokens[-1]]}
+        gap = largest_gap(self.summed_gradient([[changed]]), self.summed_gradient([[document]]))
+        return gap > LARGEST_USEFUL_TOLERANCE
 
-    def last_label_alone(self) -> tuple[Document, list[int]]:
-        """The longest document, of which the last label only is trained, and its tokens."""
-        tokens = max(self.documents, key=lambda each: len(each["input_ids"]))["input_ids"]
-        return {"input_ids": tokens, "labels": [IGNORE_INDEX] * (len(tokens) - 1) + tokens[-1:]}, tokens
+    def _longest_with_one_label(self) -> Document:
+        """Return the longest document, with only its last token trained."""
+        tokens = max(self.documents, key=_num_tokens)["input_ids"]
+        return {"input_ids": tokens, "labels": [IGNORE_INDEX] * (len(tokens) - 1) + tokens[-1:]}
 
-    def other_than(self, token: int) -> int | None:
-        """The first token of all documents that differs from this one; None if all are equal."""
-        return next((each for document in self.documents for each in document["input_ids"] if each != token), None)
+    def _other_token(self, token: int) -> int | None:
+        """Return the first token of all documents that differs from `token`, or None if all are equal."""
+        all_tokens = (each for document in self.documents for each in document["input_ids"])
+        return next((each for each in all_tokens if each != token), None)
 
-    def unseen(self, laws: Sequence[Law], tolerance: float, repeated: float) -> Iterator[str]:
-        """What the laws cannot see on this step and model, and why."""
+    def explain_unseen(self, laws: Sequence[Law], tolerance: float, repetition: float) -> Iterator[str]:
+        """Yield sentences that say what the laws cannot see on this step and model, and why.
+
+        Args:
+            repetition: relative difference of two equal steps.
+        """
         if not isfinite(tolerance):
             yield "any error, because gradients are not finite"
-        elif ROUNDING_FACTOR * repeated > LARGEST_USEFUL_TOLERANCE:
-            rates = {name: each.p for name, each in self.model.named_modules() if _is_active_dropout(each)}
-            named = ", ".join(f"`{name}` with p={rate}" for name, rate in rates.items())
-            cause = f"dropout is on in {named}" if named else "for example dropout"
+        elif ROUNDING_FACTOR * repetition > LARGEST_USEFUL_TOLERANCE:
+            rates = {name: module.p for name, module in self.model.named_modules() if _is_active_dropout(module)}
+            modules = ", ".join(f"`{name}` with p={rate}" for name, rate in rates.items())
+            cause = f"dropout is on in {modules}" if modules else "for example dropout"
             yield (
-                f"errors below {tolerance:.0%}, because two equal steps differ by {repeated:.1%}: the step draws "
+                f"errors below {tolerance:.0%}, because two equal steps differ by {repetition:.1%}: the step draws "
                 f"random numbers ({cause}). Switch them off"
             )
         elif tolerance > LARGEST_USEFUL_TOLERANCE:
@@ -269,80 +314,86 @@ class _StepProbe:
             yield "a factor or a term that every document has. Give `reference`"
         if "shift" not in [law.name for law in laws]:
             yield "whether a label is predicted from the tokens before it: the step takes targets from `input_ids`"
-        trained = [name for name, each in self.model.named_parameters() if each.requires_grad]
-        reached = torch.stack(self.each_alone).ne(0).any(-1).any(0).tolist()
-        missed = [name for name, has_gradient in zip(trained, reached, strict=True) if not has_gradient]
+        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        gets_gradient = torch.stack(self.gradients_alone).ne(0).any(-1).any(0).tolist()
+        missed = [name for name, has_gradient in zip(trained, gets_gradient, strict=True) if not has_gradient]
         if missed:
-            shown = ", ".join(f"`{name}`" for name in missed[:NUM_SHOWN]) + (", ..." if len(missed) > NUM_SHOWN else "")
+            names = ", ".join(f"`{name}`" for name in missed[:NUM_SHOWN])
+            if len(missed) > NUM_SHOWN:
+                names += ", ..."
             yield (
-                f"{len(missed)} of {len(trained)} parameters, to which no document gives a gradient ({shown}): they "
+                f"{len(missed)} of {len(trained)} parameters, to which no document gives a gradient ({names}): they "
                 "are not trained, for example because their output is detached"
             )
 
-    def products(self, run: Callable[[], Any]) -> Tensor:
-        """Of the gradients that `run` leaves."""
+    def gradient_after(self, run: Callable[[], Any]) -> Tensor:
+        """Call `run` without gradients in the parameters, and return the products of those that it leaves there."""
         self.model.zero_grad(set_to_none=True)
         run()
-        return gradient_products([each for each in self.model.parameters() if each.requires_grad])
+        return gradient_products([parameter for parameter in self.model.parameters() if parameter.requires_grad])
 
-    def summed(self, groups: Sequence[Sequence[Document]]) -> Tensor:
-        """The gradient of the summed loss of all groups, each of which is a micro-batch of one step."""
-        count = sum(_num_trained(document) for group in groups for document in group)
-        return self.products(lambda: self.step([self.collate(list(group)) for group in groups])) * count
+    def summed_gradient(self, groups: Groups) -> Tensor:
+        """Return the gradient of the summed loss of one step, each of whose micro-batches is a group of documents."""
+        num_trained = sum(_num_trained(document) for group in groups for document in group)
+        return self.gradient_after(lambda: self.step([self.collate(list(group)) for group in groups])) * num_trained
 
-    def gap(self, steps: Sequence[Sequence[Sequence[Document]]]) -> float:
-        """How far the gradient of any of these steps on all documents is from the sum of theirs alone."""
-        return max(largest_gap(self.summed(groups), self.total) for groups in steps)
+    def gap_to_total(self, steps: Sequence[Groups]) -> float:
+        """Return how far the summed gradient of steps on all documents is from `total`, the largest gap of a step."""
+        return max(largest_gap(self.summed_gradient(groups), self.total) for groups in steps)
 
-    def gap_over_ranks(self, groups: Sequence[Sequence[Document]]) -> float:
-        """The same with the documents of each group dealt to the ranks; no rank is without one."""
-        dealt = [[*group, *([group[0]] * (self.num_ranks - len(group)))] for group in groups]
-        flat = [document for group in dealt for document in group]
-        run = [self.collate(group[self.rank :: self.num_ranks]) for group in dealt]
-        wanted = torch.stack([self.each_alone[self.documents.index(document)] for document in flat]).sum(0)
-        return largest_gap(self.products(lambda: self.step(run)) * sum(map(_num_trained, flat)), wanted)
+    def gap_over_ranks(self, groups: Groups) -> float:
+        """Return how far the gradient of a step is from the sum over its documents if ranks divide each group.
 
-    def alone(self, document: Document) -> Tensor:
-        """The gradient of the summed loss of one document: by the reference, or as the only one of a step."""
+        If a group has fewer documents than there are ranks, its first document is repeated, so that each rank has one.
+        """
+        padded_groups = [[*group, *([group[0]] * (self.num_ranks - len(group)))] for group in groups]
+        documents = [document for group in padded_groups for document in group]
+        num_trained = sum(map(_num_trained, documents))
+        micro_batches = [self.collate(group[self.rank :: self.num_ranks]) for group in padded_groups]
+        expected = torch.stack([self.gradients_alone[self.documents.index(document)] for document in documents]).sum(0)
+        return largest_gap(self.gradient_after(lambda: self.step(micro_batches)) * num_trained, expected)
+
+    def reference_gradient(self, document: Document) -> Tensor:
+        """Return the gradient of the summed loss of a document: of the reference or, without one, of a step on it."""
         reference = self.reference
         if reference is None:
-            return self.summed([[document]])
-        return self.products(lambda: reference(document).backward())
+            return self.summed_gradient([[document]])
+        return self.gradient_after(lambda: reference(document).backward())
 
-    def moved(self, documents: list[Document], which: Sequence[int]) -> float:
-        """How far each of these is from itself alone, but for a factor, if the labels of all others are masked.
+    def effect_of_neighbours(self, documents: list[Document], indices: Sequence[int]) -> float:
+        """Return how far the gradients of some documents in a pack, each with all others masked, are from alone.
 
-        First labels are masked, too, so that no label in the wrong place can look like a leak. A factor is no leak: it
-        breaks the law of labels.
+        A constant factor does not count: it is no leak, and breaks the law of labels. First labels are masked, too, so
+        that no label in the wrong place can look like a leak.
         """
-        documents = [each | {"labels": [IGNORE_INDEX, *each["labels"][1:]]} for each in documents]
+        documents = [document | {"labels": [IGNORE_INDEX, *document["labels"][1:]]} for document in documents]
         gaps = [0.0]
-        for i in which:
+        for i in indices:
             if _num_trained(documents[i]):
-                pack = [each if j == i else _mask_labels(each) for j, each in enumerate(documents)]
-                found = self.summed([pack])
-                wanted = self.alone(documents[i])
-                factor = (found * wanted).sum() / (wanted * wanted).sum()
-                gaps.append(largest_gap(found, factor * wanted) if factor > 0 else inf)
+                pack = [document if j == i else _mask_labels(document) for j, document in enumerate(documents)]
+                in_pack = self.summed_gradient([pack])
+                alone = self.reference_gradient(documents[i])
+                factor = (in_pack * alone).sum() / (alone * alone).sum()
+                gaps.append(largest_gap(in_pack, factor * alone) if factor > 0 else inf)
         return max(gaps)
 
-    def repeated(self) -> float:
-        """How far two equal steps are apart."""
-        return largest_gap(self.summed([self.documents]), self.summed([self.documents]))
+    def measure_repetition(self) -> float:
+        """Return how far the gradients of two equal steps are apart."""
+        return largest_gap(self.summed_gradient([self.documents]), self.summed_gradient([self.documents]))
 
-    def rounding(self) -> float:
-        """What half a unit in the last place of every module's output changes in a step, the largest of some draws."""
-        wanted = self.summed([self.documents])
-        found = 0.0
+    def measure_rounding(self) -> float:
+        """Return the largest change of a step's gradient under random roundings of every module's output."""
+        gradient = self.summed_gradient([self.documents])
+        largest = 0.0
         for seed in range(NUM_DRAWS):
             with _rounding_noise(self.model, seed):
-                found = max(found, largest_gap(self.summed([self.documents]), wanted))
-        return found
+                largest = max(largest, largest_gap(self.summed_gradient([self.documents]), gradient))
+        return largest
 
 
 @contextmanager
 def _rounding_noise(model: nn.Module, seed: int) -> Iterator[None]:
-    """Every number that a module without parts returns changes by up to half a unit in its last place."""
+    """Within this context, the numbers that innermost modules return change by up to half a unit in the last place."""
     generator = torch.Generator().manual_seed(seed)
 
     def disturb(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -353,63 +404,77 @@ def _rounding_noise(model: nn.Module, seed: int) -> Iterator[None]:
         return (output.to(wide) * factor.to(output.device, wide)).to(output.dtype)
 
     with ExitStack() as hooks:
-        for each in model.modules():
-            if not any(each.children()):
-                hooks.enter_context(each.register_forward_hook(disturb))
+        for module in model.modules():
+            if not any(module.children()):
+                hooks.enter_context(module.register_forward_hook(disturb))
         yield
 
 
 def _is_active_dropout(module: nn.Module) -> bool:
-    """Whether a module is a dropout that is switched on."""
+    """Return whether a module is a dropout that is switched on."""
     rate = getattr(module, "p", 0.0)
     return module.training and "Dropout" in type(module).__name__ and isinstance(rate, float) and rate > 0
 
 
+def _num_tokens(document: Document) -> int:
+    """Return the number of tokens of a document."""
+    return len(document["input_ids"])
+
+
 def _num_trained(document: Document) -> int:
-    """Tokens with a label; the first token of a document is no target."""
+    """Return the number of trained tokens of a document. Its first token is never one."""
     return sum(label != IGNORE_INDEX for label in document["labels"][1:])
 
 
 def _mask_labels(document: Document) -> Document:
+    """Return the document without a trained token."""
     return document | {"labels": [IGNORE_INDEX] * len(document["labels"])}
 
 
 def _misleading_packs(documents: list[Document]) -> dict[str, list[Document]]:
-    """Packs of three documents that mislead a loop which guesses boundaries, by what is odd in their content."""
-    longest = sorted(documents, key=lambda each: len(each["input_ids"]))[-3:]
+    """Return packs of three documents that mislead a loop which guesses boundaries from their content.
 
-    def each(change: Callable[[list[int]], list[int]]) -> list[Document]:
+    The keys say what is unusual, in words that follow "documents".
+    """
+    longest = sorted(documents, key=_num_tokens)[-3:]
+
+    def change_lists(change: Callable[[list[int]], list[int]]) -> list[Document]:
+        """Return the three documents with their tokens and labels changed in the same way."""
         return [{name: change(values) for name, values in document.items()} for document in longest]
 
-    head = longest[0]["input_ids"]
-    zeros = each(list)
-    for document in zeros:
+    with_zeros = change_lists(list)  # copies
+    for document in with_zeros:
         middle = len(document["input_ids"]) // 2
         document["input_ids"][middle] = 0
         if document["labels"][middle] != IGNORE_INDEX:
             document["labels"][middle] = 0
-    masks = [IGNORE_INDEX] * len(head)
-    alike = [{"input_ids": head + one["input_ids"], "labels": masks + one["labels"]} for one in longest]
+    prefix = longest[0]["input_ids"]
+    prefix_labels = [IGNORE_INDEX] * len(prefix)
+    with_prefix = [
+        {"input_ids": prefix + document["input_ids"], "labels": prefix_labels + document["labels"]}
+        for document in longest
+    ]
     return {
-        "are cut in the middle": each(lambda values: values[: max(2, len(values) // 2)]),
-        "lack their first token": each(lambda values: values[min(1, len(values) - 2) :]),
-        "have their first and last token inside": each(lambda values: values * 2),
+        "are cut in the middle": change_lists(lambda values: values[: max(2, len(values) // 2)]),
+        "lack their first token": change_lists(lambda values: values[min(1, len(values) - 2) :]),
+        "have their first and last token inside": change_lists(lambda values: values * 2),
         "are equal": [longest[-1]] * 3,
-        "begin alike": alike,
-        "have the token 0 inside": zeros,
+        "begin alike": with_prefix,
+        "have the token 0 inside": with_zeros,
     }
 
 
 def _check_documents(documents: list[Document]) -> None:
-    lengths = [len(each["input_ids"]) for each in documents]
-    uneven = [i for i, each in enumerate(documents) if len(each["labels"]) != lengths[i]]
+    """Raise ValueError for documents on which the laws cannot be tested."""
+    lengths = [_num_tokens(document) for document in documents]
+    uneven = [i for i, document in enumerate(documents) if len(document["labels"]) != lengths[i]]
     if uneven:
         i = uneven[0]
         raise ValueError(
             f"Document {i} was given with {lengths[i]} tokens and {len(documents[i]['labels'])} labels. Each token has "
             "a label of its own, -100 where it is not trained. Give labels that are not shifted."
         )
-    usable = sum(n >= 2 and _num_trained(each) > 0 for n, each in zip(lengths, documents, strict=True))
+    usable = sum(_num_tokens(document) >= 2 and _num_trained(document) > 0 for document in documents)
     if usable < 4 or usable < len(documents) or len(set(lengths)) < 3:
         raise ValueError(
             f"{len(documents)} documents were given, {usable} of them with a trained token, of {len(set(lengths))} "
