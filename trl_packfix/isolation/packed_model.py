@@ -1,4 +1,14 @@
-"""Set a model up for packs: choose its attention, test isolation, and repair or unpack a model that leaks."""
+"""Set a model up for packs: choose its attention, test isolation, and repair or unpack a model that leaks.
+
+The trainer makes one `PackedModel` for its model (`training/loading.py`), and `prepare_for_packing` does the same for a
+custom training loop. Before the first step `PackedModel.prove` runs the leak probe (`check_isolation.py`). A model that
+passes trains on packs. One that fails is repaired (`search.py`), or unpacked (`unpacking.py`), and probed again.
+
+Words: a model is *proved* if the probe has found documents in packs isolated, and equal to themselves alone. It is
+*repaired* if some modules run on each document separately, and *unpacked* if its backbone gets the documents of a pack
+as rows of a padded batch. The *previous* attention is the one that the user gave the model, and that it has outside of
+packs. *Towers* are the vision encoders of image-text models. The *degree* is the number of ranks that share a pack.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +45,7 @@ from .search import RepairSearch, agree_on_ranks
 from .unpacking import UnpackedForward, UnpackedImages
 
 OnLeak = Literal["repair", "raise", "unpack"]
-# What other implementations of attention do not do
+# Reasons why only `packfix_varlen` can be used: what other implementations of attention lack
 EXCHANGES = "does not exchange tokens between the ranks that share a pack"
 LOOKS_UP = "does not look up the keys that documents share"
 
@@ -43,20 +53,28 @@ LOOKS_UP = "does not look up the keys that documents share"
 class PackedModel:
     """A model with the attention, hooks and repairs that packed batches need.
 
-    `attach_packed_attention` sets the chosen attention and installs all hooks; `restore_own_attention` undoes both. So
-    outside of packs the model is unchanged, and other trainers can use it before, between and after runs.
+    `attach_packed_attention` sets the chosen attention and installs all hooks, and `restore_own_attention` undoes both.
+    So the model is unchanged outside of packs, and other trainers can use it before, between and after runs.
 
     Args:
+        model: a transformers causal LM, with or without PEFT. It may be wrapped later.
         dtype: the dtype that reaches the attention kernel: that of autocast or of the engine, else of the weights.
-        device_type: "cpu", "cuda", "mps", ...: where the model will train. It may not be there yet.
+        device_type: where the model will train, "cpu", "cuda", "mps", ... The model may still be elsewhere.
         max_length: longest document of the run, in tokens; None tests every threshold of the model.
+        on_leak: what is done with a model that leaks: "repair", "raise" or "unpack".
+        enforce_flash_attention: whether the attention of the model is replaced by one that is faster on packs.
         own_hooks: more hooks to install while the model takes packs, such as the noise of NEFTune.
         shares_packs: whether ranks share packs (sequence parallelism).
-        images: makes documents with images for the probe, if packs have any.
+        shares_prefixes: whether documents of a pack share prefixes.
+        images: makes documents with images for the probe; None if packs have no images.
 
     Attributes:
+        attention: the chosen attention, with the reason.
         isolation: the result of the last probe; None before the first.
-        recall: gives the report of an earlier start, if one is remembered (`training/remembered.py`); None without.
+        recall: returns the remembered report of an earlier start instead of running a probe (`training/remembered.py`);
+            None if reports are not remembered.
+        has_packed_attention: whether the model is set up for packs now.
+        prefixes_are_proved: whether documents that share prefixes have passed the probe.
     """
 
     def __init__(
@@ -80,46 +98,57 @@ class PackedModel:
         self.on_leak = on_leak
         self.enforce_flash_attention = enforce_flash_attention
         self.own_hooks = own_hooks
-        self._needs_varlen = EXCHANGES if shares_packs else LOOKS_UP if shares_prefixes else None
+        self._needs_varlen: str | None = None  # why only `packfix_varlen` can be used
+        if shares_packs:
+            self._needs_varlen = EXCHANGES
+        elif shares_prefixes:
+            self._needs_varlen = LOOKS_UP
         self.images = images
         self.recall: Callable[..., IsolationReport] | None = None
         self.has_packed_attention = False
         run_hooks_inside_adapters(model)
-        self._head: RemovableHandle | None = None
-        self._refusals: dict[str, str | None] = {}  # attention that cannot compute this model, and why; None if it can
+        self._head: RemovableHandle | None = None  # the hook that keeps the LM head of a sharded model whole
+        # By name of an attention, why it cannot compute this model; None if it was tried without and can be used
+        self._refusals: dict[str, str | None] = {}
         self._forget_proofs()
         self._choose_attention()
 
     def _choose_attention(self) -> None:
-        refusals = {name: why for name, why in self._refusals.items() if why and name != TOWER_ATTENTION}
-        settings = self.enforce_flash_attention, self.dtype
-        choice = partial(choose_attention, self.model, *settings, device_type=self.device_type, refusals=refusals)
+        """Choose the attention of packs by the refusals so far, and forget the last report, repairs and unpacking."""
+        choose = partial(
+            choose_attention,
+            self.model,
+            self.enforce_flash_attention,
+            self.dtype,
+            device_type=self.device_type,
+            refusals={name: reason for name, reason in self._refusals.items() if reason and name != TOWER_ATTENTION},
+        )
         needs_varlen = self._needs_varlen
         if needs_varlen == LOOKS_UP:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                if choice().is_flash and not choice(needs_varlen=needs_varlen).is_flash:
+                if choose().is_flash and not choose(needs_varlen=needs_varlen).is_flash:
                     needs_varlen = None  # flash attention gains more than shared prefixes
-        self.attention = choice(needs_varlen=needs_varlen)
+        self.attention = choose(needs_varlen=needs_varlen)
         if self.images is not None:
-            why = "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
-            why = self._refusals.get(TOWER_ATTENTION) or why
-            note = note_on_towers(base_model(self.model), self._takes_towers, why)
+            reason = "it is the user's choice" if self.enforce_flash_attention else "enforce_flash_attention=False"
+            reason = self._refusals.get(TOWER_ATTENTION) or reason
+            note = note_on_towers(base_model(self.model), self._takes_towers, reason)
             self.attention = replace(self.attention, reason=self.attention.reason + note)
         self.isolation: IsolationReport | None = None
-        fed = [module for hooks in self.own_hooks for module in hooks.fed]
-        self._guard = PackedForwardGuard(base_model(self.model), fed)
+        modules_of_hooks = [module for hooks in self.own_hooks for module in hooks.fed]
+        self._guard = PackedForwardGuard(base_model(self.model), modules_of_hooks)
         self._search: RepairSearch | None = None
         self._unpacked: UnpackedForward | UnpackedImages | None = None
 
     def _forget_proofs(self) -> None:
-        """Forget the proofs of what documents and ranks share: they are of other attention."""
+        """Forget which shared prefixes and degrees were proved, because that was under another attention."""
         self.prefixes_are_proved = False
         self._proved_degrees: dict[int, IsolationReport] = {}
 
     @property
     def _takes_towers(self) -> bool:
-        """Whether vision towers that hand over the boundaries of their images run on our attention."""
+        """Whether vision towers that pass on the boundaries of their images run on the attention of this package."""
         return self.images is not None and self.enforce_flash_attention and not self._refusals.get(TOWER_ATTENTION)
 
     @property
@@ -129,7 +158,7 @@ class PackedModel:
 
     @property
     def is_unpacked(self) -> bool:
-        """Whether the backbone gets documents as rows of padded batches."""
+        """Whether the backbone gets the documents of packs as rows of padded batches."""
         return self._unpacked is not None
 
     @property
@@ -138,17 +167,22 @@ class PackedModel:
         return [] if self._search is None else self._search.repairs
 
     def prove(self, wrapped: nn.Module) -> IsolationReport:
-        """Attend and probe the model as it is `wrapped`. On a leak apply `on_leak` and probe again.
+        """Set the model up for packs and probe it as it is `wrapped`. If it leaks, apply `on_leak` and probe again.
 
-        Raises KernelError if no attention kernel computes this model.
+        Returns:
+            The report of the last probe. With `on_leak="raise"` it is for the caller to raise.
+
+        Raises:
+            KernelError: no attention kernel computes this model.
         """
         self.attach_packed_attention()
         gather_lm_head_with_model(base_model(self.model))
         if self._head is None:  # the engine may have sharded the model since `attach_packed_attention`
             self._head = unshard_lm_head(base_model(self.model))
-        before = self.attention
-        self.isolation = report = self._judge_packs(wrapped)
-        if self.attention is not before:
+        attention_before = self.attention
+        report = self._judge_packs(wrapped)
+        self.isolation = report
+        if self.attention is not attention_before:
             self._forget_proofs()
         if report.passed or self.is_unpacked or not report.runs_unpacked:
             return report
@@ -166,7 +200,11 @@ class PackedModel:
         return self.prove(wrapped)
 
     def unpack(self, wrapped: nn.Module, why: str) -> IsolationReport:
-        """Run documents as rows of padded batches from now on, and probe the model so."""
+        """Run documents as rows of padded batches from now on, and return the report of a probe of such rows.
+
+        Args:
+            why: the reason, which is added to that of the attention.
+        """
         for hooks in self._hooks:
             hooks.remove()
         self._search = None
@@ -180,68 +218,84 @@ class PackedModel:
         return self.isolation
 
     def _judge_packs(self, wrapped: nn.Module) -> IsolationReport:
-        """Probe packs. Where a kernel refuses the model or computes it wrongly, do without that kernel."""
-        report = self._on_kernels(wrapped)
+        """Probe packs. If a kernel refuses the model or computes it wrongly, do without that kernel.
+
+        Returns:
+            The report with the attention that remains.
+        """
+        report = self._probe_usable_kernels(wrapped)
+        # A flash kernel, and the attention of towers, are replaced on trial: if the model passes then, they were wrong.
+        suspects = []
         name = self.attention.name
-        flash_attn = [name] if "flash" in name and name != self.attention.previous else []
-        towers = [TOWER_ATTENTION] if has_tower_attention(base_model(self.model)) else []
-        for kernel in [*flash_attn, *towers]:
+        if "flash" in name and name != self.attention.previous:
+            suspects.append(name)
+        if has_tower_attention(base_model(self.model)):
+            suspects.append(TOWER_ATTENTION)
+        for kernel in suspects:
             if report.passed:
                 break
-            self._use_kernel(kernel, refusal=report.summary())
-            without = self._on_kernels(wrapped)
-            if without.passed:
-                return without
-            self._use_kernel(kernel)  # the defect is elsewhere
+            self._set_kernel(kernel, refusal=report.summary())
+            report_without = self._probe_usable_kernels(wrapped)
+            if report_without.passed:
+                return report_without
+            self._set_kernel(kernel)  # the defect is elsewhere
         return report
 
-    def _on_kernels(self, wrapped: nn.Module) -> IsolationReport:
+    def _probe_usable_kernels(self, wrapped: nn.Module) -> IsolationReport:
+        """Probe packs, and again without each kernel that raises an error, until no kernel does."""
         while True:
             try:
                 return self._report_probe(wrapped)
             except TowerAttentionError as error:
-                self._use_kernel(TOWER_ATTENTION, refusal=" ".join(str(error).split()))
+                self._set_kernel(TOWER_ATTENTION, refusal=" ".join(str(error).split()))
             except KernelError as error:  # the same on all ranks: it depends on the model, the dtype and the device
-                self._choose_another(error)
+                self._replace_kernel(error)
 
-    def _use_kernel(self, kernel: str, refusal: str | None = None) -> None:
-        """Use an attention or, with `refusal`, why, do without it."""
+    def _set_kernel(self, kernel: str, refusal: str | None = None) -> None:
+        """Let an attention be chosen, or exclude it for the reason `refusal`, and set the model up again."""
         self.restore_own_attention()
         self._refusals[kernel] = refusal
         self._choose_attention()
         self.attach_packed_attention()
 
-    def _choose_another(self, error: KernelError) -> None:
-        """Switch to another attention after a kernel raised `error`. Raises `error` if no other can be used."""
+    def _replace_kernel(self, error: KernelError) -> None:
+        """Switch to another attention after a kernel raised `error`, with a warning.
+
+        It raises `error` if no other attention can be used.
+        """
         name = self.attention.name
         reason = " ".join(str(error).split())
-        cause = error.cause if isinstance(error, OwnAttentionError) else None  # then the model keeps its own
+        # With a cause, the model needs its own attention, whose masks hold more than boundaries.
+        cause = error.cause if isinstance(error, OwnAttentionError) else None
         if not self.enforce_flash_attention or (name == ATTENTION_NAME and cause is None):
             raise error
-        self._use_kernel(name, refusal=cause or reason)
+        self._set_kernel(name, refusal=cause or reason)
         if self.attention.name == name:
             self.restore_own_attention()
             raise error
-        text = (
+        message = (
             f"attention {name!r} cannot compute this model: {reason} {self.attention.name!r} is used for packed "
             "batches instead. Set attn_implementation to another kernel if you have one that can."
         )
         if cause is not None:
-            text = (
+            message = (
                 f"packs keep the model's own attention, {self.attention.name!r}, with a mask of T x T entries for a "
                 f"pack of T tokens: {cause}. Set a smaller max_length if memory is short."
             )
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(message, stacklevel=2)
 
     def prove_degree(self, wrapped: nn.Module, degree: int) -> IsolationReport:
-        """Probe the model with `degree` ranks that share each pack, once. `prove` must have passed.
+        """Probe the model with `degree` ranks that share each pack, or return the earlier report.
 
-        If documents share prefixes (`prove_prefixes` has passed), such packs are probed, too. Nothing is repaired: what
-        fails raises `PackingLeakError`. All ranks must call it.
+        `prove` must have passed. If documents may share prefixes (`prove_prefixes` has passed), packs in which they do
+        are probed, too. All ranks must call this method.
+
+        Raises:
+            PackingLeakError: the model fails on such packs. Nothing is repaired then.
         """
         if degree in self._proved_degrees:
             return self._proved_degrees[degree]
-        reason = self._cannot_share()
+        reason = self._why_not_share()
         if reason is not None:
             raise PackingLeakError(
                 f"A pack was to be shared by {degree} ranks, and {reason}. Only attention and mixers exchange tokens "
@@ -251,22 +305,23 @@ class PackedModel:
         report = self._report_probe(wrapped, degree)
         report.raise_if_leaking(self.on_leak)
         if self.prefixes_are_proved:
-            shared = self._report_probe(wrapped, degree, with_prefixes=True)
-            if not shared.passed:
+            prefix_report = self._report_probe(wrapped, degree, with_prefixes=True)
+            if not prefix_report.passed:
                 raise PackingLeakError(
                     f"Documents that share prefixes were packed, {degree} ranks shared the pack, and "
-                    f'{shared.summary()}. Each of the two alone has passed. Set `share_prefixes="off"` or '
+                    f'{prefix_report.summary()}. Each of the two alone has passed. Set `share_prefixes="off"` or '
                     "`tokens_per_rank=None`."
                 )
         self._proved_degrees[degree] = report
         return report
 
     def prove_prefixes(self, wrapped: nn.Module) -> str | None:
-        """Probe packs whose documents share prefixes; `prove` must have passed. All ranks must call it.
+        """Probe packs whose documents share prefixes. `prove` must have passed, and all ranks must call this method.
 
-        Returns why documents must be packed whole, or None if they may share.
+        Returns:
+            Why documents must be packed whole, or None if they may share prefixes.
         """
-        reason = self._cannot_share()
+        reason = self._why_not_share()
         rates = dropped_weights(text_config(base_model(self.model)))  # the probe runs without dropout
         if reason is None and rates:
             reason = "attention drops weights: " + ", ".join(f"`{name}={rate}`" for name, rate in rates.items())
@@ -279,8 +334,8 @@ class PackedModel:
         self.prefixes_are_proved = reason is None
         return reason
 
-    def _cannot_share(self) -> str | None:
-        """Why neither ranks nor documents can share with this model as it was proved; None if they may."""
+    def _why_not_share(self) -> str | None:
+        """Return why ranks cannot share packs, nor documents prefixes, on this model; None if they can."""
         if self.is_unpacked:
             return f"the model is unpacked: {self.attention.reason}"
         if self.repaired:
@@ -290,28 +345,44 @@ class PackedModel:
         return None
 
     def _report_probe(self, wrapped: nn.Module, degree: int = 1, *, with_prefixes: bool = False) -> IsolationReport:
-        name = self.attention.name
-        previous = self.attention.previous
-        images = self.images
-        settings: dict[str, Any] = {"images": images, "user_attention": previous, "shares": with_prefixes}
-        prove = self._as_test(partial(check_packs, wrapped, self.max_length, degree, **settings))
-        if self.recall is None or images is not None or self.repaired or self.is_unpacked:
-            report = prove()
+        """Run the leak probe, or recall the report of an equal probe of an earlier start.
+
+        Raises:
+            RuntimeError: ranks have different results.
+        """
+        attention = self.attention
+        run_probe = self._as_test(
+            partial(
+                check_packs,
+                wrapped,
+                self.max_length,
+                degree,
+                images=self.images,
+                user_attention=attention.previous,
+                shares=with_prefixes,
+            )
+        )
+        if self.recall is None or self.images is not None or self.repaired or self.is_unpacked:
+            report = run_probe()
         else:
-            hooks = [type(each).__name__ for each in self.own_hooks]
-            case = (with_prefixes, self.max_length, degree, name, previous, str(self.dtype), hooks)
-            report = self.recall(wrapped, prove, model=base_model(self.model), case=case)
+            hooks = [type(hook).__name__ for hook in self.own_hooks]
+            case = (with_prefixes, self.max_length, degree, attention.name, attention.previous, str(self.dtype), hooks)
+            report = self.recall(wrapped, run_probe, model=base_model(self.model), case=case)
         agree_on_ranks((report.isolated, report.equal))
         return replace(report, repaired=self.repaired)
 
     def _repair_leaks(self, wrapped: nn.Module) -> None:
-        """Repair with the chosen attention, else with the model's own, whose masks may hold more than boundaries."""
-        own = own_in_packs(base_model(self.model), self.attention.previous)
-        for name in dict.fromkeys((self.attention.name, own)):
+        """Search repairs with the chosen attention, then with the model's own, and keep those that pass.
+
+        The masks of the model's own attention may hold more than boundaries.
+        """
+        own_name = own_in_packs(base_model(self.model), self.attention.previous)
+        for name in dict.fromkeys((self.attention.name, own_name)):
             if name != self.attention.name:
                 set_attention(self.model, name)
             probe = make_probe(wrapped, self.images, user_attention=self.attention.previous)
-            self._search = search = RepairSearch(probe, self._guard, self.max_length)
+            search = RepairSearch(probe, self._guard, self.max_length)
+            self._search = search
             try:
                 with probe.undisturbed():
                     report = self._as_test(search.search_repairs)()
@@ -335,24 +406,26 @@ class PackedModel:
 
     @property
     def _hooks(self) -> list[ModelHooks]:
+        """All hooks to install for packs, in this order."""
         if self._unpacked is not None:
             return [*self.own_hooks, self._unpacked]
-        return [*self.own_hooks, self._guard, *([] if self._search is None else self._search.hooks)]
+        repairs = [] if self._search is None else self._search.hooks
+        return [*self.own_hooks, self._guard, *repairs]
 
     def _as_test(self, test: Callable[[], IsolationReport]) -> Callable[[], IsolationReport]:
-        """Make a test, which may set other attention, that is not disturbed by `_restore_attention`."""
+        """Return a function that runs `test` without `_restore_attention`, because a test may set other attention."""
 
-        def run() -> IsolationReport:
+        def run_test() -> IsolationReport:
             self._guard.before_pack = None
             try:
                 return test()
             finally:
                 self._guard.before_pack = self._restore_attention
 
-        return run
+        return run_test
 
     def _restore_attention(self) -> None:
-        """Set the tested attention again, with a warning, if another was set since `attach_packed_attention`."""
+        """Set the tested attention again, with a warning, if it was replaced. The guard calls this before each pack."""
         current = own_attention(self.model)
         tested = self.attention.name
         if current == tested:
@@ -368,10 +441,11 @@ class PackedModel:
         )
 
     def attach_packed_attention(self) -> None:
-        """Set the model up for packs; without effect if it is."""
+        """Set the chosen attention on the model and install all hooks. Without effect if this was done."""
         if self.has_packed_attention:
             return
-        if own_attention(self.model) != self.attention.previous:  # changed after the choice, which depends on it
+        # The choice depends on the model's own attention, which the user may have changed since.
+        if own_attention(self.model) != self.attention.previous:
             self._forget_proofs()
             self._choose_attention()
         self.has_packed_attention = True
@@ -384,7 +458,7 @@ class PackedModel:
         self._head = unshard_lm_head(base_model(self.model))
 
     def restore_own_attention(self) -> None:
-        """Restore the model as it was before `attach_packed_attention`; without effect if it is not attending."""
+        """Restore the model as it was before `attach_packed_attention`. Without effect if that was not called."""
         if not self.has_packed_attention:
             return
         self.has_packed_attention = False
@@ -398,7 +472,7 @@ class PackedModel:
             set_attention(self.model, self.attention.previous)
 
     def check_packed_attention(self, batch: dict[str, Any]) -> None:
-        """Raise ValueError for a pack while the model rests: its own attention may not read boundaries."""
+        """Raise ValueError for a pack while the model has its own attention, which may not read boundaries."""
         if self.has_packed_attention or "cu_seq_lens_q" not in batch:
             return
         num = batch["cu_seq_lens_q"].numel() - 1
@@ -410,13 +484,13 @@ class PackedModel:
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        """Within this context the model attends; on exit it rests, if it did before."""
-        attended = self.has_packed_attention
+        """Within this context the model has the attention of packs; on exit it is as it was before."""
+        had_packed_attention = self.has_packed_attention
         self.attach_packed_attention()
         try:
             yield
         finally:
-            if not attended:
+            if not had_packed_attention:
                 self.restore_own_attention()
 
 
@@ -430,26 +504,39 @@ def prepare_for_packing(
 ) -> AttentionChoice:
     """Prepare a model for packed batches in a custom training loop. Call it once, before the first batch.
 
-    It does what the trainer does before its first step. It chooses attention that reads document boundaries, and tests
-    on the model that no document changes another and that each equals itself alone. If this fails, the modules where
-    information crosses run on each document separately, or the model runs on documents as rows of padded batches.
-    No (T, T) mask is built for packs. The test costs as much as `check_isolation`; a repair needs some tens of forwards
-    of short documents. With several processes all ranks must call it.
+    This function does what [`SFTTrainer`] does before its first step. It chooses an attention implementation that reads
+    document boundaries and builds no (T, T) mask. Then it tests on the model that no document of a pack changes another
+    document, and that each equals itself alone. If a model fails, the modules where information crosses run on each
+    document separately or, if that does not help, the model runs on documents as rows of padded batches.
+
+    The test costs as much as [`check_isolation`]. A repair needs some tens of forwards of short documents. In a
+    distributed run all ranks must call this function.
 
     Args:
-        model: a transformers causal LM, with or without PEFT, on the device on which it will train; not wrapped yet.
-        enforce_flash_attention: as in `SFTConfig`; False keeps the model's attention, with a warning.
-        dtype: the dtype of autocast, if the loop uses it and it differs from that of the weights.
-        max_length: the longest document of the run, in tokens; None tests the model up to its number of positions.
-        on_leak: as in `SFTConfig`: "repair", "raise" or "unpack".
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            A causal LM on the device on which it will train, not yet wrapped by DDP or an engine. It is changed in
+            place.
+        enforce_flash_attention (`bool`, *optional*, defaults to `True`):
+            Whether to replace the model's attention by one that is faster on packs, as in [`SFTConfig`]. If `False`,
+            the model keeps its attention, with a warning.
+        dtype (`torch.dtype`, *optional*):
+            The dtype of autocast, if the loop uses autocast and its dtype differs from that of the weights.
+        max_length (`int`, *optional*):
+            The longest document of the run, in tokens. If `None`, the model is tested up to its number of positions.
+        on_leak (`str`, *optional*, defaults to `"repair"`):
+            What to do with a model that fails: `"repair"` modules and, if that does not help, unpack; `"raise"`; or
+            `"unpack"`, as in [`SFTConfig`].
 
     Returns:
-        The choice, with `.name`, `.is_flash` and `.reason`, which also says what was repaired.
+        `AttentionChoice`: The chosen attention, with its `name`, whether it `is_flash`, and the `reason`, which also
+        says what was repaired.
 
     Raises:
-        ValueError: no attention kernel fits the model, its dtype and the device. The message says what to change.
-        PackingLeakError: documents influence each other, or are not what they are alone, also after `on_leak` was
+        ValueError: If no attention kernel fits the model, its dtype and the device. The message says what to change.
+        PackingLeakError: If documents change each other, or are not what they are alone, even after `on_leak` was
             applied. The model is then as it was before.
+
+    Example:
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
@@ -472,5 +559,7 @@ def prepare_for_packing(
     except Exception:
         packed.restore_own_attention()
         raise
-    repairs = "; repaired: " + "; ".join(map(str, packed.repaired)) if packed.repaired else ""
-    return replace(packed.attention, reason=packed.attention.reason + repairs)
+    reason = packed.attention.reason
+    if packed.repaired:
+        reason += "; repaired: " + "; ".join(map(str, packed.repaired))
+    return replace(packed.attention, reason=reason)

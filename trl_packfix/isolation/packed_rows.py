@@ -1,17 +1,23 @@
-"""Run the rows of padded batches as documents of one pack, below the head of a model, in forwards on padded rows.
+"""Compute padded batches as packs: the rows of a batch run as the documents of one pack, below the head of a model.
 
-The reverse of `unpacking.py`. What the head, the loss and the caller see is the padded batch: each state is where it
-was, and zero at padding. A beginning that rows share is computed once.
+`pack_forward` (`training/pack_forward.py`) uses this for trainers that do not pack, such as TRL's GRPO and DPO. A
+padded batch comes in through hooks on the backbone, which then runs on a pack. Its states are laid out as the padded
+batch again, with zeros at padding, for the head, the loss and the caller. It is the reverse of `unpacking.py`. A
+beginning that several rows share is computed once:
 
     input_ids   A B C D .     attention_mask 1 1 1 1 0     cells 0 1 2 3
                 A B C E F                    1 1 1 1 1           5 6 7 8 9
 
-    the pack    A B C D | C E F     rows 0 1 2 3, 0 1 4 5 6: the row of the pack that holds each of these tokens
+    pack        A B C D | C E F     rows 0 1 2 3, 0 1 4 5 6
 
-B rows of S tokens, padding included; N tokens without it; T rows of the pack.
+A *cell* is the place of a token in the flattened batch. A *row of the pack* is one of the T places at which the pack
+has a token. B rows of S tokens are in the batch, padding included, and N tokens without padding.
 
-The model keeps its own attention. That of packs is set while such a pack runs, forward and backward, because a
-checkpointed layer looks its attention up again when it is recomputed.
+Before packs replace the first batch, `PackedModel` proves them on the model. In addition, the first batch of each kind
+is computed in both ways and compared.
+
+The model has its own attention outside of packs. The attention of packs is set while a pack runs, forward and backward,
+because a checkpointed layer looks its attention up again when it is recomputed.
 """
 
 import inspect
@@ -41,43 +47,54 @@ from .repair import AroundCall, AroundCalls, is_sharded
 from .thresholds import thresholds
 from .unpacking import join_outputs
 
-POOLED_OUTPUT = "pooler_output"  # of a backbone: one value per row, which a pack does not have
-STATE_OUTPUTS = ("output_hidden_states", "output_attentions")
-ROW_INPUTS = ("input_ids", "attention_mask", "use_cache", *CACHE_NAMES)  # inputs in whose place a pack comes
+POOLED_OUTPUT = "pooler_output"  # output of a backbone with one value per row, which a pack does not have
+STATE_OUTPUTS = ("output_hidden_states", "output_attentions")  # arguments that ask for outputs of all layers
+ROW_INPUTS = ("input_ids", "attention_mask", "use_cache", *CACHE_NAMES)  # inputs that the pack replaces
 
 
 class RowsOfBatch(NamedTuple):
-    pack: dict[str, Any]  # without labels
-    rows: Tensor  # of the pack that hold each token, int64, (N,)
-    cells: Tensor  # the place of each token in the padded batch, row after row, int64, (N,)
+    """A pack of the rows of a padded batch, and where the tokens are in both."""
+
+    pack: dict[str, Any]  # inputs of the model, without labels
+    rows: Tensor  # for each token of the batch the row of the pack that holds it, int64, (N,)
+    cells: Tensor  # for each token its place in the flattened batch, in rising order, int64, (N,)
     shape: tuple[int, int]  # B and S
     longest: int  # tokens of the longest row, without padding
     is_left_padded: bool  # whether a row begins with padding
 
     @property
     def num_computed(self) -> int:
+        """T, the number of rows of the pack."""
         return self.pack["input_ids"].shape[1]
 
     def to(self, device: torch.device) -> "RowsOfBatch":
-        """The same on another device. On CUDA through pinned memory, so that the host does not wait."""
+        """Return a copy on another device. It goes to CUDA through pinned memory, so that the host does not wait."""
 
-        def moved(value: Any) -> Any:
+        def move(value: Any) -> Any:
             if not isinstance(value, Tensor | Layout) or device.type == "cpu":
                 return value
             value = value.pin_memory() if device.type == "cuda" else value
             return value.to(device, non_blocking=True)
 
-        pack = {name: moved(value) for name, value in self.pack.items()}
-        if self.pack["cu_seq_lens_k"] is self.pack["cu_seq_lens_q"]:  # one tensor: attention compares their identity
+        pack = {name: move(value) for name, value in self.pack.items()}
+        if self.pack["cu_seq_lens_k"] is self.pack["cu_seq_lens_q"]:  # attention compares the identity of these two
             pack["cu_seq_lens_k"] = pack["cu_seq_lens_q"]
-        return self._replace(pack=pack, rows=moved(self.rows), cells=moved(self.cells))
+        return self._replace(pack=pack, rows=move(self.rows), cells=move(self.cells))
 
 
 def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PrefixCollator) -> RowsOfBatch | None:
-    """The rows of a padded batch as the documents of one pack, on the device of the batch.
+    """Return a pack whose documents are the rows of a padded batch, on the device of the batch.
 
-    Rows may be padded on either side; a row without tokens is no document. None if no row has a token, or if one has
-    padding between tokens: its positions are not those of a document. The host waits for the device once.
+    Rows may be padded on either side, and a row without tokens is skipped. The host waits for the device once.
+
+    Args:
+        input_ids: tokens, (B, S).
+        attention_mask: 0 at padding, (B, S).
+        collate: makes the pack; it says whether rows share their beginnings.
+
+    Returns:
+        The pack, or None if no row has a token, or if a row has padding between tokens, so that its positions do not
+        count up as those of a document.
 
     >>> ids = torch.tensor([[5, 6, 7, 8, 0], [5, 6, 7, 9, 4]])
     >>> mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
@@ -86,12 +103,13 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PrefixCollator
     ([[5, 6, 7, 8, 7, 9, 4]], [0, 1, 2, 3, 0, 1, 4, 5, 6])
     """
     assert collate.keeps_last_rows
+    # One transfer from the device for both.
     tokens, mask = torch.stack([input_ids, attention_mask.to(input_ids.dtype)]).cpu().numpy()
     is_token = mask != 0
     starts = np.diff(is_token, axis=1, prepend=False) & is_token
     if not is_token.any() or (starts.sum(1) > 1).any():
         return None
-    documents = [ids[own] for ids, own in zip(tokens, is_token, strict=True) if own.any()]
+    documents = [ids[in_row] for ids, in_row in zip(tokens, is_token, strict=True) if in_row.any()]
     pack, _, rows = collate.collate_with_rows([{"input_ids": ids} for ids in documents])
     del pack["labels"]
     batch = RowsOfBatch(
@@ -109,24 +127,27 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PrefixCollator
 class PackedTokenCounts:
     """Tokens of the forwards that ran as packs, on this rank."""
 
-    padded: int = 0  # of the padded batches, which would be computed without packs
-    real: int = 0  # of them without padding
-    computed: int = 0  # rows of the packs
+    padded: int = 0  # tokens of the padded batches, which would be computed without packs
+    real: int = 0  # tokens of the batches without padding
+    computed: int = 0  # rows of the packs, which were computed
 
 
 class PackedRows(AroundCalls):
-    """Packs the rows of padded batches below the head of `model`, once `prove` has passed.
+    """Packs the rows of padded batches below the head of `model`, once `prove` has run.
 
     A forward with a cache, without an `attention_mask` (B, S), or with other inputs per token (images, positions,
-    embeddings) is unchanged. A model that cannot be packed keeps its padded rows, or with `on_leak="raise"` is refused.
+    embeddings) is unchanged. A model that cannot be packed computes padded rows as before, or raises
+    `PackingLeakError` with `on_leak="raise"`.
 
     Args:
-        shares: whether a common beginning of rows is computed once.
+        dtype, device_type, max_length, on_leak, enforce_flash_attention: see `PackedModel`.
+        shares: whether a beginning that rows share is computed once.
 
     Attributes:
         is_proved: whether `prove` has run.
         refusal: why rows stay padded; None if they are packed.
         whole: why rows are packed without sharing although sharing was wanted; None if they share.
+        tokens: counts of what was computed.
     """
 
     def __init__(
@@ -163,13 +184,15 @@ class PackedRows(AroundCalls):
         self.refusal: str | None = None
         self.whole: str | None = None
         self.tokens = PackedTokenCounts()
-        self.is_proved = self._is_paused = False
-        self._compares = True
+        self.is_proved = False
+        self._is_paused = False  # while a batch is compared, so that its padded rows stay padded
+        self._compares = True  # whether the first batch of each kind is compared
         self._thresholds = [*thresholds(text_config(self.model), None, 1)[0].values()]
-        # What batches were compared: gradients, dtype, left padding, mode; and the longest row of them
-        self._compared: set[tuple[bool, torch.dtype, bool, bool]] = set()
+        # The kinds of batches that were compared (with gradients, dtype, left padding, training mode), and their
+        # longest row
+        self._compared_kinds: set[tuple[bool, torch.dtype, bool, bool]] = set()
         self._longest_compared = 0
-        self._ignored: set[str] = set()
+        self._named_inputs: set[str] = set()  # inputs that keep rows padded, and that a warning has named
 
     @property
     def is_active(self) -> bool:
@@ -177,9 +200,16 @@ class PackedRows(AroundCalls):
         return self.is_proved and self.refusal is None and not self._is_paused
 
     def prove(self, wrapped: nn.Module) -> None:
-        """Prove packs, and packs that share beginnings, on the model as it is `wrapped`. All ranks must call it."""
+        """Prove packs, and packs that share beginnings, on the model as it is `wrapped`. All ranks must call it.
+
+        What fails is not packed, or not shared, with a warning; see `refusal` and `whole`.
+
+        Raises:
+            PackingLeakError: packs fail, and `on_leak="raise"`.
+        """
         packed = self.packed_model
-        # Such an engine runs one forward at a time, so nothing is compared within it; this proof decides alone
+        # An engine that shards parameters runs one forward at a time. Batches cannot be compared within its forward, so
+        # this proof decides alone.
         self._compares = not is_sharded(self.model)
         try:
             report = packed.prove(wrapped)
@@ -187,24 +217,27 @@ class PackedRows(AroundCalls):
                 self._refuse_packs(packed.attention.reason)
             elif not packed.is_proved:
                 self._refuse_packs(report.summary())
-            elif self.collate.shares and (reason := packed.prove_prefixes(wrapped)) is not None:
-                self._share_nothing(reason)
+            elif self.collate.shares:
+                reason = packed.prove_prefixes(wrapped)
+                if reason is not None:
+                    self._share_nothing(reason)
         except KernelError as error:
             self._refuse_packs(" ".join(str(error).split()))
         finally:
-            self._switch_attention(False)
+            self._switch_attention(in_pack=False)
         self.is_proved = True
         if self.refusal is not None:
             packed.restore_own_attention()
 
     def remove_hooks(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model as it was before `prove`."""
         self.is_proved = False
         self.packed_model.restore_own_attention()
 
-    # What cannot be done
+    # Refusals
 
     def _refuse_packs(self, reason: str) -> None:
+        """Compute padded rows from now on, with a warning, or raise `PackingLeakError` with `on_leak="raise"`."""
         name = type(self.model).__name__
         if self.packed_model.on_leak == "raise":
             raise PackingLeakError(
@@ -219,6 +252,7 @@ class PackedRows(AroundCalls):
         )
 
     def _share_nothing(self, reason: str) -> None:
+        """Pack each row whole from now on, with a warning."""
         self.collate.shares = False
         self.whole = reason
         warnings.warn(
@@ -230,32 +264,36 @@ class PackedRows(AroundCalls):
     # Hooks
 
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
+        # First, decide whether this call is packed, and make the pack.
         batch = None
         inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         if self.is_active and not any(self._running) and self._is_padded(module, inputs):
             batch = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
             if batch is not None and self._compares:
-                batch = self._proved_on(module, inputs, batch)
+                batch = self._compare_new_kind(module, inputs, batch)
         if batch is None:
             return
+        # Then run it in place of the padded batch, with the attention of packs.
         self.tokens.padded += batch.shape[0] * batch.shape[1]
         self.tokens.real += len(batch.cells)
         self.tokens.computed += batch.num_computed
-        self._switch_attention(True)
+        self._switch_attention(in_pack=True)
         try:
-            output = yield (), _pack_inputs(inputs) | batch.pack
+            output = yield (), _inputs_beside_rows(inputs) | batch.pack
         finally:
-            self._switch_attention(False)
+            self._switch_attention(in_pack=False)
 
-        def states(values: list[Tensor]) -> Tensor:
-            found = _lay_out_rows(values[0], batch)
-            if found.requires_grad:
-                found.register_hook(self._attend_in_backward)
-            return found
+        # Finally, lay its states out as the padded batch.
+        def lay_out_states(values: list[Tensor]) -> Tensor:
+            states = _lay_out_rows(values[0], batch)
+            if states.requires_grad:
+                states.register_hook(self._attend_in_backward)
+            return states
 
-        yield join_outputs([output], states, routers=lambda values: _lay_out_rows(values[0], batch))
+        yield join_outputs([output], lay_out_states, routers=lambda values: _lay_out_rows(values[0], batch))
 
     def _is_padded(self, module: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Return whether a call gets a padded batch, and nothing that a pack would need in its own order."""
         tokens, mask, use_cache = (inputs.get(name) for name in ("input_ids", "attention_mask", "use_cache"))
         if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor) or mask.shape != tokens.shape:
             return False
@@ -264,71 +302,84 @@ class PackedRows(AroundCalls):
         has_cache = use_cache or any(inputs.get(name) is not None for name in CACHE_NAMES)
         if has_cache or any(inputs.get(name) for name in STATE_OUTPUTS):
             return False
-        rest = _pack_inputs(inputs)
-        others = [name for name, value in rest.items() if isinstance(value, Tensor) and value.dim() > 0]
-        if torch.is_grad_enabled() and not set(others) <= self._ignored:  # `generate` gives positions
-            self._ignored.update(others)
+        tensor_inputs = [
+            name for name, value in _inputs_beside_rows(inputs).items() if isinstance(value, Tensor) and value.dim() > 0
+        ]
+        # There is no warning without gradients, because `generate` gives positions.
+        if torch.is_grad_enabled() and not set(tensor_inputs) <= self._named_inputs:
+            self._named_inputs.update(tensor_inputs)
             warnings.warn(
-                f"{type(self.model).__name__} got {', '.join(others)}, one value per token or image, and computes "
-                "these rows with padding: a pack would need these values in its own order. Leave them out if the model "
-                "does not need them.",
+                f"{type(self.model).__name__} got {', '.join(tensor_inputs)}, one value per token or image, and "
+                "computes these rows with padding: a pack would need these values in its own order. Leave them out if "
+                "the model does not need them.",
                 stacklevel=2,
             )
-        return not others
+        return not tensor_inputs
 
-    def _switch_attention(self, on: bool) -> None:
-        """Set the attention of packs, or the model's own."""
+    def _switch_attention(self, in_pack: bool) -> None:
+        """Set the attention of packs, or the model's own attention."""
         attention = self.packed_model.attention
-        name = attention.name if on else attention.previous
+        name = attention.name if in_pack else attention.previous
         if own_attention(self.model) != name:
             set_attention(self.model, name)
 
     def _attend_in_backward(self, gradient: Tensor) -> None:
-        """Before any layer is recomputed: its states get their gradient first."""
-        self._switch_attention(True)
-        Variable._execution_engine.queue_callback(lambda: self._switch_attention(False))
+        """Set the attention of packs until the end of the backward, as a hook on the gradient of the pack's states.
 
-    # The proof on the first batch of each kind
+        The states get their gradient before any layer is recomputed.
+        """
+        self._switch_attention(in_pack=True)
+        Variable._execution_engine.queue_callback(lambda: self._switch_attention(in_pack=False))
 
-    def _proved_on(self, module: nn.Module, inputs: dict[str, Any], batch: RowsOfBatch) -> RowsOfBatch | None:
-        """The pack of these rows if it gives the states and gradients of the padded rows; None if they stay padded.
+    # The comparison on the first batch of each kind
 
-        Compared is the first batch of each kind: without and with gradients, in each dtype and mode, with left padding,
-        with rows that are twice as long as any before or cross a length above which the model is another one. Where one
-        differs, nothing is shared, or rows stay padded from now on. Each rank decides alone: its first batch may come
-        later than that of another, and padded rows give the same gradients.
+    def _compare_new_kind(self, module: nn.Module, inputs: dict[str, Any], batch: RowsOfBatch) -> RowsOfBatch | None:
+        """Compare a pack with its padded rows if it is the first of its kind, and return the pack to run.
+
+        Kinds are batches without and with gradients, in each dtype and mode, and with left padding. A batch is also
+        compared if its rows are twice as long as any before, or longer than a threshold above which the model computes
+        documents differently. If the pack differs, rows share nothing from now on, or stay padded. Each rank decides
+        alone: its first batch may come later than that of another rank, and padded rows give the same gradients.
+
+        Returns:
+            `batch`, or a pack of the same rows that shares nothing; None if the rows stay padded.
         """
         kind = (torch.is_grad_enabled(), computing_dtype(self.model), batch.is_left_padded, module.training)
-        known = self._compared
+        known_kinds = self._compared_kinds
         longest = self._longest_compared
         is_longer = batch.longest >= 2 * longest or any(longest <= n < batch.longest for n in self._thresholds)
-        if kind in known and not is_longer:
+        if kind in known_kinds and not is_longer:
             return batch
         where = "on its first batch"
-        if known:
-            left = "left padding and " if batch.is_left_padded else ""
-            is_new = all(each[3] is not module.training for each in known)
-            mode = f"in {'train' if module.training else 'eval'} mode " if is_new else ""
-            where = f"on the first batch {mode}with {left}rows of up to {batch.longest} tokens"
-        difference = partial(self._difference, module, inputs, wants_gradients=kind[0] and kind not in known)
-        reason = difference(batch)
+        if known_kinds:
+            padding = "left padding and " if batch.is_left_padded else ""
+            is_new_mode = all(is_training is not module.training for *_, is_training in known_kinds)
+            mode = f"in {'train' if module.training else 'eval'} mode " if is_new_mode else ""
+            where = f"on the first batch {mode}with {padding}rows of up to {batch.longest} tokens"
+        wants_gradients = torch.is_grad_enabled() and kind not in known_kinds
+        describe = partial(self._describe_difference, module, inputs, wants_gradients=wants_gradients)
+        reason = describe(batch)
         if reason is not None and self.collate.shares:
             self._share_nothing(f"{where}, {reason}")
-            whole = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
-            assert whole is not None
-            batch = whole
-            reason = difference(whole)
+            unshared = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
+            assert unshared is not None
+            batch = unshared
+            reason = describe(batch)
         if reason is not None:
             self._refuse_packs(f"{where}, {reason}")
             return None
-        self._compared |= {kind, (False, *kind[1:])}
+        self._compared_kinds |= {kind, (False, *kind[1:])}
         self._longest_compared = max(batch.longest, longest)
         return batch
 
-    def _difference(
+    def _describe_difference(
         self, module: nn.Module, inputs: dict[str, Any], batch: RowsOfBatch, *, wants_gradients: bool
     ) -> str | None:
-        """What differs between the padded rows and their pack beyond rounding; None if nothing."""
+        """Run padded rows and their pack, and say in which values they differ beyond rounding; None if in none.
+
+        Args:
+            wants_gradients: whether gradients with respect to embeddings are compared, too.
+        """
         packed = self.packed_model
         is_training = module.training
         assert packed.isolation is not None
@@ -336,10 +387,10 @@ class PackedRows(AroundCalls):
         tolerance = max(packed.isolation.tolerance, torch.finfo(torch.float64).eps)
 
         def run(in_pack: bool) -> list[Tensor]:
-            """States of the tokens, (N, hidden), and the gradient of the embeddings of the pack, (T, hidden)."""
+            """Return states of the tokens, (N, hidden), and the gradient of the pack's embeddings, (T, hidden)."""
             self._switch_attention(in_pack)
             with probe.embeddings() if wants_gradients else torch.no_grad() as embedded:
-                output = module(**(_pack_inputs(inputs) | batch.pack if in_pack else inputs))
+                output = module(**(_inputs_beside_rows(inputs) | batch.pack if in_pack else inputs))
                 if in_pack and isinstance(output, dict) and output.get(POOLED_OUTPUT) is not None:
                     raise CannotRun(f"it also returns {POOLED_OUTPUT}, computed of each row")
                 states = output[0].flatten(0, 1)[batch.rows if in_pack else batch.cells]
@@ -350,7 +401,7 @@ class PackedRows(AroundCalls):
             if gradient is None:
                 return [to_exact(states.detach())]
             gradient = to_exact(gradient.flatten(0, 1))
-            if not in_pack:  # tokens that share a row of the pack give it the sum of their gradients
+            if not in_pack:  # a row of the pack gets the sum of the gradients of its tokens
                 summed = gradient.new_zeros(batch.num_computed, gradient.shape[-1])
                 gradient = summed.index_add(0, batch.rows, gradient[batch.cells])
             return [to_exact(states.detach()), gradient]
@@ -358,52 +409,52 @@ class PackedRows(AroundCalls):
         self._is_paused = True
         try:
             with probe.undisturbed(), nullcontext() if is_training else probe.evaluating(), model_errors_converted():
-                self._switch_attention(True)
-                # The wrapper by which accelerate runs a forward under autocast remembers in one place what was on
-                # before: a forward within a forward would leave autocast on after both.
+                self._switch_attention(in_pack=True)
+                # The wrapper by which accelerate runs a forward under autocast remembers the state of before in one
+                # place: a forward within a forward would leave autocast on after both.
                 with torch.autocast(self.model.device.type, enabled=False):
                     probe.silenced(lambda: probe.forward_packed([probe.tokens(n) for n in (3, 5)]))
-                padded = run(in_pack=False)
-                first = run(in_pack=True)
-                gaps = _largest_gaps(padded, first)
+                padded_values = run(in_pack=False)
+                packed_values = run(in_pack=True)
+                gaps = _largest_gaps(padded_values, packed_values)
                 limits = probe.limits_of_rounding(
                     gaps,
                     [tolerance, max(SMALLEST_ROUNDING, tolerance**0.5)][: len(gaps)],
-                    lambda: _largest_gaps(first, run(in_pack=True)),
+                    lambda: _largest_gaps(packed_values, run(in_pack=True)),
                 )
         except (CannotRun, KernelError) as error:
             return f"the model raised: {error}"
         finally:
             self._is_paused = False
-            self._switch_attention(False)
-        each = zip(("states", "gradients"), gaps, limits, strict=False)
-        what, gap, limit = max(each, key=lambda one: one[1] / one[2])
+            self._switch_attention(in_pack=False)
+        named_gaps = zip(("states", "gradients"), gaps, limits, strict=False)
+        name, gap, limit = max(named_gaps, key=lambda entry: entry[1] / entry[2])
         if gap <= limit:
             return None
-        return f"{what} of the pack differ from those of the padded rows by {gap:.1e}; rounding explains {limit:.1e}"
+        return f"{name} of the pack differ from those of the padded rows by {gap:.1e}; rounding explains {limit:.1e}"
 
 
 def computing_dtype(model: PreTrainedModel) -> torch.dtype:
-    """That of autocast, where it is on."""
+    """Return the dtype in which a model computes: that of autocast if it is on, else that of the weights."""
     device = model.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
 
-def _largest_gaps(one: list[Tensor], two: list[Tensor]) -> list[float]:
-    """The largest difference of states and of gradients, if both have these, relative to the largest."""
+def _largest_gaps(first_values: list[Tensor], second_values: list[Tensor]) -> list[float]:
+    """Return the largest difference of states, and of gradients if both runs have them, relative to the largest."""
     return [
         largest_distance([first], [second]) / max(first.abs().max().item(), 1e-30)
-        for first, second in zip(one, two, strict=False)
+        for first, second in zip(first_values, second_values, strict=False)
     ]
 
 
-def _pack_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs that a pack keeps."""
+def _inputs_beside_rows(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a padded batch that a pack gets unchanged."""
     return {name: value for name, value in inputs.items() if name not in ROW_INPUTS}
 
 
 def _lay_out_rows(values: Tensor, batch: RowsOfBatch) -> Tensor:
-    """Values of the rows of a pack at the tokens of the padded batch, and 0 at its padding.
+    """Copy the values of a pack's rows to the tokens of the padded batch, with 0 at padding.
 
     (1, T, ...) -> (B, S, ...), and (T, ...) -> (B * S, ...).
     """
