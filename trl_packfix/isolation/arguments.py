@@ -1,4 +1,10 @@
-"""Watch the calls of modules: arguments and outputs, by the names of their places, the same in every call."""
+"""Watch the calls of modules: read their arguments and outputs by names that are the same in every call.
+
+`tracing.py` and `axes.py` record values in this way, and `repair.py` changes them.
+
+Words: a *leaf* is a value among the arguments or outputs of a call that is not a tuple, list or dictionary. Its *place*
+is a name of where it stands, such as "hidden_states", "position_embeddings[0]" or "['last_hidden_state']".
+"""
 
 import inspect
 from collections import Counter
@@ -10,35 +16,44 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path
 
-Leaves = list[tuple[str, Any]]
+Leaves = list[tuple[str, Any]]  # place and value of each leaf
 T = TypeVar("T")
 
 
 def argument_leaves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Leaves, TreeSpec]:
-    """All values in the arguments of a call with their places, and the tree that rebuilds (args, kwargs) from them.
+    """Return the leaves of the arguments of a call, and the tree that rebuilds (args, kwargs) from their values.
 
-    A place begins with the name of the argument, also for positional ones: "hidden_states", "position_embeddings[0]".
+    A place begins with the name of the argument, also if the argument is positional.
     """
     leaves: Any
     leaves, tree = tree_flatten_with_path((args, kwargs))
     names = _parameter_names(type(module).forward)
     named = []
     for path, value in leaves:
-        by_name = path[0].idx == 1
-        name = path[1].key if by_name else names[path[1].idx] if path[1].idx < len(names) else f"*{path[1].idx}"
+        is_keyword = path[0].idx == 1
+        if is_keyword:
+            name = path[1].key
+        elif path[1].idx < len(names):
+            name = names[path[1].idx]
+        else:  # one of `*args`
+            name = f"*{path[1].idx}"
         named.append((name + keystr(path[2:]), value))
     return named, tree
 
 
 def output_leaves(output: object) -> tuple[Leaves, TreeSpec]:
-    """All values in an output with their places, "[0]" or "['last_hidden_state']", and the tree that rebuilds it."""
+    """Return the leaves of an output, and the tree that rebuilds the output from their values.
+
+    A place is "[0]" or "['last_hidden_state']"; it is empty if the output is a single value.
+    """
     leaves, tree = tree_flatten_with_path(output)
     return [(keystr(path), value) for path, value in leaves], tree
 
 
 @cache
 def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    parameters = list(inspect.signature(forward).parameters.values())[1:]  # without self
+    """Return the names of the parameters of a forward that may be positional, without `self`."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(parameter.name for parameter in parameters if parameter.kind in named)
 
@@ -47,13 +62,19 @@ def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 def calls_watched(
     modules: dict[str, nn.Module], read: Callable[[Leaves], T], note: Callable[[str, int, T, T | None], None]
 ) -> Iterator[None]:
-    """Within this context, note each call of these modules: its number, and what `read` takes of inputs and outputs.
+    """Within this context, `note` is called after each call of the modules.
 
-    Of a repaired module these are the inputs before its own hooks, and the outputs after them. Calls that raise are
-    noted at the end, the outermost first, without outputs.
+    At a repaired module, inputs are read before its hooks and outputs after them.
+
+    Args:
+        modules: the modules to watch, by name.
+        read: turns the leaves of inputs or outputs into the value that is noted.
+        note: gets the name of the module, the number of the call among its calls, and the values that were read from
+            inputs and outputs. It is called for calls that raised at the end of the context, the outermost first, with
+            None for the outputs.
     """
-    inputs: dict[str, list[T]] = {name: [] for name in modules}
-    calls: Counter[str] = Counter()
+    inputs: dict[str, list[T]] = {name: [] for name in modules}  # of the calls that run, the innermost last
+    num_calls: Counter[str] = Counter()
     with ExitStack() as hooks:
         for name, module in modules.items():
 
@@ -61,14 +82,14 @@ def calls_watched(
                 inputs[name].append(read(argument_leaves(module, args, kwargs)[0]))
 
             def after(module: nn.Module, args: tuple[Any, ...], output: object, name: str = name) -> None:
-                note(name, calls[name], inputs[name].pop(), read(output_leaves(output)[0]))
-                calls[name] += 1
+                note(name, num_calls[name], inputs[name].pop(), read(output_leaves(output)[0]))
+                num_calls[name] += 1
 
             hooks.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(after))
         try:
             yield
         finally:
-            for name, raised in inputs.items():
-                for values in raised:
-                    note(name, calls[name], values, None)
+            for name, inputs_of_raised_calls in inputs.items():
+                for values in inputs_of_raised_calls:
+                    note(name, num_calls[name], values, None)

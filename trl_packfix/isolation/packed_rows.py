@@ -290,7 +290,7 @@ class PackedRows(AroundCalls):
                 states.register_hook(self._attend_in_backward)
             return states
 
-        yield join_outputs([output], lay_out_states, routers=lambda values: _lay_out_rows(values[0], batch))
+        yield join_outputs([output], lay_out_states, lambda values: _lay_out_rows(values[0], batch))
 
     def _is_padded(self, module: nn.Module, inputs: dict[str, Any]) -> bool:
         """Return whether a call gets a padded batch, and nothing that a pack would need in its own order."""

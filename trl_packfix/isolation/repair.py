@@ -1,8 +1,13 @@
-"""Repair a module that leaks: run it on each document of a pack separately, as rows of a padded batch or in a loop.
+"""Repair a module that leaks: hooks run it on each document of a pack separately, in padded batches or one by one.
 
-Everything around the module stays packed. Where parameters are sharded (ZeRO-3, FSDP) all documents share one call, so
-that all ranks make the same calls. Elsewhere documents of similar length share a call, which bounds the padding.
-`search.py` finds the modules and the way to run them; the leak probe then tests whether the repair worked.
+Everything around the module stays packed. The hooks divide the module's arguments into batches of documents, run the
+module on each batch, and join the outputs. `axes.py` has learned which axes of arguments and outputs index tokens.
+`search.py` chooses the modules and a `RepairMode` for them, and the leak probe then tests whether the repair worked.
+
+Words: a *batch of documents* is one call of a repaired module, on documents of similar length as padded rows, or on one
+document. If parameters are sharded (ZeRO-3, FSDP), all documents are in one batch, so that all ranks make the same
+calls. A *place* names a value among the arguments or outputs of a call (`arguments.py`). The *running pack* is the
+packed forward of the whole model inside which a module is called (`attention/packed_forward.py`).
 """
 
 from abc import abstractmethod
@@ -26,19 +31,19 @@ from .arguments import argument_leaves, output_leaves
 from .axes import ModuleAxes
 from .tracing import ShiftedPositions
 
-# Beginnings of the argument names that pass boundaries on to kernels; a separate document has no boundaries
+# Beginnings of the names of arguments that pass boundaries on to kernels. A separate document has no boundaries.
 BOUNDARY_NAMES = ("cu_seq", "max_length_", "max_seqlen", "seq_idx")
 
-AroundCall = Generator[Any, Any, None]
-POSITIONS = TensorAxes((1,), 0)  # of `position_ids` as the collator makes them, (1, T)
+AroundCall = Generator[Any, Any, None]  # yields the arguments of a call, gets its output, and yields the new output
+POSITION_AXES = TensorAxes((1,), 0)  # axes of `position_ids` as the collator makes them, (1, T)
 
 
 @dataclass(frozen=True)
 class RepairMode:
     """How a repaired module runs on documents."""
 
-    rows: bool  # as rows of padded batches, else one after the other
-    positions: bool  # with the `position_ids` of the pack, else without any, so that the module makes its own
+    rows: bool  # True: as rows of padded batches; False: one document after the other
+    positions: bool  # True: with the pack's `position_ids`; False: without any, so that the module makes its own
 
     def __str__(self) -> str:
         text = "as rows of a padded batch" if self.rows else "one after the other"
@@ -50,12 +55,12 @@ REPAIR_MODES = (RepairMode(True, True), RepairMode(True, False), RepairMode(Fals
 
 @dataclass(frozen=True)
 class Repair:
-    """A repair: the class of the modules, the name of the first one, how many there are, and how they run."""
+    """A repair of all modules of one class, as reports describe it."""
 
-    module: str
-    first: str
-    count: int
-    way: str
+    module: str  # name of the class
+    first: str  # path of the first of these modules in the model
+    count: int  # number of these modules
+    way: str  # how they run on documents, in words
 
     def __str__(self) -> str:
         return f"{self.count} {self.module} ({self.first}) {self.way}"
@@ -63,14 +68,14 @@ class Repair:
 
 @dataclass(frozen=True)
 class ValueOfBatches:
-    """A value without a form in a pack, as a repaired module returned it for each batch of documents.
+    """An output of a repaired module that cannot be joined to a pack: its value for each batch of documents.
 
     An example are the top-k indices (B, L, min(k, L)) of rows of L tokens: they are as wide as the rows are long, and
-    they count the tokens of one row. A repaired module that gets this value as an argument reads the part of its own
-    batch. Any other use raises, because this is not a tensor.
+    they count the tokens of one row. A repaired module that gets such an object as an argument reads the value of the
+    batch that it computes. Any other use raises an error, because this is not a tensor.
 
     Attributes:
-        rows: the batches.
+        rows: the division of documents into batches.
         values: one tensor per batch, of any shapes.
     """
 
@@ -80,7 +85,8 @@ class ValueOfBatches:
     def select(self, rows: DocumentRows, index: int) -> Tensor:
         """Return the value of batch `index` of `rows`.
 
-        Raises ValueError if the value was computed in other batches.
+        Raises:
+            ValueError: the value was computed in other batches.
         """
         if rows is not self.rows:
             raise ValueError(
@@ -92,16 +98,20 @@ class ValueOfBatches:
 
 
 class AroundCalls(ModelHooks):
-    """Changes the inputs and the output of calls of some modules, while it is installed."""
+    """Changes the inputs and the output of calls of some modules, while it is installed.
+
+    A subclass says how in `_around`, which runs before and after each call.
+    """
 
     def __init__(self, *modules: nn.Module):
         super().__init__()
-        self._modules, self._running = modules, list[AroundCall | None]()  # what `_around` does in running calls
+        self._modules = modules
+        self._running: list[AroundCall | None] = []  # the generator of each call that runs, the innermost last
 
     def _register(self) -> list[RemovableHandle]:
-        # always_call: after a forward that raises, its documents must not remain for the next one
-        before = [each.register_forward_pre_hook(self._before, with_kwargs=True) for each in self._modules]
-        return before + [each.register_forward_hook(self._after, always_call=True) for each in self._modules]
+        before = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in self._modules]
+        # The hook runs also after a forward that raises, whose documents must not remain for the next forward.
+        return before + [module.register_forward_hook(self._after, always_call=True) for module in self._modules]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
@@ -121,7 +131,10 @@ class AroundCalls(ModelHooks):
 
     @abstractmethod
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
-        """Yields the changed arguments, gets the output, and yields the changed one; nothing if the call stays."""
+        """Yield the changed arguments of a call, receive its output, and yield the changed output.
+
+        To leave the call as it is, return without a yield.
+        """
 
 
 class RepairedModule(AroundCalls):
@@ -140,13 +153,17 @@ class RepairedModule(AroundCalls):
         self._is_sharded = is_sharded(module)
 
     def _around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AroundCall:
-        running = _running_pack(module)
-        if running is None:
+        pack = _running_pack(module)
+        if pack is None:
             return
+        # 1. Divide the documents into batches.
         # FSDP2 gathers parameters for a call and shards them again after it: once sharded, always sharded.
         self._is_sharded = self._is_sharded or is_sharded(module)
-        budget = (inf if self._is_sharded else running.num_tokens) if self.mode.rows else 0
-        rows, forwards = running.documents(budget)
+        budget: float = 0  # most padded tokens of a batch; with 0 each document is a batch of its own
+        if self.mode.rows:
+            budget = inf if self._is_sharded else pack.num_tokens
+        rows, forwards = pack.documents(budget)
+        # 2. Run the first batch as the call that is under way, and all others in addition.
         inputs = self._inputs_of_batch(module, args, kwargs, rows=rows, index=0)
         num_before = len(recorded_router_logits())
         with packed_forward_entered(forwards[0]):  # the module's forward runs between the two hooks
@@ -156,23 +173,32 @@ class RepairedModule(AroundCalls):
         num_routers = len(recorded) - num_before
         for index, forward in enumerate(forwards[1:], start=1):
             with packed_forward_entered(forward):
-                args_here, kwargs_here = self._inputs_of_batch(module, args, kwargs, rows=rows, index=index)
-                outputs.append(module.forward(*args_here, **kwargs_here))
-        if num_routers:  # of each router the logits of all batches, with their padding, become those of the pack
-            of_rows = recorded[num_before:]
-            of_routers = [of_rows[i::num_routers] for i in range(num_routers)]
-            # A checkpoint that computes this again records no logits: what it saves here it would look for in vain
+                batch_args, batch_kwargs = self._inputs_of_batch(module, args, kwargs, rows=rows, index=index)
+                outputs.append(module.forward(*batch_args, **batch_kwargs))
+        # 3. Join the logits that routers recorded: for each router the logits of all batches become those of the pack.
+        if num_routers:
+            batch_logits = recorded[num_before:]
+            logits_by_router = [batch_logits[i::num_routers] for i in range(num_routers)]
+            # When a checkpoint recomputes this call, no logits are recorded. So nothing may be saved for it here.
             with saved_tensors_hooks(lambda x: x, lambda x: x):
-                recorded[num_before:] = [rows.join(logits, TensorAxes((0,), 0)) for logits in of_routers]
-        first, tree = output_leaves(output)
-        values = zip(*([value for _, value in output_leaves(each)[0]] for each in outputs), strict=True)
-        joined = [self._join_batches(place, [*each], rows) for (place, _), each in zip(first, values, strict=True)]
+                recorded[num_before:] = [rows.join(logits, TensorAxes((0,), 0)) for logits in logits_by_router]
+        # 4. Join the outputs, place by place.
+        leaves, tree = output_leaves(output)
+        values_of_batches = [[value for _, value in output_leaves(batch_output)[0]] for batch_output in outputs]
+        joined = [
+            self._join_batches(place, [*values], rows)
+            for (place, _), values in zip(leaves, zip(*values_of_batches, strict=True), strict=True)
+        ]
         yield tree_unflatten(joined, tree)
 
     def _inputs_of_batch(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: DocumentRows, index: int
     ) -> CallArguments:
-        """Return the arguments of the call for batch `index` of `rows`."""
+        """Return the arguments of the call for batch `index` of `rows`, from those of the call for the pack.
+
+        Raises:
+            ValueError: how to divide a tensor is unknown, because the module got none at this place in the probe.
+        """
         group = rows.groups[index]
         leaves, tree = argument_leaves(module, args, kwargs)
         values = []
@@ -183,8 +209,8 @@ class RepairedModule(AroundCalls):
                 value = value.select(rows, index)
             elif isinstance(value, Tensor):
                 # TRL's loss calls the backbone directly, and passes positions even if the whole model does not.
-                axes = self.axes.inputs.get(place, POSITIONS if place == "position_ids" else None)
-                # A scalar, such as the `num_items_in_batch` of transformers' trainer, is the same for all documents
+                axes = self.axes.inputs.get(place, POSITION_AXES if place == "position_ids" else None)
+                # A scalar, such as the `num_items_in_batch` of transformers' trainer, is the same for all documents.
                 if axes is None and place not in self.axes.inputs and value.dim() > 0:
                     raise ValueError(
                         f"a repaired module got a tensor of shape {tuple(value.shape)} at {place}, where the leak "
@@ -197,24 +223,29 @@ class RepairedModule(AroundCalls):
         return tree_unflatten(values, tree)
 
     def _join_batches(self, place: str, values: list[object], rows: DocumentRows) -> object:
+        """Return the value that the pack has at a place of the output, from the values of the batches."""
         tensors = [value for value in values if isinstance(value, Tensor)]
         if not tensors:
             return values[0]
         axes = self.axes.outputs.get(place)
         if axes is not None and len(axes.tokens) == 1 and place not in self.axes.widening:
             return rows.join(tensors, axes)
-        # Indices count the tokens of a row. They have no gradient, which an object that is no tensor would hide from
-        # a reentrant checkpoint.
+        # Indices count the tokens of a row. They have no gradient; a reentrant checkpoint could not see the gradient of
+        # an object that is not a tensor.
         if axes is not None and not tensors[0].is_floating_point():
             return ValueOfBatches(rows, tensors)
-        # Final states of rows and attention weights have no form in a pack: None, so that their use raises.
+        # Final states of rows and attention weights have no form in a pack. None makes their use raise an error.
         return tensors[0] if tensors[0].dim() == 0 and len(tensors) == 1 else None
 
 
 class RestartedPositions(ModelHooks):
-    """Restarts `shifted` positions that `module` gets in each document, in packed forwards.
+    """Restarts the positions that a module gets in each document of a packed forward, while it is installed.
 
-    For models that count positions over the whole pack (bart), or from another start than the batch does (roberta).
+    Some models count positions over the whole pack (bart), or from another number than the collator (roberta).
+
+    Args:
+        module: the module whose argument is changed.
+        shifted: which argument it is, and from which number positions start in a document alone.
     """
 
     def __init__(self, module: nn.Module, shifted: ShiftedPositions):
@@ -231,24 +262,32 @@ class RestartedPositions(ModelHooks):
     def _restart_positions(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CallArguments | None:
-        running = _running_pack(module)
-        if running is None:
+        pack = _running_pack(module)
+        if pack is None:
             return None
         leaves, tree = argument_leaves(module, args, kwargs)
-        _, at, axis, first = self.shifted
+        axis = self.shifted.axis
         values = []
         for place, value in leaves:
-            if place == at:
-                bounds = running.cu_seq_lens_q
-                # where the document of each token starts; without `output_size` the host would wait for their sum
-                starts = torch.repeat_interleave(bounds[:-1], bounds.diff(), output_size=value.shape[axis])
-                value = value - value.index_select(axis, starts) + first
+            if place == self.shifted.place:
+                boundaries = pack.cu_seq_lens_q
+                # For each token the first token of its document. Without `output_size` the host would wait for the sum.
+                first_tokens = torch.repeat_interleave(
+                    boundaries[:-1], boundaries.diff(), output_size=value.shape[axis]
+                )
+                value = value - value.index_select(axis, first_tokens) + self.shifted.first
             values.append(value)
         return tree_unflatten(values, tree)
 
 
 def _running_pack(module: nn.Module) -> PackedForward | None:
-    """The packed forward whose documents this module must separate; None outside of packs and in repaired modules."""
+    """Return the packed forward whose documents this module must separate.
+
+    It is None outside of packs, and inside a repaired module, which has already separated them.
+
+    Raises:
+        ValueError: the module is recomputed in a backward that has lost the boundaries of its forward.
+    """
     if running_forward() is None and module.training and in_backward():
         raise ValueError(
             f"{type(module).__name__} is repaired for packing and is recomputed in backward without the boundaries of "
@@ -259,5 +298,8 @@ def _running_pack(module: nn.Module) -> PackedForward | None:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether parameters are gathered per call: DeepSpeed ZeRO-3 marks them with `ds_id`, FSDP2's are DTensors."""
+    """Return whether a module's parameters are gathered for each call, under DeepSpeed ZeRO-3 or FSDP2.
+
+    ZeRO-3 marks parameters with `ds_id`, and FSDP2 makes them DTensors.
+    """
     return any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in module.parameters())
