@@ -1,7 +1,14 @@
 """Find which axes of a module's arguments and outputs index tokens, and which index rows, from recorded runs.
 
+`search.py` calls `learn_axes` for modules that it is about to repair, and `repair.py` uses the axes to divide arguments
+among documents and to join outputs.
+
 The size of an axis is not enough: the hidden size may equal the length of a pack. So shapes are recorded in two packs
-of different lengths, and in batches without boundaries of different lengths and numbers of rows.
+of different lengths, and in batches without boundaries of different lengths and numbers of rows. An axis that changes
+with the number of tokens is a *token axis*, and one that doubles with the number of rows is the *batch axis*.
+
+Words: a *place* names a value among the arguments or outputs of a call (`arguments.py`). *Sizes* are the shapes of
+tensors, and the values of integers, by place.
 """
 
 from collections.abc import Callable
@@ -17,10 +24,12 @@ from .arguments import Leaves, calls_watched
 from .probe import Probe
 from .probed_model import CannotRun
 
-Sizes = dict[str, tuple[int, ...] | int]  # shapes of tensors and values of integers, by place
-WATCHED_PACKS = ((13, 5, 29), (13, 5, 35))  # documents of two packs: 47 and 53 tokens, primes
+Shape = tuple[int, ...]
+Sizes = dict[str, Shape | int]
+WATCHED_PACKS = ((13, 5, 29), (13, 5, 35))  # lengths of the documents of two packs: in sum 47 and 53, primes
 WATCHED_BATCHES = ((1, 17), (1, 23), (2, 23))  # (rows, tokens) of batches without boundaries
-SHORTEST_BATCH = (1, 1)  # the same for axes that grow up to a limit, which may be reached at 17 tokens
+# One more batch, for axes that grow with the number of tokens up to a limit, which may be reached at 17 tokens
+SHORTEST_BATCH = (1, 1)
 
 
 class NotLearned(Exception):
@@ -29,108 +38,142 @@ class NotLearned(Exception):
 
 @dataclass(frozen=True)
 class ModuleAxes:
-    """Axes of a module's arguments and outputs, by their places (see `arguments.py`)."""
+    """The axes of a module's arguments and outputs, by their places.
 
-    inputs: dict[str, TensorAxes | None]  # None if no axis indexes tokens
+    Attributes:
+        inputs: axes of tensors among the arguments; None if no axis indexes tokens.
+        outputs: axes of tensors among the outputs; None if no axis indexes tokens.
+        numbers: places of integer arguments that hold the number of tokens.
+        widening: places of outputs with an axis that depends on the number of tokens and does not index them, such as
+            the last axis of top-k indices.
+    """
+
+    inputs: dict[str, TensorAxes | None]
     outputs: dict[str, TensorAxes | None]
-    numbers: set[str] = field(default_factory=set)  # places of integer arguments that hold the number of tokens
-    # Places of outputs that have an axis beside the tokens which depends on their number, such as top-k indices
+    numbers: set[str] = field(default_factory=set)
     widening: set[str] = field(default_factory=set)
 
 
 def learn_axes(probe: Probe, names: list[str]) -> dict[str, ModuleAxes]:
-    """Axes of each named module of the model, except modules that are not called in a pack.
+    """Return the axes of the named modules of the model, except modules that are not called in a pack.
 
-    Raises `NotLearned` if a shape changes with the number of tokens or rows in an unknown way.
+    Raises:
+        NotLearned: a shape changes with the number of tokens or rows in an unknown way.
     """
     modules = {name: probe.inner.get_submodule(name) for name in names}
-    packs = [_record_sizes(modules, partial(probe.forward_packed, [probe.tokens(k) for k in n])) for n in WATCHED_PACKS]
-    *rows, shortest = [
-        _record_sizes(modules, partial(probe.forward_rows, torch.stack([probe.tokens(n)] * b)))
-        for b, n in (*WATCHED_BATCHES, SHORTEST_BATCH)
+    packs = [
+        _record_sizes(modules, partial(probe.forward_packed, [probe.tokens(n) for n in lengths]))
+        for lengths in WATCHED_PACKS
     ]
-    totals = [sum(lengths) for lengths in WATCHED_PACKS]
+    *batches, shortest_batch = [
+        _record_sizes(modules, partial(probe.forward_rows, torch.stack([probe.tokens(num_tokens)] * num_rows)))
+        for num_rows, num_tokens in (*WATCHED_BATCHES, SHORTEST_BATCH)
+    ]
+    pack_lengths = [sum(lengths) for lengths in WATCHED_PACKS]
+    batch_lengths = [num_tokens for _, num_tokens in WATCHED_BATCHES[:2]]
+    no_sizes: tuple[Sizes, Sizes] = ({}, {})  # of a module that a run does not call
     axes = {}
     for name in names:
         if not all(name in sizes for sizes in packs):
             continue
-        (first, _), (second, _) = (sizes[name] for sizes in packs)
-        ins, outs = ([sizes.get(name, ({}, {}))[i] for sizes in rows] for i in (0, 1))
+        batch_sizes = [sizes.get(name, no_sizes) for sizes in batches]
+        # Arguments: their token axes are those that differ between the two packs.
+        first_pack, second_pack = (sizes[name][0] for sizes in packs)
         inputs = {}
         numbers = set()
-        for place in first.keys() & second.keys():
-            size = first[place]
-            other = second[place]
+        for place in first_pack.keys() & second_pack.keys():
+            size = first_pack[place]
+            longer = second_pack[place]
             if isinstance(size, int):
-                if (size, other) == tuple(totals):
+                if (size, longer) == tuple(pack_lengths):
                     numbers.add(place)
                 continue
-            tokens = _growing(name, place, size, other=other, totals=totals)
-            inputs[place] = _find_axes(tokens, size, [sizes.get(place) for sizes in ins])
+            token_axes = _find_token_axes(name, place, size, longer=longer, lengths=pack_lengths)
+            shapes = [input_sizes.get(place) for input_sizes, _ in batch_sizes]
+            inputs[place] = _add_batch_axis(token_axes, size, shapes)
+        # Outputs: their token axes are those that differ between two batches of one row.
         outputs = {}
         widening = set()
-        _, of_one_token = shortest.get(name, ({}, {}))
-        for place in set.intersection(*(set(sizes) for sizes in outs)):
-            one, longer, double = (sizes[place] for sizes in outs)
-            if isinstance(one, tuple) and isinstance(longer, tuple):
-                tokens = _growing(name, place, one, other=longer, totals=[n for _, n in WATCHED_BATCHES[:2]])
-                outputs[place] = _find_axes(tokens, longer, [one, longer, double])
-                if _widens(tokens, one, of_one_token.get(place)):
+        _, sizes_of_one_token = shortest_batch.get(name, no_sizes)
+        for place in set.intersection(*(set(output_sizes) for _, output_sizes in batch_sizes)):
+            short, longer, double = (output_sizes[place] for _, output_sizes in batch_sizes)
+            if isinstance(short, tuple) and isinstance(longer, tuple):
+                token_axes = _find_token_axes(name, place, short, longer=longer, lengths=batch_lengths)
+                outputs[place] = _add_batch_axis(token_axes, longer, [short, longer, double])
+                if _widens(token_axes, short, sizes_of_one_token.get(place)):
                     widening.add(place)
         axes[name] = ModuleAxes(inputs, outputs, numbers, widening)
     return axes
 
 
-def _growing(
-    name: str, place: str, size: tuple[int, ...], *, other: tuple[int, ...] | int, totals: list[int]
-) -> tuple[int, ...]:
-    if not isinstance(other, tuple) or len(size) != len(other):
+def _find_token_axes(name: str, place: str, size: Shape, *, longer: Shape | int, lengths: list[int]) -> Shape:
+    """Return the axes whose size is the number of tokens in two runs.
+
+    Args:
+        name, place: the module and the place of the tensor, for errors.
+        size: its shape in the run with fewer tokens.
+        longer: its shape in the run with more tokens.
+        lengths: the numbers of tokens of the two runs.
+
+    Raises:
+        NotLearned: an axis differs in another way, or more than two axes differ.
+    """
+    if not isinstance(longer, tuple) or len(size) != len(longer):
         raise NotLearned(f"{name}: {place} has a different number of axes in another pack")
-    axes = tuple(i for i, pair in enumerate(zip(size, other, strict=True)) if pair[0] != pair[1])
-    if any((size[i], other[i]) != tuple(totals) for i in axes) or len(axes) > 2:
-        raise NotLearned(f"{name}: {place} of shape {size} grows to {other} with {totals[0]} to {totals[1]} tokens")
+    axes = tuple(i for i in range(len(size)) if size[i] != longer[i])
+    if any((size[i], longer[i]) != tuple(lengths) for i in axes) or len(axes) > 2:
+        raise NotLearned(f"{name}: {place} of shape {size} grows to {longer} with {lengths[0]} to {lengths[1]} tokens")
     return axes
 
 
-def _widens(tokens: tuple[int, ...], size: tuple[int, ...], shortest: tuple[int, ...] | int | None) -> bool:
-    """Whether an axis that is not one of `tokens` differs between a row of tokens, of shape `size`, and one token.
+def _widens(token_axes: Shape, size: Shape, size_of_one_token: Shape | int | None) -> bool:
+    """Return whether an axis that is not a token axis differs between a row of tokens, of shape `size`, and one token.
 
     >>> _widens((1,), (1, 17, 6), (1, 1, 1)), _widens((1,), (1, 17, 32), (1, 1, 32))
     (True, False)
     """
-    if not isinstance(shortest, tuple) or len(shortest) != len(size):
+    if not isinstance(size_of_one_token, tuple) or len(size_of_one_token) != len(size):
         return False  # the model takes no single token, or returns it in another form
-    return any(size[i] != shortest[i] for i in range(len(size)) if i not in tokens)
+    return any(size[i] != size_of_one_token[i] for i in range(len(size)) if i not in token_axes)
 
 
-def _find_axes(
-    tokens: tuple[int, ...], size: tuple[int, ...], rows: list[tuple[int, ...] | int | None]
-) -> TensorAxes | None:
-    """Axes of a tensor of shape `size`. `rows`: its shapes in one row, in one longer row, in two rows, or None."""
-    _, one, two = rows
-    batch = None
-    if isinstance(one, tuple) and isinstance(two, tuple) and len(one) == len(two) == len(size):
-        doubled = [i for i, pair in enumerate(zip(one, two, strict=True)) if pair[1] == 2 * pair[0]]
-        batch = doubled[0] if doubled else None
-    elif tokens:  # absent without boundaries: take an axis of size 1, before the tokens if there is one
-        single = [i for i, n in enumerate(size) if n == 1 and i not in tokens]
-        near = single if len(tokens) == 2 else single[::-1]  # a mask is (rows, heads, T, T)
-        batch = next((i for i in near if i < tokens[0]), single[0] if single else None)
-    return TensorAxes(tokens, batch) if tokens else None
+def _add_batch_axis(token_axes: Shape, size: Shape, shapes: list[Shape | int | None]) -> TensorAxes | None:
+    """Return the token axes of a tensor with its batch axis; None if it has no token axes.
+
+    Args:
+        size: the shape of the tensor.
+        shapes: its shapes in batches of one row, of one longer row, and of two longer rows. A shape is None if the
+            module did not get the tensor, for example because there were no boundaries.
+    """
+    if not token_axes:
+        return None
+    _, one_row, two_rows = shapes
+    if isinstance(one_row, tuple) and isinstance(two_rows, tuple) and len(one_row) == len(two_rows) == len(size):
+        doubled = [i for i in range(len(size)) if two_rows[i] == 2 * one_row[i]]
+        return TensorAxes(token_axes, doubled[0] if doubled else None)
+    # Without shapes, the batch axis is an axis of size 1, one before the token axes if there is any.
+    single = [i for i, n in enumerate(size) if n == 1 and i not in token_axes]
+    by_preference = single if len(token_axes) == 2 else single[::-1]  # a mask is (rows, heads, T, T)
+    batch_axis = next((i for i in by_preference if i < token_axes[0]), single[0] if single else None)
+    return TensorAxes(token_axes, batch_axis)
 
 
 def _leaf_sizes(leaves: Leaves) -> Sizes:
+    """Return the sizes of the tensors and integers among some leaves."""
     tensors: Sizes = {place: tuple(value.shape) for place, value in leaves if isinstance(value, Tensor)}
     return tensors | {place: value for place, value in leaves if type(value) is int}
 
 
 def _record_sizes(modules: dict[str, nn.Module], run: Callable[[], object]) -> dict[str, tuple[Sizes, Sizes]]:
-    """Sizes of the arguments and outputs of each module in its first call. If a run raises, of those called before."""
-    seen: dict[str, tuple[Sizes, Sizes]] = {}
+    """Return the sizes of arguments and outputs of each module, in its first call in a run.
 
-    def note(name: str, call: int, inputs: Sizes, outputs: Sizes | None) -> None:
-        seen.setdefault(name, (inputs, outputs or {}))
+    If the run raises, modules that were not called before are missing.
+    """
+    recorded: dict[str, tuple[Sizes, Sizes]] = {}
 
-    with suppress(CannotRun), calls_watched(modules, _leaf_sizes, note):
+    def note_first_call(name: str, call: int, inputs: Sizes, outputs: Sizes | None) -> None:
+        recorded.setdefault(name, (inputs, outputs or {}))
+
+    with suppress(CannotRun), calls_watched(modules, _leaf_sizes, note_first_call):
         run()
-    return seen
+    return recorded

@@ -1,4 +1,7 @@
-"""Watch a forward: which modules draw random numbers, by changes of the generator state, and the dtypes of outputs."""
+"""Find which modules draw random numbers in a forward, and the dtypes of outputs. `probe.py` and others use this.
+
+A module has drawn if the state of a random generator has changed while it ran.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,7 +12,10 @@ from torch import nn
 
 
 def device_state(device: torch.device) -> torch.Tensor | None:
-    """The state of the random generator of a device; None on the CPU and on `meta`, where nothing is restored."""
+    """Return the state of the random generator of a device, or None for the CPU and for `meta`.
+
+    `torch.random.fork_rng` restores the generator of the CPU.
+    """
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device)
@@ -17,41 +23,46 @@ def device_state(device: torch.device) -> torch.Tensor | None:
 
 
 def set_device_state(device: torch.device, state: torch.Tensor | None) -> None:
-    """Put back what `device_state` returned."""
-    if state is not None:
-        torch.get_device_module(device).set_rng_state(state, *([] if device.type == "mps" else [device]))
+    """Restore the state that `device_state` returned; without effect if that was None."""
+    if state is None:
+        return
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
 
 
 @contextmanager
 def watching_draws(model: nn.Module, device: torch.device) -> Iterator[tuple[set[type[nn.Module]], set[torch.dtype]]]:
-    """Within this context, note the classes of the modules that draw random numbers, and the dtypes of all outputs.
+    """Within this context, two sets are filled: classes of modules that draw random numbers, and dtypes of outputs.
 
-    A draw is attributed to the innermost module that is running, its forward hooks included. The dtypes of the weights
-    are not enough: accelerate runs fp32 weights under autocast inside the model's forward.
+    A draw is attributed to the innermost module that is running, with its forward hooks. The dtypes of weights would
+    not be enough: accelerate runs fp32 weights under autocast inside the model's forward.
     """
-    kinds = set[type[nn.Module]]()
-    dtypes = set[torch.dtype]()
-    running = list[nn.Module]()
+    drawing_classes: set[type[nn.Module]] = set()
+    dtypes: set[torch.dtype] = set()
+    running: list[nn.Module] = []  # the innermost module last
 
-    def current() -> torch.Tensor:
+    def generator_state() -> torch.Tensor:
         state = device_state(device)
         return torch.get_rng_state() if state is None else torch.cat([torch.get_rng_state(), state.cpu()])
 
-    last = current()
+    last_state = generator_state()
 
-    def note() -> None:
-        nonlocal last
-        before = last
-        last = current()
-        if running and not torch.equal(before, last):
-            kinds.add(type(running[-1]))
+    def note_draws() -> None:
+        nonlocal last_state
+        state_before = last_state
+        last_state = generator_state()
+        if running and not torch.equal(state_before, last_state):
+            drawing_classes.add(type(running[-1]))
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-        note()
+        note_draws()
         running.append(module)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        note()
+        note_draws()
         running.pop()
         for value in output if isinstance(output, tuple) else [output]:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -61,4 +72,4 @@ def watching_draws(model: nn.Module, device: torch.device) -> Iterator[tuple[set
         for module in model.modules():
             hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
             hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-        yield kinds, dtypes
+        yield drawing_classes, dtypes

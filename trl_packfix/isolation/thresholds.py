@@ -1,8 +1,12 @@
-"""Lengths above which a model computes a document differently, read from its config.
+"""Read from a model's config the lengths above which the model computes a document differently.
 
-No list of names has the next model's window. So every integer of the config is one, but for those that count something
-else by their names: widths, heads, layers, experts, token ids. Rotary embeddings that depend on the length of the
-sequence are found by calling transformers' own functions.
+Such a *threshold*, in tokens, is a sliding window, a chunk, the number of keys that an indexer chooses, or the original
+length of a scaled rotary embedding. The leak probe (`check_isolation.py`) tests a document that is longer than all
+thresholds of a run, and `packed_rows.py` compares batches that cross one.
+
+No list of field names has the window of the next model. So every integer of the config is taken as a threshold, except
+those that count something else by their names: widths, heads, layers, experts, token ids. Rotary embeddings that depend
+on the length of the sequence are found by calling transformers' own functions.
 """
 
 import re
@@ -16,67 +20,73 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..compat import nested_rope_keys
 
-# Fields in tokens that have a word of the other list, too
+# Names of fields in tokens although they have a word of `OTHER_WORDS`
 KERNEL_FIELDS = re.compile(r"conv_kernel(_size|_dim)?$|conv1d_width$|d_conv$|conv_L_cache$")
-# Words in the names of fields that count no tokens
-OTHER_FIELDS = set(
+# Words in the names of fields that do not count tokens
+OTHER_WORDS = set(
     "vocab hidden intermediate embd embed embeds embedding embeddings ff ffn dff inner dim dims headdim rank lowrank "
     "width channels head heads layer layers expert experts group groups id ids token theta seed iters expand state "
     "model d freq types scalar multiple divisible positions ctx image patch mel proj projection classifier encoder "
     "decoder adapter parts prompt vision audio buckets forward".split()
 )
-# Fields that count blocks, or chosen positions: those of one family ("index_...") may be multiplied
+# Names of fields that count blocks or chosen positions. Two of one family ("index_...") may have to be multiplied.
 SELECTION_FIELDS = re.compile(r"top_?k|blocks|pool|chunks")
-BLOCK_FIELDS = re.compile(r"pool|block_size")
-# Tokens that layers of a kind compress to one key, by kind (DeepSeek-V4); `index_topk` then counts compressed keys
-RATES = "compress_rates"
-INDEXED = "compressed_sparse_attention"
-POSITIONS = "max_position_embeddings"
-ROPE_LENGTHS = ("original_max_position_embeddings", POSITIONS)
+BLOCK_FIELDS = re.compile(r"pool|block_size")  # names of fields with the size of a block
+# Field with the number of tokens that a layer compresses to one key, by kind of layer (DeepSeek-V4). In layers of the
+# kind INDEXED_KIND, `index_topk` counts compressed keys.
+RATES_FIELD = "compress_rates"
+INDEXED_KIND = "compressed_sparse_attention"
+POSITIONS_FIELD = "max_position_embeddings"
+ROPE_LENGTH_FIELDS = ("original_max_position_embeddings", POSITIONS_FIELD)
 
 
 def thresholds(
     config: PreTrainedConfig, max_length: int | None, shortest: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Thresholds in tokens, by name: those to test, and those not tested because they lie beyond `max_length`.
+    """Return the thresholds of a model, in tokens, by the names of their fields.
 
-    Those to test are below `max_length` (None: the model's positions) and not exceeded by a document of `shortest`
-    tokens. A threshold that no document within the model's positions can exceed is in neither.
+    Args:
+        max_length: longest document of the run, in tokens; None is the model's number of positions.
+        shortest: length of a document that is tested in any case. A threshold that it exceeds needs no other test.
+
+    Returns:
+        The thresholds to test, and the thresholds that no document of the run exceeds. A threshold that no document
+        within the model's positions can exceed is in neither dictionary.
     """
-    positions = vars(config).get(config.attribute_map.get(POSITIONS, POSITIONS))
-    positions = positions if isinstance(positions, int) else inf
-    limit = positions if max_length is None else max_length
+    stored_positions = vars(config).get(config.attribute_map.get(POSITIONS_FIELD, POSITIONS_FIELD))
+    num_positions = stored_positions if isinstance(stored_positions, int) else inf
+    limit = num_positions if max_length is None else max_length
     lengths = _length_fields(vars(config)) | _rope_thresholds(config)
     to_test = {name: n for name, n in lengths.items() if shortest <= n < limit}
-    # Where no length is given, dynamic RoPE may be meant for documents beyond the positions
-    last = positions + (max_length is None)
-    return to_test, {name: n for name, n in lengths.items() if limit <= n < last}
+    # Without a longest document, dynamic RoPE may be meant for documents that exceed the positions by any number.
+    end = num_positions + 1 if max_length is None else num_positions
+    unreachable = {name: n for name, n in lengths.items() if limit <= n < end}
+    return to_test, unreachable
 
 
 def _length_fields(fields: dict[str, Any]) -> dict[str, int]:
-    """The fields that may hold a length above which tokens are computed differently, in tokens.
-
-    Positions that are chosen in blocks may be all positions until one more block is full.
-    """
+    """Return the fields of a config that may hold a threshold, in tokens."""
     numbers = {
         name: n
         for name, n in fields.items()
-        if _is_length(n) and (KERNEL_FIELDS.search(name) or not OTHER_FIELDS.intersection(name.lower().split("_")))
+        if _is_length(n) and (KERNEL_FIELDS.search(name) or not OTHER_WORDS.intersection(name.lower().split("_")))
     }
     lengths = dict(numbers)
     for first, second in combinations(numbers, 2):
         if SELECTION_FIELDS.search(first + second) and first.split("_")[0] == second.split("_")[0]:
             lengths[f"{first} * {second}"] = numbers[first] * numbers[second]
-    rates = fields.get(RATES)
+    rates = fields.get(RATES_FIELD)
     if isinstance(rates, dict):
-        lengths |= {f"{RATES}.{kind}": rate for kind, rate in rates.items() if _is_length(rate)}
+        lengths |= {f"{RATES_FIELD}.{kind}": rate for kind, rate in rates.items() if _is_length(rate)}
         if "index_topk" in lengths:
-            lengths["index_topk"] *= rates.get(INDEXED, 1)
+            lengths["index_topk"] *= rates.get(INDEXED_KIND, 1)
+    # Positions that are chosen in blocks may be all positions until one more block is full.
     block = max((n for name, n in numbers.items() if BLOCK_FIELDS.search(name)), default=0)
-    return {name: n + block * bool(SELECTION_FIELDS.search(name)) for name, n in lengths.items()}
+    return {name: n + block if SELECTION_FIELDS.search(name) else n for name, n in lengths.items()}
 
 
 def _rope_thresholds(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the lengths above which rotary embeddings have other angles, in tokens, by the names of their fields."""
     rope = vars(config).get("rope_parameters")
     if not isinstance(rope, dict):
         return {}
@@ -86,7 +96,7 @@ def _rope_thresholds(config: PreTrainedConfig) -> dict[str, int]:
         parameters = rope if layer_type is None else rope[layer_type]
         if parameters is None:  # layers of this type have no rotary embedding
             continue
-        for name in ROPE_LENGTHS:
+        for name in ROPE_LENGTH_FIELDS:
             length = parameters.get(name, vars(config).get(name))
             if _is_length(length) and _depends_on_length(config, parameters, layer_type, length=length):
                 lengths[name] = length
@@ -96,20 +106,22 @@ def _rope_thresholds(config: PreTrainedConfig) -> dict[str, int]:
 def _depends_on_length(
     config: PreTrainedConfig, parameters: dict[str, Any], layer_type: str | None, *, length: int
 ) -> bool:
-    """Whether a sequence longer than `length` has other angles; assumed for RoPE types that transformers lacks."""
+    """Return whether a sequence longer than `length` has other angles; True for RoPE types unknown to transformers."""
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in ROPE_INIT_FUNCTIONS:
         return rope_type != "default"
-    short = {name for name in parameters if name.startswith("short_")}  # phimoe also scales the angles by such a pair
-    if any(parameters[name] != parameters.get(name.replace("short_", "long_")) for name in short):
+    # Factors for short and for long sequences; phimoe also has a pair of scales.
+    short_names = {name for name in parameters if name.startswith("short_")}
+    if any(parameters[name] != parameters.get(name.replace("short_", "long_")) for name in short_names):
         return True
-    # Twice as long: one more token among many may change nothing in fp32.
-    within, beyond = (
+    # The longer sequence has twice the length, because one more token among many may change nothing in fp32.
+    (frequencies, scale), (long_frequencies, long_scale) = (
         ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=n, layer_type=layer_type)
         for n in (length, 2 * length)
     )
-    return within[1] != beyond[1] or not torch.equal(within[0], beyond[0])
+    return scale != long_scale or not torch.equal(frequencies, long_frequencies)
 
 
 def _is_length(value: object) -> TypeGuard[int]:
+    """Return whether the value of a field can be a length in tokens."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 1

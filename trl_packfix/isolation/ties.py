@@ -1,7 +1,8 @@
-"""Choose the first of equal values in `topk`, so that two runs choose the same.
+"""Choose the first of equal values in `topk`, so that two runs choose the same values.
 
-An indexer gives many keys a score of exactly 0. Which of them `torch.topk` chooses depends on the width of the row, so
-a document in a pack may choose other keys than alone. Unpacked training has the same ambiguity: padding changes it.
+An indexer gives many keys a score of exactly 0. Which of these keys `torch.topk` chooses depends on the width of the
+row, so a document in a pack may choose other keys than alone. Unpacked training has the same ambiguity, because padding
+changes the choice. The comparisons of `check_isolation.py` and `training/first_step.py` use this context.
 """
 
 from typing import Any
@@ -23,11 +24,14 @@ class FirstOfTies(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
-        return (_first_of_ties if function is torch.ops.aten.topk.default else function)(*args, **(kwargs or {}))
+        if function is torch.ops.aten.topk.default:
+            function = _first_of_ties
+        return function(*args, **(kwargs or {}))
 
 
 def _first_of_ties(
     values: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[Tensor, Tensor]:
+    """Return values and indices as `torch.topk` does, with the first of equal values."""
     ordered, indices = values.sort(dim=dim, descending=largest, stable=True)
     return ordered.narrow(dim, 0, k), indices.narrow(dim, 0, k)
