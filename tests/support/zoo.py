@@ -25,12 +25,12 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from trl_packfix.isolation.shrinking import (  # noqa: F401 - tests take all sizes from here
+    FIELD_SIZES,
     FIRST_WORD,
     HEAD_DIM,
-    HEADS,
-    KEY_VALUE_HEADS,
-    LAYERS,
-    SIZES,
+    KEY_VALUE_HEAD_FIELDS,
+    LAYER_COUNT_FIELDS,
+    NUM_HEADS,
     SIZES_OF_TYPE,
     VOCABULARY,
     WIDTH,
@@ -157,21 +157,21 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
     }
     values: dict[str, Any] = {}
     per_layer: dict[str, Sequence[Any]] = {}
-    num_layers = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), None)
+    num_layers = next((fields[name] for name in LAYER_COUNT_FIELDS if isinstance(fields.get(name), int)), None)
     for name, key in stored.items():
         value = fields.get(key)
-        if type(value) is int and name in LAYERS:
+        if type(value) is int and name in LAYER_COUNT_FIELDS:
             values[name] = 2
         elif isinstance(value, dict) and "mrope_section" in value:
             values[name] = value | {"mrope_section": mrope_section(value)}
         elif isinstance(value, PreTrainedConfig):
             values[name] = shrink(value) | {"model_type": value.model_type}
-        elif name in KEY_VALUE_HEADS:
+        elif name in KEY_VALUE_HEAD_FIELDS:
             values[name] = key_value_heads(fields.get(key), fields.get(name.replace("key_value", "attention")))
         elif name in ALWAYS:
             values[name] = ALWAYS[name]
-        elif type(value) is int and name in SIZES:
-            values[name] = min(value, SIZES[name])
+        elif type(value) is int and name in FIELD_SIZES:
+            values[name] = min(value, FIELD_SIZES[name])
         elif type(value) is int and names_a_token(name) and value >= FIRST_WORD:
             values[name] = 3 + sum(map(names_a_token, values))
         elif isinstance(value, float) and ("drop" in name or "jitter" in name):
@@ -184,6 +184,6 @@ def shrink(config: PreTrainedConfig) -> dict[str, Any]:
         kinds = list(zip(*per_layer.values(), strict=True))
         chosen = sorted({kinds.index(kind) for kind in kinds})
         chosen = [0, 1] if len(chosen) == 1 else chosen
-        values |= {name: [SIZES.get(name, value[i]) for i in chosen] for name, value in per_layer.items()}
-        values |= {name: len(chosen) for name in LAYERS if name in values}
+        values |= {name: [FIELD_SIZES.get(name, value[i]) for i in chosen] for name, value in per_layer.items()}
+        values |= {name: len(chosen) for name in LAYER_COUNT_FIELDS if name in values}
     return values | SIZES_OF_TYPE.get(config.model_type, {}) | EXCEPTIONS.get(config.model_type, {})

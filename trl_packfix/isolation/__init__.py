@@ -1,1 +1,1 @@
-"""Test whether packing changes what a model computes for a document, and repair the model if it does."""
+"""Test whether packing changes what a model computes for a document, and repair a model on which it does."""

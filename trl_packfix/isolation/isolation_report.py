@@ -1,4 +1,8 @@
-"""The result of the leak probe: its report and its error."""
+"""Hold the result of the leak probe: `IsolationReport`, and `PackingLeakError` for a model that fails.
+
+`check_isolation.py` makes the report, `packed_model.py` and the trainer decide by it, and the reporting modules print
+its `summary`. This module also words the error: what was found, where, and what to change.
+"""
 
 from dataclasses import dataclass, field
 from math import isfinite
@@ -8,12 +12,14 @@ from .probed_model import MAX_NOISE
 from .repair import Repair
 from .tracing import Leak
 
-HALF = ("bf16", "fp16")
+HALF_PRECISION_DTYPES = ("bf16", "fp16")
 NUM_SHOWN = 5  # modules that a message names
 
 
 class PackingLeakError(ValueError):
-    """Documents of a pack influence each other on this model.
+    """Error raised if documents of a pack change each other on a model, or are not what they are alone.
+
+    Example:
 
     >>> try:
     ...     IsolationReport(False, True, 0.3, 0.0, None, 4e-6, "eager").raise_if_leaking()
@@ -25,32 +31,53 @@ class PackingLeakError(ValueError):
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """The result of the leak probe on one model.
+    """The result of [`check_isolation`] on one model. Packs are right if it has `passed`.
+
+    Changes and differences of hidden states are relative to the largest hidden state.
 
     Attributes:
-        isolated: whether no document changed another, of those that the test changed. Packs are right only if they are
-            `equal`, too: see `passed`.
-        equal: whether each document in a pack has the states that it has alone. A model can be isolated and still
-            wrong, e.g. if positions do not restart.
-        max_change: largest change of a document when another changed, relative to the largest hidden state.
-        max_difference: largest difference of a document in the pack from itself alone, relative in the same way.
-        max_gradient: largest gradient of one document's outputs with respect to another's embeddings; None if not
-            tested.
-        tolerance: largest change that rounding explains, relative in the same way; from the dtype and repeated runs. In
-            half precision it has a cap, see `rounding`.
-        leaks: the smallest modules where information crosses.
-        unreachable: thresholds of the model above `max_length`, which were not tested.
-        attention: the implementation that was tested.
-        error: the error that the model raised on a pack; None if it raised none. Such a model cannot be packed.
-        dtype: the coarsest dtype of the outputs of modules: "fp32", "bf16", ... In half precision a change below the
-            tolerance is compared module by module.
-        runs_unpacked: False if it raises on a row without packing, too; `error` is then that of the row.
-        proved_on: the day on which an earlier start proved the same; None if this one did.
-        repaired: the repairs that were in place, and how these modules run.
-        degree: ranks that shared each pack.
-        reach: most tokens between the start of a pack and a document that was equal to itself alone; 0 if not tested.
-        reads_ahead: whether a token changes earlier states of its own document in unpacked TRL, too, so that the model
-            sees what it should predict.
+        isolated (`bool`):
+            Whether no document changed when the test changed another document of its pack.
+        equal (`bool`):
+            Whether each document in a pack has the hidden states that it has alone. A model can be isolated and still
+            wrong, for example if positions do not restart in each document.
+        max_change (`float`):
+            Largest change of a document when another document changed.
+        max_difference (`float`):
+            Largest difference between a document in a pack and the same document alone.
+        max_gradient (`float` or `None`):
+            Largest gradient of one document's outputs with respect to another document's embeddings; `None` if it was
+            not tested. If ranks share packs, or documents share prefixes, also the largest relative difference between
+            the gradients of a document in a pack and alone, beyond rounding.
+        tolerance (`float`):
+            Largest change that rounding explains, from the dtype and from repeated runs. It has a cap in half
+            precision, see `rounding`.
+        attention (`str`):
+            The attention implementation that was tested.
+        leaks (`list[Leak]`):
+            The smallest modules in which information crosses, each with its `name`, class and change.
+        unreachable (`dict[str, int]`):
+            Thresholds of the model, in tokens, that were not tested because they are above `max_length`.
+        error (`str` or `None`):
+            The error that the model raised on a pack. Such a model cannot be packed.
+        repaired (`list[Repair]`):
+            The repairs that were in place, and how the repaired modules run.
+        degree (`int`):
+            Number of ranks that shared each pack.
+        reads_ahead (`bool`):
+            Whether a token changes earlier states of its own document in unpacked TRL, too, so that the model sees
+            what it should predict.
+        dtype (`str`):
+            The coarsest dtype among the outputs of modules: `"fp32"`, `"bf16"`, ... In half precision a change below
+            the tolerance is compared module by module.
+        runs_unpacked (`bool`):
+            `False` if the model raises on a row without packing, too. `error` is then the error on that row.
+        proved_on (`str` or `None`):
+            The day on which an earlier start proved the same model; `None` if this start did.
+        reach (`int`):
+            Most tokens between the start of a pack and a document that was equal to itself alone; 0 if not tested.
+
+    Example:
 
     >>> print(IsolationReport(False, True, 0.3, 0.0, None, 4e-6, "eager").summary())
     documents move each other by 3.0e-01; rounding explains 4.0e-06
@@ -76,11 +103,11 @@ class IsolationReport:
 
     @property
     def passed(self) -> bool:
-        """Whether packs train right: documents are isolated, and equal to themselves alone."""
+        """Whether packs train the model right: documents are isolated, and equal to themselves alone."""
         return self.isolated and self.equal
 
     def summary(self) -> str:
-        """The result in one line."""
+        """Return the result in one line."""
         if self.error is not None:
             problem = "refuses a pack" if self.runs_unpacked else "raises without packing, too"
             return f"the model {problem}: {self.error}"
@@ -90,35 +117,41 @@ class IsolationReport:
             where = f" in {self.leaks[0].name} ({self.leaks[0].module})" if self.leaks else ""
             return f"documents move each other by {self.max_change:.1e}{where}; rounding explains {self.rounding}"
         if not self.equal:
-            return f"documents are not what they are alone, by {self.max_difference:.1e}{self._ahead}"
-        if self.dtype in HALF:  # the tolerance at the end of a deep model says little
+            return f"documents are not what they are alone, by {self.max_difference:.1e}{self._note_on_causality}"
+        if self.dtype in HALF_PRECISION_DTYPES:  # the tolerance at the end of a deep model says little
             change = f"by rounding, {100 * self.max_change:.2g} %; modules compared one by one"
             difference = f"{100 * self.max_difference:.2g} % ({self.dtype})"
         else:
             change = f"{self.max_change:.1e}"
             difference = f"{self.max_difference:.1e} (rounding explains {self.rounding})"
         gradient = ", gradients not compared" if self.max_gradient is None else " and no gradient crosses"
-        return (
+        text = (
             f"changing one document changed no other ({change if self.max_change else '0.0'}){gradient}; each equals "
             f"itself alone to {difference}"
-            + (f"; documents up to {self.reach:,} tokens apart" if self.reach else "")
-            + self._ahead
-            + ("" if self.proved_on is None else f"; proved on {self.proved_on}, same model and versions")
         )
+        if self.reach:
+            text += f"; documents up to {self.reach:,} tokens apart"
+        text += self._note_on_causality
+        if self.proved_on is not None:
+            text += f"; proved on {self.proved_on}, same model and versions"
+        return text
 
     @property
     def rounding(self) -> str:
-        """What rounding explains, in words: the cap of the tolerance is no measured number."""
+        """The tolerance in words. If it is at its cap, it was not measured."""
         return f"more than the cap of {MAX_NOISE}" if self.tolerance == MAX_NOISE else f"{self.tolerance:.1e}"
 
     @property
-    def _ahead(self) -> str:
+    def _note_on_causality(self) -> str:
+        """A remark on a model that is not causal; empty for all others."""
         return "; the model is not causal: a token changes earlier states of its document" if self.reads_ahead else ""
 
     def raise_if_leaking(self, on_leak: str = "raise") -> None:
-        """Raise `PackingLeakError` unless documents are isolated and equal to themselves alone.
+        """Raise [`PackingLeakError`] unless documents are isolated and equal to themselves alone.
 
-        `on_leak` is what has been tried, as in `SFTConfig`. The message names the remaining options.
+        Args:
+            on_leak (`str`, *optional*, defaults to `"raise"`):
+                What has been tried, as in [`SFTConfig`]. The message names the remaining options.
         """
         if self.passed:
             return
@@ -173,7 +206,7 @@ class IsolationReport:
 
 
 def finite(value: object) -> Any:
-    """`value` for JSON, which has no infinity and no NaN: each becomes None, also inside dictionaries and lists.
+    """Return `value` with None for infinity and NaN, which JSON does not have, also inside dictionaries and lists.
 
     >>> finite({"max_change": float("inf"), "leaks": [0.5]})
     {'max_change': None, 'leaks': [0.5]}

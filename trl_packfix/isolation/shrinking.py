@@ -1,8 +1,11 @@
-"""Make a tiny config from a real one: only sizes shrink, everything else stays as it is.
+"""Make a tiny config from the config of a real model: only sizes shrink, and everything else is the same.
 
-Rope, windows, multipliers, noise and the kinds of layers are those of the real config. Widths, heads, experts, the
-vocabulary and the number of layers are small. The first layers are used, as many as needed to have one of each kind.
-What the class of the config computes from sizes, it computes again from the small ones.
+`trl-packfix check --config-only` (`cli/check_model.py`) tests a model in this way without its weights. It builds a tiny
+model with random weights, and runs the leak probe on it. The tests do the same for all model types.
+
+Widths, heads, experts, the vocabulary and the number of layers are small. Rotary embeddings, windows, multipliers and
+the kinds of layers are those of the real config. The first layers are used, as many as needed to have one of each kind.
+Fields that the class of the config computes from sizes are computed again from the small sizes.
 """
 
 import copy
@@ -17,14 +20,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..attention.models import backbone, text_config
 
-VOCABULARY = 128  # tokens; those below FIRST_WORD may be special tokens of a model
-FIRST_WORD = 16
-WIDTH = 32
-HEADS = 4
-HEAD_DIM = 8
-NOISE = 0.02  # standard deviation, as in the usual initialisation
+VOCABULARY = 128  # number of tokens
+FIRST_WORD = 16  # the first token that is not a special token of any model
+WIDTH = 32  # hidden size
+NUM_HEADS = 4  # number of attention heads
+HEAD_DIM = 8  # width of a head
+NOISE_STD = 0.02  # standard deviation of the noise on weights, as in the usual initialisation
 
-# The largest value of a field, by its name; a smaller value in the type's config stays.
+# Names of fields by their largest value in a tiny config; a smaller value of the real config is not changed.
 _NAMES_BY_SIZE = {
     VOCABULARY: """vocab_size decoder_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base
         pronunciation_vocab_size shape_vocab_size text_vocab_size unpadded_vocab_size vocab_size_per_layer_input""",
@@ -37,7 +40,7 @@ _NAMES_BY_SIZE = {
         decoder_ffn_dim encoder_ffn_dim expert_ffn_hidden_size feed_forward_size intermediate_size_mlp
         dense_intermediate_size prefix_dense_intermediate_size shared_intermediate_size
         shared_expert_intermediate_size shared_experts_intermediate_size moe_shared_expert_intermediate_size""",
-    HEADS: """num_attention_heads num_heads n_head n_heads attention_heads encoder_attention_heads
+    NUM_HEADS: """num_attention_heads num_heads n_head n_heads attention_heads encoder_attention_heads
         decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads num_attention_heads_per_layer
         swa_num_attention_heads linear_num_heads linear_num_value_heads mamba_n_heads mamba_num_heads
         num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num rotary_dim""",
@@ -56,20 +59,23 @@ _NAMES_BY_SIZE = {
     1: "topk_group n_shared_experts num_shared_experts moe_num_shared_experts",
     512: """max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions
         context_length""",
-    # of vision parts, which text does not use
+    # Sizes of vision towers, which text does not use.
     24: "image_size",
     12: "patch_size",
 }
-SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
-LENGTHS = {name for size in (9, 6, 512) for name in _NAMES_BY_SIZE[size].split()}  # in tokens
-LAYERS = (
+FIELD_SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}  # by name of the field
+# Names of fields in tokens, which do not shrink in `tiny_like`
+LENGTH_FIELDS = {name for size in (9, 6, 512) for name in _NAMES_BY_SIZE[size].split()}
+# Names of fields with the number of layers
+LAYER_COUNT_FIELDS = (
     "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
     "num_decoder_layers depth"
 ).split()
-SHARED_LAYERS = "num_kv_shared_layers"  # the last ones; models with them list everything else per layer
-KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads")
-# Size of a head, heads, and how often the width of the model is their product
-MAMBA_HEADS = (("mamba_d_head", "mamba_n_heads", "mamba_expand"), ("head_dim", "num_heads", "expand"))
+# Field with the number of last layers that share keys with earlier ones. Such models list everything else per layer.
+SHARED_LAYERS_FIELD = "num_kv_shared_layers"
+KEY_VALUE_HEAD_FIELDS = ("num_key_value_heads", "swa_num_key_value_heads")  # fields with the number of key-value heads
+# Fields of mixers: the size of a head, the number of heads, and their product in multiples of the model's width
+MAMBA_HEAD_FIELDS = (("mamba_d_head", "mamba_n_heads", "mamba_expand"), ("head_dim", "num_heads", "expand"))
 
 # Sizes that depend on the model type, not only on the name of the field
 SIZES_OF_TYPE: dict[str, dict[str, int]] = {
@@ -89,50 +95,59 @@ SIZES_OF_TYPE: dict[str, dict[str, int]] = {
 
 
 def tiny_like(config: PreTrainedConfig, build: Callable[[PreTrainedConfig], PreTrainedModel]) -> PreTrainedConfig:
-    """A config of the same class with small sizes; `build` makes a model of such a config.
+    """Return a config of the same class with small sizes.
 
-    Raises the error of transformers if it cannot.
+    Args:
+        build: makes a model of such a config. Its error is raised if it cannot.
     """
     text = config.get_text_config(decoder=True)
-    with torch.device("meta"):  # all layers, without memory
-        model = build(type(config).from_dict(_shrunk(config, text, None)))
-    return type(config).from_dict(_shrunk(config, text, _layers_of_all_kinds(model)))
+    # First, build a narrow model with all layers, on a device without memory, to see their kinds.
+    with torch.device("meta"):
+        model = build(type(config).from_dict(_shrink_fields(config, text, None)))
+    return type(config).from_dict(_shrink_fields(config, text, _layers_of_all_kinds(model)))
 
 
-def _shrunk(config: PreTrainedConfig, text: PreTrainedConfig, layers: range | None) -> dict[str, Any]:
-    """Fields of the config with small sizes; its text part has these layers, or all if `layers` is None."""
-    fields = _declared(config)
-    values = _sized(fields, fields)
+def _shrink_fields(config: PreTrainedConfig, text: PreTrainedConfig, layers: range | None) -> dict[str, Any]:
+    """Return the fields of a config, or of a config inside it, with small sizes.
+
+    Args:
+        text: the config of the text model, which is `config` or inside it.
+        layers: the layers that the text model gets; None is all layers.
+    """
+    fields = _declared_fields(config)
+    values = _shrink_sizes(fields, fields)
     for name, value in fields.items():
         inner = vars(config).get(name)
         if isinstance(inner, PreTrainedConfig):
-            values[name] = _shrunk(inner, text, layers)
+            values[name] = _shrink_fields(inner, text, layers)
         elif name == "per_layer_config" and value:
+            first_layer = layers.start if layers else 0
             by_layer = {int(layer): layer_fields for layer, layer_fields in value.items()}
             values[name] = {
-                i - (layers.start if layers else 0): _sized(layer_fields, fields | layer_fields)
+                i - first_layer: _shrink_sizes(layer_fields, fields | layer_fields)
                 for i, layer_fields in by_layer.items()
                 if layers is None or i in layers
             }
     if config is text:
         num_layers = config.num_hidden_layers
-    else:  # no text reaches its layers
-        num_layers = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), 0)
+    else:  # no text reaches the layers of this config
+        num_layers = next((fields[name] for name in LAYER_COUNT_FIELDS if isinstance(fields.get(name), int)), 0)
         layers = range(2)
     if layers is not None:
-        values |= {name: len(layers) for name in LAYERS if fields.get(name) == num_layers}
-        if shared := fields.get(SHARED_LAYERS):
-            values[SHARED_LAYERS] = max(0, layers.stop - num_layers + shared)
+        values |= {name: len(layers) for name in LAYER_COUNT_FIELDS if fields.get(name) == num_layers}
+        num_shared = fields.get(SHARED_LAYERS_FIELD)
+        if num_shared:
+            values[SHARED_LAYERS_FIELD] = max(0, layers.stop - num_layers + num_shared)
         for name, value in values.items():
             # A string may have as many characters by chance, such as "silu" in four layers.
             is_per_layer = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
             if is_per_layer and len(value) == num_layers:
                 values[name] = value[layers.start : layers.stop]
-    return values | _computed(type(config), fields, values)
+    return values | _recompute_fields(type(config), fields, values)
 
 
-def _declared(config: PreTrainedConfig) -> dict[str, Any]:
-    """Fields of the config by the names that its class takes; it may store them by others."""
+def _declared_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the fields of a config by the names that its class takes. The config may store them by other names."""
     parameters = inspect.signature(type(config).__init__).parameters
     names = {
         stored: name for name, stored in config.attribute_map.items() if name in parameters and stored not in parameters
@@ -140,10 +155,13 @@ def _declared(config: PreTrainedConfig) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in config.to_dict().items()}
 
 
-def _computed(config_class: type[PreTrainedConfig], fields: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
-    """Fields that the class computes from others, of the small config: those of the given one contradict its sizes.
+def _recompute_fields(
+    config_class: type[PreTrainedConfig], fields: dict[str, Any], small_fields: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the fields that the class of a config computes from other fields, computed from the small sizes.
 
-    Without them the class computes what the given config has, and another value from small sizes.
+    A field is computed if the class, without a value for it, gives the value that the real config has, and another
+    value from small sizes. The value of the real config would contradict the small sizes.
     """
     parameters = inspect.signature(config_class.__init__).parameters
     unset = {
@@ -151,50 +169,64 @@ def _computed(config_class: type[PreTrainedConfig], fields: dict[str, Any], smal
         for name, value in fields.items()
         if type(value) is int and (name not in parameters or parameters[name].default is None)
     }
-    given, anew = (
-        _declared(config_class.from_dict(copy.deepcopy({n: v for n, v in values.items() if n not in unset})))
-        for values in (fields, small)
-    )
-    return {n: anew[n] for n in unset & given.keys() & anew.keys() if given[n] == fields[n] != anew[n]}
+
+    def compute_unset(values: dict[str, Any]) -> dict[str, Any]:
+        set_values = {name: value for name, value in values.items() if name not in unset}
+        return _declared_fields(config_class.from_dict(copy.deepcopy(set_values)))
+
+    from_real = compute_unset(fields)
+    from_small = compute_unset(small_fields)
+    return {
+        name: from_small[name]
+        for name in unset & from_real.keys() & from_small.keys()
+        if from_real[name] == fields[name] != from_small[name]
+    }
 
 
-def _sized(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+def _shrink_sizes(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return some fields with small sizes.
+
+    Args:
+        fields: the fields to shrink: all of a config, those of one layer, or those of its rotary embedding.
+        config: the fields of the whole config, on which small sizes depend.
+    """
     values: dict[str, Any] = {}
     sizes = SIZES_OF_TYPE.get(config.get("model_type", ""), {})
     for name, value in fields.items():
-        size = sizes.get(name) or (SIZES.get(name) if name not in LENGTHS else None)
+        size = sizes.get(name) or (FIELD_SIZES.get(name) if name not in LENGTH_FIELDS else None)
         if isinstance(value, dict):
-            value = _rope(_sized(value, config | value), config)
+            value = _shrink_rope(_shrink_sizes(value, config | value), config)
         elif name == "partial_rotary_factor":
             value = _even_share(value, config)
         elif isinstance(value, bool):
             pass
         elif isinstance(value, int) and size is not None:
             value = min(value, size)
-        elif name in KEY_VALUE_HEADS and isinstance(value, int):
+        elif name in KEY_VALUE_HEAD_FIELDS and isinstance(value, int):
             value = key_value_heads(value, config.get(name.replace("key_value", "attention")))
         elif isinstance(value, list) and size is not None:
             value = [min(number, size) for number in value]
         elif names_a_token(name):
-            value = _small_ids(value, 3 + 4 * sum(map(names_a_token, values)))
+            value = _small_ids(value, 3 + 4 * sum(map(names_a_token, values)))  # four ids apart from the last field's
         values[name] = value
-    if values.get("head_dim") and config["head_dim"] == sum(_halves(config)):
+    if values.get("head_dim") and config["head_dim"] == sum(_rotated_and_plain(config)):
         values["head_dim"] = 2 * HEAD_DIM
-    for size_of_head, heads, expand in MAMBA_HEADS:
+    for size_of_head, heads, expand in MAMBA_HEAD_FIELDS:
         if isinstance(values.get(size_of_head), int) and {heads, expand} <= values.keys():
             width = values.get("mamba_d_ssm") or values[expand] * values["hidden_size"]
             values[size_of_head] = width // values[heads]
     return values
 
 
-def _small_ids(value: object, first: int) -> object:
-    """Ids within the small vocabulary: small ones stay, larger ones get distinct ids from `first` on."""
+def _small_ids(value: object, first_id: int) -> object:
+    """Return token ids within the small vocabulary: large ids are replaced by distinct ones from `first_id` on."""
     if isinstance(value, list):
-        return [_small_ids(number, first + i) for i, number in enumerate(value)]
-    return first % FIRST_WORD if isinstance(value, int) and value >= FIRST_WORD else value
+        return [_small_ids(number, first_id + i) for i, number in enumerate(value)]
+    return first_id % FIRST_WORD if isinstance(value, int) and value >= FIRST_WORD else value
 
 
-def _rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+def _shrink_rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a rotary embedding for a small head. `config` has the fields of the real config."""
     head = config.get("qk_rope_head_dim") or config.get("head_dim")
     if head is None and {"hidden_size", "num_attention_heads"} <= config.keys():
         head = config["hidden_size"] // config["num_attention_heads"]
@@ -202,45 +234,49 @@ def _rope(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     for name in ("short_factor", "long_factor"):
         if head and isinstance(rope.get(name), list):
             factors = rope[name]
-            wanted = len(factors) * HEAD_DIM // head
-            values[name] = [factors[i * len(factors) // wanted] for i in range(wanted)]
+            num_factors = len(factors) * HEAD_DIM // head
+            values[name] = [factors[i * len(factors) // num_factors] for i in range(num_factors)]
     if "mrope_section" in rope:
         values["mrope_section"] = mrope_section(values)
     return values
 
 
 def _even_share(share: float | None, config: dict[str, Any]) -> float | None:
-    """The rotated share of a small head: an even number of its dimensions, at least two."""
-    rotated, others = _halves(config)
-    if rotated and others and share == rotated / (rotated + others):
+    """Return the rotated share of a small head: an even number of its dimensions, at least two."""
+    rotated, plain = _rotated_and_plain(config)
+    if rotated and plain and share == rotated / (rotated + plain):
         return 0.5
     return share and max(2, 2 * round(share * HEAD_DIM / 2)) / HEAD_DIM
 
 
-def _halves(config: dict[str, Any]) -> tuple[int, int]:
-    """Dimensions of a head with rope and without, where a config has both: in a tiny head HEAD_DIM of each."""
+def _rotated_and_plain(config: dict[str, Any]) -> tuple[int, int]:
+    """Return the dimensions of a head with and without rotary embedding, or 0 if the config does not name them.
+
+    If it names both, a tiny head has `HEAD_DIM` of each.
+    """
     return config.get("qk_rope_head_dim") or 0, config.get("qk_nope_head_dim") or 0
 
 
 def _layers_of_all_kinds(model: PreTrainedModel) -> range:
-    """The first layers that include one of each kind, at least two.
+    """Return the range of the first layers that include one of each kind, at least two layers.
 
-    Where the last layers share keys with those before, these are many, and rounding grows with their number. The first
-    of them are left out.
+    If the last layers share keys with earlier layers, that would be nearly all, and rounding grows with their number.
+    Then the range begins as late as it can.
     """
     config = text_config(model)
     num_layers = config.num_hidden_layers
     for module in backbone(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             layers = [_layer_features(layer) for layer in module]
-            offsets = defaultdict(set)  # a field that numbers the layers has one offset only
+            # A feature that numbers the layers does not make a kind. It has one offset from the index of the layer.
+            offsets = defaultdict(set)
             for index, layer in enumerate(layers):
                 for key, value in layer.items():
                     offsets[key].add(value - index if type(value) is int else None)
-            counts = {key for key, seen in offsets.items() if len(seen) == 1 and seen != {None}}
-            kinds = [{key: value for key, value in layer.items() if key not in counts} for layer in layers]
+            numbering = {key for key, values in offsets.items() if len(values) == 1 and values != {None}}
+            kinds = [{key: value for key, value in layer.items() if key not in numbering} for layer in layers]
             stop = max(min(2, num_layers), *(kinds.index(kind) + 1 for kind in kinds))
-            if not getattr(config, SHARED_LAYERS, 0):
+            if not getattr(config, SHARED_LAYERS_FIELD, 0):
                 return range(stop)
             backwards = kinds[:stop][::-1]
             return range(stop - 1 - max(backwards.index(kind) for kind in kinds), stop)
@@ -248,7 +284,10 @@ def _layers_of_all_kinds(model: PreTrainedModel) -> range:
 
 
 def _layer_features(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    """The features that distinguish layers: classes of the modules inside, their settings, shapes of parameters."""
+    """Return the features that distinguish layers: classes and settings of the modules inside, shapes of parameters.
+
+    A key is the name of a module inside and the name of the feature.
+    """
     features: dict[tuple[str, str], Any] = {}
     for name, module in layer.named_modules():
         features[name, "class"] = type(module)
@@ -261,35 +300,40 @@ def _layer_features(layer: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def random_model(build: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrainedModel:
-    """The model that `build` returns, with random weights in fp32 and noise added to all of them."""
+    """Return the model that `build` returns, with random weights in fp32 and noise added to all of them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build().float()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=NOISE)
+                parameter.add_(torch.randn_like(parameter), alpha=NOISE_STD)
     return model
 
 
 def names_a_token(name: str) -> bool:
-    """Whether a field of a config holds the id of a token, or several."""
-    return str(name).endswith(("token_id", "token_ids", "token_index"))  # labels are numbered
+    """Return whether a field of a config holds the id of a token, or several ids. A name may be an integer."""
+    return str(name).endswith(("token_id", "token_ids", "token_index"))
 
 
 def mrope_section(rope: dict[str, Any]) -> list[int]:
-    """Frequencies of time, height and width: in sum those that a tiny head rotates, in about the same shares."""
-    wanted = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
+    """Return the numbers of frequencies for time, height and width in a tiny head, in about the shares of `rope`.
+
+    Their sum is the number of frequencies with which a tiny head rotates.
+    """
+    num_frequencies = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
     section_of_model = rope["mrope_section"]
-    section = [wanted * share // sum(section_of_model) for share in section_of_model]
-    return [wanted - sum(section[1:]), *section[1:]]
+    section = [num_frequencies * share // sum(section_of_model) for share in section_of_model]
+    return [num_frequencies - sum(section[1:]), *section[1:]]
 
 
 def key_value_heads(value: int | None, query_heads: int | None) -> int:
-    """Number of key-value heads: 1 if `value` is 1, all HEADS if it equals `query_heads`, else half of them.
+    """Return the small number of key-value heads for `value` heads of a real model with `query_heads`.
+
+    It is 1 if `value` is 1, `NUM_HEADS` if both are equal, and else half of `NUM_HEADS`.
 
     >>> key_value_heads(8, 8), key_value_heads(8, 32), key_value_heads(1, 32)
     (4, 2, 1)
     """
     if value == 1:
         return 1
-    return HEADS if value is not None and value == query_heads else HEADS // 2
+    return NUM_HEADS if value is not None and value == query_heads else NUM_HEADS // 2

@@ -1,8 +1,10 @@
-"""Hooks of the user's that tests before and between optimizer steps leave out, and a check that nothing was changed.
+"""Take the user's hooks on gradients from the model during tests, and check that tests have changed no parameter.
 
-Backward passes of a test call the hooks on gradients that the user has registered. Some have an effect: an optimizer
-that is fused into the backward steps in them (GaLore and APOLLO layer by layer), others count their calls. No test
-needs them, because they act on gradients of whole steps. Forward hooks stay: they may change what the model computes.
+The tests before and between optimizer steps (the leak probe, and `training/first_step.py`) run backward passes, which
+call the hooks on gradients that the user has registered. Some hooks have an effect: an optimizer that is fused into the
+backward steps in them (GaLore and APOLLO layer by layer), and others count their calls. No test needs these hooks,
+because they act on gradients of whole steps. The user's forward hooks run in tests, because they may change what the
+model computes.
 """
 
 import functools
@@ -18,10 +20,10 @@ from torch.distributed.tensor import DTensor
 
 # Packages whose hooks on gradients are a part of the model, or of what shards or divides it
 LIBRARIES = ("torch", "deepspeed", "accelerate", "trl_packfix", "transformers", "peft", "trl", "bitsandbytes")
-# But these of transformers step an optimizer or a scheduler, layer by layer
-STEPPING = ("optimizer_hook", "scheduler_hook")
-SAMPLED = 16  # values of a parameter by which a change is noticed
-NAMED = 3  # hooks that a message names
+# Names of hooks of transformers that are no exception: they step an optimizer or a scheduler, layer by layer
+STEPPING_HOOKS = ("optimizer_hook", "scheduler_hook")
+NUM_SAMPLED = 16  # values of each parameter by which a change is noticed
+NUM_NAMED = 3  # hooks that a message names
 
 
 def _package_of(hook: Any) -> str:
@@ -40,61 +42,62 @@ def name_of(hook: Any) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
-def _is_left_out(hook: Any) -> bool:
+def _is_taken_aside(hook: Any) -> bool:
     """Return whether tests run without this hook on gradients."""
-    return _package_of(hook) not in LIBRARIES or name_of(hook).rpartition(".")[2] in STEPPING
+    return _package_of(hook) not in LIBRARIES or name_of(hook).rpartition(".")[2] in STEPPING_HOOKS
 
 
 def _gradient_hooks(model: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """Return each table of hooks on gradients that has some to leave out, and these, by their handles."""
+    """Return the tables of hooks on gradients, each with its hooks that tests run without, by their handles."""
     tables: list[dict[int, Any]] = []
     for module in model.modules():
         tables += [module._backward_hooks, module._backward_pre_hooks]
     for parameter in model.parameters():
         tables.append(parameter._backward_hooks or {})
         tables.append(getattr(parameter, "_post_accumulate_grad_hooks", None) or {})
-    found = []
+    tables_with_aside = []
     for hooks in tables:
-        left_out = {key: hook for key, hook in hooks.items() if _is_left_out(hook)}
-        if left_out:
-            found.append((hooks, left_out))
-    return found
+        aside = {key: hook for key, hook in hooks.items() if _is_taken_aside(hook)}
+        if aside:
+            tables_with_aside.append((hooks, aside))
+    return tables_with_aside
 
 
 @contextmanager
 def gradient_hooks_aside(model: nn.Module) -> Iterator[None]:
-    """Take the user's hooks on gradients from the model, and give them back at the end."""
+    """Within this context, the model is without the user's hooks on gradients."""
     tables = _gradient_hooks(model)
-    for hooks, of_user in tables:
-        for key in of_user:
+    for hooks, aside in tables:
+        for key in aside:
             del hooks[key]
     try:
         yield
     finally:
-        for hooks, of_user in tables:
-            hooks.update(of_user)
+        for hooks, aside in tables:
+            hooks.update(aside)
 
 
 def describe_hooks(model: nn.Module) -> str:
-    """Say which hooks of the user's the tests left out, and which ran in them; "" if there are none."""
-    aside = Counter(name_of(hook) for _, of_user in _gradient_hooks(model) for hook in of_user.values())
+    """Return a text that says which of the user's hooks tests run without, and which they run; "" if there are none."""
+    num_aside = Counter(name_of(hook) for _, aside in _gradient_hooks(model) for hook in aside.values())
     ran = forward_hooks_of_user(model)
     text = ""
-    if aside:
-        text += (
-            f"; hooks on gradients left out: {_join_names([f'{name} ({num} times)' for name, num in aside.items()])}"
-        )
+    if num_aside:
+        names = _join_names([f"{name} ({num} times)" for name, num in num_aside.items()])
+        text += f"; hooks on gradients left out: {names}"
     if ran:
         text += f"; forward hooks ran, and count their calls in the tests, too: {_join_names(ran)}"
     return text
 
 
 def _join_names(names: list[str]) -> str:
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    """Return the first names as a text, with the number of all others."""
+    text = ", ".join(names[:NUM_NAMED])
+    return f"{text} and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else text
 
 
 def forward_hooks_of_user(model: nn.Module) -> list[str]:
-    """Name the user's forward hooks, with their modules. Tests run them."""
+    """Return the names of the user's forward hooks, which run in tests, with their modules."""
     return [
         f"{name_of(hook)} of {name or 'the model'}"
         for name, module in model.named_modules()
@@ -104,9 +107,12 @@ def forward_hooks_of_user(model: nn.Module) -> list[str]:
 
 
 def sample_parameters(model: nn.Module) -> Tensor:
-    """Return some values of each parameter, as this rank holds it: fp32 on the CPU, equal if nothing was trained."""
+    """Return some values of each parameter, as this rank holds it, in one tensor in fp32 on the CPU.
+
+    Two such tensors are equal if the parameters have not been trained in between.
+    """
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # after a forward the root still holds whole parameters
+        if isinstance(module, FSDPModule):  # the root holds whole parameters after a forward
             module.reshard()
     samples = []
     for parameter in model.parameters():
@@ -114,8 +120,9 @@ def sample_parameters(model: nn.Module) -> Tensor:
         if isinstance(values, DTensor):
             values = values.to_local()
         values = values.flatten()
-        if values.is_floating_point():  # not weights that are packed in bytes
-            samples.append(values[:: max(values.numel() // SAMPLED, 1)][:SAMPLED].float())
+        if values.is_floating_point():  # weights that are quantised to bytes are not trained
+            step = max(values.numel() // NUM_SAMPLED, 1)
+            samples.append(values[::step][:NUM_SAMPLED].float())
     return torch.cat([sample.cpu() for sample in samples]) if samples else torch.zeros(0)
 
 
@@ -125,8 +132,10 @@ def parameters_unchanged(model: nn.Module) -> Iterator[None]:
     before = sample_parameters(model)
     yield
     after = sample_parameters(model)
-    if before.shape == after.shape and bool(((before == after) | (before.isnan() & after.isnan())).all()):
-        return
+    if before.shape == after.shape:
+        is_equal = (before == after) | (before.isnan() & after.isnan())
+        if bool(is_equal.all()):
+            return
     hooks = forward_hooks_of_user(model)
     ran = f"These hooks ran in the tests: {_join_names(hooks)}" if hooks else "No hook of the user's ran in the tests"
     raise ValueError(
