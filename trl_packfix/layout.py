@@ -1,19 +1,24 @@
-"""Which document each row of a batch belongs to: one value that attention, the loss, the log and the checks ask.
+"""Say which document each row of a batch belongs to: the `Layout` of a batch answers all questions about documents.
 
-No caller asks which feature made a batch. It takes the layout of the batch, `layout_of(batch)`, and asks it.
+The collators make batches. The loss, its weights, the metrics, attention and the checks call `layout_of(batch)` and its
+methods, so that none of them depends on which feature made the batch:
 
-    layout  is the layout of                                                    in the batch
-    Rows    an unpacked batch: each row is a document                           nothing, it is a view
-    Whole   a pack: documents one after the other                               nothing, it is a view of the boundaries
-    Runs    a pack in which documents share rows (`data/prefix_collator.py`)    `batch["layout"]`
+    layout              batch                                                   stored in the batch as
+    UnpackedLayout      unpacked: each row of the batch is a document           nothing, it is a view of the tokens
+    PackedLayout        a pack: documents one after the other                   nothing, it is a view of the boundaries
+    SharedRowsLayout    a pack in which documents share rows                    `batch["layout"]`
 
-Of ranks that share a pack, each has the layout of its rows, a *part* (`data/rank_share.py`), in `batch["layout"]`.
+Because a view has no entry in the batch, other training loops and other attention see a plain packed batch. The guard
+on the model (`attention/forwards.py`) removes an entry before the model runs. accelerate's loaders move an entry to the
+device and pin it, as they do with tensors, because it has `to` and `pin_memory`.
 
-A view has no entry in the batch, so other training loops and other attention see a plain packed batch. The guard on the
-model (`attention/forwards.py`) removes the entry before the model runs. accelerate's loaders move it to the device and
-pin it, as they do with tensors, because it has `to` and `pin_memory`.
+Words: a *pack* is one row of T tokens with several documents. Its tokens are called its *rows*, as they are the rows of
+the matrix of states, (T, hidden). With `share_prefixes` (`data/prefix_collator.py`) the rows of a common beginning
+belong to several documents, and the rows that a document adds to the documents before it are its *run*. The *part* of a
+rank is the rows that it has of a pack that several ranks share (`data/rank_share.py`); every part has an entry in its
+batch. A *trained token* is one whose label is not -100, and a *target* is a pair of a document and a trained token.
 
-B rows of a batch, T tokens of a pack, N documents (padding counts as one), s ranks that share a pack.
+B rows of an unpacked batch, T tokens of a pack, N documents (padding counts as one), s ranks that share a pack.
 """
 
 from abc import ABC, abstractmethod
@@ -25,130 +30,168 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-LAYOUT_KEY = "layout"  # the entry of a batch
+LAYOUT_KEY = "layout"  # name of the entry of a batch
 IGNORE_INDEX = -100  # label of a token that is not trained
-TEXT_KEYS = frozenset(("input_ids", "labels"))  # of a document, without images and values of rows
+TEXT_KEYS = frozenset(("input_ids", "labels"))  # entries of a document that has neither images nor values of its row
 
 
 class ComparedContent(NamedTuple):
-    """What is compared of a document to find rows that it shares. An image is shared as a whole or not at all."""
+    """The content of a document by which shared rows are found. An image is shared as a whole or not at all."""
 
-    tokens: npt.NDArray[Any]  # numbers below 2**32 - 1, one for each token
-    images: Sequence[tuple[int, int]] = ()  # first token of each image, and the one after its last
+    tokens: npt.NDArray[Any]  # numbers below 2**32 - 1, one for each token; equal numbers are equal content
+    images: Sequence[tuple[int, int]] = ()  # first token of each image, and the token after its last
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The trained tokens of each document, and where the model predicts them.
+    """The targets of a batch: the trained tokens of each document, and the rows that predict them.
 
     The loss, its weights, the metrics and the sources are sums over targets. So none of them depends on which rows
     documents share.
+
+    Attributes:
+        documents: the document of each value that `select` returns.
+        trained: number of trained tokens of each document, (N,), in all parts of the pack.
+        positions: for each of the M targets the row that predicts it, (M,). None if each row predicts a token of one
+            document. Then every row has a value, which is 0 if its token is not trained.
     """
 
-    documents: Tensor  # the document of each value that `select` returns
-    trained: Tensor  # number of trained tokens of each document, (N,), also of those in other parts
-    # The place of each of the M targets among the positions, (M,). None if each position is the target of one document;
-    # a mask then says whether it is trained
+    documents: Tensor
+    trained: Tensor
     positions: Tensor | None = None
 
     def select(self, values: Tensor) -> Tensor:
-        """The values of the targets, (M,), from those of all positions, which are 0 where nothing is trained."""
+        """Return the values of the targets, (M,), from the values of all rows; all values if `positions` is None."""
         return values if self.positions is None else values.flatten()[self.positions]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is computed for a batch; tokens are those of the whole pack, also in a part."""
+    """How much is computed for a batch. `tokens`, `lengths` and `saved` are of the whole pack, also in a part."""
 
-    tokens: Tensor  # of all documents, ()
-    computed: Tensor  # rows of documents that this rank computes, ()
-    lengths: Tensor  # tokens of each document that is trained, else 0, (N,)
-    saved: Tensor  # tokens of each document that are computed for another document, (N,)
+    tokens: Tensor  # number of tokens of all trained documents, or of all documents of an unpacked batch, ()
+    computed: Tensor  # rows of these documents that this rank computes, ()
+    lengths: Tensor  # tokens of each document, 0 if it has no trained token, (N,)
+    saved: Tensor  # tokens of each document that are computed for another document, which shares them, (N,)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Layout(ABC):
-    """The questions that every layout answers."""
+    """Base class of the three layouts: the questions that every layout answers.
 
-    degree: int = 1  # s, the number of ranks that share the pack
-    index: int = 0  # which of these ranks this one is
-    num_tokens: int = 0  # of a part T, a multiple of s
-    checksum: int = 0  # of a part that of the tokens, the labels and the layout of the whole pack
-    launches: tuple[tuple[int, int, int, int, int], ...] = ()  # of attention on CUDA (`data/by_length.py`)
-    is_packed: ClassVar[bool] = True  # one row with boundaries
-    shares_rows: ClassVar[bool] = False  # whether one row may hold tokens of several documents
+    Attributes:
+        degree: s, the number of ranks that share the pack.
+        index: the number of this rank among them, from 0.
+        num_tokens: in a part T, the number of rows of the whole pack, a multiple of s; else 0.
+        checksum: in a part the checksum of tokens, labels and layout of the whole pack; else 0.
+        launches: calls of the attention kernel that CUDA makes for this pack (`data/by_length.py`).
+        is_packed: whether the batch is one row with document boundaries.
+        shares_rows: whether a row may belong to several documents.
+    """
+
+    degree: int = 1
+    index: int = 0
+    num_tokens: int = 0
+    checksum: int = 0
+    launches: tuple[tuple[int, int, int, int, int], ...] = ()
+    is_packed: ClassVar[bool] = True
+    shares_rows: ClassVar[bool] = False
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank counts what the ranks that share a pack have only once, such as its documents."""
+        """Whether this rank counts what the ranks that share a pack have only once, such as the pack's documents."""
         return self.index == 0
 
     @property
     def weighs_rows(self) -> bool:
-        """Whether the router statistic must count rows, because some count several times or not at all."""
+        """Whether the router statistic must weigh rows, because some count several times, or not at all."""
         return self.shares_rows or self.degree > 1
 
     @property
     @abstractmethod
     def count(self) -> int:
-        """N."""
+        """N, the number of documents, padding included."""
 
     @abstractmethod
     def targets(self, mask: Tensor) -> Targets:
-        """The targets; `mask` is True where the next token is trained, (B, T - 1), or (1, T / s) of a part."""
+        """Return the targets of this rank.
+
+        Args:
+            mask: True at rows behind which the token is trained, (B, T - 1), or (1, T / s) in a part.
+        """
 
     @abstractmethod
     def row_counts(self, trained: Tensor) -> Tensor:
-        """How many documents each row of this rank counts for in the router statistic, (B, rows); 0 for padding.
+        """Return for how many documents each row of this rank counts in the router statistic, (B, rows).
 
-        `trained` is that of the targets.
+        It is 0 for padding, and for documents without a trained token.
+
+        Args:
+            trained: number of trained tokens of each document, as in `Targets`.
         """
 
     @abstractmethod
     def sizes(self, trained: Tensor) -> Sizes:
-        """What is computed; `trained` is that of the targets."""
+        """Return how much is computed for the batch.
+
+        Args:
+            trained: number of trained tokens of each document, as in `Targets`.
+        """
 
     @abstractmethod
     def predicting(self, document: int) -> Tensor:
-        """The rows that predict the tokens of a document, on the CPU, where every token of a whole pack is trained."""
+        """Return the rows that predict the tokens of a document, on the CPU.
+
+        The batch must be a whole pack in which every token is trained.
+        """
 
     def attention(self) -> dict[str, Any]:
-        """The fields of `PackedForward` that attention needs beside the boundaries."""
-        part = {"degree": self.degree, "index": self.index, "part_tokens": self.num_tokens // self.degree}
-        return {"launches": self.launches, **part}
+        """Return the fields of `PackedForward` that attention needs beside the boundaries."""
+        return {
+            "launches": self.launches,
+            "degree": self.degree,
+            "index": self.index,
+            "part_tokens": self.num_tokens // self.degree,
+        }
 
     def labels(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A batch for code that counts labels, such as transformers: it has one label per target of this rank."""
+        """Return a batch with one label per target of this rank, for code that counts labels, such as transformers."""
         return batch
 
     def cut(self, rows: slice, mask: Tensor) -> Self:
-        """The layout of some rows of a whole pack; `mask` is True where the token after each row is trained, (1, T)."""
+        """Return the layout of some rows of this pack, for the rank that has them.
+
+        Args:
+            rows: the rows of the rank.
+            mask: True at rows behind which the token is trained, (1, T).
+        """
         raise TypeError(f"{type(self).__name__} is not the layout of a pack.")
 
     def content(self) -> tuple[Tensor, ...]:
-        """What may differ between two packs with equal tokens, labels and boundaries, for a checksum."""
+        """Return tensors that may differ between two packs with equal tokens, labels and boundaries, for a checksum."""
         return ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same on another device; accelerate's loaders call it."""
+        """Return a copy on another device. accelerate's loaders call it."""
         return self._map_tensors(lambda value: value.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """The same in pinned memory. Loaders call it; from other memory the host would wait for the copy to a GPU."""
+        """Return a copy in pinned memory. Loaders call it: the host waits for copies to a GPU from other memory."""
         return self._map_tensors(lambda value: value.pin_memory())
 
     def _map_tensors(self, move: Callable[[Tensor], Tensor]) -> Self:
-        entries = {entry.name: getattr(self, entry.name) for entry in fields(self) if "on_host" not in entry.metadata}
-        moved: dict[str, Any] = {name: move(value) for name, value in entries.items() if isinstance(value, Tensor)}
+        """Return a copy with every tensor moved, except tensors of fields that are marked to be on the host."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if "on_host" not in entry.metadata}
+        moved: dict[str, Any] = {name: move(value) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
 
 @dataclass(frozen=True, eq=False)
 class UnpackedLayout(Layout):
-    """Each of the B rows is a document."""
+    """The layout of an unpacked batch: each of the B rows is a document."""
 
-    tokens: Tensor  # any tensor with one entry per token, (B, T)
-    attention_mask: Tensor | None  # 0 where a row is padded, (B, T)
+    tokens: Tensor  # any tensor with one entry per token, (B, T); its values are not read
+    attention_mask: Tensor | None  # 0 at padding, (B, T); None if there is no padding
     is_packed = False
 
     @property
@@ -174,12 +217,20 @@ class UnpackedLayout(Layout):
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout(Layout):
-    """Documents one after the other, none of them sharing a row."""
+    """The layout of a pack, or of a part of it, whose documents are one after the other and share no rows.
 
-    cu_seq_lens: Tensor  # boundaries of the documents in the whole pack, (N + 1,)
-    seq_idx: Tensor  # document of each row, (1, rows)
-    following: Tensor | None = None  # of a part, the document of the token after each row, which may be in the next
-    trained: Tensor | None = None  # of a part, the number of trained tokens of each document in all parts, (N,)
+    Attributes:
+        cu_seq_lens: boundaries of the documents in the whole pack, (N + 1,).
+        seq_idx: the document of each row, (1, rows).
+        following: in a part the document of the token after each row, which may be in the next part, (1, rows); None
+            in a whole pack.
+        trained: in a part the number of trained tokens of each document in all parts, (N,); None in a whole pack.
+    """
+
+    cu_seq_lens: Tensor
+    seq_idx: Tensor
+    following: Tensor | None = None
+    trained: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -204,29 +255,42 @@ class PackedLayout(Layout):
 
     def cut(self, rows: slice, mask: Tensor) -> Self:
         following = torch.cat([self.seq_idx[:, 1:], self.seq_idx[:, -1:]], dim=1).long()
-        own = following[:, rows].contiguous()
-        trained = _count_trained(following, self.count, mask)
-        return replace(self, seq_idx=self.seq_idx[:, rows].contiguous(), following=own, trained=trained)
+        return replace(
+            self,
+            seq_idx=self.seq_idx[:, rows].contiguous(),
+            following=following[:, rows].contiguous(),
+            trained=_count_trained(following, self.count, mask),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class SharedRowsLayout(Layout):
-    """N documents in R rows, some of which belong to several documents (`data/prefix_collator.py`).
+    """The layout of a pack, or of a part of it, in which N documents share some of R rows (`data/prefix_collator.py`).
 
-    A document is given by its place in the batch that was collated, 0 to N - 1. Padding belongs to none. In a part the
-    targets and `num_documents` are those of its own rows, and everything else is that of the whole pack. All are int64.
+    A document is named by its place in the batch that was collated, 0 to N - 1. Padding belongs to no document. All
+    tensors are int64. In a part the targets and `num_documents` are those of its rows, and all other attributes are
+    those of the whole pack.
+
+    Attributes:
+        kv_index: the rows that are the keys of each run, run after run, (cu_seq_lens_k[-1],).
+        target_rows: for each of the M targets the row after the one that predicts it, (M,). In a whole pack, `labels`
+            has the target's label in this row.
+        target_documents: the document of each target, (M,).
+        num_documents: for each row, the number of documents with a trained token to which it belongs, (R,).
+        lengths: tokens of each document, (N,).
+        shared: rows that each document shares with the document that was sorted before it, (N,).
+        trained: number of trained tokens of each document, (N,).
+        run_lengths: numbers of rows and keys of each run, (runs, 2), on the host.
     """
 
-    kv_index: Tensor  # rows that are the keys of each run, run after run, (cu_seq_lens_k[-1],)
-    # For each trained token of each document the row behind the one that predicts it, (M,). In a whole pack its label
-    # is there in `labels`
+    kv_index: Tensor
     target_rows: Tensor
-    target_documents: Tensor  # the document of each of them, (M,)
-    num_documents: Tensor  # documents with a trained token that each row belongs to, (R,)
-    lengths: Tensor  # tokens of each document, (N,)
-    shared: Tensor  # rows that each document has from the one sorted before it, (N,)
-    trained: Tensor  # number of trained tokens of each document, (N,)
-    run_lengths: Tensor | None = field(default=None, metadata={"on_host": True})  # rows and keys of each run, (runs, 2)
+    target_documents: Tensor
+    num_documents: Tensor
+    lengths: Tensor
+    shared: Tensor
+    trained: Tensor
+    run_lengths: Tensor | None = field(default=None, metadata={"on_host": True})
     shares_rows = True
 
     @property
@@ -255,11 +319,11 @@ class SharedRowsLayout(Layout):
 
     def cut(self, rows: slice, mask: Tensor) -> Self:
         predicting = self.target_rows - 1
-        is_own = (predicting >= rows.start) & (predicting < rows.stop)
+        is_in_part = (predicting >= rows.start) & (predicting < rows.stop)
         return replace(
             self,
-            target_rows=self.target_rows[is_own] - rows.start,
-            target_documents=self.target_documents[is_own],
+            target_rows=self.target_rows[is_in_part] - rows.start,
+            target_documents=self.target_documents[is_in_part],
             num_documents=self.num_documents[rows].contiguous(),
         )
 
@@ -268,7 +332,7 @@ class SharedRowsLayout(Layout):
 
 
 def layout_of(batch: dict[str, Any]) -> Layout:
-    """The layout of a batch: its entry, else a view of the boundaries, else one document per row."""
+    """Return the layout of a batch: its entry if it has one, else a view of its boundaries or of its rows."""
     if LAYOUT_KEY in batch:
         return batch[LAYOUT_KEY]
     get: Callable[[str], Any] = batch.get
@@ -278,7 +342,13 @@ def layout_of(batch: dict[str, Any]) -> Layout:
 
 
 def _count_trained(documents: Tensor, num_documents: int, mask: Tensor) -> Tensor:
-    """How many positions of each document the mask marks, (N,)."""
-    # `bincount` would make the host wait for a GPU
+    """Return the number of trained tokens of each document, (N,).
+
+    Args:
+        documents: the document of the token after each row.
+        num_documents: N.
+        mask: True at rows behind which the token is trained.
+    """
+    # `bincount` would make the host wait for the GPU.
     counts = torch.zeros(num_documents, dtype=torch.long, device=documents.device)
     return counts.scatter_add_(0, documents.flatten(), mask.flatten().long())
