@@ -289,8 +289,11 @@ class _StepProbe:
 
     def _other_token(self, token: int) -> int | None:
         """Return the first token of all documents that differs from `token`, or None if all are equal."""
-        all_tokens = (each for document in self.documents for each in document["input_ids"])
-        return next((each for each in all_tokens if each != token), None)
+        for document in self.documents:
+            for candidate in document["input_ids"]:
+                if candidate != token:
+                    return candidate
+        return None
 
     def explain_unseen(self, laws: Sequence[Law], tolerance: float, repetition: float) -> Iterator[str]:
         """Yield sentences that say what the laws cannot see on this step and model, and why.

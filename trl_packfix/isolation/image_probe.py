@@ -47,9 +47,9 @@ class ImageProbe(Probe):
         super().__init__(model, degree, user_attention)
         self.images = images
 
-    def document(self, *parts: Any) -> ImageDocument:
+    def document(self, *content: Any) -> ImageDocument:
         """Return a document of tokens and images in this order."""
-        return ImageDocument(self.images.joined(parts))
+        return ImageDocument(self.images.joined(content))
 
     def image_examples(self) -> Examples:
         """Make a pack of four documents with images in different places, and variants of it in which one is replaced.

@@ -188,20 +188,20 @@ class IsolationReport:
         if not self.isolated:
             gradient = "" if not self.max_gradient else f", a gradient of {self.max_gradient:.1e} crosses"
             finding = f"changed others by {self.max_change:.1e} (rounding: {self.rounding}{gradient})"
-            why = f"Information crosses in {where}." if where else "Documents would be mixed in packed training."
+            cause = f"Information crosses in {where}." if where else "Documents would be mixed in packed training."
         else:
             finding = f"differ from themselves alone by {self.max_difference:.1e} (rounding: {self.rounding})"
-            why = (
+            cause = (
                 "The model computes a document in a pack differently, for example with other positions, or with tokens "
                 "of a document that the test did not change."
             )
             if self.reads_ahead:
-                why = (
+                cause = (
                     "The model is not causal: a token changes earlier states of its document, so its states depend on "
                     "the padding behind it, and a pack has none."
                 )
         raise PackingLeakError(
-            f"Documents in a pack {finding} on this model with attention {self.attention!r}. {why} {remedy}"
+            f"Documents in a pack {finding} on this model with attention {self.attention!r}. {cause} {remedy}"
         )
 
 
@@ -212,7 +212,7 @@ def finite(value: object) -> Any:
     {'max_change': None, 'leaks': [0.5]}
     """
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [finite(item) for item in value]
+        return [finite(entry) for entry in value]
     return None if isinstance(value, float) and not isfinite(value) else value

@@ -330,7 +330,7 @@ class Probe(ProbedModel):
         if limit is None and len(gradients[0]) != batch["input_ids"].shape[1]:
             return None  # the backbone gets documents as padded rows, not the pack
         for gradient, (ids, rows, num_shared) in zip(gradients, targets, strict=True):
-            # First, split the gradient into that of the document's rows and that of all other rows.
+            # First, split the gradient into that of the document's rows and that of all other rows, which crosses.
             in_pack = gradient[rows]
             gradient[rows] = 0
             crossing = gradient.abs().max().item()

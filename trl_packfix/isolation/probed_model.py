@@ -40,13 +40,13 @@ NO_GRADIENT = ("checkpoint", "does not require grad", "have been used")
 LARGEST_SCORES = 8 * 2**30  # bytes of the attention scores that `eager` may hold for a document alone
 NUM_DRAWS = 6  # random roundings to try: with a router the largest change is rare
 GRADIENT_ROUNDING_FACTOR = 64  # limit of the rounding of gradients, in multiples of the rounding of states
-LARGEST_GRADIENT_LIMIT = 1e-2  # above this limit, gradients in a pack and alone are not compared
+LARGEST_GRADIENT_LIMIT = 1e-2  # if the limit is larger, only a gradient that is lost counts as an error
 ROUNDING_FACTOR = 3  # tolerance in multiples of the largest measured change, because the draws are few
 MAX_NOISE = 0.5  # largest tolerance, relative to the largest state: a full leak of attention changes states by about 1
 
 
 class CannotRun(Exception):
-    """The model raised an error in a run of the probe; that error is the cause."""
+    """Error raised if the model raises an error in a run of the probe. That error is its cause."""
 
 
 @contextmanager
@@ -139,7 +139,7 @@ class SequenceGroup(LocalRank):
 
 
 class ProbedModel:
-    """A transformers causal LM, wrapped or not by PEFT, DDP or an engine.
+    """A transformers causal LM, bare or wrapped by PEFT, DDP or an engine, as tests run it.
 
     A compiled model runs uncompiled here: it would not call hooks that are added after the compilation.
 
@@ -171,7 +171,7 @@ class ProbedModel:
         self.device = next(self.inner.parameters()).device
         self.config = text_config(self.inner)
         self.attention = self.config._attn_implementation or "its own"
-        # Flash attention is a reference for itself only: some kernels leave out sinks or windows without an error
+        # Flash attention is no reference for other attention: some kernels ignore sinks or windows without an error.
         if user_attention is None or "flash" in user_attention:
             user_attention = own_attention(self.inner)
         self.user_attention = default_attention(self.inner) if user_attention == ATTENTION_NAME else user_attention
@@ -364,7 +364,7 @@ class ProbedModel:
         gradients = []
         for sets_of_forward in group.split_by_forward(row_sets):
             with self.embeddings() as embedded:
-                # DDP would wait for the gradients of parameters
+                # The model inside DDP runs, because DDP would wait for the gradients of parameters.
                 states = self.states(dict(batch), from_backbone=self.has_engine, model=self._below_ddp)[0]
                 for rows in sets_of_forward:
                     generator = torch.Generator().manual_seed(len(rows))
