@@ -16,7 +16,7 @@ from .probed_model import LOCAL_RANK, LocalRank
 
 if TYPE_CHECKING:
     from ..data.image_examples import ImageExamples as ImageExamples
-else:  # without the libraries of datasets and images
+else:  # so that this module can be imported without the libraries for datasets and images
     ImageExamples = Any
 # Width and height in pixels. Processors that keep the aspect ratio give each size another number of tokens.
 SQUARE = (112, 112)
@@ -99,5 +99,6 @@ class ImageProbe(Probe):
 
     @property
     def evaluated(self) -> nn.Module:
-        # Models may build their masks in another way in eval mode (paligemma); attention is in the decoder
+        # The decoder contains all attention. The model around it stays in training mode, because models may build their
+        # masks in another way in eval mode (paligemma).
         return self.inner.get_decoder()

@@ -108,7 +108,7 @@ class PackedModel:
         self.has_packed_attention = False
         run_hooks_inside_adapters(model)
         self._head: RemovableHandle | None = None  # the hook that keeps the LM head of a sharded model whole
-        # By name of an attention, why it cannot compute this model; None if it was tried without and can be used
+        # By name of an attention, why it is not used. None if the model failed without this attention, too.
         self._refusals: dict[str, str | None] = {}
         self._forget_proofs()
         self._choose_attention()

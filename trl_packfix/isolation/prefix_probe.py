@@ -53,19 +53,19 @@ class PrefixProbe(Probe):
             first,
             torch.cat([trunk[:BRANCH_TOKENS], self.tokens(6)]),
             third,
-            first[: TRUNK_TOKENS + 3].clone(),
-            third.clone(),
-            self.tokens(8),
+            first[: TRUNK_TOKENS + 3].clone(),  # ends where the first goes on
+            third.clone(),  # equal to the third
+            self.tokens(8),  # shares nothing
             torch.cat([third[: TRUNK_TOKENS + 4], self.tokens(5)]),
             torch.cat([other_trunk, self.tokens(6)]),
             torch.cat([other_trunk, self.tokens(9)]),
         ]
         changes = [
-            (0, torch.cat([trunk, self.tokens(9)])),
-            (0, torch.cat([trunk, self.tokens(12)])),
-            (2, torch.cat([trunk[:14], self.tokens(8)])),
-            (4, self.tokens(12)),
-            (6, third[: TRUNK_TOKENS + 2].clone()),
+            (0, torch.cat([trunk, self.tokens(9)])),  # another run of the same length
+            (0, torch.cat([trunk, self.tokens(12)])),  # a longer run
+            (2, torch.cat([trunk[:14], self.tokens(8)])),  # fewer shared tokens
+            (4, self.tokens(12)),  # none
+            (6, third[: TRUNK_TOKENS + 2].clone()),  # shared tokens only
             (7, torch.cat([other_trunk, self.tokens(4)])),
         ]
         documents = [ids[:max_length] for ids in documents]
@@ -154,10 +154,10 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
             (0, document(head, image(*SQUARE), question, self.tokens(9))),  # another image
             (0, document(head, wide, question, self.tokens(9))),  # an image of other documents, of another size
             (2, document(head, square, question, self.tokens(12))),
-            (3, document(head, square, question, self.tokens(8))),  # the same image
+            (3, document(head, square, question, self.tokens(8))),  # the image of other documents, which it then shares
             (4, document(head, self.tokens(9))),  # no image
-            (7, document(other_head, wide, between, image(*HIGH), question)),
-            (1, document(self.tokens(6), high)),
+            (7, document(other_head, wide, between, image(*HIGH), question)),  # another second image
+            (1, document(self.tokens(6), high)),  # an image of other documents behind other text
         ]
         return documents, [replace_documents(documents, {i: new_document}) for i, new_document in changes]
 
