@@ -70,7 +70,7 @@ class Sizes:
     """How much is computed for a batch. `tokens`, `lengths` and `saved` are of the whole pack, also in a part."""
 
     tokens: Tensor  # number of tokens of all trained documents, or of all documents of an unpacked batch, ()
-    computed: Tensor  # rows of these documents that this rank computes, ()
+    computed: Tensor  # number of rows of trained documents that this rank computes, ()
     lengths: Tensor  # tokens of each document, 0 if it has no trained token, (N,)
     saved: Tensor  # tokens of each document that are computed for another document, which shares them, (N,)
 
@@ -268,8 +268,8 @@ class SharedRowsLayout(Layout):
     """The layout of a pack, or of a part of it, in which N documents share some of R rows (`data/prefix_collator.py`).
 
     A document is named by its place in the batch that was collated, 0 to N - 1. Padding belongs to no document. All
-    tensors are int64. In a part the targets and `num_documents` are those of its rows, and all other attributes are
-    those of the whole pack.
+    tensors are int64. In a part, the targets and `num_documents` describe its own rows, and all other attributes
+    describe the whole pack.
 
     Attributes:
         kv_index: the rows that are the keys of each run, run after run, (cu_seq_lens_k[-1],).

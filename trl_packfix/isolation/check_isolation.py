@@ -411,7 +411,7 @@ def _smallest_gap(probe: Probe, pair: RunPair) -> float:
     """Return the absolute gap between two runs that remains under the best roundings.
 
     Both runs are repeated under several roundings. For each token the smallest gap between any first and any second run
-    counts, and the largest of these over tokens is returned.
+    counts. The largest of these gaps, over all tokens, is returned.
     """
 
     def run_rounded(compute_states: Callable[[Probe], list[Tensor]], draw: int | None) -> Tensor:

@@ -185,7 +185,7 @@ class _StepProbe:
 
     Attributes:
         gradients_alone: the summed gradient of each document as the only one of a step.
-        total: the sum of these, which the summed gradient of any step on all documents should be.
+        total: the sum of `gradients_alone`, which the summed gradient of every step on all documents should equal.
     """
 
     def __init__(

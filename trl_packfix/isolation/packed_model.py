@@ -203,7 +203,7 @@ class PackedModel:
         """Run documents as rows of padded batches from now on, and return the report of a probe of such rows.
 
         Args:
-            why: the reason, which is added to that of the attention.
+            why: the reason, with which the reason of the attention is replaced.
         """
         for hooks in self._hooks:
             hooks.remove()
@@ -248,7 +248,7 @@ class PackedModel:
                 return self._report_probe(wrapped)
             except TowerAttentionError as error:
                 self._set_kernel(TOWER_ATTENTION, refusal=" ".join(str(error).split()))
-            except KernelError as error:  # the same on all ranks: it depends on the model, the dtype and the device
+            except KernelError as error:  # equal on all ranks: it depends on the model, the dtype and the device
                 self._replace_kernel(error)
 
     def _set_kernel(self, kernel: str, refusal: str | None = None) -> None:
@@ -291,7 +291,7 @@ class PackedModel:
         are probed, too. All ranks must call this method.
 
         Raises:
-            PackingLeakError: the model fails on such packs. Nothing is repaired then.
+            PackingLeakError: the model fails on shared packs. Nothing is repaired then.
         """
         if degree in self._proved_degrees:
             return self._proved_degrees[degree]

@@ -48,7 +48,7 @@ from .thresholds import thresholds
 from .unpacking import join_outputs
 
 POOLED_OUTPUT = "pooler_output"  # output of a backbone with one value per row, which a pack does not have
-STATE_OUTPUTS = ("output_hidden_states", "output_attentions")  # arguments that ask for outputs of all layers
+STATE_OUTPUTS = ("output_hidden_states", "output_attentions")  # arguments that request outputs of all layers
 ROW_INPUTS = ("input_ids", "attention_mask", "use_cache", *CACHE_NAMES)  # inputs that the pack replaces
 
 
@@ -77,7 +77,7 @@ class RowsOfBatch(NamedTuple):
             return value.to(device, non_blocking=True)
 
         pack = {name: move(value) for name, value in self.pack.items()}
-        if self.pack["cu_seq_lens_k"] is self.pack["cu_seq_lens_q"]:  # attention compares the identity of these two
+        if self.pack["cu_seq_lens_k"] is self.pack["cu_seq_lens_q"]:  # attention tests whether both are one tensor
             pack["cu_seq_lens_k"] = pack["cu_seq_lens_q"]
         return self._replace(pack=pack, rows=move(self.rows), cells=move(self.cells))
 
@@ -93,8 +93,8 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PrefixCollator
         collate: makes the pack; it says whether rows share their beginnings.
 
     Returns:
-        The pack, or None if no row has a token, or if a row has padding between tokens, so that its positions do not
-        count up as those of a document.
+        The pack, or None if no row has a token, or if a row has padding between tokens, so that its positions are not
+        the positions of a document.
 
     >>> ids = torch.tensor([[5, 6, 7, 8, 0], [5, 6, 7, 9, 4]])
     >>> mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
@@ -146,7 +146,7 @@ class PackedRows(AroundCalls):
     Attributes:
         is_proved: whether `prove` has run.
         refusal: why rows stay padded; None if they are packed.
-        whole: why rows are packed without sharing although sharing was wanted; None if they share.
+        sharing_refusal: why rows are packed without sharing although sharing was wanted; None if they share.
         tokens: counts of what was computed.
     """
 
@@ -182,7 +182,7 @@ class PackedRows(AroundCalls):
             shares_prefixes=shares,
         )
         self.refusal: str | None = None
-        self.whole: str | None = None
+        self.sharing_refusal: str | None = None
         self.tokens = PackedTokenCounts()
         self.is_proved = False
         self._is_paused = False  # while a batch is compared, so that its padded rows stay padded
@@ -202,7 +202,7 @@ class PackedRows(AroundCalls):
     def prove(self, wrapped: nn.Module) -> None:
         """Prove packs, and packs that share beginnings, on the model as it is `wrapped`. All ranks must call it.
 
-        What fails is not packed, or not shared, with a warning; see `refusal` and `whole`.
+        What fails is not packed, or not shared, with a warning; see `refusal` and `sharing_refusal`.
 
         Raises:
             PackingLeakError: packs fail, and `on_leak="raise"`.
@@ -254,7 +254,7 @@ class PackedRows(AroundCalls):
     def _share_nothing(self, reason: str) -> None:
         """Pack each row whole from now on, with a warning."""
         self.collate.shares = False
-        self.whole = reason
+        self.sharing_refusal = reason
         warnings.warn(
             f"{type(self.model).__name__} computes a beginning that rows share once per row: {reason}. Set "
             "`share_prefixes=False` to omit this test.",
@@ -337,9 +337,10 @@ class PackedRows(AroundCalls):
         """Compare a pack with its padded rows if it is the first of its kind, and return the pack to run.
 
         Kinds are batches without and with gradients, in each dtype and mode, and with left padding. A batch is also
-        compared if its rows are twice as long as any before, or longer than a threshold above which the model computes
-        documents differently. If the pack differs, rows share nothing from now on, or stay padded. Each rank decides
-        alone: its first batch may come later than that of another rank, and padded rows give the same gradients.
+        compared if it has a row at least twice as long as any row before, or the first row beyond a threshold above
+        which the model computes documents differently. If the pack differs, rows share nothing from now on, or stay
+        padded. Each rank decides alone: its first batch may come later than that of another rank, and padded rows give
+        the same gradients.
 
         Returns:
             `batch`, or a pack of the same rows that shares nothing; None if the rows stay padded.

@@ -90,7 +90,8 @@ class PrefixProbe(Probe):
         """Return the largest error of gradients, see `Probe.gradient`; on any number of ranks it compares both kinds.
 
         The states of a document's run are differentiated, so the gradient reaches its shared rows through attention
-        only. It must be zero in rows that are not the document's, and equal to that of the document alone in its rows.
+        only. It must be zero in rows that are not the document's. In the document's rows it must equal the gradient of
+        the document alone.
         """
         _, targets = self._predicting_rows(documents)
         # A document whose rows all belong to other documents, too, has no run.
@@ -124,7 +125,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
         Three documents share an image, and one has a different image of the same size behind the same text. Two
         documents share two images, of which others share only the first, so that a run has some of the images of its
         document. The runs are in another order than the documents, so that a model which takes images in the order of
-        documents fails. If ranks share the pack, a part ends in the middle of its rows, and an image is there.
+        documents fails. If ranks share the pack, an image lies across the middle of its rows, where a part ends.
         """
         image = self.images.image
         document = self.document

@@ -106,11 +106,11 @@ def replace_documents(documents: Documents, replacements: dict[int, Any]) -> Doc
 
 
 class GradientRows(NamedTuple):
-    """Rows of a pack whose states are differentiated together in a test of gradients."""
+    """The rows of a document in a pack, or of several documents, whose states are differentiated together."""
 
     document: Any  # the document that has these rows; None if they belong to several documents
     rows: Tensor  # indices in the pack, in the order of the document's tokens
-    num_shared: int = 0  # rows at the beginning that belong to another document, too: their states are left out
+    num_shared: int = 0  # rows at the beginning that belong to another document, too, and are not differentiated
 
 
 class Probe(ProbedModel):
@@ -330,7 +330,7 @@ class Probe(ProbedModel):
         if limit is None and len(gradients[0]) != batch["input_ids"].shape[1]:
             return None  # the backbone gets documents as padded rows, not the pack
         for gradient, (ids, rows, num_shared) in zip(gradients, targets, strict=True):
-            # First, split the gradient into that of the document's rows and that of all other rows, which crosses.
+            # First, separate the gradient in the document's rows from the gradient in all other rows, which crosses.
             in_pack = gradient[rows]
             gradient[rows] = 0
             crossing = gradient.abs().max().item()

@@ -323,8 +323,8 @@ class ProbedModel:
     def on_any_rank(self, condition: object) -> bool:
         """Return whether the condition holds on this rank or, with an engine or a degree above 1, on any rank.
 
-        In the second case all ranks must run the same forwards. A condition of one rank would not ensure that: kernels
-        that sum in a different order in each run give ranks different roundings, and so different forwards to run.
+        With an engine or a higher degree, all ranks must run the same forwards. If each rank decided alone, they might
+        not: kernels that sum in a different order in each run give ranks different roundings.
         """
         return any(gather_values(condition)) if self.has_engine or self.degree > 1 else bool(condition)
 
@@ -440,7 +440,7 @@ class ProbedModel:
         Args:
             gaps: relative differences that rounding may explain, one per compared quantity.
             limits: the limits to begin with.
-            measure_changes: runs the same again, here under another rounding, and returns the relative change of each
+            measure_changes: repeats a run, here under another rounding, and returns the relative change of each
                 compared quantity.
             draws: numbers of the roundings to try, see `rounded_otherwise`.
         """

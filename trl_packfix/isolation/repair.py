@@ -58,8 +58,8 @@ class Repair:
     """A repair of all modules of one class, as reports describe it."""
 
     module: str  # name of the class
-    first: str  # path of the first of these modules in the model
-    count: int  # number of these modules
+    first: str  # path of the first repaired module in the model
+    count: int  # number of repaired modules
     way: str  # how they run on documents, in words
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class ValueOfBatches:
     """An output of a repaired module that cannot be joined to a pack: its value for each batch of documents.
 
     An example are the top-k indices (B, L, min(k, L)) of rows of L tokens: they are as wide as the rows are long, and
-    they count the tokens of one row. A repaired module that gets such an object as an argument reads the value of the
+    they count the tokens of one row. A repaired module that gets this object as an argument reads the value of the
     batch that it computes. Any other use raises an error, because this is not a tensor.
 
     Attributes:

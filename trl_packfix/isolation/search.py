@@ -162,13 +162,13 @@ class RepairSearch:
         """Repair a module and all of its class in the next mode or, if no mode is left to try, its parent.
 
         Returns:
-            Whether a module was repaired; False if no parent is left, either.
+            Whether a module was repaired; False if all modes of all parents have been tried, too.
         """
         while name:
             module_class = type(self._modules[name])
             if module_class not in self._sites:
                 names = [path for path, module in self._modules.items() if type(module) is module_class]
-                # The new repairs replace those of modules inside.
+                # The new repairs replace the repairs of modules inside these modules.
                 for inner_class, site in list(self._sites.items()):
                     if any(inner.startswith(outer + ".") for inner in site.names for outer in names):
                         self._sites.pop(inner_class).remove()
@@ -188,7 +188,7 @@ class RepairSearch:
             try:
                 axes = learn_axes(self.probe, site.names)
                 gets_positions = any("position_ids" in module_axes.inputs for module_axes in axes.values())
-                if not mode.positions and not gets_positions:  # it would be the same as the mode with positions
+                if not mode.positions and not gets_positions:  # this mode would not differ from the one with positions
                     continue
                 if not axes:
                     return False

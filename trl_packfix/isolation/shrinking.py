@@ -4,7 +4,7 @@
 model with random weights, and runs the leak probe on it. The tests do the same for all model types.
 
 Widths, heads, experts, the vocabulary and the number of layers are small. Rotary embeddings, windows, multipliers and
-the kinds of layers are those of the real config. The first layers are used, as many as needed to have one of each kind.
+the kinds of layers are taken from the real config. The first layers are used, until there is one of each kind.
 Fields that the class of the config computes from sizes are computed again from the small sizes.
 """
 
@@ -98,7 +98,7 @@ def tiny_like(config: PreTrainedConfig, build: Callable[[PreTrainedConfig], PreT
     """Return a config of the same class with small sizes.
 
     Args:
-        build: makes a model of such a config. Its error is raised if it cannot.
+        build: makes a model of a config of this class. If it raises an error, the error is passed on.
     """
     text = config.get_text_config(decoder=True)
     # First, build a narrow model with all layers, on a device without memory, to see their kinds.
@@ -187,7 +187,7 @@ def _shrink_sizes(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, A
     """Return some fields with small sizes.
 
     Args:
-        fields: the fields to shrink: all of a config, those of one layer, or those of its rotary embedding.
+        fields: the fields to shrink: all fields of a config, of one of its layers, or of its rotary embedding.
         config: the fields of the whole config, on which small sizes depend.
     """
     values: dict[str, Any] = {}

@@ -1,8 +1,9 @@
 """Find the modules in which information crosses from one document of a pack to another.
 
 The inputs and outputs of all modules are recorded in two runs that should agree, a `RunPair` (`probe.py`). Where the
-inputs of a module agree for a document and its outputs do not, information crosses in this module. The smallest such
-modules are returned, as `Leak` records. `check_isolation.py` puts them into its report, and `search.py` repairs them.
+inputs of a module agree for a document and its outputs do not, information crosses in this module. The smallest of
+these modules are returned as `Leak` records. `check_isolation.py` puts them into its report, and `search.py` repairs
+the modules.
 Other functions find modules that raise, that get shifted positions, or that are wrong on the part of one rank.
 
 Words: a *place* names one value among the arguments or outputs of a call (`arguments.py`), such as "hidden_states" or
@@ -119,7 +120,7 @@ def find_origins(probe: Probe, pair: RunPair, tolerance: float) -> list[Leak]:
     with calls_watched(modules, partial(_by_token, num_tokens=num_tokens), note_repeated_call):
         probe.forward_packed(pair.first_documents)
 
-    # 3. Run the second pack. A module that changes may be a leak; those beyond rounding are leaks.
+    # 3. Run the second pack, and note the modules whose outputs change, and which of them change beyond rounding.
     changed: dict[str, Leak] = {}
     leaking = set()
 

@@ -264,8 +264,8 @@ def _state(rows: PackedRows) -> str:
         return f"padded, because {rows.refusal}"
     packed = rows.packed_model
     repaired = "; repaired: " + "; ".join(map(str, packed.repaired)) if packed.repaired else ""
-    if rows.whole is not None:
-        shares = f"each row whole, because {rows.whole}"
+    if rows.sharing_refusal is not None:
+        shares = f"each row whole, because {rows.sharing_refusal}"
     else:
         shares = "common beginnings once" if rows.collate.shares else "each row whole"
     return f"packed with {packed.attention.name}, {shares}{repaired}"
