@@ -53,7 +53,7 @@ class Targets:
         documents: the document of each value that `select` returns.
         trained: number of trained tokens of each document, (N,), in all parts of the pack.
         positions: for each of the M targets the row that predicts it, (M,). None if each row predicts a token of one
-            document. Then every row has a value, which is 0 if its token is not trained.
+            document; values of rows whose token is not trained are then 0.
     """
 
     documents: Tensor
@@ -84,7 +84,7 @@ class Layout(ABC):
         index: the number of this rank among them, from 0.
         num_tokens: in a part T, the number of rows of the whole pack, a multiple of s; else 0.
         checksum: in a part the checksum of tokens, labels and layout of the whole pack; else 0.
-        launches: calls of the attention kernel that CUDA makes for this pack (`data/by_length.py`).
+        launches: calls of the attention kernel for this pack on CUDA, as `data/by_length.py` plans them.
         is_packed: whether the batch is one row with document boundaries.
         shares_rows: whether a row may belong to several documents.
     """

@@ -70,8 +70,8 @@ def calls_watched(
         modules: the modules to watch, by name.
         read: turns the leaves of inputs or outputs into the value that is noted.
         note: gets the name of the module, the number of the call among its calls, and the values that were read from
-            inputs and outputs. It is called for calls that raised at the end of the context, the outermost first, with
-            None for the outputs.
+            inputs and outputs. Calls that raise have no outputs: at the end of the context, `note` gets None in their
+            place, for the outermost module first.
     """
     inputs: dict[str, list[T]] = {name: [] for name in modules}  # of the calls that run, the innermost last
     num_calls: Counter[str] = Counter()

@@ -75,24 +75,24 @@ class ValueOfBatches:
     batch that it computes. Any other use raises an error, because this is not a tensor.
 
     Attributes:
-        rows: the division of documents into batches.
+        batches: the division of documents into batches.
         values: one tensor per batch, of any shapes.
     """
 
-    rows: DocumentRows
+    batches: DocumentRows
     values: list[Tensor]
 
-    def select(self, rows: DocumentRows, index: int) -> Tensor:
-        """Return the value of batch `index` of `rows`.
+    def select(self, batches: DocumentRows, index: int) -> Tensor:
+        """Return the value of batch `index` of `batches`.
 
         Raises:
             ValueError: the value was computed in other batches.
         """
-        if rows is not self.rows:
+        if batches is not self.batches:
             raise ValueError(
                 f"a repaired module got a value of shape {tuple(self.values[0].shape)} that another repaired module "
-                f"computed in {len(self.rows.groups)} batches of documents, and it computes {len(rows.groups)}: it is "
-                'unknown how to divide such a value again. Set on_leak="unpack".'
+                f"computed in {len(self.batches.groups)} batches of documents, and it computes {len(batches.groups)}: "
+                'it is unknown how to divide such a value again. Set on_leak="unpack".'
             )
         return self.values[index]
 
@@ -115,6 +115,7 @@ class AroundCalls(ModelHooks):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
+        """Run `_around` to its first yield, as a hook before a call, and return the changed arguments."""
         call = self._around(module, args, kwargs)
         inputs = next(call, None)
         self._running.append(None if inputs is None else call)
@@ -122,6 +123,7 @@ class AroundCalls(ModelHooks):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Run `_around` to its second yield, as a hook after the call, and return the changed output."""
         call = self._running.pop() if self._running else None
         if call is None:
             return output
@@ -162,9 +164,9 @@ class RepairedModule(AroundCalls):
         budget: float = 0  # most padded tokens of a batch; with 0 each document is a batch of its own
         if self.mode.rows:
             budget = inf if self._is_sharded else pack.num_tokens
-        rows, forwards = pack.documents(budget)
+        batches, forwards = pack.documents(budget)
         # 2. Run the first batch as the call that is under way, and all others in addition.
-        inputs = self._inputs_of_batch(module, args, kwargs, rows=rows, index=0)
+        inputs = self._inputs_of_batch(module, args, kwargs, batches=batches, index=0)
         num_before = len(recorded_router_logits())
         with packed_forward_entered(forwards[0]):  # the module's forward runs between the two hooks
             output = yield inputs
@@ -172,7 +174,7 @@ class RepairedModule(AroundCalls):
         num_routers = len(recorded_router_logits()) - num_before
         for index, forward in enumerate(forwards[1:], start=1):
             with packed_forward_entered(forward):
-                batch_args, batch_kwargs = self._inputs_of_batch(module, args, kwargs, rows=rows, index=index)
+                batch_args, batch_kwargs = self._inputs_of_batch(module, args, kwargs, batches=batches, index=index)
                 outputs.append(module.forward(*batch_args, **batch_kwargs))
         # 3. Join the logits that routers recorded: for each router the logits of all batches become those of the pack.
         if num_routers:
@@ -180,33 +182,33 @@ class RepairedModule(AroundCalls):
             logits_by_router = [batch_logits[i::num_routers] for i in range(num_routers)]
             # When a checkpoint recomputes this call, no logits are recorded. So nothing may be saved for it here.
             with saved_tensors_hooks(lambda x: x, lambda x: x):
-                joined_logits = [rows.join(logits, TensorAxes((0,), 0)) for logits in logits_by_router]
+                joined_logits = [batches.join(logits, TensorAxes((0,), 0)) for logits in logits_by_router]
                 replace_router_logits(num_before, joined_logits)
         # 4. Join the outputs, place by place.
         leaves, tree = output_leaves(output)
         values_of_batches = [[value for _, value in output_leaves(batch_output)[0]] for batch_output in outputs]
         joined = [
-            self._join_batches(place, [*values], rows)
+            self._join_batches(place, [*values], batches)
             for (place, _), values in zip(leaves, zip(*values_of_batches, strict=True), strict=True)
         ]
         yield tree_unflatten(joined, tree)
 
     def _inputs_of_batch(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, rows: DocumentRows, index: int
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, batches: DocumentRows, index: int
     ) -> CallArguments:
-        """Return the arguments of the call for batch `index` of `rows`, from those of the call for the pack.
+        """Return the arguments of the call for batch `index`, from the arguments of the call for the pack.
 
         Raises:
             ValueError: how to divide a tensor is unknown, because the module got none at this place in the probe.
         """
-        group = rows.groups[index]
+        batch = batches.groups[index]
         leaves, tree = argument_leaves(module, args, kwargs)
         values = []
         for place, value in leaves:
             if place.startswith(BOUNDARY_NAMES) or (place == "position_ids" and not self.mode.positions):
                 value = None
             elif isinstance(value, ValueOfBatches):
-                value = value.select(rows, index)
+                value = value.select(batches, index)
             elif isinstance(value, Tensor):
                 # TRL's loss calls the backbone directly, and passes positions even if the whole model does not.
                 axes = self.axes.inputs.get(place, POSITION_AXES if place == "position_ids" else None)
@@ -216,24 +218,24 @@ class RepairedModule(AroundCalls):
                         f"a repaired module got a tensor of shape {tuple(value.shape)} at {place}, where the leak "
                         'probe saw none: how to divide it among documents is unknown. Set on_leak="unpack".'
                     )
-                value = value if axes is None else group.split(value, axes)
+                value = value if axes is None else batch.split(value, axes)
             elif place in self.axes.numbers:
-                value = group.longest
+                value = batch.longest
             values.append(value)
         return tree_unflatten(values, tree)
 
-    def _join_batches(self, place: str, values: list[object], rows: DocumentRows) -> object:
+    def _join_batches(self, place: str, values: list[object], batches: DocumentRows) -> object:
         """Return the value that the pack has at a place of the output, from the values of the batches."""
         tensors = [value for value in values if isinstance(value, Tensor)]
         if not tensors:
             return values[0]
         axes = self.axes.outputs.get(place)
         if axes is not None and len(axes.tokens) == 1 and place not in self.axes.widening:
-            return rows.join(tensors, axes)
+            return batches.join(tensors, axes)
         # Indices count the tokens of a row. They have no gradient; a reentrant checkpoint could not see the gradient of
         # an object that is not a tensor.
         if axes is not None and not tensors[0].is_floating_point():
-            return ValueOfBatches(rows, tensors)
+            return ValueOfBatches(batches, tensors)
         # Final states of rows and attention weights have no form in a pack. None makes their use raise an error.
         return tensors[0] if tensors[0].dim() == 0 and len(tensors) == 1 else None
 

@@ -3,8 +3,8 @@
 The inputs and outputs of all modules are recorded in two runs that should agree, a `RunPair` (`probe.py`). Where the
 inputs of a module agree for a document and its outputs do not, information crosses in this module. The smallest of
 these modules are returned as `Leak` records. `check_isolation.py` puts them into its report, and `search.py` repairs
-the modules.
-Other functions find modules that raise, that get shifted positions, or that are wrong on the part of one rank.
+the modules. Other functions find modules that raise, that get shifted positions, or that are wrong on the part of one
+rank.
 
 Words: a *place* names one value among the arguments or outputs of a call (`arguments.py`), such as "hidden_states" or
 "[0]". A *call* is one of the calls of a module in a run, by number. The *part* of a rank is the rows of a pack that it
@@ -25,7 +25,7 @@ from .probe import Documents, Probe, RunPair
 from .probed_model import CannotRun, gather_values, to_exact
 
 PART_TOKENS = 23  # length of the part of each rank in `find_wrong_parts`: a prime that no hidden size equals
-DOCUMENT_TOKENS = 11  # length of each document there, except that the last one may be shorter
+DOCUMENT_TOKENS = 11  # length of each document in `find_wrong_parts`, except that the last document may be shorter
 
 
 @dataclass(frozen=True)
@@ -266,21 +266,26 @@ def _by_token(leaves: Leaves, num_tokens: int, on_host: bool = False) -> Values:
         if isinstance(value, Tensor) and num_tokens in value.shape[:4]:
             axis = value.shape.index(num_tokens)
             rows = value.detach().movedim(axis, 0).reshape(num_tokens, -1)
-            # a copy: the model may go on to change the tensor in place
+            # The values are copied, because the model may change the tensor in place afterwards.
             values_by_place[place] = (axis, rows.cpu() if on_host and rows.device.type != "cpu" else rows.clone())
     return values_by_place
 
 
 def _largest_change(first: Values, second: Values, spans: Spans) -> float:
-    """Return the largest change in these spans, relative to the largest value of each tensor.
+    """Return the largest change of some tokens, relative to the largest value of each tensor.
 
     It is 0 if no tensors can be compared.
+
+    Args:
+        first, second: the tensors of a call in two runs.
+        spans: the tokens that are compared.
     """
     changes = []
     for place in first.keys() & second.keys():
         before = first[place][1]
         after = second[place][1]
-        if before.shape[1] != after.shape[1] or not before.numel():  # a mask (T, T) of packs of different lengths
+        # A mask (T, T) has different shapes in packs of different lengths.
+        if before.shape[1] != after.shape[1] or not before.numel():
             continue
         if before.is_complex():
             before = torch.view_as_real(before)
@@ -302,7 +307,7 @@ def _numeric_values(values: Values) -> Values:
 
 
 def _share_changed(first: Values, second: Values, spans: Spans, *, minimum: float) -> float:
-    """Return the share of a token's numbers that change by more than `minimum` times their size, the largest share."""
+    """Return the largest share of a token's numbers that change by more than `minimum` times their own size."""
     shares = [0.0]
     for place in first.keys() & second.keys():
         before, after = (
