@@ -372,8 +372,8 @@ def _apply_overlong(
         named = ", ".join(f"{spans.row[i]} ({spans.lengths[i]} tokens)" for i in shown)
         raise ValueError(
             f"{is_long.sum()} of {len(is_long)} documents are longer than `max_length={max_length}`; the first are in "
-            f'rows {named}. `overlong="raise"` refuses such documents. Raise `max_length`, or set `overlong` to "truncate", '
-            '"split" or "drop".'
+            f'rows {named}. `overlong="raise"` refuses such documents. Raise `max_length`, or set `overlong` to '
+            '"truncate", "split" or "drop".'
         )
     if overlong == "drop":
         return spans.drop(is_long, "overlong")

@@ -211,6 +211,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self.count = self.num_alike
 
     def __iter__(self) -> Iterator[StreamPack]:
+        """Yield the micro-batches of this rank, without end, from the state that was loaded or from the beginning."""
         self._restore(self._first_state)
         yield from repeat([], self._num_skipped)
         while True:

@@ -181,6 +181,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
     source_column: str | None = None
 
     def __iter__(self) -> Iterator[DocumentChunk]:
+        """Yield the chunks of the parts of this worker, one part after the other."""
         worker = get_worker_info()
         worker_id = worker.id if worker else 0
         num_workers = worker.num_workers if worker else 1
