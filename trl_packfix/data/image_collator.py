@@ -48,7 +48,7 @@ def join_padded(tensors: list[Tensor], axis: int) -> Tensor:
     largest_sizes = [max(tensor.shape[i] for tensor in tensors) for i in range(num_axes)]
     padded = []
     for tensor in tensors:
-        padding = []  # as `F.pad` takes it: two numbers for each axis, from the last axis to the first
+        padding: list[int] = []  # as `F.pad` takes it: two numbers for each axis, from the last axis to the first
         for i in reversed(range(num_axes)):
             padding += [0, 0 if i == axis else largest_sizes[i] - tensor.shape[i]]
         padded.append(F.pad(tensor, padding))
