@@ -170,9 +170,10 @@ class EpochPlanner:
         return self.make_pieces(tokens.within(step_of_documents), splits_copies=False)
 
     def resume_at(self, point: ResumePoint) -> None:
-        """Continue a run at a resume point. If its epoch was begun under an earlier plan, plan its remaining documents anew.
+        """Continue a run at a resume point.
 
-        The new schedule of this epoch begins with empty steps, one for each step that was trained already.
+        If the epoch was begun under an earlier plan, its remaining documents are planned anew. The new schedule of this
+        epoch begins with empty steps, one for each step that was trained already.
         """
         self.start = point
         self._resumed_schedule = None
