@@ -399,6 +399,9 @@ def predict_peak(
 def _model_state_bytes(sizes: ModelSizes, method: TrainingMethod, gpus: int, *, casts: float) -> dict[str, float]:
     """Return the bytes of the states of the model on one GPU, by the fields of `PeakMemory`.
 
+    A number has 4 bytes in fp32 and 2 in bfloat16. AdamW has two fp32 states for each trained parameter, and DeepSpeed
+    has an fp32 copy of its weight.
+
     Args:
         casts: bytes of the casts that are in memory during the whole step.
     """
