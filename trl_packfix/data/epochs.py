@@ -5,14 +5,14 @@ gives the schedule of an epoch to the batch sampler (`loaders.py`), and the numb
 lengths are used here, no tokens.
 
 Words:
-    unit        what planning moves as one. A unit is a document, or a piece of a family: documents that begin alike.
-    pack        documents that pass through the model together. Its capacity is the largest number of its tokens.
-    plan        which units share a pack, and the order of the packs.
-    schedule    which documents belong to each optimizer step, micro-batch and rank.
-    slot        a place for a pack in an epoch: one optimizer step, one of its micro-batches, and one rank.
-    degree      the number of ranks that share a pack (sequence parallelism); 1 if every rank has its own packs.
-    keeps steps A strategy keeps the unpacked steps if every optimizer step has the documents of the same step of an
-                unpacked run (`minibatch`). Such a strategy has no plan, only schedules.
+    unit         what planning moves as one. A unit is a document, or a piece of a family: documents that begin alike.
+    pack         documents that pass through the model together. Its capacity is the largest number of its tokens.
+    plan         which units share a pack, and the order of the packs.
+    schedule     which documents belong to each optimizer step, micro-batch and rank.
+    slot         a place for a pack in an epoch: one optimizer step, one of its micro-batches, and one rank.
+    degree       the number of ranks that share a pack (sequence parallelism); 1 if every rank has its own packs.
+    keeps steps  A strategy keeps the unpacked steps if every optimizer step has the documents of the same step of an
+                 unpacked run (`minibatch`). Such a strategy has no plan, only schedules.
 
 For a large dataset, the first plan and every schedule are cached beside the documents, for all ranks of a node and for
 the next start (`cache.py`). The name of each file is a hash of everything that its content depends on. One process of a
