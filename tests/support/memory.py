@@ -20,9 +20,9 @@ from trl_packfix.data.model_memory import (
     TrainingMethod,
     add_adapters,
     count_model,
-    drop_as_cuda,
     make_fake,
     predict_peak,
+    save_dropout_masks,
 )
 
 from .models import select_attention
@@ -76,7 +76,7 @@ def make_model(config, method, checkpointing, lora=LORA):
     model = build_on_meta(*model_class_of(config)).to(torch.float32 if autocast and not method.lora else torch.bfloat16)
     if method.lora:
         add_adapters(model, lora, autocast=autocast)
-        drop_as_cuda(model)
+        save_dropout_masks(model)
     if checkpointing:
         enable_checkpointing(model, reentrant=False)
     return model.train()

@@ -5,14 +5,14 @@ gives the schedule of an epoch to the batch sampler (`loaders.py`), and the numb
 lengths are used here, no tokens.
 
 Words:
-    unit        what planning moves as one. A unit is a document, or a piece of a family: documents that begin alike.
-    pack        documents that pass through the model together. Its capacity is the largest number of its tokens.
-    plan        which units share a pack, and the order of the packs.
-    schedule    which documents belong to each optimizer step, micro-batch and rank.
-    slot        a place for a pack in an epoch: one optimizer step, one of its micro-batches, and one rank.
-    degree      the number of ranks that share a pack (sequence parallelism); 1 if every rank has its own packs.
-    keeps steps A strategy keeps the unpacked steps if every optimizer step has the documents of the same step of an
-                unpacked run (`minibatch`). Such a strategy has no plan, only schedules.
+    unit         what planning moves as one. A unit is a document, or a piece of a family: documents that begin alike.
+    pack         documents that pass through the model together. Its capacity is the largest number of its tokens.
+    plan         which units share a pack, and the order of the packs.
+    schedule     which documents belong to each optimizer step, micro-batch and rank.
+    slot         a place for a pack in an epoch: one optimizer step, one of its micro-batches, and one rank.
+    degree       the number of ranks that share a pack (sequence parallelism); 1 if every rank has its own packs.
+    keeps steps  A strategy keeps the unpacked steps if every optimizer step has the documents of the same step of an
+                 unpacked run (`minibatch`). Such a strategy has no plan, only schedules.
 
 For a large dataset, the first plan and every schedule are cached beside the documents, for all ranks of a node and for
 the next start (`cache.py`). The name of each file is a hash of everything that its content depends on. One process of a
@@ -169,27 +169,28 @@ class EpochPlanner:
         step_of_documents = self.packing.unpacked_step_of_documents(self._unpacked_order(epoch))
         return self.make_pieces(tokens.within(step_of_documents), splits_copies=False)
 
-    def resume_at(self, start: ResumePoint) -> None:
-        """Continue a run at `start`. If its epoch was begun under an earlier plan, plan its remaining documents anew.
+    def resume_at(self, point: ResumePoint) -> None:
+        """Continue a run at a resume point.
 
-        The new schedule of this epoch begins with empty steps, one for each step that was trained already.
+        If the epoch was begun under an earlier plan, its remaining documents are planned anew. The new schedule of this
+        epoch begins with empty steps, one for each step that was trained already.
         """
-        self.start = start
+        self.start = point
         self._resumed_schedule = None
-        if start.trained is None:
+        if point.trained is None:
             return
         # First plan the remaining documents as a dataset of their own
-        is_remaining = ~start.trained
+        is_remaining = ~point.trained
         packing = self.packing
-        remaining_packing = replace(packing, seed=packing.seed + start.epoch)
+        remaining_packing = replace(packing, seed=packing.seed + point.epoch)
         remaining_planner = EpochPlanner(self.documents.select(is_remaining), remaining_packing, may_be_empty=True)
         if not remaining_planner.num_steps:
-            # The earlier plan has trained the whole epoch, so the run continues with the next epoch
-            self.start = ResumePoint(start.epoch + 1, start.first_step + start.num_steps)
+            # The remaining documents do not fill a step, so the run continues with the next epoch
+            self.start = ResumePoint(point.epoch + 1, point.first_step + point.num_steps)
             return
         schedule = remaining_planner.schedule(0)
         # Then number the documents as in the table, and put the empty steps in front
-        num_trained_micro_steps = start.num_steps * packing.accumulation
+        num_trained_micro_steps = point.num_steps * packing.accumulation
         empty_slots = np.zeros(num_trained_micro_steps * packing.world_size, np.int64)
         self._resumed_schedule = replace(
             schedule,
@@ -210,7 +211,7 @@ class EpochPlanner:
         return self.num_steps
 
     def first_step(self, epoch: int) -> int:
-        """Return the number of optimizer steps of the run before an epoch. The run must not resume after this epoch."""
+        """Return the number of optimizer steps of the run before `epoch`, which is not before the epoch of `start`."""
         epochs_before = range(self.start.epoch, epoch)
         return self.start.first_step + sum(map(self.steps_of, epochs_before))
 

@@ -1,4 +1,18 @@
-"""Documents with images -> one packed batch: pixels joined, and for each document the positions that it has alone."""
+"""Join the outputs of a processor for the images of several documents, for packs and for padded batches.
+
+A processor makes of text and images a dictionary: token ids, the pixels of the images, and further tensors such as
+their sizes. `ImageRows` (`image_rows.py`) gives each document in this form. Here the outputs of the documents of a
+batch are joined: `PackedImages` adds them to the batch of a pack (`PackCollator` in `loaders.py`), and
+`PaddedImageCollator` makes the padded batches of unpacked evaluation.
+
+Every processor has other outputs. An `ImageLayout`, which `ImageExamples` (`image_examples.py`) learns by trying the
+processor, says along which axis each of them is joined.
+
+Words:
+    run     the tokens of a document that are rows of the pack. It is the whole document, unless the document shares its
+            beginning with a document before it (`prefix_collator.py`).
+    M-RoPE  rotary positions of three numbers for each token: time, height and width in its image.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -16,45 +30,56 @@ from .collator import IGNORE_INDEX, TEXT_KEYS, DocumentRun
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """Which axis of a processor's output grows with what, by name, in a batch of one row."""
+    """How the outputs of a processor are joined, by their names. An output belongs to one row (document).
 
-    tokens: frozenset[str]  # names of (1, tokens) outputs, such as `mm_token_type_ids`
-    # The axis that grows with the number of images: 0 for `pixel_values` of Qwen-VL and Llava, 1 for Idefics. 0 also
-    # for outputs with one row per document
+    Args:
+        tokens: names of outputs with a value for each token, shape (1, tokens), such as `mm_token_type_ids`.
+        images: for every other output, the axis that grows with the number of images. It is 0 for the `pixel_values`
+            of Qwen-VL and Llava, and 1 for Idefics. It is also 0 for outputs with one row for each document.
+    """
+
+    tokens: frozenset[str]
     images: dict[str, int]
 
 
-def join_padded(parts: list[Tensor], axis: int) -> Tensor:
-    """The outputs of several documents as one. All axes but this one are padded with 0 at their end."""
-    largest = [max(part.shape[i] for part in parts) for i in range(parts[0].dim())]
-    missing = [[0 if i == axis else size - part.shape[i] for i, size in enumerate(largest)] for part in parts]
-    paddings = [[size for each in reversed(sizes) for size in (0, each)] for sizes in missing]
-    return torch.cat([F.pad(part, each) for part, each in zip(parts, paddings, strict=True)], dim=axis)
+def join_padded(tensors: list[Tensor], axis: int) -> Tensor:
+    """Concatenate tensors along one axis. All other axes are padded with 0 at their end to the largest size."""
+    num_axes = tensors[0].dim()
+    largest_sizes = [max(tensor.shape[i] for tensor in tensors) for i in range(num_axes)]
+    padded = []
+    for tensor in tensors:
+        padding: list[int] = []  # as `F.pad` takes it: two numbers for each axis, from the last axis to the first
+        for i in reversed(range(num_axes)):
+            padding += [0, 0 if i == axis else largest_sizes[i] - tensor.shape[i]]
+        padded.append(F.pad(tensor, padding))
+    return torch.cat(padded, dim=axis)
 
 
 @dataclass
 class PaddedImageCollator:
-    """Documents with images as rows of a padded batch, as TRL's collator makes it, for padded evaluation."""
+    """Collator that makes a padded batch of documents with images, one document in each row, as TRL's collator does."""
 
     layout: ImageLayout
     pad_token_id: int
 
     def __call__(self, documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0}
+        padding_values = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0}
         rows: list[dict[str, Any]] = []
         for document in documents:
             tokens = {name: torch.as_tensor(document[name], dtype=torch.int64) for name in ("input_ids", "labels")}
-            kinds = {name: document[name][0] for name in self.layout.tokens & document.keys()}
-            rows.append({"attention_mask": torch.ones_like(tokens["input_ids"]), **tokens, **kinds})
+            token_outputs = {name: document[name][0] for name in self.layout.tokens & document.keys()}
+            rows.append({"attention_mask": torch.ones_like(tokens["input_ids"]), **tokens, **token_outputs})
         longest = max(len(row["input_ids"]) for row in rows)
+        no_tokens = torch.zeros(0, dtype=torch.int64)
         batch = {}
         for name in sorted(set().union(*rows)):
-            parts = [row.get(name, torch.zeros(0, dtype=torch.int64)) for row in rows]
-            value = fill.get(name, 0)
-            batch[name] = torch.stack([F.pad(part, (0, longest - len(part)), value=value) for part in parts])
+            value = padding_values.get(name, 0)
+            entries = [row.get(name, no_tokens) for row in rows]
+            batch[name] = torch.stack([F.pad(entry, (0, longest - len(entry)), value=value) for entry in entries])
         for name, axis in self.layout.images.items():
             outputs = [document[name] for document in documents if name in document]
-            if outputs and axis == 1:  # one row of images per document, padded to the same number of images
+            if outputs and axis == 1:
+                # Each document has a row of images. A document without images has an empty row
                 outputs = [document.get(name, outputs[0][:, :0]) for document in documents]
             if outputs:
                 batch[name] = join_padded(outputs, axis=0)
@@ -63,47 +88,54 @@ class PaddedImageCollator:
 
 @dataclass
 class RopeIndex:
-    """The positions of a document, (3, tokens), on models that count images in time, height and width (M-RoPE).
+    """Computes the M-RoPE positions of a document.
 
-    `get_rope_index` of the model's class needs the config only, so no weights are sent to the workers of a data loader.
+    `get_rope_index` of the model's class needs only the config of the model. So it is called on an object without
+    weights, which can be sent to the workers of a data loader.
     """
 
     model_class: type[Any]
     config: Any
 
     def __call__(self, document: dict[str, Any]) -> Tensor:
+        """Return the position of each token in time, height and width, shape (3, tokens)."""
         tokens = torch.from_numpy(np.asarray(document["input_ids"], dtype=np.int64))[None]
-        named = inspect.signature(self.model_class.get_rope_index).parameters
-        inputs = {name: value for name, value in document.items() if name in named and name not in TEXT_KEYS}
-        if not any(name.endswith("_grid_thw") for name in inputs):  # text: the model counts on in all three
-            return torch.arange(tokens.shape[1]).expand(3, -1)
+        num_tokens = tokens.shape[1]
+        parameters = inspect.signature(self.model_class.get_rope_index).parameters
+        inputs = {name: value for name, value in document.items() if name in parameters and name not in TEXT_KEYS}
+        if not any(name.endswith("_grid_thw") for name in inputs):
+            # In a text all three positions are the position of the token
+            return torch.arange(num_tokens).expand(3, -1)
         model = object.__new__(self.model_class)
         vars(model)["config"] = self.config
-        length = tokens.shape[1]
-        inputs = {name: value[:, :length] if name.endswith("type_ids") else value for name, value in inputs.items()}
+        for name in inputs:
+            if name.endswith("type_ids"):
+                inputs[name] = inputs[name][:, :num_tokens]
         positions, _ = model.get_rope_index(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs)
         return positions[:, 0]
 
 
 @dataclass(frozen=True)
 class PackedImages:
-    """What the batch of a pack has because its documents have images.
+    """Makes the entries that the batch of a pack has because its documents have images.
 
-    That is what the processor returns for the images, joined over documents. On models with M-RoPE `position_ids` have
-    the shape (4, 1, T): the position of each token in its document, by which documents are told apart, then time,
-    height and width. Images in a beginning that documents share are there once.
+    Args:
+        layout: how the outputs of the processor are joined.
+        rope_index: computes M-RoPE positions, or None for models without them.
+        placeholder: a document with an image and without trained tokens. It is added to packs without any image, so
+            that every rank calls the vision tower. None adds nothing.
     """
 
     layout: ImageLayout
     rope_index: RopeIndex | None = None
-    # A document with an image and without trained tokens. It is added to packs without any image, so that every rank
-    # calls the vision tower; None adds nothing
     placeholder: dict[str, Any] | None = None
 
     def has_images(self, document: dict[str, Any]) -> bool:
+        """Return whether a document has images."""
         return bool(self.layout.images.keys() & document.keys())
 
     def with_placeholder(self, documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the documents of a pack. If none of them has an image, the placeholder is added at the end."""
         if self.placeholder is None or any(map(self.has_images, documents)):
             return documents
         return [*documents, self.placeholder]
@@ -111,26 +143,42 @@ class PackedImages:
     def __call__(
         self, documents: list[dict[str, Any]], runs: list[DocumentRun], position_ids: Tensor
     ) -> dict[str, Any]:
-        """The entries of the batch of these runs; `position_ids` are those of the text, (1, T)."""
+        """Join the outputs of the processor for the documents of a pack.
+
+        An image in a beginning that documents share is there once.
+
+        Args:
+            documents: the documents of the pack.
+            runs: the runs of the pack, in the order of their rows.
+            position_ids: position of each token in its document, shape (1, T), with padding.
+
+        Returns:
+            The joined outputs by name. On models with M-RoPE also `position_ids` of shape (4, 1, T): first the position
+            of each token in its document, by which documents are told apart, then time, height and width.
+        """
         entries = {}
         for name in self.layout.tokens & set[str]().union(*documents):
-            texts = [torch.zeros(1, len(document["input_ids"]), dtype=torch.int64) for document in documents]
-            parts = [documents[i].get(name, texts[i])[:, first:] for i, first, *_ in runs]
-            missing = position_ids.shape[1] - sum(part.shape[1] for part in parts)  # padding
-            entries[name] = F.pad(torch.cat(parts, dim=1), (0, missing))
-        with_images = [
-            documents[i] if before == 0 else images_between(documents[i], before, num, num=num)
-            for i, _, before, num in runs
-            if before == 0 or before < num
+            # A document without images lacks the output, and all its tokens have the value 0
+            text_values = [torch.zeros(1, len(document["input_ids"]), dtype=torch.int64) for document in documents]
+            values = [documents[i].get(name, text_values[i])[:, first:] for i, first, *_ in runs]
+            num_padding = position_ids.shape[1] - sum(value.shape[1] for value in values)
+            entries[name] = F.pad(torch.cat(values, dim=1), (0, num_padding))
+        # Of each run, the outputs for the images that belong to its rows
+        run_outputs = [
+            documents[i] if images_before == 0 else images_between(documents[i], images_before, num, num=num)
+            for i, _, images_before, num in runs
+            if images_before == 0 or images_before < num
         ]
         for name, axis in self.layout.images.items():
-            parts = [outputs[name] for outputs in with_images if name in outputs]
-            if parts:
-                entries[name] = join_padded(parts, axis)
+            tensors = [outputs[name] for outputs in run_outputs if name in outputs]
+            if tensors:
+                entries[name] = join_padded(tensors, axis)
         if self.rope_index is not None:
             positions = [self.rope_index(documents[i])[:, first:] for i, first, *_ in runs]
-            rest = position_ids[0, sum(part.shape[1] for part in positions) :].expand(3, -1)  # padding
-            entries["position_ids"] = torch.cat([position_ids[None], torch.cat([*positions, rest], dim=1)[:, None]])
+            num_tokens = sum(position.shape[1] for position in positions)
+            padding = position_ids[0, num_tokens:].expand(3, -1)
+            rope_positions = torch.cat([*positions, padding], dim=1)
+            entries["position_ids"] = torch.cat([position_ids[None], rope_positions[:, None]])
         return entries
 
 

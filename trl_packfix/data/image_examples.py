@@ -1,4 +1,9 @@
-"""Documents with random images of any size, made by a processor, and how its outputs are joined in a pack."""
+"""Make documents with random images through the processor of a model, and learn how its outputs are joined.
+
+The trainer makes an `ImageExamples` for a dataset with images (`training/images.py`). Before the first step the proof
+of isolation runs its documents through the model, packed and unpacked (`isolation/image_probe.py`). The layout that it
+learns says how the outputs of the processor are joined in every batch (`image_collator.py`).
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,17 +21,23 @@ from .prefix_collator import PrefixCollator
 if TYPE_CHECKING:
     from PIL import Image  # text is trained without it, and nothing that is required installs it
 
-SMALL = (56, 56)  # width and height in pixels: two by two patches of Qwen-VL
+SMALL = (56, 56)  # width and height of an image in pixels: two by two patches of Qwen-VL
 
 
 class ImageExamples:
-    """Makes documents with random images of any size through a processor, in the form of its chat template.
+    """Makes documents with random images of any size, and batches of these documents.
 
-    The leak probe runs them, and one of them stands in for images where a pack has none.
+    Args:
+        process: makes the document of a row, with the processor of the model.
+        text_field: the column of plain text, for a processor without a chat template.
+        rope_index: computes M-RoPE positions, or None for models without them.
+
+    Raises:
+        ValueError: an output of the processor cannot be joined over documents.
     """
 
     def __init__(self, process: RowProcessor, text_field: str = "text", rope_index: RopeIndex | None = None):
-        # The user's collator may train completions or answers only, so it may refuse plain messages.
+        # The user's collator may train completions or answers only, and then refuse messages without them
         self.process = process.without_masks()
         self.processor = process.processor
         self.text_field = text_field
@@ -35,11 +46,13 @@ class ImageExamples:
         self.images = PackedImages(self.layout, rope_index)
 
     def image(self, width: int, height: int) -> "Image.Image":
+        """Return an image of random pixels."""
         from PIL import Image
 
         return Image.fromarray(self._random.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
     def document(self, images: "list[Image.Image]", text: str = "a") -> dict[str, Any]:
+        """Return a document of images followed by text, as a message of the user under the chat template."""
         if self.processor.chat_template is None:
             token = getattr(self.processor, "image_token", "<image>")
             return self.process({"images": images, self.text_field: token * len(images) + text})
@@ -47,61 +60,87 @@ class ImageExamples:
         return self.process({"images": images, "messages": [{"role": "user", "content": content}]})
 
     def placeholder(self) -> dict[str, Any]:
-        """A document with one small image and no trained token."""
+        """Return a document with one small image and no trained token. It is added to packs without images."""
         document = self.document([self.image(*SMALL)])
         return document | {"labels": np.full(len(document["input_ids"]), IGNORE_INDEX)}
 
     def joined(self, parts: "Sequence[Tensor | Image.Image]") -> dict[str, Any]:
-        """A document of tokens, (n,), and images in this order, without the text that a chat template adds."""
+        """Return a document of tokens and images in a given order, without the text that a chat template adds.
+
+        Args:
+            parts: token ids, of shape (n,), and images.
+        """
+        # Make a document of each part
         pieces: list[dict[str, Any]] = []
         for part in parts:
             if isinstance(part, Tensor):
                 pieces.append({"input_ids": part})
                 continue
             piece = self.document([part])
-            spans = self.process.image_spans(piece)
-            start = spans[0][0]
-            stop = spans[-1][1]
-            cut = {name: piece[name][:, start:stop] for name in self.layout.tokens & piece.keys()}
-            pieces.append(piece | cut | {"input_ids": piece["input_ids"][start:stop]})
+            # Cut off the tokens of the chat template, before and behind the image
+            image_spans = self.process.image_spans(piece)
+            first, _ = image_spans[0]
+            _, stop = image_spans[-1]
+            token_outputs = {name: piece[name][:, first:stop] for name in self.layout.tokens & piece.keys()}
+            pieces.append(piece | token_outputs | {"input_ids": piece["input_ids"][first:stop]})
+        # Join the pieces as the documents of a pack are joined, without boundaries
         tokens = np.concatenate([np.asarray(piece["input_ids"]) for piece in pieces])
-        kinds = dict.fromkeys(self.layout.tokens, torch.zeros(1, len(tokens), dtype=torch.int64))
+        token_outputs = dict.fromkeys(self.layout.tokens, torch.zeros(1, len(tokens), dtype=torch.int64))
         runs = [DocumentRun(i) for i in range(len(pieces))]
-        return {"input_ids": tokens} | kinds | PackedImages(self.layout)(pieces, runs, torch.from_numpy(tokens)[None])
+        image_outputs = PackedImages(self.layout)(pieces, runs, torch.from_numpy(tokens)[None])
+        return {"input_ids": tokens} | token_outputs | image_outputs
 
     def packed(
         self, documents: list[dict[str, Any]], shares: bool = False, *, pad_to_multiple_of: int = 1
     ) -> dict[str, Any]:
-        """The batch of documents in one pack, or of a part (`RankShare`) of it, as in training, without labels.
+        """Return the batch of a pack as in training, without labels.
 
-        With `shares` documents share every common beginning.
+        Args:
+            documents: the documents of the pack. A `RankShare` gives the batch of the part that the rank holds.
+            shares: whether documents share every common beginning.
+            pad_to_multiple_of: pad the pack to a multiple of this number of tokens.
         """
         rows = PrefixCollator(pad_to_multiple_of, min_shared=1, shares=shares, compare=self.process.compare)
         batch = PackCollator(rows, self.images)(documents)
         return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
 
     def alone(self, document: dict[str, Any]) -> dict[str, Any]:
-        """The batch of one document in unpacked training, without labels."""
+        """Return the batch of one document in unpacked training, without labels."""
         batch = {name: value for name, value in document.items() if name not in TEXT_KEYS}
         return batch | {"input_ids": torch.as_tensor(document["input_ids"])[None], "use_cache": False}
 
     def _learn_layout(self) -> ImageLayout:
-        image, other = self.image(*SMALL), self.image(*SMALL)
-        one = self.document([image])
-        longer = self.document([image], "a b c d e")
-        two = self.document([image, other])
+        """Find out what each output of the processor grows with: process three documents, and compare the shapes.
+
+        Raises:
+            ValueError: an output grows along several axes, or along an axis of neither tokens nor images.
+        """
+        image = self.image(*SMALL)
+        second_image = self.image(*SMALL)
+        one_image = self.document([image])
+        more_text = self.document([image], "a b c d e")
+        two_images = self.document([image, second_image])
         tokens = set()
         images = {}
-        for name in sorted(one.keys() - TEXT_KEYS):
-            shapes: list[Any] = [getattr(document[name], "shape", None) for document in (one, longer, two)]
-            with_text, with_images = (_changed_axes(shapes[0], shape) for shape in shapes[1:])
-            # Other axes may shrink: llava_onevision cuts an image into patches only if it is alone in its document. An
-            # output that does not change at all has a row per document, such as its number of images.
-            grown = [i for i in with_images or () if shapes[2][i] > shapes[0][i]]
-            if with_text == [1] and with_images in ([], [1]) and len(one[name].shape) == 2:
+        for name in sorted(one_image.keys() - TEXT_KEYS):
+            shapes: list[Any] = [
+                getattr(document[name], "shape", None) for document in (one_image, more_text, two_images)
+            ]
+            changed_by_text = _changed_axes(shapes[0], shapes[1])
+            changed_by_image = _changed_axes(shapes[0], shapes[2])
+            # Axes that do not grow may shrink: llava_onevision cuts an image into patches only if its document has no
+            # second image
+            grown_by_image = [axis for axis in changed_by_image or () if shapes[2][axis] > shapes[0][axis]]
+            is_per_token = changed_by_text == [1] and changed_by_image in ([], [1]) and len(one_image[name].shape) == 2
+            is_per_image = changed_by_text == [] and grown_by_image in ([0], [1])
+            # An output that never changes has one row for each document, such as its number of images
+            is_per_document = changed_by_text == [] and changed_by_image == [] and shapes[0][0] == 1
+            if is_per_token:
                 tokens.add(name)
-            elif with_text == [] and (grown in ([0], [1]) or (with_images == [] and shapes[0][0] == 1)):
-                images[name] = grown[0] if grown else 0
+            elif is_per_image:
+                images[name] = grown_by_image[0]
+            elif is_per_document:
+                images[name] = 0
             else:
                 sizes = [None if shape is None else tuple(shape) for shape in shapes]
                 raise ValueError(
@@ -113,7 +152,8 @@ class ImageExamples:
         return ImageLayout(frozenset(tokens), images)
 
 
-def _changed_axes(shape: tuple[int, ...] | None, other: tuple[int, ...] | None) -> list[int] | None:
-    if shape is None or other is None or len(shape) != len(other):
+def _changed_axes(shape: tuple[int, ...] | None, new_shape: tuple[int, ...] | None) -> list[int] | None:
+    """Return the axes along which two shapes differ; None if one is missing or has another number of axes."""
+    if shape is None or new_shape is None or len(shape) != len(new_shape):
         return None
-    return [i for i, pair in enumerate(zip(shape, other, strict=True)) if pair[0] != pair[1]]
+    return [i for i, (size, new_size) in enumerate(zip(shape, new_shape, strict=True)) if size != new_size]

@@ -120,6 +120,7 @@ class ImageRows(RowReader):
         first = first[spans_of_row]
         stop = stop[spans_of_row]
         if len(first) != self.image_counts[row]:
+            # The spans are not the images, so the row is not cut from its first span to its last
             first = first[:1]
             stop = stop[-1:]
         stop_before = np.append(0, stop)[:-1].tolist()  # where the image before ends
@@ -134,6 +135,7 @@ class ImageRows(RowReader):
                 range_start -= 1
             while range_stop < highest and is_special[range_stop]:
                 range_stop += 1
+            # If there are only special tokens between two images, each image gets a half of them
             if range_start == lowest > 0:
                 range_start = image_first - (image_first - lowest + 1) // 2
             if range_stop == highest < len(tokens):
@@ -156,7 +158,7 @@ class ImageRows(RowReader):
         row had one size.
         """
         row_of_span, first, behind = self._image_spans
-        # Number all tokens of the table, with room for the longest row, to search the first tokens of images
+        # Number the tokens of the table, `stride` numbers for each row, so that a binary search finds images
         stride = int(self.lengths.max(initial=0)) + 1
         first_places = row_of_span * stride + first
         first_inside = np.searchsorted(first_places, row * stride + start)

@@ -67,7 +67,9 @@ class DocumentDataset(torch.utils.data.Dataset[Any]):
         return len(self.documents)
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        # `tolist` for all indices at once: indexing numpy arrays one by one costs more than reading a short document.
+        """Return the documents of a micro-batch."""
+        # All indices are converted at once, because indexing numpy arrays one by one costs more than reading a short
+        # document
         columns = (self.documents.row, self.documents.start, self.documents.stop)
         rows, starts, stops = (column[indices].tolist() for column in columns)
         documents = (

@@ -1,9 +1,17 @@
-"""The cost model of a model config: cost per token from the model's parameters, cost per pair from the config.
+"""Make the cost model of a language model: how many FLOPs a document of a given length costs.
 
-A token costs two operations per parameter that is applied to it. The parameters are counted on the model itself, which
-torch's meta device builds at its real size within a second and without memory. So no architecture needs its own rule.
-The scans of recurrent layers have none; they are read from the modules.
-A patch costs the same in the vision tower, by the parameters of the tower.
+Planning balances the ranks by these costs (`planning/costs.py`). `make_cost_model` reads them from the config of the
+model, before its weights are loaded:
+
+    cost per token   two FLOPs for each parameter that is applied to a token. The parameters are counted on the model
+                     itself, which is built at its real size on torch's meta device, within a second and without memory.
+                     So no architecture needs a rule of its own.
+    cost per pair    attention computes products of pairs of tokens. Their number of FLOPs follows from the heads in the
+                     config.
+    scans            recurrent layers compute products of states, which are not products with parameters. Their sizes
+                     are read from the modules.
+    cost per value   with images, what the vision tower computes for each value of an image, by the parameters of the
+                     tower (`with_tower`).
 """
 
 import copy
@@ -25,20 +33,23 @@ from transformers.modeling_utils import set_zero3_state
 
 from ..planning.costs import LLAMA_7B, CostModel, ScanCosts, TowerCosts, tower_costs_of, with_pairs_of, with_scans
 
-DELTA_CHUNK = 64  # tokens of a chunk in flash-linear-attention's kernels
+DELTA_CHUNK = 64  # number of tokens of a chunk in the kernels of flash-linear-attention
 
 logger = logging.getLogger(__name__)
 
-# Config fields that most models share, then those of DBRX, Gemma 4 and Aria
+# Names of config fields: first the names that most models share, then the names of DBRX, Gemma 4 and Aria
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts", "moe_topk")
 
 
 def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = None) -> CostModel:
-    """The cost model of a causal language model with this config, on text alone.
+    """Return the cost model of a causal language model, for text.
 
-    `model_class` is built if transformers has no model for `config`, as with remote code. Without it such a config, and
-    any other object, gets the costs of a Llama with 7B parameters.
+    If no model can be built, the costs are the costs of a Llama model with 7B parameters.
+
+    Args:
+        config: the config of the model.
+        model_class: class to build if transformers has no model for the config, as with remote code.
     """
     text_class, config_part = model_class_of(config, model_class)
     text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
@@ -47,10 +58,10 @@ def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = Non
     try:
         model = build_on_meta(text_class, config_part)
         scans = (_scan_of_layer(module) for _, module in model.named_modules(remove_duplicate=False))
-        layers = Counter(scan for scan in scans if scan is not None)
-        mixers = tuple(scan._replace(layers=number) for scan, number in layers.items())
-        return with_scans(with_pairs_of(text, 2.0 * active_parameters(model)), mixers)
-    except Exception as error:  # any error of the model's own code; costs only affect the balance of ranks
+        num_layers = Counter(scan for scan in scans if scan is not None)
+        different_scans = tuple(scan._replace(layers=number) for scan, number in num_layers.items())
+        return with_scans(with_pairs_of(text, 2.0 * active_parameters(model)), different_scans)
+    except Exception as error:  # the code of the model may raise any error; costs only affect the balance of ranks
         logger.warning(
             f"{text_class.__name__} could not be built from its config alone ({type(error).__name__}: {error}), so "
             "the costs of a Llama with 7B parameters are used. Packs may be balanced worse between ranks."
@@ -59,65 +70,86 @@ def make_cost_model(config: Any, model_class: type[PreTrainedModel] | None = Non
 
 
 def model_class_of(config: Any, model_class: type[PreTrainedModel] | None = None) -> tuple[Any, Any]:
-    """The class of the language model in a config, or None, and the part of the config that builds it."""
+    """Find the class of the language model that a config describes.
+
+    Args:
+        config: the config of a model.
+        model_class: the class to return if transformers has none.
+
+    Returns:
+        The class, or None if there is none; and the config from which it is built, which is `config` or its text part.
+    """
     text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
-    known: tuple[tuple[Any, Any], ...] = (
+    mappings: tuple[tuple[Any, Any], ...] = (
         (text, MODEL_FOR_CAUSAL_LM_MAPPING),
         (text, MODEL_MAPPING),  # the text parts of image models, whose LM head is outside of them
         (config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
-        (config, {type(config): model_class}),
+        (config, {type(config): model_class}),  # always has the class, so that the search ends here
     )
     return next(
-        (mapping[type(config_part)], config_part) for config_part, mapping in known if type(config_part) in mapping
+        (mapping[type(config_part)], config_part) for config_part, mapping in mappings if type(config_part) in mapping
     )
 
 
 def with_tower(
     costs: CostModel, config: Any, model_class: type[PreTrainedModel] | None = None, *, is_trained: bool = True
 ) -> CostModel:
-    """The same cost model, with the costs of images in the vision tower; without them if they cannot be counted.
+    """Add the costs of images in the vision tower to a cost model.
 
-    A tower without a trained weight counts a third: it has no backward pass. The projector behind it is not counted,
-    unless it is a part of it.
+    The projector behind the tower is not counted, unless it is a module of the tower.
+
+    Args:
+        costs: the costs of the language model.
+        config: the config of the whole model.
+        model_class: class of the whole model, if transformers has none for the config.
+        is_trained: whether the tower has a trained weight. Otherwise it has no backward pass, and costs a third.
+
+    Returns:
+        The cost model with the costs of the tower; `costs` if the model has no tower or it cannot be counted.
     """
-    whole_class: Any = model_class or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
-    if whole_class is None or getattr(config, "vision_config", None) is None:
+    image_model_class: Any = model_class or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if image_model_class is None or getattr(config, "vision_config", None) is None:
         return costs
     try:
-        tower = vision_tower(build_on_meta(whole_class, config))
+        tower = vision_tower(build_on_meta(image_model_class, config))
         if tower is None:
             return costs
-        # Every parameter is applied to each patch, or to each square of patches behind a merger; embeddings to none.
-        square = (getattr(tower.config, "spatial_merge_size", None) or 1) ** 2
-        parameters = 0.0
+        # A parameter is applied to each patch. A merger joins squares of patches, and its parameters are applied to
+        # each square. Embeddings are looked up, so they cost nothing
+        patches_per_square = (getattr(tower.config, "spatial_merge_size", None) or 1) ** 2
+        parameters_per_patch = 0.0
         for name, module in tower.named_modules():
             if not isinstance(module, nn.Embedding):
                 size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-                parameters += size / square if "merger" in name else size
-        of_tower = tower_costs_of(tower.config, 2 * parameters)
+                parameters_per_patch += size / patches_per_square if "merger" in name else size
+        tower_costs = tower_costs_of(tower.config, 2 * parameters_per_patch)
         if not is_trained:
-            of_tower = TowerCosts(of_tower.per_value / 3, of_tower.per_pair / 3)
-        return replace(costs, tower=of_tower)
-    except Exception as error:  # any error of the model's own code, or a config with other names
+            tower_costs = TowerCosts(tower_costs.per_value / 3, tower_costs.per_pair / 3)
+        return replace(costs, tower=tower_costs)
+    except Exception as error:  # the code of the model may raise any error, or the config has other names
         logger.warning(
-            f"The costs of the vision tower of {whole_class.__name__} cannot be counted ({type(error).__name__}: "
+            f"The costs of the vision tower of {image_model_class.__name__} cannot be counted ({type(error).__name__}: "
             f"{error}). Ranks are balanced by the language model alone."
         )
         return costs
 
 
 def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The module whose config is `config.vision_config`; None without one."""
-    kind = type(getattr(model.config, "vision_config", None))
-    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel) and type(part.config) is kind)
-    return next(parts, None)
+    """Return the module of a model whose config is `config.vision_config`; None if there is none."""
+    config_class = type(getattr(model.config, "vision_config", None))
+    towers = (
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and type(module.config) is config_class
+    )
+    return next(towers, None)
 
 
 def build_on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A model on the meta device, at its real size, also on one rank alone.
+    """Build a model on the meta device, at its real size and without memory.
 
-    Under ZeRO-3 transformers divides the parts that a model builds from their configs between the ranks, and would wait
-    for them.
+    One rank can do this without the other ranks. Under ZeRO-3 transformers would otherwise divide the submodels that
+    have their own configs between the ranks, and wait for the other ranks.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # needs no other package, and the parameters are the same
@@ -126,18 +158,18 @@ def build_on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) 
 
 
 def active_parameters(model: PreTrainedModel) -> float:
-    """Parameters that are applied to one token of text.
+    """Count the parameters that are applied to one token of text.
 
-    - The parameters of a module that several layers share count once per layer.
-    - Embeddings do not count: they are looked up.
-    - Experts count by the share of them that a token is sent to.
+    - If several layers share a module, its parameters count once for each layer.
+    - Embeddings do not count, because they are looked up.
+    - Experts count by the share of the experts that a token is sent to.
     - A submodel with its own config (a tower for images or sound) does not count.
-    - For a model without an LM head, one is added.
+    - If the model has no LM head, the parameters of a head are added.
     """
     text = model.config.get_text_config()
     num_experts, share = experts_of(text)
     total = 0.0 if model.get_output_embeddings() is not None else float(text.hidden_size * text.vocab_size)
-    shares = {"": 1.0}  # module name -> share of its parameters that is applied to a token
+    shares = {"": 1.0}  # share of the parameters of each module that is applied to a token, by the name of the module
     for name, module in model.named_modules(remove_duplicate=False):
         parent, _, child = name.rpartition(".")
         shares[name] = shares[parent] * (share if child == "experts" else 1.0)
@@ -146,45 +178,79 @@ def active_parameters(model: PreTrainedModel) -> float:
         if isinstance(module, nn.Embedding):
             continue
         for parameter in module.parameters(recurse=False):
+            # Some modules hold all experts in one parameter, whose first axis numbers the experts
             are_experts = parameter.ndim == 3 and len(parameter) == num_experts and shares[name] == 1
             total += parameter.numel() * (share if are_experts else shares[name])
     return total
 
 
 def _scan_of_layer(module: nn.Module) -> ScanCosts | None:
-    """The scan of a recurrent layer, which has decays (`A_log`); None of a layer of another kind.
+    """Return the costs of the scan of a recurrent layer.
 
-    Counted is what kernels compute, in chunks. transformers' code in torch repeats the keys of Mamba-2 for each head.
+    A scan carries a state from token to token, which decays (`A_log`). The costs are the costs of fast kernels, which
+    compute it in chunks of tokens. The code of transformers in torch costs more, because it repeats the keys of Mamba-2
+    for each head.
+
+    Returns:
+        The costs, or None if the module is not a recurrent layer of a known kind.
     """
     decays = getattr(module, "A_log", None)
     if not isinstance(decays, nn.Parameter):
         return None
     names = "num_v_heads num_heads num_k_heads head_k_dim head_v_dim head_dim ssm_state_size n_groups chunk_size"
-    value_heads, heads, key_heads, key, value, size, state, groups, chunk = (
+    value_heads, heads, key_heads, key_dim, value_dim, head_dim, state_dim, groups, chunk = (
         getattr(module, name, None) for name in names.split()
     )
-    if state is not None and heads and groups and chunk and size:  # Mamba-2: states of `size` by `state` per head
-        per_pair = 2.0 * (groups * state + heads * size)
-        per_token = 4.0 * heads * size * state
-        return ScanCosts(1, heads, groups, per_token, chunk, per_pair, 2 * size + 1, 2 * state)
-    if state is not None and decays.ndim > 1:  # Mamba-1: each channel has `state` numbers
-        channels = decays.numel() // state
-        # beside the two operations of its decays, which are parameters. Its kernels begin with no state
-        return ScanCosts(1, channels, 1, 4.0 * channels * state, 1, 0.0, 3, 2 * state)
+    is_mamba2 = state_dim is not None and heads and groups and chunk and head_dim
+    if is_mamba2:  # each head has a state of `head_dim` by `state_dim` numbers
+        return ScanCosts(
+            layers=1,
+            heads=heads,
+            kv_heads=groups,
+            per_token=4.0 * heads * head_dim * state_dim,
+            chunk=chunk,
+            per_pair=2.0 * (groups * state_dim + heads * head_dim),
+            per_head=2 * head_dim + 1,
+            per_kv_head=2 * state_dim,
+        )
+    is_mamba1 = state_dim is not None and decays.ndim > 1
+    if is_mamba1:  # each channel has a state of `state_dim` numbers
+        channels = decays.numel() // state_dim
+        return ScanCosts(
+            layers=1,
+            heads=channels,
+            kv_heads=1,
+            # Without the two operations of the decays, which count as parameters. Kernels begin without a state
+            per_token=4.0 * channels * state_dim,
+            chunk=1,
+            per_pair=0.0,
+            per_head=3,
+            per_kv_head=2 * state_dim,
+        )
+    # Linear attention with a delta rule: Gated DeltaNet, or KDA
     heads = value_heads or heads
-    key = key or size
-    value = value or size
-    if not (heads and key and value):
+    key_dim = key_dim or head_dim
+    value_dim = value_dim or head_dim
+    if not (heads and key_dim and value_dim):
         return None
-    decay = 1 if value_heads else key  # KDA has one for each row of a key
-    per_pair = heads * (6.0 * key + 4.0 * value)
-    per_token = 6.0 * heads * key * value
-    per_head = 2 * value + 1 + 2 * decay  # decays are in fp32
-    return ScanCosts(1, heads, key_heads or heads, per_token, DELTA_CHUNK, per_pair, per_head, 2 * key)
+    num_decays = 1 if value_heads else key_dim  # KDA has a decay for each row of a key
+    return ScanCosts(
+        layers=1,
+        heads=heads,
+        kv_heads=key_heads or heads,
+        per_token=6.0 * heads * key_dim * value_dim,
+        chunk=DELTA_CHUNK,
+        per_pair=heads * (6.0 * key_dim + 4.0 * value_dim),
+        per_head=2 * value_dim + 1 + 2 * num_decays,  # a decay counts twice, because it is in fp32
+        per_kv_head=2 * key_dim,
+    )
 
 
 def experts_of(config: PreTrainedConfig) -> tuple[float, float]:
-    """Number of experts of a layer, and the share of them that a token is sent to; (0, 1) without experts."""
+    """Return the number of experts of a layer, and the share of them that a token is sent to.
+
+    A model without experts has (0, 1).
+    """
     num_experts = _read_setting(config, _EXPERTS)
     active = _read_setting(config, _EXPERTS_PER_TOKEN)
     if not num_experts or not active:
@@ -193,10 +259,14 @@ def experts_of(config: PreTrainedConfig) -> tuple[float, float]:
 
 
 def _read_setting(config: PreTrainedConfig, names: tuple[str, ...]) -> float:
-    """The first of these fields that is set, in the config or a config inside it; the mean if it differs by layer."""
-    for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
+    """Return the value of the first of some fields that is set in a config or in a config inside it; 0 if none is.
+
+    If the field has a value for each layer, the mean is returned.
+    """
+    inner_configs = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    for config_part in [config, *inner_configs]:
         for name in names:
-            value = getattr(part, name, None)
+            value = getattr(config_part, name, None)
             if value:
                 return sum(value) / len(value) if isinstance(value, list | tuple) else value
     return 0.0

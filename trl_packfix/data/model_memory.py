@@ -1,12 +1,23 @@
-"""Memory of one GPU at the peak of a training step, from a model's config and the tokens of a micro-batch.
+"""Predict the memory that a GPU needs at the peak of a training step, before any weight is loaded.
 
-    counted    parameters, and what autograd saves for one token in the forward of each layer: on the model at its real
-               size, made of fake tensors, which have shapes and no memory. No architecture needs a rule of its own.
-    modelled   what the engine divides, gathers and buffers; the loss; temporaries of the backward pass; the work space
-               of flash attention.
-    left out   the CUDA context, communicators (0.1 to 0.4 GB each, an estimate), fragmentation.
+`trl-packfix plan --memory` (`cli/memory.py`) calls this module with the config of a model. `count_model` counts the
+sizes of the model. `predict_peak` computes from them the memory for a micro-batch of a number of tokens, and
+`largest_tokens` finds the largest micro-batch that fits.
 
-`tests/data/test_model_memory.py` compares it with what `torch.distributed._tools.mem_tracker` counts.
+    counted    The parameters, and the bytes that autograd saves for one token in the forward pass of each layer. They
+               are counted on the model at its real size, made of fake tensors, which have shapes but no memory. So no
+               architecture needs a rule of its own.
+    modelled   What the engine divides between GPUs, gathers and buffers; the loss; the temporary tensors of the
+               backward pass; the work space of flash attention.
+    ignored    The CUDA context, the communicators (an estimated 0.1 to 0.4 GB each), and fragmentation.
+
+`tests/data/test_model_memory.py` compares the prediction with the count of `torch.distributed._tools.mem_tracker`.
+
+Words:
+    engine         how GPUs share the states of the model: DDP (each GPU has all), ZeRO-2 or ZeRO-3.
+    casts          copies of fp32 weights in bfloat16, which autocast makes.
+    checkpointing  a layer saves only its input for the backward pass, and computes its activations again there.
+    head           the last layer, which computes the logits of the vocabulary, and the loss.
 """
 
 import copy
@@ -30,27 +41,36 @@ from ..planning.costs import HeadCounts, with_pairs_of
 from .model_costs import build_on_meta, experts_of, model_class_of
 
 GIB = 2**30
-NUM_COUNTED_TOKENS = 509  # of the counted forward: a prime, so that it tells what grows with the tokens from weights
+# Number of tokens in the forward pass that is counted. It is a prime, so the size of a tensor is a multiple of it only
+# if the tensor grows with the number of tokens
+NUM_COUNTED_TOKENS = 509
 LORA = LoraConfig(r=16, target_modules="all-linear")  # as in examples/configs/lora.yaml
-LOSS_TILE = 4096, 32768  # TRL's fused loss: tokens and words of the logits that are in memory at once, in bfloat16
-NUM_REUSED_VALUES = 500_000_000  # numbers that ZeRO-3 keeps at the turn to backward: stage3_max_reuse_distance is 1e9
-SUB_GROUP = 1_000_000_000  # numbers that ZeRO-3 updates at once: sub_group_size
-TEMPORARY = 0.35  # of what a layer saves: gradients in its backward, fitted to counted memory
-ROWS_PER_DOCUMENT = 128  # in fp32, of the sum of the gradients of the queries in FlashAttention-2
-SAVED_ATTENTION = "packfix_saved"
+LOSS_TILE = (4096, 32768)  # tokens and words of the bfloat16 logits that TRL's fused loss has in memory at once
+# Number of gathered weights that ZeRO-3 does not release between forward and backward, because they are used again soon
+# (stage3_max_reuse_distance is 1e9)
+NUM_REUSED_VALUES = 500_000_000
+SUB_GROUP_SIZE = 1_000_000_000  # number of weights that ZeRO-3 updates at once
+# Size of the gradients in the backward pass of a layer, as a share of what the layer saves. It is fitted to counts
+TEMPORARY_SHARE = 0.35
+ROWS_PER_DOCUMENT = 128  # rows that FlashAttention-2 adds for each document to the fp32 sum of gradients of queries
+SAVED_ATTENTION = "packfix_saved"  # name of the attention that only saves tensors
 
 Engine = Literal["DDP", "ZeRO-2", "ZeRO-3"]
 
 
 @dataclass(frozen=True)
 class TrainingMethod:
-    """What is trained, and by what engine. Under DDP full training has fp32 weights and autocast, LoRA a bf16 base."""
+    """What is trained, and by which engine.
 
-    lora: bool
+    Under DDP, full training has fp32 weights and autocast, and LoRA has a base model in bfloat16.
+    """
+
+    lora: bool  # whether adapters are trained; otherwise all weights are
     engine: Engine
 
     @property
     def name(self) -> str:
+        """Name of the method in tables."""
         return f"{'LoRA' if self.lora else 'full'}, {self.engine}"
 
 
@@ -59,51 +79,68 @@ METHODS = tuple(TrainingMethod(lora, engine) for lora in (False, True) for engin
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """Bytes that autograd saves in a forward, per token."""
+    """What autograd saves in a forward pass. Sizes are in bytes per token, unless said otherwise."""
 
-    layers: tuple[float, ...]  # within each layer that checkpointing computes again
-    inputs: tuple[float, ...]  # of these layers
-    others: float  # outside of them
-    casts: float = 0.0  # copies of weights; bytes, not per token
-    is_cached: bool = False  # autocast keeps the copies until the forward ends, also with checkpointing
-    is_modelled: bool = False  # counted without autocast, with which experts cannot run on fake tensors
+    layers: tuple[float, ...]  # saved inside each layer that checkpointing computes again
+    inputs: tuple[float, ...]  # inputs of these layers
+    outside: float  # saved outside of these layers
+    casts: float = 0.0  # copies of weights, in bytes
+    is_cached: bool = False  # whether autocast caches the copies until the forward pass ends, also with checkpointing
+    # Whether the copies are modelled. They cannot be counted for experts, which run on fake tensors only without
+    # autocast
+    is_modelled: bool = False
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Numbers of a model, and what it saves for the backward pass."""
+    """Sizes of a model, and what it saves for the backward pass."""
 
-    parameters: int  # of the base model
-    trained: int  # all of them, or those of the adapters
-    largest: int  # of one layer
-    hidden: int
-    vocab: int
-    attention: tuple[HeadCounts, ...]  # of the layers that have it
+    parameters: int  # number of parameters of the base model
+    trained: int  # number of trained parameters: all of them, or the parameters of the adapters
+    largest: int  # number of parameters of the largest layer
+    hidden: int  # size of a hidden state
+    vocab: int  # size of the vocabulary
+    attention: tuple[HeadCounts, ...]  # attention heads, one entry for all layers with the same heads
     saved: SavedActivations
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes on one GPU. The loss, the backward of a layer and the optimizer's step follow each other."""
+    """Bytes on one GPU at the peak of a step, by what they hold.
 
-    weights: float  # all of them, or this rank's part
+    The loss, the backward pass of a layer and the step of the optimizer follow each other, so the peak is in one of
+    them.
+    """
+
+    weights: float  # all weights, or the part of this rank
     gathered: float  # weights that ZeRO-3 gathers, or copies in bfloat16 under autocast without checkpointing
-    gradients: float  # with the buckets in which they are exchanged
-    optimizer: float  # the states of AdamW, with fp32 weights under DeepSpeed
-    activations: float  # saved for backward
-    head: float  # and loss; under autocast with checkpointing also the copies of weights, freed after the forward
-    layer: float  # temporaries of the backward of one layer; with checkpointing also what is computed again
-    attention: float  # work space of the backward of flash attention in one layer
-    step: float  # copies of gradients in the optimizer's step
+    gradients: float  # gradients, and the buckets in which they are exchanged
+    optimizer: float  # states of AdamW; under DeepSpeed also the fp32 weights
+    activations: float  # saved for the backward pass
+    head: float  # logits and loss; with checkpointing also the casts, which autocast frees after the forward pass
+    layer: float  # temporary tensors in the backward pass of one layer; with checkpointing also its activations
+    attention: float  # work space of flash attention in the backward pass of one layer
+    step: float  # copies of gradients in the step of the optimizer
 
     @property
     def total(self) -> float:
-        states = self.weights + self.gathered + self.gradients + self.optimizer
-        return states + max(self.activations + max(self.head, self.layer + self.attention), self.step)
+        """Bytes at the peak."""
+        model_states = self.weights + self.gathered + self.gradients + self.optimizer
+        backward = self.activations + max(self.head, self.layer + self.attention)
+        return model_states + max(backward, self.step)
 
 
 def count_model(config: PreTrainedConfig, method: TrainingMethod, lora: LoraConfig = LORA) -> ModelSizes:
-    """The sizes of a causal language model with this config, trained by this method, with these adapters if by LoRA."""
+    """Count the sizes of a causal language model.
+
+    Args:
+        config: the config of the model.
+        method: what is trained, and by which engine.
+        lora: the adapters, if the method trains adapters.
+
+    Raises:
+        ValueError: transformers has no language model for the config, or its forward cannot run on fake tensors.
+    """
     text_class, config_part = model_class_of(config)
     if text_class is None:
         raise ValueError(
@@ -111,7 +148,9 @@ def count_model(config: PreTrainedConfig, method: TrainingMethod, lora: LoraConf
             "config, so nothing can be counted. Give another `--model`, or leave out `--memory`."
         )
     text = config_part.get_text_config()
-    # Products of grouped experts run on fake tensors in bfloat16 only
+
+    # First build the model on the meta device, with the dtype and the attention that it has in training. Grouped
+    # products of experts run on fake tensors only in bfloat16
     has_experts = experts_of(text)[0] > 0
     autocast = method.engine == "DDP" and not has_experts
     AttentionInterface.register(SAVED_ATTENTION, _saved_attention)
@@ -120,19 +159,26 @@ def count_model(config: PreTrainedConfig, method: TrainingMethod, lora: LoraConf
     model.to(dtype)
     model.set_attn_implementation(SAVED_ATTENTION)
     group_experts(model)
-    parameters = trained = sum(p.numel() for p in model.parameters())
-    # The text part of an image model may have no head; it is outside
+
+    # Then count its parameters
+    parameters = sum(p.numel() for p in model.parameters())
+    # The head of an image model may be outside of its text part, which is counted here
     if model.get_output_embeddings() is None and not text.tie_word_embeddings:
-        parameters = trained = parameters + text.hidden_size * text.vocab_size
-    largest = max((sum(p.numel() for p in layer.parameters()) for layer in _checkpointed_layers(model)), default=0)
+        parameters += text.hidden_size * text.vocab_size
+    trained = parameters
+    layer_sizes = [sum(p.numel() for p in layer.parameters()) for layer in _checkpointed_layers(model)]
+    largest = max(layer_sizes, default=0)
     if method.lora:
-        if config_part is not config and isinstance(lora.target_modules, str):  # a pattern for names of the whole
+        if config_part is not config and isinstance(lora.target_modules, str):
+            # A pattern for names of modules is made for the image model, not for its text part
             lora = replace(lora, target_modules=LORA.target_modules)
         add_adapters(model, lora, autocast=autocast)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    drop_as_cuda(model)
+
+    # Finally run a forward pass on fake tensors, and count what autograd saves
+    save_dropout_masks(model)
     try:
-        saved = saved_in_forward(model, autocast)
+        saved = count_saved_bytes(model, autocast)
     except Exception as error:  # any error of the model's own code, such as a choice by values
         raise ValueError(
             f"The memory of {text_class.__name__} was asked for. Its forward cannot run on fake tensors "
@@ -145,34 +191,50 @@ def count_model(config: PreTrainedConfig, method: TrainingMethod, lora: LoraConf
 
 
 def add_adapters(model: Any, lora: LoraConfig, *, autocast: bool) -> None:
-    """Add adapters whose inputs are not cast, as in training."""
+    """Add adapters to a model, as in training: their inputs are not cast."""
     get_peft_model(model, copy.copy(lora), autocast_adapter_dtype=autocast)
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
-            module.cast_input_dtype_enabled = False  # type: ignore[attr-defined]  # an attribute of each kind
+            module.cast_input_dtype_enabled = False  # type: ignore[attr-defined]  # an attribute of each subclass
     model.enable_input_require_grads()
 
 
-def drop_as_cuda(model: nn.Module) -> None:
-    """Dropout that saves its mask, a byte per number, as on CUDA; on a CPU it saves factors."""
+def save_dropout_masks(model: nn.Module) -> None:
+    """Let dropout save its mask, one byte for each number, as on CUDA. On a CPU it would save factors."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.forward = lambda x, rate=module.p: torch.native_dropout(x, rate, True)[0]  # type: ignore[method-assign, misc]
 
 
 def group_experts(model: nn.Module) -> None:
-    """Compute as grouped products what loops over the experts that were hit (Step-3.7), which fake tensors cannot."""
-    for module in model.modules():
-        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts") and not hasattr(module, "has_gate"):
-            from transformers.integrations.moe import grouped_mm_experts_forward  # a name of later releases
+    """Let modules of experts compute grouped products.
 
-            own = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False}
-            module.__dict__ |= own | {"is_transposed": False, "_is_expert_parallel": False}
+    Some modules (Step-3.7) loop over the experts that tokens are sent to. Fake tensors have no values, so these experts
+    are not known.
+    """
+    for module in model.modules():
+        loops_over_experts = (
+            hasattr(module, "gate_up_proj") and hasattr(module, "num_experts") and not hasattr(module, "has_gate")
+        )
+        if loops_over_experts:
+            # Imported here, because only later releases of transformers have this name
+            from transformers.integrations.moe import grouped_mm_experts_forward
+
+            module.__dict__ |= {
+                "has_gate": True,
+                "has_bias": False,
+                "has_post_expert_norm": False,
+                "is_transposed": False,
+                "_is_expert_parallel": False,
+            }
             module.forward = partial(grouped_mm_experts_forward, module)
 
 
 class _SavedByFlashAttention(torch.autograd.Function):
-    """What flash attention saves: its inputs, its output, a number in fp32 per row and head. Nothing is computed."""
+    """Saves what flash attention saves, and computes nothing.
+
+    Flash attention saves its inputs, its output, and for each row and head the log-sum-exp of the logits in fp32.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -188,7 +250,16 @@ class _SavedByFlashAttention(torch.autograd.Function):
 def _saved_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object
 ) -> tuple[Tensor, None]:
-    """An attention of transformers: (1, H, T, D) -> (1, T, H, D)."""
+    """Save tensors as flash attention does, in the form of an attention function of transformers.
+
+    Args:
+        module: the attention module. It is not needed.
+        query, key, value: shape (1, heads, T, head dimension).
+        mask: the mask. It is not needed.
+
+    Returns:
+        An output without values, shape (1, T, heads, head dimension), and no attention weights.
+    """
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
@@ -197,54 +268,71 @@ def _saved_attention(
 
 
 def _checkpointed_layers(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that checkpointing computes again."""
+    """Return the modules that checkpointing computes again. A module inside another one is not among them."""
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{outer}.") for outer in layers):
+        is_inside_layer = any(name.startswith(f"{layer_name}.") for layer_name in layers)
+        if isinstance(module, GradientCheckpointingLayer) and not is_inside_layer:
             layers[name] = module
     return list(layers.values())
 
 
-def saved_in_forward(model: PreTrainedModel, autocast: bool) -> SavedActivations:
-    """What autograd saves in a forward without the LM head. The model, on the meta device, gets fake tensors."""
-    fake = FakeTensorMode()
-    with fake:
+def count_saved_bytes(model: PreTrainedModel, autocast: bool) -> SavedActivations:
+    """Run a forward pass without the LM head, and count the bytes that autograd saves for the backward pass.
+
+    Args:
+        model: a model on the meta device. Its weights become fake tensors.
+        autocast: whether the forward pass runs under autocast.
+    """
+    fake_mode = FakeTensorMode()
+    with fake_mode:
         make_fake(model)
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    seen: dict[int, Any] = {}  # storage -> itself, so that no other gets its address
+    # Storages that were counted, by address. They are kept alive, so that no new storage gets the same address
+    counted: dict[int, Any] = {}
     totals = {"tokens": 0, "casts": 0}
-    layers: list[int] = []
-    inputs: list[int] = []
+    layer_bytes: list[int] = []
+    input_bytes: list[int] = []
 
-    def note(tensor: Tensor) -> Tensor:
+    def count_tensor(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in seen and storage._cdata not in weights:
-            seen[storage._cdata] = storage
-            totals["casts" if storage.nbytes() % NUM_COUNTED_TOKENS else "tokens"] += storage.nbytes()
+        if storage._cdata not in counted and storage._cdata not in weights:
+            counted[storage._cdata] = storage
+            kind = "casts" if storage.nbytes() % NUM_COUNTED_TOKENS else "tokens"
+            totals[kind] += storage.nbytes()
         return tensor
 
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = args[0] if args else kwargs["hidden_states"]
-        inputs.append(states.numel() * states.element_size())
-        layers.append(-totals["tokens"])
+        input_bytes.append(states.numel() * states.element_size())
+        layer_bytes.append(-totals["tokens"])
 
-    def end(module: nn.Module, args: tuple[Any, ...], out: object) -> None:
-        layers[-1] += totals["tokens"]
+    def end_layer(module: nn.Module, args: tuple[Any, ...], out: object) -> None:
+        layer_bytes[-1] += totals["tokens"]
 
     for layer in _checkpointed_layers(model):
-        layer.register_forward_pre_hook(begin, with_kwargs=True)
-        layer.register_forward_hook(end)
-    context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
-    errors_of_torch = logging.getLogger("torch._subclasses.fake_tensor")  # it logs an error that it also raises
-    with not_logged(errors_of_torch), fake, context, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        layer.register_forward_pre_hook(begin_layer, with_kwargs=True)
+        layer.register_forward_hook(end_layer)
+    errors_of_torch = logging.getLogger("torch._subclasses.fake_tensor")  # torch logs an error that it also raises
+    autocast_mode = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    saved_tensors = torch.autograd.graph.saved_tensors_hooks(count_tensor, lambda x: x)
+    with not_logged(errors_of_torch), fake_mode, autocast_mode, saved_tensors:
         model.base_model(input_ids=torch.zeros(1, NUM_COUNTED_TOKENS, dtype=torch.long), use_cache=False)
-    others = totals["tokens"] - sum(layers)
-    per_layer, per_input = (tuple(size / NUM_COUNTED_TOKENS for size in sizes) for sizes in (layers, inputs))
-    return SavedActivations(per_layer, per_input, others / NUM_COUNTED_TOKENS, totals["casts"], is_cached=autocast)
+    outside_bytes = totals["tokens"] - sum(layer_bytes)
+    return SavedActivations(
+        layers=tuple(size / NUM_COUNTED_TOKENS for size in layer_bytes),
+        inputs=tuple(size / NUM_COUNTED_TOKENS for size in input_bytes),
+        outside=outside_bytes / NUM_COUNTED_TOKENS,
+        casts=totals["casts"],
+        is_cached=autocast,
+    )
 
 
 def make_fake(model: nn.Module) -> None:
-    """Tensors of the CPU without memory: autocast does not know the meta device."""
+    """Replace the weights and buffers of a model by CPU tensors, which have no memory under `FakeTensorMode`.
+
+    Tensors on the meta device have no memory, either, but autocast does not know this device.
+    """
     copies: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
@@ -267,60 +355,97 @@ def predict_peak(
     copied_keys: float = 0.0,
     offload: bool = False,
 ) -> PeakMemory:
-    """The peak of a step on one GPU, of `gpus` among which the engine divides, with micro-batches of `tokens`.
+    """Predict the memory at the peak of a training step on one GPU.
 
-    The loss is TRL's in tiles (`fused_loss`), or has all logits. `copied_keys` are bytes of keys of shared prefixes,
-    with their gradients. With `offload` the inputs of layers that checkpointing saves lie on the host, except one.
+    Args:
+        sizes: the sizes of the model, counted for this method.
+        method: what is trained, and by which engine.
+        tokens: number of tokens of a micro-batch.
+        gpus: number of GPUs among which the engine divides the states of the model.
+        checkpointing: whether layers compute their activations again in the backward pass.
+        fused_loss: whether TRL's loss in tiles is used, which never has all logits in memory.
+        documents: number of documents of a micro-batch.
+        copied_keys: bytes of the keys that attention copies for shared prefixes, with their gradients.
+        offload: whether checkpointing saves the inputs of layers on the host. The GPU then has the input of one layer.
     """
     saved = sizes.saved
-    inputs = max(saved.inputs, default=0.0) if offload else sum(saved.inputs)
+    input_bytes = max(saved.inputs, default=0.0) if offload else sum(saved.inputs)
+    saved_by_layers = input_bytes if checkpointing else sum(saved.layers)
+    # With checkpointing, the casts of a layer are in memory while it is computed. Otherwise all casts stay in memory
     casts = saved.casts if checkpointing else 0.0
-    longest = max(saved.layers, default=0.0) * tokens
-    layer = (checkpointing + TEMPORARY) * longest + casts / max(len(saved.layers), 1)
-    # The sum of the gradients of the queries in fp32, and those of keys and values by query head where these share
+    largest_layer = max(saved.layers, default=0.0) * tokens
+    layer = (checkpointing + TEMPORARY_SHARE) * largest_layer + casts / max(len(saved.layers), 1)
+    # Flash attention sums the gradients of queries in fp32. If several query heads share a head of keys and values, it
+    # computes the gradients of keys and values for each query head
     rows = tokens + ROWS_PER_DOCUMENT * documents
-    attention = (
-        4.0 * rows * kind.heads * kind.key_dim
-        + (2.0 * tokens * kind.heads * (kind.key_dim + kind.value_dim) if kind.kv_heads < kind.heads else 0)
-        for kind in sizes.attention
-    )
+    attention_bytes = []
+    for heads in sizes.attention:
+        query_gradients = 4.0 * rows * heads.heads * heads.key_dim
+        key_value_gradients = 2.0 * tokens * heads.heads * (heads.key_dim + heads.value_dim)
+        shares_heads = heads.kv_heads < heads.heads
+        attention_bytes.append(query_gradients + key_value_gradients if shares_heads else query_gradients)
     return PeakMemory(
         **_model_state_bytes(sizes, method, gpus, casts=0.0 if checkpointing else saved.casts),
-        activations=(saved.others + (inputs if checkpointing else sum(saved.layers))) * tokens,
+        activations=(saved.outside + saved_by_layers) * tokens,
         head=_head_bytes(sizes, method, tokens, fused=fused_loss) + (casts if saved.is_cached else 0),
         layer=layer,
-        attention=max(attention, default=0.0) + copied_keys,
+        attention=max(attention_bytes, default=0.0) + copied_keys,
     )
 
 
 def _model_state_bytes(sizes: ModelSizes, method: TrainingMethod, gpus: int, *, casts: float) -> dict[str, float]:
-    every = sizes.parameters
+    """Return the bytes of the states of the model on one GPU, by the fields of `PeakMemory`.
+
+    A number has 4 bytes in fp32 and 2 in bfloat16. AdamW has two fp32 states for each trained parameter, and DeepSpeed
+    has an fp32 copy of its weight.
+
+    Args:
+        casts: bytes of the casts that are in memory during the whole step.
+    """
+    parameters = sizes.parameters
     trained = sizes.trained
-    head = sizes.hidden * sizes.vocab
     adapters = trained if method.lora else 0
     if method.engine == "DDP":
-        weights = 2 * every + 4 * adapters if method.lora else 4 * every
-        gradients = 4 * trained * (2 if gpus > 1 else 1)  # with the buckets
+        weights = 2 * parameters + 4 * adapters if method.lora else 4 * parameters
+        gradients = 4 * trained * (2 if gpus > 1 else 1)  # several GPUs exchange them in buckets of the same size
         return {"weights": weights, "gathered": casts, "gradients": gradients, "optimizer": 8 * trained, "step": 0}
-    buckets = 2 * min(2 * sizes.hidden**2, trained)  # two of `reduce_bucket_size`, in bfloat16
-    states = {"gradients": 4 * trained / gpus + buckets, "optimizer": 12 * trained / gpus}  # summed in fp32
+    # DeepSpeed sums gradients in fp32, and has two buckets of `reduce_bucket_size` in bfloat16
+    buckets = 2 * min(2 * sizes.hidden**2, trained)
+    divided_states = {"gradients": 4 * trained / gpus + buckets, "optimizer": 12 * trained / gpus}
+    weights = 2 * (parameters + adapters)
     if method.engine == "ZeRO-2":
-        return states | {"weights": 2 * (every + adapters), "gathered": 0, "step": 0}
-    gathered = head + min(every - head, max(NUM_REUSED_VALUES, 2 * sizes.largest)) if gpus > 1 else 0
-    step = 4 * min(trained / gpus, SUB_GROUP)
-    return states | {"weights": 2 * (every + adapters) / gpus, "gathered": 2 * gathered, "step": step}
+        return divided_states | {"weights": weights, "gathered": 0, "step": 0}
+    head = sizes.hidden * sizes.vocab
+    num_gathered = head + min(parameters - head, max(NUM_REUSED_VALUES, 2 * sizes.largest)) if gpus > 1 else 0
+    step = 4 * min(trained / gpus, SUB_GROUP_SIZE)
+    return divided_states | {"weights": weights / gpus, "gathered": 2 * num_gathered, "step": step}
 
 
 def _head_bytes(sizes: ModelSizes, method: TrainingMethod, tokens: int, *, fused: bool) -> float:
-    """The gradient of the weight is summed in fp32, then in its own dtype, too."""
-    own = 4 if method.engine == "DDP" else 6
-    of_weight = 0 if method.lora else own * sizes.hidden * sizes.vocab
-    if fused:  # states of all tokens as they are, in fp32 and in their own dtype
-        return of_weight + 2 * min(tokens, LOSS_TILE[0]) * LOSS_TILE[1] + 8 * tokens * sizes.hidden
-    # log-probabilities and two gradients in fp32; then the gradient of the logits in half precision, and of the weight
-    return max(12 * tokens * sizes.vocab, 2 * tokens * sizes.vocab + of_weight)
+    """Return the bytes that the head and the loss need at their peak, in the backward pass of the loss."""
+    # The gradient of the weight is summed in fp32. Under DeepSpeed it is also there in bfloat16
+    bytes_per_weight = 4 if method.engine == "DDP" else 6
+    weight_gradient = 0 if method.lora else bytes_per_weight * sizes.hidden * sizes.vocab
+    if fused:
+        # One tile of logits, and for all tokens the gradients of the hidden states, in fp32 and in their own dtype
+        tile = 2 * min(tokens, LOSS_TILE[0]) * LOSS_TILE[1]
+        return weight_gradient + tile + 8 * tokens * sizes.hidden
+    # First the log-probabilities and two gradients in fp32. Then the gradient of the logits in half precision, and the
+    # gradient of the weight
+    loss_backward = 12 * tokens * sizes.vocab
+    head_backward = 2 * tokens * sizes.vocab + weight_gradient
+    return max(loss_backward, head_backward)
 
 
-def largest_tokens(predict: Callable[..., PeakMemory], memory: float, most: int) -> int:
-    """The most tokens, at most `most`, whose peak needs at most `memory` bytes; 0 if none does."""
-    return bisect_right(range(1, most + 1), memory, key=lambda tokens: predict(tokens=tokens).total)
+def largest_tokens(predict: Callable[..., PeakMemory], memory: float, max_tokens: int) -> int:
+    """Return the largest number of tokens of a micro-batch that fits into the memory of a GPU.
+
+    Args:
+        predict: returns the memory for a number of `tokens`.
+        memory: bytes of the GPU.
+        max_tokens: the largest number of tokens to consider.
+
+    Returns:
+        A number of tokens, or 0 if no micro-batch fits.
+    """
+    return bisect_right(range(1, max_tokens + 1), memory, key=lambda tokens: predict(tokens=tokens).total)

@@ -97,6 +97,7 @@ class PrefixCollator(PackedDataCollator):
         places, shared = share_order([compared[i].tokens for i in may_share], self.min_shared)
         order = [may_share[place] for place in places]
         for place, i in enumerate(order):
+            # The image in which the documents begin to differ, if there is one
             cut_images = [first for first, stop in compared[i].images if first < shared[place] < stop]
             if cut_images:
                 num_before = cut_images[0]

@@ -19,7 +19,8 @@ Words:
     share    the part of the stream that belongs to a rank. Several ranks may have the same share.
     chunk    documents that a reader reads and sends together.
     degree   number of ranks that share a pack (sequence parallelism). These neighbouring ranks are a group.
-    trained  A state is taken after an optimizer step. Its documents were read, but are not in a pack that was trained.
+    state    what a run needs to resume after an optimizer step: the documents that were read and not trained yet, the
+             positions of the readers, and the counts.
 """
 
 import logging
@@ -211,6 +212,7 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         self.count = self.num_alike
 
     def __iter__(self) -> Iterator[StreamPack]:
+        """Yield the micro-batches of this rank, without end, from the state that was loaded or from the beginning."""
         self._restore(self._first_state)
         yield from repeat([], self._num_skipped)
         while True:

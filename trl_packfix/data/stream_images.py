@@ -105,8 +105,8 @@ class StreamImages:
             packing: the settings that decide how documents are cut.
 
         Returns:
-            The documents; their spans in the measured rows; and, if measured rows are turns, the row of the batch that
-            each of them was made of.
+            The documents; their spans in the measured rows; and the row of the batch that each measured row was made
+            of, if a measured row is a turn, else None.
 
         Raises:
             ValueError: a row cannot be processed, and `drops` is False; or `make_documents` refuses the rows.

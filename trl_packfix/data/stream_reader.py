@@ -50,8 +50,8 @@ DocumentTokens = dict[str, Any]
 scalar. If rows have sources, also the name of its source. With images, also its row with encoded images (`ENCODED`)."""
 
 Path = Sequence[tuple[int, int]]
-"""How a part is cut out of a stream: for each division, the number of parts, and the index of the part that is divided
-further. The empty path is the whole stream."""
+"""How a part is cut out of a stream. The stream is divided, then one part of it is divided again, and so on. For each
+division the path has the number of parts and the index of the part that is used. The empty path is the whole stream."""
 
 
 def part_of(dataset: IterableDataset, path: Path) -> IterableDataset:
@@ -100,7 +100,8 @@ def share_of_rank(dataset: IterableDataset, rank: int, world_size: int, *, degre
 class ReaderState:
     """The position of one reader in a pass over its part of the stream."""
 
-    # `IterableDataset.state_dict()` after the last chunk. None at the beginning, or if that state is not exact
+    # `IterableDataset.state_dict()` after the last chunk. None at the beginning, or if the dataset cannot continue
+    # exactly behind this chunk
     position: dict[str, Any] | None = None
     examples: int = 0  # number of rows that were read
     chunks: int = 0  # number of chunks that were yielded, also before a restart with the same readers
@@ -181,6 +182,7 @@ class StreamReader(torch.utils.data.IterableDataset[Any]):
     source_column: str | None = None
 
     def __iter__(self) -> Iterator[DocumentChunk]:
+        """Yield the chunks of the parts of this worker, one part after the other."""
         worker = get_worker_info()
         worker_id = worker.id if worker else 0
         num_workers = worker.num_workers if worker else 1

@@ -1,4 +1,7 @@
-"""Workarounds for CPython races between gloo's threads and fork (Python 3.11) or interpreter exit (up to 3.13).
+"""Work around two races in CPython: between threads of gloo and a fork, or the exit of the interpreter.
+
+Gloo is the backend that ranks on CPUs use for collectives. Streams and data loaders call
+`wait_for_threads_before_forks` before they start workers, and the trainer calls `wait_for_threads_at_exit`.
 
 This module imports only the standard library, so that a test can fork often.
 """
@@ -13,7 +16,9 @@ from functools import cache
 
 @cache
 def wait_for_threads_before_forks() -> None:
-    """From now on, wait before each fork until threads that are entering Python have done so (Python 3.11 only).
+    """Wait before each later fork of this process until threads that are entering Python have done so.
+
+    This is needed for Python 3.11 only, and does nothing on later versions.
 
     A gloo thread enters Python to release a tensor after a collective. For this it takes a lock of the interpreter. A
     data loader worker that is forked at that moment waits for this lock forever, before its first line runs, and the
@@ -25,11 +30,12 @@ def wait_for_threads_before_forks() -> None:
 
 
 def _wait_for_threads() -> None:
-    time.sleep(0.01)  # releases the GIL, so that a thread that waits for it enters Python
+    """Wait until threads that are entering Python have done so."""
+    time.sleep(0.01)  # releases the GIL, so that a waiting thread enters Python
     was_enabled = gc.isenabled()
-    gc.disable()  # a collection under the lock could wait for a thread that waits for the lock
+    gc.disable()  # a garbage collection under the lock could wait for a thread that waits for the lock
     try:
-        sys._current_frames()  # takes the lock and releases it, so waits until its holder has released it
+        sys._current_frames()  # takes the lock and releases it, which waits until another holder has released it
     finally:
         if was_enabled:
             gc.enable()
@@ -37,7 +43,9 @@ def _wait_for_threads() -> None:
 
 @cache
 def wait_for_threads_at_exit() -> None:
-    """At exit, wait until threads that are about to enter Python have done so (up to Python 3.13).
+    """Wait at the exit of this process until threads that are about to enter Python have done so.
+
+    This is needed up to Python 3.13, and does nothing on later versions.
 
     A gloo thread that releases a tensor while the interpreter shuts down is terminated inside C++ code, which does not
     allow it. The process aborts with "terminate called without an active exception", so a run that has saved everything
