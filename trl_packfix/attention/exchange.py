@@ -1,14 +1,20 @@
-"""Sequence parallelism: attention and recurrent mixers over a pack of which each rank of a group holds a part.
+"""Sequence parallelism: the exchanges between the ranks that share a pack.
 
-Before attention, or a scan (`mixers.py`), the ranks of a group exchange tokens for heads (all-to-all): each then holds
-all T tokens of some of the heads, and computes them with the boundaries of the whole pack. After it they exchange heads
-for tokens. A short convolution gets the last tokens of the part before. Everything else in a model works on one token
-at a time and sees its own part only. This is DeepSpeed-Ulysses (arXiv 2309.14509).
+Several neighbouring ranks may share a pack. They are a *group*, their number s is the *degree*, and each rank holds a
+*part* of the pack, T / s of its tokens. Most modules of a model work on one token at a time and need only the part.
+Modules that mix tokens need more, and call this module:
 
-Heads need not divide by the degree s: the member with index j computes the query heads H * j // s to H * (j + 1) // s.
-It gets the key and value heads that these queries read, so that there may be fewer of them than ranks.
+    attention (`varlen.py`) and scans (`mixers.py`)  exchange tokens for heads (all-to-all) before they compute: each
+                                                     rank then holds all T tokens of some heads, and uses the boundaries
+                                                     of the whole pack. Afterwards they exchange heads for tokens
+    short convolutions (`mixers.py`)                 get the last tokens of the previous rank
+    vision towers (`image_parts.py`)                 exchange what they computed for different images
 
-T tokens of the pack, s degree, H query heads, G key/value heads, D head dimension.
+This is DeepSpeed-Ulysses (arXiv 2309.14509). The number of heads need not divide by the degree: rank j of a group
+computes the query heads H * j // s to H * (j + 1) // s. It gets the key and value heads that these queries read, so
+that there may be fewer key heads than ranks.
+
+Shapes: T tokens of the pack, s degree, H query heads, G key/value heads, D head dimension.
 """
 
 from collections.abc import Iterable
@@ -21,14 +27,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# By degree: the group of all ranks when the group was made, and the group of this rank
+# By degree: the process group of all ranks at the time when the group was made, and the group of this rank
 _groups: dict[int, tuple[Any, Any]] = {}
 
 
 def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> None:
-    """Make the process groups of these degrees: aligned neighbours, such as ranks 0-3 and 4-7 for degree 4.
+    """Make the process groups of these degrees, unless they exist. Ranks 0-3 and ranks 4-7 are groups of degree 4.
 
-    All ranks must call it with the same degrees, before the first exchange. Groups that exist are kept.
+    All ranks must call this function with equal degrees, before the first exchange.
+
+    Raises:
+        ValueError: the number of ranks does not divide by a degree.
     """
     for degree in sorted(set(degrees)):
         if degree == 1 or _find_group(degree) is not None:
@@ -39,20 +48,25 @@ def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> Non
                 f"Groups of {degree} ranks were requested and there are {world_size} rank(s). Every rank needs a group "
                 "of this degree. Set a degree that divides the number of ranks, or launch more ranks."
             )
-        first = dist.get_rank() // degree * degree
-        ranks = list(range(first, first + degree))
+        first_rank = dist.get_rank() // degree * degree
+        ranks = list(range(first_rank, first_rank + degree))
         try:
-            # Each rank makes its own group only: with 512 ranks there are 511 groups of all degrees
+            # Each rank makes its own group only. 512 ranks, for instance, have 511 groups of all degrees together.
             group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-        except NotImplementedError:  # TORCH_DISTRIBUTED_USE_TORCHCOMMS=1: all ranks make all groups of the degree
-            starts = range(0, world_size, degree)
-            groups = [dist.new_group([*range(start, start + degree)], timeout=timeout) for start in starts]
-            group = groups[first // degree]
+        except NotImplementedError:
+            # With TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 all ranks have to make all groups of the degree.
+            first_ranks = range(0, world_size, degree)
+            groups = [dist.new_group([*range(rank, rank + degree)], timeout=timeout) for rank in first_ranks]
+            group = groups[first_rank // degree]
         _groups[degree] = (dist.group.WORLD, group)
 
 
 def group_of(degree: int) -> dist.ProcessGroup:
-    """The process group of this rank."""
+    """Return the process group of this degree to which this rank belongs.
+
+    Raises:
+        RuntimeError: `make_groups` has not made it.
+    """
     group = _find_group(degree)
     if group is None:
         raise RuntimeError(
@@ -63,62 +77,86 @@ def group_of(degree: int) -> dist.ProcessGroup:
 
 
 def _find_group(degree: int) -> Any:
+    """Return the process group of `group_of`; None if it was not made, or made for an earlier set of ranks."""
     world, group = _groups.get(degree, (None, None))
     return group if world is not None and dist.is_initialized() and world is dist.group.WORLD else None
 
 
 class HeadExchange:
-    """The exchanges before and after one attention call, for tensors of H query heads and G key/value heads."""
+    """The exchanges before and after one attention call, for tensors of H query heads and G key/value heads.
+
+    Attributes:
+        heads: the query heads that this rank computes.
+    """
 
     def __init__(self, num_heads: int, num_key_heads: int, degree: int):
         self.group = group_of(degree)
-        self.degree, index = degree, dist.get_rank(self.group)
+        self.degree = degree
         self._ranges = head_ranges(num_heads, num_key_heads, degree)
         self._queries_per_key = num_heads // num_key_heads
-        self.heads, self._key_heads = self._ranges[index]
+        self.heads, self._key_heads = self._ranges[dist.get_rank(self.group)]
 
     def to_heads(self, queries: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
-        """Exchange tokens for heads: (1, H or G, T / s, ...) -> (1, own heads, T, ...), in this order.
+        """Exchange tokens for heads.
 
-        Keys and values (`keys`) come with the heads that the own queries read. If a group of queries that share a key
-        head is cut by the end of a range, they are repeated, one head per query head. All have the same dtype.
+        Args:
+            queries: tensors with one head per query head, (1, H, T / s, ...).
+            keys: tensors with one head per key head, such as keys and values, (1, G, T / s, ...). All tensors have one
+                dtype.
+
+        Returns:
+            The tensors of `queries`, then of `keys`, with all tokens, (1, heads of this rank, T, ...). Those of `keys`
+            have the heads that the query heads of this rank read. If these query heads share key heads unevenly, a key
+            head is repeated for each query head that reads it.
         """
-        ranges = list(zip(*self._ranges, strict=True))
-        heads = [0] * len(queries) + [1] * len(keys)  # which of the two ranges each tensor has
+        # 1. Split each tensor into the heads of each rank, and send them all in one exchange.
+        query_ranges, key_ranges = zip(*self._ranges, strict=True)
+        split_tensors = [_split_heads(x, query_ranges) for x in queries] + [_split_heads(x, key_ranges) for x in keys]
+        tensors_by_rank = list(zip(*split_tensors, strict=True))
+        send = [sum(x.numel() for x in tensors) for tensors in tensors_by_rank]
+        flat = torch.cat([x.reshape(-1) for tensors in tensors_by_rank for x in tensors])
+
+        # 2. Every rank sends equally many numbers for the heads of this rank.
         states = [*queries, *keys]
-        pieces = list(zip(*(_split_heads(x, ranges[i]) for x, i in zip(states, heads, strict=True)), strict=True))
-        send = [sum(x.numel() for x in piece) for piece in pieces]
-        num_heads = [_num_heads_in_range((self.heads, self._key_heads)[i]) for i in heads]
+        num_query_heads = _num_heads_in_range(self.heads)
+        num_key_heads = _num_heads_in_range(self._key_heads)
+        num_heads = [num_query_heads] * len(queries) + [num_key_heads] * len(keys)
         sizes = [count * x.shape[2:].numel() for count, x in zip(num_heads, states, strict=True)]
-        flat = torch.cat([x.reshape(-1) for piece in pieces for x in piece])
-        got = _AllToAll.apply(flat, send, [sum(sizes)] * self.degree, self.group).view(self.degree, -1)
+        received = _AllToAll.apply(flat, send, [sum(sizes)] * self.degree, self.group).view(self.degree, -1)
+
+        # 3. Join the tokens of all ranks.
         all_tokens = [
-            part.reshape(self.degree, count, *x.shape[2:]).transpose(0, 1).flatten(1, 2)[None]
-            for part, count, x in zip(got.split(sizes, dim=1), num_heads, states, strict=True)
+            numbers.reshape(self.degree, count, *x.shape[2:]).transpose(0, 1).flatten(1, 2)[None]
+            for numbers, count, x in zip(received.split(sizes, dim=1), num_heads, states, strict=True)
         ]
-        reads = [head // self._queries_per_key for head in range(self.heads.start, self.heads.stop)]
-        if len({reads.count(head) for head in reads}) > 1:
-            # Not by an index of `reads`: to copy it to a GPU the host would wait, in every layer
-            first = self.heads.start - self._key_heads.start * self._queries_per_key
-            one_each = slice(first, first + len(reads))
+
+        # 4. Kernels need equally many query heads per key head. Repeat key heads if there are not.
+        key_head_of_query = [head // self._queries_per_key for head in range(self.heads.start, self.heads.stop)]
+        if len({key_head_of_query.count(head) for head in key_head_of_query}) > 1:
+            # A slice and not an index of heads: to copy an index to a GPU the host would wait, in every layer.
+            first_head = self.heads.start - self._key_heads.start * self._queries_per_key
+            one_per_query = slice(first_head, first_head + len(key_head_of_query))
             all_tokens[len(queries) :] = [
-                x.repeat_interleave(self._queries_per_key, dim=1)[:, one_each] for x in all_tokens[len(queries) :]
+                x.repeat_interleave(self._queries_per_key, dim=1)[:, one_per_query] for x in all_tokens[len(queries) :]
             ]
         return all_tokens
 
     def to_tokens(self, out: Tensor) -> Tensor:
-        """Exchange heads for tokens: (1, own heads, T, D) -> (1, T / s, H, D)."""
-        heads = out.shape[1]
+        """Exchange heads for tokens: (1, heads of this rank, T, D) -> (1, T / s, H, D)."""
+        num_heads = out.shape[1]
         num_tokens = out.shape[2] // self.degree
         dim = out.shape[3]
-        receive = [_num_heads_in_range(queries) * num_tokens * dim for queries, _ in self._ranges]
+        receive = [_num_heads_in_range(heads) * num_tokens * dim for heads, _ in self._ranges]
         flat = out.transpose(1, 2).reshape(-1)
-        got = _AllToAll.apply(flat, [heads * num_tokens * dim] * self.degree, receive, self.group)
-        return torch.cat([part.view(1, num_tokens, -1, dim) for part in got.split(receive)], dim=2)
+        received = _AllToAll.apply(flat, [num_heads * num_tokens * dim] * self.degree, receive, self.group)
+        return torch.cat([numbers.view(1, num_tokens, -1, dim) for numbers in received.split(receive)], dim=2)
 
 
 def head_ranges(num_heads: int, num_key_heads: int, degree: int) -> list[tuple[slice, slice]]:
-    """For each member of a group, the query heads that it computes and the key heads that they read.
+    """Return for each rank of a group the query heads that it computes, and the key heads that they read.
+
+    Raises:
+        ValueError: there are fewer heads than ranks.
 
     >>> head_ranges(6, 3, 4)[1]
     (slice(1, 3, None), slice(0, 2, None))
@@ -128,27 +166,36 @@ def head_ranges(num_heads: int, num_key_heads: int, degree: int) -> list[tuple[s
             f"A layer with {num_heads} head(s) got a part of a pack on {degree} ranks. Each rank computes at least "
             f"one head. Set `tokens_per_rank` so that a document needs at most {num_heads} rank(s)."
         )
-    per_key = num_heads // num_key_heads
+    queries_per_key = num_heads // num_key_heads
     bounds = [num_heads * j // degree for j in range(degree + 1)]
-    return [(slice(start, stop), slice(start // per_key, -(-stop // per_key))) for start, stop in pairwise(bounds)]
+    return [
+        (slice(start, stop), slice(start // queries_per_key, -(-stop // queries_per_key)))
+        for start, stop in pairwise(bounds)
+    ]
 
 
 def _num_heads_in_range(heads: slice) -> int:
+    """Return the number of heads in a range."""
     return heads.stop - heads.start
 
 
 def _split_heads(states: Tensor, ranges: tuple[slice, ...]) -> Iterable[Tensor]:
-    """The heads of each range of (1, heads, T / s, D)."""
-    if all(one.stop == other.start for one, other in pairwise(ranges)):
-        # split, not slices: the backward of each slice would allocate a gradient of all heads
+    """Return the heads of each range from (1, heads, T / s, D), without the first axis."""
+    if all(heads.stop == next_heads.start for heads, next_heads in pairwise(ranges)):
+        # `split` and not slices: the backward of each slice would allocate a gradient of all heads.
         return states[0].split([_num_heads_in_range(heads) for heads in ranges])
-    return [states[0, heads] for heads in ranges]  # several members read the same key head
+    # Ranges overlap where several ranks read one key head.
+    return [states[0, heads] for heads in ranges]
 
 
 def exchange_halo(rows: Tensor, width: int, degree: int) -> Tensor:
-    """The last `width` rows of the part before this one: (1, T / s, C) -> (1, width, C).
+    """Return the last `width` rows of the previous rank in the group: (1, T / s, C) -> (1, width, C).
 
-    The first part gets those of the last one, and a whole pack zeros; neither reads them.
+    The first rank gets the rows of the last rank, and a rank without a group gets zeros. Neither reads them, because
+    a pack begins with a document.
+
+    Raises:
+        ValueError: the part has fewer rows than `width`.
     """
     if degree == 1:
         return rows.new_zeros(1, width, rows.shape[2])
@@ -166,7 +213,10 @@ def exchange_halo(rows: Tensor, width: int, degree: int) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """all-to-all of pieces of a flat tensor, `send` and `receive` numbers per member; backward is the way back."""
+    """An all-to-all exchange of pieces of a flat tensor. Backward sends the gradients back.
+
+    `send` and `receive` hold per rank of the group how many numbers this rank sends to it and receives from it.
+    """
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -185,4 +235,4 @@ class _AllToAll(torch.autograd.Function):
         return out, None, None, None
 
 
-exchange_pieces = _AllToAll.apply  # (flat, send, receive, group)
+exchange_pieces = _AllToAll.apply  # the exchange as a function of (flat, send, receive, group)

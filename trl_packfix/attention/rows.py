@@ -1,8 +1,13 @@
-"""Convert the documents of a pack to rows of right-padded batches, and back. Indices only, no model.
+"""Convert the documents of a pack to rows of right-padded batches, and back. No model is needed, only indices.
 
-In a causal module padding at the end cannot change earlier tokens, so each row gives the result of its document alone.
-Documents of similar length share a batch. A shorter row is padded with its own last token, never with tokens of another
-document.
+A pack is one row of documents, end to end. Modules that cannot be given its boundaries run on rows instead, one
+document per row: the repair of leaking modules (`isolation/`), scans (`mixers.py`), and attention where no flash kernel
+runs (`kernels.py`). In a causal module, padding at the end cannot change earlier tokens, so each row gives the result
+of its document alone.
+
+`DocumentRows` groups documents of similar length into batches. `PaddedBatch.split` converts a tensor of the pack to a
+tensor of a batch, and `DocumentRows.join` converts the results of all batches to a tensor of the pack. A shorter row is
+padded with its own last token, never with tokens of another document.
 """
 
 from dataclasses import dataclass
@@ -14,12 +19,13 @@ from torch import Tensor
 
 
 class TensorAxes(NamedTuple):
-    """Which axes of a tensor index tokens, and which one indexes rows, in a batch of one row.
+    """Which axes of a tensor index tokens, and which axis indexes the rows of a batch.
 
     Attributes:
-        tokens: the token axes; two for a mask (T, T).
+        tokens: the token axes: one, or two for a mask (T, T).
         batch: the axis that grows with the number of rows; None if there is none. It may have more than one entry per
-            row (alibi's batch x heads). It may be the token axis itself (tokens of all rows one after the other).
+            row, as the axis of batch x heads for alibi. It may be the token axis itself, if the tokens of all rows
+            follow each other on it.
     """
 
     tokens: tuple[int, ...]
@@ -27,9 +33,15 @@ class TensorAxes(NamedTuple):
 
 
 def group_by_length(lengths: list[int], budget: float, pads: bool = True) -> list[list[int]]:
-    """Indices of documents in groups by length, longest first, with at most `budget` padded tokens per group.
+    """Group documents of similar length, with at most `budget` padded tokens per group.
 
-    A document longer than the budget is a group by itself. With `pads=False` those of a group have one length.
+    Args:
+        lengths: tokens of each document.
+        budget: the most padded tokens of a group. A document with more tokens is a group by itself.
+        pads: whether documents of different lengths may share a group.
+
+    Returns:
+        For each group the indices of its documents, the longest first.
 
     >>> group_by_length([3, 9, 4, 2], budget=12)
     [[1], [2, 0, 3]]
@@ -46,11 +58,12 @@ def group_by_length(lengths: list[int], budget: float, pads: bool = True) -> lis
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Documents that share a right-padded batch of B rows of L tokens.
+    """A right-padded batch of documents: B rows of L tokens, the longest document first.
 
     Attributes:
         longest: L.
-        starts, lengths: start in the pack and length of each document, in tokens.
+        starts: the first token of each document in the pack.
+        lengths: the tokens of each document.
         source: for each position of the batch the index of its token in the pack, (B * L,).
     """
 
@@ -64,18 +77,12 @@ class PaddedBatch:
         return len(self.lengths)
 
     def split(self, packed: Tensor, axes: TensorAxes) -> Tensor:
-        """Convert a tensor of the packed row to one of the batch: (1, T, ...) -> (B, L, ...), in any order of axes."""
+        """Convert a tensor of the pack to a tensor of this batch: (1, T, ...) -> (B, L, ...), for any order of axes."""
         if len(axes.tokens) == 2:
-            longest = _block_of_batch(packed, axes, self.starts[0], length=self.longest)
-            if axes.batch is None:
-                return longest
-            # Outside its own block a row has the mask of the longest document, which hides padding from earlier tokens
-            rows = [longest.clone() for _ in self.starts]
-            for row, start, length in zip(rows, self.starts, self.lengths, strict=True):
-                _block_of_batch(row, axes, 0, length=length).copy_(_block_of_batch(packed, axes, start, length=length))
-            return torch.cat(rows, dim=axes.batch)
+            return self._split_mask(packed, axes)
         (axis,) = axes.tokens
-        if axes.batch is None:  # shared by all rows: the part of the longest document
+        if axes.batch is None:
+            # All rows share the tensor, so it gets the tokens of the longest document.
             return packed.narrow(axis, self.starts[0], self.longest)
         tokens = packed.index_select(axis, self.source)
         if axes.batch == axis:
@@ -83,52 +90,73 @@ class PaddedBatch:
         tokens = tokens.unflatten(axis, (self.num_rows, self.longest)).movedim(axis, axes.batch)
         return tokens.flatten(axes.batch, axes.batch + 1)
 
+    def _split_mask(self, packed: Tensor, axes: TensorAxes) -> Tensor:
+        """Convert a mask of the pack to a mask of this batch: (1, T, T) -> (B, L, L), for any order of axes."""
+        mask_of_longest = _document_block(packed, axes, self.starts[0], length=self.longest)
+        if axes.batch is None:
+            return mask_of_longest
+        # A row of a shorter document has the mask of the longest document behind its own tokens. It hides the padding
+        # from the tokens of the document.
+        rows = [mask_of_longest.clone() for _ in self.starts]
+        for row, start, length in zip(rows, self.starts, self.lengths, strict=True):
+            _document_block(row, axes, 0, length=length).copy_(_document_block(packed, axes, start, length=length))
+        return torch.cat(rows, dim=axes.batch)
 
-def _block_of_batch(mask: Tensor, axes: TensorAxes, start: int, *, length: int) -> Tensor:
+
+def _document_block(mask: Tensor, axes: TensorAxes, start: int, *, length: int) -> Tensor:
+    """Return the view of a mask in which both token axes have the tokens of one document."""
     for axis in axes.tokens:
         mask = mask.narrow(axis, start, length)
     return mask
 
 
 class DocumentRows:
-    """The documents of one pack, in groups that share a padded batch.
+    """The documents of one pack as rows of padded batches.
 
     Args:
-        budget: maximum of padded tokens per group. 0: one group per document; infinity: one group for all.
-        padding: tokens of padding behind the longest row of each group.
-        pads: False groups documents of one length only.
+        lengths: tokens of each document.
+        budget: the most padded tokens of a batch. 0: one document per batch; infinity: one batch for all documents.
+        padding: tokens of padding behind the longest row of each batch.
+        pads: whether documents of different lengths may share a batch.
+
+    Attributes:
+        groups: the batches.
     """
 
     def __init__(self, lengths: list[int], device: torch.device, budget: float, *, padding: int = 0, pads: bool = True):
         starts = [0, *accumulate(lengths)]
         self.num_tokens = starts[-1]
         self.groups: list[PaddedBatch] = []
-        place = torch.empty(self.num_tokens, dtype=torch.int64)  # of each token, in the batches laid end to end
-        shared = torch.empty(self.num_tokens, dtype=torch.int64)  # the same where all rows of a batch share one
-        end = shared_end = 0
+        # Where each token of the pack is in the batches, laid end to end
+        places = torch.empty(self.num_tokens, dtype=torch.int64)
+        # Where it is if each batch has only one row, which all its documents share
+        shared_places = torch.empty(self.num_tokens, dtype=torch.int64)
+        batch_start = 0
+        shared_start = 0
         for members in group_by_length(lengths, budget, pads):
             longest = lengths[members[0]] + padding
             steps = torch.arange(longest)
-            source = [starts[i] + steps.clamp(max=lengths[i] - 1) for i in members]
-            spans = [starts[i] for i in members], [lengths[i] for i in members]
-            self.groups.append(PaddedBatch(longest, *spans, torch.cat(source).to(device)))
+            source = torch.cat([starts[i] + steps.clamp(max=lengths[i] - 1) for i in members])
+            group = PaddedBatch(longest, [starts[i] for i in members], [lengths[i] for i in members], source.to(device))
+            self.groups.append(group)
             for row, i in enumerate(members):
-                place[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + end + row * longest
-                shared[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + shared_end
-            end += len(members) * longest
-            shared_end += longest
-        self._place, self._shared = place.to(device), shared.to(device)
+                places[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + batch_start + row * longest
+                shared_places[starts[i] : starts[i + 1]] = torch.arange(lengths[i]) + shared_start
+            batch_start += len(members) * longest
+            shared_start += longest
+        self._places = places.to(device)
+        self._shared_places = shared_places.to(device)
 
     def join(self, batches: list[Tensor], axes: TensorAxes) -> Tensor:
-        """Join the tensors of all batches to one of the packed row, without padding; the inverse of `split`."""
+        """Join tensors of all batches to one tensor of the pack, without padding; the inverse of `split`."""
         (axis,) = axes.tokens
-        if axes.batch is None:  # the same for all rows of a group
-            return torch.cat(batches, dim=axis).index_select(axis, self._shared)
-        ends = []
+        if axes.batch is None:  # all rows of a batch share its tensor
+            return torch.cat(batches, dim=axis).index_select(axis, self._shared_places)
+        flat_batches = []
         for group, rows in zip(self.groups, batches, strict=True):
             if axes.batch != axis:
                 rows = rows.unflatten(axes.batch, (group.num_rows, -1))
-                # Move rows right before their tokens; this puts both at `axis`, whichever came first.
+                # Move the axis of rows right before the axis of tokens, and join both to one axis.
                 rows = rows.movedim(axes.batch, axis).flatten(axis, axis + 1)
-            ends.append(rows)
-        return torch.cat(ends, dim=axis).index_select(axis, self._place)
+            flat_batches.append(rows)
+        return torch.cat(flat_batches, dim=axis).index_select(axis, self._places)
