@@ -381,6 +381,18 @@ def test_any_key_with_booleans_or_weights_says_which_messages_are_trained(key, o
     assert chosen.trained == [3]
 
 
+def test_a_conversation_of_many_turns_is_rendered_a_few_times(monkeypatch):
+    """Also if each turn loses its thought: they are not rendered one by one."""
+    rendered, render = [], Conversation.text
+    monkeypatch.setattr(Conversation, "text", lambda *given: rendered.append(len(given[1])) or render(*given))
+    turns = [user("a b"), answer("c d", reasoning_content="I think")] * 500
+    report = prove_data(Dataset.from_list([{"messages": turns}]), "train", Rendering(tokenizer_with("qwen3")))
+    assert [each.what.split("`")[1] for each in report.findings] == ["reasoning_content"]
+    assert "Set `per_turn=True`" in report.findings[0].remedy
+    assert 10 > rendered.count(1000) > 1
+    assert len(rendered) < 20
+
+
 def test_check_data_says_what_training_loses_without_a_trainer(tmp_path):
     """With the template and the turns that the settings choose; the tokenizer is not changed."""
     tokenizer = tokenizer_with("qwen3")

@@ -6,7 +6,7 @@ peak of a micro-batch. Memory is in GiB in rows and texts, and in bytes in betwe
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import groupby, product
 from math import inf
@@ -205,7 +205,7 @@ def _count_methods(config: PreTrainedConfig, lora: Any) -> tuple[dict[TrainingMe
     return sizes, failures
 
 
-def _describe_fewest_gpus(peaks: dict[TrainingMethod, Callable[..., PeakMemory]], tokens: int, memory: float) -> str:
+def _describe_fewest_gpus(peaks: Mapping[TrainingMethod, Callable[..., PeakMemory]], tokens: int, memory: float) -> str:
     """Return a text that says on how few GPUs a run fits, by which method, and whether with checkpointing.
 
     Args:

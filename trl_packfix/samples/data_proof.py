@@ -48,6 +48,7 @@ MAX_NAMED = 10  # rows of a finding
 MOST_SHAPES = 200  # of which a row is tried
 MOST_MARKS = 20_000  # in all rows together
 MOST_SINGLE = 50  # texts of a row that are marked one by one
+MOST_ALONE = 8  # texts of a kind that are rendered in their own turn
 MOST_TURNS = 50  # of a row that is rendered turn by turn
 MARK = re.compile(r"zq\d+x", re.IGNORECASE)
 NUMBER = re.compile(r"97000\d{6}")
@@ -225,14 +226,21 @@ class _Proof:
             if counts[mark] > 1 and leaf.kind.path.startswith("content") and not self.rendering.per_turn:
                 state = "repeated"
             if not counts[mark] and (leaf.message, value) not in said:  # a thought may have several names
-                alone = replace(marked, messages=marked.messages[: leaf.message + 1])
-                is_turn = leaf.kind.role == "assistant" and not self.rendering.per_turn
-                is_later = is_turn and mark in (self._text_or_none(alone) or "").lower()
-                state = "left out later" if is_later else "left out"
+                state = self._how_it_is_left_out(marked, mark, leaf)
             self.states[leaf.kind][state] += 1
             if state.startswith("left out"):
                 self.examples.setdefault(leaf.kind, shorten(str(value), NUM_SHOWN, placeholder=" ..."))
         return True
+
+    def _how_it_is_left_out(self, marked: Conversation, mark: str, leaf: Leaf) -> str:
+        """Return "left out later" if a text of the assistant is rendered in its own turn, else "left out"."""
+        known = self.states[leaf.kind]
+        if leaf.kind.role != "assistant" or self.rendering.per_turn:
+            return "left out"
+        if known["left out"] + known["left out later"] >= MOST_ALONE:  # a conversation may have thousands of turns
+            return "left out" if known["left out"] else "left out later"
+        alone = replace(marked, messages=marked.messages[: leaf.message + 1])
+        return "left out later" if mark in (self._text_or_none(alone) or "").lower() else "left out"
 
     def _look(self, conversation: Conversation, text: str) -> None:
         """Look for unknown roles, unread arguments and Python's texts in a row that is rendered without marks."""
@@ -248,7 +256,7 @@ class _Proof:
         for call in calls:
             values += [("tool_calls", call), ("tool_calls", (call.get("function") or call).get("arguments"))]
         values += [("tools", tool) for tool in arguments.get("tools") or ()]
-        for path, value in values:
+        for path, value in values[:MOST_SINGLE] + values[-MOST_SINGLE:]:
             if isinstance(value, list | dict) and value and str(value) in text and str(value) != _as_json(value):
                 self.python_paths.add(path)
         source = str(template_of(self.rendering.tokenizer, arguments))

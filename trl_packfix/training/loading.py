@@ -38,7 +38,7 @@ from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
 from ..planning.packing import Packing
 from ..reporting.build import make_report, make_stream_report
-from ..samples.checks import check_texts_with_images, has_images, has_transform, what_is_trained
+from ..samples.checks import check_texts_with_images, columns_of, has_images, has_transform, what_is_trained
 from ..samples.data_proof import prove_or_refuse
 from ..samples.data_report import DataReport
 from ..samples.row import PerTurnCounts, TrainedSummary
@@ -112,7 +112,8 @@ class TrainingData(TrainerPart):
         eval_sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
         for name, dataset in [("train", trainer.train_dataset), *eval_sets.items()]:
             check_texts_with_images(dataset, name, per_turn=args.per_turn)
-            if has_images(dataset) and not has_transform(dataset):
+            # TRL does not prepare the sets of such a run, so their data were not proved yet
+            if trainer._is_vision_dataset and columns_of(dataset) and not has_transform(dataset):
                 report = prove_or_refuse(dataset, name, args=args, tokenizer=trainer.processing_class)
                 self.report = report if dataset is trainer.train_dataset else self.report
         self._read_training_set()
