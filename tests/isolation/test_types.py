@@ -121,7 +121,7 @@ def test_documents_of_a_type_are_what_they_are_alone(model_type):
         limit = 1e-6 if model_type == "qwen3_moe" else 1e-13  # its router has a softmax in fp32
         assert found.refusal is None, found
         assert 0 < found.error < limit, found
-    packed_model.rest()
+    packed_model.restore_own_attention()
     assert not this_thread.packed_forwards
     assert not wanted.repaired or not check_isolation(model, max_length=64).passed, "rest restores the model"
 

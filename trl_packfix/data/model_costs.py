@@ -198,9 +198,8 @@ def _scan_of_layer(module: nn.Module) -> ScanCosts | None:
     if not isinstance(decays, nn.Parameter):
         return None
     names = "num_v_heads num_heads num_k_heads head_k_dim head_v_dim head_dim ssm_state_size n_groups chunk_size"
-    value_heads, heads, key_heads, key_dim, value_dim, head_dim, state_dim, groups, chunk = (
-        getattr(module, name, None) for name in names.split()
-    )
+    sizes: list[Any] = [getattr(module, name, None) for name in names.split()]
+    value_heads, heads, key_heads, key_dim, value_dim, head_dim, state_dim, groups, chunk = sizes
     is_mamba2 = state_dim is not None and heads and groups and chunk and head_dim
     if is_mamba2:  # each head has a state of `head_dim` by `state_dim` numbers
         return ScanCosts(
