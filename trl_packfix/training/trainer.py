@@ -192,10 +192,12 @@ class SFTTrainer(trl.SFTTrainer):
         # 3. TRL loads the model, adds adapters and prepares the datasets. It would refuse packs with images, and
         # `assistant_only_loss` with most chat templates; this package does both itself.
         shown = {"packing": args.packing and not data.packs_images, "assistant_only_loss": False}
+        # `saves_varlen_attention` names the attention of packs to TRL's selective checkpointing, so that it runs once.
         with settings_hidden_from_trl(args, **shown), saves_varlen_attention:
             super().__init__(**arguments)
 
-        # 4. What needs the loaded model and the prepared datasets.
+        # 4. What needs the loaded model and the prepared datasets. Some models name layers for FSDP that they do not have;
+        # `name_wrapped_layers` leaves these out.
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             rule = TurnRule.of(args)
@@ -210,6 +212,7 @@ class SFTTrainer(trl.SFTTrainer):
         if args.packing:
             if isinstance(self.train_dataset, IterableDataset):
                 self.add_callback(StreamCallback(self, data))
+            # Not `self.training_step`: a subclass may count or log in its own
             training_step = partial(SFTTrainer.training_step, self)
             self.first_step = FirstStep(self, data, self.training_objective, training_step=training_step)
             self.add_callback(BeforeFirstStep(self, data, self.first_step))
@@ -247,6 +250,7 @@ class SFTTrainer(trl.SFTTrainer):
             check_tokenised(dataset, dataset_name, self.data.vocab_size, packing=packing)
             if packing and formatting_func is None and "labels" not in dataset.column_names:
                 dataset = without_ignored_mask(dataset, self.completion_only_loss)
+                # With two masks TRL combines them; with one or none the reader computes the same labels.
                 if len(mask_columns(dataset)) < 2:
                     # TRL would write all tokens a second time as labels, row by row. The reader makes labels instead.
                     return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
@@ -311,6 +315,8 @@ class SFTTrainer(trl.SFTTrainer):
         checkpoint = self.restart.choose(resume_from_checkpoint)
         say_deepspeed_offloads(self.accelerator)
         try:
+            # torch compiles no checkpointed layer that notes something on the running pack, unless a setting of torch
+            # allows it. Dummies are batches without a trained token, which a loss or step of the user must not get.
             with compiles_checkpointed_layers(self.args), self.user_code.without_dummies():
                 return super().train(checkpoint, trial, ignore_keys_for_eval)
         finally:
@@ -332,6 +338,7 @@ class SFTTrainer(trl.SFTTrainer):
 
         transformers has no other method that gets both the checkpoint and the loader.
         """
+        # accelerate marks a model that it has prepared for evaluation, and would then not wrap it for DDP.
         if forget_evaluation(self.accelerator, self.model):
             self.model_wrapped = self.model
         self.training_objective.start()
@@ -366,15 +373,19 @@ class SFTTrainer(trl.SFTTrainer):
         return super()._prepare_inputs(inputs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward of a micro-batch as transformers does; return its loss."""
+        """Run forward and backward of a micro-batch as transformers does; return its loss.
+
+        Under tensor parallelism transformers sums the gradients of some parameters over ranks after each backward, with
+        what earlier micro-batches have added. `summed_once` lets each gradient be summed once.
+        """
         with summed_once(self.training_objective.summed_by_ranks):
             return super().training_step(*args, **kwargs)
 
     @contextmanager
     def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
-        """Reduce gradients in every micro-batch where ranks sum them by hooks (`summed_once`).
+        """Reduce gradients in every micro-batch where `summed_once` is needed.
 
-        A gradient whose reduction FSDP defers accumulates where the hooks cannot reach it.
+        A gradient whose reduction FSDP defers is in a buffer that `summed_once` cannot reach.
         """
         with nullcontext() if self.training_objective.summed_by_ranks else super()._defer_fsdp_gradient_reduction():
             yield
@@ -410,6 +421,8 @@ class SFTTrainer(trl.SFTTrainer):
             return [], None
         self.training_objective.totals.start_fetch()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        # Ranks that share a pack compare it. Then the user's code is set up for these batches. At last, documents that
+        # are twice as long as any before are trained packed and unpacked once more, and compared.
         self.training_objective.same_pack.check(batches)
         self.user_code.begin_step(batches)
         if self.args.packing:
