@@ -342,7 +342,7 @@ def _drop_cut_images(spans: Documents, image_stops: Int64Array, max_length: int,
     """Drop documents with an image behind `max_length` tokens, because truncating them would cut the image.
 
     Args:
-        spans: the documents, one or several for each row.
+        spans: the documents. A row with images has one document, so `image_stops` counts from its start.
         image_stops: the token behind the last image of each row, shape (R,).
         max_length: largest number of tokens of a document.
         needs_all_rows: raise an error instead, because evaluation has a result for every row.

@@ -168,11 +168,12 @@ class StreamPacker:
     their order, and on the documents that arrive: a new packer that is given both continues with the same packs. Memory
     is bounded by the buffer.
 
-    Worked example, capacity 7, a buffer of 4 (documents by length, the oldest first):
+    Worked example, capacity 7, a buffer of 4 (documents by length, the oldest first). Short documents are scarce here, so
+    the filler of each gap is the longest document that fits:
 
-        waiting      oldest  gap  exact fill  pack     arrives
-        4 5 3 2      4       3    3           4 + 3    6, 1
-        5 2 6 1      5       2    2           5 + 2    7, end
+        waiting      oldest  gap  filler  pack     arrives
+        4 5 3 2      4       3    3       4 + 3    6, 1
+        5 2 6 1      5       2    2       5 + 2    7, end
         6 1 7        (nothing more arrives: `_pack_last_buffer` packs these as 6 + 1 and 7)
 
     >>> list(StreamPacker([4, 5, 3, 2, 6, 1, 7], capacity=7, buffer_size=4, longest=7))

@@ -196,8 +196,8 @@ class SFTTrainer(trl.SFTTrainer):
         with settings_hidden_from_trl(args, **shown), saves_varlen_attention:
             super().__init__(**arguments)
 
-        # 4. What needs the loaded model and the prepared datasets. Some models name layers for FSDP that they do not have;
-        # `name_wrapped_layers` leaves these out.
+        # 4. What needs the loaded model and the prepared datasets. Some models name layers for FSDP that they do not
+        # have; `name_wrapped_layers` leaves these out.
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
             rule = TurnRule.of(args)
