@@ -168,8 +168,8 @@ class StreamPacker:
     their order, and on the documents that arrive: a new packer that is given both continues with the same packs. Memory
     is bounded by the buffer.
 
-    Worked example, capacity 7, a buffer of 4 (documents by length, the oldest first). Short documents are scarce here, so
-    the filler of each gap is the longest document that fits:
+    Worked example, capacity 7, a buffer of 4 (documents by length, the oldest first). Short documents are scarce here,
+    so the filler of each gap is the longest document that fits:
 
         waiting      oldest  gap  filler  pack     arrives
         4 5 3 2      4       3    3       4 + 3    6, 1
