@@ -1,6 +1,9 @@
 """Checks of the model, the datasets and the engine, before training starts.
 
-What cannot be combined is in `features.py`; here are the checks of one thing alone.
+The checks here look at one thing at a time; `features.py` refuses pairs of settings that cannot be combined. The
+constructor of `SFTTrainer` calls them before the model is loaded (`check_before_loading`, `check_datasets`) and after
+TRL has constructed itself (`check_prepared_sets`). Each start of training or evaluation calls `ModelInit.check`, and a
+dataset that the user sets later passes `check_replacement`.
 """
 
 from dataclasses import fields, replace
@@ -27,17 +30,23 @@ from .config import SFTConfig
 from .features import refuse_conflicts
 from .trainer_view import TrainerView
 
-sampler_of_trl: object = trl.SFTTrainer._get_train_sampler  # bound here: a script may replace the class in `trl`
+# TRL's method is bound here, because a script may replace the class in `trl`
+sampler_of_trl: object = trl.SFTTrainer._get_train_sampler
 
 
 def settings_of_trainer(kind: type[TrainerView], arguments: dict[str, Any]) -> RunSettings:
-    """What a trainer of this kind was given, for `refuse`, by the names of its arguments."""
+    """Return what a trainer was given, in the form that `refuse_conflicts` reads.
+
+    Args:
+        kind: the class of the trainer, which may be a subclass with methods of the user's.
+        arguments: arguments of its constructor, by name.
+    """
     dataset = arguments["train_dataset"]
     sampler = cast(object, kind._get_train_sampler)
     return RunSettings(
         columns=getattr(dataset, "column_names", None) or (),
         own_sampler=None if sampler is sampler_of_trl else f"{kind.__name__}._get_train_sampler",
-        **{each.name: arguments[each.name] for each in fields(RunSettings) if each.name in arguments},
+        **{setting.name: arguments[setting.name] for setting in fields(RunSettings) if setting.name in arguments},
     )
 
 
@@ -45,20 +54,24 @@ def check_before_loading(setup: RunSettings) -> None:
     """Refuse what cannot work, before the model is loaded and the dataset is tokenised."""
     refuse_conflicts(setup)
     args = setup.args
-    assert isinstance(args, SFTConfig)  # `adopt` has made it one
+    assert isinstance(args, SFTConfig)  # `adopt_args` has made it one
     if args.packing:
         _check_lengths(setup, args)
-    if setup.is_stream and not setup.columns:  # the first row is read only where all else can work
+    if setup.is_stream and not setup.columns:
+        # A stream names its columns only in its first row, which is read after all other checks
         refuse_conflicts(replace(setup, columns=columns_of(setup.train_dataset)))
 
 
 def _check_lengths(setup: RunSettings, args: SFTConfig) -> None:
+    """Refuse a `max_length` beyond the positions of the model, or that the ranks cannot hold together."""
     config = text_config(setup.model, args)
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None)
-    stretches = isinstance(rope, dict) and rope.get("rope_type") == "dynamic"  # made for documents beyond the positions
+    # A dynamic rotary embedding stretches its positions over documents that are longer
+    stretches_positions = isinstance(rope, dict) and rope.get("rope_type") == "dynamic"
+    # xlnet has no limit, and says -1
     is_beyond = args.max_length is not None and positions is not None and 0 < positions < args.max_length
-    if is_beyond and not stretches:  # xlnet says -1
+    if is_beyond and not stretches_positions:
         raise ValueError(
             f"`max_length={args.max_length}` was given and the model has {positions} positions "
             "(`max_position_embeddings`). A longer document would reach positions that the model never learned. Set "
@@ -93,20 +106,24 @@ def check_weights(args: SFTConfig, train_dataset: object) -> None:
 def check_prepared_sets(
     args: SFTConfig, train_dataset: object, eval_dataset: object, *, vocab_size: int | None
 ) -> None:
-    """With `skip_prepare_dataset`, check the datasets here. Otherwise this happens when TRL prepares them."""
+    """Check datasets that are not prepared because of `skip_prepare_dataset`.
+
+    All other datasets are checked when TRL prepares them.
+    """
     if UNPREPARED.describe(RunSettings(args=args)) is None:
         return
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-    sets = [(name, dataset, args.packs_evaluation) for name, dataset in eval_sets.items()]
-    for name, dataset, packing in [("train", train_dataset, args.packing), *sets]:
+    prepared_sets = [("train", train_dataset, args.packing)]
+    prepared_sets += [(name, dataset, args.packs_evaluation) for name, dataset in eval_sets.items()]
+    for name, dataset, packing in prepared_sets:
         check_rows(dataset, name)
         if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
             check_tokenised(dataset, name, vocab_size, packing=packing)
 
 
-# What is changed after the trainer is constructed
+# Changes after the trainer is constructed
 
-FIXED_FIELDS = ("packing", "padding_free")  # the constructor decides by these what the trainer is made of
+FIXED_FIELDS = ("packing", "padding_free")  # the constructor chooses the parts of the trainer by these settings
 # Settings by which the constructor makes labels, cuts documents, chooses collators and prepares the model
 FIXED_FIELDS_WITH_PACKING = (
     *FIXED_FIELDS,
@@ -118,14 +135,21 @@ FIXED_FIELDS_WITH_PACKING = (
 
 
 class ModelInit:
-    """The settings and the model with which a trainer was constructed, to refuse other ones later."""
+    """The settings and the model with which a trainer was constructed. `check` refuses others later."""
 
     def __init__(self, args: SFTConfig, model: nn.Module):
         self._settings = {name: getattr(args, name) for name in FIXED_FIELDS_WITH_PACKING}
         self._model = base_model(model)
 
     def check(self, args: SFTConfig, model: nn.Module, trains: bool = False) -> None:
-        """Refuse what the trainer would not use. Evaluation reads some of the settings anew, such as `max_length`."""
+        """Refuse another model, and changes of settings that the trainer reads only when it is constructed.
+
+        Args:
+            args: the settings now.
+            model: the model now, without the wrapper of an engine.
+            trains: whether training starts. Evaluation reads settings such as `max_length` anew, so for it they may
+                change.
+        """
         names = FIXED_FIELDS_WITH_PACKING if trains and self._settings["packing"] else FIXED_FIELDS
         changed = compare_settings(self._settings, {name: getattr(args, name) for name in names})
         if changed:
@@ -145,12 +169,13 @@ class ModelInit:
 
 def check_replacement(dataset: object, before: Dataset | IterableDataset, vocab_size: int | None) -> None:
     """Refuse a `train_dataset` that was set after the trainer was constructed, if packing cannot read it."""
-    kinds = [_kind(before), _kind(dataset)]
-    if kinds[0] != kinds[1]:
+    constructed_kind = _describe_kind(before)
+    new_kind = _describe_kind(dataset)
+    if new_kind != constructed_kind:
         raise ValueError(
-            f"`trainer.train_dataset` was set to {kinds[1]}, and the trainer was constructed with {kinds[0]}. The "
-            "loader, the collator and the checks of the model were chosen for that kind. Construct a trainer with the "
-            f"new dataset, or set `train_dataset` to {kinds[0]}."
+            f"`trainer.train_dataset` was set to {new_kind}, and the trainer was constructed with {constructed_kind}. "
+            "The loader, the collator and the checks of the model were chosen for that kind. Construct a trainer with "
+            f"the new dataset, or set `train_dataset` to {constructed_kind}."
         )
     check_rows(dataset, "train")
     if not has_images(dataset):
@@ -159,13 +184,15 @@ def check_replacement(dataset: object, before: Dataset | IterableDataset, vocab_
         check_tokenised(dataset, "train", vocab_size, packing=True)
 
 
-def _kind(dataset: object) -> str:
-    kinds: dict[type, str] = {Dataset: "a `Dataset`", IterableDataset: "an `IterableDataset`"}
-    return kinds.get(type(dataset), type(dataset).__name__) + " with images" * has_images(dataset)
+def _describe_kind(dataset: object) -> str:
+    """Return how a message names the class of a dataset, and whether it has images."""
+    names: dict[type, str] = {Dataset: "a `Dataset`", IterableDataset: "an `IterableDataset`"}
+    name = names.get(type(dataset), type(dataset).__name__)
+    return f"{name} with images" if has_images(dataset) else name
 
 
 def check_prepared(dataset: Dataset | IterableDataset, name: str) -> None:
-    """Refuse rows that were set as a dataset of the trainer and are not tokenised."""
+    """Refuse rows without tokens that were set as a dataset of the trainer after it was constructed."""
     columns = get_dataset_column_names(dataset)
     if "input_ids" not in columns:
         raise ValueError(
@@ -180,12 +207,13 @@ def check_prepared(dataset: Dataset | IterableDataset, name: str) -> None:
 
 
 def synchronisation(accelerator: Accelerator, model: nn.Module) -> Synchronisation:
-    """When ranks wait for each other: "step" under DDP and ZeRO-1, "micro" under everything else.
+    """Return how often the engine lets ranks wait for each other.
 
-    ZeRO-2 reduces gradients in every backward, ZeRO-3 and FSDP gather parameters in every forward. transformers may
-    have sharded the model when it was loaded, of which accelerate does not know.
+    Returns:
+        "step", once in an optimizer step, under DDP and ZeRO-1. "micro", in every micro-batch, under everything else:
+        ZeRO-2 reduces gradients in every backward, and ZeRO-3 and FSDP gather parameters in every forward.
     """
-    if isinstance(model, FSDPModule):
+    if isinstance(model, FSDPModule):  # transformers sharded the model when it was loaded; accelerate does not know it
         return "micro"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return "step" if accelerator.deepspeed_plugin.zero_stage < 2 else "micro"
@@ -193,7 +221,10 @@ def synchronisation(accelerator: Accelerator, model: nn.Module) -> Synchronisati
 
 
 def check_quantisation(model: nn.Module, device_type: str) -> None:
-    """Refuse a model in 4 bits on a CPU for which bitsandbytes has a format for inference: see dev/upstream.md."""
+    """Refuse a model in 4 bits on a CPU for which bitsandbytes has a format of its own, for inference.
+
+    dev/upstream.md describes the defect of bitsandbytes.
+    """
     count = sum(bool(getattr(module, "support_avx512bf16_for_cpu", False)) for module in model.modules())
     if count and device_type == "cpu":
         raise ValueError(

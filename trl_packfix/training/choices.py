@@ -1,6 +1,10 @@
-"""What a user may choose, and how a message names it: settings, arguments, kinds of datasets, models and engines.
+"""Conditions that a run may meet: settings, arguments, kinds of datasets, models and engines.
 
-`features.py` says which of them cannot be combined.
+A `Condition` looks at the `RunSettings` of a run and returns how a message names what the user has chosen, or None if
+the condition is not met. `features.py` combines the conditions of this module: it says which of them exclude each
+other. A condition that looks at one value is made by a helper (`_field_condition`, `_column_condition`,
+`_argument_condition`); one that needs code is a function with the decorator `_condition`, which replaces the function
+by a `Condition`.
 """
 
 import os
@@ -25,50 +29,64 @@ MEDIA = ("video", "videos", "audio", "audios")  # columns of video and sound
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What a run is given. Only the config is always known; what is not known yet counts as not given."""
+    """Everything that conditions look at. Only the config is always known; None stands for what is not known yet."""
 
     args: trl.SFTConfig
     model: Any = None
     train_dataset: object = None
-    columns: Collection[str] = ()  # none of a stream that has not been read and does not name them
+    columns: Collection[str] = ()  # of the training set; empty for a stream that does not name its columns
     data_collator: object = None
     compute_loss_func: object = None
     formatting_func: object = None
     processing_class: object = None
     peft_config: Any = None
     accelerator: Accelerator | None = None
-    own_sampler: str | None = None  # as the two below, a method of a subclass that replaces ours
+    # Names of methods of the user's subclass that replace methods of this package's trainer
+    own_sampler: str | None = None
     own_loss: str | None = None
     own_loader: str | None = None
 
     @property
     def is_stream(self) -> bool:
+        """Whether the training set is an `IterableDataset`."""
         return isinstance(self.train_dataset, IterableDataset)
 
     @property
     def packs(self) -> bool:
+        """Whether training is packed."""
         return getattr(self.args, "packing", False) or getattr(self.args, "padding_free", False)
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Something that a user may choose."""
+    """A choice of the user's that may exclude other choices.
 
-    name: str  # in docs/combinations.md
-    describe: Callable[[RunSettings], str | None]  # how a message names what was given; None if it was not given
-    undo: str  # what to do to be without it
+    Attributes:
+        name: how docs/combinations.md names the condition.
+        describe: returns how a message names the choice in a run; None if the run does not meet the condition.
+        undo: what a user does so that the condition is not met, as the end of a sentence.
+    """
+
+    name: str
+    describe: Callable[[RunSettings], str | None]
+    undo: str
 
 
 def _condition(name: str, undo: str) -> Callable[[Callable[[RunSettings], str | None]], Condition]:
-    """Make a choice of the function by which a message names it."""
+    """Return a decorator that makes a `Condition` of its `describe` function."""
     return lambda describe: Condition(name, describe, undo)
 
 
 def text_config(model: Any, args: trl.SFTConfig) -> PretrainedConfig:
-    """The text config of a model, given as an object or by name; by name with the fields of `model_init_kwargs`."""
+    """Return the config of the text model.
+
+    Args:
+        model: the model, or its name; a config that is loaded by name gets the values of `model_init_kwargs`.
+        args: the config of the run.
+    """
     if isinstance(model, str):
-        init: Any = args.model_init_kwargs or {}
-        config = AutoConfig.from_pretrained(model, **{"trust_remote_code": args.trust_remote_code} | init)
+        init_kwargs: Any = args.model_init_kwargs or {}
+        config = AutoConfig.from_pretrained(model, **{"trust_remote_code": args.trust_remote_code} | init_kwargs)
     else:
         config = model.config
     return config.get_text_config()
@@ -78,21 +96,28 @@ def text_config(model: Any, args: trl.SFTConfig) -> PretrainedConfig:
 
 
 def _field_condition(name: str, off: object = None, on: tuple[object, ...] = ()) -> Condition:
-    """A field of the config that has one of the values `on`; if there are none, another value than `off`."""
-    values = ", ".join(f"`{name}={value}`" if value is False else f'`{name}="{value}"`' for value in on)
+    """Return the condition that a field of the config has one of the values `on`.
+
+    Args:
+        name: the field.
+        off: the value that a user sets to undo the choice; None to leave the field unset.
+        on: the values that meet the condition. Without them, every value but `off` meets it.
+    """
+    label = ", ".join(f"`{name}={value}`" if value is False else f'`{name}="{value}"`' for value in on)
     undo = f"leave `{name}` unset" if off is None else f"set `{name}={off!r}`"
 
     def describe(setup: RunSettings) -> str | None:
         value = getattr(setup.args, name)
-        return f"`{name}={value!r}`" if (value in on if on else value != off) else None
+        is_met = value in on if on else value != off
+        return f"`{name}={value!r}`" if is_met else None
 
-    return Condition(values or f"`{name}`", describe, undo)
+    return Condition(label or f"`{name}`", describe, undo)
 
 
-def _strategies(which: Callable[[StrategyTraits], bool]) -> Condition:
-    return _field_condition(
-        "packing_strategy", "stream", tuple(name for name, traits in STRATEGIES.items() if which(traits))
-    )
+def _strategy_condition(has_trait: Callable[[StrategyTraits], bool]) -> Condition:
+    """Return the condition that `packing_strategy` is one of those with a trait."""
+    names = tuple(name for name, traits in STRATEGIES.items() if has_trait(traits))
+    return _field_condition("packing_strategy", "stream", names)
 
 
 PACKING = Condition("packing", lambda setup: "packing" if setup.packs else None, "set `packing=False`")
@@ -105,28 +130,29 @@ PACKED_EVALUATION = Condition(
     "leave `eval_packing` unset",
 )
 TOKENS_PER_RANK = _field_condition("tokens_per_rank")
-NO_PARTS = Condition(
+NO_TOKENS_PER_RANK = Condition(
     "no `tokens_per_rank`",
     lambda setup: None if TOKENS_PER_RANK.describe(setup) else "`tokens_per_rank=None`",
     "set `tokens_per_rank`",
 )
-SPEEDS = _field_condition("exchange_speeds")
-IN_PACKS, IN_FAMILIES = (_field_condition("share_prefixes", "off", (value,)) for value in ("pack", "family"))
+EXCHANGE_SPEEDS = _field_condition("exchange_speeds")
+SHARED_IN_PACKS = _field_condition("share_prefixes", "off", ("pack",))
+SHARED_IN_FAMILIES = _field_condition("share_prefixes", "off", ("family",))
 PER_TURN = _field_condition("per_turn", False)
 SMOOTHING = _field_condition("label_smoothing_factor", 0.0)
 NOISE = _field_condition("neftune_noise_alpha")
 CONSTANT_SHAPES = _field_condition("pad_documents_to_multiple_of")
-BY_DOCUMENT = _field_condition("document_weighting", "token")
+DOCUMENT_WEIGHTING = _field_condition("document_weighting", "token")
 WEIGHT_COLUMN = _field_condition("weight_column")
 SOURCE_COLUMN = _field_condition("source_column")
 OVERLONG = _field_condition("overlong")
 KEEP_END = _field_condition("truncation_mode", "keep_start", ("keep_end",))
-OWN_ATTENTION = _field_condition("enforce_flash_attention", True)
+ATTENTION_OF_MODEL = _field_condition("enforce_flash_attention", True)
 BATCH_SIZE = _field_condition("per_device_train_batch_size", 1)
 SAMPLING = _field_condition("train_sampling_strategy", "random", ("group_by_length", "batch_rebalance"))
-NOT_OF_STREAMS = _strategies(lambda traits: not traits.packs_streams)
-CUT_BLOCKS = _strategies(lambda traits: traits.cuts_blocks)
-NOT_BY_LENGTHS = _strategies(lambda traits: traits.instead is not None)
+NOT_OF_STREAMS = _strategy_condition(lambda traits: not traits.packs_streams)
+CUT_BLOCKS = _strategy_condition(lambda traits: traits.cuts_blocks)
+NOT_PLANNED_BY_TOKENS = _strategy_condition(lambda traits: traits.instead is not None)
 DROP_LAST = _field_condition("dataloader_drop_last", False)
 ASSISTANT_ONLY = _field_condition("assistant_only_loss", False)
 LAST_TURN = _field_condition("assistant_turns", "all")
@@ -139,7 +165,7 @@ EVERY_TURN = Condition(
 HISTORY_TRAINED = _field_condition("completion_only_loss", None, (False,))
 CHUNKED = _field_condition("loss_type", "nll", ("chunked_nll",))
 LIGER = _field_condition("use_liger_kernel", False)
-NO_END = Condition(
+NO_MAX_STEPS = Condition(
     "no `max_steps`",
     lambda setup: f"`max_steps={setup.args.max_steps}`" if setup.args.max_steps <= 0 else None,
     "set `max_steps` to the optimizer steps to train (a stream begins again when it ends)",
@@ -151,7 +177,8 @@ NO_END = Condition(
     undo='set `overlong="truncate"` (with "stream", "bfd" or "minibatch")',
 )
 def NO_TRUNCATION(setup: RunSettings) -> str | None:
-    policy = OVERLONG.describe(setup) or _strategies(lambda traits: traits.overlong == "split").describe(setup)
+    splitting_strategy = _strategy_condition(lambda traits: traits.overlong == "split")
+    policy = OVERLONG.describe(setup) or splitting_strategy.describe(setup)
     return policy if setup.packs and policy != "`overlong='truncate'`" else None
 
 
@@ -190,17 +217,24 @@ def DIVIDED_MODEL(setup: RunSettings) -> str | None:
     "`average_tokens_across_devices=False` on several ranks",
     undo="leave `average_tokens_across_devices` at its default, True",
 )
-def OWN_MEANS(setup: RunSettings) -> str | None:
-    # The number of ranks sets the device up, so it is asked last
-    is_given = not setup.args.average_tokens_across_devices and setup.args.world_size > 1
-    return f"`average_tokens_across_devices=False` on {setup.args.world_size} ranks" if is_given else None
+def MEAN_PER_RANK(setup: RunSettings) -> str | None:
+    # `world_size` initializes the device when it is first read, so it is read last
+    has_own_means = not setup.args.average_tokens_across_devices and setup.args.world_size > 1
+    return f"`average_tokens_across_devices=False` on {setup.args.world_size} ranks" if has_own_means else None
 
 
 # The dataset
 
 
 def _column_condition(names: tuple[str, ...], label: str, undo: str, *, packs: bool = True) -> Condition:
-    """A column of the training set, with packing or without."""
+    """Return the condition that the training set has one of the columns `names`, with packing or without it.
+
+    Args:
+        names: names of columns.
+        label: how docs/combinations.md names the condition.
+        undo: what a user does instead.
+        packs: whether the condition is about runs with packing; else it is about runs without.
+    """
 
     def describe(setup: RunSettings) -> str | None:
         column = next((name for name in setup.columns if name in names), None)
@@ -223,6 +257,8 @@ UNPACKED_IMAGES = _column_condition(IMAGES, "images and `packing=False`", "set `
 
 
 def _argument_condition(name: str) -> Condition:
+    """Return the condition that an argument of the trainer is not None."""
+
     def describe(setup: RunSettings) -> str | None:
         value = getattr(setup, name)
         return None if value is None else f"`{name}={getattr(value, '__name__', type(value).__name__)}`"
@@ -230,9 +266,9 @@ def _argument_condition(name: str) -> Condition:
     return Condition(f"`{name}`", describe, f"leave `{name}` unset")
 
 
-COLLATOR, FORMATTING, LOSS_FUNCTION = map(
-    _argument_condition, ("data_collator", "formatting_func", "compute_loss_func")
-)
+COLLATOR = _argument_condition("data_collator")
+FORMATTING = _argument_condition("formatting_func")
+LOSS_FUNCTION = _argument_condition("compute_loss_func")
 NO_PROCESSOR = Condition(
     "a `processing_class` that is no processor",
     lambda setup: (
@@ -262,8 +298,8 @@ OWN_SAMPLER = Condition(
 
 @_condition("an encoder-decoder", undo="give a causal language model")
 def ENCODER_DECODER(setup: RunSettings) -> str | None:
-    is_one = getattr(getattr(setup.model, "config", None), "is_encoder_decoder", False)
-    return type(setup.model).__name__ if is_one else None
+    is_encoder_decoder = getattr(getattr(setup.model, "config", None), "is_encoder_decoder", False)
+    return type(setup.model).__name__ if is_encoder_decoder else None
 
 
 @_condition("adapters of peft (LoRA)", undo="train all weights")
@@ -286,12 +322,12 @@ def DROPPED_WEIGHTS(setup: RunSettings) -> str | None:
 
 
 @_condition("`tokens_per_rank` with a [hybrid model](hybrids.md)", undo="set `tokens_per_rank=None`")
-def PARTS_OF_HYBRIDS(setup: RunSettings) -> str | None:
-    parts = TOKENS_PER_RANK.describe(setup)
-    if parts is None or setup.model is None:
+def TOKENS_PER_RANK_OF_HYBRIDS(setup: RunSettings) -> str | None:
+    tokens_per_rank = TOKENS_PER_RANK.describe(setup)
+    if tokens_per_rank is None or setup.model is None:
         return None
     config = text_config(setup.model, setup.args)
-    return f"{parts} for the recurrent layers of {config.model_type}" if is_hybrid(config) else None
+    return f"{tokens_per_rank} for the recurrent layers of {config.model_type}" if is_hybrid(config) else None
 
 
 @_condition(
@@ -300,9 +336,9 @@ def PARTS_OF_HYBRIDS(setup: RunSettings) -> str | None:
     "`CUDA_VISIBLE_DEVICES`",
 )
 def SEVERAL_DEVICES(setup: RunSettings) -> str | None:
-    # "auto" does so with all visible GPUs. Modules offloaded to "cpu" or "disk" run on another device.
-    placed = (getattr(setup.model, "hf_device_map", None) or {}).values()
-    devices = sorted({str(device) for device in placed} - {"cpu", "disk"})
+    # `device_map="auto"` uses all visible GPUs. Modules that are offloaded to "cpu" or "disk" run on one of them.
+    devices_of_modules = (getattr(setup.model, "hf_device_map", None) or {}).values()
+    devices = sorted({str(device) for device in devices_of_modules} - {"cpu", "disk"})
     return f"a `device_map` with {len(devices)} devices ({', '.join(devices)})" if len(devices) > 1 else None
 
 
@@ -317,11 +353,13 @@ def CONTEXT_PARALLELISM(setup: RunSettings) -> str | None:
     sizes: dict[str, Any] = {}
     config = setup.args.parallelism_config if setup.accelerator is None else setup.accelerator.parallelism_config
     if config is None and setup.accelerator is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
-        config = ParallelismConfig()  # reads the environment; TRL would refuse it with packing before there is ours
+        # It reads the environment, as the accelerator will. TRL constructs the accelerator, and would refuse these
+        # settings with a message of its own.
+        config = ParallelismConfig()
     if config is not None:
         sizes |= {name: getattr(config, name) for name in ("cp_size", "sp_size")}
     sizes["sequence_parallel_size"] = _deepspeed_config(setup).get("sequence_parallel_size", 1)
-    return _above_one(sizes)
+    return _describe_size_above_one(sizes)
 
 
 @_condition(
@@ -329,32 +367,34 @@ def CONTEXT_PARALLELISM(setup: RunSettings) -> str | None:
     undo="set its size to 1 and load the model with `DistributedConfig(tp_size=...)` of transformers",
 )
 def DEEPSPEED_TENSORS(setup: RunSettings) -> str | None:
-    tensor = _deepspeed_config(setup).get("tensor_parallel", {})
-    of_training = tensor.get("tp") or tensor.get("tensor_parallel") or {}
-    return _above_one(
+    config = _deepspeed_config(setup).get("tensor_parallel", {})
+    training_config = config.get("tp") or config.get("tensor_parallel") or {}
+    return _describe_size_above_one(
         {
-            "tensor_parallel.autotp_size": tensor.get("autotp_size", 1),
-            "tensor_parallel.tp.tp_size": of_training.get("tp_size", 1),
+            "tensor_parallel.autotp_size": config.get("autotp_size", 1),
+            "tensor_parallel.tp.tp_size": training_config.get("tp_size", 1),
         }
     )
 
 
 def _deepspeed_config(setup: RunSettings) -> dict[str, Any]:
+    """Return the config of DeepSpeed; empty under another engine, or if the engine is not known yet."""
     accelerator = setup.accelerator
     if accelerator is None or accelerator.distributed_type != DistributedType.DEEPSPEED:
         return {}
     return accelerator.deepspeed_plugin.deepspeed_config
 
 
-def _above_one(sizes: dict[str, Any]) -> str | None:
+def _describe_size_above_one(sizes: dict[str, Any]) -> str | None:
+    """Return the first of these settings, by name, that is a number above 1; None if there is none."""
     return next((f"`{name}={size}`" for name, size in sizes.items() if isinstance(size, int) and size > 1), None)
 
 
 def _distributed_size(name: str) -> Callable[[RunSettings], str | None]:
-    """A size above 1 in the `DistributedConfig` with which transformers has loaded the model."""
+    """Return a function that describes a size above 1 in the `DistributedConfig` with which the model was loaded."""
 
     def describe(setup: RunSettings) -> str | None:
-        # The config of a model that was saved so has it, too
+        # The config of a saved model has the sizes, too, but a model that is loaded without them is not divided
         is_divided = getattr(setup.model, "is_distributed_loading_by_transformers", False)
         size = getattr(setup.model.config.distributed_config, name) if is_divided else 1
         return f"`DistributedConfig({name}={size})`" if size > 1 else None
@@ -373,14 +413,15 @@ def TENSOR_PARALLELISM(setup: RunSettings) -> str | None:
 
 @_condition("`tp_size` with `fsdp_size` of transformers", undo="load the model with one of the two sizes")
 def TENSORS_AND_SHARDS(setup: RunSettings) -> str | None:
-    is_both = TENSOR_PARALLELISM.describe(setup) and _distributed_size("dp_size")(setup)
-    return "`tp_size` with `fsdp_size` in `DistributedConfig`" if is_both else None
+    has_both_sizes = TENSOR_PARALLELISM.describe(setup) and _distributed_size("dp_size")(setup)
+    return "`tp_size` with `fsdp_size` in `DistributedConfig`" if has_both_sizes else None
 
 
 @_condition("Megatron-LM", undo="use DDP, DeepSpeed or FSDP")
 def MEGATRON(setup: RunSettings) -> str | None:
-    is_one = setup.accelerator is not None and setup.accelerator.distributed_type == DistributedType.MEGATRON_LM
-    return "Megatron-LM" if is_one else None
+    accelerator = setup.accelerator
+    uses_megatron = accelerator is not None and accelerator.distributed_type == DistributedType.MEGATRON_LM
+    return "Megatron-LM" if uses_megatron else None
 
 
 @_condition("`sp_size` of accelerate and `packing=False`", undo="set `sp_size=1`")

@@ -1,4 +1,12 @@
-"""`SFTConfig`: TRL's config with the fields of packing, and the checks that need only the config."""
+"""`SFTConfig`: TRL's config with the fields of packing, and the checks that need only the config.
+
+`SFTTrainer` makes its `args` an `SFTConfig` with `adopt_args`; the command line constructs one from a file and flags.
+The config is checked when it is constructed, before a model is loaded or a row is read: first the types of its values,
+then each value alone, at last pairs of settings that cannot be combined (`features.py`).
+
+Words: a *document* is one training example as the model reads it; a *pack* is a row of documents that the model reads
+together. With sequence parallelism several ranks share a pack, and their number is its *degree*.
+"""
 
 import copy
 import inspect
@@ -31,17 +39,21 @@ from .progress import say_deepspeed_communicates
 Weighting = Literal["token", "document"]
 BadRows = Literal["raise", "drop"]
 
-ConfigOfTrl = trl.SFTConfig  # bound here: a script may set `trl.SFTConfig` to ours
-SPEEDS = ("flops", "within", "between", "latency_within", "latency_between", "ranks_per_node")
+ConfigOfTrl = trl.SFTConfig  # TRL's class is bound here, because a script may set `trl.SFTConfig` to this package's
+SPEED_NAMES = ("flops", "within", "between", "latency_within", "latency_between", "ranks_per_node")
 
 
+# A field in the docstring of `SFTConfig`: its name, and the indented lines of its text
 PARAMETER = re.compile(r"^    (\w+) \(.*\):\n((?: {8}.*\n)+)", re.MULTILINE)
 Config = TypeVar("Config", bound=type)
 
 
 def with_help(config: Config) -> Config:
-    """Make the text of each field in the docstring the help of its flag. `dataclass` comes after it."""
-    experimental = {choice.name.strip("`").partition("=")[0] for choice in EXPERIMENTAL}
+    """Make the text of each field in the docstring the help of its flag on the command line.
+
+    The texts become metadata of the fields, so this decorator must run before `dataclass` does.
+    """
+    experimental = {condition.name.strip("`").partition("=")[0] for condition in EXPERIMENTAL}
     for name, text in PARAMETER.findall(inspect.cleandoc(config.__doc__ or "")):
         label = "Experimental, several GPUs have not run it yet. " if name in experimental else ""
         value = getattr(config, name)
@@ -176,7 +188,7 @@ class SFTConfig(trl.SFTConfig):
     share_prefixes: SharePrefixes = "off"
     exchange_speeds: dict[str, float] | str | None = None
 
-    if TYPE_CHECKING:  # TRL's fields, with the values that packing accepts
+    if TYPE_CHECKING:  # TRL has these two fields; here they have the types that packing accepts
         truncation_mode: TruncationMode = "keep_start"
         pad_to_multiple_of: int | None = None
 
@@ -186,7 +198,7 @@ class SFTConfig(trl.SFTConfig):
         for name in self._VALID_DICT_FIELDS:
             value = getattr(self, name)
             try:
-                if isinstance(value, str) and value.startswith("{"):  # as transformers recognises it
+                if isinstance(value, str) and value.startswith("{"):  # transformers parses such a text as JSON
                     json.loads(value)
             except ValueError as error:
                 raise ValueError(
@@ -198,8 +210,8 @@ class SFTConfig(trl.SFTConfig):
         say_deepspeed_communicates(self)
         unset = [setting.name for setting in fields(self) if getattr(self, setting.name) is setting.default]
         with warnings.catch_warnings():
-            # transformers has another name for TRL's field, `activation_checkpointing`, which it has from 5.20 on only.
-            # Of other fields, what a user sets still warns.
+            # Fields that the user leaves unset must not warn. `gradient_checkpointing`, a field of TRL's, must not warn
+            # either: transformers calls it `activation_checkpointing`, and only from version 5.20 on.
             names = "|".join([*unset, "gradient_checkpointing(_kwargs)?"])
             warnings.filterwarnings("ignore", f"`({names})` is deprecated", FutureWarning)
             super().__post_init__()
@@ -207,67 +219,79 @@ class SFTConfig(trl.SFTConfig):
 
     @property
     def packs_evaluation(self) -> bool:
-        """Whether evaluation is packed: unless `eval_packing` is set, where training is."""
+        """Whether evaluation is packed: the value of `eval_packing`, or that of `packing` if it is unset."""
         return self.packing if self.eval_packing is None else self.eval_packing
 
     @property
     def effective_overlong(self) -> Overlong:
-        """The policy for documents longer than `max_length`, with what the strategy implies filled in."""
+        """The policy for documents longer than `max_length`: `overlong`, or the default of the strategy."""
         return self.overlong or STRATEGIES[self.packing_strategy].overlong
 
 
-SFTConfig.__init__ = with_hints(SFTConfig.__init__)  # type: ignore[method-assign]  # `dataclass` makes it
+# `dataclass` writes the constructor, so it is wrapped after the class is made
+SFTConfig.__init__ = with_hints(SFTConfig.__init__)  # type: ignore[method-assign]
 
 
 def _literal_values(hint: object) -> tuple[str | None, ...]:
-    """The values of a `Literal`, also of one that may be None; () for another type."""
-    literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
-    texts = tuple(text for literal in literals for text in get_args(literal))
-    return (None, *texts) if texts and hint not in literals else texts
+    """Return the values that a type hint allows if it is a `Literal`, or a union of one with None; else ()."""
+    literals = [member for member in (hint, *get_args(hint)) if get_origin(member) is Literal]
+    values = tuple(value for literal in literals for value in get_args(literal))
+    is_union = hint not in literals
+    return (None, *values) if values and is_union else values
 
 
-# The values of each field that has a choice
+# Allowed values of each field of this class and of two of TRL's; empty if the field takes any value of its type
 CHOICES: dict[str, Collection[str | None]] = {
     name: _literal_values(get_type_hints(SFTConfig)[name]) for name in SFTConfig.__annotations__
 }
 CHOICES |= {"packing_strategy": STRATEGIES.keys(), "truncation_mode": get_args(TruncationMode)}
-# The types of fields that hold no text
-NO_TEXTS = {name: {*(get_args(hint) or (hint,))} for name, hint in get_type_hints(SFTConfig).items()}
-NO_TEXTS = {name: types for name, types in NO_TEXTS.items() if types <= {bool, int, float, type(None)}}
+TYPES_OF_FIELDS = {name: {*(get_args(hint) or (hint,))} for name, hint in get_type_hints(SFTConfig).items()}
+# The types of each field that holds a number or a switch, and no text
+NUMERIC_FIELDS = {name: types for name, types in TYPES_OF_FIELDS.items() if types <= {bool, int, float, type(None)}}
 
 
 def _refuse_texts(args: SFTConfig) -> None:
-    """Refuse texts where numbers or switches belong: numbers fail where they are used, and switches are true."""
-    for name, types in NO_TEXTS.items():
+    """Refuse texts as values of fields that hold a number or a switch.
+
+    A text in place of a number would fail only where it is used, and a text in place of a switch would switch it on.
+    """
+    for name, types in NUMERIC_FIELDS.items():
         value = getattr(args, name)
-        if not isinstance(value, str) or name == "packing":  # of which `check_config` knows more
+        if not isinstance(value, str) or name == "packing":  # `check_config` says more about `packing`
             continue
         cause = "It is a text, and this field holds a number"
         remedy = "a number"
         if bool in types:
             cause = "Any text counts as true, also this one"
             remedy = "True or False"
-        for kind in types & {int, float}:
+        for number_type in types & {int, float}:
             with suppress(ValueError):
-                remedy = f"{kind(value)}, without quotes"
+                remedy = f"{number_type(value)}, without quotes"
         raise ValueError(
             f"`{name}={value!r}` was given. {cause}. Set `{name}` to {remedy}, or leave it unset for the default."
         )
 
 
 def adopt_args(args: TrainingArguments | None, default_output_dir: str) -> SFTConfig:
-    """Our `SFTConfig` of what a user of TRL passes, which is not changed. TRL's keeps its `packing_strategy`, "bfd"."""
+    """Return an `SFTConfig` of this package with the values of `args`, which are not changed.
+
+    Args:
+        args: a config of this package, of TRL or of transformers; None for the defaults. TRL's default
+            `packing_strategy="bfd"` is kept.
+        default_output_dir: `output_dir` if `args` is None.
+    """
     if args is None:
         return SFTConfig(default_output_dir)
     if isinstance(args, SFTConfig):
         return copy.copy(args)
     if isinstance(args, ConfigOfTrl):
-        # Copied field by field: constructing it again would run `__post_init__` a second time.
-        ours = object.__new__(SFTConfig)
-        vars(ours).update({each.name: each.default for each in fields(SFTConfig)} | vars(args))
-        check_devices(ours)
-        check_config(ours)
-        return ours
+        # The values are copied. Constructing a config from them would run `__post_init__` a second time.
+        config = object.__new__(SFTConfig)
+        defaults = {setting.name: setting.default for setting in fields(SFTConfig)}
+        vars(config).update(defaults | vars(args))
+        check_devices(config)
+        check_config(config)
+        return config
     warnings.warn(
         "`args` is a `TrainingArguments`, which has no `packing`: documents are not packed. Pass an `SFTConfig` with "
         "`packing=True`.",
@@ -280,7 +304,7 @@ def adopt_args(args: TrainingArguments | None, default_output_dir: str) -> SFTCo
 
 @contextmanager
 def settings_hidden_from_trl(args: SFTConfig, **shown: object) -> Iterator[None]:
-    """Within this context `args` have the values that are `shown`, for a call of TRL that would act on the others."""
+    """Give `args` the values `shown` in this context, in which TRL is called and would act on the true values."""
     hidden = {name: getattr(args, name) for name in shown}
     vars(args).update(shown)
     try:
@@ -290,7 +314,7 @@ def settings_hidden_from_trl(args: SFTConfig, **shown: object) -> Iterator[None]
 
 
 def with_settings(args: SFTConfig, **settings: object) -> SFTConfig:
-    """The same config with other values of some fields, unless they contradict each other."""
+    """Return a copy of `args` with the values `settings`; ValueError if they contradict each other."""
     args = copy.copy(args)
     vars(args).update(settings)
     check_config(args)
@@ -298,7 +322,7 @@ def with_settings(args: SFTConfig, **settings: object) -> SFTConfig:
 
 
 def lacks_devices() -> bool:
-    """Whether several processes were started where no GPU was found, and no launcher was told to use CPUs."""
+    """Return whether several processes were started without a GPU, and no environment variable chooses CPUs."""
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t")
     if use_cpu or os.environ.get("DS_ACCELERATOR") == "cpu":
         return False
@@ -306,7 +330,7 @@ def lacks_devices() -> bool:
 
 
 def check_devices(args: SFTConfig) -> None:
-    """Refuse several processes on a machine without a GPU, unless training on CPUs was asked for."""
+    """Refuse several processes on a machine without a GPU, unless a setting says to train on CPUs."""
     if lacks_devices() and not (args.use_cpu or args.ddp_backend == "gloo"):
         raise ValueError(
             f"{os.environ['WORLD_SIZE']} processes were started, and no GPU was found "
@@ -323,9 +347,9 @@ def check_config(args: SFTConfig) -> None:
             f"`packing={args.packing!r}` was given. TRL takes any text for `True` and packs by `packing_strategy`, "
             f"which is {args.packing_strategy!r}. Set `packing=True`, and `packing_strategy` to the one that you mean."
         )
-    for name, known in CHOICES.items():
-        if known:
-            check_choice(name, getattr(args, name), known)
+    for name, values in CHOICES.items():
+        if values:
+            check_choice(name, getattr(args, name), values)
     if args.peak_tflops is not None and args.peak_tflops <= 0:
         raise ValueError(
             f"`peak_tflops={args.peak_tflops}` was given. It is the divisor of `mfu`, the share of the peak that "
@@ -333,19 +357,27 @@ def check_config(args: SFTConfig) -> None:
         )
     _check_tokens_per_rank(args)
     if args.packing or args.padding_free:
-        counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "pad_to_multiple_of")
-        for name in (*counts, "pad_documents_to_multiple_of"):
+        for name in (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "pad_to_multiple_of",
+            "pad_documents_to_multiple_of",
+        ):
             if getattr(args, name) is not None:
                 check_count(name, getattr(args, name))
-        # `padding_free` alone does not need a capacity
-        if args.packing or args.max_length is not None or args.pad_documents_to_multiple_of is not None:
+        # `padding_free` without `packing` does not limit the tokens of a pack, so it does not need `max_length`
+        needs_max_length = args.packing or args.pad_documents_to_multiple_of is not None
+        if needs_max_length or args.max_length is not None:
             check_max_length(args.max_length, args.per_device_train_batch_size)
         check_overlong("packing_strategy", args.packing_strategy, args.overlong)
     refuse_conflicts(RunSettings(args=args))
 
 
 def _check_tokens_per_rank(args: SFTConfig) -> None:
-    """Refuse values of `tokens_per_rank` and `exchange_speeds`. The number of ranks is checked by the planner."""
+    """Refuse values of `tokens_per_rank` and `exchange_speeds` that cannot be used.
+
+    The planner checks that there are enough ranks for `max_length` tokens.
+    """
     tokens = args.tokens_per_rank
     speeds = args.exchange_speeds
     if tokens is None:
@@ -359,10 +391,15 @@ def _check_tokens_per_rank(args: SFTConfig) -> None:
     check_count("tokens_per_rank", tokens)
     if speeds is None:
         return
-    given = speeds.items() if isinstance(speeds, dict) else [(speeds, 0.0)]
-    wrong = [name for name, n in given if name not in SPEEDS or type(n) not in (int, float) or not 0 < n < inf]
-    if wrong:
+    # Anything but a dictionary has no speeds, so it is refused as a name without a valid number
+    named_speeds = speeds.items() if isinstance(speeds, dict) else [(speeds, 0.0)]
+    bad_names = []
+    for name, speed in named_speeds:
+        is_positive_number = type(speed) in (int, float) and 0 < speed < inf
+        if name not in SPEED_NAMES or not is_positive_number:
+            bad_names.append(name)
+    if bad_names:
         raise ValueError(
-            f"`exchange_speeds={speeds!r}` was given. Degrees are chosen by {', '.join(SPEEDS)}, each a number above "
-            f"0, and {wrong[0]!r} is not one of them. Set a dictionary of these, or leave it unset."
+            f"`exchange_speeds={speeds!r}` was given. Degrees are chosen by {', '.join(SPEED_NAMES)}, each a number "
+            f"above 0, and {bad_names[0]!r} is not one of them. Set a dictionary of these, or leave it unset."
         )

@@ -1,4 +1,13 @@
-"""Images in packs, for the trainer: what is refused before work starts, and what the trainer is made of."""
+"""How the trainer reads datasets, with images or without: the one place that knows whether a run has images.
+
+`loading.py` constructs `NoImages` or its subclass `ImageData`, once for a run, and calls the same methods of either: to
+read a table or a stream as documents, to collate documents into packs and padded batches, and to know what they cost.
+`preparation.py` measures rows with images without a trainer.
+
+Words: a *document* is one training example as the model reads it, with its images; to *measure* a row is to run the
+processor on it once, so that the number of its tokens and images is known; the *vision tower* is the part of the model
+that reads images.
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -37,43 +46,58 @@ from .trainer_view import TrainerPart, TrainerView
 
 
 class NoImages(TrainerPart):
-    """How the rows of a run are read, where packs have no images."""
+    """Reads the datasets of a run without images.
+
+    Attributes:
+        examples: makes rows with images into inputs of the model; None without images.
+        tower: the vision tower; an empty module without images.
+        compare: returns the content of images that `PrefixCollator` compares; None without images.
+    """
 
     examples: ImageExamples | None = None
-    tower = nn.Module()  # the vision tower
-    compare: Compare | None = None  # see `PrefixCollator`
+    tower = nn.Module()
+    compare: Compare | None = None
 
     def read(self, dataset: Dataset, name: str) -> RowReader:
-        """The rows of a table: tokens, or images and text, which are measured once."""
+        """Return the reader of a table. Rows with images and text are measured first."""
         return TokenReader(dataset)
 
     def of_stream(self, vocab_size: int | None) -> StreamTokens | StreamImages:
-        """How the rows of a stream become documents."""
+        """Return the object that makes documents of the rows of a stream."""
         return StreamTokens(vocab_size)
 
     def first_of_stream(self, dataset: IterableDataset) -> Any:
-        """The first row, or a hash of it with its images as they are stored."""
+        """Return the tokens of the first row of a stream; with images, a hash of the row as it is stored."""
         return np.asarray(next(iter(dataset))["input_ids"]).tolist()
 
     def table(self, dataset: IterableDataset) -> Dataset:
-        """All rows of a finite stream, as a table in memory with the columns that are read, and encoded images."""
+        """Read a whole finite stream into a table in memory, with the columns that the trainer reads.
+
+        Images stay encoded, as files are.
+        """
         return read_whole(dataset, self.args.weight_column, self.args.source_column)
 
     def costs(self, costs: CostModel) -> CostModel:
-        """Costs of text, with those of images."""
+        """Return the costs of documents: `costs`, the costs of their text, and the costs of their images."""
         return costs
 
     def of_packs(self) -> PackedImages:
-        """What packs have of images: also a placeholder, if ranks would wait for each other in a pack without one."""
+        """Return how the images of a pack are collated.
+
+        If ranks would wait for a rank whose pack has no image, such a pack gets a placeholder image.
+        """
         return NO_IMAGES
 
     def padded(self, collate: Callable[..., Any]) -> Callable[..., Any]:
-        """What makes a padded batch of documents; `collate` is TRL's collator."""
+        """Return the collator of padded batches, which calls TRL's collator `collate` where there are no images."""
         return PaddedCollator(collate)
 
 
 class ImageData(NoImages):
-    """The same with images: of TRL's collator, and a model that no engine wraps yet."""
+    """Reads the datasets of a run with images.
+
+    It is constructed before an engine wraps the model, and takes the processor from TRL's collator.
+    """
 
     examples: ImageExamples
 
@@ -93,6 +117,7 @@ class ImageData(NoImages):
         return measure_rows(dataset, self.process, name, args=self.args, marks=name == "train")
 
     def _is_tokens(self, dataset: Dataset | IterableDataset) -> bool:
+        """Return whether a dataset is tokenised and has no images."""
         return "input_ids" in columns_of(dataset) and not has_images(dataset)
 
     def of_stream(self, vocab_size: int | None = None) -> StreamImages:
@@ -107,17 +132,17 @@ class ImageData(NoImages):
         if self._is_tokens(dataset):
             return super().table(dataset)
         rows, reading = self.of_stream().open_stream(dataset)
-        values = self.args.weight_column, self.args.source_column
-        others = []
+        value_columns = (self.args.weight_column, self.args.source_column)
+        texts_and_values = []
         images = []
         for row in rows:
             encoded = reading.encode_row(row)
             images.append([{"path": image.path, "bytes": image.data} for image in encoded.pop("images")])
-            others.append(encoded | {name: row[name] for name in values if name and name in row})
-        if not others:
+            texts_and_values.append(encoded | {name: row[name] for name in value_columns if name and name in row})
+        if not images:
             refuse_empty()
-        pictures = Dataset.from_dict({"images": images}, Features({"images": [Image(mode=reading.mode)]}))
-        return concatenate_datasets([Dataset.from_list(others), pictures], axis=1)
+        image_table = Dataset.from_dict({"images": images}, Features({"images": [Image(mode=reading.mode)]}))
+        return concatenate_datasets([Dataset.from_list(texts_and_values), image_table], axis=1)
 
     def costs(self, costs: CostModel) -> CostModel:
         model = base_model(self._trainer.model)
@@ -126,9 +151,9 @@ class ImageData(NoImages):
 
     def of_packs(self) -> PackedImages:
         accelerator = self._trainer.accelerator
-        needs_image = accelerator.num_processes > 1 and not (
-            accelerator.distributed_type in DDP and self.args.ddp_find_unused_parameters
-        )
+        # Only DDP that looks for unused parameters lets a rank skip the vision tower
+        may_skip_tower = accelerator.distributed_type in DDP and self.args.ddp_find_unused_parameters
+        needs_image = accelerator.num_processes > 1 and not may_skip_tower
         return replace(self.examples.images, placeholder=self.examples.placeholder() if needs_image else None)
 
     def padded(self, collate: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,43 +161,64 @@ class ImageData(NoImages):
 
 
 def row_processor(collate: DataCollatorForVisionLanguageModeling, per_turn: bool) -> RowProcessor:
-    """What makes a document of a row with images; with `per_turn` of the prompt and the answer of a turn."""
+    """Return the processor that makes a document of a row with images.
+
+    Args:
+        collate: TRL's collator, with the processor of the model.
+        per_turn: whether each turn becomes a document, whose loss is on the answer only.
+    """
     set_pad_token_by_text(plain_tokenizer(collate.processor))
-    # TRL chooses by the columns of the dataset, in which turns are not prompts and completions
-    return RowProcessor(replace(collate, completion_only_loss=True) if per_turn else collate)
+    if per_turn:
+        # TRL has set the loss by the columns of the dataset. A turn becomes a prompt and a completion only later.
+        collate = replace(collate, completion_only_loss=True)
+    return RowProcessor(collate)
 
 
 def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SFTConfig, marks: bool) -> ImageRows:
-    """The documents of a dataset. The main process measures them, the others read the cache.
+    """Measure the rows of a dataset, on the main process first: all other processes read its cache.
 
-    `marks`: with `bad_rows="drop"`, bad rows stay as documents without tokens, so that they are counted.
+    Args:
+        dataset: rows with images.
+        process: makes a document of a row.
+        name: how messages name the dataset.
+        args: the config of the run.
+        marks: whether, with `bad_rows="drop"`, bad rows stay as documents without tokens, so that they are counted.
+
+    Returns:
+        The reader of the documents; with `per_turn`, each turn is a document.
     """
     drops = marks and args.bad_rows == "drop"
     rule = TurnRule.of(args) if args.per_turn else None
     if rule is not None:
         check_conversations(dataset, name)
     with main_process_first():
-        settings: dict[str, Any] = {"num_proc": args.dataset_num_proc, "rule": rule}
-        measures = measure(dataset, process, name, drops=drops or rule is not None, **settings)
+        drops_rows = drops or rule is not None
+        measures = measure(dataset, process, name, drops=drops_rows, num_proc=args.dataset_num_proc, rule=rule)
     if rule is None:
         return ImageRows(dataset, process, measures)
     counts = count_turns(dataset, measures, name, args=args, is_split=True, drops=drops)
     reader = ImageRows(dataset, process, measures, turns=counts, rule=rule)
     if marks:
-        trained = np.flatnonzero(read_integer_column(measures, "trained"))[:1].tolist()
-        first = [reader.read(row, 0, int(reader.lengths[row])) for row in trained]
-        warn_if_turns_do_not_end(first, name, process.processor, setting="per_turn")
+        # Warnings look at the first row that trains a token
+        first_rows = np.flatnonzero(read_integer_column(measures, "trained"))[:1].tolist()
+        first_documents = [reader.read(row, 0, int(reader.lengths[row])) for row in first_rows]
+        warn_if_turns_do_not_end(first_documents, name, process.processor, setting="per_turn")
         warn_if_nothing_is_stripped(measures, name)
     return reader
 
 
 def check_padded_images(accelerator: Accelerator, reader: RowReader) -> None:
-    """Refuse padded evaluation in which a rank may have no image while ranks gather parameters together."""
+    """Refuse padded evaluation in which a rank may skip the vision tower while other ranks gather its parameters.
+
+    A rank skips the vision tower in a batch without an image. Under ZeRO-3 and FSDP the other ranks would wait for it.
+    """
     is_sharded = accelerator.distributed_type == DistributedType.FSDP or (
         accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3
     )
-    stops = reader.image_stops
-    if not is_sharded or accelerator.num_processes == 1 or stops is None or stops.all() or not stops.any():
+    if not is_sharded or accelerator.num_processes == 1:
+        return
+    stops = reader.image_stops  # of each row the index after the last token of an image, 0 without an image
+    if stops is None or stops.all() or not stops.any():  # all rows have an image, or none has one
         return
     raise ValueError(
         f"{(stops == 0).sum()} of {len(stops)} rows of an evaluation set have no image, and it is evaluated in padded "

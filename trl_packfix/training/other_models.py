@@ -1,11 +1,12 @@
 """Models that the user's code calls in a step beside the trained one: a teacher, a reference, an average of weights.
 
-Only a model that was prepared for packs keeps the documents of a pack apart. Any other computes them as one sequence,
-without an error, if it gets their tokens. So while the user's code runs on a pack, a hook looks at what modules get.
-A module of an unprepared model that gets the tokens of the pack ends the run with a message.
+A pack is a row of several documents. Only a model that was prepared for packs keeps the documents of a pack apart; any
+other model computes the row as one sequence, without an error. So while the user's code runs on a pack
+(`user_code.py`), a hook looks at the inputs of every module that is called, and raises if a model that is not prepared
+gets the tokens of the pack.
 
-The hook is one of torch's global ones, because the other models are not known. It runs at every call of a module, but
-only where user code replaces this package's: about 1 microsecond each.
+The hook is a global one of torch, because the user's models are not known. It costs about 1 microsecond for each call
+of a module, and only in steps that the user's code computes.
 """
 
 from collections.abc import Iterator
@@ -22,39 +23,44 @@ from ..layout import layout_of
 
 
 class _UnpreparedModels:
-    """Raises where an unprepared model gets the tokens of a pack: torch calls it before the forward of each module.
+    """A hook that torch calls before the forward of each module. It raises if an unprepared model gets a pack.
 
     Args:
-        tokens: those of the pack, (1, T).
-        num_documents, longest: how many documents the pack has, and the tokens of the longest.
+        tokens: the tokens of the pack, (1, T).
+        num_documents: the number of documents of the pack.
+        longest: the number of tokens of its longest document.
     """
 
     def __init__(self, tokens: Tensor, num_documents: int, longest: int):
         self._tokens = tokens
         self._num_documents = num_documents
         self._longest = longest
-        self._outermost: PreTrainedModel | None = None  # the model whose forward began last, outside of packs
+        self._outermost: PreTrainedModel | None = None  # the unprepared model whose forward began last
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if running_forward() is not None:  # a prepared model computes a pack
+        """Look at the positional arguments of a module before its forward."""
+        if running_forward() is not None:  # a prepared model is computing a pack
             return
         if isinstance(module, PreTrainedModel):
             if self._outermost is None or not _is_inside(module, self._outermost):
                 self._outermost = module
                 _check_own_weights(module)
-        elif self._outermost is not None and args and self._is_of_pack(args[0]) and _is_inside(module, self._outermost):
-            self._refuse(self._outermost)
+            return
+        model = self._outermost
+        if model is not None and args and self._joins_documents(args[0]) and _is_inside(module, model):
+            self._raise_unprepared(model)
 
-    def _is_of_pack(self, value: object) -> bool:
-        """Whether a module gets the tokens of more than one document as one row."""
+    def _joins_documents(self, value: object) -> bool:
+        """Return whether a value has the first tokens of the pack as one row, of more than one document."""
         if not isinstance(value, Tensor) or value.is_floating_point() or value.ndim != 2 or value.shape[0] != 1:
             return False
-        num = value.shape[1]
-        return self._longest < num <= self._tokens.shape[1] and torch.equal(
-            value.to(self._tokens.device), self._tokens[:, :num].to(value.dtype)
+        num_tokens = value.shape[1]
+        return self._longest < num_tokens <= self._tokens.shape[1] and torch.equal(
+            value.to(self._tokens.device), self._tokens[:, :num_tokens].to(value.dtype)
         )
 
-    def _refuse(self, model: PreTrainedModel) -> None:
+    def _raise_unprepared(self, model: PreTrainedModel) -> None:
+        """Raise the error that names an unprepared model."""
         raise ValueError(
             f"{type(model).__name__} was called in a training step with the tokens of a pack of {self._num_documents} "
             "documents, without their boundaries or without being prepared to read them. The documents would see each "
@@ -64,13 +70,17 @@ class _UnpreparedModels:
 
 
 def _is_inside(module: nn.Module, model: nn.Module) -> bool:
-    return any(each is module for each in model.modules())
+    """Return whether a module is the model or one of its modules."""
+    return any(candidate is module for candidate in model.modules())
 
 
 def _check_own_weights(model: PreTrainedModel) -> None:
-    """Refuse a deep copy of a model whose `forward` TRL has replaced: it would compute with the original's weights."""
+    """Refuse a deep copy of a model whose `forward` TRL has replaced: it would compute with the original's weights.
+
+    The function in place of `forward` holds the original model in its closure, which a deep copy does not copy.
+    """
     function = vars(model).get("forward")
-    while function is not None:  # functions may be wrapped in others
+    while function is not None:  # look into the functions that this function wraps, too
         function = getattr(function, "__func__", function)
         owners = [getattr(cell.cell_contents, "__self__", None) for cell in function.__closure__ or ()]
         if any(isinstance(owner, PreTrainedModel) and owner is not model for owner in owners):
@@ -85,16 +95,16 @@ def _check_own_weights(model: PreTrainedModel) -> None:
 
 @contextmanager
 def refused_if_unprepared(inputs: dict[str, Any]) -> Iterator[None]:
-    """Raise ValueError in this context where a model that is not prepared for packs gets the tokens of `inputs`.
+    """Raise ValueError in this context if a model that is not prepared for packs gets the tokens of `inputs`.
 
-    A batch without boundaries is not watched.
+    Nothing is checked for a batch without boundaries of documents, which is not a pack.
     """
     layout = layout_of(inputs)
     if not layout.is_packed:
         yield
         return
-    watch = _UnpreparedModels(inputs["input_ids"], layout.count, int(inputs["max_length_q"]))
-    handle = register_module_forward_pre_hook(watch)
+    hook = _UnpreparedModels(inputs["input_ids"], layout.count, int(inputs["max_length_q"]))
+    handle = register_module_forward_pre_hook(hook)
     try:
         yield
     finally:

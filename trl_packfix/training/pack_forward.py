@@ -1,4 +1,10 @@
-"""`pack_forward`: any trainer of TRL without padding, by hooks below the head of its models."""
+"""`pack_forward`: any trainer of TRL computes its padded batches without padding, by hooks on its models.
+
+A hook takes the padded rows of a batch below the head of the model, flattens them to one *pack* (a row in which each
+padded row is one document), and puts the states back to the places of the padded rows. The hooks are in
+`isolation/packed_rows.py`, one `PackedRows` for each model. This module finds the models of a trainer, refuses settings
+with which packs would differ from padded rows, proves that they do not, and logs what was computed.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -30,7 +36,8 @@ from .choices import (
 from .features import ON_SEVERAL_DEVICES, Feature
 from .progress import proof_status
 
-LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
+# Keys of the log: the unit, and what is counted. docs/logging.md is written from these texts.
+LOGGED = {
     "packing/rows": ("tokens", "of the padded rows, which would be computed without packs"),
     "packing/tokens": ("tokens", "of these rows, without padding"),
     "packing/computed": ("tokens", "that were computed"),
@@ -59,20 +66,20 @@ PACKED_ROWS = Feature(
 
 
 class RowPacking:
-    """What `pack_forward` did; `remove()` takes it away.
+    """The packing that `pack_forward` has set up. `summary()` describes it, and `remove()` undoes it.
 
     Attributes:
-        rows: of each model, by the name of its attribute, how its rows are packed.
+        rows: the hooks of each model, by the attribute of the trainer that holds the model.
     """
 
-    def __init__(self, rows: dict[str, PackedRows], of: Trainer | nn.Module):
+    def __init__(self, rows: dict[str, PackedRows], trainer_or_model: Trainer | nn.Module):
         self.rows = rows
-        self._of = of
+        self._trainer_or_model = trainer_or_model
         self._callback: TrainerCallback | None = None
-        if isinstance(of, Trainer):
-            self._callback = _LogAndProve(of, self)
-            # The first: what it adds to the log must be there before a tracker gets it
-            call_first(of.callback_handler, self._callback)
+        if isinstance(trainer_or_model, Trainer):
+            self._callback = _LogAndProve(trainer_or_model, self)
+            # It must add its numbers to the log before the callback of a tracker reads the log
+            call_first(trainer_or_model.callback_handler, self._callback)
 
     @property
     def tokens(self) -> PackedTokenCounts:
@@ -80,7 +87,7 @@ class RowPacking:
         return PackedTokenCounts(*np.sum([astuple(rows.tokens) for rows in self.rows.values()], axis=0).tolist())
 
     def summary(self) -> str:
-        """What was computed, in one line for all models and one for each."""
+        """Return what was computed: a line with the numbers of tokens, and a line for each model."""
         tokens = self.tokens
         numbers = "no tokens yet"
         if tokens.padded:
@@ -88,16 +95,16 @@ class RowPacking:
                 f"padded {tokens.padded:,}, real {tokens.real:,}, computed {tokens.computed:,} "
                 f"({tokens.computed / tokens.padded:.0%} of padded)"
             )
-        return "\n".join(
-            [f"Forwards on packed rows: {numbers}", *(f"{name}: {_state(self.rows[name])}" for name in self.rows)]
-        )
+        lines = [f"Forwards on packed rows: {numbers}"]
+        lines += [f"{name}: {_describe_state(rows)}" for name, rows in self.rows.items()]
+        return "\n".join(lines)
 
     def prove(self) -> None:
-        """Prove the packs of all models that are not proved yet. All ranks must call it."""
-        if not isinstance(self._of, Trainer):
-            self.rows["model"].prove(self._of)
+        """Prove, for each model that is not proved yet, that packs equal padded rows. All ranks must call it."""
+        if not isinstance(self._trainer_or_model, Trainer):
+            self.rows["model"].prove(self._trainer_or_model)
             return
-        trainer = self._of
+        trainer = self._trainer_or_model
         wrapped: dict[str, Any] = _models_of(trainer) | {"model": getattr(trainer, "model_wrapped", trainer.model)}
         for name, rows in self.rows.items():
             if not rows.is_proved:
@@ -105,11 +112,11 @@ class RowPacking:
                     rows.prove(wrapped[name])
 
     def remove(self) -> None:
-        """Leave the trainer and its models as they were."""
+        """Remove the hooks from the models, and the callback from the trainer."""
         for rows in self.rows.values():
             rows.remove_hooks()
-        if isinstance(self._of, Trainer) and self._callback is not None:
-            self._of.remove_callback(self._callback)
+        if isinstance(self._trainer_or_model, Trainer) and self._callback is not None:
+            self._trainer_or_model.remove_callback(self._callback)
             self._callback = None
 
 
@@ -158,16 +165,18 @@ def pack_forward(
     Forwards on packed rows: padded 8, real 6, computed 6 (75% of padded)
     model: packed with packfix_varlen, common beginnings once
     """
-    make = partial(PackedRows, on_leak=on_leak, shares=share_prefixes, enforce_flash_attention=enforce_flash_attention)
+    add_hooks = partial(
+        PackedRows, on_leak=on_leak, shares=share_prefixes, enforce_flash_attention=enforce_flash_attention
+    )
     if isinstance(trainer_or_model, Trainer):
-        rows = _rows_of_trainer(trainer_or_model, max_length, make)
+        rows = _add_hooks_to_models(trainer_or_model, max_length, add_hooks)
         is_sharded = trainer_or_model.is_deepspeed_enabled or trainer_or_model.is_fsdp_enabled
     else:
         model = base_model(trainer_or_model)
         is_sharded = False
-        rows = {"model": make(trainer_or_model, computing_dtype(model), model.device.type, max_length)}
+        rows = {"model": add_hooks(trainer_or_model, computing_dtype(model), model.device.type, max_length)}
     packing = RowPacking(rows, trainer_or_model)
-    if not is_sharded:  # else when training begins
+    if not is_sharded:  # an engine that shards the model has not wrapped it yet, so the callback proves it later
         try:
             packing.prove()
         except Exception:
@@ -176,9 +185,14 @@ def pack_forward(
     return packing
 
 
-def _rows_of_trainer(
-    trainer: Trainer, max_length: int | None, make: Callable[..., PackedRows]
+def _add_hooks_to_models(
+    trainer: Trainer, max_length: int | None, add_hooks: Callable[..., PackedRows]
 ) -> dict[str, PackedRows]:
+    """Add hooks to all models of a trainer, and return them by the attribute that holds the model.
+
+    A model that cannot be packed computes its rows with padding, and a warning says why. For the trained model and its
+    reference this is an error.
+    """
     args: Any = trainer.args
     model: Any = trainer.model
     PACKED_ROWS.refuse_conflicts(RunSettings(args=args, model=model, accelerator=trainer.accelerator))
@@ -189,7 +203,7 @@ def _rows_of_trainer(
     for name, wrapped in _models_of(trainer).items():
         inner = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
         try:
-            rows[name] = make(inner, dtype or base_model(inner).dtype, args.device.type, max_length)
+            rows[name] = add_hooks(inner, dtype or base_model(inner).dtype, args.device.type, max_length)
         except ValueError as error:
             if name in ("model", "ref_model"):
                 raise
@@ -198,30 +212,33 @@ def _rows_of_trainer(
 
 
 def _models_of(trainer: Trainer) -> dict[str, nn.Module]:
-    """The transformers models of a trainer by attribute: its own, a reference, a teacher, models that give rewards."""
+    """Return the transformers models of a trainer by attribute: the trained one, a reference, a teacher, reward models.
+
+    A model that several attributes hold is returned once, under the first of them.
+    """
     attributes: dict[str, Any] = {"model": trainer.model} | vars(trainer)
     for name, value in vars(trainer).items():
         if isinstance(value, list | tuple):
-            attributes |= {f"{name}[{i}]": one for i, one in enumerate(value)}
-    found: dict[int, tuple[str, nn.Module]] = {}
+            attributes |= {f"{name}[{i}]": element for i, element in enumerate(value)}
+    models: dict[int, tuple[str, nn.Module]] = {}  # by the identity of the innermost model
     for name, value in attributes.items():
         if not isinstance(value, nn.Module):
             continue
         inner: Any = trainer.accelerator.unwrap_model(value, keep_torch_compile=False)
         inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
         if isinstance(inner, PreTrainedModel):
-            found.setdefault(id(inner), (name, value))
-    return dict(found.values())
+            models.setdefault(id(inner), (name, value))
+    return dict(models.values())
 
 
 class _LogAndProve(TrainerCallback):
-    """Proves packs before training where an engine shards the model at its start, and logs what was computed."""
+    """A callback that proves packs at the start of training, if they are not proved yet, and logs computed tokens."""
 
     def __init__(self, trainer: Trainer, packing: RowPacking):
         self.trainer = trainer
         self.packing = packing
-        self.logged = PackedTokenCounts()
-        self.is_unused = False
+        self.logged = PackedTokenCounts()  # the tokens that earlier logs have counted
+        self.warned_that_unused = False
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:
         self.packing.prove()
@@ -236,10 +253,11 @@ class _LogAndProve(TrainerCallback):
         **kwargs: object,
     ) -> None:
         tokens = self.packing.tokens
-        before = self.logged
-        is_packed = any(rows.is_active for rows in self.packing.rows.values())
-        if not (tokens.padded or self.is_unused) and state.global_step and is_packed:  # all proofs have passed
-            self.is_unused = True
+        tokens_before = self.logged
+        has_active_hooks = any(rows.is_active for rows in self.packing.rows.values())
+        is_unused = tokens.padded == 0 and state.global_step > 0 and has_active_hooks
+        if is_unused and not self.warned_that_unused:
+            self.warned_that_unused = True
             warnings.warn(
                 f"`pack_forward` packed no rows in the first {state.global_step} steps of "
                 f"{type(self.trainer).__name__}: its models got no padded rows with an `attention_mask`, or "
@@ -247,9 +265,10 @@ class _LogAndProve(TrainerCallback):
                 "call `torch.compiler.reset()` before `pack_forward`.",
                 stacklevel=2,
             )
-        if tokens.padded == before.padded:
+        if tokens.padded == tokens_before.padded:
             return
-        numbers = dict(zip(LOGGED, np.subtract(astuple(tokens), astuple(before)).tolist(), strict=True))
+        tokens_since_log = np.subtract(astuple(tokens), astuple(tokens_before)).tolist()
+        numbers = dict(zip(LOGGED, tokens_since_log, strict=True))
         self.logged = tokens
         if logs is not None:
             logs |= numbers
@@ -257,16 +276,16 @@ class _LogAndProve(TrainerCallback):
             state.log_history[-1] |= numbers
 
 
-def _state(rows: PackedRows) -> str:
-    """How the rows of a model run, and why."""
+def _describe_state(rows: PackedRows) -> str:
+    """Return how a model computes its rows, packed or padded, and why."""
     if not rows.is_proved:
         return "proved when training begins"
     if rows.refusal is not None:
         return f"padded, because {rows.refusal}"
-    packed = rows.packed_model
-    repaired = "; repaired: " + "; ".join(map(str, packed.repaired)) if packed.repaired else ""
+    packed_model = rows.packed_model
+    repairs = "; repaired: " + "; ".join(map(str, packed_model.repaired)) if packed_model.repaired else ""
     if rows.sharing_refusal is not None:
-        shares = f"each row whole, because {rows.sharing_refusal}"
+        prefixes = f"each row whole, because {rows.sharing_refusal}"
     else:
-        shares = "common beginnings once" if rows.collate.shares else "each row whole"
-    return f"packed with {packed.attention.name}, {shares}{repaired}"
+        prefixes = "common beginnings once" if rows.collate.shares else "each row whole"
+    return f"packed with {packed_model.attention.name}, {prefixes}{repairs}"

@@ -1,7 +1,8 @@
-"""Checks that all ranks have the same data. Each rank plans alone, and takes its share of the same plan.
+"""Checks that all ranks have the same documents.
 
-With other documents on a rank, some would be trained twice and others never, and ranks with fewer steps would keep the
-others waiting for ever.
+Each rank computes the plan of packs by itself and trains its share of the plan. If a rank had other documents than rank
+0, its plan would differ: some documents would be trained twice and some never, and a rank with fewer steps would let
+the other ranks wait for ever. `loading.py` and the callbacks call these checks before training and between its steps.
 """
 
 from accelerate.utils import gather_object
@@ -9,50 +10,54 @@ from accelerate.utils import gather_object
 from ..data.documents import Documents
 from ..data.stream import PackedStream
 
-SEED = "Give whatever is drawn in your script a seed, such as `train_test_split(seed=42)` or `shuffle(seed=42)`"
+SEED_REMEDY = "Give whatever is drawn in your script a seed, such as `train_test_split(seed=42)` or `shuffle(seed=42)`"
 
 
 def check_same_documents(documents: Documents, name: str, world_size: int) -> None:
     """Raise ValueError on all ranks if a rank has other documents than rank 0. All ranks must call it.
 
     Args:
-        documents: those of this rank, with their fingerprint.
-        name: what they are, as the beginning of a sentence names it.
+        documents: the documents of this rank, with their fingerprint.
+        name: how a message names the dataset, at the beginning of a sentence.
         world_size: the number of processes.
     """
     if world_size == 1:
         return
-    on_ranks: list[tuple[int, int, str]] = gather_object(
+    # Number of documents, number of tokens and fingerprint of each rank
+    summaries: list[tuple[int, int, str]] = gather_object(
         [(len(documents), int(documents.lengths.sum()), documents.fingerprint)]
     )
-    other = next((rank for rank, found in enumerate(on_ranks) if found != on_ranks[0]), None)
-    if other is None:
-        return
-    first, second = (
-        f"{num:,} documents of {tokens:,} tokens (fingerprint {fingerprint[:8]})"
-        for num, tokens, fingerprint in (on_ranks[0], on_ranks[other])
-    )
-    raise ValueError(
-        f"{name} has {first} on rank 0, and {second} on rank {other}. Each rank takes its share of the same plan, so "
-        "documents would be trained or evaluated twice or never, and ranks with fewer steps would keep the others "
-        f"waiting. {SEED}, and give all ranks the same files."
-    )
+    for rank, summary in enumerate(summaries):
+        if summary != summaries[0]:
+            raise ValueError(
+                f"{name} has {_describe_summary(*summaries[0])} on rank 0, and {_describe_summary(*summary)} on rank "
+                f"{rank}. Each rank takes its share of the same plan, so documents would be trained or evaluated twice "
+                "or never, and ranks with fewer steps would keep the others waiting. "
+                f"{SEED_REMEDY}, and give all ranks the same files."
+            )
+
+
+def _describe_summary(num_documents: int, num_tokens: int, fingerprint: str) -> str:
+    """Return how a message names the documents of a rank."""
+    return f"{num_documents:,} documents of {num_tokens:,} tokens (fingerprint {fingerprint[:8]})"
 
 
 def check_same_stream(stream: PackedStream, num_steps: int) -> None:
-    """Raise ValueError on all ranks if ranks that read the same stream have read other documents. All must call it.
+    """Raise ValueError on all ranks if ranks that share a stream have read different documents. All ranks must call it.
 
     Args:
-        stream: that of this rank.
-        num_steps: optimizer steps that were trained.
+        stream: the stream of this rank.
+        num_steps: the number of optimizer steps that were trained.
     """
     state = stream.state_after(num_steps)
-    on_ranks: list[tuple[int, int]] = gather_object([(state["count"], state["digest"])])
-    for rank, (alike, digest) in enumerate(on_ranks):
-        first = rank - rank % alike
-        if digest != on_ranks[first][1]:
+    # Of each rank: how many neighbouring ranks share its stream, and a digest of the documents that it has read
+    rank_states: list[tuple[int, int]] = gather_object([(state["count"], state["digest"])])
+    for rank, (num_sharing, digest) in enumerate(rank_states):
+        first_rank = rank - rank % num_sharing
+        if digest != rank_states[first_rank][1]:
             raise ValueError(
                 f"After {num_steps} optimizer steps, rank {rank} has read other documents of the stream than rank "
-                f"{first}. These ranks share one stream, so documents were trained twice or never. {SEED} or "
+                f"{first_rank}. These ranks share one stream, so documents were trained twice or never. "
+                f"{SEED_REMEDY} or "
                 "`interleave_datasets(seed=42)`, and give all ranks the same files."
             )

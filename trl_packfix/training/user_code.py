@@ -1,14 +1,19 @@
-"""The user's own code in a training step of packs: what it gets, and what the user is told.
+"""The user's own code in a training step of packs: which batches it gets, and what a warning says of its losses.
 
-A subclass may replace `compute_loss` or `training_step`, and `compute_loss_func` may be given. Such code was written
-for padded batches. A packed step differs from these in two ways:
+A user may replace `compute_loss` or `training_step` in a subclass of the trainer, or give a `compute_loss_func`. Code
+of this kind is written for padded batches, and a step of packs differs from a step of padded batches in two ways:
 
-- A rank that has no document in a micro-batch runs a dummy, so that all ranks make the same collective calls. A dummy
-  has no trained token: a mean over its tokens is 0 / 0, and a penalty would count once more. So dummies never reach the
-  user's code. Their loss is that of this package, which is 0, of one forward. In the last micro-batches of an epoch
-  other ranks may run the user's code meanwhile: where a forward waits for all ranks, it must be one forward, too.
-- Packs of a step may hold different numbers of trained tokens. In a mean over each micro-batch, a token of a pack with
-  few of them counts more. So planning evens these numbers out, and `describe_uneven_micro_batches` says what remains.
+- A rank that has no document in a micro-batch runs a *dummy*, a batch without a trained token, so that all ranks make
+  the same collective calls. A mean over the trained tokens of a dummy would be 0 / 0, and a penalty in the user's loss
+  would count once more. So dummies never reach the user's code: this package computes their loss, which is 0, with one
+  forward. Other ranks may run the user's code at the same time. Where a forward waits for all ranks, the user's code
+  must run one forward, too.
+- The packs of a step may hold different numbers of trained tokens. In a mean over each micro-batch, a token of a pack
+  with few trained tokens counts more than others. So planning makes these numbers similar, and
+  `describe_uneven_micro_batches` says by how much they still differ.
+
+The trainer calls `begin_step` when it fetches the micro-batches of an optimizer step. While `without_dummies` is
+active, transformers calls `_training_step` in place of the user's `training_step`.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,11 +28,11 @@ from ..planning.schedule import Schedule
 from .other_models import refused_if_unprepared
 from .trainer_view import TrainerPart, TrainerView
 
-OWN_METHODS = ("training_step", "compute_loss")  # of a trainer, by which a step is computed
+STEP_METHODS = ("training_step", "compute_loss")  # methods of a trainer that compute a micro-batch
 
 
 def has_trained_tokens(inputs: dict[str, Any]) -> bool:
-    """Return whether a micro-batch has a trained token. On CUDA this waits for the device."""
+    """Return whether a micro-batch has a trained token. On CUDA the host waits for the device."""
     return bool((inputs["labels"][:, 1:] != IGNORE_INDEX).any())
 
 
@@ -35,18 +40,18 @@ class UserCode(TrainerPart):
     """The user's own code in the steps of a trainer.
 
     Args:
-        run: the trainer.
-        own: the class whose methods are not the user's: this package's `SFTTrainer`.
+        trainer: the trainer.
+        package_class: this package's `SFTTrainer`. A method that the trainer does not have from it is the user's.
         dummy_loss: computes the loss of a dummy, with the arguments of `compute_loss`.
     """
 
-    def __init__(self, trainer: TrainerView, own: type, dummy_loss: Callable[..., Tensor]):
+    def __init__(self, trainer: TrainerView, package_class: type, dummy_loss: Callable[..., Tensor]):
         super().__init__(trainer)
-        self._own = own
+        self._package_class = package_class
         self._dummy_loss = dummy_loss
         self._num_filled = 0  # micro-batches of the current step with a trained token
         self._users_step: Callable[..., Tensor] = trainer.training_step
-        # Names of the user's methods, while this class stands before them
+        # Names of the user's methods while `without_dummies` replaces one of them; else None
         self._methods_in_training: list[str] | None = None
 
     @property
@@ -54,16 +59,19 @@ class UserCode(TrainerPart):
         """Names of the methods of the trainer that replace those of this package, as a message names them."""
         if self._methods_in_training is not None:
             return self._methods_in_training
-        names = [name for name in OWN_METHODS if not self._is_own(getattr(self._trainer, name), name)]
+        names = [name for name in STEP_METHODS if self._is_users_method(name)]
         return [f"{type(self._trainer).__name__}.{name}" for name in names]
 
-    def _is_own(self, method: Any, name: str) -> bool:
-        return getattr(method, "__func__", method) is getattr(self._own, name)
+    def _is_users_method(self, name: str) -> bool:
+        """Return whether a method of the trainer is not the one of this package."""
+        method = getattr(self._trainer, name)
+        return getattr(method, "__func__", method) is not getattr(self._package_class, name)
 
     @property
     def names(self) -> list[str]:
-        """Names of everything of the user's that computes a loss or a step."""
-        return [*self.methods, *(["compute_loss_func"] if self._trainer.compute_loss_func is not None else [])]
+        """Names of the user's methods and functions that compute a loss or a step."""
+        functions = [] if self._trainer.compute_loss_func is None else ["compute_loss_func"]
+        return self.methods + functions
 
     @contextmanager
     def without_dummies(self) -> Iterator[None]:
@@ -74,15 +82,15 @@ class UserCode(TrainerPart):
         self._methods_in_training = self.methods
         self._users_step = self._trainer.training_step
         try:
-            with _attribute(self._trainer, "training_step", self._training_step):
+            with _attribute_replaced(self._trainer, "training_step", self._training_step):
                 yield
         finally:
             self._methods_in_training = None
 
     def other_models_checked(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Refuse models that are not prepared for packs, if the user's code calls them with the tokens of `inputs`.
+        """Return a context that refuses models that are not prepared for packs and get the tokens of `inputs`.
 
-        Compiled layers would be compiled again with the hook, so runs with `torch_compile` are not checked.
+        With `torch_compile` nothing is refused, because the hook of the check would make layers compile again.
         """
         return nullcontext() if self.args.torch_compile else refused_if_unprepared(inputs)
 
@@ -92,23 +100,27 @@ class UserCode(TrainerPart):
             self._num_filled = sum(map(has_trained_tokens, batches))
 
     def _training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
-        """Run the user's step, or on a dummy this package's, and return its loss."""
+        """Run the user's step, or this package's step if the micro-batch is a dummy, and return its loss."""
         trainer = self._trainer
         if has_trained_tokens(inputs):
-            # transformers divides losses that are means by it, and an unpacked step has no dummies
+            # transformers divides a loss that is a mean by the number of micro-batches. Dummies must not count.
             trainer.current_gradient_accumulation_steps = self._num_filled
-            inputs["use_cache"] = False  # other models get these inputs, too
+            inputs["use_cache"] = False  # the user may call other models with these inputs
             with self.other_models_checked(inputs):
                 return self._users_step(model, inputs, num_items_in_batch)
-        with _attribute(trainer, "compute_loss", self._dummy_loss):
-            return self._own.training_step(trainer, model, inputs, num_items_in_batch)  # type: ignore[attr-defined]
+        with _attribute_replaced(trainer, "compute_loss", self._dummy_loss):
+            package_class: Any = self._package_class
+            return package_class.training_step(trainer, model, inputs, num_items_in_batch)
 
     def describe_uneven_micro_batches(self, schedule: Schedule | None, trained: np.ndarray | None) -> str | None:
-        """Say how unevenly a mean over each micro-batch would count tokens; None if there is nothing to say.
+        """Return a message that says how unevenly a mean over each micro-batch would count tokens.
 
         Args:
-            schedule: that of the first epoch; None of a stream.
-            trained: trained tokens of each document, shape (N,); None of a stream.
+            schedule: the schedule of the first epoch; None for a stream.
+            trained: the number of trained tokens of each document, shape (N,); None for a stream.
+
+        Returns:
+            The message; None if no code of the user's computes a loss, or an optimizer step is one micro-batch.
         """
         names = self.names
         args = self.args
@@ -126,43 +138,45 @@ class UserCode(TrainerPart):
                 "tokens. In a mean over each micro-batch, the tokens of a pack with few of them count more than in the "
                 f"mean over the optimizer step. {remedy}"
             )
-        most, fewest, gap = uneven_weights(schedule, trained)
+        most, fewest, largest_gap = uneven_weights(schedule, trained)
         return (
             f"{code} {computes} the loss of packs. In the first epoch they hold {fewest:,} to {most:,} trained tokens, "
-            f"so in a mean over each micro-batch a token counts up to {gap:.0%} more or less than in the mean over its "
-            f"optimizer step. {remedy}"
+            f"so in a mean over each micro-batch a token counts up to {largest_gap:.0%} more or less than in the mean "
+            f"over its optimizer step. {remedy}"
         )
 
 
 @contextmanager
-def _attribute(trainer: TrainerView, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of the trainer itself, which goes before the methods of its class."""
+def _attribute_replaced(trainer: TrainerView, name: str, value: object) -> Iterator[None]:
+    """Replace a method of this one trainer by `value` in this context: an attribute goes before methods of a class."""
     attributes = vars(trainer)
-    before = attributes.get(name)
+    previous_value = attributes.get(name)
     attributes[name] = value
     try:
         yield
     finally:
-        if before is None:
+        if previous_value is None:
             del attributes[name]
         else:
-            attributes[name] = before
+            attributes[name] = previous_value
 
 
 def uneven_weights(schedule: Schedule, trained: np.ndarray) -> tuple[int, int, float]:
-    """Compare a mean of the means over micro-batches with the mean over the step.
+    """Compare how a token counts in a mean of the means over micro-batches, and in the mean over the step.
 
     Args:
         schedule: the micro-batches of an epoch.
-        trained: trained tokens of each document, shape (N,).
+        trained: the number of trained tokens of each document, shape (N,).
 
     Returns:
-        The most and the fewest trained tokens of a micro-batch, dummies aside; and by how much the weight of a token
-        differs at most between the two means, relative to that in the mean over the step.
+        The most and the fewest trained tokens of a micro-batch that is not a dummy; and the largest difference of the
+        weight of a token between the two means, relative to its weight in the mean over the step.
     """
-    slots = schedule.slot_sums(trained).reshape(schedule.num_steps, -1)  # (S, G * W)
-    is_filled = slots > 0
-    mean = slots.sum(axis=1, keepdims=True) / np.maximum(is_filled.sum(axis=1, keepdims=True), 1)
-    filled = slots[is_filled]
-    ratio = (mean / np.maximum(slots, 1))[is_filled]
-    return int(filled.max()), int(filled.min()), float(np.abs(ratio - 1).max())
+    # One row per optimizer step, one column per micro-batch and rank: shape (S, G * W)
+    slot_tokens = schedule.slot_sums(trained).reshape(schedule.num_steps, -1)
+    is_filled = slot_tokens > 0
+    num_filled = np.maximum(is_filled.sum(axis=1, keepdims=True), 1)
+    mean_tokens = slot_tokens.sum(axis=1, keepdims=True) / num_filled
+    filled_tokens = slot_tokens[is_filled]
+    weight_ratio = (mean_tokens / np.maximum(slot_tokens, 1))[is_filled]
+    return int(filled_tokens.max()), int(filled_tokens.min()), float(np.abs(weight_ratio - 1).max())
