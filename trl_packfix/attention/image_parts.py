@@ -1,14 +1,20 @@
-"""Images in a pack that ranks share: each goes through the vision tower once, and each rank decodes its part.
+"""Divide the images of a pack among the ranks that share it, and cut the inputs of the decoder to the part of a rank.
 
-An image may lie in several parts of a pack, so each rank of a group gets the whole pack. A hook before the tower leaves
-it a share of the images, and a hook behind it exchanges what the tower returns, so that the rest of the model sees all
-of them. In backward a rank gets the gradients of its share from all ranks. Towers compute images apart from each other,
-which the proof of each degree confirms. What enters the decoder is then cut to the part of the rank.
+With sequence parallelism a *group* of s neighbouring ranks shares a pack, and each rank holds a *part* of its tokens.
+The tokens of an image may lie in several parts, so with images each rank gets the whole pack as input. Then the hooks
+of `forwards.py` call this module:
 
-Two forms are divided: tiles of one size, (N, channels, height, width), and the patches of N images, (P, values), with
-the grid of each image. Any other is computed whole on each rank.
+    1. Before the vision tower, `divide_tower_inputs` selects the images that this rank computes, so that each image is
+       computed once.
+    2. Behind the tower, `TowerDivision.exchanged` collects the outputs of all ranks. In backward, each rank gets the
+       gradients of its images from all ranks.
+    3. Before the decoder, `cut_to_part` cuts the inputs to the tokens of this rank.
 
-T tokens of the pack, s ranks that share it, V tokens of images.
+This is right if the tower computes each image apart from the others. The proof of isolation for each degree confirms
+it. The inputs of a tower can be divided in two forms: tiles of one size, (N, channels, height, width), or the patches
+of N images, (P, values), with the grid of each image. Other inputs are computed whole by each rank.
+
+Shapes: T tokens of the pack, s ranks that share it, V tokens of images.
 """
 
 from dataclasses import dataclass
@@ -22,20 +28,22 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .exchange import exchange_pieces
 
-# Arguments of a tower with one entry per tile
+# The arguments of towers that have one entry per tile
 TILE_INPUTS = {"pixel_values", "patch_attention_mask", "pixel_attention_mask"}
-# Inputs of the decoder with one row per token of an image, (V, hidden) each -> the mask of these tokens, (1, T)
+# The inputs of decoders that are lists of tensors with one row per token of an image, (V, hidden). For each input, the
+# name of the mask that says which tokens of the pack these are, (1, T).
 IMAGE_INPUTS = {"deepstack_visual_embeds": "visual_pos_masks"}
 
 
 @dataclass(frozen=True)
 class TowerDivision:
-    """The share of each rank in a call of a tower.
+    """How the ranks of a group divide the input rows of a tower, which are tiles or patches.
 
     Attributes:
-        rows: of the tower's input, tiles or patches, for each rank.
-        index: this rank. If it has no image, it computes the first, so that all ranks call the tower.
-        computed: rows that it computes.
+        rows: the number of rows of each rank.
+        index: this rank.
+        computed: the number of rows that this rank computes. A rank without images computes the first image, because
+            all ranks have to call the tower, and does not send the result.
     """
 
     rows: list[int]
@@ -43,7 +51,11 @@ class TowerDivision:
     computed: int
 
     def exchanged(self, output: object, group: dist.ProcessGroup) -> Any:
-        """The output of the tower on this share -> that on all images."""
+        """Return the output of the tower on all images, from its output on the images of this rank.
+
+        Raises:
+            ValueError: the first axis of a tensor in the output does not belong to the rows.
+        """
         leaves, structure = tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in tensors:
@@ -53,78 +65,116 @@ class TowerDivision:
                     f"{sum(self.rows)} patches or tiles, which the {len(self.rows)} ranks that share a pack divide. "
                     "Its first axis does not belong to them, so it cannot be joined. Set `tokens_per_rank=None`."
                 )
-        own = self.rows[self.index]
-        send = torch.cat([tensor[: self._rows_of(tensor, own)].flatten() for tensor in tensors])
-        sizes = [[tensor[:1].numel() * self._rows_of(tensor, rows) for tensor in tensors] for rows in self.rows]
-        ranks = len(self.rows)
-        got = exchange_pieces(send.repeat(ranks), [len(send)] * ranks, [sum(size) for size in sizes], group)
-        pieces = [
-            piece.split(size) for piece, size in zip(got.split([sum(size) for size in sizes]), sizes, strict=True)
+        # 1. Send the outputs of this rank to each rank, flat and end to end.
+        own_rows = self.rows[self.index]
+        send = torch.cat([tensor[: self._num_output_rows(tensor, own_rows)].flatten() for tensor in tensors])
+        num_ranks = len(self.rows)
+        sizes_by_rank = [
+            [tensor[:1].numel() * self._num_output_rows(tensor, rows) for tensor in tensors] for rows in self.rows
         ]
-        whole = (
-            torch.cat([piece.view(-1, *tensor.shape[1:]) for piece in from_ranks]).to(tensor.dtype)
-            for tensor, from_ranks in zip(tensors, zip(*pieces, strict=True), strict=True)
+        receive = [sum(sizes) for sizes in sizes_by_rank]
+        received = exchange_pieces(send.repeat(num_ranks), [len(send)] * num_ranks, receive, group)
+        # 2. Join what all ranks sent for each tensor.
+        pieces_by_rank = [
+            numbers.split(sizes) for numbers, sizes in zip(received.split(receive), sizes_by_rank, strict=True)
+        ]
+        joined = []
+        for tensor, pieces in zip(tensors, zip(*pieces_by_rank, strict=True), strict=True):
+            rows = [piece.view(-1, *tensor.shape[1:]) for piece in pieces]
+            joined.append(torch.cat(rows).to(tensor.dtype))
+        # 3. Put the joined tensors into the structure of the output.
+        joined_tensors = iter(joined)
+        return tree_unflatten(
+            [next(joined_tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
         )
-        return tree_unflatten([next(whole) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
-    def _rows_of(self, tensor: Tensor, rows: int) -> int:
-        """Rows of the output for so many rows of the input: fewer, if the tower merges patches."""
-        return tensor.shape[0] * rows // self.computed
+    def _num_output_rows(self, tensor: Tensor, input_rows: int) -> int:
+        """Return how many rows of an output tensor belong to `input_rows`: fewer, if the tower merges patches."""
+        return tensor.shape[0] * input_rows // self.computed
 
 
 def divide_tower_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], degree: int, *, index: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], TowerDivision | None]:
-    """The arguments of a tower for the share of rank `index`, and the division; None if it computes all images."""
+    """Select the images that a rank computes.
+
+    Args:
+        args, kwargs: the arguments of the tower for all images of the pack.
+        degree: the number of ranks that share the pack.
+        index: the rank in its group.
+
+    Returns:
+        The arguments for the images of the rank, and the division. The division is None if the inputs cannot be
+        divided. Then the arguments are unchanged, and the rank computes all images.
+    """
     arguments = dict(enumerate(args)) | kwargs
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     pixels = next(iter(tensors.values()), None)
     grid = tensors.get("grid_thw")
     if pixels is None:
         return args, kwargs, None
+
+    # How many input rows each image has
+    has_tiles = pixels.dim() == 4 and all(
+        (name in TILE_INPUTS or name == 0) and len(value) == len(pixels) for name, value in tensors.items()
+    )
     if grid is not None and pixels.dim() == 2 and len(tensors) == 2:
         sizes = grid.prod(-1).tolist()
-    elif pixels.dim() == 4 and all(
-        (name in TILE_INPUTS or name == 0) and len(value) == len(pixels) for name, value in tensors.items()
-    ):
+    elif has_tiles:
         sizes = [1] * len(pixels)
     else:
         return args, kwargs, None
+
+    # The images of each rank, and their rows
     bounds = _share_bounds(sizes, degree)
-    starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-    rows = [starts[stop] - starts[start] for start, stop in pairwise(bounds)]
-    first, stop = (bounds[index], bounds[index + 1]) if rows[index] else (0, 1)
-    patches = slice(starts[first], starts[stop])
-    arguments |= {name: value[first:stop] if value is grid else value[patches] for name, value in tensors.items()}
-    division = TowerDivision(rows, index, patches.stop - patches.start)
-    return tuple(arguments[i] for i in range(len(args))), {name: arguments[name] for name in kwargs}, division
+    first_rows = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    rows = [first_rows[stop] - first_rows[start] for start, stop in pairwise(bounds)]
+    images = slice(bounds[index], bounds[index + 1]) if rows[index] else slice(0, 1)
+    own_rows = slice(first_rows[images.start], first_rows[images.stop])
+
+    arguments |= {name: value[images] if value is grid else value[own_rows] for name, value in tensors.items()}
+    own_args = tuple(arguments[i] for i in range(len(args)))
+    own_kwargs = {name: arguments[name] for name in kwargs}
+    return own_args, own_kwargs, TowerDivision(rows, index, own_rows.stop - own_rows.start)
 
 
 def _share_bounds(sizes: list[int], degree: int) -> list[int]:
-    """Where the share of each rank begins: the middle of each of its images is in its share of the rows.
+    """Divide consecutive images evenly among ranks: return the first image of each rank, and the number of images.
 
-    >>> _bounds([4, 4, 4, 12], 2), _bounds([1], 4)
+    All rows are divided into `degree` equal spans. An image belongs to the rank whose span holds its middle.
+
+    Args:
+        sizes: rows of each image.
+
+    >>> _share_bounds([4, 4, 4, 12], 2), _share_bounds([1], 4)
     ([0, 3, 4], [0, 0, 0, 1, 1])
     """
-    total = sum(sizes)
-    middle = 0.0
+    num_rows = sum(sizes)
+    first_row = 0.0
     ranks = []
     for size in sizes:
-        ranks.append(int((middle + size / 2) * degree / total))
-        middle += size
+        ranks.append(int((first_row + size / 2) * degree / num_rows))
+        first_row += size
     return [sum(rank < j for rank in ranks) for j in range(degree + 1)]
 
 
 def outermost_towers(towers: list[nn.Module]) -> list[nn.Module]:
-    """Those that are in no other."""
+    """Return the towers that are not inside of another tower."""
     inside = {module for tower in towers for module in tower.modules() if module is not tower}
     return [tower for tower in towers if tower not in inside]
 
 
 def cut_to_part(inputs: dict[str, Any], part_tokens: int, index: int) -> dict[str, Any]:
-    """The inputs of a decoder, by name and without boundaries, cut to `part_tokens` = T / s rows: those of this rank.
+    """Cut the inputs of a decoder to the tokens of one rank.
 
-    They are returned as they are if they are a part already: without images, packs are cut when they are collated.
+    Args:
+        inputs: the inputs by name, without boundaries. Without images a pack is cut already when it is collated. Then
+            the inputs are returned unchanged.
+        part_tokens: the number of tokens of the rank, T / s.
+        index: the rank in its group.
+
+    Raises:
+        ValueError: it is not known which rows of an input belong to which tokens.
 
     >>> whole = {"inputs_embeds": torch.zeros(1, 6, 8), "position_ids": torch.arange(24).reshape(4, 1, 6)}
     >>> part = cut_to_part(whole, part_tokens=3, index=1)

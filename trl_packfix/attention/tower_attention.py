@@ -1,15 +1,16 @@
-"""The attention implementation `packfix_flash_tower`: vision towers that hold all images of a pack in one row.
+"""The attention implementation `packfix_flash_tower`, for vision towers that compute all images of a pack in one row.
 
-On sdpa such towers call attention once per image, or per window of an image, and read the lengths on the host in every
-layer. To a flash attention they hand the boundaries of the images. A name with "flash" makes transformers do so here:
+With `sdpa` such towers call attention once per image, or once per window of an image, and read the lengths of the
+images on the host in every layer. To a flash attention they pass the boundaries of the images instead. transformers
+takes an attention for flash if its name has "flash" in it. So this implementation gets the boundaries, and runs on:
 
-    device  how
-    CUDA    FlashAttention-2 as built into torch, not causal: one call per layer, and no read on the host
-    other   images, or windows, of one length are rows of one batch of F.scaled_dot_product_attention
+    CUDA   FlashAttention-2 as built into torch, not causal: one call per layer, and the host reads nothing
+    other  F.scaled_dot_product_attention, with images of one length, or windows of one length, as rows of a batch
 
-The implementation is set on the config of the tower itself. Calls without boundaries give the result of `sdpa`.
+The implementation is set on the config of the tower (`set_tower_attention`). A call without boundaries gives the result
+of `sdpa`.
 
-T patches, H query heads, G key/value heads, D head dimension.
+Shapes: T patches, H query heads, G key/value heads, D head dimension.
 """
 
 import inspect
@@ -32,14 +33,15 @@ from .models import towers
 from .varlen import cast_for_autocast, runs_flash
 
 TOWER_ATTENTION = "packfix_flash_tower"
-REPLACED_ATTENTION = "sdpa"  # the attention of towers that this one replaces; any other is the user's choice
+# The attention of towers that `packfix_flash_tower` replaces. Any other attention is the user's choice.
+REPLACED_ATTENTION = "sdpa"
 
-# Boundaries -> lengths. On devices without flash attention the host reads them once, not in every layer.
+# By tensor of boundaries, the lengths between them. So the host reads the boundaries once, and not in every layer.
 _lengths = WeakTensorKeyDictionary()
 
 
 class TowerAttentionError(KernelError):
-    """A tower needs something that this attention does not compute, or its kernel refused the call."""
+    """Raised if `packfix_flash_tower` does not compute what a tower needs, or if its kernel refuses a call."""
 
 
 def tower_attention(
@@ -52,9 +54,19 @@ def tower_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: `query` (1, H, T, D), `key` and `value` (1, G, T, D) -> ((1, T, H, D), None).
+    """Compute attention for a module of a tower; the signature is that of transformers' attention functions.
 
-    Each patch attends to all patches between the same two boundaries in `cu_seq_lens_q`.
+    Each patch attends to all patches of its image, or of its window.
+
+    Args:
+        module: the attention module.
+        query, key, value: (1, H, T, D), (1, G, T, D) and (1, G, T, D).
+        scaling: factor of the logits; None: 1 / sqrt(D).
+        dropout: rate at which attention weights are dropped.
+        kwargs: among others `cu_seq_lens_q`, the boundaries of images or windows.
+
+    Returns:
+        The output (1, T, H, D), and None in place of the attention weights.
 
     Raises:
         TowerAttentionError: the call is causal, has several rows, softcap or sinks, or the kernel refuses it.
@@ -63,9 +75,15 @@ def tower_attention(
     if bounds is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", False)
     problems = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    problems += ["is_causal"] * bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
-    problems += ["several rows"] * (query.shape[0] != 1) + ["a cache"] * (query.shape[2] != key.shape[2])
+    if is_causal:
+        problems.append("is_causal")
+    if query.shape[0] != 1:
+        problems.append("several rows")
+    if query.shape[2] != key.shape[2]:
+        problems.append("a cache")
     if problems:
         raise TowerAttentionError(
             f"{type(module).__name__} gives {', '.join(problems)} to the attention of its tower, and {TOWER_ATTENTION} "
@@ -94,58 +112,68 @@ AttentionMaskInterface.register(TOWER_ATTENTION, sdpa_mask)
 
 
 @lru_cache(maxsize=256)
-def _hands_over_boundaries(kind: type[nn.Module]) -> bool:
-    """Whether the code of a module passes boundaries of its own to a flash attention, and to no other."""
+def _passes_boundaries(module_class: type[nn.Module]) -> bool:
+    """Return whether the code of a module passes boundaries of its own to flash attention, and to no other attention.
+
+    transformers has no field for this, so the source is searched.
+    """
     try:
-        code = inspect.getsource(kind)
+        code = inspect.getsource(module_class)
     except (OSError, TypeError):
         return False
     return "is_flash_attention_requested(" in code and "cu_seq_lens_q=" in code
 
 
 def tower_configs(model: PreTrainedModel) -> list[Any]:
-    """The configs of towers that hand boundaries to a flash attention, and call any other image by image."""
+    """Return the configs of towers that pass boundaries to flash attention, and call other attention per image."""
     configs = {}
-    for module in (module for tower in towers(model) for module in tower.modules()):
-        kind: Any = type(module)
-        config = getattr(module, "config", None)
-        if config is not None and _hands_over_boundaries(kind):
-            configs[id(config)] = config
+    for tower in towers(model):
+        for module in tower.modules():
+            module_class: Any = type(module)
+            config = getattr(module, "config", None)
+            if config is not None and _passes_boundaries(module_class):
+                configs[id(config)] = config
     return list(configs.values())
 
 
 def set_tower_attention(model: PreTrainedModel, name: str) -> None:
-    """Set `TOWER_ATTENTION` on towers that have `REPLACED_ATTENTION`, or the reverse."""
+    """Set the attention of towers to `name`, if it is `TOWER_ATTENTION` or `REPLACED_ATTENTION` now."""
     for config in tower_configs(model):
         if config._attn_implementation in (TOWER_ATTENTION, REPLACED_ATTENTION):
             config._attn_implementation = name
 
 
 def has_tower_attention(model: PreTrainedModel) -> bool:
+    """Return whether a tower of the model has `TOWER_ATTENTION`."""
     return any(config._attn_implementation == TOWER_ATTENTION for config in tower_configs(model))
 
 
 def note_on_towers(model: PreTrainedModel, takes: bool, why_not: str) -> str:
-    """What the report says about vision towers: whether this attention `takes` them, or `why_not`."""
+    """Return what the report says about the vision towers of a model, to be appended to a line; "" for no towers.
+
+    Args:
+        takes: whether `packfix_flash_tower` may replace the attention of towers.
+        why_not: the reason if it may not.
+    """
     names = {config._attn_implementation for config in tower_configs(model)}
     if takes and names & {REPLACED_ATTENTION, TOWER_ATTENTION}:
         return f"; vision tower on {TOWER_ATTENTION}, all images of a pack together"
-    slow = [name for name in sorted(names) if name is not None and "flash" not in name]
-    if not slow:
+    slow_names = [name for name in sorted(names) if name is not None and "flash" not in name]
+    if not slow_names:
         return ""
     return (
-        f"; vision tower on {slow[0]}, image by image: {why_not} "
+        f"; vision tower on {slow_names[0]}, image by image: {why_not} "
         "(attn_implementation='flash_attention_2' for the whole model avoids it)"
     )
 
 
 @contextmanager
 def towers_as_given(model: PreTrainedModel) -> Iterator[None]:
-    """Within this context no tower has `TOWER_ATTENTION`."""
-    has = has_tower_attention(model)
+    """Give towers with `TOWER_ATTENTION` their own attention, within this context."""
+    had_tower_attention = has_tower_attention(model)
     set_tower_attention(model, REPLACED_ATTENTION)
     try:
         yield
     finally:
-        if has:
+        if had_tower_attention:
             set_tower_attention(model, TOWER_ATTENTION)
