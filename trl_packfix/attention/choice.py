@@ -1,14 +1,17 @@
 """Choose the attention implementation for packed batches, and set it on the model.
 
-`choose_attention` applies this precedence. On CUDA:
+A pack is several documents in one row of T tokens. The implementation must keep them apart without a (T, T) mask. The
+implementation of this package is `packfix_varlen` (`varlen.py`). `choose_attention` takes the first of these that
+works. On CUDA:
 
-    the user's flash attention
-        -> flash_attention_2, if flash-attn works here and the model supports it
-        -> packfix_varlen on the FlashAttention-2 kernels built into torch, or what the user activated in their place
-        -> packfix_varlen document by document, with a warning: not flash, and still without a (T, T) mask
+    1. the flash attention that the user has set on the model
+    2. flash_attention_2, if flash-attn is installed and the model supports it
+    3. packfix_varlen on the FlashAttention-2 kernels built into torch, or on the kernels that the user has activated in
+       torch in their place
+    4. packfix_varlen document by document, without a flash kernel, and with a warning
 
-On every other device: packfix_varlen, document by document. `enforce_flash_attention=False` keeps the user's choice and
-warns about its cost.
+On every other device: packfix_varlen, document by document. With `enforce_flash_attention=False` the user's choice
+stays, with a warning about its cost.
 """
 
 import re
@@ -28,17 +31,24 @@ from .masked import own_in_packs
 from .models import base_model, layer_configs, text_config
 from .varlen import ATTENTION_NAME
 
-# Config fields that hold the dropout rate of attention weights: attention_dropout, attn_pdrop, ...
+# The names of config fields that hold the dropout rate of attention weights: attention_dropout, attn_pdrop, ...
 ATTENTION_DROPOUT = re.compile(r"^(attention|attn).*drop")
-# Config fields that hold the dimensions of a head of attention (not of linear attention or of an indexer)
+# The names of config fields that hold the dimensions of an attention head, but not of linear attention or an indexer
 HEAD_DIM = re.compile(r"^(global_|swa_|attention_|v_|qk_|qk_nope_|qk_rope_)?head_dim$")
 BY_DOCUMENT = "not flash: document by document through scaled_dot_product_attention, without a (T, T) mask"
-INSTALL = "pip install flash-attn --no-build-isolation"  # with build isolation its build does not find torch
+INSTALL = "pip install flash-attn --no-build-isolation"  # with build isolation, the build of flash-attn misses torch
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The attention implementation for packed batches, as in `config._attn_implementation`, and the one before."""
+    """The chosen attention implementation for packed batches.
+
+    Attributes:
+        name: the implementation, as in `config._attn_implementation`.
+        is_flash: whether it runs on flash kernels.
+        previous: the implementation that the model has now.
+        reason: why this implementation was chosen, for the report.
+    """
 
     name: str
     is_flash: bool
@@ -58,26 +68,36 @@ def choose_attention(
     """Choose the attention implementation for packed batches of the model, or of its text part; change nothing.
 
     Args:
-        dtype: the dtype that reaches the kernel: that of autocast or of the engine, if it differs from the weights'.
-        device_type: where the model will train, if it is not there yet.
-        refusals: implementations that cannot compute this model, with the reason.
-        needs_varlen: what only packfix_varlen does and this run needs, as the end of a sentence ("does not exchange
-            tokens between ..."); it is then chosen instead of the user's flash attention.
+        enforce_flash_attention: False keeps the implementation that the model has.
+        dtype: the dtype of the queries in the kernel. With autocast, or an engine such as DeepSpeed, it may differ from
+            the dtype of the weights. None: the dtype of the weights.
+        device_type: the device on which the model will train; None: the device of the model.
+        refusals: by implementation that cannot compute this model, the reason.
+        needs_varlen: why this run needs packfix_varlen even if the user has set a flash attention, as the end of a
+            sentence about that attention ("does not exchange tokens between ..."); None if it does not.
 
-    The reason names the model's own attention where another takes its place. Raises ValueError if no kernel fits; the
-    message says what to change.
+    Raises:
+        ValueError: no kernel can compute this model. The message says what to change.
     """
     model = base_model(model)
     device_type = model.device.type if device_type is None else device_type
-    settings: dict[str, Any] = {"device_type": device_type, "refusals": refusals, "needs_varlen": needs_varlen}
-    choice = _apply_precedence(model, enforce_flash_attention, dtype, **settings)
+    choice = _apply_precedence(
+        model,
+        enforce_flash_attention,
+        dtype,
+        device_type=device_type,
+        refusals=refusals,
+        needs_varlen=needs_varlen,
+    )
+    # The reason also names the attention that is replaced.
     previous = choice.previous
-    replaces = choice.name != previous and choice.name in (ATTENTION_NAME, "flash_attention_2")
-    if not replaces or (device_type == "cuda" and "flash" in previous):  # then the reason speaks of it
+    is_replaced = choice.name != previous and choice.name in (ATTENTION_NAME, "flash_attention_2")
+    is_named_already = device_type == "cuda" and "flash" in previous
+    if not is_replaced or is_named_already:
         return choice
     masks = " and its T x T masks" if previous in ("sdpa", "eager") else ""
-    replaced = f"; in place of the model's {previous}{masks} (enforce_flash_attention=False keeps it)"
-    return replace(choice, reason=choice.reason + replaced)
+    note = f"; in place of the model's {previous}{masks} (enforce_flash_attention=False keeps it)"
+    return replace(choice, reason=choice.reason + note)
 
 
 def _apply_precedence(
@@ -89,14 +109,15 @@ def _apply_precedence(
     refusals: dict[str, str] | None,
     needs_varlen: str | None,
 ) -> AttentionChoice:
-    """Apply the precedence of `choose_attention`."""
+    """Return the first implementation that works, in the order of the module's docstring."""
     dtype = model.dtype if dtype is None else dtype
     previous = own_attention(model)
     user_flash = "flash" in previous
 
-    # stablelm and opt set only the second flag; models with their own attention code fail the source check
-    takes_names = model._supports_attention_backend or model._supports_sdpa
-    if not (takes_names and model._can_set_attn_implementation()):
+    # stablelm and opt set only the second flag. `_can_set_attn_implementation` looks into the source of the model, and
+    # is False for a model with attention code of its own.
+    supports_other_attention = model._supports_attention_backend or model._supports_sdpa
+    if not (supports_other_attention and model._can_set_attn_implementation()):
         reason = f"{type(model).__name__} has its own attention code and supports no other implementation"
         return AttentionChoice(previous, False, previous, reason)
     refusal = (refusals or {}).get(ATTENTION_NAME)
@@ -121,18 +142,18 @@ def _apply_precedence(
 
 
 def own_attention(model: nn.Module) -> str:
-    """The current implementation of the model, or of its text part."""
+    """Return the attention implementation that the model has now, or its text part."""
     return text_config(base_model(model))._attn_implementation or "eager"
 
 
 def default_attention(model: nn.Module) -> str:
-    """The implementation that transformers gives the model if none is named."""
+    """Return the attention implementation that transformers gives the model by default."""
     return "sdpa" if base_model(model)._supports_sdpa else "eager"
 
 
 def activated_in_torch() -> str | None:
-    """What the user put in the place of torch's FlashAttention-2 kernels, such as "FA3"; None if nothing."""
-    # torch 2.10 has no such switch
+    """Return the kernels that the user has activated in torch in place of FlashAttention-2, such as "FA3", or None."""
+    # torch 2.10 cannot activate other kernels.
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return None if current is None else current()
 
@@ -149,30 +170,39 @@ def set_attention(model: nn.Module, name: str) -> None:
 
 
 def _for_nested(config: PreTrainedConfig, target: PreTrainedConfig, name: str) -> Any:
-    """`name` as transformers wants it for a config within another, such as {"": name, "text_config": name}."""
-    for key in config.sub_configs if config is not target else ():
-        inner = getattr(config, key, None)
-        if inner is not None and (found := _for_nested(inner, target, name)) is not None:
-            # "" is the top level: it has no layers, but makes the masks for the text part
-            return {"": name, key: found}
-    return name if config is target else None
+    """Return `name` as `set_attn_implementation` takes it for a config inside of another config.
+
+    Returns:
+        `name` if `config` is `target`, a dictionary such as {"": name, "text_config": name} if `target` is inside of
+        `config`, else None.
+    """
+    if config is target:
+        return name
+    for key in config.sub_configs:
+        sub_config = getattr(config, key, None)
+        nested_name = None if sub_config is None else _for_nested(sub_config, target, name)
+        if nested_name is not None:
+            # "" is the top level. It has no layers, but makes the masks for the text part.
+            return {"": name, key: nested_name}
+    return None
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Dimensions of the widest attention head that a text config describes; 0 if it does not say."""
-    sizes = [0]
+    """Return the dimensions of the widest attention head that a text config describes; 0 if it describes none."""
+    dims = [0]
     for layer in layer_configs(config):
         fields = {name: n for name, n in vars(layer).items() if HEAD_DIM.search(name) and isinstance(n, int)}
-        # MLA adds the two parts of its queries
-        sizes += [*fields.values(), fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0)]
-        heads = getattr(layer, "num_attention_heads", None)
-        if not fields and isinstance(heads, int) and heads > 0:
-            sizes.append(layer.hidden_size // heads)
-    return max(sizes)
+        dims += fields.values()
+        # The queries of MLA have two parts, with and without rotary positions.
+        dims.append(fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0))
+        num_heads = getattr(layer, "num_attention_heads", None)
+        if not fields and isinstance(num_heads, int) and num_heads > 0:
+            dims.append(layer.hidden_size // num_heads)
+    return max(dims)
 
 
 def dropped_weights(config: PreTrainedConfig) -> dict[str, float]:
-    """Fields of a text config by which attention drops weights in training, with their rates above 0."""
+    """Return the fields of a text config by which attention drops weights in training, with rates above 0."""
     rates = {name: rate for name, rate in vars(config).items() if ATTENTION_DROPOUT.match(name)}
     return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate > 0}
 
@@ -180,6 +210,7 @@ def dropped_weights(config: PreTrainedConfig) -> dict[str, float]:
 def _choose_on_cuda(
     model: PreTrainedModel, previous: str, dtype: torch.dtype, *, refusals: dict[str, str], needs_varlen: str | None
 ) -> AttentionChoice:
+    """Return the choice on CUDA; the arguments are those of `choose_attention`."""
     config = text_config(model)
     old_gpu = capability_problem()
     if old_gpu is None and dtype not in (torch.bfloat16, torch.float16):
@@ -188,8 +219,9 @@ def _choose_on_cuda(
             "(autocast; the weights may stay float32), or load the model with dtype=torch.bfloat16, or set "
             "enforce_flash_attention=False."
         )
+    # 1. The user's flash attention
     has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
-    kernel = re.split("[@:]", previous)[0]  # "repo@revision:function" names a kernel on the Hub
+    kernel = re.split("[@:]", previous)[0]  # "repository@revision:function" is a kernel on the Hub
     drops_sinks = has_sinks and kernel in ("flash_attention_2", "kernels-community/flash-attn2")
     if "flash" in previous and not drops_sinks and previous not in refusals and needs_varlen is None:
         return AttentionChoice(previous, True, previous, "the user's choice")
@@ -200,6 +232,7 @@ def _choose_on_cuda(
             "them exactly. Set attn_implementation='flash_attention_4' for a flash attention that supports sinks.",
             stacklevel=3,
         )
+    # 2. flash_attention_2, if flash-attn is installed
     widest = head_dim(config)
     refused = "".join(f"; {name} cannot be used: {reason}" for name, reason in refusals.items())
     if needs_varlen is not None and "flash" in previous:
@@ -207,37 +240,49 @@ def _choose_on_cuda(
     if drops_sinks:
         refused += f"; {previous} ignores attention sinks"
     compatible = getattr(model, "_compatible_flash_implementations", None)
-    takes_fa2 = model._supports_flash_attn and (compatible is None or "flash_attention_2" in compatible)
-    fits_fa2 = takes_fa2 and not has_sinks and old_gpu is None and widest <= MAX_CUDA_HEAD_DIM
+    supports_fa2 = model._supports_flash_attn and (compatible is None or "flash_attention_2" in compatible)
+    fits_fa2 = supports_fa2 and not has_sinks and old_gpu is None and widest <= MAX_CUDA_HEAD_DIM
     obstacles, remedies = _find_kernel_obstacles(config, widest, has_sinks)
     if is_flash_attn_2_available() and fits_fa2 and not refused and needs_varlen is None:
+        # Whether it works is only known when it is set on the model. The previous attention is restored.
         try:
             set_attention(model, "flash_attention_2")
             reason = "flash-attn is installed and the model supports it"
             return AttentionChoice("flash_attention_2", True, previous, reason)
-        except (ImportError, OSError, ValueError) as error:  # built for another torch; refused by the model's config
+        except (ImportError, OSError, ValueError) as error:
+            # flash-attn was built for another torch, or the model's config refuses it.
             refused = f"; flash_attention_2 cannot be used: {' '.join(str(error).split())}"
         finally:
             if own_attention(model) != previous:
                 set_attention(model, previous)
 
+    # 3. packfix_varlen on flash kernels
     if not obstacles:
         active = activated_in_torch()
         kernels = "the FlashAttention-2 kernels built into torch"
-        kernels = kernels if active is None else f"{active}, which is activated in torch"
-        kernels += ", and ffpa-attn for wider heads without a window" * (widest > MAX_CUDA_HEAD_DIM)
+        if active is not None:
+            kernels = f"{active}, which is activated in torch"
+        if widest > MAX_CUDA_HEAD_DIM:
+            kernels += ", and ffpa-attn for wider heads without a window"
         return AttentionChoice(ATTENTION_NAME, True, previous, kernels + refused)
+
+    # 4. packfix_varlen document by document
     reason = f"{'; '.join(obstacles)}: {BY_DOCUMENT}{refused}"
-    flash = f" For flash attention {', or '.join(remedies)}." if remedies and old_gpu is None else ""
-    warnings.warn(f"{type(model).__name__} trains packs without flash attention: {reason}.{flash}", stacklevel=3)
+    advice = f" For flash attention {', or '.join(remedies)}." if remedies and old_gpu is None else ""
+    warnings.warn(f"{type(model).__name__} trains packs without flash attention: {reason}.{advice}", stacklevel=3)
     return AttentionChoice(ATTENTION_NAME, False, previous, reason)
 
 
 def _find_kernel_obstacles(config: PreTrainedConfig, widest: int, has_sinks: bool) -> tuple[list[str], list[str]]:
-    """Why the kernels of `packfix_varlen` on CUDA do not compute this model, and what makes it run on flash."""
+    """Return why the flash kernels of `packfix_varlen` on CUDA cannot compute this model, and what the user can do.
+
+    Args:
+        widest: dimensions of the widest attention head.
+    """
     obstacles = []
     remedies = []
-    if (problem := cuda_varlen_problem()) is not None:
+    problem = cuda_varlen_problem()
+    if problem is not None:
         obstacles.append(problem)
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is not None:

@@ -1,31 +1,37 @@
-"""Errors of attention kernels, and how they are told from those of a model, of a device and of communication."""
+"""Errors of attention kernels, and functions that distinguish them from errors of a device or of communication.
+
+Libraries raise all of them as RuntimeError, so that only their texts differ.
+"""
 
 import re
 
 import torch
 import torch.distributed as dist
 
-# Texts of errors of a device and of communication, which libraries also raise as plain RuntimeError
+# The texts of errors of a device, and of communication between ranks
 DEVICE_ERROR = re.compile(
     r"out of memory|\b(CUDA|HIP) (driver |runtime )?error|(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|HIPBLAS|MIOPEN)_STATUS"
     r"|device-side assert|illegal memory access|can't allocate memory|\b(NCCL|RCCL|HCCL)\b|ProcessGroup|\[.*gloo/"
 )
-# How flash-attn and torch say that a kernel cannot compute something ("FlashAttention only supports Ampere GPUs ...")
+# The texts by which flash-attn and torch refuse to compute something ("FlashAttention only supports Ampere GPUs ...")
 KERNEL_REFUSAL = re.compile(
     r"flash[ _-]?att(ention|n)|No available kernel|Deterministic backward not supported", re.IGNORECASE
 )
-NO_DRIVER = "0 active drivers"  # how Triton says that there is no GPU
+NO_DRIVER = "0 active drivers"  # Triton's text if there is no GPU
 
 
 class KernelError(ValueError):
-    """An attention kernel cannot compute this: heads, dtype, device or a feature. It says nothing about isolation."""
+    """Raised if an attention kernel cannot compute a call, because of its heads, dtype, device or options.
+
+    The error does not say whether documents are isolated.
+    """
 
 
 class OwnAttentionError(KernelError):
-    """The model needs its own attention: the kernels of this package would compute something else.
+    """Raised if a model needs its own attention, because the kernels of this package would compute something else.
 
     Attributes:
-        cause: why, without the remedy of the message.
+        cause: the first part of the message, without the remedy.
     """
 
     def __init__(self, cause: str, remedy: str):
@@ -34,14 +40,14 @@ class OwnAttentionError(KernelError):
 
 
 def is_device_error(error: Exception) -> bool:
-    """Whether the device or communication failed, as with a full memory. It says nothing about the model."""
+    """Return whether the device or the communication failed, for instance by full memory, and not the model."""
     if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error)) is not None
 
 
 def raise_refusal(error: Exception) -> None:
-    """Raise `KernelError` for what a kernel says that it cannot compute; nothing for every other error."""
+    """Raise `KernelError` if `error` is the refusal of a kernel; return for every other error."""
     if not isinstance(error, RuntimeError) or is_device_error(error):
         return
     if NO_DRIVER in str(error):

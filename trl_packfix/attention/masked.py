@@ -1,7 +1,8 @@
-"""transformers' sdpa attention with a mask in every pack, registered as `packfix_masked`.
+"""The attention implementation `packfix_masked`: transformers' `sdpa` with a mask in every packed forward.
 
-For sdpa transformers drops a mask that hides nothing but later tokens, as that of a pack of one document. Modules that
-are not causal by themselves (`is_causal=False`: the text part of PaliGemma) would then attend to later tokens.
+`choice.py` uses it for a model that must keep its own attention `sdpa`. With `sdpa` transformers builds no mask where
+it would hide nothing but later tokens, as in a pack of one document. But modules with `is_causal=False`, such as those
+of the text part of PaliGemma, are causal only by the mask. Without it they would attend to later tokens.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ MASKED_NAME = "packfix_masked"
 
 
 def packed_sdpa_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The result of `sdpa_mask`, in a packed forward never None."""
+    """Return the result of `sdpa_mask`; never None in a packed forward."""
     if running_forward() is not None:
         kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(*args, **kwargs)
@@ -29,7 +30,7 @@ AttentionMaskInterface.register(MASKED_NAME, packed_sdpa_mask)
 
 
 def own_in_packs(model: PreTrainedModel, name: str) -> str:
-    """What a model that keeps its own attention `name` runs packs on."""
+    """Return the attention implementation for packs of a model that keeps its own attention, `name`."""
     text = text_config(model)
     attentions = [module for module in model.modules() if getattr(module, "config", None) is text]
     needs_masks = any(getattr(module, "is_causal", True) is False for module in attentions)

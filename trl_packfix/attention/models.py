@@ -1,4 +1,4 @@
-"""Parts of a transformers model: the model inside PEFT's wrapper, its backbone, the config of its text part."""
+"""Find the parts of a transformers model: the model inside PEFT's wrapper, its backbone, the config of its text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside PEFT's wrapper, or the model itself."""
+    """Return the transformers model inside PEFT's wrapper, or the model itself.
+
+    Raises:
+        ValueError: it is not a transformers model.
+    """
     inner: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
     model = model if inner is None else inner()
     if not isinstance(model, PreTrainedModel):
@@ -20,38 +24,39 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """The part of a causal LM below its head; the model itself if that part cannot be found."""
+    """Return the part of a causal LM below its head, or the model itself if that part cannot be found."""
     decoder = model.get_decoder()  # bart-like causal LMs call the decoder inside their base model
     # The head of modernbert-decoder is named `decoder`.
-    below = model.base_model if decoder in (None, model, model.get_output_embeddings()) else decoder
-    if isinstance(below, PreTrainedModel) and getattr(below, "lm_head", None) is not None:
-        # llama4's models set no `base_model`: it is the transformers model inside them
-        inside = [child for child in below.children() if isinstance(child, PreTrainedModel)]
-        return inside[0] if len(inside) == 1 else below
-    return below
+    is_not_backbone = decoder in (None, model, model.get_output_embeddings())
+    module = model.base_model if is_not_backbone else decoder
+    if isinstance(module, PreTrainedModel) and getattr(module, "lm_head", None) is not None:
+        # llama4's models set no `base_model`. The backbone is the transformers model inside them.
+        inner_models = [child for child in module.children() if isinstance(child, PreTrainedModel)]
+        return inner_models[0] if len(inner_models) == 1 else module
+    return module
 
 
 def below_head(model: PreTrainedModel) -> list[nn.Module]:
-    """What a forward of the model calls for its last states: its base model, the backbone, or both, one in the other.
+    """Return the modules that may compute the last hidden states: the base model, the backbone, or both.
 
-    Some models, as bart, call the backbone directly, and TRL's loss calls the base model. Empty for a model without a
-    head.
+    Some models, such as bart, call the backbone directly, and TRL's loss calls the base model. If there are two, one
+    is inside of the other. A model without a head gives [].
     """
     return [module for module in dict.fromkeys((model.base_model, backbone(model))) if module is not model]
 
 
 def has_attention(model: nn.Module) -> bool:
-    """Whether a module of the model is attention, by its name. Pure Mamba models have none."""
+    """Return whether a module of the model is attention, by the name of its class. Pure Mamba models have none."""
     return any("attention" in type(module).__name__.lower() for module in model.modules())
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The config of the part that reads packs: of a multimodal model that of its text decoder, else the model's."""
+    """Return the config of the part that reads packs: the text decoder of a multimodal model, else the whole model."""
     return model.config.get_text_config(decoder=True)
 
 
 def towers(model: PreTrainedModel) -> list[nn.Module]:
-    """The parts of a model that read something else than its text, such as images."""
+    """Return the parts of a model that read something else than text, such as images."""
     text = text_config(model)
     decoder = backbone(model)
     return [
@@ -62,14 +67,15 @@ def towers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def layer_configs(config: PreTrainedConfig) -> Any:
-    """The config of each layer where layers override fields (Gemma 4, Step-3.5), else the config itself.
+    """Return the configs that describe the layers: one per layer if layers override fields, else the config itself.
 
-    Where they do, transformers raises for such a field of the whole config.
+    Layers of Gemma 4 and Step-3.5 override fields. transformers then raises an error if such a field is read from the
+    whole config.
     """
     return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
 
 
 def head_counts(config: PreTrainedConfig) -> list[int]:
-    """Query heads of each layer that says so, or of all."""
+    """Return the number of query heads of each layer, or one number for all layers; [] if the config has none."""
     counts = [getattr(layer, "num_attention_heads", None) for layer in layer_configs(config)]
     return [count for count in counts if isinstance(count, int) and count > 0]
