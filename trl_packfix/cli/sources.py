@@ -1,4 +1,8 @@
-"""Datasets by path or name: files, folders of `save_to_disk` or `trl-packfix prepare`, and the hub."""
+"""Load datasets by path or name: a file, a folder written by `save_to_disk` or `trl-packfix prepare`, or a hub name.
+
+The commands call `load_rows` for DATA on the command line. `load_local` finds files and folders, and `load_named`
+everything else. The checks refuse what cannot be read, with a message that says what to give.
+"""
 
 import csv
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +20,10 @@ SUFFIXES = ".jsonl, .json, .parquet, .csv (rows); .txt, .npy, .csv, .json (lengt
 
 @contextmanager
 def in_utf8(name: str) -> Iterator[None]:
-    """Name the file, or the files, whose text is not UTF-8. Text of a table is decoded when its rows are read."""
+    """Turn the error for text that is not UTF-8 into a ValueError with the name of the file, within this context.
+
+    `datasets` decodes the text of a table when its rows are read, so the context is around reading too.
+    """
     try:
         yield
     except UnicodeDecodeError as error:
@@ -28,22 +35,37 @@ def in_utf8(name: str) -> Iterator[None]:
 
 
 def load_rows(name: str, split: str = "train", config: str | None = None, *, setting: str = "--split ") -> Dataset:
-    """The rows of a file, a folder or a dataset on the hub; messages name the split by `setting`."""
-    found = load_local(name)
-    if found is None:
+    """Return the rows of a file, a folder or a dataset on the hub.
+
+    Args:
+        config: the configuration of a dataset on the hub that has several.
+        setting: how messages name the setting of the split.
+
+    Raises:
+        ValueError: the dataset cannot be read, or has no such split.
+    """
+    dataset = load_local(name)
+    if dataset is None:
         return load_named(name, name=config, split=split)
-    if not isinstance(found, DatasetDict):
+    if not isinstance(dataset, DatasetDict):
         check_split(name, split, setting)
-        return found
-    if split not in found:
+        return dataset
+    if split not in dataset:
         raise ValueError(
-            f"`{name}` was given with `{setting}{split}`. It has only the splits {list(found)}. Set it to one of these."
+            f"`{name}` was given with `{setting}{split}`. It has only the splits {list(dataset)}. Set it to one of "
+            "these."
         )
-    return found[split]
+    return dataset[split]
 
 
 def load_local(name: str, streaming: bool = False) -> Any:
-    """The table of a file, the table or the splits of a folder written by `save_to_disk`; None for other names."""
+    """Return the table of a file, or the table or the splits of a folder written by `save_to_disk`.
+
+    For every other name the result is None.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
     path = Path(name)
     if any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
         return load_from_disk(name)
@@ -69,27 +91,32 @@ def load_local(name: str, streaming: bool = False) -> Any:
 
 
 def check_header(name: str, columns: Sequence[str]) -> None:
-    """Refuse a CSV file in which two columns have the same name."""
-    twice = next((column for i, column in enumerate(columns) if column in columns[:i]), None)
-    if twice is not None:
+    """Refuse a CSV file in which two columns have one name."""
+    repeated = next((column for i, column in enumerate(columns) if column in columns[:i]), None)
+    if repeated is not None:
         raise ValueError(
-            f"`{name}` was given, and {columns.count(twice)} of its {len(columns)} columns have the name {twice!r}. "
-            "One of them would be read under this name, and it is not known which is meant. Rename the others, or "
-            "remove them."
+            f"`{name}` was given, and {columns.count(repeated)} of its {len(columns)} columns have the name "
+            f"{repeated!r}. One of them would be read under this name, and it is not known which is meant. Rename "
+            "the others, or remove them."
         )
 
 
 def check_paths(words: Iterable[str]) -> None:
-    """Refuse DATA that is not there, of the words before the first flag: before slower libraries are imported."""
+    """Refuse DATA that does not exist, before libraries are imported that take seconds.
+
+    Args:
+        words: the command line. DATA are the words before the first flag.
+    """
     for name in takewhile(lambda word: not word.startswith("-"), words):
         check_path(name)
 
 
 def check_path(path: str) -> None:
     """Refuse a path that does not exist and cannot be a name on the hub."""
-    here = Path(path)
-    is_path = here.suffix in (*FORMATS, ".txt", ".npy") or here.is_absolute() or path[:1] in ".~" or path.count("/") > 1
-    if is_path and not here.exists():
+    file = Path(path)
+    has_suffix = file.suffix in (*FORMATS, ".txt", ".npy")
+    is_path = has_suffix or file.is_absolute() or path[:1] in ".~" or path.count("/") > 1
+    if is_path and not file.exists():
         raise ValueError(
             f"`{path}` was given as a dataset. There is no such file or folder here, and it cannot be a name on the "
             "hub. Give the path of a file or folder that exists, or the name of a dataset on the hub."
@@ -97,13 +124,21 @@ def check_path(path: str) -> None:
 
 
 def load_named(path: str, **settings: Any) -> Any:
-    """What `load_dataset` finds by this name, on the hub or as a folder of files, with these arguments."""
+    """Return the result of `load_dataset` for a dataset on the hub or a folder of files, with better errors.
+
+    Args:
+        settings: further arguments of `load_dataset`.
+
+    Raises:
+        ValueError: the dataset cannot be read.
+    """
     check_path(path)
     try:
         return load_dataset(path, **settings)
     except (DatasetGenerationError, ValueError, OSError) as error:
         where = "Nothing here has this name, so it was looked for on the hub"
-        where = "It is a folder here" if Path(path).is_dir() else where
+        if Path(path).is_dir():
+            where = "It is a folder here"
         reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         raise ValueError(
             f"`{path}` was given as a dataset. {where}, and it cannot be read: {reason}. Give a file, a folder written "
@@ -112,7 +147,7 @@ def load_named(path: str, **settings: Any) -> Any:
 
 
 def check_split(name: str, split: str, setting: str = "--split ") -> None:
-    """Refuse a split of a dataset that has none; "train" is the default."""
+    """Refuse a split for a dataset that has no splits. "train" is the default, and stands for the whole table."""
     if split != "train":
         raise ValueError(
             f"`{setting}{split}` was given with `{name}`. It is one table and has no splits. Omit the split, and "

@@ -1,4 +1,9 @@
-"""Documents of the command line: rows of datasets, tokenised as a trainer tokenises them, or lengths alone."""
+"""Read the documents of DATA on the command line: rows that are tokenised as a trainer does it, or lengths alone.
+
+`plan` and `show` call `read_documents` and get a `RowReader`, from which packs are planned. `prepare` calls
+`read_parts`, then `save_tokens` or `save_measured`, which write a dataset for training. A *part* is one dataset of the
+run, or its whole mixture of datasets.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -34,20 +39,27 @@ from .lengths import LengthRows, read_lengths
 from .mixture import load_mixture
 from .sources import check_split, in_utf8, load_rows
 
-MOST_IDS = 2**24  # the largest vocabularies have 2**18 to 2**20
+MAX_VOCABULARY = 2**24  # the largest vocabularies have 2**18 to 2**20 tokens
 TOKENIZER = "a folder with a tokenizer or its name on the hub, and `--trust-remote-code` if it has code that you trust"
 
 
 def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with this name or folder; raise ValueError if it cannot be loaded."""
     with setting_named(name, TOKENIZER):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, config: SFTConfig) -> Dataset:
-    """`input_ids` and `labels` of every row, as `SFTTrainer` makes them; no row is cut, dropped or shuffled.
+    """Return `input_ids` and `labels` of every row, as `SFTTrainer` makes them. No row is cut, dropped or shuffled.
 
-    `datasets` caches the result, also for a training run with the same tokenizer and settings. Of a tokenised dataset,
-    `labels` are made of the masks that apply. Rows to drop have no tokens, and the reason in a column.
+    `datasets` caches the result, also for a training run with equal tokenizer and settings. If the dataset is tokenised
+    already, `labels` are made from its masks of trained tokens. Bad rows have no tokens, and a column with the reason.
+
+    Args:
+        tokenizer: None for a dataset that is tokenised already.
+
+    Raises:
+        ValueError: text comes without a tokenizer, or the tokens cannot be right.
     """
     if config.per_turn:
         check_conversations(dataset, "train")
@@ -64,44 +76,53 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, config
     masks = mask_columns(without_ignored_mask(dataset, config.completion_only_loss))
     masks = [] if "labels" in dataset.column_names else masks
     for name in masks:
-        TokenReader(dataset.select_columns(["input_ids", name]))  # raises if the mask has another length
+        TokenReader(dataset.select_columns(["input_ids", name]))  # refuses masks that are not as long as the tokens
     if masks:
-        what = f"Building labels of {' and '.join(masks)}"
-        given = {"masks": masks}
         dataset = dataset.map(
-            HashedMapFunction(_labels_from_masks), fn_kwargs=given, num_proc=config.dataset_num_proc, desc=what
+            HashedMapFunction(_labels_from_masks),
+            fn_kwargs={"masks": masks},
+            num_proc=config.dataset_num_proc,
+            desc=f"Building labels of {' and '.join(masks)}",
         )
     names = ("input_ids", "labels", "seq_lengths", BAD_ROW_COLUMN, config.weight_column, config.source_column)
     return dataset.select_columns([name for name in names if name in dataset.column_names])
 
 
 def check_id_range(dataset: Dataset) -> None:
-    """Refuse token ids that no vocabulary has: below 0, or `MOST_IDS` and above."""
+    """Refuse token ids that no vocabulary has: below 0, or `MAX_VOCABULARY` and above."""
     low, high = cached_token_range(TokenReader(dataset.select_columns("input_ids")))
-    if low < 0 or high >= MOST_IDS:
+    if low < 0 or high >= MAX_VOCABULARY:
         raise ValueError(
             f"The dataset of {len(dataset)} rows has token ids from {low} to {high}. Ids are rows of the embedding of "
-            f"a model, so they begin with 0, and no vocabulary has {MOST_IDS:,} of them. Correct the column "
+            f"a model, so they begin with 0, and no vocabulary has {MAX_VOCABULARY:,} of them. Correct the column "
             "`input_ids`; with `--model` ids are compared with those of its tokenizer."
         )
 
 
 def _labels_from_masks(row: dict[str, Any], masks: list[str]) -> dict[str, Any]:
+    """Return the labels of a row. A token is trained if all masks, columns of the row, have a 1 for it."""
     bits = zip(*(row[name] for name in masks), strict=True)
     return {"labels": [i if all(trained) else IGNORE_INDEX for i, trained in zip(row["input_ids"], bits, strict=True)]}
 
 
 def measure_images(dataset: Dataset, name: str | None, config: SFTConfig) -> ImageRows:
-    """The documents of rows with images, as `SFTTrainer` measures them with the processor of this model."""
+    """Return the documents of rows with images, as `SFTTrainer` measures them: with the processor of a model.
+
+    Args:
+        name: the model.
+
+    Raises:
+        ValueError: there is no model, or it has no processor.
+    """
     processor = None
     if name is not None:
         with setting_named(name, MODEL_HELP):
             processor = AutoProcessor.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     if not isinstance(processor, ProcessorMixin):
         column = next(column for column in IMAGES if column in dataset.column_names)
-        what = "no model was given" if name is None else f"`{name}` has a tokenizer only"
+        cause = "no model was given" if name is None else f"`{name}` has a tokenizer only"
         raise ValueError(
-            f"The dataset of {len(dataset)} rows has the column `{column}`, and {what}. The number of tokens of an "
+            f"The dataset of {len(dataset)} rows has the column `{column}`, and {cause}. The number of tokens of an "
             "image depends on the processor. Set `--model` to the name or the folder of the model with a processor "
             f"that you will train, or remove the column `{column}` if the text alone is to be trained."
         )
@@ -109,12 +130,19 @@ def measure_images(dataset: Dataset, name: str | None, config: SFTConfig) -> Ima
 
 
 def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
-    """One table of the documents of a run; `tokenizer` is its name or folder, if it is not that of the model."""
+    """Return the documents of a run, as one table.
+
+    Args:
+        tokenizer: the name or folder of the tokenizer; None for the tokenizer of the model.
+
+    Raises:
+        ValueError: the datasets cannot be read, or cannot be joined to one table.
+    """
     config = run.training
     model = tokenizer or run.model.model_name_or_path
-    lengths = []
-    tables = []
-    pictures = []
+    lengths = []  # of files of lengths
+    text_tables = []  # tokenised
+    image_tables = []
     for name in run.parts:
         print(f"Reading {name}", file=sys.stderr)
         with in_utf8(name):
@@ -136,47 +164,46 @@ def read_documents(run: RunConfigs, tokenizer: str | None) -> RowReader:
             lengths.append(lengths_in_file)
             continue
         rows = load_part(run, name)
-        what = "rows of tokens"
         is_tokenised = "input_ids" in rows.column_names
-        shows = has_images(rows) and not is_tokenised
-        if not is_tokenised:
-            what = "rows" if model is None else f"rows, which {model} {'processes' if shows else 'tokenises'}"
-        print(f"Read {name}: {len(rows):,} {what}", file=sys.stderr)
-        if shows:
-            pictures.append(rows)
+        needs_processor = has_images(rows) and not is_tokenised
+        rows_text = "rows of tokens" if is_tokenised else "rows"
+        if not is_tokenised and model is not None:
+            rows_text = f"rows, which {model} {'processes' if needs_processor else 'tokenises'}"
+        print(f"Read {name}: {len(rows):,} {rows_text}", file=sys.stderr)
+        if needs_processor:
+            image_tables.append(rows)
             continue
-        loaded = None if model is None else load_tokenizer(model, config.trust_remote_code)
+        loaded_tokenizer = None if model is None else load_tokenizer(model, config.trust_remote_code)
         with in_utf8(name):
-            tables.append(tokenise(rows, loaded, config))
-    if lengths and (tables or pictures):
+            text_tables.append(tokenise(rows, loaded_tokenizer, config))
+    num_tables = len(text_tables) + len(image_tables)
+    if lengths and num_tables:
         raise ValueError(
-            f"{len(lengths)} files of lengths and {len(tables) + len(pictures)} datasets were given. A file of lengths "
+            f"{len(lengths)} files of lengths and {num_tables} datasets were given. A file of lengths "
             "has no tokens, so they cannot be joined to one table. Give lengths only, or datasets only."
         )
     if lengths:
         return LengthRows(np.concatenate(lengths))
-    if pictures and tables:
+    if image_tables and text_tables:
         raise ValueError(
-            f"{len(pictures)} datasets with images and {len(tables)} without were given. Rows with images are "
+            f"{len(image_tables)} datasets with images and {len(text_tables)} without were given. Rows with images are "
             "processed when they are read, and rows of text are tokenised before, so they cannot be joined to one "
             "table. Plan them one by one, or give the rows of text an empty column `images`."
         )
-    return (
-        measure_images(concatenate_tables(pictures), model, config)
-        if pictures
-        else TokenReader(concatenate_tables(tables))
-    )
+    if image_tables:
+        return measure_images(concatenate_tables(image_tables), model, config)
+    return TokenReader(concatenate_tables(text_tables))
 
 
 def load_part(run: RunConfigs, name: str) -> Dataset:
-    """The rows of one of the `parts` of a run."""
+    """Return the rows of one part of a run; `name` is its entry in `run.parts`."""
     if run.mixture.datasets:
         return load_mixture(run.mixture, run.training.seed, run.training.source_column)["train"]
     return load_rows(name, run.script.dataset_train_split, run.script.dataset_config)
 
 
 def read_parts(run: RunConfigs) -> tuple[list[Dataset], bool]:
-    """The rows of all of them, and whether they have images."""
+    """Return the rows of all parts of a run, and whether they have images; refuse parts with and without images."""
     parts = [load_part(run, name) for name in run.parts]
     with_images = sum(map(has_images, parts))
     if 0 < with_images < len(parts):
@@ -189,12 +216,13 @@ def read_parts(run: RunConfigs) -> tuple[list[Dataset], bool]:
 
 
 def concatenate_tables(tables: Sequence[Dataset]) -> Dataset:
+    """Join tables to one table; refuse tables with different columns."""
     columns = [sorted(table.column_names) for table in tables]
-    if columns != columns[:1] * len(tables):
-        one = columns[0]
-        other = next(names for names in columns if names != columns[0])
+    different_columns = next((names for names in columns if names != columns[0]), None)
+    if different_columns is not None:
         raise ValueError(
-            f"{len(tables)} datasets were given, one with the columns {one} and another with {other}. To join them, "
+            f"{len(tables)} datasets were given, one with the columns {columns[0]} and another with "
+            f"{different_columns}. To join them, "
             "all need the same columns. Tokenise all of them in the same way, e.g. with `trl-packfix prepare`; of "
             "datasets with images, select the same columns."
         )
@@ -202,6 +230,7 @@ def concatenate_tables(tables: Sequence[Dataset]) -> Dataset:
 
 
 def load_model_config(run: RunConfigs) -> PreTrainedConfig | None:
+    """Return the config of the model of a run; None if it names no model."""
     name = run.model.model_name_or_path
     if name is None:
         return None
@@ -210,36 +239,55 @@ def load_model_config(run: RunConfigs) -> PreTrainedConfig | None:
 
 
 def make_costs(model_config: PreTrainedConfig | None, reader: RowReader) -> CostModel:
-    """The cost model of a config, of a Llama with 7B parameters without one; with the costs of images if there are."""
+    """Return the cost model of a model config, with the costs of images if the documents have images.
+
+    Without a config it is the cost model of a Llama with 7B parameters.
+    """
     costs = make_cost_model(model_config)
     return costs if reader.image_counts is None else with_tower(costs, model_config)
 
 
 def save_tokens(
-    given: RunConfigs, parts: list[Dataset], tokenizer: PreTrainedTokenizerBase, *, output: Path
+    run: RunConfigs, parts: list[Dataset], tokenizer: PreTrainedTokenizerBase, *, output: Path
 ) -> tuple[int, int, Ledger]:
-    """Write one table of tokens and labels. Returns its rows, the rows given, and what they hold."""
+    """Tokenise the parts of a run and write them to `output` as one table, without bad rows.
+
+    Returns:
+        The number of rows in the table, the number of rows in all parts, and the counts of documents and tokens.
+    """
     tables = []
-    for name, part in zip(given.parts, parts, strict=True):
+    for name, part in zip(run.parts, parts, strict=True):
         with in_utf8(name):
-            tables.append(tokenise(part, tokenizer, given.training))
+            tables.append(tokenise(part, tokenizer, run.training))
     table = concatenate_datasets([without_bad_rows(part) for part in tables])
     ledger = make_documents(TokenReader(table), max_length=None).ledger
-    table.save_to_disk(output, num_proc=given.training.dataset_num_proc)
+    table.save_to_disk(output, num_proc=run.training.dataset_num_proc)
     return len(table), sum(map(len, tables)), ledger
 
 
 def save_measured(parts: list[Dataset], processor: str, config: SFTConfig, *, output: Path) -> tuple[int, int, Ledger]:
-    """Write the rows as they are, and the lengths of their documents beside them, where training looks for them."""
+    """Write rows with images to `output` as they are, without bad rows, and measure their documents.
+
+    The lengths are cached beside the table, where training looks for them.
+
+    Args:
+        processor: the model whose processor measures the images.
+
+    Returns:
+        The number of rows in the table, the number of rows in all parts, and the counts of documents and tokens.
+    """
     table = concatenate_tables(parts)
-    num_given = len(table)
+    num_rows = len(table)
     if config.bad_rows == "drop":
         reader = measure_images(table, processor, config)
-        bad = reader.bad_rows()
-        rows = reader.conversations
-        if bad.any():  # of a conversation, the turns that can be rendered are kept
-            table = table.select(np.flatnonzero(~bad) if rows is None else np.unique(rows[~bad]))
+        is_bad = reader.bad_rows()
+        row_of_document = reader.conversations
+        if is_bad.any():
+            # A row may be a conversation, whose documents are turns. It stays if one of them can be rendered.
+            is_good = ~is_bad
+            good_rows = np.flatnonzero(is_good) if row_of_document is None else np.unique(row_of_document[is_good])
+            table = table.select(good_rows)
     table.save_to_disk(output, num_proc=config.dataset_num_proc)
     reader = measure_images(load_from_disk(str(output)), processor, config)
     ledger = make_documents(reader, max_length=None).ledger
-    return len(table), num_given, ledger
+    return len(table), num_rows, ledger
