@@ -1,4 +1,17 @@
-"""Forecasts of training for several lengths, strategies and world sizes; the recommended `max_length`; their tables."""
+"""`trl-packfix plan`: forecast training for several settings, recommend a `max_length`, and print tables.
+
+`show_plan` runs the command, in this order:
+
+    1. Read the settings of the run, and the documents of DATA (`tokens.py`).
+    2. For each max_length, strategy and number of ranks, plan the packs of the first epoch, and count what they cost: a
+       `Forecast`.
+    3. Recommend one max_length.
+    4. With `--memory`, predict the memory of a GPU (`memory.py`).
+    5. Print all of it as tables or as JSON.
+
+Without DATA only the memory is predicted. A *pack* is the documents that pass through the model together in one
+micro-batch, and `max_length` the most tokens of a document.
+"""
 
 import argparse
 import json
@@ -30,26 +43,36 @@ from . import memory
 from .configs import RunConfigs, read_run
 from .tokens import load_model_config, make_costs, read_documents
 
-FORWARD_AND_BACKWARD = 3  # times the FLOPs of a forward pass
-MOST_MICRO_BATCHES = 2**20  # of a step; larger than any cluster, and a plan of it needs 0.1 GB
+FORWARD_AND_BACKWARD = 3  # FLOPs of a forward and a backward pass, as a multiple of the FLOPs of a forward pass
+# The most micro-batches of an optimizer step, over all ranks. No cluster has so many, and their plan needs 0.1 GB.
+MAX_MICRO_BATCHES = 2**20
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The report of a run with these documents and settings, and the modelled compute of an epoch on all ranks."""
+    """What training with one choice of settings is expected to do in an epoch.
+
+    Attributes:
+        report: the packing report of the run.
+        flops: modelled FLOPs of forward and backward, on all ranks together.
+        tokens_per_second: on all ranks together; None if the speed of a device is not given.
+        hours: of the epoch; None if the speed of a device is not given.
+    """
 
     report: PackingReport
-    flops: float  # forward and backward
-    tokens_per_second: float | None = None  # this and the hours are not known without a speed
+    flops: float
+    tokens_per_second: float | None = None
     hours: float | None = None
 
     @property
     def lost(self) -> float:
+        """The share of trained tokens that are cut or dropped."""
         return self.report.lost_trained_share or 0.0
 
     @property
     def time(self) -> str | None:
-        """
+        """The hours as text, in a fitting unit; None if they are not known.
+
         >>> [Forecast(None, 0, 0, hours).time for hours in (0.00053, 0.25, 130)]
         ['1.9 s', '15 min', '130.0 h']
         """
@@ -59,12 +82,17 @@ class Forecast:
         return f"{minutes:.2g} min" if minutes >= 1 else f"{minutes * 60:.2g} s"
 
     def to_dict(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in ("flops", "tokens_per_second", "hours")}
-        return self.report.to_dict() | found | {"lost_trained_share": self.lost}
+        """Return the forecast as JSON values: the fields of the report, and beside them the other fields."""
+        forecast = {name: getattr(self, name) for name in ("flops", "tokens_per_second", "hours")}
+        return self.report.to_dict() | forecast | {"lost_trained_share": self.lost}
 
 
 def candidate_lengths(longest: int, positions: int | None = None) -> list[int]:
-    """Powers of two from 1,024 to the first that holds the longest document, limited by the model's positions.
+    """Return values of `max_length` to compare: powers of two from 1,024 to the first that holds the longest document.
+
+    Args:
+        longest: tokens of the longest document.
+        positions: the most positions of the model, which no value exceeds; None: no limit.
 
     >>> candidate_lengths(5000)
     [1024, 2048, 4096, 8192]
@@ -84,20 +112,28 @@ def make_forecasts(
     synchronisation: Synchronisation = "micro",
     tflops: float | None = None,
 ) -> Iterator[Forecast]:
-    """One forecast per config and world size, in their order; `tflops` are what one device reaches in training."""
+    """Yield one forecast for each config and each number of ranks, in their order.
+
+    Args:
+        world_sizes: numbers of ranks.
+        synchronisation: after what ranks wait for each other: every micro-batch ("micro") or every step ("step").
+        tflops: 10^12 operations per second that one device reaches in training; None: no time is predicted.
+    """
     for config in configs:
         documents = documents_of(reader, config)
         for world_size in world_sizes:
             planner = planner_for(documents, config, world_size, cost_model=cost_model, synchronisation=synchronisation)
             report = make_report(planner, reader)
-            if not planner.packing.shares_families:  # of families the report knows it from the plan
+            if not planner.packing.shares_families:
+                # Where families of documents are planned as one, the plan has told the report the savings already.
                 report = replace(report, prefixes=estimated_savings(planner, reader))
-            # only of the documents that the epoch reaches, like the imbalance
             costs = cost_model(documents.lengths) + planner.image_costs
-            computed = 1.0 if report.prefixes is None else report.prefixes.flops
-            assert computed is not None, "the estimate and tables have them"
+            computed_share = 1.0 if report.prefixes is None else report.prefixes.flops
+            assert computed_share is not None, "the estimate and tables have them"
             assert report.imbalance is not None, "the estimate and tables have them"
-            flops = float(costs[planner.schedule(0).order].sum()) * FORWARD_AND_BACKWARD * computed
+            # Like the imbalance, this counts only documents that the epoch reaches.
+            trained_documents = planner.schedule(0).order
+            flops = float(costs[trained_documents].sum()) * FORWARD_AND_BACKWARD * computed_share
             if tflops is None:
                 yield Forecast(report, flops)
                 continue
@@ -108,63 +144,92 @@ def make_forecasts(
 
 
 def planner_for(documents: Documents, config: SFTConfig, world_size: int, **settings: Any) -> EpochPlanner:
-    """The planner of a run with this config; `settings` are those of `make_planner`."""
+    """Return the planner of a run with this config.
+
+    Args:
+        settings: further arguments of `make_planner`.
+
+    Raises:
+        ValueError: settings contradict each other, or a step has too many micro-batches.
+    """
     if documents.image_count is not None:
         refuse_conflicts(RunSettings(args=config, columns=("images",)))
-    num = world_size * config.gradient_accumulation_steps
-    if num > MOST_MICRO_BATCHES:
+    num_micro_batches = world_size * config.gradient_accumulation_steps
+    if num_micro_batches > MAX_MICRO_BATCHES:
         raise ValueError(
             f"`--world-size {world_size}` and `--accumulation {config.gradient_accumulation_steps}` were given. A plan "
-            f"has a place for each of the {num:,} micro-batches of a step, at most {MOST_MICRO_BATCHES:,}. Set "
-            "them to what you will train with."
+            f"has a place for each of the {num_micro_batches:,} micro-batches of a step, at most "
+            f"{MAX_MICRO_BATCHES:,}. Set them to what you will train with."
         )
     return make_planner(config, documents, world_size=world_size, **settings)
 
 
 def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast, list[str]]:
-    """The smallest `max_length` that loses at most 1 % of the trained tokens, else the one that loses the fewest; why.
+    """Choose the smallest `max_length` that loses at most 1 % of the trained tokens.
 
-    Strategies that split lose almost no token at any length, but a fragment does not see the earlier fragments that it
-    may refer to. So lengths are compared with the first given strategy that does not split. One that splits is used
-    only if all given strategies split.
+    If there is none, choose the length that loses the fewest tokens.
+
+    Strategies that split documents lose almost no token at any length, but a fragment does not see the earlier
+    fragments that it may refer to. So lengths are compared with the first strategy that does not split. A strategy that
+    splits is used only if all strategies split.
+
+    Returns:
+        The forecast of the chosen length, and the reasons as sentences.
     """
-    whole = [forecast for forecast in forecasts if forecast.report.overlong != "split"] or list(forecasts)
-    first = whole[0].report
-    group = (first.strategy, first.world_size)
-    rows = [forecast for forecast in whole if (forecast.report.strategy, forecast.report.world_size) == group]
-    rows.sort(key=lambda forecast: forecast.report.max_length)
-    pick = next((row for row in rows if row.lost <= MAX_LOST_SHARE), min(rows, key=lambda row: row.lost))
+    # 1. Compare the lengths with one strategy on one number of ranks.
+    candidates = [forecast for forecast in forecasts if forecast.report.overlong != "split"] or list(forecasts)
+    strategy = candidates[0].report.strategy
+    world_size = candidates[0].report.world_size
+    by_length = [row for row in candidates if (row.report.strategy, row.report.world_size) == (strategy, world_size)]
+    by_length.sort(key=lambda forecast: forecast.report.max_length)
+    pick = next((row for row in by_length if row.lost <= MAX_LOST_SHARE), min(by_length, key=lambda row: row.lost))
     report = pick.report
-    same = (first.strategy, report.max_length)
-    alike = [run for run in whole if (run.report.strategy, run.report.max_length) == same]
+
+    # 2. Say what the chosen length loses, how long an epoch takes, and what it needs.
     loss = "loses no trained token"
-    if split := report.ledger.split.documents:
-        loss = f"splits {split:,} documents, whose later parts do not see the earlier ones"
+    num_split = report.ledger.split.documents
+    if num_split:
+        loss = f"splits {num_split:,} documents, whose later parts do not see the earlier ones"
     elif pick.lost:
         loss = f"loses {pick.lost:.2%} of the trained tokens, documents cut or dropped: {report.num_cut:,}"
     if pick.lost > MAX_LOST_SHARE:
         loss += f". None of these lengths loses at most {MAX_LOST_SHARE:.0%}: try a longer one"
-    how_long = _how_long(sorted(alike, key=lambda run: run.report.world_size))
-    reasons = [f"max_length {report.max_length:,} {loss}.", how_long]
-    reasons.append(f"It needs memory for {report.groups.needs(report)}.")
-    place = rows.index(pick)
-    for word, others in (("shorter", rows[:place][-1:]), ("longer", rows[place + 1 :][:1])):
+    by_ranks = [
+        row for row in candidates if (row.report.strategy, row.report.max_length) == (strategy, report.max_length)
+    ]
+    by_ranks.sort(key=lambda forecast: forecast.report.world_size)
+    reasons = [
+        f"max_length {report.max_length:,} {loss}.",
+        _describe_time(by_ranks),
+        f"It needs memory for {report.groups.needs(report)}.",
+    ]
+
+    # 3. Compare it with the next lengths.
+    place = by_length.index(pick)
+    for comparative, neighbours in (("shorter", by_length[:place][-1:]), ("longer", by_length[place + 1 :][:1])):
         reasons += [
-            f"The next {word}, {other.report.max_length:,}, loses {other.lost:.2%} and computes "
-            f"{other.flops / pick.flops:.2f} times as much per epoch."
-            for other in others
+            f"The next {comparative}, {neighbour.report.max_length:,}, loses {neighbour.lost:.2%} and computes "
+            f"{neighbour.flops / pick.flops:.2f} times as much per epoch."
+            for neighbour in neighbours
         ]
     reasons += [f"Common prefixes: {text}." for label, text in report.lines() if label == "common prefixes"]
     return pick, reasons
 
 
-def _how_long(runs: list[Forecast]) -> str:
-    """The time of an epoch on each number of ranks, in ascending order, and what waiting adds on the largest."""
-    text = f"An epoch is {runs[0].flops / 1e15:,.3g} PFLOP; how long that takes, `--tflops` says"
-    if runs[0].time is not None:
-        times = (f"{run.time} on {run.report.world_size:,} rank{'s'[: run.report.world_size > 1]}" for run in runs)
+def _describe_time(forecasts: list[Forecast]) -> str:
+    """Return a sentence on the time of an epoch.
+
+    Args:
+        forecasts: of one length and strategy, in ascending order of ranks.
+    """
+    text = f"An epoch is {forecasts[0].flops / 1e15:,.3g} PFLOP; how long that takes, `--tflops` says"
+    if forecasts[0].time is not None:
+        times = []
+        for forecast in forecasts:
+            num_ranks = forecast.report.world_size
+            times.append(f"{forecast.time} on {num_ranks:,} {'ranks' if num_ranks > 1 else 'rank'}")
         text = f"An epoch takes {', '.join(times)}"
-    widest = runs[-1].report
+    widest = forecasts[-1].report
     if widest.world_size > 1:
         waiting = f"waiting for each other adds {(widest.imbalance or 1) - 1:.1%}"
         text += f"; on {widest.world_size:,} ranks {waiting}{widest.groups.exchange}"
@@ -172,56 +237,67 @@ def _how_long(runs: list[Forecast]) -> str:
 
 
 def show_plan(args: argparse.Namespace) -> int:
-    """Print what `plan` finds. Returns 1 if more than 1 % of the trained tokens are lost."""
+    """Run `plan` and print its result. Return 1 if more than 1 % of the trained tokens are lost, else 0."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = 10_000  # a file or a pipe has none, and its lines must not be wrapped
-    first = {"max_length": args.max_length, "packing_strategy": args.strategy}
-    given = read_run(args, *(f"--{name}={values[0]}" for name, values in first.items() if values))
-    memory.check_memory_flags(args, given)
-    lengths = args.max_length or ([given.training.max_length] if "max_length" in given.given else [])
-    if given.names:
-        return _plan_lengths(args, given, lengths, console=console)
-    model_config = load_model_config(given)
-    for length in lengths or [given.training.max_length]:
-        config = with_settings(given.training, max_length=length)
-        batch = config.per_device_train_batch_size
-        needed = memory.predict_memory(args, config, batch, model=given.model, model_config=model_config)
+        console.width = 10_000  # a file or a pipe has no width, and its lines must not be wrapped
+    # `plan` takes several values of these two flags, and a run takes one.
+    flags = {"max_length": args.max_length, "packing_strategy": args.strategy}
+    run = read_run(args, *(f"--{name}={values[0]}" for name, values in flags.items() if values))
+    memory.check_memory_flags(args, run)
+    lengths = args.max_length or ([run.training.max_length] if "max_length" in run.given else [])
+    if run.names:
+        return _plan_lengths(args, run, lengths, console=console)
+    # Without DATA only the memory is predicted.
+    model_config = load_model_config(run)
+    for length in lengths or [run.training.max_length]:
+        config = with_settings(run.training, max_length=length)
+        num_documents = config.per_device_train_batch_size
+        predicted = memory.predict_memory(args, config, num_documents, model=run.model, model_config=model_config)
         if args.json:
-            print(json.dumps({"memory": needed.rows}, indent=2))
+            print(json.dumps({"memory": predicted.rows}, indent=2))
         else:
-            console.print(needed.verdict)
-            _show_memory(console, needed, args.world_size)
+            console.print(predicted.verdict)
+            _show_memory(console, predicted, args.world_size)
     return 0
 
 
-def _plan_lengths(args: argparse.Namespace, given: RunConfigs, lengths: list[int], *, console: Console) -> int:
-    model_config = load_model_config(given)
+def _plan_lengths(args: argparse.Namespace, run: RunConfigs, lengths: list[int], *, console: Console) -> int:
+    """Forecast training on the documents of a run, recommend a length, and print both; return the exit code.
+
+    Args:
+        lengths: the values of `max_length` to compare; []: candidates by the longest document.
+    """
+    # 1. Check the settings before documents are tokenised, which takes long.
+    model_config = load_model_config(run)
     text_config = None if model_config is None else model_config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None)
     for length in lengths:
         if positions is not None and length > positions:
             raise ValueError(
-                f"`--max-length {length}` was given and {given.model.model_name_or_path} has {positions} positions. "
+                f"`--max-length {length}` was given and {run.model.model_name_or_path} has {positions} positions. "
                 f"Training refuses documents longer than that. Set `--max-length` to {positions} or less."
             )
 
     def configs_of(lengths: Sequence[int]) -> list[SFTConfig]:
-        pairs = product(lengths, args.strategy or [given.training.packing_strategy])
-        return [
-            with_settings(given.training, max_length=length, packing_strategy=strategy) for length, strategy in pairs
-        ]
+        pairs = product(lengths, args.strategy or [run.training.packing_strategy])
+        return [with_settings(run.training, max_length=length, packing_strategy=strategy) for length, strategy in pairs]
 
-    configs_of(lengths or candidate_lengths(1, positions))  # checks them before it tokenises
-    reader = read_documents(given, args.tokenizer)
+    configs_of(lengths or candidate_lengths(1, positions))
+
+    # 2. Read the documents, and forecast training on them.
+    reader = read_documents(run, args.tokenizer)
     cost_model = make_costs(model_config, reader)
     longest = int(reader.lengths.max(initial=1))
-    most = [] if positions is None else [positions]
-    if (size := given.training.tokens_per_rank) is not None:  # what every number of ranks can train
-        ranks = args.world_size
-        most += [size * possible_degrees(1, size, num, num_heads=cost_model.heads)[-1] for num in ranks]
-    configs = configs_of(lengths or candidate_lengths(longest, min(most, default=None)))
-    found = make_forecasts(
+    limits = [] if positions is None else [positions]
+    tokens_per_rank = run.training.tokens_per_rank
+    if tokens_per_rank is not None:
+        # Each number of ranks must be able to train a document of `max_length`.
+        for world_size in args.world_size:
+            degrees = possible_degrees(1, tokens_per_rank, world_size, num_heads=cost_model.heads)
+            limits.append(tokens_per_rank * degrees[-1])
+    configs = configs_of(lengths or candidate_lengths(longest, min(limits, default=None)))
+    forecasts = make_forecasts(
         reader,
         configs,
         args.world_size,
@@ -229,37 +305,45 @@ def _plan_lengths(args: argparse.Namespace, given: RunConfigs, lengths: list[int
         synchronisation=args.synchronisation,
         tflops=args.tflops,
     )
-    what = f"planning {len(reader):,} rows"
+    description = f"planning {len(reader):,} rows"
     total = len(configs) * len(args.world_size)
-    plans = list(track(found, what, total, console=Console(stderr=True), transient=True))
+    plans = list(track(forecasts, description, total, console=Console(stderr=True), transient=True))
+
+    # 3. Recommend a length, and predict the memory that it needs.
     pick, reasons = recommend(plans)
-    needed = memory.PredictedMemory([], "On how many GPUs it fits: give `--model` and `--memory GIB`.", "")
-    best = next(config for config in configs if config.max_length == pick.report.max_length)
+    predicted = memory.PredictedMemory([], "On how many GPUs it fits: give `--model` and `--memory GIB`.", "")
+    best_config = next(config for config in configs if config.max_length == pick.report.max_length)
     if args.memory is not None:
-        documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
-        needed = memory.predict_memory(args, best, documents, model=given.model, model_config=model_config)
+        num_documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
+        predicted = memory.predict_memory(args, best_config, num_documents, model=run.model, model_config=model_config)
+
+    # 4. Print the result.
     if args.json:
-        result = {"plans": [plan.to_dict() for plan in plans], "max_length": best.max_length, "reasons": reasons}
-        print(json.dumps(result | ({"memory": needed.rows} if needed.rows else {}), indent=2))
+        result = {"plans": [plan.to_dict() for plan in plans], "max_length": best_config.max_length, "reasons": reasons}
+        if predicted.rows:
+            result["memory"] = predicted.rows
+        print(json.dumps(result, indent=2))
     else:
-        console.print("Recommended: " + "\n  ".join([*reasons[:2], needed.verdict, *reasons[2:]]) + "\n")
-        _show_forecasts(console, plans, best)
-        if needed.rows:
-            _show_memory(console, needed, args.world_size)
+        console.print("Recommended: " + "\n  ".join([*reasons[:2], predicted.verdict, *reasons[2:]]) + "\n")
+        _show_forecasts(console, plans, best_config)
+        if predicted.rows:
+            _show_memory(console, predicted, args.world_size)
     return 0 if pick.lost <= MAX_LOST_SHARE else 1
 
 
-def _show_memory(console: Console, needed: memory.PredictedMemory, world_sizes: Sequence[int]) -> None:
+def _show_memory(console: Console, predicted: memory.PredictedMemory, world_sizes: Sequence[int]) -> None:
+    """Print a table of the predicted memory for each number of GPUs."""
     for gpus in world_sizes:
-        console.print(f"\npeak with {needed.rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)")
-        of_number = [row for row in needed.rows if row["gpus"] == gpus]
-        cells = {column: [column.cell(column.value(row)) for row in of_number] for column in memory.COLUMNS}
+        console.print(f"\npeak with {predicted.rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)")
+        rows = [row for row in predicted.rows if row["gpus"] == gpus]
+        cells = {column: [column.cell(column.value(row)) for row in rows] for column in memory.COLUMNS}
         for table in _make_tables(cells, console, keys=memory.KEYS):
             console.print(table, "")
-    console.print(needed.notes)
+    console.print(predicted.notes)
 
 
-FORECAST = (  # of a `Forecast`, behind the columns of its report
+# The columns of a `Forecast`, behind the columns of its report
+FORECAST_COLUMNS = (
     Column("PFLOP", lambda forecast: forecast.flops / 1e15, ",.3g", legend="10^15 operations of one epoch"),
     Column("tokens/s", "tokens_per_second", ",.0f"),
     Column("time", "time", text="", legend="of one epoch"),
@@ -267,26 +351,35 @@ FORECAST = (  # of a `Forecast`, behind the columns of its report
 
 
 def _show_forecasts(console: Console, plans: list[Forecast], config: SFTConfig) -> None:
+    """Print the lengths of the documents, and a table with a row for each forecast."""
     first = plans[0].report
     console.print(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
-    assert first.lengths is not None  # of a table
+    assert first.lengths is not None  # only streams have no lengths
     console.print(f"lengths  {first.lengths.line()}")
     if first.images is not None:
         console.print(f"images   {first.images.line()} (in the first line of the table)")
     steps = f"accumulation {first.accumulation}, balance {config.balance!r}"
     console.print(f"micro-batches of {first.groups.per_rank_text(first)}, {steps}")
     values = {column: [column.value(plan.report) for plan in plans] for column in (*KEYS, *COLUMNS) if column.heading}
-    values |= {column: [column.value(plan) for plan in plans] for column in FORECAST}
-    known = {column: found for column, found in values.items() if any(value is not None for value in found)}
-    for table in _make_tables(
-        {column: [*map(column.cell, found)] for column, found in known.items()}, console, keys=KEYS
-    ):
+    values |= {column: [column.value(plan) for plan in plans] for column in FORECAST_COLUMNS}
+    # A column without any value is not shown.
+    cells = {
+        column: [column.cell(value) for value in column_values]
+        for column, column_values in values.items()
+        if any(value is not None for value in column_values)
+    }
+    for table in _make_tables(cells, console, keys=KEYS):
         console.print("", table)
-    console.print("\n" + "; ".join(f"{column.heading}: {column.legend}" for column in known if column.legend))
+    console.print("\n" + "; ".join(f"{column.heading}: {column.legend}" for column in cells if column.legend))
 
 
 def _make_tables(cells: dict[Column, list[str]], console: Console, *, keys: tuple[Column, ...]) -> list[Table]:
-    """The columns as one table, or as several with the same keys below each other if one is wider than the console."""
+    """Return the columns as one table, or as several tables if one would be wider than the console.
+
+    Args:
+        cells: by column, the text of each row.
+        keys: the columns that every table begins with.
+    """
 
     def table(columns: list[Column]) -> Table:
         rich_table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
@@ -299,11 +392,12 @@ def _make_tables(cells: dict[Column, list[str]], console: Console, *, keys: tupl
         return rich_table
 
     unlimited = console.options.update_width(10_000)
-    parts = [[*keys]]
+    columns_by_table = [[*keys]]
     for column in [column for column in cells if column not in keys]:
-        wider = [*parts[-1], column]
+        wider = [*columns_by_table[-1], column]
+        # Every table has at least one column that is not a key.
         if len(wider) > len(keys) + 1 and console.measure(table(wider), options=unlimited).maximum > console.width:
-            parts.append([*keys, column])
+            columns_by_table.append([*keys, column])
         else:
-            parts[-1] = wider
-    return [table(columns) for columns in parts]
+            columns_by_table[-1] = wider
+    return [table(columns) for columns in columns_by_table]

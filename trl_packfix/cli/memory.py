@@ -1,4 +1,9 @@
-"""`trl-packfix plan --memory GIB`: the peak on each GPU by method, and the largest `max_length` that fits."""
+"""`trl-packfix plan --memory GIB`: predict the peak memory of a GPU by method, and the largest `max_length` that fits.
+
+`forecast.py` calls `predict_memory` with the config of a run. For each number of GPUs, each method of training (LoRA or
+full, under DDP, ZeRO-2 or ZeRO-3), with and without gradient checkpointing, it asks `data/model_memory.py` for the
+peak of a micro-batch. Memory is in GiB in rows and texts, and in bytes in between.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -27,10 +32,11 @@ from ..reporting.columns import Column
 from ..training.config import SFTConfig
 from .configs import RunConfigs
 
-MOST_TOKENS = 2**24
-RESERVED_GIB = 1.0  # GiB of the CUDA context and of what the allocator cannot use; an estimate
+MAX_TOKENS = 2**24  # the most tokens of a micro-batch that are tried
+RESERVED_GIB = 1.0  # estimated GiB that the CUDA context takes, and that the allocator cannot use
 PEAK_PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "head", "layer", "attention", "peak")
-GPU_COUNTS = tuple(2**power for power in range(11))  # of GPUs, among which the fewest that fit are looked for
+GPU_COUNTS = tuple(2**power for power in range(11))  # numbers of GPUs among which the fewest that fit are searched
+# The columns that every printed table begins with, and all columns, as functions of a row of `PredictedMemory`
 KEYS = (
     Column("training", itemgetter("method"), text=""),
     Column("ckpt", lambda row: "yes" if row["checkpointing"] else "no", text=""),
@@ -53,20 +59,20 @@ LoRA: {lora}, of a bfloat16 model. Each communicator of NCCL takes 0.1 to 0.4 Gi
 estimate; tokens_per_rank needs one for each degree."""
 
 
-def check_memory_flags(args: argparse.Namespace, given: RunConfigs) -> None:
-    """Refuse flags that contradict each other."""
+def check_memory_flags(args: argparse.Namespace, run: RunConfigs) -> None:
+    """Refuse `--memory` and `--offload` where they lack a flag that they need, and `plan` without anything to plan."""
     if args.memory is None:
         if args.offload:
             raise ValueError(
                 "`--offload` was given without `--memory`. It changes the predicted memory only. Give `--memory` too."
             )
-        if not given.names:
+        if not run.names:
             raise ValueError(
                 "`plan` was given without DATA and without `--memory`. Packs are planned from documents, and memory is "
                 "predicted from a model. Give a dataset, or `--model MODEL --memory GIB`."
             )
         return
-    if given.model.model_name_or_path is None:
+    if run.model.model_name_or_path is None:
         raise ValueError(
             f"`--memory {args.memory:g}` was given without `--model`. The peak is predicted from the model's config. "
             "Give `--model` too."
@@ -79,39 +85,59 @@ def check_memory_flags(args: argparse.Namespace, given: RunConfigs) -> None:
 
 
 class PredictedMemory(NamedTuple):
-    """What is predicted, in GiB."""
+    """The predicted memory of a run.
 
-    rows: list[dict[str, Any]]  # for each number of GPUs, each method, with and without checkpointing
-    verdict: str  # on how many GPUs it fits
-    notes: str  # what the columns mean
+    Attributes:
+        rows: for each number of GPUs and each method, with and without checkpointing, the parts of the peak in GiB, and
+            the largest numbers of tokens that fit. The keys are those of the JSON output.
+        verdict: a text that says on how many GPUs the run fits.
+        notes: a text that explains the columns.
+    """
+
+    rows: list[dict[str, Any]]
+    verdict: str
+    notes: str
 
 
 def predict_memory(
-    args: argparse.Namespace, config: SFTConfig, documents: int, *, model: ModelConfig, model_config: Any
+    args: argparse.Namespace, config: SFTConfig, num_documents: int, *, model: ModelConfig, model_config: Any
 ) -> PredictedMemory:
-    """Of a run with this config, of whose packs none has more documents."""
+    """Predict the memory of a run.
+
+    Args:
+        args: the flags of `plan`.
+        num_documents: the most documents of a pack.
+        model: the flags of the model, among them LoRA.
+        model_config: transformers' config of the model.
+
+    Raises:
+        ValueError: the model can be trained by no method.
+    """
+    # 1. The tokens of a micro-batch, and what limits the largest `max_length` besides memory
     assert config.max_length is not None  # `SFTConfig` refuses packing without it
     assert model_config is not None  # `check_memory_flags` refuses memory without a model
-    batch = config.per_device_train_batch_size
-    unit = "max_length"
-    tokens = batch * config.max_length
-    most = getattr(model_config.get_text_config(), "max_position_embeddings", None) or MOST_TOKENS
+    batch_size = config.per_device_train_batch_size
+    setting = "max_length"
+    tokens = batch_size * config.max_length
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or MAX_TOKENS
     if config.tokens_per_rank is not None:  # the batch size is 1
-        unit = "tokens_per_rank"
+        setting = "tokens_per_rank"
         tokens = config.tokens_per_rank
-        most = MOST_TOKENS
-    copied = 0.0
-    of_copies = ""
+        limit = MAX_TOKENS
+    copied_bytes = 0.0
+    copies_text = ""
     if config.share_prefixes != "off":
-        copied = float(COPIED_BYTES)
-        of_copies = ", with copied keys of shared prefixes"
+        copied_bytes = float(COPIED_BYTES)
+        copies_text = ", with copied keys of shared prefixes"
     lora: Any = get_peft_config(model) or LORA
     modules = lora.target_modules or "of PEFT"
     modules = modules if isinstance(modules, str) else ", ".join(sorted(modules))
-    named = f"rank {lora.r}, dropout {lora.lora_dropout:g}, target_modules {modules}"
-    sizes, left_out = _count_methods(model_config, lora)
-    same = {"documents": documents, "copied_keys": copied, "offload": args.offload}
-    peaks = {method: partial(predict_peak, sizes[method], method, **same) for method in sizes}
+    lora_text = f"rank {lora.r}, dropout {lora.lora_dropout:g}, target_modules {modules}"
+
+    # 2. A row for each number of GPUs and each method, with and without checkpointing
+    sizes, failures = _count_methods(model_config, lora)
+    options = {"documents": num_documents, "copied_keys": copied_bytes, "offload": args.offload}
+    peaks = {method: partial(predict_peak, sizes[method], method, **options) for method in sizes}
     rows = []
     memory = (args.memory - RESERVED_GIB) * GIB
     for gpus, method, checkpointing in product(args.world_size, peaks, (True, False)):
@@ -119,54 +145,78 @@ def predict_memory(
         peak = partial(peaks[method], gpus=gpus, checkpointing=checkpointing)
         prediction = peak(tokens=tokens)
         row = {"gpus": gpus, "method": method.name, "checkpointing": checkpointing, "tokens": tokens}
-        row |= {"lora": named} if method.lora else {}
+        if method.lora:
+            row["lora"] = lora_text
         row["host"] = sum(saved.inputs) * tokens / GIB if args.offload and checkpointing else 0.0
         row |= {name: getattr(prediction, "total" if name == "peak" else name) / GIB for name in PEAK_PARTS}
         row["modelled_activations"] = saved.is_modelled
         for name, fused in (("largest", True), ("largest_plain_loss", False)):
-            row[name] = min(largest_tokens(partial(peak, fused_loss=fused), memory, MOST_TOKENS) // batch, most)
+            most_tokens = largest_tokens(partial(peak, fused_loss=fused), memory, MAX_TOKENS)
+            row[name] = min(most_tokens // batch_size, limit)
         rows.append(row)
-    fits = [
-        _fewest_gpus({key: peaks[key] for key in peaks if key.lora == lora}, tokens, memory) for lora in (True, False)
-    ]
-    verdict = f"fits with {tokens:,} tokens in a micro-batch: LoRA {fits[0]}; full {fits[1]}"
-    but = " (those of full training under DDP without autocast)" if any(r["modelled_activations"] for r in rows) else ""
-    found = {"unit": f"largest {unit}", "but": but, "copied": of_copies}
-    found["lora"] = next((row["lora"] for row in rows if "lora" in row), "left out")
-    notes = NOTES.format(memory=args.memory, aside=RESERVED_GIB, **found)
+
+    # 3. The texts
+    lora_peaks = {method: peak for method, peak in peaks.items() if method.lora}
+    full_peaks = {method: peak for method, peak in peaks.items() if not method.lora}
+    lora_gpus = _describe_fewest_gpus(lora_peaks, tokens, memory)
+    full_gpus = _describe_fewest_gpus(full_peaks, tokens, memory)
+    verdict = f"fits with {tokens:,} tokens in a micro-batch: LoRA {lora_gpus}; full {full_gpus}"
+    has_modelled = any(row["modelled_activations"] for row in rows)
+    notes = NOTES.format(
+        memory=args.memory,
+        aside=RESERVED_GIB,
+        unit=f"largest {setting}",
+        but=" (those of full training under DDP without autocast)" if has_modelled else "",
+        copied=copies_text,
+        lora=next((row["lora"] for row in rows if "lora" in row), "left out"),
+    )
     if args.offload:
         host = max(row["host"] for row in rows)
         notes += f"\n--offload: with checkpointing up to {host:.1f} GiB of each GPU's activations lie on the host."
-    return PredictedMemory(rows, "\n".join([verdict, *left_out]), notes)
+    return PredictedMemory(rows, "\n".join([verdict, *failures]), notes)
 
 
 def _count_methods(config: PreTrainedConfig, lora: Any) -> tuple[dict[TrainingMethod, ModelSizes], list[str]]:
-    """What is counted of each method, and a line for each that the model cannot run. It can run one, or raises."""
+    """Count the sizes of a model under each method of training.
+
+    Returns:
+        The sizes by method, and a line of text for each group of methods under which the model cannot be run.
+
+    Raises:
+        ValueError: the model can be run under no method.
+    """
     sizes: dict[TrainingMethod, ModelSizes] = {}
     errors = []
-    left_out = []
-    # Of both ZeRO stages the same is counted
+    failures = []
+    # Both stages of ZeRO have equal sizes, so they are counted once.
     for _, group in groupby(METHODS, lambda method: (method.lora, method.engine == "DDP")):
-        method, *others = group
+        methods = list(group)
+        method = methods[0]
         try:
-            sizes |= dict.fromkeys([method, *others], count_model(config, method, lora))
+            sizes |= dict.fromkeys(methods, count_model(config, method, lora))
         except ValueError as error:
             cause = error.__cause__ or error
             autocast = "with" if method.engine == "DDP" else "without"
-            kind = f"{'LoRA' if method.lora else 'full'} training {autocast} autocast"
-            left_out.append(f"left out: {kind}, in which the model raises {type(cause).__name__}: {cause}")
+            training = f"{'LoRA' if method.lora else 'full'} training {autocast} autocast"
+            failures.append(f"left out: {training}, in which the model raises {type(cause).__name__}: {cause}")
             errors.append(error)
     if not sizes:
         raise errors[0]
-    return sizes, left_out
+    return sizes, failures
 
 
-def _fewest_gpus(peaks: dict[TrainingMethod, Callable[..., PeakMemory]], tokens: int, memory: float) -> str:
-    """The fewest GPUs on which one of these methods fits, and how: the simplest engine, and checkpointing if needed."""
+def _describe_fewest_gpus(peaks: dict[TrainingMethod, Callable[..., PeakMemory]], tokens: int, memory: float) -> str:
+    """Return a text that says on how few GPUs a run fits, by which method, and whether with checkpointing.
+
+    Args:
+        peaks: by method, in the order of preference, the function that predicts its peak.
+        tokens: of a micro-batch.
+        memory: of one GPU, in bytes.
+    """
     for gpus, (method, peak), checkpointing in product(GPU_COUNTS, peaks.items(), (False, True)):
         if peak(tokens=tokens, gpus=gpus, checkpointing=checkpointing).total <= memory:
-            how = "with checkpointing" if checkpointing else "without checkpointing"
+            manner = "with checkpointing" if checkpointing else "without checkpointing"
             if gpus > 1 or method.engine != "DDP":
-                how = f"with {method.engine} and {how.removeprefix('with ')}"
-            return f"on {gpus:,} GPU{'s'[: gpus > 1]} {how}"
+                manner = f"with {method.engine} and {manner.removeprefix('with ')}"
+            return f"on {gpus:,} {'GPUs' if gpus > 1 else 'GPU'} {manner}"
     return f"on no number of GPUs up to {GPU_COUNTS[-1]:,}"
