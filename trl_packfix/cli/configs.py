@@ -21,7 +21,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 from ..training.config import SFTConfig, lacks_devices, with_settings
 from ..training.foreign_keys import describe_foreign_keys, other_defaults
 from .flags import SHORT_FLAGS, did_you_mean, setting_named
-from .mixture import TRUTHS, MixtureConfig, check_types
+from .mixture import BOOLEAN_TEXTS, MixtureConfig, check_types
 
 # Smallest and largest value that is no error of the run; no field may be "not a number"
 RANGES = {
@@ -215,7 +215,7 @@ def _with_values(words: Sequence[str], parser: TrlParser) -> list[str]:
     full = []
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
-        lacks_value = name in switches and not equals and following.lower() not in TRUTHS
+        lacks_value = name in switches and not equals and following.lower() not in BOOLEAN_TEXTS
         full.append(SHORT_FLAGS.get(name, name) + ("=true" if lacks_value else equals + value))
     return full
 

@@ -1,4 +1,8 @@
-"""A mixture of datasets: TRL's `datasets:`, also of files, with a name for each source."""
+"""Load a mixture of datasets: TRL's `datasets:` in a config file, extended by files and by a name for each source.
+
+`configs.py` reads the file into a `MixtureConfig`, which checks it. `load_mixture` loads the datasets and joins them to
+one table. With `source_column` each row gets the name of its dataset, so that losses can be reported by dataset.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -14,7 +18,7 @@ from ..training.foreign_keys import describe_foreign_keys
 from .flags import did_you_mean
 from .sources import FORMATS, load_named, load_rows
 
-TRUTHS = ("true", "false", "yes", "no", "t", "f", "y", "n", "1", "0")  # texts of switches
+BOOLEAN_TEXTS = ("true", "false", "yes", "no", "t", "f", "y", "n", "1", "0")  # what argparse takes for a switch
 
 
 @dataclass
@@ -22,24 +26,26 @@ class SourceConfig(DatasetConfig):
     """One entry of `datasets`, with TRL's fields."""
 
     @property
-    def rows(self) -> tuple[str, ...]:
-        """Two entries with the same value are the same dataset, listed twice."""
+    def identity(self) -> tuple[str, ...]:
+        """What identifies the rows of the entry: two entries with one identity are one dataset, listed twice."""
         path = str(Path(self.path).resolve()) if Path(self.path).exists() else self.path
         return path, str(self.name), str(self.data_dir), str(self.data_files), self.split
 
     def names(self) -> Iterator[str]:
-        """Names for `source_column`, from the shortest on; the last one differs unless `rows` are the same.
+        """Yield names of the dataset for `source_column`, from the shortest to the longest.
+
+        The longest names of two entries differ, unless they have one identity.
 
         >>> list(SourceConfig("data/math/train.jsonl").names())
         ['train', 'math/train', 'data/math/train', 'data/math/train.jsonl:split=train']
         """
         file = Path(self.path)
-        parts = file.with_suffix("").parts if file.suffix in FORMATS else (self.path,)
-        config = () if self.name is None else (self.name,)
-        for count in range(1, len(parts) + 1):
-            yield "/".join((*parts[-count:], *config))
-        others = {name: getattr(self, name) for name in ("name", "data_dir", "data_files", "split")}
-        yield ":".join([self.path, *(f"{name}={value}" for name, value in others.items() if value is not None)])
+        folders = file.with_suffix("").parts if file.suffix in FORMATS else (self.path,)
+        config_name = () if self.name is None else (self.name,)
+        for count in range(1, len(folders) + 1):
+            yield "/".join((*folders[-count:], *config_name))
+        settings = {name: getattr(self, name) for name in ("name", "data_dir", "data_files", "split")}
+        yield ":".join([self.path, *(f"{name}={value}" for name, value in settings.items() if value is not None)])
 
 
 @dataclass
@@ -58,9 +64,10 @@ class MixtureConfig(trl.DatasetMixtureConfig):
                 "one dataset. Write an entry `- path: ...` for each, or set `dataset_name` instead."
             )
         self.datasets = [_make_entry(entry) for entry in self.datasets]
-        rows, count = next(iter(Counter(source.rows for source in self.datasets).most_common(1)), ((), 0))
+        counts = Counter(source.identity for source in self.datasets)
+        identity, count = next(iter(counts.most_common(1)), ((), 0))
         if self.test_split_size is not None and count > 1:
-            path = next(entry.path for entry in self.datasets if entry.rows == rows)
+            path = next(entry.path for entry in self.datasets if entry.identity == identity)
             raise ValueError(
                 f"The dataset `{path}` is listed {count} times in `datasets`, and `test_split_size: "
                 f"{self.test_split_size}` was given. A test row of one entry would be trained as a row of another. "
@@ -68,28 +75,41 @@ class MixtureConfig(trl.DatasetMixtureConfig):
             )
 
     def labels(self) -> list[str]:
-        """For `source_column` a name for each dataset, with as many folders as make different datasets differ."""
-        names = [list(source.names()) for source in self.datasets]
+        """Return a name for each dataset, for `source_column`: the shortest that distinguishes different datasets."""
+        candidates = [list(source.names()) for source in self.datasets]  # the shortest first
         while True:
-            datasets_of = defaultdict(set)
-            for (first, *_), source in zip(names, self.datasets, strict=True):
-                datasets_of[first].add(source.rows)
-            shared = [each for each in names if len(datasets_of[each[0]]) > 1 and len(each) > 1]
-            if not shared:
-                return [first for first, *_ in names]
-            for each in shared:
-                del each[0]
+            identities_by_name = defaultdict(set)
+            for names, source in zip(candidates, self.datasets, strict=True):
+                identities_by_name[names[0]].add(source.identity)
+            ambiguous = [names for names in candidates if len(identities_by_name[names[0]]) > 1 and len(names) > 1]
+            if not ambiguous:
+                return [names[0] for names in candidates]
+            for names in ambiguous:
+                del names[0]
 
 
-def check_types(settings: dict[str, Any], kinds: Iterable[type], where: str, *, texts: bool) -> None:
-    """Refuse values that their fields cannot hold; `texts` are allowed where argparse converts and checks them."""
-    for name, hint in {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}.items():
+def check_types(settings: dict[str, Any], config_classes: Iterable[type], where: str, *, texts: bool) -> None:
+    """Refuse values that their fields cannot hold.
+
+    Args:
+        settings: the values by name of the field.
+        config_classes: the dataclasses that have the fields. Fields of other types than numbers, switches and texts are
+            not checked.
+        where: where the values come from, for the message.
+        texts: whether a text is allowed in place of a value, because argparse converts it.
+    """
+    hints = {name: hint for config_class in config_classes for name, hint in get_type_hints(config_class).items()}
+    for name, hint in hints.items():
         types = get_args(hint) or (hint,)
         if name not in settings or not {*types} <= {int, float, bool, str, type(None)}:
             continue
-        allowed = {*types} | ({str} if texts else set()) | ({int} if {*types} & {float, bool} else set())
+        allowed = {*types}
+        if texts:
+            allowed.add(str)
+        if allowed & {float, bool}:
+            allowed.add(int)
         value = settings[name]
-        is_unreadable = isinstance(value, str) and not any(_parses_as(value, kind) for kind in types)
+        is_unreadable = isinstance(value, str) and not any(_parses_as(value, field_type) for field_type in types)
         if type(value) not in allowed or is_unreadable:
             expected = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in types)
             raise ValueError(
@@ -98,18 +118,19 @@ def check_types(settings: dict[str, Any], kinds: Iterable[type], where: str, *, 
             )
 
 
-def _parses_as(text: str, kind: type) -> bool:
-    """Whether argparse makes a value of this type of the text."""
-    if kind is bool:
-        return text.lower() in TRUTHS
+def _parses_as(text: str, field_type: type) -> bool:
+    """Return whether argparse can convert the text to this type."""
+    if field_type is bool:
+        return text.lower() in BOOLEAN_TEXTS
     try:
-        kind(text)
-    except (TypeError, ValueError):  # the type of None takes no text
+        field_type(text)
+    except (TypeError, ValueError):  # TypeError: the type of None takes no text
         return False
     return True
 
 
 def _make_entry(entry: object) -> SourceConfig:
+    """Return an entry of `datasets` as a `SourceConfig`; refuse unknown keys, wrong types and a missing path."""
     if isinstance(entry, DatasetConfig):
         return entry if isinstance(entry, SourceConfig) else SourceConfig(**vars(entry))
     if not isinstance(entry, dict):
@@ -118,49 +139,63 @@ def _make_entry(entry: object) -> SourceConfig:
             f"`- path: {entry}`."
         )
     known = [setting.name for setting in fields(SourceConfig)]
-    wrong = [str(name) for name in entry if name not in known]
-    if wrong or "path" not in entry:
-        problem = f"the unknown keys {', '.join(f'`{name}`' for name in wrong)}" if wrong else "no `path`"
+    unknown = [str(name) for name in entry if name not in known]
+    if unknown or "path" not in entry:
+        problem = f"the unknown keys {', '.join(f'`{name}`' for name in unknown)}" if unknown else "no `path`"
         raise ValueError(
-            f"An entry of `datasets` has {problem}: {entry}{did_you_mean(wrong, known)}. Without a path nothing can be "
-            f"read, and an unknown key would be ignored.{describe_foreign_keys(wrong)} The keys are {', '.join(known)}."
+            f"An entry of `datasets` has {problem}: {entry}{did_you_mean(unknown, known)}. Without a path nothing can "
+            f"be read, and an unknown key would be ignored.{describe_foreign_keys(unknown)} The keys are "
+            f"{', '.join(known)}."
         )
     check_types(entry, [SourceConfig], f"for the dataset `{entry['path']}`", texts=False)
     return SourceConfig(**entry)
 
 
 def load_mixture(mixture: MixtureConfig, seed: int, source_column: str | None = None) -> Any:
-    """The splits "train" and, with `test_split_size`, "test". A `source_column` that a dataset lacks is added."""
+    """Load the datasets of a mixture and join them.
+
+    Args:
+        seed: of the division into training and test rows.
+        source_column: the column with the name of each row's dataset. Datasets without this column get it.
+
+    Returns:
+        The splits "train" and, with `test_split_size`, "test".
+    """
     if mixture.streaming:
         return get_dataset(mixture)
-    parts = [
+    tables = [
         _load_source(source, source_column, label)
         for source, label in zip(mixture.datasets, mixture.labels(), strict=True)
     ]
     fractions = [source.fraction for source in mixture.datasets if source.fraction is not None]
-    if fractions and len(fractions) < len(parts):
+    if fractions and len(fractions) < len(tables):
         raise ValueError(
-            f"`fraction` was given for {len(fractions)} of {len(parts)} datasets. It is a share of the mixture, so all "
-            "datasets need one. Set it for each, or for none."
+            f"`fraction` was given for {len(fractions)} of {len(tables)} datasets. It is a share of the mixture, so "
+            "all datasets need one. Set it for each, or for none."
         )
-    if fractions:  # the first rows of each part, as many as TRL takes: no dataset is oversampled
+    if fractions:
+        # Take the first rows of each dataset, as many as TRL takes: the mixture is as large as it can be if no row is
+        # taken twice.
         shares = [fraction / sum(fractions) for fraction in fractions]
-        total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
-        parts = [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]
-    together = concatenate_datasets(parts)
-    size = mixture.test_split_size
-    if size is None:
-        return DatasetDict({"train": together})
-    if not (0 < size < 1 or (isinstance(size, int) and 1 <= size < len(together))):
+        num_rows = min(len(table) / share for table, share in zip(tables, shares, strict=True) if share > 0)
+        tables = [table.select(range(round(share * num_rows))) for table, share in zip(tables, shares, strict=True)]
+    joined = concatenate_datasets(tables)
+    test_size = mixture.test_split_size
+    if test_size is None:
+        return DatasetDict({"train": joined})
+    is_share = 0 < test_size < 1
+    is_number_of_rows = isinstance(test_size, int) and 1 <= test_size < len(joined)
+    if not (is_share or is_number_of_rows):
         raise ValueError(
-            f"`test_split_size: {size}` was given with {len(together):,} rows. It is a share of the rows, and both the "
-            "training and the test split need some. Set it to a number between 0 and 1, or in the config file to a "
+            f"`test_split_size: {test_size}` was given with {len(joined):,} rows. It is a share of the rows, and both "
+            "the training and the test split need some. Set it to a number between 0 and 1, or in the config file to a "
             "whole number of rows."
         )
-    return together.train_test_split(size, seed=seed)
+    return joined.train_test_split(test_size, seed=seed)
 
 
 def _load_source(source: SourceConfig, source_column: str | None, label: str) -> Dataset:
+    """Load one dataset of a mixture, with its selected columns, and with `label` in the `source_column`."""
     files = {"data_dir": source.data_dir, "data_files": source.data_files}
     if any(files.values()):
         dataset = load_named(source.path, name=source.name, split=source.split, **files)
@@ -173,7 +208,8 @@ def _load_source(source: SourceConfig, source_column: str | None, label: str) ->
             f"{dataset.column_names}{did_you_mean(missing, dataset.column_names)}. Columns that do not exist cannot be "
             "selected. List those to keep, or remove `columns`."
         )
-    dataset = dataset if source.columns is None else dataset.select_columns(source.columns)
+    if source.columns is not None:
+        dataset = dataset.select_columns(source.columns)
     if source_column is not None and source_column not in dataset.column_names:
         dataset = dataset.add_column(source_column, [label] * len(dataset))
     return dataset
