@@ -1,7 +1,8 @@
-"""All version branches, each with its reason, a link, and when it can go. That of Python's fork is in `threads.py`.
+"""All code that works around versions of other libraries, each function with its reason, and when it can be removed.
 
-The leak probe reads this module and needs torch and transformers only. So everything else is imported by the function
-that uses it.
+Other modules call these functions without knowing versions. One workaround is elsewhere: for Python's fork, in
+`data/threads.py`. The leak probe imports this module and needs torch and transformers only. So every other library is
+imported by the function that uses it.
 """
 
 import importlib
@@ -54,9 +55,9 @@ def require_trl(installed: str | None = None) -> None:
 
 
 def libraries_newer_than_tested() -> tuple[str, ...]:
-    """Return "name version (tested: version)" of each installed library that is newer than the tested one.
+    """Return "name version (tested: version)" for each installed library that is newer than its tested version.
 
-    What is installed as another build of the tested version, such as torch 2.13.0+cpu, is not newer.
+    Another build of the tested version, such as torch 2.13.0+cpu, is not newer.
     """
     newer = []
     for name, tested in TESTED_VERSIONS.items():
@@ -70,28 +71,30 @@ def libraries_newer_than_tested() -> tuple[str, ...]:
 
 
 def scores_tokens(installed: str | None = None) -> bool:
-    """Whether TRL's fused LM head returns a log-probability per token on every device.
+    """Return whether TRL's fused LM head returns a log-probability per token on every device.
 
-    Before 1.15 there is no such head; that of 1.15 needs Triton, which torch for CPUs does not have. The trainer then
-    adds its own (`training/lm_head.py`). Can be removed with support for TRL below 1.16.
+    Before TRL 1.15 there is no such head. The head of 1.15 needs Triton, which torch for CPUs does not have. Where the
+    result is False, the trainer adds a head of this package (`training/lm_head.py`). Can be removed with support for
+    TRL below 1.16.
     https://github.com/huggingface/trl/releases/tag/v1.16.0
     """
     return Version(installed or importlib.metadata.version("trl")) >= Version("1.16.0")
 
 
 def router_loss_coefficient(trainer: object, args: "trl.SFTConfig") -> float | None:
-    """The weight of the router loss. TRL has an attribute for it from 1.13 on, and only the argument before.
+    """Return the weight of the router loss.
 
-    Can be removed with support for TRL below that.
+    From TRL 1.13 on it is an attribute of the trainer, before only an argument. Can be removed with support for TRL
+    below 1.13.
     """
     return getattr(trainer, "router_aux_loss_coef", args.router_aux_loss_coef)
 
 
 def drops_router_logits(model: nn.Module) -> bool:
-    """Whether the layers of a model have routers whose logits its forward does not return.
+    """Return whether the layers of a model have routers whose logits its forward does not return.
 
-    Below transformers 5.18 those of DBRX and of Granite's mixtures are not among what a forward records. TRL's router
-    loss then ends in an AttributeError. Can be removed with support for transformers below 5.18.
+    Below transformers 5.18 a forward of DBRX, or of Granite's mixtures, does not record the logits of their routers.
+    TRL's router loss then ends in an AttributeError. Can be removed with support for transformers below 5.18.
     https://github.com/huggingface/transformers/releases/tag/v5.18.0
     """
     if Version(transformers.__version__) >= Version("5.18.0.dev0"):
@@ -104,10 +107,11 @@ def drops_router_logits(model: nn.Module) -> bool:
 
 
 def kernel_package(function: Callable[..., Any]) -> tuple[str, bool] | None:
-    """The package in which transformers looks for a kernel in place of this function, and whether it found it.
+    """Return the package in which transformers looks for a kernel that replaces this function, and whether it has one.
 
-    None for a function without such a kernel. transformers' wrapper holds both from 5.17 on. Before, only the arguments
-    of its decorator name the package. The second way can be removed with support for transformers below 5.17.
+    For a function without such a kernel the result is None. From transformers 5.17 on, the wrapper around the function
+    holds both values. Before, the package is only in the arguments of its decorator, which are read from the source.
+    Reading the source can be removed with support for transformers below 5.17.
     https://github.com/huggingface/transformers/blob/v5.16.0/src/transformers/integrations/hub_kernels.py
     """
     if not inspect.isfunction(function):
@@ -122,20 +126,20 @@ def kernel_package(function: Callable[..., Any]) -> tuple[str, bool] | None:
 
 
 def training_every_token(collate: Any) -> Any:
-    """A copy of TRL's vision collator for rows in which every token is trained.
+    """Return a copy of TRL's vision collator for rows in which every token is trained.
 
-    The collator of TRL 1.9 has no field for the answers alone (`assistant_only_loss`), which later ones set. Can be
-    removed with support for 1.9.
+    The collator of later versions has a field by which only answers are trained, `assistant_only_loss`. The collator
+    of TRL 1.9 does not have it. Can be removed with support for TRL 1.9.
     """
     names = {field.name for field in fields(collate)} & {"completion_only_loss", "assistant_only_loss"}
     return replace(collate, **dict.fromkeys(names, False))
 
 
 def set_pad_token_by_text(tokenizer: Any) -> None:
-    """Set the padding token that a tokenizer has once more, by its text, as TRL does.
+    """Set the padding token of a tokenizer to its own text, which changes the hash of the tokenizer.
 
-    TRL 1.9 does not where rows have images. A tokenizer with the token as it was loaded has another hash, so `datasets`
-    would not find the lengths that `trl-packfix prepare` has made. Can be removed with support for 1.9.
+    TRL does so, except TRL 1.9 where rows have images. `datasets` finds the lengths that `trl-packfix prepare` has
+    cached only by an equal hash. Can be removed with support for TRL 1.9.
     """
     text = tokenizer.pad_token
     if text is not None:
@@ -143,10 +147,10 @@ def set_pad_token_by_text(tokenizer: Any) -> None:
 
 
 def masks_images(collate: Any) -> bool:
-    """Whether the answers alone of rows with images can be trained with TRL's vision collator.
+    """Return whether TRL's vision collator can train only the answers of rows with images.
 
-    It has the fields in versions above TRL 1.9, and transformers finds turns behind images from 5.18 on. Can be removed
-    with support for versions below these. https://github.com/huggingface/transformers/releases/tag/v5.18.0
+    TRL 1.9 has no fields for it, and transformers finds turns behind images from 5.18 on. Can be removed with support
+    for TRL 1.9 and for transformers below 5.18. https://github.com/huggingface/transformers/releases/tag/v5.18.0
     """
     names = {field.name for field in fields(collate)}
     finds_turns = Version(transformers.__version__) >= Version("5.18.0.dev0")
@@ -156,7 +160,7 @@ def masks_images(collate: Any) -> bool:
 def end_training(trainer: transformers.Trainer) -> None:
     """Finish the trackers and destroy the process group, at the very end of a script.
 
-    transformers has `Trainer.end` for it, but not in 5.16. Can be removed with support for versions without it.
+    transformers has `Trainer.end` for this, but not in 5.16. Can be removed with support for transformers 5.16.
     """
     if hasattr(trainer, "end"):
         trainer.end()
@@ -166,9 +170,10 @@ def end_training(trainer: transformers.Trainer) -> None:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """The main process runs the block first, then that of each node, then the others: each cache is written once.
+    """Make the main process run this context first, then the main process of each node, then the other processes.
 
-    TRL has this as `global_then_local_main_first`, but not in 1.9. Can be removed with support for TRL without it.
+    So each cache is written once. TRL has this context as `global_then_local_main_first`, but not in 1.9. Can be
+    removed with support for TRL 1.9.
     """
     from accelerate import PartialState
 
@@ -178,11 +183,11 @@ def main_process_first() -> Iterator[None]:
 
 
 def run_hooks_inside_adapters(model: nn.Module) -> None:
-    """Let PEFT's wrapper call the model inside it with the hooks of that model, as peft does from 0.21 on.
+    """Make PEFT's wrapper run the hooks of the model inside it, as peft does from 0.21 on.
 
-    peft 0.20 calls `forward` of the model inside. So no hook on it runs, neither ours, which read the boundaries of a
-    pack, nor DeepSpeed's, which gather its parameters. Adapters with a `forward` of their own (AdaLoRA) stay as they
-    are. Can be removed with support for peft below 0.21.
+    peft 0.20 calls only `forward` of the inner model. So no hook on that model runs: not the hooks of this package,
+    which read the boundaries of a pack, and not the hooks of DeepSpeed, which gather parameters. Adapters with a
+    `forward` of their own (AdaLoRA) do not change. Can be removed with support for peft below 0.21.
     """
     peft = sys.modules.get("peft")  # imported by whoever made the adapters
     if peft is None or Version(peft.__version__) >= Version("0.21"):
@@ -198,9 +203,9 @@ def run_hooks_inside_adapters(model: nn.Module) -> None:
 
 
 def nested_rope_keys(config: PreTrainedConfig, rope: dict[str, Any]) -> list[str]:
-    """The layer types of rotary parameters that are given per layer type; empty if all layers share them.
+    """Return the layer types for which a config has rotary parameters of their own; [] if all layers share parameters.
 
-    Configs of transformers have this method from 5.20 on. Can be removed with support for versions below.
+    Configs have this method from transformers 5.20 on. Can be removed with support for transformers below 5.20.
     """
     if hasattr(config, "nested_rope_parameter_keys"):
         return config.nested_rope_parameter_keys(rope)
@@ -208,9 +213,10 @@ def nested_rope_keys(config: PreTrainedConfig, rope: dict[str, Any]) -> list[str
 
 
 def recorded_router_logits() -> list[torch.Tensor]:
-    """What transformers has recorded in the running forward, which its output gets at the end; [] if it does not.
+    """Return the list of router logits that transformers has recorded in the running forward; [] if it records none.
 
-    Can be removed when transformers has a public way to replace what it has recorded.
+    Its entries become a part of the output when the forward ends, so the caller may replace them. Can be removed when
+    transformers has a public way to do so.
     """
     from transformers.utils.output_capturing import _active_collector
 
@@ -220,9 +226,10 @@ def recorded_router_logits() -> list[torch.Tensor]:
 def gather_lm_head_with_model(model: PreTrainedModel) -> None:
     """Register the LM head with DeepSpeed ZeRO-3 as a parameter that the model reads directly, in TRL's fused loss.
 
-    DeepSpeed detects this at the first fused forward, but not if forwards that call the head came before, as those of
-    the probe do. It then prefetches the head while TRL gathers it, and DeepSpeed 0.19 stops with "Cannot partition a
-    param in flight". Can be removed when TRL's `maybe_gather_lm_head_ctx` waits for such parameters.
+    DeepSpeed detects this at the first forward with the fused loss, but not if an earlier forward has called the head,
+    and the forwards of the leak probe do. DeepSpeed then prefetches the head while TRL gathers it, and version 0.19
+    stops with "Cannot partition a param in flight". Can be removed when TRL's `maybe_gather_lm_head_ctx` waits for such
+    parameters.
     https://deepspeed.readthedocs.io/en/latest/zero3.html#registering-external-parameters
     """
     head = model.get_output_embeddings()
@@ -240,15 +247,18 @@ LONGEST_DOCUMENT = r".*\.packed_forwards\[\d+\]\.max_length_[qk]$"
 
 @contextmanager
 def compiles_checkpointed_layers(args: transformers.TrainingArguments) -> Iterator[None]:
-    """A context in which torch compiles layers under gradient checkpointing that read the boundaries of the pack.
+    """Make torch compile layers under gradient checkpointing that read the boundaries of packs, within this context.
 
-    They note on the running pack what they have derived from it, and torch compiles no checkpointed layer with side
-    effects, without a warning. The effects need not happen again when a layer is recomputed, which this setting says.
-    Can be removed where it is torch's default. https://github.com/pytorch/pytorch/pull/165775
+    It changes two settings of torch.
 
-    With shared prefixes they also read the longest document there. torch takes a number that it reads from a global
-    variable for a constant, and would compile anew for each pack until it gives up. `dynamic_sources` names what is no
-    constant; what the user named stays.
+    Such layers store on the running pack what they have derived from it. This is a side effect, and torch silently
+    compiles no checkpointed layer with side effects. The first setting declares that the effects need not happen again
+    when a layer is recomputed. Can be removed when this is torch's default.
+    https://github.com/pytorch/pytorch/pull/165775
+
+    With shared prefixes such layers also read the length of the longest document from the running pack. torch takes a
+    number that it reads from a global variable for a constant, and would compile again for each pack, until it gives
+    up. The second setting, `dynamic_sources`, lists numbers that are not constants. The user's list stays in it.
     https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
     """
     if not args.torch_compile:
@@ -263,10 +273,10 @@ def compiles_checkpointed_layers(args: transformers.TrainingArguments) -> Iterat
 
 
 def save_varlen_attention() -> None:
-    """Let TRL's selective checkpointing save what the varlen kernels of torch compute, so that they run once.
+    """Make TRL's selective checkpointing save the outputs of the varlen kernels of torch, so that they run once.
 
-    TRL saves attention by the names of operators: those of `scaled_dot_product_attention` and of flash-attn. That of
-    packs has another one. Can be removed when TRL lists it; see dev/upstream.md.
+    TRL has a list of operators whose outputs it saves: the operators of `scaled_dot_product_attention` and of
+    flash-attn. The operator for packs is missing. Can be removed when TRL lists it; see dev/upstream.md.
     """
     try:
         selective = importlib.import_module("trl.models.selective_activation_checkpointing")
@@ -279,18 +289,18 @@ def save_varlen_attention() -> None:
 
 
 def gathers_on_cpus(installed: str | None = None) -> bool:
-    """Whether DeepSpeed ZeRO-3 waits until parameters are gathered on CPUs, too.
+    """Return whether DeepSpeed ZeRO-3 waits until parameters are gathered, also on CPUs.
 
-    A gather of several parameters, e.g. of weight and bias, waits for the last one only before 0.19.8. With NCCL the
-    others are complete by then. With gloo they may not be: what is read, loaded or saved is then memory that was never
-    written. Can be removed with support for DeepSpeed below 0.19.8.
+    Before 0.19.8, a gather of several parameters, for instance of weight and bias, waits only for the last parameter.
+    With NCCL the gathers before it are complete by then. With gloo they may not be, and then uninitialised memory is
+    read, loaded or saved. Can be removed with support for DeepSpeed below 0.19.8.
     https://github.com/deepspeedai/DeepSpeed/pull/8539
     """
     return Version(installed or importlib.metadata.version("deepspeed")) >= Version("0.19.8")
 
 
 def require_gathers(world_size: int, device_type: str) -> None:
-    """Refuse ZeRO-3 on several CPU ranks if DeepSpeed does not wait for their parameters."""
+    """Refuse ZeRO-3 on several CPU ranks if DeepSpeed does not wait for gathered parameters (`gathers_on_cpus`)."""
     if device_type == "cpu" and world_size > 1 and is_deepspeed_zero3_enabled() and not gathers_on_cpus():
         raise ValueError(
             f"ZeRO-3 on {world_size} CPU ranks was given with deepspeed {importlib.metadata.version('deepspeed')}. "
@@ -300,12 +310,15 @@ def require_gathers(world_size: int, device_type: str) -> None:
 
 
 def unshard_lm_head(model: PreTrainedModel) -> RemovableHandle | None:
-    """Gather an LM head that is an FSDP2 unit of its own before TRL's fused loss reads it; None without such a head.
+    """Register a hook that gathers an LM head before TRL's fused loss reads it, if the head is its own FSDP2 unit.
 
-    accelerate shards the head together with the last norm, whose forward gathers both. It looks for this norm among the
-    children of the base model, where image-text models and opt have none. TRL's loss reads the weights of the head and
-    does not call it, so it gathers them with `full_tensor`, whose backward adds no gradients of other ranks: each rank
-    then trains its rows of the head on its own tokens only. Can be removed when TRL passes `grad_placements`.
+    For every other head the result is None.
+
+    Usually accelerate shards the head together with the last norm, whose forward gathers both. It looks for this norm
+    among the children of the base model, and image-text models and opt have it elsewhere. TRL's loss reads the weights
+    of the head without calling the head, so it gathers them with `full_tensor`. The backward of `full_tensor` does not
+    sum gradients over ranks, so that each rank would train its rows of the head on its own tokens only. Can be removed
+    when TRL passes `grad_placements`.
     https://docs.pytorch.org/docs/stable/distributed.tensor.html#torch.distributed.tensor.DTensor.full_tensor
     """
     head = model.get_output_embeddings()
@@ -322,7 +335,7 @@ def unshard_lm_head(model: PreTrainedModel) -> RemovableHandle | None:
 
 
 def parameters_summed_by_ranks(model: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters whose gradients transformers sums over ranks in a hook, under tensor parallelism."""
+    """Return the trained parameters whose gradients transformers sums over ranks in a hook (tensor parallelism)."""
     plan = getattr(model, "tp_plan", None) or {}
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return []
@@ -333,12 +346,13 @@ def parameters_summed_by_ranks(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def summed_once(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Within this context one backward adds its gradient to those of `parameters_summed_by_ranks`.
+    """Sum the gradients of `parameters_summed_by_ranks` over ranks only once, for the one backward in this context.
 
-    The norms of query and key heads are on all ranks, each of which has the gradient of its own heads. transformers
-    sums them over the R ranks after each backward. What it sums is the gradient accumulated so far, so the first of n
-    micro-batches counts R^(n - 1) times. Here each backward begins without a gradient. Can be removed when transformers
-    sums them once per optimizer step; see dev/upstream.md.
+    The norms of query and key heads are on all R ranks, and each rank has the gradient of its own heads. transformers
+    sums these gradients over the ranks after each backward. But it sums the gradient that was accumulated so far, so
+    that the first of n micro-batches would count R^(n - 1) times. Here each backward begins without a gradient, and the
+    earlier gradient is added afterwards. Can be removed when transformers sums once per optimizer step; see
+    dev/upstream.md.
     """
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -350,11 +364,11 @@ def summed_once(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def declare_whole_sizes(model: nn.Module) -> None:
-    """Set `in_features` and `out_features` of divided adapters to those of the whole matrix.
+    """Set `in_features` and `out_features` of adapters that ranks divide to the sizes of the whole matrix.
 
-    peft 0.21 makes adapters on layers that are divided by their input (`o_proj`, `down_proj`) in the size that this
-    rank has, and transformers takes these numbers for those of the whole: the first forward fails. Can be removed when
-    peft sets them; see dev/upstream.md.
+    On layers that are divided by their input (`o_proj`, `down_proj`) peft 0.21 gives adapters the size of the part on
+    this rank. transformers takes it for the size of the whole matrix, and the first forward fails. Can be removed when
+    peft sets the whole sizes; see dev/upstream.md.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
@@ -362,25 +376,26 @@ def declare_whole_sizes(model: nn.Module) -> None:
 
 
 def load_renamed_weights(model: PreTrainedModel, checkpoint: str) -> None:
-    """Load the weights of a checkpoint whose names differ from the model's, as those of qwen2_5_vl and llava do.
+    """Load a checkpoint whose weights have other names than the parameters of the model, as for qwen2_5_vl and llava.
 
-    transformers saves some types under the names of their first release, and `from_pretrained` converts them. On
-    resume the Trainer reads the file without conversion, so it warns of missing keys and continues with the initial
-    weights. Can be removed when the Trainer converts them, too; see dev/upstream.md.
+    transformers saves the weights of some model types under the names of their first release, and `from_pretrained`
+    converts the names. When the Trainer resumes, it reads the file without conversion. So it warns of missing keys and
+    continues with the initial weights. Can be removed when the Trainer converts names too; see dev/upstream.md.
     """
     whole = type(model).from_pretrained(checkpoint, dtype=model.dtype)
     model.load_state_dict(whole.state_dict())
 
 
 def state_is_exact(dataset: "IterableDataset") -> bool:
-    """Whether `state_dict()` of a stream holds everything that a restart needs.
+    """Return whether `state_dict()` of a stream holds everything that a restart needs.
 
-    It does not hold the contents of shuffle buffers, and a batched map over Arrow tables may skip a batch. datasets has
-    no public function that detects either. Can be removed when datasets saves the buffers.
+    The state does not hold the contents of shuffle buffers, and after a restart a batched map over Arrow tables may
+    skip a batch. `datasets` has no public function that detects either, so the stream is searched for both. Can be
+    removed when `datasets` saves the buffers.
     https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration
 
-    Below datasets 5.1 a restart from it loses rows: in 4.8.4 behind `map`, in 4.8.5 and 5.0 behind `filter`. In 5.0 the
-    state after a restart stays that of its beginning, too.
+    Below `datasets` 5.1 a restart from the state loses rows: in 4.8.4 behind `map`, in 4.8.5 and 5.0 behind `filter`.
+    In 5.0 the state also does not change any more after a restart.
     """
     import datasets
     from datasets.iterable_dataset import BufferShuffledExamplesIterable
@@ -400,10 +415,11 @@ def state_is_exact(dataset: "IterableDataset") -> bool:
 
 
 def name_wrapped_layers(plugin: "FullyShardedDataParallelPlugin | None", model: nn.Module) -> None:
-    """Name the layers that FSDP wraps, if the model lists some that it has and some that it does not have.
+    """Set the classes of layers that FSDP wraps, if the list of the model has classes that the model does not contain.
 
-    Text models of Qwen3.5 list the blocks of a vision tower. accelerate looks for each class of the list, and raises
-    for one that it does not find. A list of the user stays. Can be removed when these models list their own layers.
+    Text models of Qwen3.5 list the blocks of a vision tower. accelerate looks for each class of the list, and raises an
+    error for a class that it does not find. A list that the user has set stays. Can be removed when these models list
+    only their own layers.
     """
     if plugin is None or plugin.transformer_cls_names_to_wrap is not None:
         return
@@ -415,9 +431,9 @@ def name_wrapped_layers(plugin: "FullyShardedDataParallelPlugin | None", model: 
 
 @contextmanager
 def whole_model_saved(plugin: "FullyShardedDataParallelPlugin | None") -> Iterator[None]:
-    """Within this context `Trainer.save_model` writes the weights also if FSDP's checkpoints are sharded.
+    """Make `Trainer.save_model` write the whole weights within this context, even if FSDP's checkpoints are sharded.
 
-    transformers then writes none. Can be removed when `save_model` gathers them.
+    With sharded checkpoints, transformers writes no weights there. Can be removed when `save_model` gathers them.
     https://huggingface.co/docs/transformers/fsdp
     """
     if plugin is None:
@@ -432,11 +448,14 @@ def whole_model_saved(plugin: "FullyShardedDataParallelPlugin | None") -> Iterat
 
 
 def forget_evaluation(accelerator: "Accelerator", model: nn.Module) -> bool:
-    """Make accelerate prepare a `model` for DDP again after it prepared it for evaluation; whether it had.
+    """Make accelerate prepare `model` for DDP again if it has prepared the model for evaluation.
 
-    accelerate marks a model that it has prepared and does not prepare it again. So ranks that evaluate a model first
-    would train it without DDP, without exchanging gradients. Engines prepare a model for both at once. Can be removed
-    when accelerate prepares a model for training after `evaluation_mode=True`; see dev/upstream.md.
+    accelerate marks a model that it has prepared, and does not prepare it again. So ranks that evaluate a model first
+    would train it without DDP, without exchanging gradients. DeepSpeed and FSDP prepare a model for both at once. Can
+    be removed when accelerate prepares a model for training after `evaluation_mode=True`; see dev/upstream.md.
+
+    Returns:
+        Whether the model was marked, under DDP.
     """
     is_marked = "_is_accelerate_prepared" in vars(model)
     if accelerator.distributed_type not in DDP or not is_marked:
