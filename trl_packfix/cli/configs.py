@@ -1,4 +1,9 @@
-"""The configs of a run, from flags and a YAML file, as `trl sft` reads them: for every command."""
+"""Read the configs of a run from flags and a YAML file, as `trl sft` does.
+
+`parse_configs` does it for `train`, with defaults for this machine (`machine_settings`). `read_run` does it for the
+commands that only plan, measure or check: they take every flag of `train` beside their own, and DATA as words without a
+flag. Both return `RunConfigs`.
+"""
 
 import argparse
 import os
@@ -23,17 +28,25 @@ from ..training.foreign_keys import describe_foreign_keys, other_defaults
 from .flags import SHORT_FLAGS, did_you_mean, setting_named
 from .mixture import BOOLEAN_TEXTS, MixtureConfig, check_types
 
-# Smallest and largest value that is no error of the run; no field may be "not a number"
+# By field, the smallest and the largest value with which training can compute. No field may be "not a number".
 RANGES = {
     "learning_rate": (0, sys.float_info.max),
     "dataloader_num_workers": (0, inf),
     "dataset_num_proc": (1, inf),
 }
 ZERO3 = Path(__file__).with_name("zero3.json")
-# Packs are planned without a GPU and without an engine, by the file of a run that has both
-ON_CPU = {"use_cpu": "true", "bf16": "false", "fp16": "false", "tf32": "false", "deepspeed": "", "fsdp": ""}
-ON_CPU |= {"report_to": "none"}
-NOTE = (
+# Flags that override the config file of a run where its packs are only planned, without a GPU and without DeepSpeed or
+# FSDP
+ON_CPU = {
+    "use_cpu": "true",
+    "bf16": "false",
+    "fp16": "false",
+    "tf32": "false",
+    "deepspeed": "",
+    "fsdp": "",
+    "report_to": "none",
+}
+PACKING_NOTE = (
     "Packing is on, which is the default of this command and not of `trl sft`. To train without it, set "
     "`--packing false`, or `packing: false` in the config file."
 )
@@ -82,47 +95,65 @@ class TrainArguments(ScriptArguments):
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows every flag with its default, and the description unchanged."""
+    """A formatter that shows every flag with its default, and the description unchanged."""
 
 
 def machine_settings() -> dict[str, Any]:
-    """Defaults for this launcher and machine. A YAML file and flags override them.
+    """Return defaults for this launcher and machine, by field. A YAML file and flags override them.
 
-    Nothing is set for several processes without a GPU: `check_devices` refuses them.
+    Under the launcher of DeepSpeed, ZeRO-3 is set in the environment too. Several processes that have no GPU get no
+    defaults for the CPU, because `check_devices` refuses them.
     """
-    gpu = torch.cuda.is_available()
-    is_on_cpu = not gpu and not lacks_devices()
-    if "CROSS_SIZE" not in os.environ:  # only the deepspeed launcher sets it
-        # bf16 is twice as fast where it is not emulated, which older versions of torch do not say
-        cpu: dict[str, Any] = {} if gpu else getattr(torch.cpu, "get_capabilities", dict)()
-        is_fast = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16"))
-        return {} if gpu else {"bf16": is_fast} | ({"use_cpu": True} if is_on_cpu else {})
-    # As `accelerate launch --use_deepspeed` does. Unlike a default for `--deepspeed`, this also sets the number of
-    # ranks on machines without a GPU, where transformers passes no backend. An explicit `--deepspeed` overrides it.
+    has_gpu = torch.cuda.is_available()
+    is_on_cpu = not has_gpu and not lacks_devices()
+    settings: dict[str, Any] = {}
+    if "CROSS_SIZE" not in os.environ:  # only the launcher of DeepSpeed sets this variable
+        if not has_gpu:
+            # bf16 is twice as fast as fp32 where the CPU does not emulate it. Older versions of torch do not say.
+            cpu = getattr(torch.cpu, "get_capabilities", dict)()
+            settings["bf16"] = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16"))
+        if is_on_cpu:
+            settings["use_cpu"] = True
+        return settings
+    # `accelerate launch --use_deepspeed` sets these two variables too. A default for `--deepspeed` would not be enough:
+    # on machines without a GPU, where transformers passes no backend, it does not set the number of ranks. An explicit
+    # `--deepspeed` overrides the variables.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ZERO3)
-    # DeepSpeed allows bf16 on a GPU only
-    return {} if gpu else {"bf16": False} | ({"ddp_backend": "gloo"} if is_on_cpu else {})
+    if not has_gpu:
+        settings["bf16"] = False  # DeepSpeed supports bf16 on GPUs only
+    if is_on_cpu:
+        settings["ddp_backend"] = "gloo"
+    return settings
 
 
 class RunConfigs(NamedTuple):
-    """What a user has set of a run."""
+    """The configs of a run.
+
+    Attributes:
+        script: the datasets, as in `trl sft`.
+        training: the config of the trainer.
+        model: the model, with LoRA and quantisation.
+        mixture: the field `datasets` of the file, and what belongs to it.
+        given: the names of the fields that a flag or the file sets.
+        words: the words on the command line that belong to no flag: DATA or MODEL.
+    """
 
     script: TrainArguments
     training: SFTConfig
     model: ModelConfig
     mixture: MixtureConfig
-    given: Set[str]  # names of the fields that a flag or the file sets
-    words: list[str]  # that belong to no flag
+    given: Set[str]
+    words: list[str]
 
     @property
     def names(self) -> list[str]:
-        """Name or path of each dataset."""
+        """The name or path of each dataset."""
         return [source.path for source in self.mixture.datasets] or self.script.dataset_name or []
 
     @property
     def parts(self) -> list[str]:
-        """What is read as one table each: every dataset, or the mixture."""
+        """The names of what is read as one table each: every dataset, or the whole mixture."""
         return [", ".join(self.names)] if self.mixture.datasets else self.names
 
 
@@ -134,68 +165,94 @@ def parse_configs(
     others: argparse.Namespace | None = None,
     **defaults: Any,
 ) -> RunConfigs:
-    """The configs of a run, from flags (default: those of this process) and the YAML file of `--config`.
+    """Read the configs of a run from flags and from the YAML file of `--config`.
 
-    Packing is on unless it is switched off, or `padding_free` chooses to train the unpacked steps without padding. A
-    command that trains nothing has `others` flags, and takes words without a flag, too. Keys for TRL's launcher are
-    only named: this command is launched.
+    Packing is on, unless it is switched off, or `padding_free` chooses to train the unpacked steps without padding.
+
+    Args:
+        flags: the words of the command line; None: those of this process.
+        prog: the name of the command, for messages.
+        description: of the command, for `--help`.
+        others: the parsed flags of a command that does not train. Such a command takes short flags, and words without a
+            flag.
+        defaults: further defaults, by field.
+
+    Raises:
+        ValueError: a setting is unknown, or has a value that cannot be used.
     """
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # peft reads it
-    kinds: Any = (TrainArguments, SFTConfig, ModelConfig, MixtureConfig)
+    config_classes: Any = (TrainArguments, SFTConfig, ModelConfig, MixtureConfig)
     usage = f"{prog} [--config FILE.yaml] [--FLAG VALUE ...]"
     parser = TrlParser(
-        kinds, prog=prog, usage=usage, description=description, formatter_class=HelpFormatter, allow_abbrev=False
+        config_classes,
+        prog=prog,
+        usage=usage,
+        description=description,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
     )
+
+    # 1. Read the file, and refuse unknown names and wrong types in it.
     file, words = _split_config(sys.argv[1:] if flags is None else flags, prog)
     settings = {} if file is None else read_settings(file)
     known = [action.dest for action in parser._actions]
     suggested = known if others is None else [*known, *vars(others)]
     if others is not None:
-        words = _with_values(words, parser)
+        words = _complete_flags(words, parser)
         parser.add_argument("words", nargs="*")
     _refuse_unknown([name for name in settings if name not in known], suggested, settings.keys())
-    check_types(settings, kinds, "in the config file", texts=True)
+    check_types(settings, config_classes, "in the config file", texts=True)
+
+    # 2. Set the defaults. Whether packing is on by default depends on `padding_free`.
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words} | settings.keys()
-    if "tokens_per_rank" in given:  # it sets the size of micro-batches
-        defaults = {"per_device_train_batch_size": 1} | defaults
-    of_file = {"packing": True, "padding_free": settings.get("padding_free", False)}
-    parser.set_defaults(**machine_settings() | of_file | defaults)
-    is_by_default = "packing" not in given and not parser.parse_known_args(words)[0].padding_free
-    parser.set_defaults(packing=is_by_default)
+    if "tokens_per_rank" in given:
+        defaults = {"per_device_train_batch_size": 1} | defaults  # `tokens_per_rank` is the size of micro-batches
+    packing_defaults = {"packing": True, "padding_free": settings.get("padding_free", False)}
+    parser.set_defaults(**machine_settings() | packing_defaults | defaults)
+    is_packed_by_default = "packing" not in given and not parser.parse_known_args(words)[0].padding_free
+    parser.set_defaults(packing=is_packed_by_default)
+
+    # 3. Parse the flags, and refuse unknown ones.
     try:
         *configs, unknown = parser.parse_args_and_config(
             words if file is None else ["--config", file, *words], return_remaining_strings=True
         )
     except ValueError as error:
-        if is_by_default and "packing" in str(error):
-            error.add_note(NOTE)
+        if is_packed_by_default and "packing" in str(error):
+            error.add_note(PACKING_NOTE)
         raise
     names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
     _refuse_unknown(names or unknown, suggested, given)
     if names:
+        # These are flags of TRL's launcher. This command has been launched already.
         PartialState().print(
             f"Not used: {', '.join(names)}. `trl sft` passes this to `accelerate launch`. Here, give it to the "
             "launcher: `accelerate launch ... -m trl_packfix train ...`."
         )
-    if others is None and is_by_default:
-        PartialState().print(NOTE)
+    if others is None and is_packed_by_default:
+        PartialState().print(PACKING_NOTE)
     script_args, training_args, model_args, mixture = configs[:4]
     _check_values(training_args)
-    return RunConfigs(
-        script_args, training_args, model_args, mixture, given, [] if others is None else configs[4].words
-    )
+    data_words = [] if others is None else configs[4].words
+    return RunConfigs(script_args, training_args, model_args, mixture, given, data_words)
 
 
 def read_run(args: argparse.Namespace, *words: str) -> RunConfigs:
-    """The run that a command was given, whose packs are planned and not trained: on a CPU, and packed in any case."""
+    """Read the run of a command that does not train: its settings are those for a CPU, and packing is on in any case.
+
+    Args:
+        args: the parsed flags of the command. Its `more_flags` are those of the run.
+        words: further flags.
+    """
     on_cpu = (f"--{name}={value}" for name, value in ON_CPU.items())
     words = (*args.more_flags, *words, *(f"--config={file}" for file in args.config), *on_cpu)
-    with redirect_stdout(sys.stderr):  # which holds the result only
+    with redirect_stdout(sys.stderr):  # stdout holds only the result of the command
         run = parse_configs(words, f"trl-packfix {args.command}", others=args)
     if not run.training.packing:
         if "packing" in run.given and args.command in ("plan", "show"):
-            said = f"`packing` is off in this run; `{args.command}` shows the packs that it would have."
-            print(said, file=sys.stderr)
+            print(
+                f"`packing` is off in this run; `{args.command}` shows the packs that it would have.", file=sys.stderr
+            )
         strategy = {"packing_strategy": "minibatch"} if run.training.padding_free else {}
         run = run._replace(training=with_settings(run.training, packing=True, padding_free=False, **strategy))
     if run.words and args.command != "check":
@@ -209,54 +266,61 @@ def read_run(args: argparse.Namespace, *words: str) -> RunConfigs:
     return run
 
 
-def _with_values(words: Sequence[str], parser: TrlParser) -> list[str]:
-    """Names of fields for short names of flags; and `true` for a switch, which would take the DATA behind it."""
+def _complete_flags(words: Sequence[str], parser: TrlParser) -> list[str]:
+    """Replace short flags by the flags of fields, and give switches without a value the value `true`.
+
+    Otherwise argparse would take the DATA behind a switch for its value.
+    """
     switches = [name for action in parser._actions if action.const is True for name in action.option_strings]
-    full = []
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    completed = []
+    for word, next_word in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
-        lacks_value = name in switches and not equals and following.lower() not in BOOLEAN_TEXTS
-        full.append(SHORT_FLAGS.get(name, name) + ("=true" if lacks_value else equals + value))
-    return full
+        lacks_value = name in switches and not equals and next_word.lower() not in BOOLEAN_TEXTS
+        completed.append(SHORT_FLAGS.get(name, name) + ("=true" if lacks_value else equals + value))
+    return completed
 
 
 def _check_values(args: SFTConfig) -> None:
+    """Refuse values with which nothing can be trained, and a chat template that cannot be loaded."""
     if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
         raise ValueError(
             f"`num_train_epochs={args.num_train_epochs:g}` and `max_steps={args.max_steps}` were given."
             " Nothing would be trained, and the model saved as it is. Set one of them above 0."
         )
     for name, value in vars(args).items():
-        least, most = RANGES.get(name, (-inf, inf))
-        if isinstance(value, int | float) and not least <= value <= most:
+        lowest, highest = RANGES.get(name, (-inf, inf))
+        # A comparison with "not a number" is false.
+        if isinstance(value, int | float) and not lowest <= value <= highest:
             raise ValueError(
                 f"`{name}={value}` was given. Training cannot compute with it. Set `{name}` to a finite number"
-                f"{f' of {least} or more' if name in RANGES else ''}, or leave it unset."
+                f"{f' of {lowest} or more' if name in RANGES else ''}, or leave it unset."
             )
     path = args.chat_template_path
     if path is not None and not (Path(path).is_file() and path.endswith((".jinja", ".j2"))):
-        what = "a file of a template (.jinja, .j2) that is here, or the name or folder of a tokenizer that has one"
-        with setting_named(f"chat_template_path={path}", what):
+        advice = "a file of a template (.jinja, .j2) that is here, or the name or folder of a tokenizer that has one"
+        with setting_named(f"chat_template_path={path}", advice):
             AutoTokenizer.from_pretrained(path).get_chat_template()
 
 
 def _split_config(words: Sequence[str], prog: str) -> tuple[str | None, list[str]]:
-    """The file of `--config`, which TRL takes as two words only, and the other words."""
+    """Return the file of `--config`, or None, and the other words. TRL's parser does not take `--config=FILE`."""
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="append", metavar="FILE.yaml", default=[])
-    files, others = parser.parse_known_args(words)
-    if len(files.config) > 1:
+    args, other_words = parser.parse_known_args(words)
+    files = args.config
+    if len(files) > 1:
         raise ValueError(
-            f"`--config` was given {len(files.config)} times ({', '.join(files.config)}). One file sets the flags of a "
+            f"`--config` was given {len(files)} times ({', '.join(files)}). One file sets the flags of a "
             "run. Put all settings into one file, or give the others as flags."
         )
-    return next(iter(files.config), None), others
+    return next(iter(files), None), other_words
 
 
 def read_settings(file: str) -> dict[str, Any]:
+    """Return the settings in a YAML file, by name; refuse a file that cannot be read or holds something else."""
     try:
         with Path(file).open(encoding="utf-8") as stream:
-            settings = yaml.load(stream, _UniqueKeys)
+            settings = yaml.load(stream, _UniqueKeyLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise ValueError(
@@ -264,40 +328,52 @@ def read_settings(file: str) -> dict[str, Any]:
             "`flag: value` per line."
         ) from error
     if not isinstance(settings, dict):
-        what = "nothing" if settings is None else f"a {type(settings).__name__}"
+        content = "nothing" if settings is None else f"a {type(settings).__name__}"
         raise ValueError(
-            f"`--config {file}` was given. The file holds {what}, and settings need names. Write one `flag: value` per "
-            "line, or omit `--config`."
+            f"`--config {file}` was given. The file holds {content}, and settings need names. Write one `flag: value` "
+            "per line, or omit `--config`."
         )
-    if odd := [name for name in settings if not isinstance(name, str)]:
+    odd_names = [name for name in settings if not isinstance(name, str)]
+    if odd_names:
         raise ValueError(
-            f"`--config {file}` was given, and YAML reads the name of a setting as {odd[0]!r}, which is no text (`no`, "
-            "`on` and `1` are values there). Write the name of a flag, in quotes if it must be."
+            f"`--config {file}` was given, and YAML reads the name of a setting as {odd_names[0]!r}, which is no text "
+            "(`no`, `on` and `1` are values there). Write the name of a flag, in quotes if it must be."
         )
     return settings
 
 
-class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a key that a mapping has twice, of which YAML would take the last."""
+class _UniqueKeyLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """A YAML loader that refuses a key that a mapping has twice. YAML itself would take the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        twice = next((key for i, key in enumerate(keys) if isinstance(key, str) and key in keys[:i]), None)
-        if twice is not None:
-            problem = f"the key `{twice}` stands there twice, and one of its values would be lost"
+        repeated = next((key for i, key in enumerate(keys) if isinstance(key, str) and key in keys[:i]), None)
+        if repeated is not None:
+            problem = f"the key `{repeated}` stands there twice, and one of its values would be lost"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 def _refuse_unknown(names: list[str], known: list[str], given: Set[str]) -> None:
-    """Refuse names that are neither a field nor a flag of TRL's launcher, with what keys of other trainers are here."""
-    launcher = {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"} if names else set()
-    wrong = [name for name in names if name not in launcher]
-    if wrong:
+    """Refuse names that are neither a field nor a flag of TRL's launcher.
+
+    The message says what keys of other trainers are called here.
+
+    Args:
+        names: the names of settings that are no field.
+        known: the names of fields and flags that may be meant.
+        given: the names of all settings of the run.
+    """
+    if not names:
+        return
+    launcher_flags = {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"}
+    unknown = [name for name in names if name not in launcher_flags]
+    if unknown:
+        misspelt = [name for name in unknown if not describe_foreign_keys([name])]
         raise ValueError(
-            f"{', '.join(f'`{name}`' for name in wrong)} was given, as a flag or in the config file"
-            f"{did_you_mean([name for name in wrong if not describe_foreign_keys([name])], known)}. No field of "
+            f"{', '.join(f'`{name}`' for name in unknown)} was given, as a flag or in the config file"
+            f"{did_you_mean(misspelt, known)}. No field of "
             "SFTConfig, ModelConfig, ScriptArguments or the dataset mixture has this name, so it would be ignored."
-            f"{describe_foreign_keys(wrong)}"
+            f"{describe_foreign_keys(unknown)}"
             f"{other_defaults(given)} Correct or remove it; `trl-packfix train --help` lists all flags."
         )
