@@ -1,4 +1,8 @@
-"""Files of lengths: documents of which only the number of tokens is known."""
+"""Read files of lengths: documents of which only the number of tokens is known.
+
+`plan` and `show` need no more than lengths to plan packs. `read_lengths` reads a file, and `LengthRows` presents the
+lengths like a table of tokens.
+"""
 
 import csv
 import json
@@ -15,16 +19,21 @@ from .sources import check_header
 
 logger = logging.getLogger(__name__)
 
-LONGEST = 2**31 - 1  # tokens of a row: the largest list of an Arrow table
+MAX_LENGTH = 2**31 - 1  # the most tokens of a row: an Arrow table holds no longer list
 
 
 @dataclass(frozen=True)
 class LengthRows(RowReader):
-    """Rows of which only the lengths are known. Every token has a label."""
+    """Rows of which only the lengths are known. Every token counts as trained.
 
-    lengths: Int64Array  # of each row, shape (R,)
+    Attributes:
+        lengths: tokens of each row, (R,).
+        files: the files of the table, beside which results are cached; none here.
+    """
 
-    files: ClassVar[list[Path]] = []  # nothing is cached beside them
+    lengths: Int64Array
+
+    files: ClassVar[list[Path]] = []
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -43,10 +52,13 @@ class LengthRows(RowReader):
 
 
 def read_lengths(path: Path) -> Int64Array | None:
-    """Lengths in tokens, shape (N,), from a file of lengths; None for another file.
+    """Return the lengths in a file of lengths, (N,), in tokens; None for every other file.
 
     A file of lengths is `.npy` with one array, `.txt` with one number per line, `.json` with a list of numbers, or
-    `.csv` with a column named `length` or `lengths` or with one column of numbers without a name.
+    `.csv` with a column named `length` or `lengths`, or with one column of numbers without a name.
+
+    Raises:
+        ValueError: it is a file of lengths, and holds something else than lengths.
     """
     values = _read_values(path) if path.is_file() else None
     if values is None:
@@ -55,23 +67,26 @@ def read_lengths(path: Path) -> Int64Array | None:
         lengths = np.asarray(values)
         if lengths.dtype.kind not in "iu":
             lengths = lengths.astype(np.str_).astype(np.int64)
-    except (ValueError, OverflowError):  # not numbers, or above int64
+    except (ValueError, OverflowError):
+        # The values are not numbers, or above int64. An empty array is refused below.
         lengths = np.zeros((0, 0))
-    if lengths.ndim == 1 and len(lengths) and lengths.max() > LONGEST:
+    if lengths.ndim == 1 and len(lengths) and lengths.max() > MAX_LENGTH:
         raise ValueError(
             f"`{path}` was given as a file of lengths, and document {lengths.argmax()} has {lengths.max():,} tokens. "
-            f"A row of a table holds {LONGEST:,} at most. Check that the numbers count tokens, one for each document."
+            f"A row of a table holds {MAX_LENGTH:,} at most. Check that the numbers count tokens, one for each "
+            "document."
         )
     if lengths.ndim != 1 or not len(lengths) or lengths.min() < 1:
         raise ValueError(
-            f"`{path}` was given as a file of lengths. A length is a whole number of tokens from 1 to {LONGEST:,}, and "
-            "the file has other values or none. Write one number per line (.txt), a one-dimensional array of integers "
-            "(.npy), a list (.json) or a column named `length` (.csv)."
+            f"`{path}` was given as a file of lengths. A length is a whole number of tokens from 1 to {MAX_LENGTH:,}, "
+            "and the file has other values or none. Write one number per line (.txt), a one-dimensional array of "
+            "integers (.npy), a list (.json) or a column named `length` (.csv)."
         )
     return lengths.astype(np.int64)
 
 
 def _read_values(path: Path) -> Any:
+    """Return the values in a file of lengths, which may still be texts; None if the file is a dataset or unknown."""
     if path.suffix == ".txt":
         return path.read_text().split()
     if path.suffix == ".npy":
@@ -84,11 +99,11 @@ def _read_values(path: Path) -> Any:
         try:
             values = json.loads(text) if text.lstrip()[:1] == "[" else None
         except ValueError:
-            return None  # broken JSON: `datasets` reports the error
+            return None  # `datasets` reports the error in the JSON
         return values if values and not isinstance(values[0], dict) else None
     if path.suffix != ".csv":
         return None
-    csv.field_size_limit(LONGEST)  # of the texts beside the lengths
+    csv.field_size_limit(MAX_LENGTH)  # other columns may have long texts
     with path.open(newline="", encoding="utf-8-sig") as file:
         rows = filter(None, csv.reader(file))
         names = [name.strip() for name in next(rows, [])]
@@ -98,10 +113,10 @@ def _read_values(path: Path) -> Any:
         column = next((i for i, name in enumerate(names) if name in ("length", "lengths")), None)
         if column is None:
             return None
-        others = names[:column] + names[column + 1 :]
-        if others:
+        unread_names = names[:column] + names[column + 1 :]
+        if unread_names:
             logger.warning(
                 f"{path}: lengths are read from its column {names[column]!r}; the other columns "
-                f"({', '.join(others)}) are not read. To tokenise its rows instead, rename that column."
+                f"({', '.join(unread_names)}) are not read. To tokenise its rows instead, rename that column."
             )
         return [row[column] if column < len(row) else "" for row in rows]

@@ -1,4 +1,7 @@
-"""Train as `trl sft` does: load the data, train, save. `examples/train.py` runs the same code."""
+"""Train as `trl sft` does: load the datasets, make the trainer, train, and save the model.
+
+`trl-packfix train` (`train.py`) and `examples/train.py` call `make_trainer` and then `train_and_save`.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,30 +23,33 @@ from .sources import in_utf8, load_local, load_named
 
 
 def load_documents(script_args: ScriptArguments) -> DatasetDict | IterableDatasetDict:
-    """The splits of the datasets in `dataset_name`; of several, splits of the same name are joined.
+    """Return the splits of the datasets in `dataset_name`. If there are several, splits with one name are joined.
 
-    A file or a folder with one table has the split `dataset_train_split`.
+    A file, or a folder with one table, is the split `dataset_train_split`.
     """
     names = script_args.dataset_name
     streaming = script_args.dataset_streaming
     assert names is not None, "refused before"
     datasets: list[Any] = []
     for name in [names] if isinstance(names, str) else names:
-        found = load_local(name, streaming)
-        if found is None:
-            found = load_named(name, name=script_args.dataset_config, streaming=streaming)
-        is_table = isinstance(found, Dataset | IterableDataset)
-        datasets.append({script_args.dataset_train_split: found} if is_table else found)
-    kind = IterableDatasetDict if streaming else DatasetDict
-    if len(datasets) == 1:  # joined to nothing, it would be a table that is not tokenised yet
-        return kind(datasets[0])
-    splits = dict.fromkeys(split for dataset in datasets for split in dataset)
-    return kind(
-        {split: concatenate_datasets([found[split] for found in datasets if split in found]) for split in splits}
-    )
+        dataset = load_local(name, streaming)
+        if dataset is None:
+            dataset = load_named(name, name=script_args.dataset_config, streaming=streaming)
+        is_table = isinstance(dataset, Dataset | IterableDataset)
+        datasets.append({script_args.dataset_train_split: dataset} if is_table else dataset)
+    dict_class = IterableDatasetDict if streaming else DatasetDict
+    if len(datasets) == 1:
+        # `concatenate_datasets` would make a new table, for which `datasets` has no cached tokens.
+        return dict_class(datasets[0])
+    split_names = dict.fromkeys(split for dataset in datasets for split in dataset)
+    joined_splits = {}
+    for split in split_names:
+        joined_splits[split] = concatenate_datasets([dataset[split] for dataset in datasets if split in dataset])
+    return dict_class(joined_splits)
 
 
 def choose_split(dataset: DatasetDict | IterableDatasetDict, flag: str, split: str) -> Dataset | IterableDataset:
+    """Return a split of the dataset; the message about a missing split names `flag`."""
     if split not in dataset:
         raise ValueError(
             f"`--{flag} {split}` was given or is the default, and the dataset has {list(dataset)} only. Without that "
@@ -53,6 +59,7 @@ def choose_split(dataset: DatasetDict | IterableDatasetDict, flag: str, split: s
 
 
 def _load_splits(script_args: TrainArguments, training_args: SFTConfig, mixture: MixtureConfig) -> Any:
+    """Return the splits of the mixture, if there is one, else of the datasets in `dataset_name`."""
     if mixture.datasets:
         if script_args.dataset_name:
             PartialState().print(f"Not used: dataset_name={script_args.dataset_name}. As in TRL, `datasets` is used.")
@@ -71,31 +78,39 @@ def _load_splits(script_args: TrainArguments, training_args: SFTConfig, mixture:
 
 
 def make_trainer(run: RunConfigs, dataset: DatasetDict | IterableDatasetDict | None = None) -> SFTTrainer:
-    """The trainer of a run, on the documents that its arguments name, or on the splits of a dataset."""
+    """Return the trainer of a run.
+
+    Args:
+        dataset: the splits to train and evaluate on; None: the datasets that the run names.
+
+    Raises:
+        ValueError: there is no model, or something that the run names cannot be loaded.
+    """
     script_args, training_args, model_args, mixture, *_ = run
     if not model_args.model_name_or_path:
         raise ValueError(
             "`model_name_or_path` was not given. There is no model to train. Set `--model_name_or_path` to a name on "
             "the hub or a folder."
         )
-    if training_args.use_liger_kernel and not is_liger_kernel_available():  # transformers looks when training begins
+    # These two would otherwise fail only when training begins.
+    if training_args.use_liger_kernel and not is_liger_kernel_available():
         raise ImportError("`use_liger_kernel` needs liger-kernel, `pip install liger-kernel`")
     if training_args.resume_from_checkpoint and PartialState().is_main_process:
-        choose_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))  # before it is needed
+        choose_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
     names = run.names
     if dataset is None:
-        with training_args.main_process_first(desc="dataset"):  # one process of a machine downloads
+        with training_args.main_process_first(desc="dataset"):  # only one process of a machine downloads
             dataset = _load_splits(script_args, training_args, mixture)
     PartialState().print(f"Model: {model_args.model_name_or_path}")
     PartialState().print(f"Dataset: {', '.join(names) or 'given'}")
     assert not isinstance(training_args.model_init_kwargs, str)  # transformers reads JSON
-    chosen = {
+    model_settings = {
         "revision": model_args.model_revision,
         "trust_remote_code": training_args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
-    } | (training_args.model_init_kwargs or {})
-    training_args.model_init_kwargs = chosen
+    }
+    training_args.model_init_kwargs = model_settings | (training_args.model_init_kwargs or {})
     with setting_named(f"--model_name_or_path {model_args.model_name_or_path}", MODEL_HELP):
         text_config(model_args.model_name_or_path, training_args)
     test_split = script_args.dataset_test_split
@@ -112,12 +127,16 @@ def make_trainer(run: RunConfigs, dataset: DatasetDict | IterableDatasetDict | N
 
 
 def train_and_save(trainer: SFTTrainer, names: Sequence[str]) -> None:
-    """Train, save in `output_dir` and, with `push_to_hub`, push; `names` are those of the datasets."""
+    """Train, save the model in `output_dir`, and push it to the hub with `push_to_hub`.
+
+    Args:
+        names: the names of the datasets, for the model card.
+    """
     args = trainer.args
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model(args.output_dir)
     trainer.accelerator.print(f"Saved in {args.output_dir}")
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=list(names))
-    trainer.accelerator.wait_for_everyone()  # with gloo, a rank fails if another one exits before it
+    trainer.accelerator.wait_for_everyone()  # with gloo, a rank fails if another rank exits first
     end_training(trainer)
