@@ -21,21 +21,24 @@ COMMANDS = ("plan", "show", "prepare", "check", "train", "recipes")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    It is 2 for a ValueError, an OSError or a missing package, whose message is printed (once `train` has read its
-    input, errors are raised), and 141 (128 + SIGPIPE), as in other programs, if the reader of a pipe closes it.
+    The code is 2 for a ValueError, an OSError or a missing package. Then only the message is printed, except after
+    `train` has read its input, when such errors are raised. The code is 141 (128 + SIGPIPE), as for other programs, if
+    the reader of a pipe closes it.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # characters that the terminal cannot show
+            # Write escapes for characters that the terminal cannot show.
+            stream.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser(prog="trl-packfix", description="Packing that is right, proved and balanced.")
-    # The launcher of DeepSpeed adds it before the command.
+    # The launcher of DeepSpeed adds this flag before the command.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {name: import_module(f".{name}", __package__) for name in COMMANDS}
     for module in modules.values():
         module.add_parser(subparsers)
     args, more_flags = parser.parse_known_args(argv)
-    args.more_flags = more_flags  # of a run, whose names are known only when its config is imported
+    # The flags of a run are parsed later: their names are known only when the config classes are imported.
+    args.more_flags = more_flags
     if more_flags and args.command == "recipes":
         names = [word.partition("=")[0] for word in more_flags if word.startswith("-")]
         command = subparsers.choices[args.command]
@@ -48,11 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        # Python flushes stdout once more when it ends, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError, ImportError) as error:  # OSError: no such model, no such file
-        is_broken = isinstance(error, ImportError) and error.name is not None  # an import failed, no check of packages
-        if is_broken or hasattr(args, "shows_traceback"):
+    except (ValueError, OSError, ImportError) as error:  # transformers raises OSError if there is no such model
+        # A check of packages raises an ImportError without a name. With a name, an import has failed.
+        has_failed_import = isinstance(error, ImportError) and error.name is not None
+        if has_failed_import or hasattr(args, "shows_traceback"):
             raise
         lines = [f"trl-packfix {args.command}: {_message(error)}", *getattr(error, "__notes__", ())]
         print(*lines, sep="\n", file=sys.stderr)
@@ -60,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _message(error: Exception) -> str:
-    """Like the package's own messages also for errors of Python and of transformers: what, why, and what to set."""
+    """Return the message of an error. Errors of Python get a message that says what was given and what to do."""
     if isinstance(error, OSError) and error.filename is not None:
         return (
             f"`{error.filename}` was given, or is needed for what was given. It cannot be opened or made: "
@@ -76,7 +81,7 @@ def _message(error: Exception) -> str:
 
 
 def run_program() -> None:
-    """Run the command of this process and exit. Ctrl-C is one line, and the process ends by its signal."""
+    """Run the command of this process and exit. After Ctrl-C print one line, and end by the signal."""
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -18,6 +18,7 @@ is not; 2 if the model could not be tested."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of `check` and its flags."""
     parser = flags.add_command(
         subparsers,
         "check",
@@ -36,28 +37,29 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Check the model and print the result. Return 0 if training on packs is correct, else 1."""
     from ..reporting.report import show_lines
     from .check_model import check_model
     from .configs import read_run
 
-    given = read_run(args)
-    names = given.words or [name for name in [given.model.model_name_or_path] if name]
+    configs = read_run(args)
+    names = configs.words or [name for name in [configs.model.model_name_or_path] if name]
     if len(names) != 1:
         raise ValueError(
             f"`check` was given with {len(names)} models. It tests one. Give its name on the hub or its folder, or set "
             "`model_name_or_path` in the config file."
         )
-    assert given.training.max_length is not None  # `SFTConfig` refuses packing without it
-    dtype = given.model.dtype if "dtype" in given.given and given.model.dtype != "auto" else None
+    assert configs.training.max_length is not None  # `SFTConfig` refuses packing without it
+    is_dtype_given = "dtype" in configs.given and configs.model.dtype != "auto"
     result = check_model(
         names[0],
         args.config_only,
-        given.training.max_length,
-        dtype=dtype,
-        attn_implementation=given.model.attn_implementation,
-        enforce_flash_attention=given.training.enforce_flash_attention,
-        on_leak=given.training.on_leak,
-        trust_remote_code=given.training.trust_remote_code,
+        configs.training.max_length,
+        dtype=configs.model.dtype if is_dtype_given else None,
+        attn_implementation=configs.model.attn_implementation,
+        enforce_flash_attention=configs.training.enforce_flash_attention,
+        on_leak=configs.training.on_leak,
+        trust_remote_code=configs.training.trust_remote_code,
     )
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))

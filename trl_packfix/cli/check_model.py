@@ -1,4 +1,8 @@
-"""Check one model as training would: load it, choose its attention, run the leak probe, repair it if it leaks."""
+"""Check one model as training would: load it, choose its attention, run the leak probe, and repair it if it leaks.
+
+`trl-packfix check` (`check.py`) calls `check_model`. A *leak* is a document in a pack that changes the outputs or the
+gradients of another document. `PackedModel` (`isolation/packed_model.py`) finds leaks and repairs them.
+"""
 
 import time
 from dataclasses import asdict, dataclass
@@ -28,7 +32,21 @@ from .flags import MODEL_HELP, setting_named
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What `trl-packfix check` found, and what it prints as JSON."""
+    """The result of `trl-packfix check`. Its fields are those of the JSON output.
+
+    Attributes:
+        model: the name or folder that was checked.
+        architecture: the class of the model.
+        attention: the attention implementation of packs.
+        reason: why it was chosen.
+        as_it_is: the report of the probe on the model with this attention.
+        in_training: the report on what training runs: `as_it_is`, or a report after what `on_leak` did.
+        is_unpacked: whether training runs padded rows in place of packs.
+        repaired: a text for each repaired module.
+        implementations: the result of `attention_obstacles`.
+        missing_packages: packages for the kernels of recurrent mixers that are not installed; None without mixers.
+        seconds: how long the check took.
+    """
 
     model: str
     architecture: str
@@ -37,26 +55,37 @@ class CheckResult:
     max_length: int
     attention: str
     reason: str
-    as_it_is: IsolationReport  # with the attention chosen for the model
-    in_training: IsolationReport  # of what training runs: the same, or after what `on_leak` did
-    is_unpacked: bool  # whether training runs padded rows
+    as_it_is: IsolationReport
+    in_training: IsolationReport
+    is_unpacked: bool
     repaired: list[str]
     implementations: dict[str, str]
-    missing_packages: list[str] | None  # for the kernels of recurrent mixers; None without such mixers
+    missing_packages: list[str] | None
     seconds: float
 
     @property
     def verdict(self) -> str:
-        """PACKED (as it is), REPAIRED or UNPACKED (correct, but padded); or LEAK, WRONG or REFUSED."""
-        found = self.in_training
-        if found.passed:
-            return "UNPACKED" if self.is_unpacked else "REPAIRED" if found.repaired else "PACKED"
-        return "REFUSED" if found.error is not None else "WRONG" if found.isolated else "LEAK"
+        """The result in one word.
+
+        Training is correct with PACKED (on packs, by the model as it is), REPAIRED (on packs, after a repair) and
+        UNPACKED (on padded rows). Training on packs is refused with LEAK (documents change each other), WRONG (a
+        document differs from itself alone) and REFUSED (the model does not run on packs).
+        """
+        report = self.in_training
+        if report.passed:
+            if self.is_unpacked:
+                return "UNPACKED"
+            return "REPAIRED" if report.repaired else "PACKED"
+        if report.error is not None:
+            return "REFUSED"
+        return "WRONG" if report.isolated else "LEAK"
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
         return finite(asdict(self) | {"verdict": self.verdict, "right": self.in_training.passed})
 
     def lines(self) -> list[tuple[str, str]]:
+        """Return the lines to print, as pairs of a label and a text."""
         before = self.as_it_is
         after = self.in_training
         rows = [
@@ -76,10 +105,11 @@ class CheckResult:
         rows += [("where", f"{leak.name} ({leak.module}), by {leak.change:.1e}") for leak in before.leaks]
         rows += [("repaired", text) for text in self.repaired]
         if before.unreachable:
-            beyond = ", ".join(f"{name} = {value:,}" for name, value in before.unreachable.items())
-            rows.append(("not tested", f"beyond max_length {self.max_length:,}: {beyond}"))
+            thresholds = ", ".join(f"{name} = {value:,}" for name, value in before.unreachable.items())
+            rows.append(("not tested", f"beyond max_length {self.max_length:,}: {thresholds}"))
         rows.append(("attention", f"{self.attention}: {self.reason}"))
-        rows += [("implementation", f"{name}: {why or 'available'}") for name, why in self.implementations.items()]
+        for name, obstacle in self.implementations.items():
+            rows.append(("implementation", f"{name}: {obstacle or 'available'}"))
         if self.missing_packages is not None:
             where = "" if self.device.startswith("cuda") else " on a machine with a GPU"
             install = f"mixers run in torch: right, slower. `pip install {' '.join(self.missing_packages)}`{where}"
@@ -99,39 +129,53 @@ def check_model(
     on_leak: OnLeak = "repair",
     trust_remote_code: bool = False,
 ) -> CheckResult:
-    """Load a model as TRL does and test it as the trainer does; of its config only, a tiny random one.
+    """Load a model as TRL does, and test it as the trainer does before training.
 
-    A `dtype` of None is bfloat16 on CUDA and float32 elsewhere. Packs run on the attention that training would choose;
-    with `enforce_flash_attention=False` on `attn_implementation`.
+    Args:
+        name: the name or folder of the model.
+        config_only: test a tiny random model with this config, without loading weights.
+        max_length: the most tokens of a document in training.
+        dtype: the dtype of the weights; None: bfloat16 on CUDA and float32 elsewhere.
+        attn_implementation: the attention that the model is loaded with. Packs run on it only with
+            `enforce_flash_attention=False`.
+        enforce_flash_attention: whether packs run on the attention that training would choose.
+        on_leak: what to do if the model leaks.
+
+    Raises:
+        ValueError: the model cannot be loaded.
     """
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found_dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    trust = {"trust_remote_code": trust_remote_code}  # if it is not passed, transformers prompts on standard input
+    default_dtype = "bfloat16" if device.type == "cuda" else "float32"
+    torch_dtype = getattr(torch, dtype or default_dtype)
+    # Without this argument transformers may ask a question on the terminal.
+    trust = {"trust_remote_code": trust_remote_code}
     with setting_named(f"check {name}", MODEL_HELP):
         config = AutoConfig.from_pretrained(name, **trust)
     model: Any
     if config_only:
-        model = tiny_model(config, **trust).to(found_dtype)
+        model = tiny_model(config, **trust).to(torch_dtype)
         if attn_implementation is not None:
             model.set_attn_implementation(attn_implementation)
     else:
         create: Any = create_model_from_path
-        model = create(name, dtype=found_dtype, attn_implementation=attn_implementation, device_map=None, **trust)
+        model = create(name, dtype=torch_dtype, attn_implementation=attn_implementation, device_map=None, **trust)
     model.to(device)
     settings: dict[str, Any] = {"enforce_flash_attention": enforce_flash_attention}
-    packed = PackedModel(model, found_dtype, device.type, max_length, on_leak="raise", **settings)
-    as_it_is = in_training = packed.prove(model)
+    # First test the model as it is. If it leaks, test it again with a repair or without packing.
+    packed = PackedModel(model, torch_dtype, device.type, max_length, on_leak="raise", **settings)
+    as_it_is = packed.prove(model)
+    in_training = as_it_is
     if not packed.is_proved and on_leak != "raise":
         packed.restore_own_attention()
-        packed = PackedModel(model, found_dtype, device.type, max_length, on_leak=on_leak, **settings)
+        packed = PackedModel(model, torch_dtype, device.type, max_length, on_leak=on_leak, **settings)
         in_training = packed.prove(model)
     base = base_model(model)
     return CheckResult(
         model=name,
         architecture=type(base).__name__ + (", tiny and random" if config_only else ""),
         device=str(device),
-        dtype=str(found_dtype).removeprefix("torch."),
+        dtype=str(torch_dtype).removeprefix("torch."),
         max_length=max_length,
         attention=packed.attention.name,
         reason=packed.attention.reason,
@@ -146,31 +190,35 @@ def check_model(
 
 
 def attention_obstacles(model: PreTrainedModel) -> dict[str, str]:
-    """Attention implementation -> why it is not available for this model here; "" if it is."""
+    """Return by attention implementation why it is not available for this model on this machine; "" if it is."""
     unsupported = f"{type(model).__name__} does not take it"
-    unavailable = "" if model._supports_flash_attn else unsupported
+    flash_unsupported = "" if model._supports_flash_attn else unsupported
     reasons = {"eager": "", "sdpa": "" if model._supports_sdpa else unsupported}
     installed = {2: is_flash_attn_2_available, 3: is_flash_attn_3_available, 4: is_flash_attn_4_available}
     for version, is_installed in installed.items():
         missing = "" if is_installed() else f"flash-attn {version} is not installed, or finds no GPU"
-        reasons[f"flash_attention_{version}"] = unavailable or missing
+        reasons[f"flash_attention_{version}"] = flash_unsupported or missing
     reasons["flex_attention"] = "" if model._supports_flex_attn else unsupported
-    takes_ours = model._supports_attention_backend or model._supports_sdpa
-    has_own = not takes_ours or not model._can_set_attn_implementation()
-    reasons[ATTENTION_NAME] = f"{type(model).__name__} has its own attention code" if has_own else ""
+    supports_other_attention = model._supports_attention_backend or model._supports_sdpa
+    has_own_code = not supports_other_attention or not model._can_set_attn_implementation()
+    reasons[ATTENTION_NAME] = f"{type(model).__name__} has its own attention code" if has_own_code else ""
     return reasons
 
 
 def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A tiny random model in fp32 with all features of a config except its sizes."""
+    """Return a tiny random model in fp32 that has all features of a config except its sizes.
+
+    Raises:
+        ValueError: the model cannot be built, or does not run.
+    """
 
     def build(config: PreTrainedConfig) -> PreTrainedModel:
-        known = getattr(transformers, (config.architectures or [""])[0], None)
-        if known is not None:
-            return known(config)
+        model_class = getattr(transformers, (config.architectures or [""])[0], None)
+        if model_class is not None:
+            return model_class(config)
         is_multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        auto: Any = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
-        return auto.from_config(config, trust_remote_code=trust_remote_code)
+        auto_class: Any = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
+        return auto_class.from_config(config, trust_remote_code=trust_remote_code)
 
     action = "build"
     try:
@@ -179,7 +227,7 @@ def tiny_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
         action = "run, on one document that is not packed,"
         with torch.no_grad():
             model(input_ids=torch.arange(FIRST_WORD, VOCABULARY)[None], use_cache=False)
-    except Exception as error:  # any error of transformers or of the model's own code
+    except Exception as error:  # transformers and the model's own code may raise any error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
             f"`--config-only` was given, and transformers {transformers.__version__} cannot {action} a tiny model of "

@@ -1,4 +1,4 @@
-"""Names of flags: the short ones, the ones that are misspelt, and those whose value cannot be loaded."""
+"""What the commands share about flags: short names, help texts, suggestions for misspelt names, and named settings."""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from textwrap import fill
 from typing import Any, TypeAlias
 
+# By short flag, the flag of a config field that it stands for, in commands that do not train
 SHORT_FLAGS = {
     "--model": "--model_name_or_path",
     "--split": "--dataset_train_split",
@@ -17,7 +18,6 @@ SHORT_FLAGS = {
     "--batch-size": "--per_device_train_batch_size",
     "--accumulation": "--gradient_accumulation_steps",
 }
-"""Flag -> that of the field of a config, for commands that do not train."""
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -40,13 +40,18 @@ on the hub, joined to one table; or files of lengths in tokens: .txt with one nu
 
 
 def add_command(subparsers: Subparsers, name: str, usage: str, *, epilog: str, **texts: Any) -> argparse.ArgumentParser:
-    """A command that takes the flags of a run beside its own."""
+    """Add a command that takes the flags of a run beside its own, and return its parser.
+
+    Args:
+        usage: the words and the flags of its own that it needs.
+        texts: further arguments of argparse, such as `help` and `description`.
+    """
     parser = subparsers.add_parser(
         name,
         usage=f"trl-packfix {name} {usage} [--config FILE.yaml] [--FLAG VALUE ...]",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # `--packing` is a flag of a run, and the beginning of one of `plan`
+        allow_abbrev=False,  # `--packing`, a flag of a run, is also the beginning of `--packing_strategy` of `plan`
         **texts,
     )
     parser.add_argument(
@@ -56,28 +61,36 @@ def add_command(subparsers: Subparsers, name: str, usage: str, *, epilog: str, *
 
 
 def add_world_size(parser: argparse.ArgumentParser, **settings: Any) -> None:
+    """Add the flag for the number of ranks; `settings` are further arguments of argparse."""
     text = "data-parallel ranks, usually GPUs (default: 1)"
     parser.add_argument("--world-size", "--gpus", type=int, metavar="RANKS", help=text, **settings)
 
 
 def did_you_mean(names: Iterable[str], known: Iterable[str]) -> str:
-    """
+    """Return a text for a message that suggests known names similar to `names`; "" if there are none.
+
     >>> did_you_mean(["--learning_rat", "--x"], ["--learning_rate", "--seed"])
     ' (did you mean `--learning_rate`?)'
     """
     known = list(known)
-    alike = dict.fromkeys(match for name in names for match in get_close_matches(name, known, n=1, cutoff=0.75))
-    return f" (did you mean {', '.join(f'`{name}`' for name in alike)}?)" if alike else ""
+    similar = dict.fromkeys(match for name in names for match in get_close_matches(name, known, n=1, cutoff=0.75))
+    return f" (did you mean {', '.join(f'`{name}`' for name in similar)}?)" if similar else ""
 
 
 @contextmanager
-def setting_named(setting: str, what: str) -> Iterator[None]:
-    """Name the setting whose value cannot be loaded, and what to give: most messages of transformers name the hub."""
+def setting_named(setting: str, advice: str) -> Iterator[None]:
+    """Turn errors within this context into a ValueError that names the setting whose value cannot be loaded.
+
+    Most messages of transformers name only the hub.
+
+    Args:
+        advice: what to give in place of the value, as the end of a sentence.
+    """
     try:
         yield
     except (OSError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"`{setting}` was given. It cannot be loaded: {reason}. Give {what}.") from error
+        raise ValueError(f"`{setting}` was given. It cannot be loaded: {reason}. Give {advice}.") from error
 
 
 MODEL_HELP = (

@@ -19,6 +19,7 @@ of the trained tokens are lost at the recommended max_length; 1 if more are lost
 
 
 def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of `plan` and its flags."""
     parser = flags.add_command(
         subparsers,
         "plan",
@@ -77,7 +78,9 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, values in (("world-size", args.world_size), ("tflops", [args.tflops] if args.tflops is not None else [])):
+    """Check the flags, and run `forecast.show_plan`. Return the exit code."""
+    tflops = [] if args.tflops is None else [args.tflops]
+    for name, values in (("world-size", args.world_size), ("tflops", tflops)):
         if not all(0 < value < inf for value in values):
             raise ValueError(
                 f"`--{name} {' '.join(map(str, values))}` was given. It must be above 0. Set positive numbers only."

@@ -14,9 +14,10 @@ from . import flags
 from .flags import Subparsers
 
 MANIFEST = "prepared.json"
-LIBRARIES = ("trl", "transformers", "datasets", "tokenizers")  # whose versions it notes
-# Fields of the config that decide the tokens and labels of a row, and which other columns are kept, beside `Settings`
-SETTINGS = ("eos_token", "chat_template_path", "weight_column", "source_column", "trust_remote_code")
+LIBRARIES = ("trl", "transformers", "datasets", "tokenizers")  # the libraries whose versions are in the manifest
+# The config fields in the manifest, beside `TurnSettings`: they decide the tokens and labels of a row, and which other
+# columns remain.
+MANIFEST_SETTINGS = ("eos_token", "chat_template_path", "weight_column", "source_column", "trust_remote_code")
 
 EXAMPLES = """\
   trl-packfix prepare chats.jsonl --model Qwen/Qwen3-0.6B --output chats --num-proc 32
@@ -30,6 +31,7 @@ pass over the labels, and caches them beside the table. Exit code 0, or 2 if not
 
 
 def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of `prepare` and its flags."""
     parser = flags.add_command(
         subparsers,
         "prepare",
@@ -45,6 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write the tokenised dataset and its manifest, and print a summary. Return 0."""
     output = Path(args.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(
@@ -58,30 +61,30 @@ def run(args: argparse.Namespace) -> int:
     from .configs import read_run
     from .tokens import load_tokenizer, read_parts, save_measured, save_tokens
 
-    given = read_run(args)
-    config = given.training
-    tokenizer_name = args.tokenizer or given.model.model_name_or_path
+    configs = read_run(args)
+    config = configs.training
+    tokenizer_name = args.tokenizer or configs.model.model_name_or_path
     if tokenizer_name is None:
         raise ValueError(
             "No tokenizer was given. Token ids depend on the tokenizer. Set `--tokenizer` or `--model` to the name or "
             "the folder of the one that you will train with."
         )
     tokenizer = load_tokenizer(tokenizer_name, config.trust_remote_code)
-    parts, with_images = read_parts(given)
-    with _all_or_nothing(output) as folder:
+    parts, with_images = read_parts(configs)
+    with _written_whole_or_not(output) as folder:
         if with_images:
-            rows, num_given, ledger = save_measured(parts, tokenizer_name, config, output=folder)
+            num_written, num_read, ledger = save_measured(parts, tokenizer_name, config, output=folder)
         else:
-            rows, num_given, ledger = save_tokens(given, parts, tokenizer, output=folder)
+            num_written, num_read, ledger = save_tokens(configs, parts, tokenizer, output=folder)
         manifest = {
-            "data": given.names,
-            "split": given.script.dataset_train_split,
+            "data": configs.names,
+            "split": configs.script.dataset_train_split,
             "tokenizer": tokenizer_name,
             "vocabulary": len(tokenizer),
-            "settings": {name: getattr(config, name) for name in (*TurnSettings.__annotations__, *SETTINGS)},
+            "settings": {name: getattr(config, name) for name in (*TurnSettings.__annotations__, *MANIFEST_SETTINGS)},
             "conversations": sum(map(len, parts)) if config.per_turn else None,
-            "rows": rows,
-            "bad_rows_dropped": num_given - rows,
+            "rows": num_written,
+            "bad_rows_dropped": num_read - num_written,
             "documents": ledger.given.documents,
             "tokens": ledger.given.tokens,
             "trained_tokens": ledger.given.trained_tokens,
@@ -93,36 +96,40 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(manifest, indent=2))
         return 0
-    if num_given > rows:
-        print(f"{num_given - rows:,} of {num_given:,} rows cannot be tokenised and are dropped")
+    if num_read > num_written:
+        print(f"{num_read - num_written:,} of {num_read:,} rows cannot be tokenised and are dropped")
     if config.per_turn:
         unit = "document" if with_images else "row"
-        untrained = manifest["documents_without_a_trained_token"]
+        num_untrained = manifest["documents_without_a_trained_token"]
         turns = f"one {unit} for each of their {ledger.kept.documents:,} assistant turns"
-        without = f"{untrained:,} without an assistant turn are not trained"
-        print(f"{manifest['conversations']:,} conversations, {turns}; {without}")
+        untrained = f"{num_untrained:,} without an assistant turn are not trained"
+        print(f"{manifest['conversations']:,} conversations, {turns}; {untrained}")
     print(
-        f"{output}: {rows:,} rows, {ledger.given.tokens:,} tokens, {ledger.given.trained_tokens:,} trained\n"
+        f"{output}: {num_written:,} rows, {ledger.given.tokens:,} tokens, {ledger.given.trained_tokens:,} trained\n"
         f"Train on it with `datasets.load_from_disk({str(output)!r})`, or `trl-packfix train --dataset_name {output}`"
     )
     return 0
 
 
 @contextmanager
-def _all_or_nothing(output: Path) -> Iterator[Path]:
-    """A new folder beside `output`, which becomes `output` if all is written, and is removed otherwise.
+def _written_whole_or_not(output: Path) -> Iterator[Path]:
+    """Yield a new folder beside `output`, which becomes `output` if this context ends without an error.
 
-    Nothing else is removed: what another run or the user has put into `output` meanwhile stays.
+    After an error the new folder is removed, and nothing else. Files that another run or the user has put into `output`
+    meanwhile stay.
+
+    Raises:
+        ValueError: something cannot be written.
     """
-    output = output.resolve()  # a link stays, and what it points to is written
+    output = output.resolve()  # if `output` is a link, the folder that it points to is written
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        beside = TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent, ignore_cleanup_errors=True)
-        with beside as name:
+        temporary = TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent, ignore_cleanup_errors=True)
+        with temporary as name:
             folder = Path(name, output.name)
             folder.mkdir()
             yield folder
-            folder.rename(output)  # over a folder that is empty; the system refuses it over any other
+            folder.rename(output)  # the system refuses this if `output` is a folder with files
     except OSError as error:
         raise ValueError(
             f"`--output {output}` was given, and writing failed: {error}. What was written is removed. Free space on "
