@@ -1,4 +1,4 @@
-"""`trl-packfix prepare`: tokenise once before training, so that no rank waits while another tokenises."""
+"""`trl-packfix prepare`: tokenise once before training, so that no rank waits while another rank tokenises."""
 
 import argparse
 import json

@@ -12,6 +12,7 @@ FOLDER = Path(__file__).with_name("recipe_files")
 
 
 def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of `recipes` and its flags."""
     parser = subparsers.add_parser(
         "recipes",
         help="list the config files that come with the package, or print one",
@@ -24,8 +25,10 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the list of recipes, or one recipe. Return 0."""
     if args.json:
-        print(json.dumps(recipe_titles() if args.name is None else yaml.safe_load(read_recipe(args.name)), indent=2))
+        result = recipe_titles() if args.name is None else yaml.safe_load(read_recipe(args.name))
+        print(json.dumps(result, indent=2))
     elif args.name is None:
         width = max(map(len, recipe_names()))
         print(*(f"{name:<{width}}  {title}" for name, title in recipe_titles().items()), sep="\n")
@@ -35,16 +38,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def recipe_names() -> list[str]:
+    """Return the names of all recipes, sorted."""
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
 def recipe_titles() -> dict[str, str]:
-    """The first comment of each recipe."""
+    """Return by name the title of each recipe: the comment in its first line."""
     return {name: read_recipe(name).splitlines()[0].removeprefix("# ") for name in recipe_names()}
 
 
 def read_recipe(name: str) -> str:
-    """The text of a recipe. Raises ValueError for a name that is none."""
+    """Return the text of a recipe; raise ValueError if there is no recipe of this name."""
     if name not in recipe_names():
         raise ValueError(
             f"`recipes {name}` was given. There is no recipe of this name{did_you_mean([name], recipe_names())}. "

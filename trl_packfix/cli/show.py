@@ -17,6 +17,7 @@ failed."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of `show` and its flags."""
     parser = flags.add_command(
         subparsers,
         "show",
@@ -27,11 +28,15 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--tokenizer", metavar="TOKENIZER", help="name or folder, if it is not that of the model")
     flags.add_world_size(parser, default=1)
-    what = parser.add_argument_group("output")
-    what.add_argument("--packs", type=int, default=2, metavar="N", help="number of packs (default: 2)")
-    what.add_argument("--documents", type=int, default=8, metavar="N", help="at most N documents per pack (default: 8)")
-    what.add_argument("--tokens", type=int, default=60, metavar="N", help="at most N tokens per document (default: 60)")
-    what.add_argument(
+    group = parser.add_argument_group("output")
+    group.add_argument("--packs", type=int, default=2, metavar="N", help="number of packs (default: 2)")
+    group.add_argument(
+        "--documents", type=int, default=8, metavar="N", help="at most N documents per pack (default: 8)"
+    )
+    group.add_argument(
+        "--tokens", type=int, default=60, metavar="N", help="at most N tokens per document (default: 60)"
+    )
+    group.add_argument(
         "--plot",
         metavar="FILE",
         help="also draw a picture: .png, .svg or .pdf, or packs.png in a folder (needs matplotlib)",
@@ -40,6 +45,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Plan the packs, print the first ones, and draw a picture with `--plot`. Return 0."""
     for name in ("packs", "documents", "tokens", "world_size"):
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
@@ -57,15 +63,21 @@ def run(args: argparse.Namespace) -> int:
     from .lengths import LengthRows
     from .tokens import load_model_config, load_tokenizer, make_costs, read_documents
 
-    given = read_run(args)
-    config = given.training
-    reader = read_documents(given, args.tokenizer)
-    costs = make_costs(load_model_config(given), reader)
+    # 1. Plan the packs.
+    configs = read_run(args)
+    config = configs.training
+    reader = read_documents(configs, args.tokenizer)
+    costs = make_costs(load_model_config(configs), reader)
     planner = planner_for(documents_of(reader, config), config, args.world_size, cost_model=costs)
+
+    # 2. Draw the picture.
     picture = None
     if args.plot:
-        path = Path(args.plot)  # to which matplotlib would add a suffix unsaid
-        picture = path / "packs.png" if path.is_dir() else path if path.suffix else path.with_suffix(".png")
+        picture = Path(args.plot)
+        if picture.is_dir():
+            picture = picture / "packs.png"
+        elif not picture.suffix:
+            picture = picture.with_suffix(".png")  # matplotlib would add it too, but the path is printed below
         try:
             make_report(planner, reader).plot(picture)
         except ImportError as error:
@@ -73,14 +85,17 @@ def run(args: argparse.Namespace) -> int:
                 f"`--plot {args.plot}` was given and matplotlib is not installed. The picture is drawn with it. Run "
                 "`pip install matplotlib`."
             ) from error
-    model = args.tokenizer or given.model.model_name_or_path
-    tokenizer = load_tokenizer(model, config.trust_remote_code) if model else None
+
+    # 3. Print the first packs.
+    tokenizer_name = args.tokenizer or configs.model.model_name_or_path
+    tokenizer = load_tokenizer(tokenizer_name, config.trust_remote_code) if tokenizer_name else None
     packs = first_packs(planner, reader, args.packs)
     if isinstance(reader, LengthRows):
         packs = [pack.without_tokens() for pack in packs]
     if args.json:
-        shown = [pack.to_dict(tokenizer) for pack in packs]
-        print(json.dumps(shown if picture is None else {"plot": str(picture), "packs": shown}, indent=2))
+        pack_values = [pack.to_dict(tokenizer) for pack in packs]
+        result = pack_values if picture is None else {"plot": str(picture), "packs": pack_values}
+        print(json.dumps(result, indent=2))
         return 0
     console = Console(highlight=False)
     print(LEGEND)
@@ -89,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         if console.is_terminal:
             console.print(text)
         else:
-            print(text.plain)  # not wrapped: a file has no width
+            print(text.plain)  # lines are not wrapped, because a file has no width
     if picture is not None:
         print(f"Drawn: {picture}")
     return 0

@@ -12,15 +12,17 @@ from .flags import Subparsers, setting_named
 
 
 def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of `train`. Its flags are those of TRL's config classes, which are imported only when it runs."""
     subparsers.add_parser(
         "train",
         help="fine-tune on packed documents: the flags and config files of `trl sft`, and the fields of packing",
-        add_help=False,  # the flags are those of TRL's config classes, which are imported only when it runs
+        add_help=False,  # `parse_configs` prints the help
         allow_abbrev=False,
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train and save the model. Return 0."""
     if find_spec("deepspeed"):
         _import_deepspeed()
     from .configs import parse_configs
@@ -31,20 +33,23 @@ def run(args: argparse.Namespace) -> int:
     configs = parse_configs([*rank, *args.more_flags])
     trainer: Any = make_trainer(configs)
     with setting_named(f"--optim {trainer.args.optim.value}", "another optimizer, or install its package"):
-        trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)  # the run does so only when it is proved
-    args.shows_traceback = True  # what was given is read and checked: from here on errors are those of the run
+        # Check that the optimizer is installed, before the leak probe runs. Training looks for it only afterwards.
+        trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    # All settings are read and checked. An error from here on is raised with its traceback.
+    args.shows_traceback = True
     train_and_save(trainer, configs.names)
     return 0
 
 
 def _import_deepspeed() -> None:
-    """Import DeepSpeed, which logs to stdout when it is first imported, and warns where there is no GPU."""
+    """Import DeepSpeed with its log on stderr, and without its warning where there is no GPU."""
     import torch
 
-    names_cpu = "DS_ACCELERATOR" not in os.environ and not torch.accelerator.is_available()
-    if names_cpu:
+    sets_accelerator = "DS_ACCELERATOR" not in os.environ and not torch.accelerator.is_available()
+    if sets_accelerator:
         os.environ["DS_ACCELERATOR"] = "cpu"
     with redirect_stdout(sys.stderr):
         import_module("deepspeed")
-    if names_cpu:  # it says that the user wants to train on CPUs, see `check_devices`
+    if sets_accelerator:
+        # `check_devices` takes this variable for the user's wish to train on CPUs.
         del os.environ["DS_ACCELERATOR"]
