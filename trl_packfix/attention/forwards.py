@@ -167,7 +167,7 @@ class PackedForwardGuard(ModelHooks):
             (packed_modules, self._leave_forward),
             (outermost_towers(image_towers), self._join_tower_outputs),
         ]
-        handles = []
+        handles: list[RemovableHandle] = []
         for modules, hook in pre_hooks:
             handles += [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
         for modules, hook in hooks:

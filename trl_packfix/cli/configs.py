@@ -162,7 +162,7 @@ def parse_configs(
     prog: str = "trl-packfix train",
     description: str = DESCRIPTION,
     *,
-    others: argparse.Namespace | None = None,
+    command_args: argparse.Namespace | None = None,
     **defaults: Any,
 ) -> RunConfigs:
     """Read the configs of a run from flags and from the YAML file of `--config`.
@@ -173,8 +173,8 @@ def parse_configs(
         flags: the words of the command line; None: those of this process.
         prog: the name of the command, for messages.
         description: of the command, for `--help`.
-        others: the parsed flags of a command that does not train. Such a command takes short flags, and words without a
-            flag.
+        command_args: the parsed flags of a command that does not train; None for `train`. Other commands take short
+            flags, and words without a flag.
         defaults: further defaults, by field.
 
     Raises:
@@ -196,8 +196,8 @@ def parse_configs(
     file, words = _split_config(sys.argv[1:] if flags is None else flags, prog)
     settings = {} if file is None else read_settings(file)
     known = [action.dest for action in parser._actions]
-    suggested = known if others is None else [*known, *vars(others)]
-    if others is not None:
+    suggested = known if command_args is None else [*known, *vars(command_args)]
+    if command_args is not None:
         words = _complete_flags(words, parser)
         parser.add_argument("words", nargs="*")
     _refuse_unknown([name for name in settings if name not in known], suggested, settings.keys())
@@ -229,11 +229,11 @@ def parse_configs(
             f"Not used: {', '.join(names)}. `trl sft` passes this to `accelerate launch`. Here, give it to the "
             "launcher: `accelerate launch ... -m trl_packfix train ...`."
         )
-    if others is None and is_packed_by_default:
+    if command_args is None and is_packed_by_default:
         PartialState().print(PACKING_NOTE)
     script_args, training_args, model_args, mixture = configs[:4]
     _check_values(training_args)
-    data_words = [] if others is None else configs[4].words
+    data_words = [] if command_args is None else configs[4].words
     return RunConfigs(script_args, training_args, model_args, mixture, given, data_words)
 
 
@@ -247,7 +247,7 @@ def read_run(args: argparse.Namespace, *words: str) -> RunConfigs:
     on_cpu = (f"--{name}={value}" for name, value in ON_CPU.items())
     words = (*args.more_flags, *words, *(f"--config={file}" for file in args.config), *on_cpu)
     with redirect_stdout(sys.stderr):  # stdout holds only the result of the command
-        run = parse_configs(words, f"trl-packfix {args.command}", others=args)
+        run = parse_configs(words, f"trl-packfix {args.command}", command_args=args)
     if not run.training.packing:
         if "packing" in run.given and args.command in ("plan", "show"):
             print(
