@@ -40,7 +40,7 @@ def below_head(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that may compute the last hidden states: the base model, the backbone, or both.
 
     Some models, such as bart, call the backbone directly, and TRL's loss calls the base model. If there are two, one
-    is inside of the other. A model without a head gives [].
+    contains the other one. A model without a head gives [].
     """
     return [module for module in dict.fromkeys((model.base_model, backbone(model))) if module is not model]
 
