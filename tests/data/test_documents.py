@@ -113,13 +113,13 @@ def test_ledgers_of_parts_add_up_and_are_saved():
 
 def test_rows_that_unpacked_training_leaves_out_are_counted_with_those_before(caplog):
     data = table([3, 4, 5, 6], untrained=lambda row, position: row == 2)
-    assert drop_untrained(data, num_given=7, max_length=8)["input_ids"] == [data["input_ids"][i] for i in (0, 1, 3)]
+    assert drop_untrained(data, num_rows=7, max_length=8)["input_ids"] == [data["input_ids"][i] for i in (0, 1, 3)]
     assert "4 of 7 documents have no trained token" in caplog.text
     caplog.clear()
-    assert len(drop_untrained(table([3, 4]), num_given=2, max_length=8)) == 2
+    assert len(drop_untrained(table([3, 4]), num_rows=2, max_length=8)) == 2
     assert not caplog.text
     with pytest.raises(ValueError, match="The dataset has 7 rows and 7 documents, and no document remains") as error:
-        drop_untrained(table([3], untrained=lambda row, position: True), num_given=7, max_length=8)
+        drop_untrained(table([3], untrained=lambda row, position: True), num_rows=7, max_length=8)
     assert "(dropped: 7 untrained; `max_length=8`)" in str(error.value)
 
 

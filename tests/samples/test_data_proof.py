@@ -377,7 +377,7 @@ def test_any_key_with_booleans_or_weights_says_which_messages_are_trained(key, o
     rows = [messages(ASK, OK | {key: off}, ASK, answer("Yes") | {key: on})] * 3
     rule = Rendering(build_tokenizer(), train_key=key, trains_assistant=True)
     assert prove_data(Dataset.from_list(rows), "train", rule).complete
-    chosen = TurnRule(key).choose(Conversation.from_row(rows[0]))
+    chosen = TurnRule(key).select_turn(Conversation.from_row(rows[0]))
     assert chosen.trained == [3]
 
 

@@ -10,7 +10,7 @@ of `forwards.py` call this module:
        gradients of its images from all ranks.
     3. Before the decoder, `cut_to_part` cuts the inputs to the tokens of this rank.
 
-This is right if the tower computes each image apart from the others. The proof of isolation for each degree confirms
+This is right if the tower computes each image by itself. The proof of isolation for each degree confirms
 it. The inputs of a tower can be divided in two forms: tiles of one size, (N, channels, height, width), or the patches
 of N images, (P, values), with the grid of each image. Other inputs are computed whole by each rank.
 
@@ -193,16 +193,18 @@ def cut_to_part(inputs: dict[str, Any], part_tokens: int, index: int) -> dict[st
         elif name == "position_ids" and value is not None:  # (1, T) and, with M-RoPE, (4, 1, T)
             part[name] = value[..., rows]
         elif name in IMAGE_INPUTS and value is not None:
+            # Of the tokens of images, select the tokens of this rank.
             is_own = torch.zeros(1, num_tokens, dtype=torch.bool, device=states.device)
             is_own[:, rows] = True
             in_part = is_own[inputs[IMAGE_INPUTS[name]]]
             part[name] = [features[in_part] for features in value]
-        elif shapes := [tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()]:
-            raise ValueError(
-                f"`{name}` of shape {shapes[0]} enters the decoder beside {num_tokens} tokens of a pack with images, "
-                f"of which this rank holds {part_tokens}. Which of its rows belong to which tokens is not known, so it "
-                "cannot be cut. Set `tokens_per_rank=None`."
-            )
         else:
+            shapes = [tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()]
+            if shapes:
+                raise ValueError(
+                    f"`{name}` of shape {shapes[0]} enters the decoder beside {num_tokens} tokens of a pack with "
+                    f"images, of which this rank holds {part_tokens}. Which of its rows belong to which tokens is not "
+                    "known, so it cannot be cut. Set `tokens_per_rank=None`."
+                )
             part[name] = value
     return part

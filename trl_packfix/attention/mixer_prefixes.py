@@ -53,7 +53,7 @@ class ScanCall(NamedTuple):
         values: tensors with H heads, (1, T, H) or (1, T, H, D).
         keys: tensors with G heads, (1, T, G, ...). Each head is read by H / G neighbouring heads of `values`.
         parameters: tensors with one entry per head of `values`, or None.
-        call: (values, keys, parameters, **options) -> (rows, T, H, D). If the option asks for states, it returns a
+        call: (values, keys, parameters, **options) -> (rows, T, H, D). With the option for final states, it returns a
             pair: this output, and the states after the last token of each row.
         boundaries: the option by which `call` takes boundaries; None if it takes none.
         states: two options of `call`: the states with which the rows begin (None: zeros), and whether to return the
@@ -69,7 +69,7 @@ class ScanCall(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive rows of a pack that belong to the same documents: a node of the forest.
+    """Consecutive rows of a pack that belong to one set of documents: a node of the forest.
 
     Attributes:
         start, stop: the rows.
@@ -173,8 +173,10 @@ def _paths_by_level(pieces: list[Piece]) -> list[list[list[int]]]:
     for i in range(len(pieces)):
         if i not in has_child_in_level:
             path = [i]
-            while (parent := pieces[path[0]].parent) >= 0 and levels[parent] == levels[i]:
+            parent = pieces[i].parent
+            while parent >= 0 and levels[parent] == levels[i]:
                 path.insert(0, parent)
+                parent = pieces[parent].parent
             paths[levels[i]].append(path)
     return paths
 

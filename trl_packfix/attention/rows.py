@@ -23,7 +23,7 @@ class TensorAxes(NamedTuple):
 
     Attributes:
         tokens: the token axes: one, or two for a mask (T, T).
-        batch: the axis that grows with the number of rows; None if there is none. It may have more than one entry per
+        batch: the axis that grows with the number of rows; None if no axis does. It may have more than one entry per
             row, as the axis of batch x heads for alibi. It may be the token axis itself, if the tokens of all rows
             follow each other on it.
     """

@@ -228,7 +228,7 @@ def varlen_mask(
 ) -> Tensor | None:
     """Return the mask of a forward: None in a packed forward, the result of `sdpa_mask` in every other forward.
 
-    The signature is that of transformers' mask functions. `use_vmap` tells that the model adds a mask pattern of its
+    The signature is that of transformers' mask functions. With `use_vmap` the model adds a mask pattern of its
     own to the causal mask.
 
     Raises:

@@ -170,7 +170,7 @@ def parse_configs(
     Packing is on, unless it is switched off, or `padding_free` chooses to train the unpacked steps without padding.
 
     Args:
-        flags: the words of the command line; None: those of this process.
+        flags: the words of the command line; None: the command line of this process.
         prog: the name of the command, for messages.
         description: of the command, for `--help`.
         command_args: the parsed flags of a command that does not train; None for `train`. Other commands take short
@@ -241,7 +241,7 @@ def read_run(args: argparse.Namespace, *words: str) -> RunConfigs:
     """Read the run of a command that does not train: its settings are those for a CPU, and packing is on in any case.
 
     Args:
-        args: the parsed flags of the command. Its `more_flags` are those of the run.
+        args: the parsed flags of the command. Its `more_flags` are the flags of the run.
         words: further flags.
     """
     on_cpu = (f"--{name}={value}" for name, value in ON_CPU.items())

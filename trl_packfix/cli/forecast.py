@@ -126,7 +126,7 @@ def make_forecasts(
             planner = planner_for(documents, config, world_size, cost_model=cost_model, synchronisation=synchronisation)
             report = make_report(planner, reader)
             if not planner.packing.shares_families:
-                # Where families of documents are planned as one, the plan has told the report the savings already.
+                # Where families of documents are planned as one, the report has the savings from the plan already.
                 report = replace(report, prefixes=estimated_savings(planner, reader))
             costs = cost_model(documents.lengths) + planner.image_costs
             computed_share = 1.0 if report.prefixes is None else report.prefixes.flops
@@ -168,7 +168,7 @@ def planner_for(documents: Documents, config: SFTConfig, world_size: int, **sett
 def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast, list[str]]:
     """Choose the smallest `max_length` that loses at most 1 % of the trained tokens.
 
-    If there is none, choose the length that loses the fewest tokens.
+    If no length does, choose the length that loses the fewest tokens.
 
     Strategies that split documents lose almost no token at any length, but a fragment does not see the earlier
     fragments that it may refer to. So lengths are compared with the first strategy that does not split. A strategy that
