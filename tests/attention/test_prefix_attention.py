@@ -145,7 +145,7 @@ def test_gradients_of_shared_keys_are_summed_in_fp32(monkeypatch):
 
     right = error(attend_pack_on_cuda)
     assert 0 < error(attend_shared_on_cpu) < 2 * right < 0.02
-    monkeypatch.setattr(flash, "_add_at_places", in_bfloat16)
+    monkeypatch.setattr(flash, "_add_at_rows", in_bfloat16)
     assert error(attend_pack_on_cuda) > 3 * right
 
 
