@@ -52,6 +52,7 @@ class DocumentNoise(ModelHooks):
         ]
 
     def _push_documents(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember the documents of a forward that begins."""
         bounds = kwargs.get("cu_seq_lens_q")
         layout = layout_of(kwargs)
         part_index = layout.index if layout.degree > 1 else None
@@ -59,10 +60,12 @@ class DocumentNoise(ModelHooks):
         self._num_rows = 0
 
     def _pop_documents(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """Forget the documents of a forward that ends."""
         if self._running:
             self._running.pop()
 
     def _add_noise(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Return embeddings, (B, T, d), with the noise of their documents."""
         running = self._running[-1] if self._running else None
         if running is None or not module.training:
             return output
