@@ -51,7 +51,7 @@ def model_of(model_type, **settings):
 @pytest.mark.parametrize("model_type", ["llama", "phi", *SCALED])  # phi's LM head has a bias
 @pytest.mark.parametrize("chunk", [1024, 7], ids=["one chunk", "many chunks"])
 def test_scores_and_gradients_are_those_of_full_logits(model_type, chunk, monkeypatch):
-    monkeypatch.setattr(lm_head, "CHUNK", chunk)
+    monkeypatch.setattr(lm_head, "CHUNK_SIZE", chunk)
     model = model_of(model_type)
     ids, labels = labels_of(model)
     expected = by_hand(model(ids, use_cache=False).logits, labels)
@@ -159,7 +159,7 @@ def test_a_head_that_leaves_something_out_is_said(model_type, tmp_path, monkeypa
 
     And the first step, whose packs are right, is compared with that head.
     """
-    monkeypatch.setattr(lm_head, "CAPS", ("final_logit_softcapping",))
+    monkeypatch.setattr(lm_head, "CAP_FIELDS", ("final_logit_softcapping",))
     rows = texts(8)
     if model_type == "chameleon":
         model = zoo.build_model("chameleon", "image-text")

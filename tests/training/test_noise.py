@@ -105,10 +105,10 @@ def test_parts_of_a_pack_have_the_amplitude_of_documents_and_noise_of_their_own(
         own = slice(index * 21, (index + 1) * 21) if has_images else slice(None)
         torch.manual_seed(0)
         for _ in range(draws):
-            noise._enter(model, (), batch)
+            noise._push_documents(model, (), batch)
             output = torch.zeros(1, batch["input_ids"].shape[1], size)
             seen.append(noise._add_noise(model, (), output)[:, own])
-            noise._leave(model, (), None)
+            noise._pop_documents(model, (), None)
     parts = torch.stack(seen).view(degree, draws, -1, size)
     after = torch.randint(2**62, ())  # the shared random state moves on alike on all ranks
     torch.manual_seed(0)

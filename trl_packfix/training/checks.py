@@ -34,18 +34,18 @@ from .trainer_view import TrainerView
 sampler_of_trl: object = trl.SFTTrainer._get_train_sampler
 
 
-def settings_of_trainer(kind: type[TrainerView], arguments: dict[str, Any]) -> RunSettings:
+def settings_of_trainer(trainer_class: type[TrainerView], arguments: dict[str, Any]) -> RunSettings:
     """Return what a trainer was given, in the form that `refuse_conflicts` reads.
 
     Args:
-        kind: the class of the trainer, which may be a subclass with methods of the user's.
+        trainer_class: the class of the trainer, which may be a subclass with methods of the user's.
         arguments: arguments of its constructor, by name.
     """
     dataset = arguments["train_dataset"]
-    sampler = cast(object, kind._get_train_sampler)
+    sampler = cast(object, trainer_class._get_train_sampler)
     return RunSettings(
         columns=getattr(dataset, "column_names", None) or (),
-        own_sampler=None if sampler is sampler_of_trl else f"{kind.__name__}._get_train_sampler",
+        own_sampler=None if sampler is sampler_of_trl else f"{trainer_class.__name__}._get_train_sampler",
         **{setting.name: arguments[setting.name] for setting in fields(RunSettings) if setting.name in arguments},
     )
 

@@ -269,15 +269,18 @@ def _argument_condition(name: str) -> Condition:
 COLLATOR = _argument_condition("data_collator")
 FORMATTING = _argument_condition("formatting_func")
 LOSS_FUNCTION = _argument_condition("compute_loss_func")
-NO_PROCESSOR = Condition(
+
+
+@_condition(
     "a `processing_class` that is no processor",
-    lambda setup: (
-        None
-        if isinstance(setup.processing_class, ProcessorMixin)
-        else _argument_condition("processing_class").describe(setup)
-    ),
-    "give the processor of the model (`AutoProcessor.from_pretrained`), or leave `processing_class` unset",
+    undo="give the processor of the model (`AutoProcessor.from_pretrained`), or leave `processing_class` unset",
 )
+def NO_PROCESSOR(setup: RunSettings) -> str | None:
+    if isinstance(setup.processing_class, ProcessorMixin):
+        return None
+    return _argument_condition("processing_class").describe(setup)
+
+
 OWN_LOSS = Condition(
     "a `compute_loss` that does not call `super().compute_loss`",
     lambda setup: setup.own_loss and f"`{setup.own_loss}`, which does not call `super().compute_loss`,",

@@ -104,9 +104,9 @@ class Feature:
         for conflict, cause in self.conflicts.items():
             conflict_text = conflict.describe(setup)
             if conflict_text is not None:
-                raise ValueError(
-                    f"{_capitalize(conflict_text)} was given with {feature_text}. {cause}. {self.remedy(conflict)}."
-                )
+                remedy = self.remedy(conflict)
+                message = f"{_capitalize(conflict_text)} was given with {feature_text}. {cause}. {remedy}."
+                raise ValueError(message)
 
 
 def refuse_conflicts(setup: RunSettings) -> None:

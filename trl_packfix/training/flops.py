@@ -1,8 +1,9 @@
-"""FLOPs of training on documents, and the peak of the card, of which they are a share (MFU).
+"""Model FLOPs of training on documents, and the peak of the GPU: MFU in the log is the first over the second.
 
-Counted are those of the model: forward, and backward as twice the forward. What checkpointing computes again does not
-count, nor does padding (arXiv 2204.02311, appendix B). A document costs what it costs alone. A tool that takes a pack
-for one sequence counts pairs of tokens of different documents, which are never computed.
+Model FLOPs utilization (MFU, arXiv 2204.02311, appendix B) counts the FLOPs of a forward, and twice as many for a
+backward. It does not count padding, nor what checkpointing computes again. The FLOPs of a document in a pack are those
+of the document by itself. A tool that takes a pack for one sequence would count pairs of tokens of different documents,
+which are never computed. `objective.py` calls these functions for the log.
 """
 
 import re
@@ -13,9 +14,10 @@ from torch import nn
 
 from ..planning.costs import CostModel
 
-# Dense TFLOP/s in bfloat16 with sums in float32, by the name that CUDA gives: NVIDIA's data sheets and architecture
-# whitepapers. Many sheets give the rate with sparsity, which is twice this one. A name that fits none (a laptop's, a
-# MIG slice) has no peak. From other pages: B300 and GB300 (glennklockwood.com/garden/processors/B300,
+# Dense TFLOP/s in bfloat16 with sums in float32, by a pattern of the name that CUDA gives to the GPU. A name that no
+# pattern matches (a GPU of a laptop, a MIG slice) has no peak here.
+# The numbers are from NVIDIA's data sheets and architecture whitepapers. Many sheets give the rate with sparsity, which
+# is twice as high. From other pages: B300 and GB300 (glennklockwood.com/garden/processors/B300,
 # verda.com/blog/gb300-nvl72-architecture), RTX A6000 (Microway's table, by llmperf.net), RTX PRO 6000 (hmc-tech.com).
 # RTX 5090: nanochat's table and zeroband's tests, after NVIDIA's whitepaper on RTX Blackwell. For RTX 6000 Ada other
 # tables have 181 and 364, and no page of NVIDIA's was found: set `peak_tflops`.
@@ -46,28 +48,42 @@ PEAK_TFLOPS = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense TFLOP/s of a card in bfloat16, by its name in CUDA; None if it is not in the table.
+    """Return the dense TFLOP/s in bfloat16 of a GPU by its name in CUDA; None if it is not in the table.
 
     >>> peak_tflops("NVIDIA H100 80GB HBM3"), peak_tflops("NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     (989.4, None)
     """
-    return next((peak for name, peak in PEAK_TFLOPS if re.fullmatch(name, device_name)), None)
+    return next((peak for pattern, peak in PEAK_TFLOPS if re.fullmatch(pattern, device_name)), None)
 
 
 def own_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The same for the card of this process; None for other devices and for dtypes with another peak."""
+    """Return the dense TFLOP/s of the GPU of this process; None if the device is no GPU or the dtype has more bits."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     return peak_tflops(torch.cuda.get_device_name(device))
 
 
 def training_flops(costs: CostModel, lengths: Any, trained_share: float) -> Any:
-    """FLOPs of forward and backward by document, of float64 lengths; weights without gradients cost a third less."""
+    """Return the FLOPs of forward and backward of each document.
+
+    A weight that is not trained costs a third less, because the backward does not compute its gradient.
+
+    Args:
+        costs: computes the FLOPs of a forward from lengths.
+        lengths: the tokens of each document, float64, (N,).
+        trained_share: the share of the weights that are trained.
+    """
     return 3 * costs(lengths) - (1 - trained_share) * costs.per_token * lengths
 
 
 def trained_share(model: nn.Module, without: nn.Module | None = None) -> float:
-    """Share of the weights that are trained, also where ZeRO-3 has divided them; `without` the vision tower."""
+    """Return the share of the weights of a model that are trained; weights of the module `without` do not count."""
     skipped = set() if without is None else set(without.parameters())
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters() if p not in skipped]
-    return sum(size for size, is_trained in sizes if is_trained) / max(sum(size for size, _ in sizes), 1)
+    num_weights = 0
+    num_trained = 0
+    for parameter in model.parameters():
+        if parameter not in skipped:
+            size = getattr(parameter, "ds_numel", parameter.numel())  # `ds_numel` before ZeRO-3 divided the parameter
+            num_weights += size
+            num_trained += size if parameter.requires_grad else 0
+    return num_trained / max(num_weights, 1)

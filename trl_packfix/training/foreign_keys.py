@@ -1,6 +1,9 @@
-"""What settings of other trainers and of earlier TRL are called here, and what their files mean where silent.
+"""Hints for settings of other trainers and of earlier versions of TRL: their names here, and their defaults there.
 
-The tables are in `foreign_keys.yaml`.
+A user who gives a setting of another trainer gets an error, and the sentences of this module tell how to write the
+setting here. `describe_foreign_keys` and `other_defaults` are called by the command line for keys of a config file,
+`with_hints` wraps the constructors of `SFTConfig` and `SFTTrainer` for their arguments. The tables of names and
+defaults are in `foreign_keys.yaml`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Set
@@ -13,13 +16,18 @@ import yaml
 
 Arguments = ParamSpec("Arguments")
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+# By the name of a setting elsewhere: the field here, with its value if one value is meant (`field: value`)
 RENAMED = {name: field for field, names in TABLES["renamed"].items() for name in names}
+# By the name of a setting elsewhere: how its values differ from those of the field
 EXPLAINED = {name: note for note, names in TABLES["explained"].items() for name in names}
+# By the name of a setting elsewhere: why it is not needed here
 NOT_NEEDED = TABLES["removed"]
 
 
 def describe_foreign_keys(names: Iterable[str]) -> str:
-    """Sentences that say what keys of other trainers are called here, to be put into a message; "" if none is known.
+    """Return a sentence for each name that is known from elsewhere, with its name here; "" if no name is known.
+
+    Each sentence begins with a space, to follow another sentence of a message.
 
     >>> describe_foreign_keys(["sequence_len", "train_on_inputs", "learning_rat"])
     ' `sequence_len` is `max_length` here. `train_on_inputs` is `assistant_only_loss` here (with the opposite value).'
@@ -35,42 +43,62 @@ def describe_foreign_keys(names: Iterable[str]) -> str:
 
 
 def other_defaults(names: Set[str]) -> str:
-    """A sentence with what another trainer does where a file with these keys is silent; "" if it is not known.
+    """Return a sentence with settings that another trainer has by default, and that a file of its keys leaves unset.
+
+    A file belongs to another trainer if at least two of its keys are known only there. The sentence begins with a
+    space; it is "" if the trainer is not known, or if the file leaves none of these settings unset.
 
     >>> other_defaults({"random_state", "max_seq_length", "r", "packing", "learning_rate", "optim", "use_peft"})[:84]
     ' unsloth has other defaults. To train what it trained, also set `load_in_4bit: true`'
     """
     for trainer, table in TABLES["trainers"].items():
         if len(names & {*table["known_by"]}) > 1:
-            given = names | {RENAMED[name].split(":")[0] for name in names & RENAMED.keys()}
-            unset = [f"`{name}: {value}`" for name, value in table["defaults"].items() if name not in given]
-            texts = ", ".join(unset).replace("True`", "true`").replace("False`", "false`")
-            return f" {trainer} has other defaults. To train what it trained, also set {texts}." if unset else ""
+            set_fields = names | {RENAMED[name].split(":")[0] for name in names & RENAMED.keys()}
+            unset = [f"`{name}: {value}`" for name, value in table["defaults"].items() if name not in set_fields]
+            yaml_texts = ", ".join(unset).replace("True`", "true`").replace("False`", "false`")
+            return f" {trainer} has other defaults. To train what it trained, also set {yaml_texts}." if unset else ""
     return ""
 
 
 def with_hints(init: Callable[Arguments, None], fields: Collection[str] = ()) -> Callable[Arguments, None]:
-    """`init` with a TypeError that says what an argument of others is called here; `fields` are those of its config."""
-    own = signature(init).parameters
+    """Return a constructor that raises TypeError with a hint if it gets an argument that is known from elsewhere.
+
+    Args:
+        init: the constructor.
+        fields: fields of the config that the constructor takes as an argument, if it takes one.
+    """
+    parameters = signature(init).parameters
 
     @wraps(init)
-    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        sentences = {name: _place(name, own, fields) for name in kwargs if name not in own}
-        if any(sentences.values()):
-            names = ", ".join(f"`{name}`" for name, sentence in sentences.items() if sentence)
-            kind = init.__qualname__.partition(".")[0]
-            raise TypeError(f"{names} was given to `{kind}`, which has no such argument.{''.join(sentences.values())}")
+    def init_with_hints(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        hints = {name: _argument_hint(name, parameters, fields) for name in kwargs if name not in parameters}
+        if any(hints.values()):
+            names = ", ".join(f"`{name}`" for name, hint in hints.items() if hint)
+            class_name = init.__qualname__.partition(".")[0]
+            raise TypeError(
+                f"{names} was given to `{class_name}`, which has no such argument.{''.join(hints.values())}"
+            )
         init(*args, **kwargs)
 
-    return checked
+    return init_with_hints
 
 
-def _place(name: str, own: Collection[str], fields: Collection[str]) -> str:
-    """What an unknown argument is here, as a sentence; "" if that is not known."""
-    if name == "tokenizer" and "processing_class" in own:
+def _argument_hint(name: str, parameters: Collection[str], fields: Collection[str]) -> str:
+    """Return sentences that say how to give an unknown argument here; "" if the name is not known.
+
+    Args:
+        name: the unknown argument.
+        parameters: the arguments that the constructor has.
+        fields: the fields of its config.
+    """
+    if name == "tokenizer" and "processing_class" in parameters:
         return " `tokenizer` is `processing_class` here."
     if name in fields:
         return f" Set it in the config: `args=SFTConfig({name}=...)`."
     field = RENAMED.get(name, "").partition(":")[0]
-    hint = describe_foreign_keys([name]) if name in NOT_NEEDED or field in own or field in fields else ""
-    return hint + f" Set it in the config: `args=SFTConfig({field}=...)`." * (field in fields)
+    hint = ""
+    if name in NOT_NEEDED or field in parameters or field in fields:
+        hint = describe_foreign_keys([name])
+    if field in fields:
+        hint += f" Set it in the config: `args=SFTConfig({field}=...)`."
+    return hint

@@ -1,4 +1,9 @@
-"""A check that ranks read the same packs: those that share them, and those that divide the layers of the model."""
+"""A check that ranks that must read the same packs do so.
+
+Ranks read the same packs in two cases: with sequence parallelism the ranks of a *group* hold parts of one pack (the
+number of ranks is the *degree*), and with tensor parallelism neighbouring ranks divide the layers of the model.
+`objective.py` calls `SamePackCheck.check` with the micro-batches of each optimizer step.
+"""
 
 from typing import Any
 
@@ -9,70 +14,80 @@ from ..layout import layout_of
 from .config import SFTConfig
 from .loading import TrainingData
 
-NUM_CHECKED_STEPS = 2  # optimizer steps after which ranks that read the same packs of a table are believed to go on so
-COMPARED_KEYS = ("cu_seq_lens_q", "input_ids", "labels")  # of packs that ranks do not share
+NUM_CHECKED_STEPS = 2  # optimizer steps in which packs of a table are compared
+COMPARED_KEYS = ("cu_seq_lens_q", "input_ids", "labels")  # what is compared of packs that ranks hold as a whole
 
 
 class SamePackCheck:
-    """Compares, in the first steps of a training, the packs of ranks that must have read the same.
+    """Compares the packs of ranks that must read the same packs, in the first optimizer steps.
 
-    Different packs may have equal shapes, so nothing else would notice. A stream is read by each rank anew, so its
-    packs are compared in every step.
+    Different packs may have equal shapes, so that training would go on without an error. Each rank reads a stream by
+    itself, so packs of a stream are compared in every step.
     """
 
     def __init__(self, data: TrainingData) -> None:
         self._data = data
-        self.steps_left = 0
+        self.num_remaining_steps = 0
 
     def start(self, args: SFTConfig) -> None:
-        """Called before training."""
-        steps = NUM_CHECKED_STEPS if self._data.stream is None else args.max_steps
-        self.steps_left = steps * self._data.ranks.may_share
+        """Set the number of optimizer steps to check. Called before training."""
+        self.num_remaining_steps = 0
+        if self._data.ranks.may_share:
+            self.num_remaining_steps = NUM_CHECKED_STEPS if self._data.stream is None else args.max_steps
 
     def check(self, batches: list[dict[str, Any]]) -> None:
-        if not self.steps_left or not batches:
+        """Raise ValueError if ranks have read different packs as micro-batches of an optimizer step."""
+        if not self.num_remaining_steps or not batches:
             return
-        self.steps_left -= 1
+        self.num_remaining_steps -= 1
         check_same_packs(batches, self._data.ranks.copies)
 
 
 def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:
-    """Compare the packs of these micro-batches, of which `copies` neighbouring ranks have the same. All ranks call it.
+    """Raise ValueError if ranks that must have the same pack have different packs. All ranks must call it.
 
-    All compare those of all, because ranks that read different documents may also choose different degrees.
+    Every rank compares the packs of all ranks, because ranks that read different documents may choose different
+    degrees, and so do not agree on which ranks share a pack.
+
+    Args:
+        batches: the micro-batches of this rank.
+        copies: the number of neighbouring ranks that divide the layers of the model.
     """
-    own = torch.stack([_pack_of(batch) for batch in batches])
-    on_ranks = gather(own[None])  # (ranks, micro-steps, 3)
-    for packs in on_ranks.transpose(0, 1).tolist():  # of one micro-step, rank after rank
+    summaries = torch.stack([_summarize_pack(batch) for batch in batches])
+    summaries_of_ranks = gather(summaries[None])  # (ranks, micro-steps, 3)
+    for packs in summaries_of_ranks.transpose(0, 1).tolist():  # the summaries of one micro-step, by rank
         degree = max(pack[0] for pack in packs)
         size = max(degree, copies)
         if size == 1:
             continue
         for rank, pack in enumerate(packs):
-            first = rank - rank % size
-            if pack == packs[first]:
+            first_rank = rank - rank % size
+            if pack == packs[first_rank]:
                 continue
-            part = ""
+            part_text = ""
             reason = f"The {copies} ranks that divide the model sum their outputs as those of one pack"
             if degree > 1:
-                part = "a part of "
+                part_text = "a part of "
                 reason = f"The {degree} ranks of a group hold parts of one pack, so they would train on a mixture"
             raise ValueError(
-                f"Rank {first} has read {part}a pack of {packs[first][1]} tokens, and rank {rank} {part}another pack, "
-                f"of {pack[1]} tokens. {reason}. Give all ranks the same dataset, tokenizer and settings; in a stream, "
-                "whatever is drawn at random needs a seed."
+                f"Rank {first_rank} has read {part_text}a pack of {packs[first_rank][1]} tokens, and rank {rank} "
+                f"{part_text}another pack, of {pack[1]} tokens. {reason}. Give all ranks the same dataset, tokenizer "
+                "and settings; in a stream, whatever is drawn at random needs a seed."
             )
 
 
-def _pack_of(batch: dict[str, Any]) -> torch.Tensor:
-    """What is compared, on the device: degree, tokens, and a checksum of what ranks must have in common."""
+def _summarize_pack(batch: dict[str, Any]) -> torch.Tensor:
+    """Return (degree, number of tokens, checksum of the pack) on the device, (3,). Equal packs have equal summaries."""
     layout = layout_of(batch)
     tokens = batch["input_ids"]
     if layout.degree > 1:
         return torch.tensor([layout.degree, layout.num_tokens, layout.checksum], device=tokens.device)
     checksum = tokens.new_zeros((), dtype=torch.int64)
-    for tensor in (*(batch[name] for name in COMPARED_KEYS if name in batch), *layout.content()):
+    tensors = [batch[name] for name in COMPARED_KEYS if name in batch]
+    tensors += layout.content()
+    for tensor in tensors:
         values = tensor.flatten().long()
-        odd = 2 * torch.arange(len(values), device=values.device) + 1
-        checksum = 31 * checksum + (values * odd * odd).sum()  # wraps around, on all ranks alike
+        odd_numbers = 2 * torch.arange(len(values), device=values.device) + 1
+        # An overflow wraps around, in the same way on all ranks
+        checksum = 31 * checksum + (values * odd_numbers * odd_numbers).sum()
     return torch.stack([checksum.new_ones(()), checksum.new_tensor(tokens.numel()), checksum])

@@ -1,9 +1,14 @@
-"""Log-probability, entropy and rank of each label without the (T, V) logits: TRL's fused LM head, or ours.
+"""Fused LM heads: log-probability and entropy of each label, without the (T, V) logits of all tokens in memory.
 
-From 1.16 on TRL has one (`compat.scores_tokens`); below that, and where it cannot read the head, ours gives the same
-numbers. Both compute what the model's own forward does behind its head (scale, cap, bias) from the names of config
-fields, so their numbers are compared with the model's own logits before training. T tokens, H hidden size, V
-vocabulary.
+A fused LM head computes the logits of a chunk of labels, takes their numbers, and forgets the logits. From version 1.16
+on TRL has a fused head (`compat.scores_tokens`). For earlier versions, and where TRL's cannot read the head of a model,
+this module has a fused head that returns the same numbers. `objective.py` adds one of the two to the model with
+`score_tokens`, and computes the loss from the numbers (`TokenScores`).
+
+Between its head and its logits a model may scale, cap or shift the logits. Both fused heads learn of it only from the
+names of config fields. So `check_fused_head` compares their numbers with the model's own logits before training.
+
+Shapes: T tokens, H hidden size, V vocabulary, B rows of a batch.
 """
 
 import inspect
@@ -30,30 +35,44 @@ from ..data.collator import IGNORE_INDEX
 from ..isolation.probe import Probe
 from ..isolation.probed_model import CannotRun, model_errors_converted
 
-CHUNK = 1024  # labels whose logits are in memory together
-NUM_TOKENS = 9  # of a row in which heads are compared
-CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # TRL 1.16 reads the first only
-LARGEST_LOGIT = 200.0  # up to which heads are compared: a cap does not change the small ones of an untrained model
-MASKED = 6e4  # a larger logit is that of a token that the model never predicts (chameleon: images)
+CHUNK_SIZE = 1024  # labels whose logits are in memory together
+NUM_PROBE_TOKENS = 9  # length of the row on which heads are compared
+# Config fields with a soft cap of the logits. TRL 1.16 reads only the first.
+CAP_FIELDS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+# Heads are compared where logits are at most this large. A cap changes only large logits, and those of an untrained
+# model are small.
+LARGEST_LOGIT = 200.0
+MASKED_LOGIT = 6e4  # a larger logit belongs to a token that the model never predicts (chameleon: images)
 
 
 @dataclass
 class TokenScores(ModelOutput):
-    """What a model returns when it is called with `fused_lm_head=True`, as in TRL 1.16."""
+    """The output of a model that is called with `fused_lm_head=True`, as in TRL 1.16.
+
+    The numbers of labels have the shape (B, T - 1); if the model gets `shift_labels`, (B, T).
+
+    Attributes:
+        loss: the negative log-probability of the trained labels, as a mean or divided by `num_items_in_batch`.
+        log_probs: the log-probability of each label; 0 where the label is not trained.
+        entropy: the entropy of the distribution over the next token, without gradient; 0 where nothing is trained.
+        is_top1: whether the label is the most likely token.
+        label_mask: whether the label is trained.
+        aux_loss: the load-balancing statistic of a mixture of experts.
+    """
 
     loss: Tensor | None = None
-    log_probs: Tensor | None = None  # of each label, zero where nothing is trained, (B, T - 1); (B, T) `shift_labels`
-    entropy: Tensor | None = None  # of the distribution over the next token, without gradient, zero as above
-    is_top1: Tensor | None = None  # whether the label is the most likely token
-    label_mask: Tensor | None = None  # whether the label is trained
-    aux_loss: Tensor | None = None  # the load-balancing statistic of a mixture of experts
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    is_top1: Tensor | None = None
+    label_mask: Tensor | None = None
+    aux_loss: Tensor | None = None
 
 
 def score_tokens(model: PreTrainedModel) -> None:
-    """Let the model score labels by TRL's fused LM head, or by ours where TRL has none that reads this head.
+    """Make the model score labels with TRL's fused LM head, or with this module's if TRL has none for the model.
 
-    TRL's reads `bias`, which a head in which peft trains some tokens (`trainable_token_indices` with tied embeddings)
-    does not have.
+    TRL's fused head reads `bias` of the head. A head in which peft trains some tokens (`trainable_token_indices` with
+    tied embeddings) has no `bias`.
     """
     if scores_tokens() and not isinstance(model.get_output_embeddings(), TrainableTokensWrapper):
         cap_fused_head(model)
@@ -62,13 +81,13 @@ def score_tokens(model: PreTrainedModel) -> None:
 
 
 def add_token_scores(model: PreTrainedModel) -> None:
-    """Let `model(..., labels=labels, fused_lm_head=True)` return [`TokenScores`]; other calls are as before.
+    """Make `model(..., labels=labels, fused_lm_head=True)` return [`TokenScores`]. Other calls stay as they are.
 
-    TRL replaces `forward` of the model in the same way, so that engines wrap what computes the loss. A trainer of TRL
-    that is built later replaces ours with one that ignores `fused_lm_head`, so this is called again before training. It
-    does nothing where ours is the outermost.
+    The `forward` of the model is replaced, as TRL does it, so that an engine wraps the computation of the loss, too. A
+    TRL trainer that is constructed later replaces `forward` once more, by one that ignores `fused_lm_head`. So this
+    function is called again before training; it does nothing if the outermost `forward` is its own.
     """
-    if _is_ours(model.forward, "scores_tokens"):
+    if _has_mark(model.forward, "scores_tokens"):
         return
     forward = model.forward
     text = model.config.get_text_config()
@@ -82,8 +101,9 @@ def add_token_scores(model: PreTrainedModel) -> None:
         **kwargs: Any,
     ) -> Any:
         if not fused_lm_head:
-            given = {"labels": labels, "shift_labels": shift_labels}
-            return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
+            label_kwargs = {"labels": labels, "shift_labels": shift_labels}
+            kwargs |= {name: value for name, value in label_kwargs.items() if value is not None}
+            return forward(*args, **kwargs)
         num_items = kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
         if getattr(text, "output_router_logits", False):
@@ -94,7 +114,8 @@ def add_token_scores(model: PreTrainedModel) -> None:
             assert labels is not None
             states = states[:, :-1]
             shift_labels = labels[:, 1:]
-        scores = _scores(self.get_output_embeddings(), states, shift_labels, *_transforms(text))
+        scale, softcap = _logit_transforms(text)
+        scores = _compute_scores(self.get_output_embeddings(), states, shift_labels, scale, softcap)
         count = scores.label_mask.sum().clamp(min=1) if num_items is None else num_items
         scores.loss = -scores.log_probs.sum() / count
         if kwargs.get("output_router_logits"):
@@ -111,70 +132,88 @@ def add_token_scores(model: PreTrainedModel) -> None:
     replace_forward(model, forward_with_scores)
 
 
-def _is_ours(forward: Any, mark: str) -> bool:
-    """Whether this is our forward, or accelerate's wrapper around it under autocast."""
-    return hasattr(inspect.unwrap(forward, stop=lambda each: hasattr(each, mark)), mark)
+def _has_mark(forward: Any, mark: str) -> bool:
+    """Return whether a forward, or one that it wraps (accelerate's does under autocast), has the attribute `mark`."""
+    return hasattr(inspect.unwrap(forward, stop=lambda function: hasattr(function, mark)), mark)
 
 
-def _transforms(text: PretrainedConfig) -> tuple[float, float | None]:
-    """(factor of the logits, soft cap of the scaled logits), from the names that configs use for them."""
+def _logit_transforms(text: PretrainedConfig) -> tuple[float, float | None]:
+    """Read from a config how the model changes its logits.
+
+    Returns:
+        The factor of the logits, and the soft cap of the logits after scaling; None without a cap.
+    """
     scaling = getattr(text, "logits_scaling", None)  # Granite and MiniCPM3 divide by it, HyperCLOVA X multiplies
     if scaling is not None and text.model_type != "hyperclovax":
         scaling = 1 / scaling
     factors = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
     scale = next((factor for factor in [*factors, scaling] if factor is not None), 1.0)
-    return scale, next((cap for name in CAPS if (cap := getattr(text, name, None)) is not None), None)
+    caps = [getattr(text, name, None) for name in CAP_FIELDS]
+    return scale, next((cap for cap in caps if cap is not None), None)
 
 
 def cap_fused_head(model: PreTrainedModel) -> None:
-    """Let TRL's fused LM head of a model that caps its logits under another name cap them, too."""
+    """Make TRL's fused LM head cap the logits of a model whose config names the cap by a field that TRL ignores."""
     text: Any = model.config.get_text_config()
-    cap = _transforms(text)[1]
-    if getattr(text, CAPS[0], None) is not None or cap is None or _is_ours(model.forward, "is_capped"):
+    cap = _logit_transforms(text)[1]
+    field_of_trl = CAP_FIELDS[0]
+    is_read_by_trl = getattr(text, field_of_trl, None) is not None
+    if cap is None or is_read_by_trl or _has_mark(model.forward, "is_capped"):
         return
-    add_capped_head(model, CAPS[0], cap, mark="is_capped")
+    add_capped_head(model, field_of_trl, cap, mark="is_capped")
 
 
 def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Whether the log-probabilities of the fused LM head are those of the model's own logits, on `NUM_TOKENS`.
+    """Return whether the fused LM head and the model's own logits give equal log-probabilities; warn if they do not.
 
-    All ranks must call it with the model as it is `wrapped`, and the `dtype` in which it computes. It warns if they
-    differ by more than rounding: TRL trains such a model, but not with the logits that it generates from. Under ZeRO-3
-    nothing is compared: DeepSpeed would keep the head gathered from a fused forward without gradients on.
+    The two are compared on one short row, whose states are scaled by six factors so that logits get large. A difference
+    means that the model trains with other logits than it generates from. Nothing is compared under ZeRO-3, where
+    DeepSpeed would not release the gathered head after a fused forward without gradients.
+
+    Args:
+        wrapped: the model as the engine has wrapped it. All ranks must call this function.
+        model: the model without a wrapper.
+        dtype: the dtype in which the model computes, which sets the size of rounding.
     """
     if is_deepspeed_zero3_enabled():
         return True
     probe = Probe(wrapped)
-    calls = list[nn.Module]()
-    factors = torch.logspace(0, 5, 6, base=4, device=probe.device)  # of the states of a row, so logits get large
-    ids = probe.tokens(NUM_TOKENS).to(probe.device).expand(len(factors), -1)
+    scaled_modules = list[nn.Module]()
+    factors = torch.logspace(0, 5, 6, base=4, device=probe.device)  # one for each row of the batch
+    ids = probe.tokens(NUM_PROBE_TOKENS).to(probe.device).expand(len(factors), -1)
 
-    def scale(module: nn.Module, args: object, output: Any) -> Any:
-        calls.append(module)
+    def scale_states(module: nn.Module, args: object, output: Any) -> Any:
+        scaled_modules.append(module)
         if isinstance(output, tuple):
             return (output[0] * factors[:, None, None].to(output[0].dtype), *output[1:])
-        if (states := output.get("last_hidden_state")) is not None:
+        states = output.get("last_hidden_state")
+        if states is not None:
             output["last_hidden_state"] = states * factors[:, None, None].to(states.dtype)
         return output
 
-    handle = backbone(model).register_forward_hook(scale)  # both ways to the head pass it
+    handle = backbone(model).register_forward_hook(scale_states)  # the states of both heads come from the backbone
     try:
         with probe.evaluating(), torch.no_grad(), model_errors_converted():
-            # Prompt tuning puts virtual tokens before each row, which have logits, too
-            logits = wrapped(input_ids=ids, use_cache=False).logits[:, -NUM_TOKENS:-1].float()
-            found = wrapped(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[:, 1 - NUM_TOKENS :].float()
-    except (CannotRun, KernelError):  # it takes no row without padding; the first step raises what else is wrong
+            # Only the last positions are read: prompt tuning puts virtual tokens before each row
+            logits = wrapped(input_ids=ids, use_cache=False).logits[:, -NUM_PROBE_TOKENS:-1].float()
+            scores = wrapped(input_ids=ids, labels=ids, fused_lm_head=True)
+            fused_log_probs = scores.log_probs[:, 1 - NUM_PROBE_TOKENS :].float()
+    except (CannotRun, KernelError):  # the model takes no row without padding, or the first step raises the error
         return True
     finally:
         handle.remove()
-    is_masked = logits.abs() >= MASKED
+    # Of each row, the largest logit and the largest difference
+    is_masked = logits.abs() >= MASKED_LOGIT
     sizes = logits.abs().masked_fill(is_masked, 0).amax((1, 2))
-    gaps = (logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0] - found).abs().amax(1)
-    differs = ~(gaps <= 1e-5 + 2 * sizes * max(1e-4, 8 * torch.finfo(dtype).eps))  # rounding of such numbers
+    own_log_probs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    gaps = (own_log_probs - fused_log_probs).abs().amax(1)
+    rounding = 2 * sizes * max(1e-4, 8 * torch.finfo(dtype).eps)
+    differs = ~(gaps <= 1e-5 + rounding)
     differs[1:] &= sizes[1:] <= LARGEST_LOGIT
-    differs[0] |= is_masked[0].any() & (gaps[0] > 1e-5)  # a masked token has a small share in an untrained model
-    # A forward that passes the backbone by is that of another model, which the probe refuses
-    if not differs.any() or not calls:
+    # A mask changes the first row, which is not scaled, only a little, as no token of an untrained model is likely
+    differs[0] |= is_masked[0].any() & (gaps[0] > 1e-5)
+    # Without a scaled module the forward did not run the backbone. The probe refuses such a model.
+    if not differs.any() or not scaled_modules:
         return True
     gap = gaps[differs][0].item()
     size = sizes[differs][0].item()
@@ -188,26 +227,39 @@ def check_fused_head(wrapped: nn.Module, model: PreTrainedModel, dtype: torch.dt
     return False
 
 
-def _scores(head: Any, states: Tensor, labels: Tensor, scale: float, softcap: float | None) -> Any:
-    # `weight` of a head in which peft trains some tokens has them in their places
+def _compute_scores(head: Any, states: Tensor, labels: Tensor, scale: float, softcap: float | None) -> Any:
+    """Return [`TokenScores`] without a loss.
+
+    Args:
+        head: the module that computes logits from states.
+        states: the states that enter the head, (B, T, H).
+        labels: the label of each state, (B, T); `IGNORE_INDEX` where nothing is trained.
+        scale: the factor of the logits.
+        softcap: the soft cap of the scaled logits, or None.
+    """
+    # In a head in which peft trains some tokens, `weight` has the trained rows in their places
     weight = head.weight
     bias = head.original_module.bias if isinstance(head, TrainableTokensWrapper) else head.bias
-    if isinstance(weight, DTensor):  # FSDP2; gathered once, not once per chunk
+    if isinstance(weight, DTensor):  # FSDP2 shards the head. It is gathered once here, not once for each chunk.
         weight = weight.full_tensor()
         bias = None if bias is None else bias.full_tensor()
     labels = labels.to(weight.device)
     mask = labels != IGNORE_INDEX
-    # All positions, not only the trained ones: choosing these would make the host wait for the device. Where no
-    # position of a chunk is trained, its numbers are masked.
-    flat = states.to(weight.device).flatten(0, 1), labels.clamp(min=0).flatten()
+    # All positions are computed, and the numbers of untrained ones are masked. To select the trained positions, the
+    # host would have to wait for the device.
+    flat_states = states.to(weight.device).flatten(0, 1)
+    flat_labels = labels.clamp(min=0).flatten()
     with maybe_gather_lm_head_ctx(weight, bias):
-        log_probs, entropy, is_top1 = _ScoredLabels.apply(*flat[:1], weight, bias, flat[1], scale, softcap)
-    log_probs, entropy, is_top1 = (x.view(mask.shape).masked_fill(~mask, 0) for x in (log_probs, entropy, is_top1))
+        flat_scores = _ScoredLabels.apply(flat_states, weight, bias, flat_labels, scale, softcap)
+    log_probs, entropy, is_top1 = (numbers.view(mask.shape).masked_fill(~mask, 0) for numbers in flat_scores)
     return TokenScores(log_probs=log_probs, entropy=entropy, is_top1=is_top1, label_mask=mask)
 
 
 class _ScoredLabels(torch.autograd.Function):
-    """(T, H) states -> log-probability, entropy, is_top1 of labels (T,); logits are made again in backward."""
+    """An autograd function from states (T, H) to the log-probability, the entropy and is_top1 of labels (T,).
+
+    It saves no logits: the backward computes them again, chunk by chunk.
+    """
 
     @staticmethod
     def forward(
@@ -224,13 +276,13 @@ class _ScoredLabels(torch.autograd.Function):
         ctx.scale = scale
         ctx.softcap = softcap
         ctx.save_for_backward(states, weight, bias, labels)
-        scores = []
-        for rows, logits in _chunks(ctx, states, weight, bias=bias):
+        chunk_scores = []
+        for rows, logits in _logit_chunks(ctx, states, weight, bias=bias):
             target = labels[rows, None]
             log_probs = logits.log_softmax(-1)
             entropy = -(log_probs.exp() * log_probs).sum(-1)
-            scores.append((log_probs.gather(1, target)[:, 0], entropy, logits.argmax(-1) == target[:, 0]))
-        log_probs, entropy, is_top1 = (torch.cat(parts) for parts in zip(*scores, strict=True))
+            chunk_scores.append((log_probs.gather(1, target)[:, 0], entropy, logits.argmax(-1) == target[:, 0]))
+        log_probs, entropy, is_top1 = (torch.cat(chunks) for chunks in zip(*chunk_scores, strict=True))
         ctx.mark_non_differentiable(entropy, is_top1)
         return log_probs, entropy, is_top1
 
@@ -239,33 +291,36 @@ class _ScoredLabels(torch.autograd.Function):
         states, weight, bias, labels = ctx.saved_tensors
         wants_states, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         with maybe_gather_lm_head_ctx(weight, bias):
-            of_states = torch.empty_like(states) if wants_states else None
-            exact = torch.promote_types(weight.dtype, torch.float32)
-            of_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
-            of_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
-            cast = weight.to(ctx.dtype)
-            for rows, logits in _chunks(ctx, states, weight, bias=bias):
-                gradient = -logits.softmax(-1)
-                gradient[torch.arange(len(logits), device=logits.device), labels[rows]] += 1
-                gradient *= gradients[0][rows, None] * ctx.scale
+            states_grad = torch.empty_like(states) if wants_states else None
+            # Gradients of the head are sums over chunks, in fp32 at least
+            sum_dtype = torch.promote_types(weight.dtype, torch.float32)
+            weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
+            bias_grad = torch.zeros_like(bias, dtype=sum_dtype) if wants_bias else None
+            cast_weight = weight.to(ctx.dtype)
+            for rows, logits in _logit_chunks(ctx, states, weight, bias=bias):
+                # The derivative of the log-probability by each logit: 1 for the label, minus the probability
+                logits_grad = -logits.softmax(-1)
+                logits_grad[torch.arange(len(logits), device=logits.device), labels[rows]] += 1
+                logits_grad *= gradients[0][rows, None] * ctx.scale
                 if ctx.softcap is not None:
-                    gradient *= 1 - (logits / ctx.softcap) ** 2
-                cast_gradient = gradient.to(ctx.dtype)
-                if of_states is not None:
-                    of_states[rows] = (cast_gradient @ cast).to(states.dtype)
-                if of_weight is not None:
-                    of_weight += cast_gradient.t() @ states[rows].to(ctx.dtype)
-                if of_bias is not None:
-                    of_bias += gradient.sum(0)
-        of_weight = None if of_weight is None else of_weight.to(weight.dtype)
-        return of_states, of_weight, None if of_bias is None else of_bias.to(bias.dtype), None, None, None
+                    logits_grad *= 1 - (logits / ctx.softcap) ** 2
+                cast_grad = logits_grad.to(ctx.dtype)
+                if states_grad is not None:
+                    states_grad[rows] = (cast_grad @ cast_weight).to(states.dtype)
+                if weight_grad is not None:
+                    weight_grad += cast_grad.t() @ states[rows].to(ctx.dtype)
+                if bias_grad is not None:
+                    bias_grad += logits_grad.sum(0)
+        weight_grad = None if weight_grad is None else weight_grad.to(weight.dtype)
+        bias_grad = None if bias_grad is None else bias_grad.to(bias.dtype)
+        return states_grad, weight_grad, bias_grad, None, None, None
 
 
-def _chunks(ctx: Any, states: Tensor, weight: Tensor, *, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Logits (CHUNK, V) of successive rows, in fp32 at least."""
-    cast = weight.to(ctx.dtype)
-    for start in range(0, len(states), CHUNK):
-        rows = slice(start, start + CHUNK)
-        logits = F.linear(states[rows].to(ctx.dtype), cast, None if bias is None else bias.to(ctx.dtype))
+def _logit_chunks(ctx: Any, states: Tensor, weight: Tensor, *, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of the states and the logits of each, (CHUNK_SIZE, V), in fp32 at least."""
+    cast_weight = weight.to(ctx.dtype)
+    for first_row in range(0, len(states), CHUNK_SIZE):
+        rows = slice(first_row, first_row + CHUNK_SIZE)
+        logits = F.linear(states[rows].to(ctx.dtype), cast_weight, None if bias is None else bias.to(ctx.dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * ctx.scale
         yield rows, logits if ctx.softcap is None else ctx.softcap * torch.tanh(logits / ctx.softcap)

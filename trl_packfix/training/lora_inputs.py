@@ -1,4 +1,8 @@
-"""LoRA under autocast: the inputs of adapters are not cast to fp32 and back."""
+"""Save memory of LoRA under autocast: pass inputs to adapters without a cast to fp32.
+
+`loading.py` adds `LoraInputs` to the hooks that are active in packed forwards. A packed forward is a forward on a pack,
+a row of several documents.
+"""
 
 import torch
 from peft.tuners.lora.layer import Linear
@@ -11,17 +15,19 @@ from ..compat import set_lora_cast
 
 
 class LoraInputs(ModelHooks):
-    """In packed forwards under autocast LoRA takes its inputs as they are.
+    """Replaces the cast of inputs in LoRA layers, in packed forwards under autocast.
 
-    peft casts each input to the dtype of the adapter, fp32, and autocast casts it back: a copy in fp32 of what every
-    adapted layer gets. Without dropout the results are equal to the bit; with it, its masks are other ones. peft still
-    casts outside of packs, such as in generation, which may run without autocast, and for variants such as DoRA, which
-    compute in the dtype of the input. Can be removed when peft does not cast under autocast; see dev/upstream.md.
+    peft casts the input of each adapted layer to the dtype of the adapter, fp32, and autocast casts it back, so each
+    input has a copy in fp32. Without the cast the results are equal to the bit; with dropout, other masks are drawn.
+
+    peft's cast stays in two cases: outside of packed forwards, such as in generation, which may run without autocast;
+    and for variants of LoRA such as DoRA, which compute in the dtype of the input. This class can be removed when peft
+    does not cast under autocast; see dev/upstream.md.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self._layers = [each for each in model.modules() if type(each) is Linear and not each.lora_variant]
+        self._layers = [module for module in model.modules() if type(module) is Linear and not module.lora_variant]
 
     def _register(self) -> list[RemovableHandle]:
         set_lora_cast(self._layers, _cast_input)
@@ -32,6 +38,7 @@ class LoraInputs(ModelHooks):
 
 
 def _cast_input(layer: Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the input of a LoRA layer as it is in a packed forward under autocast; else cast it as peft does."""
     if running_forward() is not None and torch.is_autocast_enabled(x.device.type):
         return x
     return Linear._cast_input_dtype(layer, x, dtype)

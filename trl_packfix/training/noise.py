@@ -1,4 +1,9 @@
-"""NEFTune's noise on packs: each document gets the amplitude that it gets alone."""
+"""NEFTune's noise on packs: each document gets noise of the amplitude that it would get unpacked.
+
+NEFTune adds uniform noise to the embeddings of a document; its amplitude depends on the length of the document. A pack
+is one row of several documents, so the length of the row would give a wrong amplitude. `loading.py` puts the hooks of
+`DocumentNoise` on the model instead of the hook of transformers.
+"""
 
 from typing import Any
 
@@ -12,11 +17,19 @@ from ..layout import layout_of
 
 
 class DocumentNoise(ModelHooks):
-    """NEFTune (arXiv 2310.05914): uniform noise of amplitude alpha / sqrt(L d) in packed forwards in train mode.
+    """Hooks that add NEFTune's noise (arXiv 2310.05914) in packed forwards in train mode.
 
-    L is the length of the document, d the size of the embeddings. The ranks that share a pack have one seed, and each
-    draws from a generator of its own: otherwise equal places of the parts would get equal noise. An unpacked model
-    embeds the documents longest first (`sorts_rows`); those with images keep their order, all in one call.
+    The noise is uniform, of amplitude alpha / sqrt(L d). L is the length of the document in tokens, d the size of the
+    embeddings.
+
+    The ranks that share a pack have equal random states, so equal places of their parts of the pack would get equal
+    noise. So each of them draws from a generator whose seed contains the index of its part.
+
+    Args:
+        model: the model, which may compute the documents of a pack as one row, or unpacked, as padded rows.
+        alpha: `neftune_noise_alpha`.
+        sorts_rows: whether an unpacked model embeds the longest documents first, in one or several calls. With images
+            it embeds all documents in one call, in the order of the pack.
     """
 
     def __init__(self, model: PreTrainedModel, alpha: float, sorts_rows: bool = True):
@@ -24,48 +37,55 @@ class DocumentNoise(ModelHooks):
         self.model = model
         self.alpha = alpha
         self.sorts_rows = sorts_rows
-        # For each running forward of the model: lengths of its documents, (N,), the document of each token, (1, T), and
-        # the index of the part if the batch is a part of a pack. None for a forward without boundaries.
+        # For each forward that is running, the innermost last: the lengths of its documents, (N,); the document of each
+        # token, (1, T); and the index of this rank's part, None if the pack is not shared. The entry is None for a
+        # forward on a batch without boundaries of documents.
         self._running: list[tuple[Tensor, Tensor, int | None] | None] = []
         self._num_rows = 0  # rows embedded so far in the latest forward
 
     def _register(self) -> list[RemovableHandle]:
         return [
-            self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            # always_call: documents of a forward that raises must not reach the next one
-            self.model.register_forward_hook(self._leave, always_call=True),
+            self.model.register_forward_pre_hook(self._push_documents, with_kwargs=True),
+            # With `always_call`, the documents of a forward that raises are removed, too
+            self.model.register_forward_hook(self._pop_documents, always_call=True),
             self.model.get_input_embeddings().register_forward_hook(self._add_noise),
         ]
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _push_documents(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember the documents of a forward that begins."""
         bounds = kwargs.get("cu_seq_lens_q")
         layout = layout_of(kwargs)
-        index = layout.index if layout.degree > 1 else None
-        self._running.append(None if bounds is None else (bounds.diff(), kwargs["seq_idx"], index))
+        part_index = layout.index if layout.degree > 1 else None
+        self._running.append(None if bounds is None else (bounds.diff(), kwargs["seq_idx"], part_index))
         self._num_rows = 0
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+    def _pop_documents(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """Forget the documents of a forward that ends."""
         if self._running:
             self._running.pop()
 
     def _add_noise(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Return embeddings, (B, T, d), with the noise of their documents."""
         running = self._running[-1] if self._running else None
         if running is None or not module.training:
             return output
-        lengths, index, part = running
-        if output.shape[:2] == index.shape:
-            length = lengths[index]
-        else:  # an unpacked model embeds documents as rows
-            rows = lengths.clamp(min=1)
+        lengths, document_of_token, part_index = running
+        # The length of the document of each token, (1, T), or of each row, (B, 1)
+        if output.shape[:2] == document_of_token.shape:
+            length = lengths[document_of_token]
+        else:  # an unpacked model embeds each document as a row
+            row_lengths = lengths.clamp(min=1)
             if self.sorts_rows:
-                rows = lengths[lengths > 0].sort(descending=True).values  # empty documents pad their number
-            first = self._num_rows % len(rows)
+                # Empty documents only make the number of documents constant; they are no rows
+                row_lengths = lengths[lengths > 0].sort(descending=True).values
+            first_row = self._num_rows % len(row_lengths)
             self._num_rows += len(output)
-            length = rows[first : first + len(output), None]
+            length = row_lengths[first_row : first_row + len(output), None]
         amplitude = self.alpha / (length * output.shape[-1]).sqrt()
         generator = None
-        if part is not None:  # seeded from the random state that all ranks of a group share
-            seed = int(torch.randint(2**62, ()))  # on the host: a seed on the device would have to be copied
-            generator = torch.Generator(output.device).manual_seed(seed + part)
+        if part_index is not None:
+            # All ranks of a group draw the same seed. It is drawn on the host, as one on the device would be copied.
+            seed = int(torch.randint(2**62, ()))
+            generator = torch.Generator(output.device).manual_seed(seed + part_index)
         noise = torch.empty_like(output).uniform_(-1, 1, generator=generator)
         return output + noise * amplitude.to(output.dtype).unsqueeze(-1)

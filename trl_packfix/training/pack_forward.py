@@ -128,15 +128,16 @@ def pack_forward(
     enforce_flash_attention: bool = True,
     max_length: int | None = None,
 ) -> RowPacking:
-    """Compute padded batches without padding, and beginnings that rows share once. Call it before training.
+    """Compute padded batches without padding, and a beginning that several rows share only once.
 
-    For trainers that give their models padded rows: TRL's `DPOTrainer`, `RewardTrainer`, `KTOTrainer`, `GRPOTrainer`,
-    `RLOOTrainer` and `SFTTrainer` without packing, transformers' `Trainer`, or a model in a loop of your own. The rows
-    of a batch become documents of one pack below the head, and each state comes back to its place, so losses, metrics
-    and samplers are those of the trainer. Generation, and calls with a cache or without a mask, are unchanged.
+    Call it before training, for a trainer that gives its models padded rows: TRL's `DPOTrainer`, `RewardTrainer`,
+    `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer` and `SFTTrainer` without packing, transformers' `Trainer`, or a model in
+    a loop of your own. The rows of a batch become documents of one pack below the head, and each state returns to its
+    place in the padded batch, so losses, metrics and samplers of the trainer do not change. Generation, and calls with
+    a cache or without a mask, do not change either.
 
-    It is tested on the model, as for `SFTTrainer`, and on the first batch: states and gradients of its padded rows and
-    of its pack must be equal up to rounding. Otherwise rows run with padding, and a warning says why.
+    Packs are tested on the model, as for `SFTTrainer`, and on the first batch: states and gradients of its padded rows
+    and of its pack must be equal up to rounding. If they are not, rows run with padding, and a warning says why.
 
     Args:
         trainer_or_model: the trainer, or a transformers model (with or without PEFT) on its device, not wrapped yet.
@@ -150,7 +151,7 @@ def pack_forward(
         A record with `summary()` and `remove()`.
 
     Raises:
-        ValueError: the trainer or the model packs already, or there are settings that a pack does not keep.
+        ValueError: the trainer or the model packs already, or a setting would change the results of packs.
         PackingLeakError: with `on_leak="raise"`, packs differ from padded rows.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,4 +1,10 @@
-"""The packing and the planner of a run, from its config: for the trainer, and for the command line."""
+"""Make the documents, the packing settings and the planner of a run from its config.
+
+`loading.py` and the command line call these functions. A *document* is one training example as the model reads it; a
+*pack* is a row of documents that the model reads together. `documents_of` cuts the rows of a table into documents,
+`packing_of` collects the settings by which documents are packed, and `make_planner` returns an `EpochPlanner`, which
+plans the packs of each epoch from the two. The *capacity* is the most tokens that a pack may hold.
+"""
 
 from dataclasses import fields
 from typing import Any
@@ -15,7 +21,15 @@ from .config import SFTConfig
 
 
 def packing_of(config: SFTConfig, cost_model: CostModel, world_size: int, **settings: Any) -> Packing:
-    """The packing of a run with this config on data-parallel ranks; `settings` are what the run changes."""
+    """Return the settings by which a run packs documents.
+
+    Args:
+        config: the config of the run.
+        cost_model: computes what a document costs.
+        world_size: the number of data-parallel ranks.
+        settings: fields of `Packing` with other values than the config gives.
+    """
+    # First the fields that need more than a look into the config
     speeds: Any = config.exchange_speeds
     settings = {
         "overlong": config.effective_overlong,
@@ -25,13 +39,16 @@ def packing_of(config: SFTConfig, cost_model: CostModel, world_size: int, **sett
         "cost_model": cost_model,
         "world_size": world_size,
     } | settings
-    of_config = (setting.name for setting in fields(Packing) if setting.name not in settings)
-    return Packing(
-        **{n: getattr(config, CONFIG_NAMES[n]) for n in of_config if hasattr(config, CONFIG_NAMES[n])} | settings
-    )
+    # Then the fields that the config has, under the same name or one of `CONFIG_NAMES`
+    for setting in fields(Packing):
+        config_name = CONFIG_NAMES[setting.name]
+        if setting.name not in settings and hasattr(config, config_name):
+            settings[setting.name] = getattr(config, config_name)
+    return Packing(**settings)
 
 
 def documents_of(reader: RowReader, config: SFTConfig) -> Documents:
+    """Return the documents of a table, from the cache of an earlier run if there is one."""
     return cached_documents(
         reader,
         config.max_length,
@@ -45,6 +62,14 @@ def documents_of(reader: RowReader, config: SFTConfig) -> Documents:
 def make_planner(
     config: SFTConfig, documents: Documents, cost_model: CostModel, *, world_size: int, **settings: Any
 ) -> EpochPlanner:
-    """The planner of a run with this config. Without `max_length`, the longest document sets the capacity."""
+    """Return the planner of a run.
+
+    Args:
+        config: the config of the run. Without its `max_length`, the longest document sets the capacity of packs.
+        documents: the documents of the training set.
+        cost_model: computes what a document costs.
+        world_size: the number of data-parallel ranks.
+        settings: fields of `Packing` with other values than the config gives.
+    """
     settings = {"max_length": config.max_length or int(documents.lengths.max())} | settings
     return EpochPlanner(documents, packing_of(config, cost_model, world_size, **settings))

@@ -1,4 +1,8 @@
-"""The rows of a training set as a trainer with packing prepares, and refuses, them, without a trainer and a model."""
+"""Prepare a training set as a trainer with packing does, without a trainer and without a model.
+
+The command line uses these functions to plan packs, and to show and check documents. The checks, the set-up of the
+tokenizer and the choice of the loss are repeated here as in the constructors of `SFTTrainer` and of TRL's trainer.
+"""
 
 import copy
 from pathlib import Path
@@ -26,17 +30,25 @@ from .images import measure_rows, row_processor
 
 
 def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> Dataset:
-    """Tokens and labels of the rows of a table; a table that is tokenised is only checked.
+    """Tokenise the rows of a table as the trainer does. A table that is already tokenised is only checked.
 
-    With `bad_rows="drop"`, rows that cannot be tokenised have no tokens, and the reason in the column `BAD_ROW_COLUMN`.
+    Args:
+        dataset: the training set.
+        processing_class: the tokenizer, or a processor. It gets the chat template and the special tokens of `args`.
+        args: the config of the run.
+
+    Returns:
+        A table with tokens and labels. With `bad_rows="drop"`, a row that cannot be tokenised has no tokens, and the
+        reason in the column `BAD_ROW_COLUMN`.
     """
-    completion_only = _prepare(dataset, processing_class, args)
+    completion_only = _check_and_set_up(dataset, processing_class, args)
     if "input_ids" in dataset.column_names:
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         check_tokenised(dataset, "train", max(len(tokenizer), tokenizer.vocab_size), packing=True)
         return dataset
-    settings = {"tokenizer": processing_class, "completion_only_loss": completion_only, "marks": True}
-    rows = make_samples(dataset, "train", args, **settings).rows
+    rows = make_samples(
+        dataset, "train", args, tokenizer=processing_class, completion_only_loss=completion_only, marks=True
+    ).rows
     assert isinstance(rows, Dataset)
     return rows
 
@@ -84,8 +96,8 @@ def check_data(
 
 
 def prepare_images(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRows:
-    """The documents of rows with images, measured."""
-    completion_only = _prepare(dataset, processor, args)
+    """Return the reader of a table of rows with images, which are measured as the trainer does."""
+    completion_only = _check_and_set_up(dataset, processor, args)
     collate = DataCollatorForVisionLanguageModeling(
         processor=processor, completion_only_loss=completion_only, dataset_text_field=args.dataset_text_field
     )
@@ -94,14 +106,21 @@ def prepare_images(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRo
     return measure_rows(dataset, row_processor(collate, args.per_turn), "train", args=args, marks=True)
 
 
-def _prepare(dataset: Dataset, processing_class: Any, args: SFTConfig) -> bool:
-    """Refuse what a trainer refuses, and set the tokenizer up as TRL does. Returns `completion_only_loss`."""
+def _check_and_set_up(dataset: Dataset, processing_class: Any, args: SFTConfig) -> bool:
+    """Refuse what a trainer refuses, and set the tokenizer up as TRL does.
+
+    Returns:
+        Whether only completions are trained.
+    """
+    # First refuse settings that cannot be combined, and datasets that cannot be used
     refuse_conflicts(RunSettings(args=args, train_dataset=dataset, columns=tuple(dataset.column_names)))
     check_datasets(args, dataset, None, is_formatted=False)
+    # Then set EOS, chat template and pad token
     _set_up(processing_class, args)
     if args.completion_only_loss is not None:
         return args.completion_only_loss
-    return {"prompt", "completion"} <= {*dataset.column_names}  # as in TRL
+    # Like TRL, train only the completions of a dataset of prompts and completions
+    return {"prompt", "completion"} <= {*dataset.column_names}
 
 
 def _set_up(processing_class: Any, args: SFTConfig) -> None:
@@ -115,13 +134,15 @@ def _set_up(processing_class: Any, args: SFTConfig) -> None:
                 "tokenizer, or leave it unset."
             )
         tokenizer.eos_token = args.eos_token
-    path = args.chat_template_path
-    if path is not None and Path(path).is_file() and path.endswith((".jinja", ".j2")):
-        processing_class.chat_template = Path(path).read_text(encoding="utf-8")
-    elif path is not None:
-        source = AutoTokenizer.from_pretrained(path)
-        known = tokenizer.get_vocab()
+    template_path = args.chat_template_path
+    if template_path is not None and Path(template_path).is_file() and template_path.endswith((".jinja", ".j2")):
+        processing_class.chat_template = Path(template_path).read_text(encoding="utf-8")
+    elif template_path is not None:
+        # The template is that of another tokenizer, and may use tokens that this one does not have
+        source = AutoTokenizer.from_pretrained(template_path)
+        vocabulary = tokenizer.get_vocab()
         processing_class.chat_template = source.get_chat_template()
-        tokenizer.add_tokens([token for token in source.added_tokens_decoder.values() if token.content not in known])
+        added_tokens = source.added_tokens_decoder.values()
+        tokenizer.add_tokens([token for token in added_tokens if token.content not in vocabulary])
         tokenizer.eos_token = source.eos_token
     tokenizer.pad_token = args.pad_token or tokenizer.pad_token or tokenizer.eos_token

@@ -1,4 +1,9 @@
-"""Show what is being done, and for how long, where people wait before the first step: on rank 0 only."""
+"""Show on stderr what is done before the first step, where users wait for it: on rank 0 only.
+
+`status_shown` shows a text and the elapsed time while the dataset is read or a model is proved; `proof_status` adds how
+many forwards the proof has run. The `say_deepspeed_*` functions print a line before DeepSpeed compiles an extension,
+which takes minutes and prints nothing.
+"""
 
 import os
 import sys
@@ -16,14 +21,15 @@ from transformers import TrainingArguments
 from ..attention.models import base_model
 from ..isolation.packed_model import PackedModel
 
-USUAL_FORWARDS = 12  # of a probe of a dense decoder with nothing to repair (tests/training/test_progress.py)
+# Forwards that a proof runs on a dense decoder with nothing to repair (tests/training/test_progress.py)
+USUAL_FORWARDS = 12
 
 
 @contextmanager
 def status_shown(args: TrainingArguments, text: str) -> Iterator[Callable[[str], None]]:
-    """Show `text` and the elapsed time on stderr while the block runs; the yielded function replaces the text.
+    """Show `text` and the elapsed time on stderr in this context, and yield a function that replaces the text.
 
-    Nothing is shown on other ranks, and with `disable_tqdm`. A file gets one line, when the block ends.
+    Nothing is shown with `disable_tqdm`, nor on ranks above 0. If stderr is a file, it gets one line at the end.
     """
     with Progress(
         TextColumn("{task.description}"),
@@ -40,10 +46,10 @@ def status_shown(args: TrainingArguments, text: str) -> Iterator[Callable[[str],
 
 @contextmanager
 def proof_status(args: TrainingArguments, packed_model: PackedModel) -> Iterator[None]:
-    """Show the forwards that the probe and the search for a repair have run so far."""
+    """Show in this context how many forwards the proof and the search for a repair of a model have run."""
     model = base_model(packed_model.model)
     with status_shown(args, f"Proving isolation on {type(model).__name__}") as show:
-        if args.torch_compile:  # a hook would be compiled, and its removal compile the model again
+        if args.torch_compile:  # torch would compile the model with the hook, and again after its removal
             yield
             return
         count = 0
@@ -51,10 +57,12 @@ def proof_status(args: TrainingArguments, packed_model: PackedModel) -> Iterator
         def count_forward(*_: object) -> None:
             nonlocal count
             count += 1
-            kinds = packed_model.repaired
-            what = f"Repairing {', '.join(repair.module for repair in kinds)}" if kinds else "Proving isolation"
-            about = f" of about {USUAL_FORWARDS}" if count <= USUAL_FORWARDS and not kinds else ""
-            show(f"{what} on {type(model).__name__}: forward {count}{about}")
+            action = "Proving isolation"
+            usual_count = f" of about {USUAL_FORWARDS}" if count <= USUAL_FORWARDS else ""
+            if packed_model.repaired:
+                action = f"Repairing {', '.join(repair.module for repair in packed_model.repaired)}"
+                usual_count = ""
+            show(f"{action} on {type(model).__name__}: forward {count}{usual_count}")
 
         handle = model.register_forward_pre_hook(count_forward)
         try:
@@ -64,23 +72,23 @@ def proof_status(args: TrainingArguments, packed_model: PackedModel) -> Iterator
 
 
 def say_deepspeed_communicates(args: TrainingArguments) -> None:
-    """Say what DeepSpeed compiles when ranks on CPUs first meet."""
+    """Print a line if DeepSpeed is going to compile its communication for CPUs, when ranks first exchange data."""
     uses_deepspeed = args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     if uses_deepspeed and not torch.accelerator.is_available():
         _say_compiles("deepspeed_shm_comm", "communication of ranks on this machine")
 
 
 def say_deepspeed_offloads(accelerator: Accelerator) -> None:
-    """Say what DeepSpeed compiles when training begins with optimizer states in the machine's memory."""
+    """Print a line if DeepSpeed is going to compile its optimizer for states in CPU memory, when training begins."""
     plugin = accelerator.state.deepspeed_plugin
     key = "zero_optimization.offload_optimizer.device"
     if plugin is not None and plugin.hf_ds_config.get_value(key) == "cpu":
         _say_compiles("cpu_adam", "AdamW on the CPU")
 
 
-def _say_compiles(extension: str, what: str) -> None:
-    """One line on stderr, unless it was compiled before: DeepSpeed itself prints nothing."""
+def _say_compiles(extension: str, purpose: str) -> None:
+    """Print a line on stderr that DeepSpeed compiles an extension, unless it was compiled before."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     if os.environ.get("LOCAL_RANK", "0") == "0" and not any(folder.glob(f"**/{extension}.so")):
-        text = f"DeepSpeed compiles `{extension}` ({what}), once on each machine. This may take minutes."
+        text = f"DeepSpeed compiles `{extension}` ({purpose}), once on each machine. This may take minutes."
         print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,11 @@
-"""Remember the proofs of a model in files beside the dataset, so that the next start does not prove the same again.
+"""Remember the proofs of a model in files beside the dataset, so that the next start need not repeat them.
 
-A proof is remembered if it passed on the model as it was given: without a repair, and without images. The name of its
-file is a hash of what it depends on:
+A proof is a test before training that documents in a pack do not influence each other on this model. Its result is an
+`IsolationReport`. `PackedModel` calls `RememberedProofs.recall` in place of the test, which returns the saved report of
+an earlier start, or runs the test and saves its report.
+
+A report is saved if the test passed without a repair of the model, on text only. The name of its file is a hash of
+everything that the proof depends on:
 
 - the code of this package (every file), and the versions of all packages that are loaded or installed, kernels among
   them;
@@ -9,8 +13,8 @@ file is a hash of what it depends on:
 - the files of the classes of these modules, and the files beside them, because a version says nothing about a package
   whose code is edited in place.
 
-A function that was replaced while the program runs, or that a class calls from another folder without a version, cannot
-be seen here. The comparison of the first step, which is made at every start, runs it.
+Two kinds of functions are not part of the hash: one that is replaced while the program runs, and one without a version
+that a class calls from another folder. They still run in the comparison of the first step, which every start makes.
 """
 
 import hashlib
@@ -36,11 +40,16 @@ from ..isolation.isolation_report import IsolationReport
 from ..isolation.probed_model import gather_values
 from ..samples.row import PREPARATION_SOURCE_HASH
 
-SIMPLE = (bool, int, float, str, type(None))
+SIMPLE_TYPES = (bool, int, float, str, type(None))  # types of attributes of modules that enter the hash
 
 
 class RememberedProofs:
-    """Proofs in a folder. They may depend on `settings` of the run that the model does not show."""
+    """The saved proofs of a folder.
+
+    Args:
+        folder: the folder of the files.
+        settings: settings of the run on which proofs depend and that are not visible on the model.
+    """
 
     def __init__(self, folder: Path, settings: object):
         self.folder = folder
@@ -49,9 +58,15 @@ class RememberedProofs:
     def recall(
         self, wrapped: nn.Module, prove: Callable[[], IsolationReport], *, model: nn.Module, case: object
     ) -> IsolationReport:
-        """The report of an earlier start on the same `model`, settings and `case`, or that of `prove`.
+        """Return the report of an earlier start, or run the proof, return its report and save it if it passed.
 
-        All ranks must call it: where one does not remember, all prove.
+        All ranks must call it. If a rank has no saved report, all ranks run the proof.
+
+        Args:
+            wrapped: the model as the engine has wrapped it.
+            prove: runs the proof.
+            model: the model without a wrapper.
+            case: what is proved of the model.
         """
         key = hashlib.sha256(repr([case, self.settings, *_proof_key_parts(wrapped, model)]).encode()).hexdigest()
         file = self.folder / f"{PREFIX}-proof-{key[:16]}{SUFFIX}"
@@ -66,64 +81,72 @@ class RememberedProofs:
 
 
 def _proof_key_parts(wrapped: nn.Module, model: Any) -> Iterator[Any]:
-    """What a proof depends on, without an address or a time."""
+    """Yield what a proof depends on, in forms that have equal texts in every process: no addresses and no times."""
+    # Code and versions
     device = next(model.parameters()).device.type
     versions = {name: _package_version(name) for name in [*sys.modules] if "." not in name}
     yield PREPARATION_SOURCE_HASH, sorted((name, version) for name, version in versions.items() if version is not None)
-    # A kernel may be loaded only when it first runs. The names of these folders hold the name and the version
+    # A kernel that is loaded only when it first runs has no version yet, so the names of the folders of all installed
+    # packages enter the hash, which contain name and version
     yield sorted({folder.name for place in sys.path for folder in Path(place).glob("*-info")})
+    # Device, ranks and precision. torch.get_float32_matmul_precision() raises after one of the two precisions was set
+    # by itself, as `tf32=True` does.
     yield device, dist.is_initialized() and dist.get_world_size()
-    # torch.get_float32_matmul_precision() raises once one of these was set, as `tf32=True` does
-    yield [each.matmul.fp32_precision for each in (torch.backends.cuda, torch.backends.mkldnn)]
+    yield [backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)]
     yield torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability()
     yield torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device))
+    # The model
     yield model.config.to_json_string(use_diff=False)
-    kinds = {type(module) for module in wrapped.modules()}
-    yield sorted((f"{kind.__module__}.{kind.__qualname__}", repr(_code_content(kind.forward))) for kind in kinds)
-    yield sorted(_hashes_of_code(kinds))
+    classes = {type(module) for module in wrapped.modules()}
+    yield sorted((f"{cls.__module__}.{cls.__qualname__}", repr(_code_content(cls.forward))) for cls in classes)
+    yield sorted(_hashes_of_code(classes))
     for name, module in model.named_modules():
-        yield name, sorted((key, value) for key, value in vars(module).items() if isinstance(value, SIMPLE))
+        yield name, sorted((key, value) for key, value in vars(module).items() if isinstance(value, SIMPLE_TYPES))
         yield type(module).__qualname__, _code_content(vars(module).get("forward"))
     for module in wrapped.modules():
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        yield [_code_content(getattr(hook, "func", hook)) for hook in hooks]  # of a partial, the function
+        yield [_code_content(getattr(hook, "func", hook)) for hook in hooks]  # `func` is the function of a `partial`
     for name, values in [*model.named_parameters(), *model.named_buffers()]:
         yield name, tuple(values.shape), str(values.dtype), values.requires_grad
 
 
-def _hashes_of_code(kinds: set[type[nn.Module]]) -> set[str]:
-    """Hash each Python file in the folders that define these classes and their bases."""
+def _hashes_of_code(classes: set[type[nn.Module]]) -> set[str]:
+    """Return a hash of each Python file in the folders that define these classes and their bases."""
     hashes = set()
     folders = set()
-    for base in {base for kind in kinds for base in kind.__mro__}:
+    bases = {base for cls in classes for base in cls.__mro__}
+    for base in bases:
         try:
             folders.add(Path(inspect.getfile(base)).parent)
-        except (OSError, TypeError):  # built in, or typed in a notebook
+        except (OSError, TypeError):  # the class is built in, or was typed in a notebook
             hashes.add(repr([_code_content(value) for value in vars(base).values()]))
-    for file in {file for folder in folders for file in folder.glob("*.py")}:
-        with suppress(OSError):  # it belongs to another user
-            hashes.add(hashlib.sha256(file.read_bytes()).hexdigest())
+    for folder in folders:
+        for file in folder.glob("*.py"):
+            with suppress(OSError):  # the file may belong to another user
+                hashes.add(hashlib.sha256(file.read_bytes()).hexdigest())
     return hashes
 
 
 def _package_version(package: str) -> str | None:
+    """Return the version of a package that is loaded; None if it does not say it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of packages that will take it away
+        warnings.simplefilter("ignore")  # some packages warn that they will remove `__version__`
         version = getattr(sys.modules.get(package), "__version__", None)
     return version if isinstance(version, str) else None
 
 
 def _code_content(function: Any) -> Any:
-    """What a function does, without the places of its lines; None of anything else."""
+    """Return the content of a function or a code object without line numbers; None for any other value."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else function
     if not isinstance(code, CodeType):
         return None
-    constants = [_constant_content(each) for each in code.co_consts]
+    constants = [_constant_content(constant) for constant in code.co_consts]
     return code.co_code.hex(), code.co_names, code.co_varnames, constants
 
 
 def _constant_content(value: Any) -> Any:
+    """Return the content of a constant of a code object, which may be the code of an inner function."""
     if isinstance(value, CodeType):
         return _code_content(value)
-    # The order of a set of texts differs between processes
+    # A set of texts has another order in each process
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)

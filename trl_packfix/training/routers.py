@@ -1,6 +1,9 @@
-"""Routers of mixtures of experts: whether a model has one, and the load-balancing statistic of a pack on several ranks.
+"""Routers of mixtures of experts: the check of the router loss, and its statistic for packs that ranks share.
 
-Some configs have the fields of a mixture of experts although no layer has experts.
+A router chooses the experts that compute a token. The router loss (`router_aux_loss_coef`) adds a load-balancing
+statistic of the logits of all routers. `objective.py` calls `check_router_loss` when the trainer is constructed,
+because the config of a model may have the fields of a mixture of experts although no layer has experts. In training it
+calls `group_load_balancing` where several ranks share a pack.
 """
 
 import warnings
@@ -19,24 +22,29 @@ from .trainer_view import TrainerView
 
 
 def gives_router_logits(model: PreTrainedModel) -> bool:
-    """Whether a layer has a router. True also for a model that does not declare the classes of its routers."""
-    classes: list[Any] = []
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            recorders = (part._can_record_outputs or {}).get("router_logits", [])
+    """Return whether a layer of the model has a router, or the model does not declare the classes of its routers."""
+    router_classes: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            recorders = (module._can_record_outputs or {}).get("router_logits", [])
             recorders = recorders if isinstance(recorders, list) else [recorders]
-            classes += [getattr(recorder, "target_class", recorder) for recorder in recorders]
-    return not classes or any(isinstance(module, tuple(set(classes))) for module in model.modules())
+            router_classes += [getattr(recorder, "target_class", recorder) for recorder in recorders]
+    if not router_classes:
+        return True
+    return any(isinstance(module, tuple(set(router_classes))) for module in model.modules())
 
 
 def check_router_loss(trainer: TrainerView) -> None:
-    """Switch the router loss off for a model without router logits, or refuse it. (TRL reads the config alone.)"""
+    """Switch the router loss off for a model that has no router logits, or refuse it if the user has set it.
+
+    TRL switches the loss on by the config of the model, without a look at its layers.
+    """
     if not trainer.aux_loss_enabled:
         return
     args = trainer.args
     model = base_model(trainer.model)
     text = model.config.get_text_config()
-    # Below TRL 1.13 the default is a number, which the user has not given
+    # The default is compared, too, because it is a number above 0 in TRL before 1.13
     is_set = args.router_aux_loss_coef not in (0.0, type(args).__dataclass_fields__["router_aux_loss_coef"].default)
     if not gives_router_logits(model):
         if is_set:
@@ -45,7 +53,7 @@ def check_router_loss(trainer: TrainerView) -> None:
                 "of its layers has a router, so there is no router loss to add. Set `router_aux_loss_coef=0.0`, or "
                 "leave it at its default."
             )
-        _switch_off(trainer, text)
+        _switch_router_loss_off(trainer, text)
         return
     if drops_router_logits(model):
         problem = (
@@ -56,7 +64,7 @@ def check_router_loss(trainer: TrainerView) -> None:
         if is_set:
             raise ValueError(problem)
         warnings.warn(problem, stacklevel=2)
-        _switch_off(trainer, text)
+        _switch_router_loss_off(trainer, text)
         return
     name_num_experts(text)
     checkpointing: Any = args.gradient_checkpointing_kwargs or {}
@@ -73,8 +81,8 @@ def check_router_loss(trainer: TrainerView) -> None:
         warnings.warn(problem, stacklevel=2)
 
 
-def _switch_off(trainer: TrainerView, config: PreTrainedConfig) -> None:
-    """Train without a router loss. `config` is that of the text model."""
+def _switch_router_loss_off(trainer: TrainerView, config: PreTrainedConfig) -> None:
+    """Switch the router loss off in the trainer and in the config of the text model."""
     trainer.aux_loss_enabled = False
     trainer.router_aux_loss_coef = 0.0
     config.output_router_logits = False
@@ -83,21 +91,29 @@ def _switch_off(trainer: TrainerView, config: PreTrainedConfig) -> None:
 def group_load_balancing(
     router_logits: list[Tensor], num_experts: int, num_chosen: int, *, row_counts: Tensor, degree: int
 ) -> Tensor:
-    """transformers' load-balancing statistic of a pack that `degree` ranks share; all of them must call it.
+    """Return transformers' load-balancing statistic of a pack that several ranks share. All of them must call it.
 
-    Its value is that of the whole pack, its gradient that of this part. `router_logits` of each layer are
-    (T / s, experts), and each row counts `row_counts` times, (T / s,); padding does not.
+    Its value is the statistic of the whole pack, and its gradient flows to the part of the pack on this rank.
+
+    Args:
+        router_logits: of each layer, the logits of the tokens on this rank, (T / degree, experts).
+        num_experts: the number of experts of a layer.
+        num_chosen: the number of experts that compute a token.
+        row_counts: how many tokens each row stands for, (T / degree,); 0 for padding.
+        degree: the number of ranks that share the pack.
     """
-    routed = probability = torch.zeros(num_experts, device=row_counts.device)
+    # Sums over layers and rows of this rank, by expert: how often it was chosen, and its probability
+    times_chosen = torch.zeros(num_experts, device=row_counts.device)
+    probability = torch.zeros(num_experts, device=row_counts.device)
     counts = row_counts.float()
-    for layer in router_logits:  # layer by layer: the weights of all layers at once would need much memory
-        weights = layer.reshape(-1, num_experts).softmax(dim=-1)
-        chosen = weights.topk(num_chosen, dim=-1).indices
-        routed = routed.scatter_add(0, chosen.flatten(), counts.repeat_interleave(num_chosen))
+    for logits in router_logits:  # layer by layer, as the weights of all layers together would need much memory
+        weights = logits.reshape(-1, num_experts).softmax(dim=-1)
+        chosen_experts = weights.topk(num_chosen, dim=-1).indices
+        times_chosen = times_chosen.scatter_add(0, chosen_experts.flatten(), counts.repeat_interleave(num_chosen))
         probability = probability + (weights.float() * counts[:, None]).sum(0)
-    sums = torch.cat([routed, probability.detach(), counts.sum()[None] * len(router_logits)])
+    sums = torch.cat([times_chosen, probability.detach(), counts.sum()[None] * len(router_logits)])
     dist.all_reduce(sums, group=group_of(degree))
     num_rows = sums[-1].clamp(min=1)
-    # The value of the whole pack, the gradient of this part
-    whole = probability + (sums[num_experts:-1] - probability.detach())
-    return num_experts * ((sums[:num_experts] / num_rows) * (whole / num_rows)).sum()
+    # The value is the sum over all ranks, and the gradient is the gradient of this rank's summand
+    pack_probability = probability + (sums[num_experts:-1] - probability.detach())
+    return num_experts * ((sums[:num_experts] / num_rows) * (pack_probability / num_rows)).sum()

@@ -1,4 +1,9 @@
-"""What the parts of the trainer read of TRL's trainer, and set: all of it is here, by name."""
+"""The attributes and methods of TRL's trainer that this package reads, sets and calls.
+
+`SFTTrainer` holds objects that do the work of a run: data, training objective, user code, evaluation and restart. Each
+is a `TrainerPart`, which holds the trainer. Such an object sees the trainer as a `TrainerView`, so this protocol lists
+everything that may break with another version of TRL or transformers.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,17 +23,17 @@ from .config import SFTConfig
 
 
 class TrainerView(Protocol):
-    """A trainer during a run. The model and the datasets are there when it is constructed, and may be replaced."""
+    """A trainer during a run. The user may replace its model and its datasets after it is constructed."""
 
     args: SFTConfig
     accelerator: Accelerator
     state: TrainerState
     callback_handler: CallbackHandler
     model: nn.Module
-    model_wrapped: nn.Module  # by the engine
+    model_wrapped: nn.Module  # the model as the engine has wrapped it
     packed_model: PackedModel
     packing_report: PackingReport | None
-    user_code: Any  # `UserCode`, which reads this
+    user_code: Any  # a `UserCode`, whose module imports this one
 
     train_dataset: Any
     eval_dataset: Any
@@ -38,7 +43,7 @@ class TrainerView(Protocol):
     _is_vision_dataset: bool
     padding_free: bool
     completion_only_loss: bool
-    _train_batch_size: int  # lowered by `auto_find_batch_size`
+    _train_batch_size: int  # `auto_find_batch_size` lowers it
 
     compute_loss_func: Callable[..., Any] | None
     compute_metrics: Callable[..., Any] | None
@@ -50,7 +55,7 @@ class TrainerView(Protocol):
     current_gradient_accumulation_steps: int
     _loss_shifts_labels: bool
     _total_train_tokens: int
-    _metrics: dict[str, Any]  # averaged by TRL's `log`
+    _metrics: dict[str, Any]  # TRL's `log` averages them
 
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
@@ -72,30 +77,39 @@ class TrainerView(Protocol):
 class DataRanks:
     """The place of this process among the data-parallel ranks.
 
-    With `DistributedConfig(tp_size=...)` of transformers, `copies` neighbouring processes hold one model between them,
-    by heads, features or experts. They run the same batches, so together they are one rank, and what each of them
-    counts is counted so many times.
+    With `DistributedConfig(tp_size=...)` of transformers, several neighbouring processes divide one model by heads,
+    features or experts. They run the same batches, so together they are one data-parallel rank. A sum over all
+    processes counts each of their tokens `copies` times.
+
+    Attributes:
+        rank: the data-parallel rank of this process.
+        count: the number of data-parallel ranks.
+        copies: the number of processes of a data-parallel rank.
+        index: the index of this process among those of its data-parallel rank.
+        may_share: whether several processes may have the same pack, or parts of one pack.
     """
 
     rank: int
     count: int
     copies: int
-    index: int  # of this process among the copies
-    may_share: bool  # whether several processes may have the same pack, or parts of it
+    index: int
+    may_share: bool
 
     @classmethod
     def from_args(cls, args: SFTConfig, copies: int) -> "DataRanks":
+        """Return the place of this process if `copies` neighbouring processes divide each model."""
         rank, index = divmod(args.process_index, copies)
         may_share = copies > 1 or (args.world_size > 1 and args.tokens_per_rank is not None)
         return cls(rank, args.world_size // copies, copies, index, may_share)
 
 
 class TrainerPart:
-    """What a trainer holds, and reads the trainer."""
+    """An object that a trainer holds for a part of its work, and that holds the trainer."""
 
     def __init__(self, trainer: TrainerView):
         self._trainer = trainer
 
     @property
     def args(self) -> SFTConfig:
+        """The config of the trainer."""
         return self._trainer.args

@@ -138,11 +138,11 @@ class UserCode(TrainerPart):
                 "tokens. In a mean over each micro-batch, the tokens of a pack with few of them count more than in the "
                 f"mean over the optimizer step. {remedy}"
             )
-        most, fewest, largest_gap = uneven_weights(schedule, trained)
+        most_tokens, fewest_tokens, largest_gap = uneven_weights(schedule, trained)
         return (
-            f"{code} {computes} the loss of packs. In the first epoch they hold {fewest:,} to {most:,} trained tokens, "
-            f"so in a mean over each micro-batch a token counts up to {largest_gap:.0%} more or less than in the mean "
-            f"over its optimizer step. {remedy}"
+            f"{code} {computes} the loss of packs. In the first epoch they hold {fewest_tokens:,} to {most_tokens:,} "
+            f"trained tokens, so in a mean over each micro-batch a token counts up to {largest_gap:.0%} more or less "
+            f"than in the mean over its optimizer step. {remedy}"
         )
 
 
