@@ -87,7 +87,7 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
             length = document.num_rows
             hue = HUES[number % len(HUES)]
             axes.broken_barh([(start, length)], (y - 0.2, 0.4), facecolor=hue, alpha=PALE, linewidth=0)
-            spans = [(start + first, end - first) for trained, first, end in document.own_runs if trained]
+            spans = [(start + first, end - first) for trained, first, end in document.own_spans if trained]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=hue, linewidth=0)
             if length > MIN_BOUNDED * widest:
                 axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
