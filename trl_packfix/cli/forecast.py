@@ -146,7 +146,7 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast, list[str]]:
         loss += f". None of these lengths loses at most {MAX_LOST_SHARE:.0%}: try a longer one"
     how_long = _how_long(sorted(alike, key=lambda run: run.report.world_size))
     reasons = [f"max_length {report.max_length:,} {loss}.", how_long]
-    reasons.append(f"It needs memory for {report.groups.needs(report)}.")
+    reasons.append(f"It needs memory for {report.groups.memory_text(report)}.")
     place = rows.index(pick)
     for word, others in (("shorter", rows[:place][-1:]), ("longer", rows[place + 1 :][:1])):
         reasons += [
@@ -167,7 +167,7 @@ def _how_long(runs: list[Forecast]) -> str:
     widest = runs[-1].report
     if widest.world_size > 1:
         waiting = f"waiting for each other adds {(widest.imbalance or 1) - 1:.1%}"
-        text += f"; on {widest.world_size:,} ranks {waiting}{widest.groups.exchange}"
+        text += f"; on {widest.world_size:,} ranks {waiting}{widest.groups.exchange_text}"
     return f"{text}."
 
 

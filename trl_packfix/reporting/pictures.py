@@ -103,7 +103,7 @@ def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") ->
             if end - first > 2 * MIN_LABELLED * widest:
                 rank = f"rank {held['rank']}"
                 axes.text((first + end) / 2, y + 0.5, rank, ha="center", va="center", fontsize=6, color=INK)
-    tokens = report.groups.axis(report)
+    tokens = report.groups.axis_label(report)
     if any(pack.cu_seq_lens_k for pack in sample.packs):
         tokens = f"computed tokens (capacity {report.capacity:,}); what documents share is drawn once"
     axes.set(xlim=(0, widest * 1.002), ylim=(len(sample.packs) - 0.4, -1.15), xlabel=tokens)
