@@ -19,7 +19,7 @@ from ..planning.costs import CostModel
 from ..planning.parallel import possible_degrees
 from ..planning.units import Synchronisation
 from ..reporting.build import make_report
-from ..reporting.columns import COLUMNS, KEYS, Column
+from ..reporting.columns import COLUMNS, KEY_COLUMNS, Column
 from ..reporting.report import MAX_LOST_SHARE, PackingReport
 from ..reporting.savings import estimated_savings
 from ..training.choices import RunSettings
@@ -254,7 +254,7 @@ def _show_memory(console: Console, needed: memory.PredictedMemory, world_sizes: 
         console.print(f"\npeak with {needed.rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)")
         of_number = [row for row in needed.rows if row["gpus"] == gpus]
         cells = {column: [column.cell(column.value(row)) for row in of_number] for column in memory.COLUMNS}
-        for table in _make_tables(cells, console, keys=memory.KEYS):
+        for table in _make_tables(cells, console, keys=memory.KEY_COLUMNS):
             console.print(table, "")
     console.print(needed.notes)
 
@@ -275,11 +275,13 @@ def _show_forecasts(console: Console, plans: list[Forecast], config: SFTConfig) 
         console.print(f"images   {first.images.line()} (in the first line of the table)")
     steps = f"accumulation {first.accumulation}, balance {config.balance!r}"
     console.print(f"micro-batches of {first.groups.per_rank_text(first)}, {steps}")
-    values = {column: [column.value(plan.report) for plan in plans] for column in (*KEYS, *COLUMNS) if column.heading}
+    values = {
+        column: [column.value(plan.report) for plan in plans] for column in (*KEY_COLUMNS, *COLUMNS) if column.heading
+    }
     values |= {column: [column.value(plan) for plan in plans] for column in FORECAST}
     known = {column: found for column, found in values.items() if any(value is not None for value in found)}
     for table in _make_tables(
-        {column: [*map(column.cell, found)] for column, found in known.items()}, console, keys=KEYS
+        {column: [*map(column.cell, found)] for column, found in known.items()}, console, keys=KEY_COLUMNS
     ):
         console.print("", table)
     console.print("\n" + "; ".join(f"{column.heading}: {column.legend}" for column in known if column.legend))
