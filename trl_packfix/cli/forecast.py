@@ -254,7 +254,7 @@ def _show_memory(console: Console, needed: memory.PredictedMemory, world_sizes: 
         console.print(f"\npeak with {needed.rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)")
         of_number = [row for row in needed.rows if row["gpus"] == gpus]
         cells = {column: [column.cell(column.value(row)) for row in of_number] for column in memory.COLUMNS}
-        for table in _make_tables(cells, console, keys=memory.KEY_COLUMNS):
+        for table in _make_tables(cells, console, keys=memory.KEYS):
             console.print(table, "")
     console.print(needed.notes)
 
