@@ -103,7 +103,7 @@ def plan_packs(
                 f"{name}={value!r} was given. The random order is drawn from non-negative integers. Set {name} to 0 "
                 "or more."
             )
-    assert traits.plan is not None, "lengths are enough"
+    assert traits.plan is not None, "the strategy has no planner"
     lengths = validate_lengths(lengths, capacity)
     rng = np.random.default_rng([seed, epoch])
     return traits.plan(lengths, capacity, order=rng.permutation(len(lengths)), rng=rng)

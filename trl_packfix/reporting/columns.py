@@ -15,7 +15,7 @@ from ..data.documents import DocumentCounts
 
 @dataclass(frozen=True)
 class Column:
-    """A number of a report, or of another record.
+    """A number that is read from a report, or from a row of any other table of the command line.
 
     A column with a heading is shown in the tables of `plan`, except where no row has a value. A column with a metric
     goes to loggers.

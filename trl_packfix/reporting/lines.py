@@ -101,7 +101,7 @@ def _unpacked_text(report: "PackingReport") -> str:
     if STRATEGIES[report.strategy].keeps_unpacked_steps:
         steps = "the same steps" if report.unpacked_loss == 1 else "the same steps but for the loss"
         return f"{steps}: no setting has to change"
-    assert report.documents_per_step is not None, "it is known for a table"
+    assert report.documents_per_step is not None, "the documents of a step are not known"
     documents = report.unpacked_documents
     ratio = report.documents_per_step / documents
     if ratio < 1.1:  # the learning rate would be at most 1.05 times as high

@@ -78,13 +78,13 @@ class ShownDocument:
 
     def to_dict(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         """Return the document as JSON values; its spans have texts if there is a tokenizer."""
-        parts = []
+        span_values = []
         for trained, first, end in self.spans:
             ids = None if self.tokens is None else self.tokens[first:end]
             text = None if ids is None or tokenizer is None else _decode_tokens(tokenizer, ids)
-            parts.append({"trained": trained, "input_ids": None if ids is None else ids.tolist(), "text": text})
+            span_values.append({"trained": trained, "input_ids": None if ids is None else ids.tolist(), "text": text})
         values = {"row": self.row, "start": self.start, "stop": self.stop, "position_ids": list(self.positions)}
-        values |= {"trained_tokens": self.num_trained, "parts": parts}
+        values |= {"trained_tokens": self.num_trained, "parts": span_values}
         if self.num_images is not None:
             values["images"] = self.num_images
         return values

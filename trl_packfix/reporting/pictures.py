@@ -34,7 +34,7 @@ INK = "#222222"
 GREY = "#8c8c8c"
 DPI = 110
 EMPTY_STYLE: dict[str, Any] = {"facecolor": "none", "edgecolor": GREY, "linewidth": 0}
-NUMBER_BOX: dict[str, Any] = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+TEXT_BOX: dict[str, Any] = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
 TICK_FORMAT = "{x:,.0f}"
 UNTRAINED_OPACITY = 0.30
 MIN_NUMBERED_SHARE = 1 / 45  # documents with a smaller share of the widest pack get no number
@@ -87,7 +87,7 @@ def _png(figure: "Figure") -> bytes:
 
 def _write_number(axes: "Axes", x: float, y: float, *, document: int) -> None:
     """Write the number of a document in a box."""
-    axes.text(x, y, str(document), ha="center", va="center", fontsize=7.5, color=INK, bbox=NUMBER_BOX)
+    axes.text(x, y, str(document), ha="center", va="center", fontsize=7.5, color=INK, bbox=TEXT_BOX)
 
 
 def _draw_strips(axes: "Axes", report: "PackingReport", sample: "PlanSample") -> None:
@@ -239,7 +239,7 @@ def _draw_lengths(axes: "Axes", report: "PackingReport", histogram: LengthHistog
         textcoords="offset points",
         va="top",
         fontsize=8.5,
-        bbox=NUMBER_BOX,
+        bbox=TEXT_BOX,
         **side,
     )
     limits = (0.7, 6 * counts.max())  # with space for the note

@@ -42,7 +42,7 @@ MAX_LOST_SHARE = 0.01
 
 @dataclass(frozen=True)
 class PlanSample:
-    """Some packs and costs from the beginning of the first epoch."""
+    """Packs and costs from the beginning of the first epoch."""
 
     packs: list[ShownPack]  # without their tokens
     costs: list[list[float]]  # modelled FLOPs of each of the first micro-steps, on each rank

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .report import PackingReport
 
 NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves
-NUM_IMAGE_PACKS = 4  # the same with images
+NUM_IMAGE_PACKS = 4  # packs whose images are processed to estimate what "pack" saves
 NUM_STRETCHES = 32  # stretches of the table that are sorted to estimate what "family" saves
 STRETCH_LENGTH = 256  # documents in a stretch
 WORTH_SHARING = 0.95  # the report names a setting that would compute a smaller share of the tokens
@@ -80,7 +80,7 @@ class PrefixSavings:
             better_settings = [f'"family" {self.in_families:.2f} ({families}{neighbours})']
         if self.setting == "pack":
             return "; with share_prefixes=".join([f"{computed}{sample}", *better_settings])
-        assert self.in_packs is not None, "it is estimated where tokens are known"
+        assert self.in_packs is not None, "the share in packs is not known"
         if self.in_packs < WORTH_SHARING:
             better_settings.insert(0, f'"pack" {self.in_packs:.2f} of the tokens{sample}')
         if not better_settings:
@@ -170,12 +170,12 @@ def _estimated_with_images(planner: EpochPlanner, reader: ImageRows) -> PrefixSa
     image_costs = planner.image_costs
     slots = _spaced_slots(schedule.offsets, NUM_IMAGE_PACKS)
     totals = np.zeros(3)  # rows, FLOPs and images of whole documents
-    computed = np.zeros(3)  # the same without what is shared
+    computed = np.zeros(3)  # rows, FLOPs and images without the shared ones
     for i in slots.tolist():
         pack = schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]
         rows_of_pack = [reader.read(documents.row[j], documents.start[j], documents.stop[j]) for j in pack]
         batch, runs = collate.collate(rows_of_pack)
-        assert documents.image_count is not None, "the documents have images"
+        assert documents.image_count is not None, "the documents have no images"
         lengths = documents.lengths[pack]
         counts = documents.image_count[pack]
         shared = layout_of(batch).sizes(torch.ones(len(pack))).saved.numpy()

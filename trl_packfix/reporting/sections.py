@@ -172,7 +172,7 @@ class ImageNumbers:
     most: int  # most images in a pack
     tower_share: float | None = None  # FLOPs of the vision tower / all FLOPs; None if the cost of the tower is unknown
     tower_imbalance: float | None = None  # imbalance of the tower alone; None if its cost is unknown, or for a stream
-    language_imbalance: float | None = None  # imbalance of the language model alone, known if that of the tower is
+    language_imbalance: float | None = None  # imbalance of the language model alone; None if `tower_imbalance` is None
     most_waiting: tuple[int, int] | None = None  # most documents, and bytes, that wait on a rank; None for a table
 
     @classmethod
