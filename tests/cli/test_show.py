@@ -201,7 +201,7 @@ def test_log_axes_have_one_notation(low, high, tmp_path):
 
 def test_the_bin_that_max_length_cuts_is_drawn_in_two(tmp_path):
     lengths = np.geomspace(10, 4000, 500).astype(int)
-    edges = np.array(LengthHistogram.of(lengths).edges)
+    edges = np.array(LengthHistogram.from_lengths(lengths).edges)
     max_length = int(edges[15]) + 20  # inside a bin
     assert max_length + 1 not in edges
     axes = lengths_panel(tmp_path, lengths, max_length)

@@ -432,7 +432,7 @@ def test_what_cannot_be_shared_has_no_line_and_a_large_table_is_estimated(monkey
     nothing = [np.random.default_rng(i).integers(0, 10_000, 60) for i in range(40)]
     assert line(report("off", *sorted_documents(nothing))[0]) is None
     whole = report("off")[0].prefixes.in_families
-    for name, number in (("NUM_PACKS", 4), ("NUM_STRETCHES", 2), ("STRETCH", 50)):
+    for name, number in (("NUM_PACKS", 4), ("NUM_STRETCHES", 2), ("STRETCH_LENGTH", 50)):
         monkeypatch.setattr(savings, name, number)
     together = sorted_documents(sorted(TOKENS, key=sort_key))
     found = report("off", *together, batch_size=1, accumulation=1, world_size=1)[0]

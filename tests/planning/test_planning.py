@@ -15,7 +15,7 @@ from trl_packfix.planning.packing import Packing, compare_settings
 from trl_packfix.planning.packs import LOOK_AHEAD, PackPlan, plan_bfd, plan_stream
 from trl_packfix.planning.strategies import STRATEGIES, plan_packs
 
-PLANNED = [name for name, traits in STRATEGIES.items() if traits.instead is None]  # from lengths alone
+PLANNED = [name for name, traits in STRATEGIES.items() if traits.alternative is None]  # from lengths alone
 
 
 def packs_of(plan: PackPlan) -> list[list[int]]:

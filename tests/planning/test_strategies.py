@@ -31,10 +31,10 @@ def test_every_name_has_a_record_a_row_and_a_config(tmp_path):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_plan_packs_makes_a_plan_or_names_what_to_do_instead(name):
-    if STRATEGIES[name].instead is None:
+    if STRATEGIES[name].alternative is None:
         assert plan_packs([3, 4], 8, name).num_packs == 1
     else:
-        with pytest.raises(ValueError, match=re.escape(STRATEGIES[name].instead)):
+        with pytest.raises(ValueError, match=re.escape(STRATEGIES[name].alternative)):
             plan_packs([3, 4], 8, name)
 
 

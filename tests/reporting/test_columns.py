@@ -12,7 +12,9 @@ MEANING = "mean number of documents in a pack"
 PER_PACK = Column(
     "docs/pack", lambda found: found.num_packs and found.num_documents / found.num_packs, ".2f", "per", MEANING
 )
-NAMES = [column.heading for column in (*columns.KEYS, *columns.COLUMNS, *forecast.FORECAST_COLUMNS) if column.heading]
+NAMES = [
+    column.heading for column in (*columns.KEY_COLUMNS, *columns.COLUMNS, *forecast.FORECAST_COLUMNS) if column.heading
+]
 
 
 def say_more(found):

@@ -134,7 +134,7 @@ def test_a_card_names_local_models_and_datasets_without_a_link_or_a_path(tmp_pat
 @pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [1, 2, 3], list(range(2, 5000, 7)), [3] * 1000 + [100_000]])
 def test_histogram_counts_every_document(lengths):
     lengths = np.array(lengths)
-    found = LengthHistogram.of(lengths)
+    found = LengthHistogram.from_lengths(lengths)
     assert sum(found.counts) == len(lengths)
     assert found.edges[0] == lengths.min()
     assert found.edges[-1] > lengths.max()

@@ -290,11 +290,11 @@ def test_the_numbers_of_shared_packs_are_counted_from_their_slots():
 # The packs that are shown
 
 
-SPLIT_AT_10 = ShownDocument(3, start=10, stop=18, positions=(0, 7), runs=[(False, 0, 3), (True, 3, 8)], tokens=None)
+SPLIT_AT_10 = ShownDocument(3, start=10, stop=18, positions=(0, 7), spans=[(False, 0, 3), (True, 3, 8)], tokens=None)
 
 
 @pytest.mark.parametrize(
-    "shared, num_rows, own_runs",
+    "shared, num_rows, own_spans",
     [
         (0, 8, [(False, 0, 3), (True, 3, 8)]),
         (2, 6, [(False, 0, 1), (True, 1, 6)]),
@@ -303,12 +303,12 @@ SPLIT_AT_10 = ShownDocument(3, start=10, stop=18, positions=(0, 7), runs=[(False
         (7, 0, [(True, 0, 1)]),  # a last row that predicts nothing is not computed
     ],
 )
-def test_a_shown_document_counts_what_is_its_own(shared, num_rows, own_runs):
+def test_a_shown_document_counts_what_is_its_own(shared, num_rows, own_spans):
     document = replace(SPLIT_AT_10, shared=shared)
     assert document.num_tokens == 8
     assert document.num_trained == 5
     assert document.num_rows == num_rows
-    assert document.own_runs == own_runs
+    assert document.own_spans == own_spans
 
 
 def test_a_document_of_one_token_that_shares_nothing_has_a_row():
@@ -350,4 +350,4 @@ def test_a_shown_pack_says_where_it_is_trained_and_what_of_it(accumulation, worl
     sizes = {"max_length": 8, "accumulation": accumulation, "world_size": world_size}
     pack = first_packs(make_epochs(make_documents(reader, 8), "stream", **sizes), reader, 1)[0]
     assert pack.place == place
-    assert pack.documents[0].runs == [(False, 0, 2), (True, 2, 5), (False, 5, 6), (True, 6, 8)]
+    assert pack.documents[0].spans == [(False, 0, 2), (True, 2, 5), (False, 5, 6), (True, 6, 8)]

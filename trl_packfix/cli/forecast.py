@@ -32,7 +32,7 @@ from ..planning.costs import CostModel
 from ..planning.parallel import possible_degrees
 from ..planning.units import Synchronisation
 from ..reporting.build import make_report
-from ..reporting.columns import COLUMNS, KEYS, Column
+from ..reporting.columns import COLUMNS, KEY_COLUMNS, Column
 from ..reporting.numbers import MAX_LOST_SHARE
 from ..reporting.report import PackingReport
 from ..reporting.savings import estimated_savings
@@ -202,7 +202,7 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast, list[str]]:
     reasons = [
         f"max_length {report.max_length:,} {loss}.",
         _describe_time(by_ranks),
-        f"It needs memory for {report.groups.needs(report.max_length)}.",
+        f"It needs memory for {report.groups.memory_text(report.max_length)}.",
     ]
 
     # 3. Compare it with the next lengths.
@@ -233,7 +233,7 @@ def _describe_time(forecasts: list[Forecast]) -> str:
     widest = forecasts[-1].report
     if widest.world_size > 1:
         waiting = f"waiting for each other adds {(widest.imbalance or 1) - 1:.1%}"
-        text += f"; on {widest.world_size:,} ranks {waiting}{widest.groups.exchange}"
+        text += f"; on {widest.world_size:,} ranks {waiting}{widest.groups.exchange_text}"
     return f"{text}."
 
 
@@ -361,7 +361,9 @@ def _show_forecasts(console: Console, plans: list[Forecast], config: SFTConfig) 
         console.print(f"images   {first.images.line()} (in the first line of the table)")
     steps = f"accumulation {first.accumulation}, balance {config.balance!r}"
     console.print(f"micro-batches of {first.groups.per_rank_text()}, {steps}")
-    values = {column: [column.value(plan.report) for plan in plans] for column in (*KEYS, *COLUMNS) if column.heading}
+    values = {
+        column: [column.value(plan.report) for plan in plans] for column in (*KEY_COLUMNS, *COLUMNS) if column.heading
+    }
     values |= {column: [column.value(plan) for plan in plans] for column in FORECAST_COLUMNS}
     # A column without any value is not shown.
     cells = {
@@ -369,7 +371,7 @@ def _show_forecasts(console: Console, plans: list[Forecast], config: SFTConfig) 
         for column, column_values in values.items()
         if any(value is not None for value in column_values)
     }
-    for table in _make_tables(cells, console, keys=KEYS):
+    for table in _make_tables(cells, console, keys=KEY_COLUMNS):
         console.print("", table)
     console.print("\n" + "; ".join(f"{column.heading}: {column.legend}" for column in cells if column.legend))
 

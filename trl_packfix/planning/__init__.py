@@ -1,1 +1,1 @@
-"""Lengths in, packs and schedules out: integers and numpy, nothing of torch."""
+"""Lengths of documents in, packs and schedules out. Integers and numpy only, no torch."""

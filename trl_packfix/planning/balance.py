@@ -8,8 +8,8 @@ last one ("step": DDP, ZeRO-1).
 
 Full packs differ only in the cost of attention, and most of this cost comes from long documents. Long documents are
 dealt first, by their *excess*: their cost above the cost of short documents with as many tokens. The short documents
-fill the remaining room. A full step has no token to spare, so a slot may end up above its capacity; at last such a slot
-and another one divide their shortest documents anew.
+fill the remaining room. A full step has no token to spare, so a slot may end up above its capacity. At last, each
+slot above its capacity and a slot with room divide their shortest documents anew.
 
 Letters: S = G * W slots; slot i is micro-batch i // W of rank i % W.
 """
@@ -73,7 +73,7 @@ def balance_packs(packs: list[Int64Array], units: Units, bins: Bins) -> list[Int
     order = np.argsort(-pack_costs, kind="stable")
     if by_rank:
         packs_of_ranks = least_loaded(np.ones_like(order), pack_costs[order], world_size, capacity=accumulation)
-        assert packs_of_ranks is not None, "each rank has a slot for each of its packs"
+        assert packs_of_ranks is not None, "a rank has more packs than micro-batches"
         order = order[np.transpose(packs_of_ranks).ravel()]
     time = modelled_time(pack_costs[order])
     if time < best_time:
@@ -238,7 +238,7 @@ class _Slots:
 
     Args:
         lengths: tokens of each document, shape (N,).
-        excess: excess, or another cost, of each document, shape (N,).
+        excess: what is balanced: the excess, or any other cost, of each document, shape (N,).
         capacity: most tokens of a slot.
         num_slots: number of slots.
         spare: room that a document must leave in its slot, if it can.
@@ -341,7 +341,7 @@ class _Slots:
         Afterwards `slot` has fewer tokens above its capacity, or none, and `partner` is within its capacity.
 
         Returns:
-            Whether such a division was found. If not, nothing changes.
+            Whether a division was found that does this. If not, nothing changes.
         """
         # 1. Find all sums of tokens that `slot` may get. They are the bits of one integer: Pisinger 2003,
         # https://doi.org/10.1016/S0305-0548(02)00131-7. Few documents are tried first.
@@ -363,7 +363,7 @@ class _Slots:
                 break
         else:
             return False
-        # 2. `slot` gets the smallest such sum. Take the divided documents from both slots.
+        # 2. `slot` gets the smallest sum from `low` on. Take the divided documents from both slots.
         tokens = low + (reachable & -reachable).bit_length() - 1
         for i in (slot, partner):
             self.room[i] += sum([self.lengths[d] for d in self.documents[i][-num_divided:]])

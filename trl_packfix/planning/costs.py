@@ -1,12 +1,15 @@
-"""What a document costs: floating-point operations, from its length and the model's config. numpy only.
+"""Compute what a document costs, in floating-point operations (FLOPs), from its length and the model's config.
 
-A token costs the same wherever it stands, in the matrices of the model; a pair of tokens that see each other costs the
-two products of attention. So a document of n tokens costs `per_token * n + per_pair * n (n + 1) / 2`, and a pack the
-sum of its documents. Only ratios of costs decide anything. The unit is FLOPs of one forward pass (a multiplication and
-an addition are two); a backward pass takes about twice that, of both parts.
+`data/model_costs.py` makes the `CostModel` of a model with the functions at the end of this module. Planning balances
+ranks by it (`units.py`, `balance.py`), and reports and logs count FLOPs by it.
 
-Images cost what the vision tower does with them. Every image, or tile of one, is a sequence of its own there, in which
-all patches see each other.
+In the matrices of the model, every token costs the same. In attention, every pair of tokens that see each other costs
+the two products of attention. So a document of n tokens costs `per_token * n + per_pair * n (n + 1) / 2`, and a pack
+costs the sum of its documents. Costs are FLOPs of one forward pass, in which a multiplication and an addition are two;
+a backward pass takes about twice as many, in matrices and in attention. Only ratios of costs decide anything.
+
+Images cost what the vision tower computes for them. Every image, or tile of an image, is a sequence of its own there,
+in which all patches see each other.
 """
 
 from collections import Counter
@@ -23,71 +26,81 @@ Numbers = TypeVar("Numbers", npt.NDArray[Any], "Tensor")
 
 
 class HeadCounts(NamedTuple):
-    """Attention layers with the same heads: what an exchange between ranks sends."""
+    """The number of attention layers with equal heads, from which an exchange between ranks computes what it sends."""
 
-    layers: int
-    heads: int
-    kv_heads: int
-    key_dim: int  # of queries, too
-    value_dim: int
+    layers: int  # number of such layers
+    heads: int  # query heads of a layer
+    kv_heads: int  # key and value heads of a layer
+    key_dim: int  # numbers of one token in a query or key head
+    value_dim: int  # numbers of one token in a value head
 
 
 class ScanCosts(NamedTuple):
-    """Recurrent layers with the same scan: what it computes, and what an exchange between ranks sends."""
+    """The number of recurrent layers with equal scans, what a scan computes, and what ranks exchange for it."""
 
-    layers: int
-    heads: int  # of values; of Mamba-1, channels
-    kv_heads: int  # of keys; of Mamba-1, 1
+    layers: int  # number of such layers
+    heads: int  # value heads of a layer; in Mamba-1, its channels
+    kv_heads: int  # key heads of a layer; in Mamba-1, 1
     per_token: float  # FLOPs of one token with the states of one layer
-    chunk: int  # tokens that are computed with each other
-    per_pair: float  # FLOPs of a pair of them in one layer
-    per_head: int  # numbers that a token sends and gets back for each head; one in fp32 counts as two
-    per_kv_head: int
+    chunk: int  # number of consecutive tokens that are computed in pairs
+    per_pair: float  # FLOPs of a pair of tokens of one chunk in one layer
+    per_head: int  # numbers that a token sends and gets back for each value head; a number in fp32 counts as two
+    per_kv_head: int  # numbers that a token sends and gets back for each key head
 
 
 @dataclass(frozen=True)
 class TowerCosts:
-    """FLOPs of a forward pass of a vision tower, by the numbers in its input: a patch is some hundreds of them.
+    """The FLOPs of a forward pass of a vision tower. Call it with the size of images.
 
-    >>> TowerCosts(per_value=10.0, per_pair=2.0)(3, 9)  # one image of three numbers
+    The size of an image is the number of *values* (pixels x channels) in its input; a patch has some hundreds.
+
+    >>> TowerCosts(per_value=10.0, per_pair=2.0)(3, 9)  # one image of three values
     48.0
     """
 
-    per_value: float  # of one number in all matrices, and in attention within windows
-    per_pair: float  # of two numbers of the same image, in all layers with full attention
+    per_value: float  # FLOPs of one value in all matrices, and in attention within windows
+    per_pair: float  # FLOPs of a pair of values of one image, in all layers with full attention
 
     def __call__(self, values: Numbers, squares: Numbers) -> Numbers:
-        """FLOPs of the images of each document, from their numbers and the sum of each image's squared, all (N,)."""
+        """Return the FLOPs of the images of each document, shape (N,).
+
+        Args:
+            values: number of values in all images of each document, shape (N,).
+            squares: sum over the images of each document of (number of values) ** 2, shape (N,).
+        """
         return self.per_value * values + self.per_pair * squares
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of a forward pass by document length.
+    """The FLOPs of a forward pass of a model. Call it with the lengths of documents.
 
     >>> CostModel(per_token=10, per_pair=2)(3)
     42.0
     """
 
-    per_token: float  # in all matrices, LM head included
-    per_pair: float  # of tokens, in all layers with full causal attention
-    # (tokens, FLOPs of one pair) of the layers in which a token sees that many, itself included. A scan has a window of
-    # 1: what a token costs beside matrices with weights.
+    per_token: float  # FLOPs of one token in all matrices, LM head included
+    per_pair: float  # FLOPs of a pair of tokens in all layers with full causal attention
+    # (window, FLOPs of one pair) for layers in which a token sees at most `window` tokens, itself included. A scan is a
+    # window of 1: what a token costs outside matrices with weights.
     windows: tuple[tuple[int, float], ...] = ()
-    chunks: tuple[tuple[int, float], ...] = ()  # the same where a token sees its own chunk only
-    attention: tuple[HeadCounts, ...] = field(default=(), compare=False)  # for sequence parallelism; (): not known
+    # (chunk, FLOPs of one pair) for layers in which a token sees only its own chunk of consecutive tokens
+    chunks: tuple[tuple[int, float], ...] = ()
+    # What sequence parallelism exchanges. () if the heads are not known, or no layer has a scan.
+    attention: tuple[HeadCounts, ...] = field(default=(), compare=False)
     mixers: tuple[ScanCosts, ...] = field(default=(), compare=False)
-    tower: TowerCosts = TowerCosts(0.0, 0.0)  # also where its costs cannot be counted
+    tower: TowerCosts = TowerCosts(0.0, 0.0)  # zero without a vision tower, or if its costs cannot be counted
 
     @property
     def heads(self) -> int | None:
-        """Heads of the layer with the fewest, attention or scan; None if they are not known."""
-        return min([*(kind.heads for kind in self.attention), *(kind.heads for kind in self.mixers)], default=None)
+        """The number of heads of the layer with the fewest, attention or scan; None if it is not known."""
+        return min([kind.heads for kind in self.attention + self.mixers], default=None)
 
     def shared_by(self, degree: int) -> "CostModel":
-        """FLOPs on the ranks of a group, as if each rank had as many heads as the one with most.
+        """Return the cost model for a group of `degree` ranks that share a pack, and split its heads between them.
 
-        Heads that do not divide are split unevenly: 28 on 8 ranks are 4 on some, which take 8/7 of the mean.
+        Heads that cannot be split evenly cost as if every rank had as many heads as the rank with most. For example, of
+        28 heads on 8 ranks some ranks have 4, which take 8/7 of the mean time.
         """
         layers = self.attention or self.mixers
         unevenness = max((-(-kind.heads // degree) * degree / kind.heads for kind in layers), default=1.0)
@@ -101,18 +114,19 @@ class CostModel:
         )
 
     def __call__(self, n: Numbers) -> Numbers:
-        """FLOPs of documents of these lengths, shape (N,): of an array, or a tensor on any device."""
+        """Return the FLOPs of documents of n tokens each, shape (N,). `n` is an array, or a tensor on any device."""
         cost = self.per_token * n + self.per_pair * _count_pairs(n)
         for window, per_pair in self.windows:
             cost = cost + per_pair * (_count_pairs(n) - _count_pairs((n - window).clip(min=0)))
         for chunk, per_pair in self.chunks:
-            whole = n // chunk
-            cost = cost + per_pair * (whole * (chunk * (chunk + 1) / 2) + _count_pairs(n - whole * chunk))
+            full_chunks = n // chunk
+            pairs = full_chunks * (chunk * (chunk + 1) / 2) + _count_pairs(n - full_chunks * chunk)
+            cost = cost + per_pair * pairs
         return cost
 
 
 def _count_pairs(n: Numbers) -> Numbers:
-    """Pairs of n tokens of which one sees the other or itself."""
+    """Return how many pairs n tokens have in causal attention, a token with itself included."""
     return n * (n + 1.0) / 2  # a float, which does not overflow as int32 does
 
 
@@ -121,55 +135,63 @@ LLAMA_7B = CostModel(
     per_pair=4 * 32 * 4096,
     attention=(HeadCounts(layers=32, heads=32, kv_heads=32, key_dim=128, value_dim=128),),
 )
-"""Where no config is known: Llama 2 7B. Attention costs as much as the matrices in a document of 50,400 tokens."""
+"""The costs of Llama 2 7B, for a model whose config is not known.
 
+In a document of 50,400 tokens, attention costs as much as the matrices.
+"""
 
-# Kinds of layers in which no token sees another, by the names of `layer_types` in configs. All others have attention.
+# Kinds of layers without attention, by their names in `layer_types` of configs. All other kinds have attention.
 _WITHOUT_PAIRS = frozenset({"conv", "linear_attention", "mamba", "mlp", "moe", "recurrent"})
 
-# Kinds of layers that select tokens by scores of every pair, and how often these are summed over the heads.
+# Kinds of layers that score every pair of tokens to select tokens: kind -> how often scores are summed over the heads.
 _SUMS_OF_SCORES = {"indexed_attention": 1, "compressed_sparse_attention": 1, "minimax_m3_sparse": 0}
 
 
 def with_pairs_of(config: "PreTrainedConfig", per_token: float) -> CostModel:
-    """The cost model of a decoder with this (text) config, read by the names that transformers' configs share.
+    """Return the cost model of a decoder, with the pairs of tokens in its attention, but without scans.
 
-    Counted are attention (grouped, latent, sliding, chunked, compressed) and the scores of its indexer, if it has one.
-    Sparse attention counts all pairs: transformers computes them and masks those that are not selected.
+    Attention may be grouped, latent, sliding, chunked or compressed; the scores of an indexer count, too. Sparse
+    attention counts all pairs, because transformers computes all of them and masks the ones that are not selected.
+
+    Args:
+        config: the text config, read by the names that the configs of transformers share.
+        per_token: FLOPs of one token in all matrices.
     """
-    full = 0.0
+    full_pair_cost = 0.0  # FLOPs of a pair of tokens in all layers in which every token sees all tokens before it
     windows: dict[int, float] = {}
     chunks: dict[int, float] = {}
     heads: Counter[tuple[int, int, int, int]] = Counter()
     kinds = _layer_kinds(config)
     num_heads = getattr(config, "num_attention_heads_per_layer", None) or [None] * len(kinds)
-    indexers = getattr(config, "indexer_types", None) or ["full"] * len(kinds)  # "shared": those of the layer before
-    for layer, kind, own, indexer in zip(config.per_layer_config, kinds, num_heads, indexers, strict=False):
+    indexers = getattr(config, "indexer_types", None) or ["full"] * len(kinds)  # "shared": no scores of its own
+    for layer, kind, layer_heads, indexer in zip(config.per_layer_config, kinds, num_heads, indexers, strict=False):
         if kind in _WITHOUT_PAIRS:
             continue
-        sizes = _read_heads(layer, own)
+        sizes = _read_heads(layer, layer_heads)
         heads[sizes] += 1
-        query_heads, _, key, value = sizes
-        pair = 2.0 * query_heads * (key + value)
-        scores = 0.0
+        query_heads, _, key_dim, value_dim = sizes
+        pair_cost = 2.0 * query_heads * (key_dim + value_dim)
+        score_cost = 0.0  # FLOPs of the indexer
         if kind in _SUMS_OF_SCORES and indexer != "shared":
-            size = getattr(layer, "index_head_dim", 0) + _SUMS_OF_SCORES[kind]
-            scores = 2.0 * getattr(layer, "index_n_heads", 0) * size
-        rate = (getattr(layer, "compress_rates", None) or {}).get(kind)  # tokens beyond the window are one of so many
+            num_products = getattr(layer, "index_head_dim", 0) + _SUMS_OF_SCORES[kind]
+            score_cost = 2.0 * getattr(layer, "index_n_heads", 0) * num_products
+        rate = (getattr(layer, "compress_rates", None) or {}).get(kind)  # so many tokens become one
         window = getattr(layer, "sliding_window", None) if rate or "sliding" in kind else None
-        full += (pair + scores) / rate if rate else scores
+        full_pair_cost += (pair_cost + score_cost) / rate if rate else score_cost
         if window:
-            windows[window] = windows.get(window, 0) + pair
+            windows[window] = windows.get(window, 0) + pair_cost
         elif kind == "chunked_attention":
-            chunks[layer.attention_chunk_size] = chunks.get(layer.attention_chunk_size, 0) + pair
+            chunks[layer.attention_chunk_size] = chunks.get(layer.attention_chunk_size, 0) + pair_cost
         else:
-            full += pair
+            full_pair_cost += pair_cost
     attention = tuple(HeadCounts(layers, *sizes) for sizes, layers in heads.items())
-    return CostModel(per_token, full, tuple(sorted(windows.items())), tuple(sorted(chunks.items())), attention)
+    return CostModel(
+        per_token, full_pair_cost, tuple(sorted(windows.items())), tuple(sorted(chunks.items())), attention
+    )
 
 
 def with_scans(costs: CostModel, mixers: tuple[ScanCosts, ...]) -> CostModel:
-    """The same cost model with the scans of recurrent layers.
+    """Return a cost model with the scans of recurrent layers added.
 
     >>> scan = ScanCosts(layers=2, heads=1, kv_heads=1, per_token=5.0, chunk=2, per_pair=1.0, per_head=1, per_kv_head=1)
     >>> import numpy as np
@@ -186,25 +208,33 @@ def with_scans(costs: CostModel, mixers: tuple[ScanCosts, ...]) -> CostModel:
 
 
 def tower_costs_of(config: "PreTrainedConfig", per_patch: float) -> TowerCosts:
-    """The costs of a vision tower whose patch takes `per_patch` FLOPs in all matrices, as if each saw a whole window.
+    """Return the costs of a vision tower. In layers with windows, every patch counts as if its window were full.
 
-    AttributeError, TypeError: the config has other fields than those that transformers' configs share.
+    Args:
+        config: the config of the tower, read by the names that the configs of transformers share.
+        per_patch: FLOPs of one patch in all matrices.
+
+    Raises:
+        AttributeError, TypeError: the config has other fields.
     """
     layers = getattr(config, "num_hidden_layers", None) or config.depth
     width = getattr(config, "embed_dim", None) or config.hidden_size
-    if heads := getattr(config, "head_dim", None):
-        width = heads * config.num_attention_heads
-    height, breadth = config.patch_size if isinstance(config.patch_size, list | tuple) else 2 * (config.patch_size,)
-    values = 3 * (getattr(config, "temporal_patch_size", None) or 1) * height * breadth
-    pair = 4.0 * width
-    full = getattr(config, "fullatt_block_indexes", None)
-    if full is not None:
-        per_patch += (layers - len(full)) * pair * (config.window_size / height) ** 2
-        layers = len(full)
-    return TowerCosts(per_patch / values, layers * pair / values**2)
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim:
+        width = head_dim * config.num_attention_heads
+    is_square = not isinstance(config.patch_size, list | tuple)
+    height, breadth = (config.patch_size, config.patch_size) if is_square else config.patch_size
+    num_values = 3 * (getattr(config, "temporal_patch_size", None) or 1) * height * breadth  # of a patch
+    per_pair = 4.0 * width  # FLOPs of two patches in one layer
+    full_layers = getattr(config, "fullatt_block_indexes", None)  # the other layers have windows
+    if full_layers is not None:
+        per_patch += (layers - len(full_layers)) * per_pair * (config.window_size / height) ** 2
+        layers = len(full_layers)
+    return TowerCosts(per_patch / num_values, layers * per_pair / num_values**2)
 
 
 def _layer_kinds(config: "PreTrainedConfig") -> list[str]:
+    """Return the kind of each layer, by the names that `layer_types` of configs uses."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if kinds:
         return list(kinds)
@@ -215,7 +245,12 @@ def _layer_kinds(config: "PreTrainedConfig") -> list[str]:
 
 
 def _read_heads(layer: "PreTrainedConfig", num_heads: int | None) -> tuple[int, int, int, int]:
-    """`HeadCounts` of one layer, but for their number."""
+    """Return the fields of the `HeadCounts` of one layer, without the number of layers.
+
+    Args:
+        layer: the config of the layer.
+        num_heads: its number of query heads, if it is not the one in the config.
+    """
     heads = num_heads or layer.num_attention_heads
     if getattr(layer, "kv_lora_rank", None):  # multi-head latent attention: every head has its own keys
         key = layer.qk_nope_head_dim + layer.qk_rope_head_dim

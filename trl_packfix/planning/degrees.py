@@ -235,7 +235,7 @@ class UndividedStep:
         return best
 
     def _lower_bound(self, members: Int64Array, degree: int) -> float:
-        """Return a number of seconds that any division of these units with this degree takes at least."""
+        """Return a lower bound, in seconds, of the modelled time of every division of these units with this degree."""
         rows = self.units.rows[members]
         costs = self.units.costs(degree)[members]
         even = self.times.seconds(costs.sum(keepdims=True), rows.sum(keepdims=True), degree)

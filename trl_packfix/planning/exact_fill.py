@@ -285,12 +285,12 @@ class StreamPacker:
                 gap -= self._place(length)
             fill = ()
 
-    def _next_that_fits(self, start: int, gap: int) -> int:
-        """Return the index, from `start` on, of the oldest waiting document with at most `gap` tokens.
+    def _next_that_fits(self, first_index: int, gap: int) -> int:
+        """Return the index, from `first_index` on, of the oldest waiting document with at most `gap` tokens.
 
         Returns -1 if no document follows, or if more than `MAX_PASSED_OVER` documents would have to be skipped.
         """
-        index = self.is_placed.find(0, start)
+        index = self.is_placed.find(0, first_index)
         for _ in range(MAX_PASSED_OVER):
             if index < 0 or self.lengths[index] <= gap:
                 return index

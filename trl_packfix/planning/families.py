@@ -7,6 +7,8 @@ computed once, for the first document that has it; a later document *shares* the
 
     documents  A B C D, A B C E F      rows  A B C D | C E F      shared rows  0, 2
 
+In attention, a run reads the *keys* of all tokens of its document, shared ones included.
+
 A token can be shared only if the next token is the same, too, because every row predicts one next token. So the common
 beginning A B C has two shared rows, and C has two rows of its own.
 
@@ -37,9 +39,12 @@ SharePrefixes = Literal["off", "pack", "family"]
 MIN_SHARED = 16
 """Documents share no rows if they could share fewer than this: more keys would be read than rows are saved."""
 KEYS_PER_CAPACITY = 8
-"""The runs of a piece attend to at most this many keys per row that the piece may have."""
+"""The runs of a piece read at most this many keys per row that the piece may have."""
 TARGETS_PER_CAPACITY = 16
-"""A piece has at most this many trained tokens per row that it may have, because one step trains all of them."""
+"""A piece has at most this many trained tokens (tokens that count in the loss) per row that it may have.
+
+All trained tokens of a piece are in one optimizer step.
+"""
 
 NUM_KEY_TOKENS = 2**22  # tokens of all documents that are compared at a time: 16 MiB
 NUM_KEY_TOKENS_OF_PACK = 2**13  # as `NUM_KEY_TOKENS`, to sort the documents of one pack
@@ -107,7 +112,7 @@ class TokenOrder:
         documents have as many common tokens as the neighbours between them have at least.
 
         Args:
-            groups: number of the group of each document, by its number; documents of group -1 are left out.
+            groups: number of the group of each document, by its number; documents of group -1 are omitted.
 
         >>> tokens = TokenOrder(np.array([1, 0, 2, 3]), np.array([0, 9, 4, 7]))
         >>> two_groups = tokens.within(np.array([5, 2, 5, 2]))
@@ -268,7 +273,7 @@ def make_pieces(
 ) -> Pieces:
     """Make families of the sorted documents, and cut a family where a piece would be too large.
 
-    A piece is too large if it has too many rows, its runs attend to too many keys, or it has too many trained tokens.
+    A piece is too large if it has too many rows, its runs read too many keys, or it has too many trained tokens.
 
     Args:
         tokens: all documents, or some of them, sorted.
@@ -327,7 +332,7 @@ def make_pieces(
 
 
 def _number_copies(tokens: TokenOrder, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Number the copies of each text of tokens from 0, in sorted order.
+    """Assign to each document its number among its copies, from 0, in sorted order.
 
     Returns:
         The number of each document among its copies, and the document that is the first copy; both by the number of the

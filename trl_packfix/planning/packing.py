@@ -2,7 +2,8 @@
 
 `Packing` is made once from the `SFTConfig` (`training/planner.py`) and never changes. The planner of a table
 (`data/epochs.py`), the packed stream (`data/stream.py`), evaluation and the dry runs of the command line call its
-methods. Restarts compare its settings with those of the checkpoint; cached plans are looked up by its fingerprint.
+methods. Restarts compare its settings with the settings in the checkpoint; cached plans are looked up by its
+fingerprint.
 
 A table goes through two methods:
 
@@ -289,7 +290,7 @@ class Packing:
         if not isinstance(units, Pieces):
             bounds = np.minimum(steps * self.unpacked_documents_per_step, len(order))
             return schedule_steps(units, order, bounds, bins=self.bins)
-        # All documents of a unit have the same step, so its first document tells the step of the unit.
+        # All documents of a unit have the same step, so the step of its first document is the step of the unit.
         first_documents = units.order[units.offsets[:-1]]
         step_of_units = self.unpacked_step_of_documents(order)[first_documents]
         units_by_step = np.argsort(step_of_units, kind="stable")

@@ -1,13 +1,16 @@
-"""Which documents share a pack: document lengths in, packs out.
-
-Integers and numpy only; no token is read, and nothing here knows of torch or datasets. A plan is a pure function of
-(lengths, capacity, strategy, seed, epoch).
+"""Plan which documents share a pack: lengths of documents in, packs out. Integers and numpy only.
 
     lengths  [5, 3, 4, 2]   capacity 7   ->   order [0, 3, 2, 1], offsets [0, 2, 4]:   packs {5, 2} and {4, 3}
 
-Two plans are made here. `stream` packs documents in the order in which they are visited, up to a bounded buffer. `bfd`
-is best-fit decreasing over all documents at once. With a random generator, both return their packs in random order:
-planners close packs of short and of long documents at different times, and a table would be trained in that order.
+A *document* is one training example; its length is its number of tokens. A *pack* is a set of documents that pass
+through the model together, and its *capacity* is the largest number of tokens that it may hold. `Packing.plan` calls
+the planners here through the records in `strategies.py`, and `schedule.py` deals the packs to optimizer steps. No token
+is read. A plan is a pure function of (lengths, capacity, strategy, seed, epoch).
+
+There are three planners. `plan_stream` packs documents in the order in which they are visited, with a bounded buffer.
+`plan_bfd` is best-fit decreasing over all documents at once. `plan_blocks` joins blocks of consecutive tokens. With a
+random generator, all of them return their packs in random order: planners close packs of short and of long documents at
+different times, and a table would be trained in that order.
 """
 
 from dataclasses import dataclass
@@ -20,18 +23,18 @@ from .arrays import Int64Array
 from .best_fit import best_fit_decreasing, by_earliest, select_packs
 from .exact_fill import carry_over, fill_exactly
 
-NUM_SHOWN = 10  # offenders that an error message names
-LONGEST = 2**26  # tokens of a document: plans are made on histograms of lengths, here of 0.5 GiB
-FEW_PER_PACK = 4  # below this, 1000 documents seldom hold an exact fill: there `stream` may look further ahead
-LOOK_AHEAD = 16  # and by how many buffers
+MAX_DOCUMENTS_NAMED = 10  # in an error message
+MAX_DOCUMENT_LENGTH = 2**26  # tokens; plans are made on histograms of lengths, which take 0.5 GiB for this length
+FEW_PER_PACK = 4  # with fewer documents per pack, a buffer of 1000 seldom has an exact fill, see `plan_stream`
+LOOK_AHEAD = 16  # number of buffers in the window of `plan_stream` for packs of few documents
 
 
 @dataclass(frozen=True, eq=False)
 class PackPlan:
-    """N documents in P packs.
+    """A plan: N documents in P packs.
 
     Attributes:
-        order: document indices, pack after pack, int64, shape (N,).
+        order: document numbers, pack after pack, int64, shape (N,).
         offsets: pack i is `order[offsets[i]:offsets[i + 1]]`, int64, shape (P + 1,).
         lengths: tokens of each document, shape (N,).
         capacity: most tokens a pack may hold.
@@ -48,6 +51,7 @@ class PackPlan:
 
     @property
     def num_packs(self) -> int:
+        """P, the number of packs."""
         return len(self.offsets) - 1
 
     @property
@@ -57,40 +61,47 @@ class PackPlan:
 
     @cached_property
     def lower_bound(self) -> int:
-        """No plan of these documents needs fewer packs: the bound L2 of Martello and Toth (1990).
+        """The number of packs that any plan needs at least, by the bound L2 of Martello and Toth (1990).
 
-        Not always attainable: 0.4 x capacity each, two documents fill a pack, and the bound counts 2.5 to a pack.
-        Computed on the histogram, at the first access. Source: https://doi.org/10.1016/0166-218X(90)90094-S
+        Some documents need more packs. If all have 0.4 x capacity tokens, two of them fill a pack, and the bound counts
+        2.5 documents per pack. It is computed on the histogram, at the first access. Source:
+        https://doi.org/10.1016/0166-218X(90)90094-S
         """
         capacity = self.capacity
         counts = np.bincount(self.lengths, minlength=1)
-        documents = np.concatenate([[0], np.cumsum(counts)])  # [w] counts the documents shorter than w
+        # At index w: the number of documents shorter than w, and their tokens
+        documents = np.concatenate([[0], np.cumsum(counts)])
         tokens = np.concatenate([[0], np.cumsum(counts * np.arange(len(counts)))])
         end = len(counts)
-        half = min(capacity // 2 + 1, end)  # lengths from here on: one per pack at most
-        # For a threshold k, no document of k tokens or more fits beside one longer than capacity - k. So the long
-        # ones up to capacity - k are the only packs with room for those in [k, capacity / 2]. Only lengths that occur
-        # can be the best k.
+        half = min(capacity // 2 + 1, end)  # a document of at least so many tokens is *long*: a pack has one at most
+        # For a threshold k, no document of k tokens or more fits beside one longer than capacity - k. So only packs
+        # whose long document has at most capacity - k tokens have room for documents of k tokens up to half the
+        # capacity. All k are tried at once; only a length that occurs can be the best one.
         k = np.concatenate([[0], np.flatnonzero(counts[:half])])
-        shared = np.minimum(capacity - k + 1, end)
-        room = (documents[shared] - documents[half]) * capacity - (tokens[shared] - tokens[half])
+        stop_with_room = np.minimum(capacity - k + 1, end)
+        num_with_room = documents[stop_with_room] - documents[half]
+        room = num_with_room * capacity - (tokens[stop_with_room] - tokens[half])
         overflow = tokens[half] - tokens[k] - room
         return int(documents[-1] - documents[half] + np.maximum(-(-overflow // capacity), 0).max())
 
 
 def plan_bfd(lengths: npt.ArrayLike, capacity: int, rng: np.random.Generator | None) -> PackPlan:
-    """Best-fit decreasing over all documents: longest first, each into the fullest pack that has room for it.
+    """Plan by best-fit decreasing: documents longest first, each into the fullest pack that has room for it.
 
-    With `rng`, documents of equal length are exchanged at random and packs come in random order, else in the order of
-    their earliest document. Inside a pack, longer documents come first.
+    Inside a pack, longer documents come first. The time grows with the number of distinct lengths; the number of
+    documents only adds a counting sort. Source: Johnson (1974), https://doi.org/10.1137/0203025; for language models,
+    arXiv 2404.10830.
 
-    The cost grows with distinct lengths; documents only cost a counting sort. Source: Johnson (1974),
-    https://doi.org/10.1137/0203025; for language models, arXiv 2404.10830.
+    Args:
+        lengths: tokens of each document, shape (N,).
+        capacity: most tokens a pack may hold.
+        rng: draws the order of the packs, and exchanges documents of equal length. Without it, packs are in the order
+            of the smallest document number in each.
 
     >>> plan_bfd([2, 5, 3, 4], capacity=7, rng=None).order.tolist()
     [1, 0, 3, 2]
     """
-    lengths = checked_lengths(lengths, capacity)
+    lengths = validate_lengths(lengths, capacity)
     members, sizes = best_fit_decreasing(lengths, capacity, rng)
     if rng is None:
         members, sizes = by_earliest(members, sizes)
@@ -105,29 +116,36 @@ def plan_stream(
     rng: np.random.Generator | None = None,
     buffer_size: int = 1000,
 ) -> PackPlan:
-    """Plan packs by `StreamPacker` for documents that are visited in the order given, a permutation of range(N).
+    """Plan by `StreamPacker`, which packs documents in the order in which they are visited, with a bounded buffer.
 
-    With `rng` packs come in random order, else as they are closed. They are closed while no document waits for more
-    than `buffer_size` packs, because each pack takes the oldest document of the buffer. But short documents close a
-    pack more often than long ones, so the packs that are closed last hold long ones.
+    Each pack takes the oldest document of the buffer, so no document waits for more than `buffer_size` packs. But short
+    documents close a pack more often than long ones, so the last packs to be closed hold long documents.
 
-    Below four documents per pack, the first 16 buffers are packed both ways, and if best-fit decreasing needs fewer
-    packs there, the whole order is packed so (`carry_over`).
+    If a pack holds fewer than four documents on average, the first 16 buffers are packed by `StreamPacker` and by
+    `carry_over` (best-fit decreasing in a window). If `carry_over` needs fewer packs, it packs all documents.
+
+    Args:
+        lengths: tokens of each document, shape (N,).
+        order: document numbers in the order in which they are visited, a permutation, shape (N,).
+        capacity: most tokens a pack may hold.
+        rng: draws the order of the packs. Without it, packs are in the order in which they are closed.
+        buffer_size: most documents that wait for a pack.
 
     >>> plan_stream([4, 5, 3, 2], order=np.arange(4), capacity=7).order.tolist()
     [0, 2, 1, 3]
     """
-    lengths = checked_lengths(lengths, capacity)
+    lengths = validate_lengths(lengths, capacity)
     arriving = lengths[order]
     packs = None
     if capacity * len(arriving) < FEW_PER_PACK * int(arriving.sum()):
         window = LOOK_AHEAD * buffer_size
-        pilot = arriving[:window]
-        packs = fill_exactly(pilot, capacity, buffer_size)
-        decreasing = carry_over(pilot, capacity, window)
-        if len(decreasing[1]) < len(packs[1]):
-            packs = decreasing if len(pilot) == len(arriving) else carry_over(arriving, capacity, window)
-        elif len(pilot) < len(arriving):
+        first_documents = arriving[:window]
+        packs = fill_exactly(first_documents, capacity, buffer_size)
+        window_packs = carry_over(first_documents, capacity, window)
+        are_all = len(first_documents) == len(arriving)
+        if len(window_packs[1]) < len(packs[1]):
+            packs = window_packs if are_all else carry_over(arriving, capacity, window)
+        elif not are_all:
             packs = None
     members, sizes = packs or fill_exactly(arriving, capacity, buffer_size)
     if rng is not None:
@@ -138,8 +156,18 @@ def plan_stream(
 def plan_blocks(
     block: np.ndarray, lengths: np.ndarray, batch_size: int, *, capacity: int, rng: np.random.Generator | None
 ) -> PackPlan:
-    """`wrapped`: packs of `batch_size` blocks of consecutive tokens, in table order or as `rng` draws them."""
-    members, (_, sizes) = np.arange(len(block)), np.unique(block, return_counts=True)
+    """Plan packs of `batch_size` blocks each, for the strategy `wrapped`.
+
+    Args:
+        block: the block of each document, ascending, shape (N,). A block is `max_length` consecutive tokens of the
+            concatenated table.
+        lengths: tokens of each document, shape (N,).
+        batch_size: number of blocks in a pack.
+        capacity: most tokens a pack may hold.
+        rng: draws the order of the blocks. Without it, they are in the order of the table.
+    """
+    members = np.arange(len(block))
+    _, sizes = np.unique(block, return_counts=True)
     if rng is not None:
         members, sizes = select_packs(members, sizes, rng.permutation(len(sizes)))
     sizes = np.add.reduceat(sizes, np.arange(0, len(sizes), batch_size))
@@ -147,20 +175,28 @@ def plan_blocks(
 
 
 def shuffle_packs(plan: PackPlan, rng: np.random.Generator) -> PackPlan:
+    """Return the plan with its packs in random order."""
     members, sizes = select_packs(plan.order, np.diff(plan.offsets), rng.permutation(plan.num_packs))
     return _make_plan(members, sizes, plan.lengths, capacity=plan.capacity)
 
 
 def _make_plan(members: Int64Array, sizes: Int64Array, lengths: Int64Array, *, capacity: int) -> PackPlan:
+    """Make a plan of packs that are given as (members, sizes), see `best_fit.py`."""
     return PackPlan(members, np.concatenate([[0], np.cumsum(sizes)]), lengths, int(capacity))
 
 
 def is_integer(value: object) -> bool:
+    """Return whether a value is an integer of Python or numpy, and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def checked_lengths(lengths: npt.ArrayLike, capacity: int) -> Int64Array:
-    """Lengths as int64, shape (N,), after the refusals that every plan shares."""
+def validate_lengths(lengths: npt.ArrayLike, capacity: int) -> Int64Array:
+    """Return the lengths as int64, shape (N,), if every one of them fits into a pack.
+
+    Raises:
+        ValueError: the capacity is not a positive integer, or the lengths are not one-dimensional integers from 1 to
+            the capacity and `MAX_DOCUMENT_LENGTH`.
+    """
     if not is_integer(capacity) or capacity < 1:
         raise ValueError(
             f"capacity={capacity!r} was given. A pack must hold a whole number of tokens, at least one. Set it to the "
@@ -168,16 +204,16 @@ def checked_lengths(lengths: npt.ArrayLike, capacity: int) -> Int64Array:
         )
     try:
         array = np.asarray(lengths)
-        what = f"an array of shape {array.shape} and dtype {array.dtype}"
-    except ValueError:  # numpy makes no array of rows of different lengths
+        description = f"an array of shape {array.shape} and dtype {array.dtype}"
+    except ValueError:  # numpy cannot make an array of rows of different lengths
         array = None
-        what = "nested sequences"
+        description = "nested sequences"
     if array is None or array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise ValueError(
-            f"lengths: {what} was given. Planning needs one whole number of tokens per document. Set lengths to a "
-            "one-dimensional array of integers, such as [len(ids) for ids in dataset['input_ids']]."
+            f"lengths: {description} was given. Planning needs one whole number of tokens per document. Set lengths to "
+            "a one-dimensional array of integers, such as [len(ids) for ids in dataset['input_ids']]."
         )
-    for bad, why, what_to_set in (
+    checks = (
         (array < 1, "A document without tokens cannot be placed", "Drop empty documents first"),
         (
             array > capacity,
@@ -185,14 +221,16 @@ def checked_lengths(lengths: npt.ArrayLike, capacity: int) -> Int64Array:
             f"Truncate, split or drop documents to {capacity} tokens, or raise capacity",
         ),
         (
-            array > LONGEST,
-            f"Planning takes memory for every length up to the longest, and serves documents of up to {LONGEST} tokens",
-            f"Truncate, split or drop documents to {LONGEST} tokens or less",
+            array > MAX_DOCUMENT_LENGTH,
+            "Planning takes memory for every length up to the longest, and serves documents of up to "
+            f"{MAX_DOCUMENT_LENGTH} tokens",
+            f"Truncate, split or drop documents to {MAX_DOCUMENT_LENGTH} tokens or less",
         ),
-    ):
-        where = np.flatnonzero(bad)
-        if len(where):
-            shown = ", ".join(f"document {i} has {array[i]} tokens" for i in where[:NUM_SHOWN])
-            more = ", ..." if len(where) > NUM_SHOWN else ""
-            raise ValueError(f"lengths: {shown}{more} ({len(where)} of {len(array)} documents). {why}. {what_to_set}.")
+    )
+    for is_bad, reason, what_to_set in checks:
+        bad = np.flatnonzero(is_bad)
+        if len(bad):
+            named = ", ".join(f"document {i} has {array[i]} tokens" for i in bad[:MAX_DOCUMENTS_NAMED])
+            more = ", ..." if len(bad) > MAX_DOCUMENTS_NAMED else ""
+            raise ValueError(f"lengths: {named}{more} ({len(bad)} of {len(array)} documents). {reason}. {what_to_set}.")
     return array.astype(np.int64, copy=False)

@@ -290,7 +290,7 @@ def split_up_to(packs: list[Int64Array], rows: Int64Array, num: int) -> list[Int
         longest_first = packs[i][np.argsort(-rows[packs[i]], kind="stable")]
         sorted_rows = rows[longest_first]
         halves = least_loaded(sorted_rows, sorted_rows, 2, capacity=int(sorted_rows.sum()))
-        assert halves is not None, "each half has room for the whole pack"
+        assert halves is not None, "a half has no room for the pack"
         packs[i] = longest_first[halves[0]]
         packs.append(longest_first[halves[1]])
         places.append(places[i])

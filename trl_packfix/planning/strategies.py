@@ -1,4 +1,9 @@
-"""The packing strategies. This is the only list of their names: a new one begins with its record here."""
+"""The packing strategies by name, and `plan_packs`, which plans from lengths alone.
+
+A *strategy* is a way to choose which documents share a pack. `STRATEGIES` is the only list of their names: a new
+strategy begins with its record here. `Packing` (`packing.py`) reads the record of the strategy that the config names.
+The functions that plan are in `packs.py`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import Int64Array
-from .packs import PackPlan, checked_lengths, is_integer, plan_bfd, plan_stream
+from .packs import PackPlan, is_integer, plan_bfd, plan_stream, validate_lengths
 
 Strategy = str  # a key of `STRATEGIES`
 
@@ -17,19 +22,22 @@ Strategy = str  # a key of `STRATEGIES`
 class StrategyTraits:
     """What a strategy does, and what follows from it."""
 
-    # (lengths, capacity, order, rng) -> packs of at most `capacity` tokens with every document once. `order` is the one
-    # in which documents are visited, a permutation, shape (N,). `rng` draws everything else; None without shuffling.
-    # With `rng`, packs are in an order that does not depend on the lengths of their documents.
-    # Only what cuts blocks or keeps steps is planned elsewhere, and has none.
+    # (lengths, capacity, order, rng) -> plan with every document in one pack of at most `capacity` tokens. `order` is
+    # the order in which documents are visited, a permutation of their numbers, shape (N,). `rng` draws everything else;
+    # it is None without shuffling. If there is an `rng`, the order of the packs must not depend on the lengths.
+    # `plan` is None for a strategy that cuts blocks or keeps the steps of unpacked training: `Packing` plans it another
+    # way.
     plan: Callable[..., PackPlan] | None = None
-    overlong: Literal["truncate", "split"] = "truncate"  # where `overlong` is unset
-    packs_streams: bool = False  # it needs no document beyond a bounded buffer, so it packs an `IterableDataset`
+    overlong: Literal["truncate", "split"] = "truncate"  # the default of the setting `overlong`
+    packs_streams: bool = False  # it needs only a bounded buffer of documents, so it can pack an `IterableDataset`
     cuts_blocks: bool = False  # all documents are concatenated and cut every `max_length` tokens
-    keeps_unpacked_steps: bool = False  # every optimizer step has the documents of the unpacked run
-    instead: str | None = None  # what to do instead of `plan_packs`, where lengths alone are not enough to plan it
+    keeps_unpacked_steps: bool = False  # every optimizer step has the documents that it has in unpacked training
+    # What to do instead of `plan_packs`, if lengths alone are not enough; it is the end of an error message.
+    alternative: str | None = None
 
 
 def _plan_bfd(lengths: Int64Array, capacity: int, *, order: Int64Array, rng: np.random.Generator | None) -> PackPlan:
+    """Plan by best-fit decreasing, which does not depend on the order in which documents are visited."""
     return plan_bfd(lengths, capacity, rng)
 
 
@@ -44,27 +52,33 @@ STRATEGIES: dict[Strategy, StrategyTraits] = {
     "bfd_split": StrategyTraits(
         plan=_plan_bfd,
         overlong="split",
-        instead="split the documents at max_length first and plan the pieces with strategy='bfd', or use the trainer",
+        alternative="split the documents at max_length first and plan the pieces with strategy='bfd', or use the "
+        "trainer",
     ),
-    "wrapped": StrategyTraits(overlong="split", cuts_blocks=True, instead=_USE_THE_TRAINER.format("wrapped")),
-    "minibatch": StrategyTraits(keeps_unpacked_steps=True, instead=_USE_THE_TRAINER.format("minibatch")),
+    "wrapped": StrategyTraits(overlong="split", cuts_blocks=True, alternative=_USE_THE_TRAINER.format("wrapped")),
+    "minibatch": StrategyTraits(keeps_unpacked_steps=True, alternative=_USE_THE_TRAINER.format("minibatch")),
 }
 
 
 def plan_packs(
     lengths: npt.ArrayLike, capacity: int, strategy: Strategy = "stream", seed: int = 0, epoch: int = 0
 ) -> PackPlan:
-    """Packs for one epoch: every document in exactly one pack, no pack over `capacity`.
+    """Plan the packs of one epoch: every document is in exactly one pack, and no pack exceeds the capacity.
 
     Args:
         lengths: tokens of each document, integers from 1 to `capacity`, shape (N,).
         capacity: most tokens a pack may hold.
-        strategy: `stream` packs neighbours in a random order of the documents (see `plan_stream`); `bfd` packs the
-            whole set at once (see `plan_bfd`). Packs come in random order.
-        seed, epoch: non-negative integers; another epoch gives another plan.
+        strategy: `stream` packs documents that are near each other in a random order (see `plan_stream`); `bfd` packs
+            all documents at once (see `plan_bfd`). The packs of both are in random order.
+        seed: non-negative integer from which the random order is drawn.
+        epoch: non-negative integer; each epoch has another plan.
+
+    Returns:
+        The documents of each pack, by their index in `lengths`.
 
     Raises:
-        ValueError: for lengths that are not one-dimensional integers or do not fit, and for unknown strategies.
+        ValueError: lengths are not one-dimensional integers or do not fit, the strategy is unknown or cannot be planned
+            from lengths alone, or `seed` or `epoch` is not a non-negative integer.
 
     >>> plan = plan_packs([300, 200, 500], capacity=512)
     >>> sorted(sorted(pack.tolist()) for pack in np.split(plan.order, plan.offsets[1:-1]))
@@ -72,15 +86,16 @@ def plan_packs(
     """
     traits = STRATEGIES.get(strategy)
     if traits is None:
-        here = [repr(name) for name, record in STRATEGIES.items() if record.instead is None]
-        elsewhere = [repr(name) for name, record in STRATEGIES.items() if record.instead is not None]
+        from_lengths = [repr(name) for name, record in STRATEGIES.items() if record.alternative is None]
+        in_trainer_only = [repr(name) for name, record in STRATEGIES.items() if record.alternative is not None]
         raise ValueError(
-            f"strategy={strategy!r} was given. No such packing strategy exists. Set one of {', '.join(here)} here, or "
-            f"also {', '.join(elsewhere)} in the trainer."
+            f"strategy={strategy!r} was given. No such packing strategy exists. Set one of "
+            f"{', '.join(from_lengths)} here, or also {', '.join(in_trainer_only)} in the trainer."
         )
-    if traits.instead is not None:
+    if traits.alternative is not None:
         raise ValueError(
-            f"strategy={strategy!r} was given to plan_packs. It cannot be planned from lengths alone: {traits.instead}."
+            f"strategy={strategy!r} was given to plan_packs. It cannot be planned from lengths alone: "
+            f"{traits.alternative}."
         )
     for name, value in (("seed", seed), ("epoch", epoch)):
         if not is_integer(value) or value < 0:
@@ -88,7 +103,7 @@ def plan_packs(
                 f"{name}={value!r} was given. The random order is drawn from non-negative integers. Set {name} to 0 "
                 "or more."
             )
-    assert traits.plan is not None  # else lengths are not enough
-    lengths = checked_lengths(lengths, capacity)
+    assert traits.plan is not None, "the strategy has no planner"
+    lengths = validate_lengths(lengths, capacity)
     rng = np.random.default_rng([seed, epoch])
     return traits.plan(lengths, capacity, order=rng.permutation(len(lengths)), rng=rng)

@@ -33,7 +33,7 @@ class Bins:
     synchronisation: Synchronisation = (
         "micro"  # ranks wait for each other after every micro-batch, or only after a step
     )
-    drop_last: bool = False  # the last step is left out if it is incomplete
+    drop_last: bool = False  # the last step is omitted if it is incomplete
     evens_targets: bool = False  # bins get even numbers of trained tokens instead of even costs
     batch_size: int = 1  # documents per micro-batch of the unpacked run
 

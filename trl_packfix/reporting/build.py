@@ -1,4 +1,12 @@
-"""Make the report of a run: count what packing did with the documents."""
+"""Make the report of a run: count what packing does with the documents.
+
+In come the planner and the reader of a table, or a packed stream (`data/`). Out goes a `PackingReport` (`report.py`),
+for the trainer (`training/loading.py`), its callbacks and the command line.
+
+A *document* is one training example, and a *unit* is what planning packs as one thing: a document, or a family of
+documents that begin alike. The *unpacked run* is the training that TRL would do with the same settings and without
+packing.
+"""
 
 from dataclasses import replace
 
@@ -15,36 +23,46 @@ from .report import PackingReport
 from .savings import planned_savings
 from .sections import ImageNumbers, LengthHistogram, SharedPacks
 
-NUM_DRAWN = 100_000  # documents drawn to estimate the efficiency of padded batches
-NUM_MICRO_STEPS = 8
-SETTINGS = ("strategy", "overlong", "max_length", "batch_size", "accumulation", "world_size", "capacity")
+NUM_DRAWN = 100_000  # documents that are drawn to estimate the efficiency of padded batches
+NUM_MICRO_STEPS = 8  # micro-steps of which the report has the costs
+COPIED_SETTINGS = ("strategy", "overlong", "max_length", "batch_size", "accumulation", "world_size", "capacity")
 
 
 def make_report(planner: EpochPlanner, reader: RowReader, *, unpacked_counts_first: bool = False) -> PackingReport:
-    """`unpacked_counts_first`: TRL's unpacked loss of this model also divides by the first label of each row."""
-    packing, documents, lengths = planner.packing, planner.documents, planner.documents.lengths
+    """Make the report of a table.
+
+    Args:
+        planner: the planner of the table.
+        reader: the reader of its rows.
+        unpacked_counts_first: whether TRL's unpacked loss of this model also counts the first label of each row in its
+            divisor.
+    """
+    packing = planner.packing
+    documents = planner.documents
+    lengths = documents.lengths
     schedule = planner.schedule(0)
     units = planner.units()
     plan = planner.first_plan
     order, offsets = units.from_documents(schedule.order, schedule.offsets)
-    of_units = replace(schedule, order=order, offsets=offsets)  # what is balanced
-    shared = SharedPacks.of_table(planner, of_units)
-    # Ranks that share packs wait for each other in every layer
+    unit_schedule = replace(schedule, order=order, offsets=offsets)  # costs are costs of units
+    shared = SharedPacks.of_table(planner, unit_schedule)
+    # Ranks that share packs wait for each other in every layer.
     synchronisation = packing.synchronisation if shared is None else "micro"
-    packed_rows = reader.seq_lengths()
+    packed_rows = reader.seq_lengths()  # of a table that was packed before
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
-    costs = rank_costs(of_units, units.costs()).reshape(-1, packing.world_size)[:NUM_MICRO_STEPS].tolist()
-    divisor = trained = int(documents.trained.sum())
+    costs = rank_costs(unit_schedule, units.costs()).reshape(-1, packing.world_size)[:NUM_MICRO_STEPS].tolist()
+    num_trained = int(documents.trained.sum())
+    unpacked_divisor = num_trained
     if unpacked_counts_first:
-        divisor += int(reader.count_labels(documents.row, documents.start, documents.start + 1).sum())
+        unpacked_divisor += int(reader.count_labels(documents.row, documents.start, documents.start + 1).sum())
     return PackingReport(
-        **{name: getattr(packing, name) for name in SETTINGS},
+        **{name: getattr(packing, name) for name in COPIED_SETTINGS},
         num_rows=len(reader),
         num_documents=len(documents),
         num_tokens=int(lengths.sum()),
-        num_trained_tokens=trained,
-        unpacked_loss=trained / divisor,
+        num_trained_tokens=num_trained,
+        unpacked_loss=num_trained / unpacked_divisor,
         num_packs=plan.num_packs if plan else None,
         lower_bound=plan.lower_bound if plan else None,
         efficiency=plan.efficiency if plan else None,
@@ -55,13 +73,13 @@ def make_report(planner: EpochPlanner, reader: RowReader, *, unpacked_counts_fir
         tokens_not_reached=int(lengths[not_reached].sum()),
         trained_tokens_not_reached=int(documents.trained[not_reached].sum()),
         most_documents=int(np.diff(schedule.offsets).max()),
-        imbalance=imbalance(of_units, units.costs(), synchronisation),
+        imbalance=imbalance(unit_schedule, units.costs(), synchronisation),
         prefixes=planned_savings(planner),
         shared=shared,
         images=ImageNumbers.of_table(planner),
         ledger=documents.ledger,
         newer_libraries=libraries_newer_than_tested(),
-        lengths=LengthHistogram.of(reader.lengths if packed_rows is None else packed_rows[1]),
+        lengths=LengthHistogram.from_lengths(reader.lengths if packed_rows is None else packed_rows[1]),
         sample=PlanSample([pack.without_tokens() for pack in first_packs(planner, reader)], costs),
     )
 
@@ -73,11 +91,18 @@ def make_stream_report(
     *,
     micro_steps: dict[int, int] | None = None,
 ) -> PackingReport:
-    """`counts` are the totals of all ranks, `micro_steps` numbers by degree."""
+    """Make the report of a stream.
+
+    Args:
+        stream: the packed stream.
+        max_steps: optimizer steps of the run.
+        counts: what all ranks have read so far; None before training.
+        micro_steps: degree -> number of micro-steps so far, with sequence parallelism.
+    """
     counts = counts or StreamCounts()
     packing = stream.packing
     return PackingReport(
-        **{name: getattr(packing, name) for name in SETTINGS},
+        **{name: getattr(packing, name) for name in COPIED_SETTINGS},
         num_documents=counts.documents,
         num_tokens=counts.tokens,
         num_trained_tokens=counts.trained_tokens,
@@ -92,12 +117,17 @@ def make_stream_report(
 
 
 def _padding_efficiency(lengths: np.ndarray, batch_size: int) -> float:
-    """Share of real tokens in padded batches of documents in random order, estimated from one random draw.
+    """Estimate the share of real tokens in padded batches of documents in random order, from one random draw.
+
+    Args:
+        lengths: tokens of each document, shape (N,).
+        batch_size: documents of a batch.
 
     >>> _padding_efficiency(np.full(5, 7), batch_size=2)  # the last batch has one document, and no padding
     1.0
     """
     drawn = np.random.default_rng(0).choice(lengths, min(len(lengths), NUM_DRAWN), replace=False)
     longest = np.maximum.reduceat(drawn, np.arange(0, len(drawn), batch_size))
-    missing = -len(drawn) % batch_size  # documents of the last batch
-    return int(drawn.sum()) / (int(longest.sum()) * batch_size - int(longest[-1]) * missing)
+    num_missing = -len(drawn) % batch_size  # documents that the last batch has less than the other batches
+    num_padded = int(longest.sum()) * batch_size - int(longest[-1]) * num_missing
+    return int(drawn.sum()) / num_padded

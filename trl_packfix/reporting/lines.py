@@ -1,6 +1,10 @@
-"""The lines of a report, in order: label and text of each.
+"""The lines of a report, in order: (label, text) of each.
 
-A part of the report that may be absent (images, turns, ...) has a method `line`. What needs several parts is here.
+`PackingReport.lines` (`report.py`) calls the functions in `LINES`, and shows their lines on the terminal and in the
+model card. A section of the report that may be absent (images, turns, ...) has a method `line` that returns its text; a
+line that needs several sections is made here.
+
+The *unpacked run* is the training that TRL would do with the same settings and without packing.
 """
 
 from typing import Any
@@ -10,15 +14,22 @@ from .numbers import PackingNumbers
 from .sections import Lines
 
 
-def _part_line(label: str, part: Any, *given: object) -> Lines:
-    """That of a part of the report, if it has one."""
-    text = None if part is None else part.line(*given)
+def _section_line(label: str, section: Any, *arguments: object) -> Lines:
+    """Yield the line of a section of the report, if there are a section and a text.
+
+    Args:
+        label: label of the line.
+        section: the section, or None.
+        arguments: arguments of the method `line` of the section.
+    """
+    text = None if section is None else section.line(*arguments)
     if text is not None:
         yield label, text
 
 
 def _documents_lines(report: PackingNumbers) -> Lines:
-    yield from _part_line("conversations", report.turns)
+    """Yield the lines on the documents, before they are packed."""
+    yield from _section_line("conversations", report.turns)
     text = (
         "a stream of unknown length; packed in arrival order, with uneven lengths in the first and last documents of "
         "each pass; read again from its start at its end"
@@ -27,76 +38,93 @@ def _documents_lines(report: PackingNumbers) -> Lines:
         packs = "" if report.num_packs is None else f" -> {report.num_packs:,} packs ({report.strategy})"
         text = f"{report.num_documents:,} of {report.num_rows:,} rows, {report.num_tokens:,} tokens{packs}"
     yield "documents", text
-    yield from _part_line("trained tokens", report.trained, report.num_trained_tokens, report.num_tokens)
-    yield from _part_line("data", report.data)
-    yield from _part_line("images", report.images)
-    yield from _part_line("lengths", report.lengths)
+    yield from _section_line("trained tokens", report.trained, report.num_trained_tokens, report.num_tokens)
+    yield from _section_line("data", report.data)
+    yield from _section_line("images", report.images)
+    yield from _section_line("lengths", report.lengths)
 
 
 def _packs_lines(report: PackingNumbers) -> Lines:
-    size = report.groups.size(report.max_length)
+    """Yield the lines on packs, steps and ranks."""
     if report.num_rows is None:
-        yield "micro-batch", size
-        num = report.accumulation * report.world_size // report.groups.smallest_degree
-        of_run = f"accumulation {report.accumulation}, ranks {report.world_size}"
-        yield "steps", f"{report.num_steps:,} (max_steps), packs in each: {num} ({of_run})"
-        if report.num_packs:
-            yield from _part_line("sequence parallelism", report.shared)
-            read = report.ledger.given
-            yield "read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)"
-            tokens = f"{report.num_tokens:,} tokens ({report.num_trained_tokens:,} trained)"
-            yield "trained", f"{report.num_documents:,} documents, {tokens} in {report.num_packs:,} packs"
-            yield "efficiency", f"{report.efficiency:.2%} of the packs filled"
-        return
+        yield from _stream_packs_lines(report)
+    else:
+        yield from _table_packs_lines(report)
+
+
+def _stream_packs_lines(report: PackingNumbers) -> Lines:
+    """Yield the lines on packs, steps and ranks of a stream."""
+    yield "micro-batch", report.groups.capacity_text(report.max_length)
+    packs_per_step = report.accumulation * report.world_size // report.groups.smallest_degree
+    step = f"accumulation {report.accumulation}, ranks {report.world_size}"
+    yield "steps", f"{report.num_steps:,} (max_steps), packs in each: {packs_per_step} ({step})"
+    if report.num_packs:
+        yield from _section_line("sequence parallelism", report.shared)
+        read = report.ledger.given
+        yield "read", f"{read.documents:,} documents, {read.tokens:,} tokens ({read.trained_tokens:,} trained)"
+        tokens = f"{report.num_tokens:,} tokens ({report.num_trained_tokens:,} trained)"
+        yield "trained", f"{report.num_documents:,} documents, {tokens} in {report.num_packs:,} packs"
+        yield "efficiency", f"{report.efficiency:.2%} of the packs filled"
+
+
+def _table_packs_lines(report: PackingNumbers) -> Lines:
+    """Yield the lines on packs, steps and ranks of a table."""
+    capacity = report.groups.capacity_text(report.max_length)
     filled = "no padding" if report.num_packs is None else f"{report.efficiency:.2%} filled"
-    yield "micro-batch", f"{size}, {filled}; unpacked: {report.padding_efficiency:.2%}"
+    yield "micro-batch", f"{capacity}, {filled}; unpacked: {report.padding_efficiency:.2%}"
     documents = report.unpacked_documents
     steps = f"{report.num_steps:,}"
     if report.max_steps is not None:
         steps = f"{report.max_steps:,} (max_steps; an epoch has {report.num_steps:,})"
+    unpacked_steps = f"{-(-report.num_documents // documents):,} of {documents:,}"
     yield (
         "steps",
         f"{steps} of about {report.documents_per_step:,.1f} documents (accumulation "
-        f"{report.accumulation}, ranks {report.world_size}); unpacked: {-(-report.num_documents // documents):,} of "
-        f"{documents:,}",
+        f"{report.accumulation}, ranks {report.world_size}); unpacked: {unpacked_steps}",
     )
-    wanted = report.num_documents, documents, report.groups.enlarges_steps
-    yield from _part_line("common prefixes", report.prefixes, *wanted)
+    step_documents = report.num_documents, documents, report.groups.step_size_settings
+    yield from _section_line("common prefixes", report.prefixes, *step_documents)
     yield "against unpacked", _unpacked_text(report)
     if report.unpacked_loss != 1:
         yield (
             "unpacked loss",
             f"{report.unpacked_loss:.3f} of the packed one, and its gradients: TRL also divides by first labels",
         )
-    assert report.imbalance is not None  # it is known for a table
-    of_images = "" if report.images is None else report.images.imbalances
-    yield from report.groups.lines(report.world_size, report.imbalance, of_images)
+    assert report.imbalance is not None, "the imbalance of a table is known"
+    image_imbalances = "" if report.images is None else report.images.imbalances_text
+    yield from report.groups.lines(report.world_size, report.imbalance, image_imbalances)
 
 
 def _unpacked_text(report: PackingNumbers) -> str:
-    """What to set instead of the unpacked run's. The learning rate is scaled by the square root, for Adam."""
+    """Return what to set instead of the settings of the unpacked run, because a packed step has more documents.
+
+    The learning rate is scaled by the square root of the ratio, as is usual for Adam.
+    """
     if STRATEGIES[report.strategy].keeps_unpacked_steps:
-        same = "the same steps" if report.unpacked_loss == 1 else "the same steps but for the loss"
-        return f"{same}: no setting has to change"
-    assert report.documents_per_step is not None  # it is known for a table
+        steps = "the same steps" if report.unpacked_loss == 1 else "the same steps but for the loss"
+        return f"{steps}: no setting has to change"
+    assert report.documents_per_step is not None, "the documents of a step are not known"
     documents = report.unpacked_documents
     ratio = report.documents_per_step / documents
-    if ratio < 1.1:  # a learning rate 1.05 times as high
+    if ratio < 1.1:  # the learning rate would be at most 1.05 times as high
         return f"about {documents:,} documents per step, too: no setting has to change"
-    independent = ratio
+    # Documents of a family are not independent of each other, so a step counts as many documents as it has families.
+    independent_ratio = ratio
     families = ""
-    instead = report.groups.instead
+    alternative = report.groups.alternative_text
     if report.prefixes is not None and report.prefixes.families_per_step is not None:
         per_step = report.prefixes.families_per_step
-        independent = per_step / documents
-        instead = '; or share_prefixes="pack"'
+        independent_ratio = per_step / documents
+        alternative = '; or share_prefixes="pack"'
         families = f"{per_step:,.1f} families per step (unpacked: {documents:,} documents): "
-    rate = f"learning_rate x {independent**0.5:.1f}" if independent > 1.1 else "keep learning_rate"
-    return f"{families}{rate}, settings in steps / {ratio:.1f}{instead}"
+    rate = f"learning_rate x {independent_ratio**0.5:.1f}" if independent_ratio > 1.1 else "keep learning_rate"
+    return f"{families}{rate}, settings in steps / {ratio:.1f}{alternative}"
 
 
 def _cuts_lines(report: PackingNumbers) -> Lines:
-    ledger, truncated = report.ledger, report.ledger.truncated
+    """Yield the lines on documents that are cut, dropped or not reached."""
+    ledger = report.ledger
+    truncated = ledger.truncated
     if truncated.documents:
         tokens = f"{truncated.tokens:,} tokens ({truncated.trained_tokens:,} trained)"
         yield "truncated", f"{truncated.documents:,} documents lost {tokens}"
@@ -112,20 +140,26 @@ def _cuts_lines(report: PackingNumbers) -> Lines:
 
 
 def _model_lines(report: PackingNumbers) -> Lines:
+    """Yield the lines on the model, its attention and the proof that documents are isolated."""
     if report.experimental:
         yield "experimental", f"{', '.join(report.experimental)}: several GPUs have not run this yet"
     if report.newer_libraries:
         yield "not tested with", ", ".join(report.newer_libraries)
     yield "attention", report.attention
     if report.isolation is not None:
-        if report.isolation.repaired:
-            repairs = "; ".join(str(repair) for repair in report.isolation.repaired)
+        isolation = report.isolation
+        if isolation.repaired:
+            repairs = "; ".join(str(repair) for repair in isolation.repaired)
             yield "repaired", f"{repairs}: these modules see each document separately, with some padding"
-        found = report.isolation
-        failure = "NOT POSSIBLE" if found.error is not None else "WRONG" if found.isolated else "LEAK"
-        text = f"{'passed' if found.passed else failure}: {found.summary()}"
-        if found.passed and found.unreachable:
-            text += f"; not tested, because beyond max_length: {', '.join(found.unreachable)}"
+        if isolation.passed:
+            result = "passed"
+        elif isolation.error is not None:
+            result = "NOT POSSIBLE"
+        else:
+            result = "WRONG" if isolation.isolated else "LEAK"
+        text = f"{result}: {isolation.summary()}"
+        if isolation.passed and isolation.unreachable:
+            text += f"; not tested, because beyond max_length: {', '.join(isolation.unreachable)}"
         yield "isolation", text
     if report.first_step is not None:
         yield "first step", report.first_step

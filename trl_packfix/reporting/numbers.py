@@ -1,4 +1,9 @@
-"""The numbers of a report, without the ways to show them: lines and pictures read this, and the report has both."""
+"""The numbers of a report, without the ways to show them.
+
+`build.py` computes them. `lines.py` and `pictures.py` read them, and `PackingReport` (`report.py`) adds the ways to
+show them. A *pack* is the documents that pass through the model together. A *trained* token counts in the loss. The
+*unpacked run* is the training that TRL would do with the same settings and without packing.
+"""
 
 from dataclasses import dataclass, field
 
@@ -11,15 +16,16 @@ from .packs import ShownPack
 from .savings import PrefixSavings
 from .sections import ImageNumbers, LengthHistogram, OwnPacks, SharedPacks
 
-MAX_LOST_SHARE = 0.01  # share of the trained tokens; above it the report warns and `trl-packfix plan` exits with 1
+# If a larger share of the trained tokens is lost, the report warns, and `trl-packfix plan` exits with 1.
+MAX_LOST_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class PlanSample:
-    """The beginning of the first epoch."""
+    """Packs and costs from the beginning of the first epoch."""
 
-    packs: list[ShownPack]  # some of the first steps, without their tokens
-    costs: list[list[float]]  # modelled FLOPs of each of the first micro-steps and each rank
+    packs: list[ShownPack]  # without their tokens
+    costs: list[list[float]]  # modelled FLOPs of each of the first micro-steps, on each rank
 
 
 @dataclass(frozen=True)
@@ -67,46 +73,48 @@ class PackingNumbers:
 
     @property
     def groups(self) -> SharedPacks | OwnPacks:
-        """What is said of the ranks that hold a pack."""
+        """What the report says of the ranks that hold a pack."""
         return self.shared or OwnPacks(self.capacity, self.batch_size)
 
     @property
     def shared_prefixes(self) -> PrefixSavings | None:
-        """What shared prefixes save; None if nothing is shared."""
-        shares = self.prefixes is not None and self.prefixes.setting != "off" and self.prefixes.refused is None
-        return self.prefixes if shares else None
+        """What shared prefixes save; None if the run shares none."""
+        if self.prefixes is None or self.prefixes.setting == "off" or self.prefixes.refused is not None:
+            return None
+        return self.prefixes
 
     @property
     def unpacked_documents(self) -> int:
-        """Documents of an optimizer step of the unpacked run."""
+        """The number of documents in an optimizer step of the unpacked run."""
         return self.batch_size * self.accumulation * self.world_size
 
     @property
     def num_dropped(self) -> int:
+        """The number of documents that are dropped, for any reason."""
         return sum(count.documents for count in self.ledger.dropped.values())
 
     @property
     def num_cut(self) -> int:
-        """Documents that are truncated, split or dropped."""
+        """The number of documents that are truncated, split or dropped."""
         return self.ledger.truncated.documents + self.ledger.split.documents + self.num_dropped
 
     @property
     def lost_trained_share(self) -> float | None:
-        """Share of the given trained tokens that are cut, dropped or not reached; None if none was given."""
-        lost = self.ledger.lost_trained_tokens
-        of_all = self.ledger.given.trained_tokens
-        return (lost + self.trained_tokens_not_reached) / of_all if of_all else None
+        """The share of the dataset's trained tokens that are cut, dropped or not reached; None if there are none."""
+        num_lost = self.ledger.lost_trained_tokens + self.trained_tokens_not_reached
+        num_given = self.ledger.given.trained_tokens
+        return num_lost / num_given if num_given else None
 
     @property
     def warning(self) -> str | None:
-        """What to set, if more than 1 % of the trained tokens are lost; else None."""
+        """What is lost, and what to set, if more than 1 % of the trained tokens are lost; else None."""
         lost = self.lost_trained_share
         if lost is None or lost <= MAX_LOST_SHARE:
             return None
         remedies = []
         if self.ledger.lost_trained_tokens:
-            instead = ' or set overlong="split"' if self.overlong in ("truncate", "drop") else ""
-            remedies.append(f"raise max_length ({self.max_length:,}){instead}")
+            split = ' or set overlong="split"' if self.overlong in ("truncate", "drop") else ""
+            remedies.append(f"raise max_length ({self.max_length:,}){split}")
         if self.trained_tokens_not_reached:
             remedies.append("set dataloader_drop_last=False")
         return f"{lost:.1%} of the trained tokens are lost: {', and '.join(remedies)}"

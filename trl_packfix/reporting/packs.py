@@ -1,4 +1,14 @@
-"""The first packs of a run: made by the reader and the collator of training, and read back from the batch."""
+"""Read the first packs of a run back from its batches, to show them as text, JSON or pictures.
+
+`first_packs` makes batches with the reader and the collator of training, and reads from them what the model would get.
+`trl-packfix show` prints the packs (`pack_text`), `pictures.py` draws them, and `build.py` puts them into the report.
+
+A *document* is one training example, and a *pack* is the documents that pass through the model together as one row of
+tokens. A *trained* token counts in the loss. With shared prefixes, documents of a pack that begin alike compute the
+rows of their common beginning only once: a document then has fewer *rows* of its own than tokens, and these rows are
+its *run*. With sequence parallelism several ranks share a pack, and each of them holds a part of its rows; the number
+of these ranks is the *degree*.
+"""
 
 import itertools
 import re
@@ -18,223 +28,287 @@ from ..data.reader import RowReader
 from ..layout import LAYOUT_KEY
 
 NUM_PACKS = 8
-REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # a special token several times: the tokens of an image
+REPEATED_TOKEN = re.compile(r"(<[^<>\s]+>)\1{3,}")  # a special token several times, as for the patches of an image
 STYLES = ("blue", "yellow", "green", "magenta", "cyan", "red")  # documents are numbered too, for output without colour
 LEGEND = (
     "[n] document n of the pack, each in one colour; [[trained tokens]] are also bold; [... n ...] n tokens omitted"
 )
 
-TokenSpan = tuple[bool, int, int]  # of tokens of a document: whether they are trained, the first, one after the last
+TokenSpan = tuple[bool, int, int]
+"""Consecutive tokens of a document: (whether they are trained, the first token, the one behind the last token)."""
 
 
 @dataclass(frozen=True)
 class ShownDocument:
-    """One document of a batch: a span of a row of the table."""
+    """One document of a batch. Its tokens are a span of a row of the table."""
 
-    row: int
-    start: int
-    stop: int
+    row: int  # number of the row
+    start: int  # first token of the document in the row
+    stop: int  # one behind its last token
     positions: tuple[int, int]  # first and last position id
-    runs: list[TokenSpan]
+    spans: list[TokenSpan]  # all tokens of the document, by whether they are trained
     tokens: np.ndarray | None  # ids, shape (stop - start,)
-    shared: int = 0  # tokens whose rows are those of the document before it
-    num_images: int | None = None  # None if the table has none
+    shared: int = 0  # number of first tokens whose rows are rows of the document before it in the pack
+    num_images: int | None = None  # None if the table has no images
 
     @property
     def num_tokens(self) -> int:
+        """The number of tokens, shared ones included."""
         return self.stop - self.start
 
     @property
     def num_rows(self) -> int:
-        """Rows of its own: of a document that shares, a last row is not computed."""
-        own = self.num_tokens - self.shared
-        return 0 if self.shared and own == 1 else own
+        """The number of rows that are computed for this document.
+
+        If the only token that is not shared is the last one, its row is not computed, because it predicts nothing.
+        """
+        num_own_tokens = self.num_tokens - self.shared
+        return 0 if self.shared and num_own_tokens == 1 else num_own_tokens
 
     @property
-    def own_runs(self) -> list[TokenSpan]:
-        """The runs of the tokens that are not shared, from the first of these."""
-        runs = [(trained, max(first - self.shared, 0), end - self.shared) for trained, first, end in self.runs]
-        return [run for run in runs if run[2] > 0]
+    def own_spans(self) -> list[TokenSpan]:
+        """The spans of the tokens that are not shared, counted from the first token that is not shared."""
+        spans = [(trained, max(first - self.shared, 0), end - self.shared) for trained, first, end in self.spans]
+        return [(trained, first, end) for trained, first, end in spans if end > 0]
 
     @property
     def num_trained(self) -> int:
-        return sum(end - first for trained, first, end in self.runs if trained)
+        """The number of trained tokens."""
+        return sum(end - first for trained, first, end in self.spans if trained)
 
     def to_dict(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-        parts = []
-        for trained, first, end in self.runs:
+        """Return the document as JSON values; its spans have texts if there is a tokenizer."""
+        span_values = []
+        for trained, first, end in self.spans:
             ids = None if self.tokens is None else self.tokens[first:end]
             text = None if ids is None or tokenizer is None else _decode_tokens(tokenizer, ids)
-            parts.append({"trained": trained, "input_ids": None if ids is None else ids.tolist(), "text": text})
+            span_values.append({"trained": trained, "input_ids": None if ids is None else ids.tolist(), "text": text})
         values = {"row": self.row, "start": self.start, "stop": self.stop, "position_ids": list(self.positions)}
-        values |= {"trained_tokens": self.num_trained, "parts": parts}
-        return values if self.num_images is None else values | {"images": self.num_images}
+        values |= {"trained_tokens": self.num_trained, "parts": span_values}
+        if self.num_images is not None:
+            values["images"] = self.num_images
+        return values
 
 
 @dataclass(frozen=True)
 class ShownPack:
-    """One pack. With shared prefixes its documents are sorted by their tokens, and have more tokens than rows:
-    `cu_seq_lens` count rows, and `cu_seq_lens_k` the tokens of documents with a row of their own."""
+    """One pack.
 
-    place: str  # step, micro-batch and rank as text
-    capacity: int
-    cu_seq_lens: list[int]
+    With shared prefixes the documents are sorted by their tokens, and have more tokens than rows.
+    """
+
+    place: str  # step, micro-batch and ranks as text
+    capacity: int  # most tokens of the pack
+    cu_seq_lens: list[int]  # 0, and the number of rows up to the end of each run
     documents: list[ShownDocument]
-    rank: int  # the first of `degree` ranks that share the pack
-    degree: int
-    cu_seq_lens_k: list[int]  # empty without shared prefixes
+    rank: int  # the first of the ranks that share the pack
+    degree: int  # the number of ranks that share the pack
+    # With shared prefixes, 0, and the number of tokens up to the end of each document that has a run; else empty
+    cu_seq_lens_k: list[int]
 
     def to_dict(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+        """Return the pack as JSON values; the documents have texts if there is a tokenizer."""
         documents = [document.to_dict(tokenizer) for document in self.documents]
         values = {"place": self.place, "capacity": self.capacity, "cu_seq_lens": self.cu_seq_lens}
         values |= {"documents": documents}
         if self.cu_seq_lens_k:
             values |= {"cu_seq_lens_k": self.cu_seq_lens_k}
-            for shown, document in zip(documents, self.documents, strict=True):
-                shown["shared_tokens"] = document.shared
+            for document_values, document in zip(documents, self.documents, strict=True):
+                document_values["shared_tokens"] = document.shared
         ranks = self.ranks()
-        return values | {"ranks": ranks} if ranks else values
+        if ranks:
+            values["ranks"] = ranks
+        return values
 
     def ranks(self) -> list[dict[str, Any]]:
-        """Which rows of the pack, and runs of which of its documents, each rank holds; the last may have padding.
+        """Return which rows of the pack each rank holds, and which documents have runs there.
 
-        Empty for a pack of one rank.
+        The last rank may hold padding, too. A pack on one rank has an empty list.
         """
         if self.degree == 1:
             return []
         starts = np.array(self.cu_seq_lens[:-1])
         ends = np.array(self.cu_seq_lens[1:])
-        of_runs = np.array([i for i, document in enumerate(self.documents) if document.num_rows])
+        documents_with_run = np.array([i for i, document in enumerate(self.documents) if document.num_rows])
         size = -(-self.cu_seq_lens[-1] // self.degree)
         edges = [min(i * size, self.cu_seq_lens[-1]) for i in range(self.degree + 1)]
         return [
-            {"rank": rank, "tokens": [first, end], "documents": of_runs[(starts < end) & (ends > first)].tolist()}
+            {
+                "rank": rank,
+                "tokens": [first, end],
+                "documents": documents_with_run[(starts < end) & (ends > first)].tolist(),
+            }
             for rank, (first, end) in enumerate(itertools.pairwise(edges), self.rank)
         ]
 
     def without_tokens(self) -> "ShownPack":
+        """Return the pack without the ids of its tokens."""
         return replace(self, documents=[replace(document, tokens=None) for document in self.documents])
 
 
 def first_packs(planner: EpochPlanner, reader: RowReader, num_packs: int = NUM_PACKS) -> list[ShownPack]:
-    """The first packs of a run that trains with this planner, each read back from a batch of the collator.
+    """Return the first packs of a run that trains with this planner, each read back from a batch of the collator.
 
-    Of a step with more packs they are evenly spaced, because the most expensive ones come first.
+    If the first step has more than `num_packs` packs, evenly spaced ones are returned, because a step begins with its
+    most expensive packs.
     """
-    filled = np.flatnonzero(np.diff(planner.schedule(0).offsets))
-    of_step = int(np.searchsorted(filled, planner.packing.accumulation * planner.packing.world_size))
-    filled = filled[: max(num_packs, of_step)]
-    num = min(num_packs, len(filled))
-    return [_read_pack(planner, reader, slot) for slot in filled[np.arange(num) * len(filled) // num].tolist()]
+    slots = np.flatnonzero(np.diff(planner.schedule(0).offsets))  # slots with a pack
+    num_of_first_step = int(np.searchsorted(slots, planner.packing.accumulation * planner.packing.world_size))
+    slots = slots[: max(num_packs, num_of_first_step)]
+    num = min(num_packs, len(slots))
+    spaced_slots = slots[np.arange(num) * len(slots) // num]
+    return [_read_pack(planner, reader, slot) for slot in spaced_slots.tolist()]
 
 
 def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack:
+    """Read the pack of one slot of the first epoch."""
     packing = planner.packing
     schedule = planner.schedule(0)
     documents = planner.documents
-    chosen = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]]
-    read = DocumentDataset(reader, documents).__getitems__(chosen.tolist())
-    prefixes = PrefixCollator(shares=packing.share_prefixes != "off", compare=reader.compare)
-    trained = prefixes(read)
-    keys = []
-    shared = [0] * len(read)
-    if LAYOUT_KEY in trained:
-        order, shared, _ = prefixes.order_documents(read)
-        chosen = chosen[order]
-        read = [read[i] for i in order]
-        keys = trained["cu_seq_lens_k"].tolist()
-    # Each document whole, as the picture and the text show it
-    batch = PackedDataCollator()([{name: row[name] for name in TEXT_KEYS if name in row} for row in read])
+    # 1. Read the documents, and collate them as in training.
+    numbers = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]]
+    rows = DocumentDataset(reader, documents).__getitems__(numbers.tolist())
+    prefix_collator = PrefixCollator(shares=packing.share_prefixes != "off", compare=reader.compare)
+    training_batch = prefix_collator(rows)
+    cu_seq_lens_k = []
+    shared = [0] * len(rows)
+    if LAYOUT_KEY in training_batch:  # documents share rows
+        order, shared, _ = prefix_collator.order_documents(rows)
+        numbers = numbers[order]
+        rows = [rows[i] for i in order]
+        cu_seq_lens_k = training_batch["cu_seq_lens_k"].tolist()
+    # 2. Collate them without sharing, too: text and picture show the tokens of whole documents.
+    batch = PackedDataCollator()([{name: row[name] for name in TEXT_KEYS if name in row} for row in rows])
     tokens, labels, positions = (batch[name][0].numpy() for name in ("input_ids", "labels", "position_ids"))
-    whole = batch["cu_seq_lens_q"].tolist()
-    counts = documents.image_count
+    bounds = batch["cu_seq_lens_q"].tolist()
+    image_count = documents.image_count
     shown = [
         ShownDocument(
-            row=int(documents.row[document]),
-            start=int(documents.start[document]),
-            stop=int(documents.stop[document]),
+            row=int(documents.row[number]),
+            start=int(documents.start[number]),
+            stop=int(documents.stop[number]),
             positions=(int(positions[first]), int(positions[end - 1])),
-            runs=_token_spans(labels[first:end] != IGNORE_INDEX),
+            spans=_token_spans(labels[first:end] != IGNORE_INDEX),
             tokens=tokens[first:end],
-            shared=common,
-            num_images=None if counts is None else int(counts[document]),
+            shared=num_shared,
+            num_images=None if image_count is None else int(image_count[number]),
         )
-        for document, (first, end), common in zip(chosen, itertools.pairwise(whole), shared, strict=True)
+        for number, (first, end), num_shared in zip(numbers, itertools.pairwise(bounds), shared, strict=True)
     ]
-    (step, micro), rank = divmod(slot // packing.world_size, packing.accumulation), slot % packing.world_size
-    degree = int(schedule.degrees[slot // packing.world_size])
-    place = f"step {step}" + (f".{micro}" if packing.accumulation > 1 else "")
+    # 3. Say where the pack is trained.
+    micro_step, rank = divmod(slot, packing.world_size)
+    step, micro_batch = divmod(micro_step, packing.accumulation)
+    degree = int(schedule.degrees[micro_step])
+    place = f"step {step}.{micro_batch}" if packing.accumulation > 1 else f"step {step}"
     if packing.world_size > 1:
         place += f", rank {rank}" if degree == 1 else f", ranks {rank}-{rank + degree - 1}"
-    capacity = degree * packing.parallel.tokens_per_rank
-    return ShownPack(place, capacity, trained["cu_seq_lens_q"].tolist(), shown, rank, degree, keys)
+    return ShownPack(
+        place=place,
+        capacity=degree * packing.parallel.tokens_per_rank,
+        cu_seq_lens=training_batch["cu_seq_lens_q"].tolist(),
+        documents=shown,
+        rank=rank,
+        degree=degree,
+        cu_seq_lens_k=cu_seq_lens_k,
+    )
 
 
-def _token_spans(trained: np.ndarray) -> list[TokenSpan]:
-    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
-    return [(bool(trained[first]), first, end) for first, end in itertools.pairwise(edges)]
+def _token_spans(is_trained: np.ndarray) -> list[TokenSpan]:
+    """Divide the tokens of a document into spans of trained tokens and spans of other tokens."""
+    changes = (np.flatnonzero(np.diff(is_trained)) + 1).tolist()
+    edges = [0, *changes, len(is_trained)]
+    return [(bool(is_trained[first]), first, end) for first, end in itertools.pairwise(edges)]
 
 
 def pack_text(
     pack: ShownPack, tokenizer: PreTrainedTokenizerBase | None, *, num_documents: int = 8, num_tokens: int = 60
 ) -> Text:
-    """So many documents of a pack, and tokens of each, half from its start and half from its end; ids without
-    a tokenizer."""
+    """Return the first documents of a pack as text with styles, by `LEGEND`.
+
+    Args:
+        pack: the pack.
+        tokenizer: decodes the tokens; without it their ids are shown.
+        num_documents: most documents that are shown.
+        num_tokens: most tokens of a document that are shown, half of them from its start and half from its end.
+    """
     text = Text()
-    given = sum(document.num_tokens for document in pack.documents)
+    # 1. Sizes and boundaries of the pack
     size = f"{pack.cu_seq_lens[-1]:,} of {pack.capacity:,} tokens"
-    computed = f" computed, for {given:,} of the documents" if pack.cu_seq_lens_k else ""
-    text.append(f"{pack.place}: {len(pack.documents):,} documents, {size}{computed}\n", "bold")
-    for name, starts in (("cu_seq_lens", pack.cu_seq_lens), ("cu_seq_lens_k", pack.cu_seq_lens_k)):
-        if starts:
-            more = " ..." if len(starts) > num_documents + 1 else ""
-            text.append(f"{name} {' '.join(map(str, starts[: num_documents + 1]))}{more}\n")
-    for held in pack.ranks():
-        (first, end), numbers = held["tokens"], held["documents"]
-        which = " to ".join(f"[{number}]" for number in dict.fromkeys((*numbers[:1], *numbers[-1:]))) or "padding"
-        text.append(f"rank {held['rank']}: tokens {first:,}-{end - 1:,}, {which}\n")
+    if pack.cu_seq_lens_k:
+        total = sum(document.num_tokens for document in pack.documents)
+        size += f" computed, for {total:,} of the documents"
+    text.append(f"{pack.place}: {len(pack.documents):,} documents, {size}\n", "bold")
+    for name, bounds in (("cu_seq_lens", pack.cu_seq_lens), ("cu_seq_lens_k", pack.cu_seq_lens_k)):
+        if bounds:
+            more = " ..." if len(bounds) > num_documents + 1 else ""
+            text.append(f"{name} {' '.join(map(str, bounds[: num_documents + 1]))}{more}\n")
+    # 2. The rows of each rank
+    for rank_rows in pack.ranks():
+        first, end = rank_rows["tokens"]
+        numbers = rank_rows["documents"]
+        first_and_last = dict.fromkeys(numbers[:1] + numbers[-1:])  # once, if it is the same document
+        documents = " to ".join(f"[{number}]" for number in first_and_last) or "padding"
+        text.append(f"rank {rank_rows['rank']}: tokens {first:,}-{end - 1:,}, {documents}\n")
+    # 3. The documents and their tokens
     for number, document in enumerate(pack.documents[:num_documents]):
         style = STYLES[number % len(STYLES)]
         images = f"images: {document.num_images:,}, " if document.num_images else ""
         shared = f", the first {document.shared:,} tokens shared with [{number - 1}]" if document.shared else ""
-        span, (low, high) = f"row {document.row:,}, tokens {document.start:,}-{document.stop - 1:,}", document.positions
-        line = f"{span}, {document.num_trained:,} trained, {images}position_ids {low}..{high}{shared}"
-        text.append(f"[{number}] {line}\n", f"bold {style}")
+        low, high = document.positions
+        text.append(
+            f"[{number}] row {document.row:,}, tokens {document.start:,}-{document.stop - 1:,}, "
+            f"{document.num_trained:,} trained, {images}position_ids {low}..{high}{shared}\n",
+            f"bold {style}",
+        )
         if document.tokens is None:
             continue
         text.append("    ")
         if document.shared:
             text.append(f"[... {document.shared:,} shared ...] ", style)
-        for part, trained in _text_of_parts(
-            document.tokens[document.shared :], document.own_runs, tokenizer, num=num_tokens
-        ):
-            text.append(f"[[{part}]]" if trained else part, f"bold {style}" if trained else style)
+        own_tokens = document.tokens[document.shared :]
+        for span, trained in _text_of_spans(own_tokens, document.own_spans, tokenizer, num=num_tokens):
+            text.append(f"[[{span}]]" if trained else span, f"bold {style}" if trained else style)
         text.append("\n")
-    if tail := pack.documents[num_documents:]:
-        text.append(f"... and {len(tail):,} documents of {sum(each.num_tokens for each in tail):,} tokens\n")
+    hidden = pack.documents[num_documents:]
+    if hidden:
+        num_hidden = sum(document.num_tokens for document in hidden)
+        text.append(f"... and {len(hidden):,} documents of {num_hidden:,} tokens\n")
     return text
 
 
-def _text_of_parts(
-    tokens: np.ndarray, runs: list[TokenSpan], tokenizer: PreTrainedTokenizerBase | None, *, num: int
+def _text_of_spans(
+    tokens: np.ndarray, spans: list[TokenSpan], tokenizer: PreTrainedTokenizerBase | None, *, num: int
 ) -> Iterator[tuple[str, bool]]:
-    """Text of each run and whether it is trained, without the middle of a long document."""
+    """Yield the text of each span and whether it is trained. Of a long document, the middle is omitted.
+
+    Args:
+        tokens: ids of the tokens.
+        spans: spans of `tokens`.
+        tokenizer: decodes the tokens; without it their ids are shown.
+        num: most tokens that are shown.
+    """
     length = len(tokens)
-    half = num // 2
-    hidden = (half, length - half) if length > num else (length, length)
-    num_trained = sum(max(0, min(end, hidden[1]) - max(first, hidden[0])) for yes, first, end in runs if yes)
-    omitted = f"{hidden[1] - hidden[0]:,}" + f", {num_trained:,} of them trained" * (num_trained > 0)
-    for trained, first, end in runs:
-        for low, high in ((first, min(end, hidden[0])), (max(first, hidden[1]), end)):
+    hidden_start = num // 2 if length > num else length
+    hidden_end = length - num // 2 if length > num else length
+    omitted = f"{hidden_end - hidden_start:,}"
+    num_trained = sum(
+        max(0, min(end, hidden_end) - max(first, hidden_start)) for trained, first, end in spans if trained
+    )
+    if num_trained:
+        omitted += f", {num_trained:,} of them trained"
+    for trained, first, end in spans:
+        # A span has tokens before the omitted ones, behind them, or both.
+        for low, high in ((first, min(end, hidden_start)), (max(first, hidden_end), end)):
             if low < high:
                 text = " ".join(map(str, tokens[low:high]))
                 if tokenizer is not None:
                     text = _decode_tokens(tokenizer, tokens[low:high])
-                    text = REPEATED.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text)
+                    text = REPEATED_TOKEN.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])} ", text)
                 yield text.replace("\n", "\\n"), trained
-            if low == first and first <= hidden[0] < min(end, hidden[1]):
+            if low == first and first <= hidden_start < min(end, hidden_end):
                 yield f" [... {omitted} ...] ", False
 
 
 def _decode_tokens(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> str:
+    """Return the text of tokens, with special tokens, exactly as the tokenizer decodes it."""
     return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))

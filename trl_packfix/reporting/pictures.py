@@ -1,9 +1,12 @@
-"""Draw a plan with matplotlib: packs as strips, the mask of one pack, the lengths, the cost of each rank.
+"""Draw a plan with matplotlib: packs as strips, the attention mask of one pack, the lengths, the cost of each rank.
 
-No information is in the colour alone: documents are numbered, trained tokens are drawn taller, empty and waiting parts
-are hatched. The hues are Okabe and Ito's, which colour-blind readers can distinguish
-(https://jfly.uni-koeln.de/color/). Documents do not have their sky blue: it is near to the pale blue of untrained
-tokens.
+`PackingReport.plot` calls `plot_report`. The packs are the ones that `packs.first_packs` has read. With shared
+prefixes, the rows of a common beginning are drawn once, in the document that computes them.
+
+No information is in the colour alone: documents are numbered, trained tokens are drawn taller, and empty and waiting
+areas are hatched. The hues are by Okabe and Ito, and colour-blind readers can distinguish them
+(https://jfly.uni-koeln.de/color/). Their sky blue is not used for documents, because it is near to the pale blue of
+untrained tokens.
 """
 
 import io
@@ -22,25 +25,32 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 BLUE = "#0072B2"
 SKY = "#56B4E9"
 RED = "#D55E00"
-HUES = (BLUE, "#E69F00", "#009E73", "#CC79A7", RED)  # of documents
+DOCUMENT_HUES = (BLUE, "#E69F00", "#009E73", "#CC79A7", RED)
 INK = "#222222"
-QUIET = "#8c8c8c"
+GREY = "#8c8c8c"
 DPI = 110
-EMPTY: dict[str, Any] = {"facecolor": "none", "edgecolor": QUIET, "linewidth": 0}
-BOX: dict[str, Any] = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-THOUSANDS = "{x:,.0f}"  # of ticks
-PALE = 0.30  # opacity of untrained tokens
-MIN_LABELLED = 1 / 45  # of the capacity: narrower documents get no number, no line before them
-MIN_BOUNDED = 1 / 250
-BLOCKS_IN_MASK = 6  # preferred number of visible blocks: fewer show little, more cannot be distinguished
+EMPTY_STYLE: dict[str, Any] = {"facecolor": "none", "edgecolor": GREY, "linewidth": 0}
+TEXT_BOX: dict[str, Any] = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+TICK_FORMAT = "{x:,.0f}"
+UNTRAINED_OPACITY = 0.30
+MIN_NUMBERED_SHARE = 1 / 45  # documents with a smaller share of the widest pack get no number
+MIN_BOUNDED_SHARE = 1 / 250  # documents with a smaller share get no line before them
+NUM_MASK_BLOCKS = 6  # preferred number of visible blocks in the mask: few show little, many cannot be told apart
 
 
 def plot_report(report: PackingNumbers, path: str | Path | None = None) -> "Figure":
-    """Four panels about one plan, saved to `path` if one is given, in the format of its suffix."""
+    """Draw four panels about the plan of a report.
+
+    Args:
+        report: a report that has its first packs.
+        path: file to which the figure is saved, in the format of its suffix; None saves nothing.
+
+    Raises:
+        ValueError: the report is of a stream, or was read from a file.
+    """
     if report.sample is None or report.lengths is None:
         raise ValueError(
             f"The report of a run with strategy {report.strategy!r} was given without its first packs. The packs of a "
@@ -50,87 +60,93 @@ def plot_report(report: PackingNumbers, path: str | Path | None = None) -> "Figu
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Without pyplot: no window opens, and the caller's global state does not change.
+    # pyplot is not used, so no window opens, and the global state of the caller does not change.
     figure = Figure(figsize=(12, 7.2), layout="constrained")
     FigureCanvasAgg(figure)
-    (strips, mask), (lengths, costs) = figure.subplots(2, 2, width_ratios=(2.1, 1), height_ratios=(1.25, 1))
-    _draw_strips(strips, report, report.sample)
-    _draw_mask(mask, report.sample)
-    _draw_lengths(lengths, report, report.lengths)
-    _draw_costs(costs, report, report.sample)
-    for axes in (strips, mask, lengths, costs):
+    panels = figure.subplots(2, 2, width_ratios=(2.1, 1), height_ratios=(1.25, 1))
+    _draw_strips(panels[0, 0], report, report.sample)
+    _draw_mask(panels[0, 1], report.sample)
+    _draw_lengths(panels[1, 0], report, report.lengths)
+    _draw_costs(panels[1, 1], report, report.sample)
+    for axes in panels.flat:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
     if path is not None:
         figure.savefig(path, dpi=DPI, facecolor="white")
-    figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]  # notebooks show it, without pyplot
+    figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]  # so notebooks show the figure
     return figure
 
 
 def _png(figure: "Figure") -> bytes:
+    """Return the figure as the bytes of a PNG file."""
     file = io.BytesIO()
     figure.savefig(file, dpi=DPI, format="png", facecolor="white")
     return file.getvalue()
 
 
 def _write_number(axes: "Axes", x: float, y: float, *, document: int) -> None:
-    axes.text(x, y, str(document), ha="center", va="center", fontsize=7.5, color=INK, bbox=BOX)
+    """Write the number of a document in a box."""
+    axes.text(x, y, str(document), ha="center", va="center", fontsize=7.5, color=INK, bbox=TEXT_BOX)
 
 
 def _draw_strips(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> None:
+    """Draw each pack as a horizontal strip of its documents, as wide as its rows."""
     from matplotlib.patches import Patch
 
     widest = max(pack.capacity for pack in sample.packs)
     for y, pack in enumerate(sample.packs):
-        start = 0
+        start = 0  # first row of the document
         for number, document in enumerate(pack.documents):
             length = document.num_rows
-            hue = HUES[number % len(HUES)]
-            axes.broken_barh([(start, length)], (y - 0.2, 0.4), facecolor=hue, alpha=PALE, linewidth=0)
-            spans = [(start + first, end - first) for trained, first, end in document.own_runs if trained]
+            hue = DOCUMENT_HUES[number % len(DOCUMENT_HUES)]
+            axes.broken_barh([(start, length)], (y - 0.2, 0.4), facecolor=hue, alpha=UNTRAINED_OPACITY, linewidth=0)
+            spans = [(start + first, end - first) for trained, first, end in document.own_spans if trained]
             axes.broken_barh(spans, (y - 0.4, 0.8), facecolor=hue, linewidth=0)
-            if length > MIN_BOUNDED * widest:
+            if length > MIN_BOUNDED_SHARE * widest:
                 axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
-            if length > MIN_LABELLED * widest:
+            if length > MIN_NUMBERED_SHARE * widest:
                 _write_number(axes, start + length / 2, y, document=number)
             start += length
         axes.vlines(start, y - 0.4, y + 0.4, color=INK, linewidth=0.6)
-        rest = [(start, pack.capacity - start)]
-        axes.broken_barh(rest, (y - 0.4, 0.8), hatch="////", **EMPTY)
-        for held in pack.ranks():
-            first, end = held["tokens"]
+        empty_span = (start, pack.capacity - start)
+        axes.broken_barh([empty_span], (y - 0.4, 0.8), hatch="////", **EMPTY_STYLE)
+        for rank_rows in pack.ranks():
+            first, end = rank_rows["tokens"]
             axes.vlines(end, y - 0.48, y + 0.48, color=INK, linewidth=1.8)
-            if end - first > 2 * MIN_LABELLED * widest:
-                rank = f"rank {held['rank']}"
-                axes.text((first + end) / 2, y + 0.5, rank, ha="center", va="center", fontsize=6, color=INK)
-    tokens = report.groups.axis()
+            if end - first > 2 * MIN_NUMBERED_SHARE * widest:
+                label = f"rank {rank_rows['rank']}"
+                axes.text((first + end) / 2, y + 0.5, label, ha="center", va="center", fontsize=6, color=INK)
+    label = report.groups.axis_label()
     if any(pack.cu_seq_lens_k for pack in sample.packs):
-        tokens = f"computed tokens (capacity {report.capacity:,}); what documents share is drawn once"
-    axes.set(xlim=(0, widest * 1.002), ylim=(len(sample.packs) - 0.4, -1.15), xlabel=tokens)
+        label = f"computed tokens (capacity {report.capacity:,}); what documents share is drawn once"
+    axes.set(xlim=(0, widest * 1.002), ylim=(len(sample.packs) - 0.4, -1.15), xlabel=label)
     axes.set_yticks(range(len(sample.packs)), [pack.place for pack in sample.packs])
     if report.accumulation > 1:
         axes.set_ylabel("step.micro-batch")
-    axes.xaxis.set_major_formatter(THOUSANDS)
+    axes.xaxis.set_major_formatter(TICK_FORMAT)
     axes.set_title(_packs_title(report), loc="left", fontsize=11)
-    keys = [
+    handles = [
         Patch(facecolor=INK, label="trained (tall)"),
-        Patch(facecolor=INK, alpha=PALE, label="not trained (low)"),
-        Patch(hatch="////", label="empty", **EMPTY),
+        Patch(facecolor=INK, alpha=UNTRAINED_OPACITY, label="not trained (low)"),
+        Patch(hatch="////", label="empty", **EMPTY_STYLE),
     ]
-    axes.legend(handles=keys, loc="upper left", ncols=3, fontsize=8, frameon=False, borderaxespad=0, handlelength=1.6)
+    axes.legend(
+        handles=handles, loc="upper left", ncols=3, fontsize=8, frameon=False, borderaxespad=0, handlelength=1.6
+    )
 
 
 def _packs_title(report: PackingNumbers) -> str:
+    """Return the title of the panel of packs."""
     if report.num_packs is None:
         return f"{report.num_documents:,} documents in {report.num_steps:,} steps ({report.strategy})"
     padded = f"; padded batches: {report.padding_efficiency:.1%}" if report.batch_size > 1 else ""
     shared = "" if report.shared_prefixes is None else " without sharing"
-    # The packs of the last step are divided between all of its micro-batches.
-    num = report.num_steps * report.accumulation * report.world_size
+    # If a step has fewer packs than micro-batches, its packs are divided between all of them.
+    num_micro_batches = report.num_steps * report.accumulation * report.world_size
     divided = ""
-    if report.shared is None and num > report.num_packs:
-        full = (report.num_tokens - report.tokens_not_reached) / (num * report.capacity)
-        divided = f",\ndivided into {num:,} micro-batches, {full:.1%} full"
+    if report.shared is None and num_micro_batches > report.num_packs:
+        fill = (report.num_tokens - report.tokens_not_reached) / (num_micro_batches * report.capacity)
+        divided = f",\ndivided into {num_micro_batches:,} micro-batches, {fill:.1%} full"
     return (
         f"{report.num_documents:,} documents in {report.num_packs:,} packs ({report.strategy}), "
         f"{report.efficiency:.1%} full{shared}{divided}{padded}"
@@ -138,107 +154,128 @@ def _packs_title(report: PackingNumbers) -> str:
 
 
 def _draw_mask(axes: "Axes", sample: PlanSample) -> None:
+    """Draw the attention mask of one pack: which rows (keys) each row (query) sees."""
     from matplotlib.patches import Polygon
     from matplotlib.ticker import MaxNLocator
 
-    def blocks(pack: ShownPack) -> float:  # the number of equal documents with this total and this sum of squares
+    def num_blocks(pack: ShownPack) -> float:
+        """Return the number of equally long documents with the same sum and the same sum of squares of lengths."""
         lengths = np.array([document.num_tokens for document in pack.documents], dtype=float)
         return lengths.sum() ** 2 / (lengths**2).sum()
 
-    pack = min(sample.packs, key=lambda pack: abs(np.log(blocks(pack) / BLOCKS_IN_MASK)))
+    pack = min(sample.packs, key=lambda pack: abs(np.log(num_blocks(pack) / NUM_MASK_BLOCKS)))
     paths = row_paths(pack)
-    starts = [path[-1][0] for path in paths]
+    starts = [path[-1][0] for path in paths]  # first own row of each document
     total = paths[-1][-1][1]
-    for number, (*before, (start, end)) in enumerate(paths):
-        hue = HUES[number % len(HUES)]
-        for first, stop in before:
+    for number, (*shared_rows, (start, end)) in enumerate(paths):
+        hue = DOCUMENT_HUES[number % len(DOCUMENT_HUES)]
+        for first, stop in shared_rows:
             block = [(first, start), (stop, start), (stop, end), (first, end)]
             axes.add_patch(Polygon(block, facecolor=hue, edgecolor=INK, linewidth=0.3, alpha=0.6))
         axes.add_patch(Polygon([(start, start), (start, end), (end, end)], facecolor=hue, edgecolor=INK, linewidth=0.6))
-        axes.hlines(start, 0, start, color=QUIET, linewidth=0.6, linestyle=":")
+        axes.hlines(start, 0, start, color=GREY, linewidth=0.6, linestyle=":")
         if end - start > total / 14:
             _write_number(axes, (end + 2 * start) / 3, (start + 2 * end) / 3, document=number)
     lengths = np.array([sum(end - first for first, end in path) for path in paths], dtype=float)
     shared = lengths - [document.num_rows for document in pack.documents]
-    computed = (lengths * (lengths + 1) - shared * (shared + 1)).sum() / (total * (total + 1))
-    labelled = [starts[0]]
-    labelled += [s for before, s in itertools.pairwise(starts) if s - before > total / 18]
+    seen_share = (lengths * (lengths + 1) - shared * (shared + 1)).sum() / (total * (total + 1))
+    far_starts = [start for previous, start in itertools.pairwise(starts) if start - previous > total / 18]
+    labelled = [starts[0], *far_starts]
     axes.set(xlim=(0, total), ylim=(total, 0), xlabel="key (token seen)", ylabel="query, ticks: document starts")
     axes.set_yticks(labelled, [f"{start:,}" for start in labelled], fontsize=8)
     axes.set_aspect("equal", adjustable="box")
     axes.xaxis.set_major_locator(MaxNLocator(3))
-    axes.xaxis.set_major_formatter(THOUSANDS)
-    axes.set_title(f"attention in {pack.place}:\n{computed:.0%} of the causal triangle", loc="left", fontsize=11)
+    axes.xaxis.set_major_formatter(TICK_FORMAT)
+    axes.set_title(f"attention in {pack.place}:\n{seen_share:.0%} of the causal triangle", loc="left", fontsize=11)
 
 
 def row_paths(pack: ShownPack) -> list[list[tuple[int, int]]]:
-    """For each document the rows that it sees, as (first, one after the last) of stretches; the last are its own."""
+    """Return for each document the rows of the pack that it sees, as ranges (first, one behind the last).
+
+    A document sees the rows that it shares with the document before it, and then its own rows, which are the last
+    range.
+    """
     paths: list[list[tuple[int, int]]] = []
     start = 0
     for document in pack.documents:
-        left = document.shared
+        num_remaining = document.shared
         path = []
-        for first, end in paths[-1] if left else ():
-            if left > 0:
-                path.append((first, min(end, first + left)))
-                left -= end - first
+        for first, end in paths[-1] if num_remaining else ():
+            if num_remaining > 0:
+                path.append((first, min(end, first + num_remaining)))
+                num_remaining -= end - first
         paths.append([*path, (start, start + document.num_rows)])
         start += document.num_rows
     return paths
 
 
 def _draw_lengths(axes: "Axes", report: PackingNumbers, histogram: LengthHistogram) -> None:
+    """Draw the histogram of lengths, and what `max_length` does to it."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     edges = np.array(histogram.edges)
     counts = np.array(histogram.counts)
     first_over = report.max_length + 1
-    if edges[0] < first_over < edges[-1] and first_over not in edges:  # drawn in two, both as high as the bin
+    # A bin that `max_length` cuts is drawn as two bars, both as high as the bin.
+    if edges[0] < first_over < edges[-1] and first_over not in edges:
         cut = int(np.searchsorted(edges, first_over))
         edges = np.insert(edges, cut, first_over)
         counts = np.insert(counts, cut, counts[cut - 1])
-    over = edges[:-1] >= first_over
+    is_over = edges[:-1] >= first_over
     style: dict[str, Any] = {"align": "edge", "alpha": 0.75, "edgecolor": "white", "linewidth": 0.5}
-    for mask, hatch, color in ((~over, None, BLUE), (over, "xxx", RED)):
+    for mask, hatch, color in ((~is_over, None, BLUE), (is_over, "xxx", RED)):
         axes.bar(edges[:-1][mask], counts[mask], np.diff(edges)[mask], color=color, hatch=hatch, **style)
     axes.axvline(report.max_length, color=INK, linewidth=1.4, linestyle="--")
-    touched = report.num_cut - report.num_dropped
-    note = f"max_length {report.max_length:,}\ncut or split: {touched:,}\ndropped: {report.num_dropped:,}"
+    num_shortened = report.num_cut - report.num_dropped
+    note = f"max_length {report.max_length:,}\ncut or split: {num_shortened:,}\ndropped: {report.num_dropped:,}"
+    # The note stands on the side of the line that is wider.
     is_left = report.max_length > np.sqrt(edges[0] * edges[-1])
-    place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
-    place |= {"xytext": (-6, 0), "ha": "right"} if is_left else {"xytext": (6, 0), "ha": "left"}
-    axes.annotate(note, (report.max_length, 0.97), fontsize=8.5, bbox=BOX, **place)
+    side: dict[str, Any] = {"xytext": (-6, 0), "ha": "right"} if is_left else {"xytext": (6, 0), "ha": "left"}
+    axes.annotate(
+        note,
+        (report.max_length, 0.97),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        va="top",
+        fontsize=8.5,
+        bbox=TEXT_BOX,
+        **side,
+    )
     limits = (0.7, 6 * counts.max())  # with space for the note
     axes.set(xscale="log", yscale="log", ylim=limits, xlabel="length in tokens", ylabel="documents")
-    for axis in (axes.xaxis, axes.yaxis):  # all ticks in one notation, and as many on a narrow axis as on a wide one
+    # Both axes have ticks in one notation, and about as many on a narrow range as on a wide one.
+    for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
         decades = np.log10(high / low)
-        wide = LogLocator(subs=(1.0,) if decades > 2 else (1.0, 2.0, 5.0))
-        axis.set_major_locator(MaxNLocator(6, integer=True) if decades < 1 else wide)
-        axis.set_major_formatter(THOUSANDS)
+        log_locator = LogLocator(subs=(1.0,) if decades > 2 else (1.0, 2.0, 5.0))
+        axis.set_major_locator(MaxNLocator(6, integer=True) if decades < 1 else log_locator)
+        axis.set_major_formatter(TICK_FORMAT)
         axis.set_minor_formatter(NullFormatter())
     lengths = f"median {histogram.median:,}, longest {histogram.longest:,}"
     axes.set_title(f"lengths of {report.ledger.given.documents:,} documents: {lengths}", loc="left", fontsize=11)
 
 
 def _draw_costs(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> None:
+    """Draw a bar of modelled cost for each micro-step and rank, and above it the time that the rank waits."""
     costs = np.array(sample.costs)
     costs = costs / costs.mean()
-    steps, ranks = costs.shape
-    width = 0.84 / ranks
-    left = np.arange(steps)[:, None] - 0.42 + width * np.arange(ranks)
-    line, hatch = (0.4, "////") if ranks <= 32 else (0, None)
-    axes.bar(left.ravel(), costs.ravel(), width, align="edge", color=SKY, edgecolor="white", linewidth=line)
+    num_micro_steps, num_ranks = costs.shape
+    width = 0.84 / num_ranks
+    left_edges = np.arange(num_micro_steps)[:, None] - 0.42 + width * np.arange(num_ranks)
+    line_width, hatch = (0.4, "////") if num_ranks <= 32 else (0, None)
+    axes.bar(left_edges.ravel(), costs.ravel(), width, align="edge", color=SKY, edgecolor="white", linewidth=line_width)
     longest = costs.max(axis=1, keepdims=True)
     waiting = (longest - costs).ravel()
     bottom = costs.ravel()
-    axes.bar(left.ravel(), waiting, width, bottom=bottom, align="edge", hatch=hatch, **EMPTY)
-    axes.hlines(longest.ravel(), left[:, 0], left[:, -1] + width, color=INK, linewidth=1.2)
-    names = [f"{i // report.accumulation}.{i % report.accumulation}" for i in range(steps)]
-    axes.set_xticks(range(steps), names if report.accumulation > 1 else [str(i) for i in range(steps)])
+    axes.bar(left_edges.ravel(), waiting, width, bottom=bottom, align="edge", hatch=hatch, **EMPTY_STYLE)
+    axes.hlines(longest.ravel(), left_edges[:, 0], left_edges[:, -1] + width, color=INK, linewidth=1.2)
+    names = [f"{i // report.accumulation}.{i % report.accumulation}" for i in range(num_micro_steps)]
+    axes.set_xticks(
+        range(num_micro_steps), names if report.accumulation > 1 else [str(i) for i in range(num_micro_steps)]
+    )
     axes.set(ylim=(0, float(longest.max()) * 1.12), ylabel="modelled cost (mean 1)")
     axes.set_xlabel("step.micro-batch" if report.accumulation > 1 else "step")
     title = "one rank: no waiting"
-    if ranks > 1:
-        title = f"{ranks:,} ranks; hatched: waiting\nimbalance of the epoch: {report.imbalance:.3f}"
+    if num_ranks > 1:
+        title = f"{num_ranks:,} ranks; hatched: waiting\nimbalance of the epoch: {report.imbalance:.3f}"
     axes.set_title(title, loc="left", fontsize=11)

@@ -1,4 +1,13 @@
-"""The report as a user sees it: lines, a picture, a file, numbers for loggers, and a section of the model card."""
+"""The report of a run, and how a user sees it: lines, a picture, a file, numbers for loggers, and the model card.
+
+`build.py` makes a `PackingReport` before training starts. The trainer prints it, saves it beside the model, logs its
+numbers (`metrics`) and writes it into the model card (`complete_card`). Its lines are made in `lines.py`, its numbers
+in `columns.py`, and its picture in `pictures.py`.
+
+A *pack* is the documents that pass through the model together; its *capacity* is the largest number of tokens that it
+may hold. A *trained* token counts in the loss. The *unpacked run* is the training that TRL would do with the same
+settings and without packing. A *micro-step* is the micro-batches of the same number on all ranks.
+"""
 
 import json
 import re
@@ -21,7 +30,7 @@ from .pictures import plot_report
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FILE_WIDTH = 100  # columns, where no terminal says its own
+FILE_WIDTH = 100  # characters of a line, if the output is no terminal
 
 
 @dataclass(frozen=True)
@@ -32,28 +41,27 @@ class PackingReport(PackingNumbers):
 
     - `efficiency`: tokens / (packs x capacity).
     - `padding_efficiency`: tokens / (tokens and padding) of unpacked batches of the same batch size.
-    - `lower_bound`: no plan needs fewer packs. A plan with this number of packs may not exist.
-    - `num_steps`: optimizer steps of an epoch; of a stream, those of the run.
+    - `lower_bound`: every plan needs at least so many packs. A plan with this number of packs may not exist.
+    - `num_steps`: optimizer steps of an epoch; for a stream, optimizer steps of the run.
     - `max_steps`: optimizer steps of the run on a table, if the setting is set; else None.
-    - `documents_not_reached`, `tokens_not_reached`: dropped by `dataloader_drop_last` in the first epoch. The ledger
-      does not count them: it is the same in every epoch.
+    - `documents_not_reached`, `tokens_not_reached`: documents and tokens that `dataloader_drop_last` drops in the first
+      epoch. The ledger does not count them, because it holds for every epoch.
     - `most_documents`: the most documents in one micro-batch of the first epoch.
     - `imbalance`: modelled time of the first epoch / modelled time if ranks never waited.
-    - `shared`: with sequence parallelism, how packs are shared between ranks, of a stream in the steps so far; else
-      None.
-    - `prefixes`: with `share_prefixes`, the share of the tokens that is computed, as far as the plan says it; else
+    - `shared`: with sequence parallelism, how ranks share packs, for a stream in the steps so far; else None.
+    - `prefixes`: with `share_prefixes`, the share of the tokens that is computed, as far as the plan tells it; else
       None. `trl-packfix plan` estimates it for any setting.
-    - `images`: the images of the documents, and what they cost; None for a dataset without.
-    - `turns`: with `per_turn`, how many conversations and assistant turns the rows are; else None.
+    - `images`: the images of the documents, and what they cost; None for a dataset without images.
+    - `turns`: with `per_turn`, the number of conversations and assistant turns of which the rows are made; else None.
     - `trained`: what the loss is computed on, and by which setting.
     - `data`: whether everything that the rows give is in the tokens, once; None for tokenised rows.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
-    - `experimental`: what was set and several GPUs have not run yet.
-    - `newer_libraries`: installed libraries that are newer than those this package was tested with.
+    - `experimental`: settings of this run with which several GPUs have not been tested yet.
+    - `newer_libraries`: installed libraries that are newer than the versions with which this package was tested.
 
-    The length of a stream is not known (`num_rows` is None). Its counts are those of the documents read so far, in all
-    passes, and the report is made again when training ends.
+    The length of a stream is not known (`num_rows` is None). The counts of a stream are of the documents read so far,
+    in all passes, and the report is made again when training ends.
 
     >>> from datasets import Dataset
     >>> from trl_packfix import packed_dataloader
@@ -65,16 +73,19 @@ class PackingReport(PackingNumbers):
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes except the sample, as JSON values."""
+        """Return all attributes except the sample, as JSON values."""
         values = asdict(replace(self, sample=None)) | {"ledger": self.ledger.to_dict()}
         values["newer_libraries"] = list(self.newer_libraries)
         del values["sample"]
         return finite(values)
 
     def plot(self, path: str | Path | None = None) -> "Figure":
-        """Draw packs as strips, the mask of one pack, lengths, and the cost of each rank; save it if `path` is given.
+        """Draw packs as strips, the mask of one pack, the lengths, and the cost of each rank.
 
-        Needs matplotlib (`pip install matplotlib`).
+        This needs matplotlib (`pip install matplotlib`).
+
+        Args:
+            path: file to which the picture is saved, in the format of its suffix; None saves nothing.
 
         Raises:
             ValueError: the report is of a stream, or was read from a file.
@@ -89,8 +100,8 @@ class PackingReport(PackingNumbers):
         return path
 
     def lines(self) -> list[tuple[str, str]]:
-        """Label and text of each line."""
-        return [line for part in LINES for line in part(self)]
+        """Return (label, text) of each line."""
+        return [line for make_lines in LINES for line in make_lines(self)]
 
     def show(self, console: Console | None = None) -> None:
         """Print the report, as a table on a terminal and as plain lines elsewhere."""
@@ -98,13 +109,14 @@ class PackingReport(PackingNumbers):
 
 
 def show_lines(title: str, lines: list[tuple[str, str]], console: Console | None = None) -> None:
+    """Print lines of (label, text), as a table on a terminal and as plain lines elsewhere."""
     console = console or Console()
     if console.is_terminal:
         table = Table(title=title, show_header=False, title_justify="left")
         table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")  # a path or the name of a module is wrapped, never cut
+        table.add_column(overflow="fold")  # long paths and names of modules are wrapped and not cut
         for label, text in lines:
-            table.add_row(label, Text(text))  # no markup: "[@+ ]" is a histogram
+            table.add_row(label, Text(text))  # `Text` has no markup: "[@+ ]" is a histogram
         console.print(table)
         return
     width = max(len(label) for label, _ in lines)
@@ -116,22 +128,31 @@ def show_lines(title: str, lines: list[tuple[str, str]], console: Console | None
 
 
 def metrics(report: PackingReport) -> dict[str, float]:
-    """The numbers for a logger, by their names there, without unknown ones, such as what a stream has yet to read."""
+    """Return the numbers of a report for a logger, by their names there, without the ones that are not known.
+
+    Before training, all counts of a stream are 0, which means that they are not known.
+    """
     values = {column.metric: column.value(report) for column in COLUMNS if column.metric}
     unknown = (None,) if report.num_documents else (None, 0)
     return {f"packing/{name}": value for name, value in values.items() if value not in unknown}
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether a name of a model or dataset is one of the hub, and no file or folder here."""
+    """Return whether the name of a model or dataset is a name on the hub, and not a file or folder here."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
 
 
 def complete_card(card: Path, model: Any, datasets: Sequence[str], *, report: PackingReport | None) -> None:
-    """Say in TRL's model card what the model was made of, and what packing did.
+    """Write into TRL's model card what the model was made of, and what packing did.
 
-    TRL's template links local models and files to the hub. Here only the last part of their path is written, without a
-    link, because a card may be published. The section on packing has the report with the result of the leak probe.
+    TRL's template links local models and files as if they were on the hub. A card may be published, so here only the
+    last part of a local path is written, without a link.
+
+    Args:
+        card: the model card, a Markdown file.
+        model: the model, whose config names the model that was fine-tuned.
+        datasets: names of the datasets.
+        report: the report, which becomes a section of the card; None if the run was not packed.
     """
     base = _source(model.config.name_or_path, "model") if model.config.name_or_path else "a model made in Python"
     data = f" on {', '.join(_source(name, 'dataset') for name in datasets)}" if datasets else ""
@@ -139,18 +160,19 @@ def complete_card(card: Path, model: Any, datasets: Sequence[str], *, report: Pa
     text = re.sub(r"This model is a fine-tuned version of .*\n", lambda _: sentence, card.read_text(encoding="utf-8"))
     text = text.replace('model="None"', f'model="{card.parent.name}"')
     if report is not None:
-        before, mark, after = text.partition("### Framework versions")
+        before, heading, after = text.partition("### Framework versions")
         rows = "\n".join(f"| {label} | {line.replace('|', '/')} |" for label, line in report.lines())
-        proof = ", which was tested on this model before its first step: see `isolation`"
+        proved = ", which was tested on this model before its first step: see `isolation`"
         text = (
             f"{before}## Packing\n\nTrained with trl_packfix on packs, several documents in one row, in which no "
-            f"document sees another{'' if report.isolation is None else proof}.\n\n| | |\n|---|---|\n{rows}\n\n"
-            f"{mark}{after}"
+            f"document sees another{'' if report.isolation is None else proved}.\n\n| | |\n|---|---|\n{rows}\n\n"
+            f"{heading}{after}"
         )
     card.write_text(text, encoding="utf-8")
 
 
 def _source(name: str, kind: str) -> str:
+    """Return the Markdown for the name of a model or dataset (`kind`): a link if it is on the hub."""
     if not is_on_hub(name):
         return f"`{Path(name).name}` (local {kind})"
     return f"[{name}](https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name})"

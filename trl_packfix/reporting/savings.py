@@ -1,8 +1,14 @@
-"""What common prefixes save: rows computed over tokens of documents, in the first epoch, and what a setting would save.
+"""Count what shared prefixes save in the first epoch, and estimate what another setting would save.
 
-With "family" the numbers of the whole epoch follow from the order of the documents by their tokens. Otherwise some
-packs, and some stretches of the table, are sorted for an estimate. Only `trl-packfix plan` makes it: training logs what
-it computes. With images "pack" is estimated from fewer packs, whose images are processed.
+Documents that begin with the same tokens can compute the rows of their common beginning once. With
+`share_prefixes="pack"` they do so if they happen to be in one pack; with "family" such documents are planned as one
+unit, a *family*, so they are in one pack. With "off" they compute all rows. A saving is given as the share of tokens,
+or FLOPs, that is still computed: rows computed / tokens of the documents.
+
+`planned_savings` is called by `build.py` for every report, and reads no token: with "family", the order of the
+documents by their tokens is known from planning. `estimated_savings` is called by `trl-packfix plan` only. It sorts the
+tokens of some packs (for "pack") and of some *stretches*, documents that follow each other in the table (for "family").
+With images, it processes the images of a few packs. In training, the log has what was really computed.
 """
 
 from dataclasses import dataclass
@@ -19,36 +25,36 @@ from ..layout import layout_of
 from ..planning.arrays import Int64Array
 from ..planning.families import Pieces, SharePrefixes, TokenOrder, shared_by_neighbours
 
-NUM_IMAGE_PACKS = 4
 NUM_PACKS = 32  # packs that are sorted to estimate what "pack" saves
-NUM_STRETCHES = 32  # of neighbours in the table, in documents, to estimate what "family" saves
-STRETCH = 256
-WORTH_SHARING = 0.95  # share of the tokens; the report names a setting that would compute less
+NUM_IMAGE_PACKS = 4  # packs whose images are processed to estimate what "pack" saves
+NUM_STRETCHES = 32  # stretches of the table that are sorted to estimate what "family" saves
+STRETCH_LENGTH = 256  # documents in a stretch
+WORTH_SHARING = 0.95  # the report names a setting that would compute a smaller share of the tokens
 
 
 @dataclass(frozen=True)
 class PrefixSavings:
-    """Shares of the tokens of the documents that are computed, in the first epoch; None where not known."""
+    """The shares of tokens, FLOPs and images that are computed in the first epoch; None where a share is not known."""
 
-    setting: SharePrefixes
-    rows: float | None = None  # with this setting, 1.0 for "off"; of "pack" known in an estimate only
-    flops: float | None = None  # the same in modelled FLOPs
-    in_packs: float | None = None  # what "pack" would compute, and "family"
-    in_families: float | None = None
-    images: float | None = None  # of the images, those that go through the vision tower
-    num_packs: int | None = None  # from which `in_packs` (with "pack" also `rows`) is estimated; None: all
-    num_documents: int | None = None  # neighbours in the table, from which `in_families` is estimated; None: all
-    num_families: int | None = None  # of these documents
-    families_per_step: float | None = None  # mean, with "family"
-    refused: str | None = None  # why documents are packed whole although the setting is "pack"
+    setting: SharePrefixes  # the value of `share_prefixes` in this run
+    rows: float | None = None  # share of the tokens with this setting; with "pack" known only as an estimate
+    flops: float | None = None  # share of the modelled FLOPs with this setting
+    in_packs: float | None = None  # share of the tokens that "pack" computes, or would compute
+    in_families: float | None = None  # share of the tokens that "family" computes, or would compute
+    images: float | None = None  # share of the images that go through the vision tower
+    num_packs: int | None = None  # packs from which `in_packs` is estimated (with "pack", also `rows`); None: all packs
+    num_documents: int | None = None  # documents from which `in_families` is estimated; None: all documents
+    num_families: int | None = None  # families of these documents
+    families_per_step: float | None = None  # with "family", the mean number of families in an optimizer step
+    refused: str | None = None  # why the model cannot share prefixes, although the setting is "pack"
 
-    def line(self, num_documents: int, unpacked_documents: int, enlarges_steps: str) -> str | None:
-        """Say what is saved, and how many independent families a step has; None if nothing is worth a line.
+    def line(self, num_documents: int, unpacked_documents: int, step_size_settings: str) -> str | None:
+        """Return the text of the line on prefixes; None if sharing would save too little.
 
         Args:
             num_documents: documents of the run.
             unpacked_documents: documents of an optimizer step of the unpacked run.
-            enlarges_steps: the settings that give a step more documents.
+            step_size_settings: the settings that give a step more documents.
         """
         if self.refused is not None:
             return f"not shared: {self.refused}"
@@ -60,28 +66,35 @@ class PrefixSavings:
         families = f"{self.num_documents or num_documents:,} documents in {self.num_families:,} families"
         computed = f"{self.rows:.2f} of the tokens are computed"
         per_step = self.families_per_step
-        wanted = ""
         if per_step is not None:
+            text = f"{computed}, {families}; an optimizer step has about {per_step:,.1f} of them"
             if per_step < unpacked_documents:
-                wanted = (
+                text += (
                     f", and unpacked {unpacked_documents:,} documents: for as many independent ones, raise "
-                    f"{enlarges_steps} {unpacked_documents / per_step:.1f} times"
+                    f"{step_size_settings} {unpacked_documents / per_step:.1f} times"
                 )
-            return f"{computed}, {families}; an optimizer step has about {per_step:,.1f} of them{wanted}"
-        would = []
+            return text
+        # No families are packed: name the settings that would compute less.
+        better_settings = []
         if self.in_families is not None and self.in_families < WORTH_SHARING:
             neighbours = "" if self.num_documents is None else ", neighbours in the table, as an estimate"
-            would = [f'"family" {self.in_families:.2f} ({families}{neighbours})']
+            better_settings = [f'"family" {self.in_families:.2f} ({families}{neighbours})']
         if self.setting == "pack":
-            return "; with share_prefixes=".join([f"{computed}{sample}", *would])
-        assert self.in_packs is not None
+            return "; with share_prefixes=".join([f"{computed}{sample}", *better_settings])
+        assert self.in_packs is not None, "the share in packs is not known"
         if self.in_packs < WORTH_SHARING:
-            would.insert(0, f'"pack" {self.in_packs:.2f} of the tokens{sample}')
-        return f"not shared; share_prefixes would compute: {', '.join(would)}" if would else None
+            better_settings.insert(0, f'"pack" {self.in_packs:.2f} of the tokens{sample}')
+        if not better_settings:
+            return None
+        return f"not shared; share_prefixes would compute: {', '.join(better_settings)}"
 
 
 def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
-    """What is known of a run with this planner without reading a token; None if it shares nothing."""
+    """Count what a run with this planner saves, as far as it is known without reading a token.
+
+    Returns:
+        The savings; None if the run shares nothing. With "pack", only the setting is known.
+    """
     if planner.packing.share_prefixes == "off":
         return None
     if not planner.packing.shares_families:
@@ -93,19 +106,25 @@ def planned_savings(planner: EpochPlanner) -> PrefixSavings | None:
     assert isinstance(pieces, Pieces)
     slot = np.full(len(planner.documents), -1)
     slot[schedule.order] = np.repeat(np.arange(len(schedule.offsets) - 1), np.diff(schedule.offsets))
-    rows, flops = _shares(planner, tokens.within(slot))
-    # a family is counted in each step that has documents of it
+    rows, flops = _computed_shares(planner, tokens.within(slot))
+    # A family is counted in every step that has documents of it.
     step = slot[schedule.order] // planner.packing.bins.num_slots
-    families = len(np.unique(step * len(planner.documents) + pieces.family[schedule.order]))
-    num_families = pieces.num_families
-    per_step = families / planner.num_steps
-    return PrefixSavings("family", rows, flops, num_families=num_families, families_per_step=per_step)
+    num_in_steps = len(np.unique(step * len(planner.documents) + pieces.family[schedule.order]))
+    return PrefixSavings(
+        "family",
+        rows,
+        flops,
+        num_families=pieces.num_families,
+        families_per_step=num_in_steps / planner.num_steps,
+    )
 
 
 def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings | None:
-    """The savings of a run that packs no families; None where prefixes cannot be shared, or tokens are not known.
+    """Estimate what a run without families saves, and what the other settings would save.
 
-    Also None for documents with images and "off": to know what sharing would save, images would be processed.
+    Returns:
+        The savings; None if prefixes cannot be shared or tokens are not known. With images they are known only for
+        "pack": for "off", the images would have to be processed just to estimate.
     """
     if isinstance(reader, ImageRows) and planner.packing.share_prefixes == "pack":
         return _estimated_with_images(planner, reader)
@@ -113,78 +132,90 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
         return None
     schedule = planner.schedule(0)
     documents = planner.documents
-    filled = _some_packs(schedule.offsets, NUM_PACKS)
-    is_sampled = len(documents) > NUM_STRETCHES * STRETCH
+    # 1. Sort the documents of some packs.
+    slots = _spaced_slots(schedule.offsets, NUM_PACKS)
     slot = np.full(len(documents), -1)
-    for i in filled.tolist():
+    for i in slots.tolist():
         slot[schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]] = i
-    rows, flops = _shares(planner, token_order(reader, documents, np.flatnonzero(slot >= 0)).within(slot))
+    rows, flops = _computed_shares(planner, token_order(reader, documents, np.flatnonzero(slot >= 0)).within(slot))
+    # 2. Make families of some stretches. Blocks of a concatenated table have no families.
+    is_sampled = len(documents) > NUM_STRETCHES * STRETCH_LENGTH
     in_families = None
     num_families = 0
     if documents.block is None:
-        chosen = np.arange(len(documents))
+        numbers = np.arange(len(documents))
         if is_sampled:
-            first = np.linspace(0, len(documents) - STRETCH, NUM_STRETCHES).astype(np.int64)
-            chosen = (first[:, None] + np.arange(STRETCH)).ravel()
-        pieces = planner.make_pieces(token_order(reader, documents, chosen))
-        in_families = float(pieces.rows.sum() / documents.lengths[chosen].sum())
+            first = np.linspace(0, len(documents) - STRETCH_LENGTH, NUM_STRETCHES).astype(np.int64)
+            numbers = (first[:, None] + np.arange(STRETCH_LENGTH)).ravel()
+        pieces = planner.make_pieces(token_order(reader, documents, numbers))
+        in_families = float(pieces.rows.sum() / documents.lengths[numbers].sum())
         num_families = pieces.num_families
     setting = planner.packing.share_prefixes
-    now = (rows, flops) if setting == "pack" else (1.0, 1.0)
     return PrefixSavings(
         setting,
-        *now,
+        rows=rows if setting == "pack" else 1.0,
+        flops=flops if setting == "pack" else 1.0,
         in_packs=rows,
         in_families=in_families,
-        num_packs=NUM_PACKS if len(filled) == NUM_PACKS else None,
-        num_documents=NUM_STRETCHES * STRETCH if is_sampled else None,
+        num_packs=NUM_PACKS if len(slots) == NUM_PACKS else None,
+        num_documents=NUM_STRETCHES * STRETCH_LENGTH if is_sampled else None,
         num_families=num_families,
     )
 
 
 def _estimated_with_images(planner: EpochPlanner, reader: ImageRows) -> PrefixSavings:
+    """Estimate what "pack" saves from a few packs, whose images are processed as in training."""
     schedule = planner.schedule(0)
     documents = planner.documents
     collate = PrefixCollator(compare=reader.compare)
     image_costs = planner.image_costs
-    filled = _some_packs(schedule.offsets, NUM_IMAGE_PACKS)
-    totals = np.zeros(3)  # rows, FLOPs, images
-    computed = np.zeros(3)
-    for i in filled.tolist():
+    slots = _spaced_slots(schedule.offsets, NUM_IMAGE_PACKS)
+    totals = np.zeros(3)  # rows, FLOPs and images of whole documents
+    computed = np.zeros(3)  # rows, FLOPs and images without the shared ones
+    for i in slots.tolist():
         pack = schedule.order[schedule.offsets[i] : schedule.offsets[i + 1]]
-        batch, runs = collate.collate(
-            [reader.read(documents.row[j], documents.start[j], documents.stop[j]) for j in pack]
-        )
-        assert documents.image_count is not None
+        rows_of_pack = [reader.read(documents.row[j], documents.start[j], documents.stop[j]) for j in pack]
+        batch, runs = collate.collate(rows_of_pack)
+        assert documents.image_count is not None, "the documents have no images"
         lengths = documents.lengths[pack]
         counts = documents.image_count[pack]
         shared = layout_of(batch).sizes(torch.ones(len(pack))).saved.numpy()
-        own = np.zeros(len(pack))  # the share of the images of a document that are computed in its run
+        image_share = np.zeros(len(pack))  # share of the images of each document that are computed in its run
         for run in runs:
-            own[run.document] = 1 - run.images_before / max(run.num_images, 1)
+            image_share[run.document] = 1 - run.images_before / max(run.num_images, 1)
         costs = planner.packing.cost_model(lengths)
-        saved = planner.packing.cost_model(shared)
+        saved_costs = planner.packing.cost_model(shared)
+        own_costs = costs - saved_costs + image_share * image_costs[pack]
         totals += [lengths.sum(), (costs + image_costs[pack]).sum(), counts.sum()]
-        computed += [(lengths - shared).sum(), (costs - saved + own * image_costs[pack]).sum(), (own * counts).sum()]
+        computed += [(lengths - shared).sum(), own_costs.sum(), (image_share * counts).sum()]
     rows, flops, images = (computed / np.maximum(totals, 1)).tolist()
-    num_packs = NUM_IMAGE_PACKS if len(filled) == NUM_IMAGE_PACKS else None
+    num_packs = NUM_IMAGE_PACKS if len(slots) == NUM_IMAGE_PACKS else None
     return PrefixSavings("pack", rows, flops, in_packs=rows, images=images, num_packs=num_packs)
 
 
-def _some_packs(offsets: Int64Array, num_packs: int) -> Int64Array:
-    """Evenly spaced slots that hold a document, at most so many."""
-    filled = np.flatnonzero(np.diff(offsets))
-    return filled[np.linspace(0, len(filled) - 1, min(num_packs, len(filled))).astype(int)]
+def _spaced_slots(offsets: Int64Array, num: int) -> Int64Array:
+    """Return at most `num` evenly spaced slots that hold documents.
+
+    Args:
+        offsets: offsets of a schedule, see `Schedule`.
+        num: most slots.
+    """
+    slots = np.flatnonzero(np.diff(offsets))
+    return slots[np.linspace(0, len(slots) - 1, min(num, len(slots))).astype(int)]
 
 
-def _shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, float]:
-    """Rows and FLOPs over those of whole documents, where documents next to each other share what they can."""
+def _computed_shares(planner: EpochPlanner, tokens: TokenOrder) -> tuple[float, float]:
+    """Return the shares of the rows and of the FLOPs that are computed, if neighbours share what they can.
+
+    Args:
+        planner: the planner of the documents.
+        tokens: some documents, sorted by their tokens inside each pack.
+    """
     lengths = planner.documents.lengths[tokens.order]
-    cost = planner.packing.cost_model
+    cost_model = planner.packing.cost_model
     shared = shared_by_neighbours(tokens.common, lengths)
-    images, own_images = (
-        planner.image_costs_behind(tokens.order, rows).sum() for rows in (np.zeros_like(shared), shared)
-    )
-    whole = cost(lengths).sum()
-    own = whole - cost(shared).sum() + own_images
-    return 1 - float(shared.sum() / lengths.sum()), float(own / (whole + images))
+    image_costs = planner.image_costs_behind(tokens.order, np.zeros_like(shared)).sum()
+    own_image_costs = planner.image_costs_behind(tokens.order, shared).sum()
+    costs = cost_model(lengths).sum()
+    own_costs = costs - cost_model(shared).sum() + own_image_costs
+    return 1 - float(shared.sum() / lengths.sum()), float(own_costs / (costs + image_costs))

@@ -1,4 +1,12 @@
-"""The parts of a report that only some runs have, and the lengths: how each is counted, and its line."""
+"""Sections of a report: ranks that share packs, images, and lengths. Each section counts itself and has its lines.
+
+`build.py` makes the sections from the planner of a table or from a stream, and `PackingReport` (`report.py`) holds
+them. `lines.py` asks each section for its lines. A section that a run does not have is None; only the ranks have a
+substitute, `OwnPacks`, which has the same attributes and methods as `SharedPacks`.
+
+With sequence parallelism, several ranks share a pack, and each of them holds a *part* of it; the number of these ranks
+is the *degree*, chosen for each *micro-step* (the micro-batches of the same number on all ranks).
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,17 +19,18 @@ from ..planning.arrays import Int64Array
 from ..planning.degrees import modelled_time
 from ..planning.schedule import Schedule, imbalance
 
-NUM_BINS = 24
-SHADES = " .:-=+*#%@"  # ASCII, for any terminal and log file
-Lines = Iterator[tuple[str, str]]  # label and text
+NUM_BINS = 24  # of the histogram of lengths
+SHADES = " .:-=+*#%@"  # from no documents to most; ASCII, for any terminal and log file
+Lines = Iterator[tuple[str, str]]  # (label, text) of each line
 
 
 @dataclass(frozen=True)
 class OwnPacks:
-    """What a report says of ranks that share no pack.
+    """What a report says if every rank has packs of its own.
 
     Attributes:
         capacity: most tokens of a pack, `batch_size` x `max_length`.
+        batch_size: documents of a micro-batch in the unpacked run.
     """
 
     capacity: int
@@ -29,160 +38,203 @@ class OwnPacks:
 
     smallest_degree = 1
     exchange_share = 0.0
-    exchange = ""
-    instead = '; or packing_strategy="minibatch"'  # of other settings than those of the unpacked run
-    enlarges_steps = "gradient_accumulation_steps or per_device_train_batch_size"
+    exchange_text = ""
+    # What to set instead of another learning rate and other numbers of steps, as the end of a sentence
+    alternative_text = '; or packing_strategy="minibatch"'
+    step_size_settings = "gradient_accumulation_steps or per_device_train_batch_size"  # a larger value enlarges steps
 
-    def size(self, max_length: int) -> str:
+    def capacity_text(self, max_length: int) -> str:
+        """Return how many tokens a micro-batch may have."""
         return f"{self.capacity:,} tokens (batch size {self.batch_size} x max_length {max_length:,})"
 
     def per_rank_text(self) -> str:
+        """Return how many tokens of a micro-batch a rank may hold."""
         return f"{self.batch_size} x max_length tokens"
 
-    def needs(self, max_length: int) -> str:
-        of = f"{self.capacity:,} tokens (batch size {self.batch_size} x {max_length:,})"
-        return f"micro-batches of {of}: if that is too much, lower the batch size before max_length"
+    def memory_text(self, max_length: int) -> str:
+        """Return what a rank needs memory for, and what to set if that is too much."""
+        size = f"{self.capacity:,} tokens (batch size {self.batch_size} x {max_length:,})"
+        return f"micro-batches of {size}: if that is too much, lower the batch size before max_length"
 
-    def axis(self) -> str:
+    def axis_label(self) -> str:
+        """Return the label of the axis along which packs are drawn."""
         return f"tokens (capacity {self.capacity:,})"
 
-    def lines(self, world_size: int, imbalance: float, of_images: str) -> Lines:
+    def lines(self, world_size: int, imbalance: float, image_imbalances: str) -> Lines:
+        """Yield a line on the imbalance of several ranks.
+
+        Args:
+            world_size: number of ranks.
+            imbalance: imbalance of the first epoch.
+            image_imbalances: imbalances of the vision tower and of the language model, to stand behind it; "" for none.
+        """
         if world_size > 1:
-            yield "imbalance", f"{imbalance:.3f} modelled (1 is perfect){of_images}"
+            yield "imbalance", f"{imbalance:.3f} modelled (1 is perfect){image_imbalances}"
 
 
 @dataclass(frozen=True)
 class SharedPacks:
-    """The ranks that share packs: in the first epoch of a table, modelled, or in the steps of a stream so far."""
+    """How ranks share packs: in the first epoch of a table, or in the steps of a stream so far."""
 
-    tokens_per_rank: int
-    smallest_degree: int  # ranks that a document of `max_length` needs
-    micro_steps: dict[int, int]  # number by degree
-    exchange_share: float | None = None  # of the time; this and the next are not known for a stream
-    largest_part: int | None = None  # tokens of a pack on one rank
+    tokens_per_rank: int  # most tokens of a pack on one rank
+    smallest_degree: int  # number of ranks that a document of `max_length` needs
+    micro_steps: dict[int, int]  # degree -> number of micro-steps
+    exchange_share: float | None = None  # time of the exchange between ranks / whole time, modelled; None for a stream
+    largest_part: int | None = None  # most tokens of a pack on one rank in the epoch; None for a stream
 
-    instead = ""  # `minibatch` plans by documents, so ranks cannot share its packs
-    enlarges_steps = "gradient_accumulation_steps"
+    alternative_text = ""  # `minibatch` plans by documents, so ranks cannot share its packs
+    step_size_settings = "gradient_accumulation_steps"
 
     @classmethod
     def of_table(cls, planner: EpochPlanner, schedule: Schedule) -> "SharedPacks | None":
-        """Of the first epoch, whose units have this schedule; None without sequence parallelism."""
+        """Count the first epoch of a table; None without sequence parallelism.
+
+        Args:
+            planner: the planner of the table.
+            schedule: the schedule of the units (not documents) of the first epoch.
+        """
         if planner.packing.tokens_per_rank is None:
             return None
         units = planner.units()
         parallel = planner.packing.parallel
         seconds, exchange = modelled_time(schedule, units, parallel)
-        packs = schedule.slot_sums(units.rows)
+        pack_rows = schedule.slot_sums(units.rows)
         degrees, counts = np.unique(schedule.degrees, return_counts=True)
         return cls(
             tokens_per_rank=parallel.tokens_per_rank,
             smallest_degree=parallel.smallest,
             micro_steps=dict(zip(degrees.tolist(), counts.tolist(), strict=True)),
             exchange_share=float(exchange.sum() / seconds.sum()),
-            largest_part=int((-(-packs // schedule.degrees[:, None])).max()),
+            largest_part=int((-(-pack_rows // schedule.degrees[:, None])).max()),
         )
 
     @classmethod
     def of_stream(cls, stream: PackedStream, micro_steps: dict[int, int]) -> "SharedPacks | None":
-        """Of so many micro-steps by degree; None without sequence parallelism."""
+        """Make the section of a stream; None without sequence parallelism.
+
+        Args:
+            stream: the packed stream.
+            micro_steps: degree -> number of micro-steps so far.
+        """
         tokens_per_rank = stream.packing.tokens_per_rank
-        return None if tokens_per_rank is None else cls(tokens_per_rank, stream.packing.parallel.smallest, micro_steps)
+        if tokens_per_rank is None:
+            return None
+        return cls(tokens_per_rank, stream.packing.parallel.smallest, micro_steps)
 
     @property
     def histogram(self) -> str:
-        """
+        """The number of micro-steps of each degree, as text.
+
         >>> SharedPacks(16384, 8, {1: 30, 8: 10}).histogram
         '1: 30, 8: 10'
         """
         return ", ".join(f"{degree}: {count:,}" for degree, count in sorted(self.micro_steps.items()))
 
     def line(self) -> str:
+        """Return the text of the line on degrees."""
         largest = "" if self.largest_part is None else f"; the largest part of a rank has {self.largest_part:,} tokens"
         return f"micro-steps by degree (ranks that share a pack): {self.histogram}{largest}"
 
-    def size(self, max_length: int) -> str:
+    def capacity_text(self, max_length: int) -> str:
+        """Return how many tokens a rank may hold, and how many ranks the longest documents need."""
         return (
             f"{self.tokens_per_rank:,} tokens at most on each rank (tokens_per_rank); a document of max_length "
             f"{max_length:,} needs {self.smallest_degree} ranks"
         )
 
     @property
-    def exchange(self) -> str:
+    def exchange_text(self) -> str:
+        """The share of the modelled time that is the exchange, as the end of a sentence about this time."""
         return f", and {self.exchange_share:.1%} of it is the exchange"
 
     def per_rank_text(self) -> str:
+        """Return how many tokens of a pack a rank may hold."""
         return f"{self.tokens_per_rank:,} tokens per rank"
 
-    def needs(self, max_length: int) -> str:
+    def memory_text(self, max_length: int) -> str:
+        """Return what a rank needs memory for, and what to set if that is too much."""
         groups = f"groups of up to {self.smallest_degree} ranks for the longest documents"
         size = f"{self.tokens_per_rank:,} tokens on each rank"
         return f"parts of {size}, and {groups}: if that is too much, lower tokens_per_rank"
 
-    def axis(self) -> str:
+    def axis_label(self) -> str:
+        """Return the label of the axis along which packs are drawn."""
         return f"tokens ({self.tokens_per_rank:,} per rank; thick lines end the part of a rank)"
 
-    def lines(self, world_size: int, imbalance: float, of_images: str) -> Lines:
+    def lines(self, world_size: int, imbalance: float, image_imbalances: str) -> Lines:
+        """Yield the lines on degrees and modelled time; the arguments are those of `OwnPacks.lines`."""
         yield "sequence parallelism", self.line()
         yield "modelled time", f"{self.exchange_share:.1%} of it in the exchange, imbalance {imbalance:.3f}"
 
 
 @dataclass(frozen=True)
 class ImageNumbers:
-    """The images of the documents, and what they cost in the first epoch, modelled."""
+    """The images of the documents: in the first epoch of a table, or in the packs of a stream so far.
+
+    Ranks are balanced by the cost of the vision tower and the language model together, so each of the two alone is less
+    even. Costs are modelled.
+    """
 
     num_images: int
-    num_documents: int  # with any
-    per_pack: float  # mean
-    most: int  # in a pack
-    tower_share: float | None = None  # of the vision tower in the FLOPs; None if its cost is not known
-    tower_imbalance: float | None = None  # of the tower by itself; ranks are balanced by its sum with the model
-    language_imbalance: float | None = None
-    most_waiting: tuple[int, int] | None = None  # of a stream: documents and bytes after which no other is read
+    num_documents: int  # documents with images
+    per_pack: float  # mean number of images in a pack
+    most: int  # most images in a pack
+    tower_share: float | None = None  # FLOPs of the vision tower / all FLOPs; None if the cost of the tower is unknown
+    tower_imbalance: float | None = None  # imbalance of the tower alone; None if its cost is unknown, or for a stream
+    language_imbalance: float | None = None  # imbalance of the language model alone; None if `tower_imbalance` is None
+    most_waiting: tuple[int, int] | None = None  # most documents, and bytes, that wait on a rank; None for a table
 
     @classmethod
     def of_table(cls, planner: EpochPlanner) -> "ImageNumbers | None":
-        """Of the first epoch; None for rows without."""
+        """Count the first epoch of a table; None for rows without images."""
         counts = planner.documents.image_count
         if counts is None:
             return None
         schedule = planner.schedule(0)
         costs = planner.image_costs
-        packs = schedule.slot_sums(counts).ravel()[np.diff(schedule.offsets) > 0]
-        images = cls(int(counts.sum()), int((counts > 0).sum()), float(packs.mean()), int(packs.max()))
+        has_pack = np.diff(schedule.offsets) > 0
+        images_of_packs = schedule.slot_sums(counts).ravel()[has_pack]
+        section = cls(
+            num_images=int(counts.sum()),
+            num_documents=int((counts > 0).sum()),
+            per_pack=float(images_of_packs.mean()),
+            most=int(images_of_packs.max()),
+        )
         if not costs.any():
-            return images
-        packing, language = planner.packing, planner.packing.cost_model(planner.documents.lengths)
+            return section
+        language_costs = planner.packing.cost_model(planner.documents.lengths)
         return replace(
-            images,
-            tower_share=float(costs.sum() / (costs.sum() + language.sum())),
-            tower_imbalance=imbalance(schedule, costs, packing.synchronisation),
-            language_imbalance=imbalance(schedule, language, packing.synchronisation),
+            section,
+            tower_share=float(costs.sum() / (costs.sum() + language_costs.sum())),
+            tower_imbalance=imbalance(schedule, costs, planner.packing.synchronisation),
+            language_imbalance=imbalance(schedule, language_costs, planner.packing.synchronisation),
         )
 
     @classmethod
     def of_stream(cls, stream: PackedStream, counts: StreamCounts) -> "ImageNumbers | None":
-        """Of the packs so far; None for rows without."""
+        """Make the section from the counts of a stream so far; None for rows without images."""
         if stream.rows.process is None:
             return None
         flops = counts.tower_flops + counts.language_flops
         return cls(
-            counts.images,
-            counts.with_images,
-            counts.images / max(counts.packs, 1),
-            counts.most_images,
+            num_images=counts.images,
+            num_documents=counts.with_images,
+            per_pack=counts.images / max(counts.packs, 1),
+            most=counts.most_images,
             tower_share=counts.tower_flops / flops if counts.tower_flops else None,
             most_waiting=(stream.packing.buffer_size, stream.most_bytes),
         )
 
     @property
-    def imbalances(self) -> str:
-        """Those of the two models, behind the imbalance of their sum; "" if the cost of the tower is not known."""
+    def imbalances_text(self) -> str:
+        """The imbalances of the two models alone, to stand behind their common one; "" if they are not known."""
         if self.tower_imbalance is None:
             return ""
         tower = f"of the vision tower alone {self.tower_imbalance:.3f}"
         return f"; of the language model alone {self.language_imbalance:.3f}, {tower}"
 
     def line(self) -> str:
+        """Return the text of the line on images."""
         tower = "cost not known, so not balanced"
         if self.tower_share is not None:
             tower = f"{self.tower_share:.1%} of the modelled FLOPs"
@@ -199,7 +251,10 @@ class ImageNumbers:
 
 @dataclass(frozen=True)
 class LengthHistogram:
-    """Documents by length in tokens, before they are cut: `counts[i]` from `edges[i]` to below `edges[i + 1]`."""
+    """The lengths of the documents, in tokens, before they are cut.
+
+    `counts[i]` documents have at least `edges[i]` and less than `edges[i + 1]` tokens; `p99` is the 99th percentile.
+    """
 
     edges: list[int]
     counts: list[int]
@@ -209,23 +264,29 @@ class LengthHistogram:
     longest: int
 
     @classmethod
-    def of(cls, lengths: Int64Array) -> "LengthHistogram":
-        """At least one length is above 0; empty documents are not counted. Takes 8 bytes per token of the longest."""
+    def from_lengths(cls, lengths: Int64Array) -> "LengthHistogram":
+        """Count documents by length, without empty ones. It takes 8 bytes of memory per token of the longest document.
+
+        Args:
+            lengths: tokens of each document, of which at least one is not empty.
+        """
         per_length = np.bincount(lengths)
         per_length[0] = 0
-        up_to = np.cumsum(per_length)
-        at = [int(np.searchsorted(up_to, rank)) for rank in np.ceil(np.array([0, 0.5, 0.99]) * up_to[-1]).clip(min=1)]
-        (shortest, median, p99), longest = at, len(per_length) - 1
+        num_up_to = np.cumsum(per_length)  # documents of at most so many tokens
+        ranks = np.ceil(np.array([0, 0.5, 0.99]) * num_up_to[-1]).clip(min=1)
+        shortest, median, p99 = np.searchsorted(num_up_to, ranks).tolist()
+        longest = len(per_length) - 1
         edges = np.unique(np.rint(np.geomspace(shortest, longest + 1, NUM_BINS + 1)).astype(np.int64))
         counts = np.add.reduceat(per_length, edges[:-1])
         return cls(edges.tolist(), counts.tolist(), shortest, median, p99, longest)
 
     def line(self) -> str:
-        """
-        >>> LengthHistogram.of(np.array([1, 2, 2, 4])).line()
+        """Return the histogram as text: a character for each bin, the darker the more documents.
+
+        >>> LengthHistogram.from_lengths(np.array([1, 2, 2, 4])).line()
         '1 [+@ +] 4; half have at most 2, 99 % at most 4'
         """
-        # ceil: a bin with any document is never blank
+        # Heights are rounded up, so that a bin with documents is never blank.
         heights = [-(-count * (len(SHADES) - 1) // max(self.counts)) for count in self.counts]
         bars = "".join(SHADES[height] for height in heights)
         return (
