@@ -22,12 +22,12 @@ FENCE = "compat.py"
 REVIEWED = {
     "objects of this package whose class the source does not name": """
         data/documents.py ledger.kept
-        data/documents.py pieces.trained[changed]
+        data/documents.py fragments.trained[changed]
         data/documents.py spans.ledger.truncated
         training/config.py as_field.metadata
         training/config.py setattr(config, ...)
         training/config.py vars(args).update
-        training/config.py vars(ours).update
+        training/config.py vars(config).update
         training/first_step.py below.silent
         training/first_step.py hooks.alpha
         training/lm_head.py forward_with_scores.__wrapped__
@@ -37,7 +37,7 @@ REVIEWED = {
         training/loading.py self._rows.shares
         training/totals.py span.sums
     """,
-    "the trainer's own copy of the settings (`adopt`)": """
+    "the trainer's own copy of the settings (`adopt_args`)": """
         training/trainer.py args.assistant_only_loss
         training/trainer.py args.liger_kernel_config
         training/trainer.py args.max_length
@@ -54,6 +54,9 @@ REVIEWED = {
         data/model_memory.py module.forward
         data/model_memory.py setattr(module, ...)
         reporting/pictures.py figure._repr_png_
+        samples/data_proof.py conversation.arguments.pop
+        samples/data_proof.py conversation.arguments.setdefault
+        samples/data_proof.py leaf.holder[leaf.key]
         samples/processor.py processor.image_processor
     """,
     "public in torch, and put back at the end of the context: train mode, and the rates of dropout": """
