@@ -41,7 +41,7 @@ NUM_DUMMY_TOKENS = 2
 
 
 class Objective(TrainerPart):
-    """The training loss of a trainer, and its log. `attach` does what needs the model."""
+    """The training loss of a trainer, and the metrics in its log. `attach` prepares the model, once it is loaded."""
 
     totals: TrainingTotals  # tokens are real ones, without padding and dummies; exact at each log and checkpoint
 
@@ -55,7 +55,7 @@ class Objective(TrainerPart):
         self.same_pack = SamePackCheck(data)
 
     def attach(self) -> None:
-        """Prepare the model, and count from now on."""
+        """Prepare the model for this loss, and create the totals of tokens."""
         trainer = self._trainer
         args = self.args
         trainer.compute_loss_func = self._loss_of_user  # TRL below 1.15 replaces it for `loss_type="dft"`
@@ -72,7 +72,7 @@ class Objective(TrainerPart):
 
     @property
     def replaces_trl_loss(self) -> bool:
-        """False for unpacked images and sequence parallelism: everything stays TRL's."""
+        """Whether this loss replaces TRL's: not for unpacked images, nor under TRL's own sequence parallelism."""
         return not self._data.leaves_images and self._trainer.get_sp_size() == 1
 
     @property
@@ -84,7 +84,7 @@ class Objective(TrainerPart):
     # The loss
 
     def start(self) -> None:
-        """Prepare for a training, of a model or a training set that was used elsewhere or set since."""
+        """Prepare the model and the totals at the start of training: both may have changed since construction."""
         score_tokens(base_model(self._trainer.model))  # a trainer of TRL may have been built on this model
         self.totals.set_sources(self._data.row_values.names, self._data.stream_sources)
         self.same_pack.start(self.args)
@@ -99,7 +99,7 @@ class Objective(TrainerPart):
             self.values_of_batch[SOURCES] = numbered.number_sources(names)
 
     def sources_of(self, targets: Targets) -> Tensor | None:
-        """The source of each value of `targets.select`."""
+        """Return the source of each value that `targets.select` returns; None if the batch has no sources."""
         if SOURCES not in self.values_of_batch:
             return None
         return self.values_of_batch[SOURCES].to(targets.documents.device)[targets.documents]
