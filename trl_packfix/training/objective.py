@@ -111,7 +111,7 @@ class Objective(TrainerPart):
         return_outputs: bool,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | tuple[Tensor, Any]:
-        """The loss of a micro-batch in training, its share of the optimizer step; added to the log."""
+        """Return the loss of a micro-batch in training, its share of the optimizer step, and add it to the log."""
         if self.args.packing:
             self._trainer.packed_model.check_packed_attention(inputs)
         inputs["use_cache"] = False
@@ -155,7 +155,7 @@ class Objective(TrainerPart):
     def _loss(
         self, model: nn.Module, inputs: dict[str, Any], layout: Layout, *, num_items: Tensor | int | None
     ) -> tuple[Tensor, Any]:
-        """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
+        """Return the loss of one micro-batch, its share of the step, and the outputs of TRL's fused LM head."""
         of_user = self._trainer.compute_loss_func
         if of_user is None and not self.smoothing:
             outputs = model(**inputs, fused_lm_head=True)
@@ -187,7 +187,7 @@ class Objective(TrainerPart):
     def _mean(
         self, values: Tensor, targets: Targets, mask: Tensor, *, num_items: Tensor | int | None, num_classes: int = 1
     ) -> Tensor:
-        """The share of this batch in the mean of an optimizer step over its targets, with the weights of documents.
+        """Return the share of this batch in the mean of an optimizer step over its weighted targets.
 
         `values` are 0 where `mask` says that nothing is trained, both (B, T - 1), or (1, T / s) of a part. `num_items`
         are the trained tokens of the step over all ranks; None: the mean over this batch.
@@ -208,14 +208,14 @@ class Objective(TrainerPart):
         return values.sum() / (count.masked_fill(count == 0, 1) * num_classes)
 
     def _total_weight(self, weights: Tensor, trained: Tensor) -> Tensor:
-        """The sum of the weights of a batch over its trained tokens or, if documents count the same, its documents."""
+        """Sum the weights of a batch over its trained tokens or, with "document" weighting, over its documents."""
         counts = trained > 0 if self.args.document_weighting == "document" else trained
         return (weights.to(trained.device) * counts).sum()
 
     def count_step(
         self, batch_samples: list[dict[str, Any]], device: torch.device, count: Callable[[list[Any]], Any]
     ) -> Any:
-        """Trained tokens of an optimizer step over all ranks, as `count_batch` of transformers has them.
+        """Return the trained tokens of an optimizer step over all ranks; `count` is the method of transformers.
 
         The other divisors of our loss are stored: the number of documents, and of micro-batches that have documents.
         """
@@ -350,9 +350,9 @@ class Objective(TrainerPart):
 
 
 def _smoothing_terms(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The terms of label smoothing at each position, 0 where nothing is trained: of its label, and of all tokens.
+    """Return the loss of the label, and the sum of losses of all tokens, at each position; 0 where none is trained.
 
-    In the order of transformers' `LabelSmoother`, whose loss this is to the bit.
+    The order of operations is that of transformers' `LabelSmoother`, so that losses are equal to the bit.
     """
     labels = inputs.get("shift_labels")
     if labels is None:
