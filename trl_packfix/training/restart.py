@@ -39,7 +39,7 @@ SAMPLE_LABEL = "sample of every document"
 
 
 def step_hash(planner: EpochPlanner, epoch: int) -> str:
-    """Of the documents of every optimizer step of an epoch; ranks and micro-batches do not enter it."""
+    """Return a hash of the documents of every optimizer step of an epoch, whatever their rank and micro-batch."""
     schedule = planner.schedule(epoch)
     digest = hashlib.sha256()
     for step in range(schedule.num_steps):
@@ -49,7 +49,7 @@ def step_hash(planner: EpochPlanner, epoch: int) -> str:
 
 
 def epoch_progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tuple[TrainedMask, TrainedMask | None]]:
-    """The running epoch after `step` optimizer steps of the run, and its trained documents for `save_trained`."""
+    """Return the state of the running epoch after `step` optimizer steps, and the arguments of `save_trained`."""
     epoch, done = planner.position(step - 1)  # an epoch that is complete is still the running one
     done += 1
     is_start = epoch == planner.start.epoch
@@ -64,7 +64,7 @@ def epoch_progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tu
 
 
 def settings_of(planner: EpochPlanner, reader: RowReader) -> dict[str, Any]:
-    """All that decides which documents are in which optimizer step, under the names that a user sets."""
+    """Return all that decides which documents are in which optimizer step, under the names that a user sets."""
     documents = planner.documents
     fingerprint, _, sample = documents.fingerprint.partition("-")
     return {
