@@ -98,7 +98,7 @@ class BeforeTraining(TrainerCallback):
 
 
 def backward_note(model: nn.Module, most_documents: int | None) -> str:
-    """What many short documents cost in the backward of flash attention, if that is much."""
+    """Return a note on the memory of flash attention's backward for many documents; "" if it is little."""
     config = text_config(base_model(model))
     width = -(-head_dim(config) // 32) * 32  # the kernels round it up
     rows = ROWS_PER_DOCUMENT * (most_documents or 0)
@@ -261,14 +261,14 @@ class CheckAdapterGradients(TrainerCallback):
 
 
 def _trained_parameters(adapter: BaseTunerLayer) -> list[nn.Parameter]:
-    """The trained parameters of the adapter, without those of the layer below it."""
+    """Return the trained parameters of the adapter, without the parameters of the layer that it adapts."""
     base = {id(parameter) for parameter in adapter.get_base_layer().parameters()}
     return [p for p in adapter.parameters() if p.requires_grad and id(p) not in base]  # type: ignore[attr-defined]
 
 
 def _has_gradient(parameters: list[nn.Parameter], *, ran: bool) -> bool:
-    """Whether one of them has a gradient; if their adapter did not run, one that is not zero."""
-    # Of a sharded parameter only whether it has one: a part of it may be zero
+    """Return whether a parameter has a gradient; if its adapter did not run, a gradient that is not zero."""
+    # The shard of a gradient on this rank may be zero, so its presence is enough for a sharded parameter
     return any(p.grad is not None and (ran or isinstance(p.grad, DTensor) or bool(p.grad.any())) for p in parameters)
 
 

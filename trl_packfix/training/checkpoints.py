@@ -71,7 +71,10 @@ def write_synced(file: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def _hash(file: Path) -> str:
-    """Of the whole file, or of blocks of a large one: all of a model would take as long as to write it."""
+    """Return the SHA-256 of a file; of a large file only some blocks are read.
+
+    Hashing all of a model would take as long as writing it.
+    """
     digest = hashlib.sha256()
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -98,7 +101,10 @@ def _list_files(checkpoint: Path) -> Iterable[tuple[str, os.stat_result]]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be whole, or None. Without `packing_state.json` only the Trainer's own state is read."""
+    """Return why a checkpoint cannot be whole, or None if no damage is seen.
+
+    Without `packing_state.json` only the Trainer's own state is read.
+    """
     _, problem = _read_json(checkpoint / TRAINER_STATE_NAME)
     if problem is not None or not (checkpoint / STATE_FILE).exists():
         return problem
@@ -121,7 +127,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
-    """What a file of a checkpoint holds, or why it cannot be read."""
+    """Return what a JSON file of a checkpoint holds, and why it cannot be read, or None."""
     try:
         state = json.loads(file.read_text())
     except FileNotFoundError:
@@ -134,7 +140,7 @@ def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
-    """What `save_state` and `save_trained` wrote; None if the checkpoint is not from a packed run of this package."""
+    """Return what `save_state` and `save_trained` wrote, or None if the checkpoint is not from a packed run."""
     file = checkpoint / STATE_FILE
     if not file.is_file():
         return None
@@ -154,7 +160,10 @@ def save_trained(checkpoint: Path, now: TrainedMask, before: TrainedMask | None)
 
 
 def read_trained(checkpoint: Path, num_documents: int) -> tuple[TrainedMask | None, TrainedMask | None]:
-    """The inverse of `save_trained`; None for what was not saved, as by earlier versions."""
+    """Read the two masks that `save_trained` wrote, (N,) each; None for a mask that was not saved.
+
+    Earlier versions saved neither.
+    """
     file = checkpoint / TRAINED_FILE
     if not file.is_file():
         return None, None
@@ -163,7 +172,7 @@ def read_trained(checkpoint: Path, num_documents: int) -> tuple[TrainedMask | No
 
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a folder, and the reason why each newer one is skipped."""
+    """Return the newest whole checkpoint of a folder, and the reason why each newer checkpoint is skipped."""
     skipped: list[str] = []
     for path in reversed(sort_checkpoints(str(folder))):
         problem = damage(Path(path))
@@ -174,7 +183,7 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def choose_checkpoint(requested: str | bool, output_dir: str) -> tuple[str | None, str | None]:
-    """The whole checkpoint to resume from, and a warning or None.
+    """Return the whole checkpoint to resume from, and a warning or None.
 
     `requested` is a folder, True for the newest whole checkpoint in `output_dir`, or "newest", for job scripts that
     restart by themselves: like True, but without a whole checkpoint training starts anew.

@@ -59,7 +59,10 @@ class Evaluation(TrainerPart):
         self._own = own  # our class of trainers: a method that differs from its method is the user's
 
     def loader(self, dataset: object, needs_logits: bool, prepares: bool) -> DataLoader[Any] | None:
-        """The loader of a set, or None for TRL's. `prepares`: TRL prepares such sets, so others are refused."""
+        """Return the loader of a set, or None where TRL's loader is used.
+
+        With `prepares`, a table that TRL should have prepared and has not is refused.
+        """
         if isinstance(dataset, IterableDataset) and self._reads_rows:  # finite, and all of it is evaluated each time
             dataset = self._data.images.table(dataset)
         if self._evaluates_documents(dataset):
@@ -106,7 +109,7 @@ class Evaluation(TrainerPart):
         return self._shares_evaluation and self.args.share_prefixes == "family" and not self._data.packs_images
 
     def _rows(self, dataset: Dataset) -> DocumentDataset:
-        """The documents of a set, with their sources. Refuses a bad column of these."""
+        """Return the documents of a set with their sources; refuse a bad column of sources."""
         args, column = self.args, self.args.source_column
         named = column if column in dataset.column_names else None
         values = read_row_values(dataset, None, named, name="evaluation")
@@ -178,7 +181,7 @@ class Evaluation(TrainerPart):
             )
 
     def _overridden(self, *methods: str) -> list[str]:
-        """The `methods` that a subclass, or an assignment to this object, has replaced."""
+        """Return which of `methods` a subclass, or an assignment to the trainer, has replaced."""
         found = {name: getattr(getattr(self._trainer, name), "__func__", None) for name in methods}
         return [name for name, function in found.items() if function is not getattr(self._own, name)]
 
@@ -260,7 +263,7 @@ class Evaluation(TrainerPart):
 
     @contextmanager
     def _on_packs(self) -> Iterator[None]:
-        """A context in which the model takes packs. If training is not packed, the model is proved first."""
+        """Let the model take packs inside this context. If training is not packed, prove the model first."""
         packed_model = self._trainer.packed_model if self.args.packing else self._data.make_packed_model()
         with packed_model.attending():
             if not self.args.packing:

@@ -176,7 +176,7 @@ class FirstStep:
         return SMALL_IN_HALF if self._data.attention_dtype.itemsize < 4 else SMALL_SHARE
 
     def _gaps(self, one: _StepGradients, other: _StepGradients) -> tuple[float, float]:
-        """Of the loss, and of the gradient of a parameter."""
+        """Return the relative gap of the losses, and the largest gap of the gradients of a parameter."""
         loss = abs(one.loss - other.loss) / max(abs(other.loss), torch.finfo(torch.float64).tiny)
         if one.products is None or other.products is None:
             return loss, 0.0
@@ -185,7 +185,7 @@ class FirstStep:
     # Documents
 
     def _packs(self) -> list[RankShare]:
-        """Two packs of this rank with unequal numbers of tokens, one of them of one document."""
+        """Choose two packs for this rank, with unequal numbers of tokens; without groups one has a single document."""
         found, degree, index = first_documents(self._data, self._trainer.train_dataset)
         found = [each for each in found if num_trained(each) and each.get(WEIGHTS, 1) > 0]  # that change the model
         examples = self._data.images.examples
@@ -227,7 +227,7 @@ class FirstStep:
     # Unpacked
 
     def _unpacked(self, packs: list[RankShare]) -> _StepGradients:
-        """The same step from rows, without collator, packed attention, fused LM head and loss of the trainer."""
+        """Compute the step from rows, without the trainer's collator, packed attention, fused LM head and loss."""
         trainer = self._trainer
         args = self._trainer.args
         owns = packs[0].member == 0  # of ranks that share a pack, the first
@@ -287,7 +287,7 @@ class FirstStep:
         return -losses.where(labels != IGNORE_INDEX, 0).sum(-1)
 
     def _aux_loss(self, documents: list[Document]) -> Tensor:
-        """The router loss of unpacked training, of these documents as padded rows."""
+        """Return the router loss that unpacked training has for these documents, as padded rows."""
         tokens = [to_int64(document["input_ids"]) for document in documents]
         ids, mask = (pad_sequence(rows, batch_first=True) for rows in (tokens, [*map(torch.ones_like, tokens)]))
         rows = {"input_ids": ids, "attention_mask": mask, "output_router_logits": True, "use_cache": False}

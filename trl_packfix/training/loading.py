@@ -135,7 +135,7 @@ class TrainingData(TrainerPart):
         return {key: column for key, column in columns.items() if column is not None}
 
     def _read_training_set(self) -> None:
-        """Weights and sources of the rows of `train_dataset` and, with packing, its documents."""
+        """Read the weights and sources of the rows of `train_dataset` and, with packing, cut its documents."""
         args = self.args
         dataset = self._trainer.train_dataset
         self._dataset_read = dataset
@@ -157,7 +157,7 @@ class TrainingData(TrainerPart):
             self._trainer.data_collator = RowValuesCollator(self.padded_collator, keys, index, names_sources)
 
     def trained_line(self) -> str:
-        """What is trained without packing, with the share of the tokens of a table."""
+        """Return a line of text that says what is trained without packing, for a table with the share of its tokens."""
         dataset = self._trainer.train_dataset
         if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
             return self.trained.line(0, 0)
@@ -186,7 +186,7 @@ class TrainingData(TrainerPart):
         self._read_training_set()
 
     def packed_loader(self) -> DataLoader[Any]:
-        """The loader of packs of the training set. Plans the first epoch, and makes the report."""
+        """Return the loader of packs of the training set, after planning the first epoch and making the report."""
         if isinstance(self._trainer.train_dataset, IterableDataset):
             return self._make_stream_loader()
         with status_shown(self.args, f"Planning packs of {len(self.documents):,} documents") as show:
@@ -247,7 +247,10 @@ class TrainingData(TrainerPart):
         return document_loader(dataset, sampler, collate, **settings)
 
     def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]:
-        """What makes a batch of the documents of a pack, with the values that `keys` name: see `RowValuesCollator`."""
+        """Return the collator that turns the documents of a pack into a batch.
+
+        The batch also has the row values that `keys` name, see `RowValuesCollator`.
+        """
         trainer = self._trainer
         collate = self._trainer.data_collator
         if self.args.pad_documents_to_multiple_of is not None:  # `auto_find_batch_size` may have lowered the capacity
@@ -365,7 +368,7 @@ class TrainingData(TrainerPart):
 
     @property
     def attention_dtype(self) -> torch.dtype:
-        """The dtype that reaches the attention kernel: that of autocast, else that of the weights."""
+        """The dtype that reaches the attention kernel: the dtype of autocast, else of the weights."""
         if self.args.bf16:
             return torch.bfloat16
         return torch.float16 if self.args.fp16 else base_model(self._trainer.model).dtype
@@ -374,7 +377,7 @@ class TrainingData(TrainerPart):
 def unpacked_rows(
     dataset: Dataset | IterableDataset, given: Dataset | IterableDataset, name: str, *, args: SFTConfig
 ) -> Dataset | IterableDataset:
-    """The rows of an unpacked training set that have a trained token, with their weights and sources checked.
+    """Return the rows of an unpacked training set that have a trained token; check their weights and sources.
 
     `given` are the rows before TRL has cut them to `max_length`, and has dropped those without a trained token.
     """

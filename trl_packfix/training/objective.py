@@ -41,7 +41,7 @@ NUM_DUMMY_TOKENS = 2
 
 
 class Objective(TrainerPart):
-    """The training loss of a trainer, and its log. `attach` does what needs the model."""
+    """The training loss of a trainer, and the metrics in its log. `attach` prepares the model, once it is loaded."""
 
     totals: TrainingTotals  # tokens are real ones, without padding and dummies; exact at each log and checkpoint
 
@@ -55,7 +55,7 @@ class Objective(TrainerPart):
         self.same_pack = SamePackCheck(data)
 
     def attach(self) -> None:
-        """Prepare the model, and count from now on."""
+        """Prepare the model for this loss, and create the totals of tokens."""
         trainer = self._trainer
         args = self.args
         trainer.compute_loss_func = self._loss_of_user  # TRL below 1.15 replaces it for `loss_type="dft"`
@@ -72,7 +72,7 @@ class Objective(TrainerPart):
 
     @property
     def replaces_trl_loss(self) -> bool:
-        """False for unpacked images and sequence parallelism: everything stays TRL's."""
+        """Whether this loss replaces TRL's: not for unpacked images, nor under TRL's own sequence parallelism."""
         return not self._data.leaves_images and self._trainer.get_sp_size() == 1
 
     @property
@@ -84,7 +84,7 @@ class Objective(TrainerPart):
     # The loss
 
     def start(self) -> None:
-        """Prepare for a training, of a model or a training set that was used elsewhere or set since."""
+        """Prepare the model and the totals at the start of training: both may have changed since construction."""
         score_tokens(base_model(self._trainer.model))  # a trainer of TRL may have been built on this model
         self.totals.set_sources(self._data.row_values.names, self._data.stream_sources)
         self.same_pack.start(self.args)
@@ -99,7 +99,7 @@ class Objective(TrainerPart):
             self.values_of_batch[SOURCES] = numbered.number_sources(names)
 
     def sources_of(self, targets: Targets) -> Tensor | None:
-        """The source of each value of `targets.select`."""
+        """Return the source of each value that `targets.select` returns; None if the batch has no sources."""
         if SOURCES not in self.values_of_batch:
             return None
         return self.values_of_batch[SOURCES].to(targets.documents.device)[targets.documents]
@@ -111,7 +111,7 @@ class Objective(TrainerPart):
         return_outputs: bool,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | tuple[Tensor, Any]:
-        """The loss of a micro-batch in training, its share of the optimizer step; added to the log."""
+        """Return the loss of a micro-batch in training, its share of the optimizer step, and add it to the log."""
         if self.args.packing:
             self._trainer.packed_model.check_packed_attention(inputs)
         inputs["use_cache"] = False
@@ -155,7 +155,7 @@ class Objective(TrainerPart):
     def _loss(
         self, model: nn.Module, inputs: dict[str, Any], layout: Layout, *, num_items: Tensor | int | None
     ) -> tuple[Tensor, Any]:
-        """The loss of one micro-batch, its share of the optimizer step, and the outputs of TRL's fused LM head."""
+        """Return the loss of one micro-batch, its share of the step, and the outputs of TRL's fused LM head."""
         of_user = self._trainer.compute_loss_func
         if of_user is None and not self.smoothing:
             outputs = model(**inputs, fused_lm_head=True)
@@ -187,7 +187,7 @@ class Objective(TrainerPart):
     def _mean(
         self, values: Tensor, targets: Targets, mask: Tensor, *, num_items: Tensor | int | None, num_classes: int = 1
     ) -> Tensor:
-        """The share of this batch in the mean of an optimizer step over its targets, with the weights of documents.
+        """Return the share of this batch in the mean of an optimizer step over its weighted targets.
 
         `values` are 0 where `mask` says that nothing is trained, both (B, T - 1), or (1, T / s) of a part. `num_items`
         are the trained tokens of the step over all ranks; None: the mean over this batch.
@@ -208,14 +208,14 @@ class Objective(TrainerPart):
         return values.sum() / (count.masked_fill(count == 0, 1) * num_classes)
 
     def _total_weight(self, weights: Tensor, trained: Tensor) -> Tensor:
-        """The sum of the weights of a batch over its trained tokens or, if documents count the same, its documents."""
+        """Sum the weights of a batch over its trained tokens or, with "document" weighting, over its documents."""
         counts = trained > 0 if self.args.document_weighting == "document" else trained
         return (weights.to(trained.device) * counts).sum()
 
     def count_step(
         self, batch_samples: list[dict[str, Any]], device: torch.device, count: Callable[[list[Any]], Any]
     ) -> Any:
-        """Trained tokens of an optimizer step over all ranks, as `count_batch` of transformers has them.
+        """Return the trained tokens of an optimizer step over all ranks; `count` is the method of transformers.
 
         The other divisors of our loss are stored: the number of documents, and of micro-batches that have documents.
         """
@@ -350,9 +350,9 @@ class Objective(TrainerPart):
 
 
 def _smoothing_terms(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The terms of label smoothing at each position, 0 where nothing is trained: of its label, and of all tokens.
+    """Return the loss of the label, and the sum of losses of all tokens, at each position; 0 where none is trained.
 
-    In the order of transformers' `LabelSmoother`, whose loss this is to the bit.
+    The order of operations is that of transformers' `LabelSmoother`, so that losses are equal to the bit.
     """
     labels = inputs.get("shift_labels")
     if labels is None:

@@ -39,7 +39,7 @@ SAMPLE_LABEL = "sample of every document"
 
 
 def step_hash(planner: EpochPlanner, epoch: int) -> str:
-    """Of the documents of every optimizer step of an epoch; ranks and micro-batches do not enter it."""
+    """Return a hash of the documents of every optimizer step of an epoch, whatever their rank and micro-batch."""
     schedule = planner.schedule(epoch)
     digest = hashlib.sha256()
     for step in range(schedule.num_steps):
@@ -49,7 +49,7 @@ def step_hash(planner: EpochPlanner, epoch: int) -> str:
 
 
 def epoch_progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tuple[TrainedMask, TrainedMask | None]]:
-    """The running epoch after `step` optimizer steps of the run, and its trained documents for `save_trained`."""
+    """Return the state of the running epoch after `step` optimizer steps, and the arguments of `save_trained`."""
     epoch, done = planner.position(step - 1)  # an epoch that is complete is still the running one
     done += 1
     is_start = epoch == planner.start.epoch
@@ -64,7 +64,7 @@ def epoch_progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tu
 
 
 def settings_of(planner: EpochPlanner, reader: RowReader) -> dict[str, Any]:
-    """All that decides which documents are in which optimizer step, under the names that a user sets."""
+    """Return all that decides which documents are in which optimizer step, under the names that a user sets."""
     documents = planner.documents
     fingerprint, _, sample = documents.fingerprint.partition("-")
     return {
@@ -134,7 +134,7 @@ def continue_planner(
 
 
 class Restart(TrainerPart):
-    """What a trainer saves for a restart, and reads at one: it continues exactly or refuses."""
+    """The state that a trainer saves for a restart. A resumed run continues exactly, or is refused."""
 
     resumed: tuple[str, dict[str, Any]] | None = None  # the checkpoint from which this training resumes, and its state
     settings: dict[str, Any]  # all that decide which documents are in which batch
@@ -146,7 +146,7 @@ class Restart(TrainerPart):
         self._data = data
 
     def choose(self, requested: str | bool | None) -> str | bool | None:
-        """The checkpoint to resume from, whose state is `resumed` from now on: the main process chooses it for all."""
+        """Return the checkpoint to resume from and set `resumed` to its state. The main process chooses for all."""
         self.resumed = None
         if not requested:
             return requested
@@ -218,7 +218,7 @@ class Restart(TrainerPart):
         )
 
     def _loss_settings(self) -> dict[str, Any]:
-        """All settings that decide which loss is minimised, and the weights of the rows of a table as a hash."""
+        """Return the settings that decide which loss is minimised, and a hash of the weights of the rows of a table."""
         args = self.args
         weights = self._data.row_values.weights
         is_dft = args.loss_type == "dft"
@@ -275,7 +275,7 @@ class Restart(TrainerPart):
         return None if planner is None or planner.is_even else planner
 
     def training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What `Trainer.set_initial_training_values` returns, with the epochs and steps of this run."""
+        """Return the values of `Trainer.set_initial_training_values`, with the epochs and steps of this run."""
         planner = self._uneven
         if planner is None:
             return values
@@ -285,7 +285,10 @@ class Restart(TrainerPart):
         return epochs, *others, planner.total_steps(self.args.num_train_epochs)
 
     def position(self, values: tuple[int, int]) -> tuple[int, int]:
-        """The epoch of a table's run, and the micro-batches of it that were trained; for others, `values`."""
+        """Return the epoch in which a run on a table resumes, and how many of its micro-batches were trained.
+
+        Where no plan is resumed, return `values`, which transformers has computed.
+        """
         planner = self._data.planner
         if planner is None or self.resumed is None or self.args.ignore_data_skip:
             return values
@@ -304,7 +307,7 @@ class Restart(TrainerPart):
         return epoch, done * self.args.gradient_accumulation_steps
 
     def steps_of(self, epoch: int) -> int | None:
-        """Optimizer steps of an epoch; None if all epochs have the same number."""
+        """Return the number of optimizer steps of an epoch; None if all epochs have the same number."""
         return None if self._uneven is None else self._uneven.steps_of(epoch)
 
     # Streams
@@ -331,7 +334,7 @@ class Restart(TrainerPart):
         self._trainer.accelerator.wait_for_everyone()  # no rank writes before the files of an earlier run are listed
 
     def end_checkpoint(self, folder: str) -> None:
-        """Write the state of a restart into the checkpoint. All ranks must call, when they have written the rest."""
+        """Write the state of a restart into the checkpoint. All ranks must call it after their other files."""
         step = self._trainer.state.global_step
         planner = self._data.planner
         stream = self._data.stream

@@ -42,7 +42,7 @@ class StepComparison:
     problem: str | None = None  # what differs; None if nothing
 
     def metrics(self) -> dict[str, float]:
-        """The numbers for a logger."""
+        """Return the numbers for a logger."""
         values = {"first_step/loss_gap": self.loss_gap, "first_step/gradient_gap": self.gradient_gap}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -138,14 +138,14 @@ def to_int64(values: npt.ArrayLike) -> Tensor:
 
 
 def is_plain(batch: dict[str, Any]) -> bool:
-    """Whether this is a pack of text, whole, whose documents share no row."""
+    """Return whether this is a whole pack of text whose documents share no row."""
     layout = layout_of(batch)
     tensors = {name for name, value in batch.items() if isinstance(value, Tensor)}
     return tensors <= TEXT_ENTRIES and layout.is_packed and not layout.weighs_rows
 
 
 def longest_of(batch: dict[str, Any]) -> Tensor:
-    """The tokens of the longest document of a pack with a trained token, (n,): padding of constant shapes has none."""
+    """Return the tokens, (n,), of the longest document of a pack that has a trained token, so not of padding."""
     bounds = batch["cu_seq_lens_q"]
     trained = F.pad((batch["labels"][0] != IGNORE_INDEX).cumsum(0), (1, 0))[bounds].diff()
     first = int((bounds.diff() * (trained > 0)).argmax())
@@ -153,6 +153,6 @@ def longest_of(batch: dict[str, Any]) -> Tensor:
 
 
 def relative_distance(one: Tensor, other: Tensor) -> float:
-    """Relative to the spread of the values: those of an untrained model are nearly equal."""
+    """Return the distance relative to the spread of `other`: an untrained model has nearly equal values."""
     gap = float((one - other).norm() / (other - other.mean()).norm().clamp(min=torch.finfo(other.dtype).tiny))
     return gap if gap == gap else inf

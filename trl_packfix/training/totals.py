@@ -19,7 +19,7 @@ from .lm_head import TokenScores
 
 @dataclass
 class StepSpan:
-    """Some optimizer steps: those since the last log, or all of a training."""
+    """Sums over the optimizer steps since the last log, or over all steps of a training."""
 
     sums: dict[str, float]  # by name, over all ranks
     num_steps: int = 0
@@ -100,7 +100,7 @@ class TrainingTotals:
         self._pending[names] = sums + self._pending[names] if names in self._pending else sums
 
     def add_sources(self, loss: Tensor, label_mask: Tensor, sources: Tensor) -> None:
-        """The sums by source of one micro-batch on this rank: see `sums_by_source`."""
+        """Add the losses and trained tokens of each source in one micro-batch on this rank, see `sums_by_source`."""
         num_sources = len(self.sources) if self._of_stream is None else MAX_SOURCES  # a stream is not known before
         sums = sums_by_source(loss, label_mask, sources, num_sources=num_sources)
         if self._of_stream is None:
@@ -128,7 +128,7 @@ class TrainingTotals:
         return gathered
 
     def _agree_on_sources(self, own: StreamSources) -> None:
-        """Number the sources of a stream alike on all ranks: each has met others, in another order."""
+        """Number the sources of a stream alike on all ranks: each rank has read different sources, in its own order."""
         everyone: list[list[str]] = gather_object([[*own]])
         names = sorted({name for of_rank in everyone for name in of_rank})
         if names != self.sources:
@@ -201,19 +201,25 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of sums for the log: fp64 where the device has it."""
+    """Return the dtype of sums for the log: fp64 where the device has it, else fp32."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def sums_by_source(loss: Tensor, label_mask: Tensor, sources: Tensor, *, num_sources: int) -> Tensor:
-    """Loss and trained tokens of each source, (2, S), of values of each position or of each target of documents."""
+    """Return the loss and the trained tokens of each source, (2, S).
+
+    The arguments have one value for each position, or for each target of a document.
+    """
     sums = torch.zeros(2, num_sources, dtype=sum_dtype(loss.device), device=loss.device)
     values = torch.stack([(loss.detach() * label_mask).flatten(), label_mask.flatten()]).to(sums.dtype)
     return sums.scatter_add_(1, sources.flatten().expand(2, -1), values)
 
 
 def source_metrics(sources: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
-    """Of each source with a trained token; `sums` are losses, then tokens."""
+    """Return the mean loss and the trained tokens of each source that has a trained token.
+
+    `sums` has first the loss of each source, then its trained tokens.
+    """
     pairs = zip(sources, sums[: len(sources)], sums[len(sources) :], strict=True)
     seen = [(source, loss, tokens) for source, loss, tokens in pairs if tokens]
     losses = {f"loss/{source}": loss / tokens for source, loss, tokens in seen}
@@ -221,7 +227,7 @@ def source_metrics(sources: Sequence[str], sums: Sequence[float]) -> dict[str, f
 
 
 def _round_value(value: float) -> float:
-    """Four digits, of small models on a CPU, too."""
+    """Round to four significant digits, which also suits the small values of small models on a CPU."""
     return float(f"{value:.4g}")
 
 
@@ -234,7 +240,7 @@ class EvaluationTotals:
         self.sums = torch.zeros(4 + 2 * len(names), dtype=sum_dtype(device), device=device)
 
     def add(self, scores: Any, targets: Targets, sources: Tensor | None = None) -> Tensor:
-        """Add a batch, with the source of each target; returns its mean loss."""
+        """Add a batch, with the source of each target, and return the mean loss of the batch."""
         of_tokens = (-scores.log_probs, scores.entropy, scores.is_top1, scores.label_mask)
         values = [targets.select(tensor) for tensor in of_tokens]
         batch = torch.stack([x.sum(dtype=self.sums.dtype) for x in values])
@@ -245,7 +251,7 @@ class EvaluationTotals:
         return batch[0] / batch[3].clamp(min=1)
 
     def metrics(self, accelerator: Accelerator, copies: int = 1) -> dict[str, float]:
-        """Means over all ranks, of which `copies` have counted the same; empty if no trained token was counted."""
+        """Return means over all ranks, of which `copies` have counted each token; empty without a trained token."""
         loss, entropy, correct, tokens, *by_source = (accelerator.reduce(self.sums, reduction="sum") / copies).tolist()
         if not tokens:
             return {}
@@ -254,7 +260,7 @@ class EvaluationTotals:
 
 
 def scores_of(logits: Tensor, labels: Tensor, shift_labels: Tensor | None = None) -> TokenScores:
-    """The scores of full logits, (B, T, V) or more rows than labels, with labels (B, T).
+    """Return the scores of full logits (B, T, V) for labels (B, T); with prompt tuning the logits have more positions.
 
     `shift_labels` (B, T) are the labels of the next token, of a part of a pack: the last one is not in `labels`.
     """
