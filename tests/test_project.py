@@ -67,7 +67,11 @@ def made(tmp_path):
         shutil.copy2(path, tmp_path)
 
     def run(*arguments, **given):
-        env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "OMP_WAIT_POLICY")}
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("MAKEFLAGS", "OMP_WAIT_POLICY", "VERSIONS")
+        }
         command = ["make", "--no-print-directory", *arguments]
         done = subprocess.run(
             command, cwd=tmp_path, env=env | given, capture_output=True, text=True, check=True, timeout=PROCESS_SECONDS

@@ -54,7 +54,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .version import TESTED_VERSIONS
@@ -189,6 +189,15 @@ def masks_images(collate: Any) -> bool:
     names = {field.name for field in fields(collate)}
     finds_turns = Version(transformers.__version__) >= Version("5.18.0.dev0")
     return {"assistant_only_loss", "chat_template"} <= names and finds_turns
+
+
+def sanitises_control_tokens() -> bool:
+    """Return whether `chat_template_kwargs={"sanitize_control_tokens": True}` keeps control tokens in texts as text.
+
+    transformers 5.16 passes it to the template, which ignores it. Can be removed with support for versions whose
+    `apply_chat_template` has no such argument.
+    """
+    return "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 
 
 def end_training(trainer: "transformers.Trainer") -> None:

@@ -13,9 +13,11 @@ import trl
 from datasets import Dataset, Features, Json, List, Value
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from support.chats import PLAIN, answer, tokenizer_with, user
 from support.models import build_tokenizer
 from support.runs import config, trainer
+from support.versions import TRANSFORMERS, sanitises_control_tokens
 from tokenizers.processors import TemplateProcessing
 
 from trl_packfix import check_data
@@ -293,6 +295,10 @@ def tokenizer_of(name):
     return tokenizer
 
 
+# Templates that TRL's releases of 2026 added or changed: transformers of the same months
+NEEDS_RELEASE = {"llama3_2": "5.20", "deepseek_r1_distill": "5.20"}
+
+
 def report_of(case):
     """The report of ten rows of a case among ten right ones of the same columns."""
     rows = [case.row] * 10 + [case.other or case.row] * 2
@@ -302,6 +308,8 @@ def report_of(case):
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_form_of_data_loses_is_said_with_its_rows(name):
     case = CASES[name]
+    if case.template in NEEDS_RELEASE and Version(NEEDS_RELEASE[case.template]) > TRANSFORMERS:
+        pytest.skip(f"TRL beside transformers {TRANSFORMERS} has no template {case.template}, or an earlier one")
     report = report_of(case)
     met = [each for each in report.findings if case.said in report.message(each)]
     if not case.said:
@@ -352,6 +360,7 @@ def test_a_dataset_is_refused_or_warned_of_before_it_is_tokenised(tmp_path, capl
     assert not run.data.report.complete
 
 
+@sanitises_control_tokens
 @pytest.mark.parametrize("options", [{}, {"per_turn": True}], ids=str)
 def test_control_tokens_in_texts_are_counted_until_rows_sanitise_them(options, tmp_path, caplog):
     """Without it, a text ends its turn; with `assistant_only_loss` transformers refuses to sanitise."""

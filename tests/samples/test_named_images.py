@@ -10,6 +10,7 @@ from datasets import Dataset, Features, Image, Json, List, Value
 from support import vision
 from support.chats import answer
 from support.models import build_tokenizer
+from support.versions import current_models
 
 from trl_packfix import check_data
 from trl_packfix.samples.named_images import with_named_images
@@ -114,6 +115,7 @@ def test_text_beside_images_becomes_parts(files):
     assert last["messages"][0]["content"] == "I see"  # a row without images is not changed
 
 
+@current_models
 def test_named_images_are_trained_as_those_of_a_column(files, tmp_path):
     def batches(dataset, **settings):
         run = vision.make(tmp_path, "qwen2_5_vl", dataset, max_length=400, max_steps=2, **settings)

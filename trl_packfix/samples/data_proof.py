@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from ..compat import main_process_first
+from ..compat import main_process_first, sanitises_control_tokens
 from .checks import NUM_OF_STREAM, PLACEHOLDER, has_images
 from .conversation import NUM_SHOWN, Conversation, Tokenizer, plain_tokenizer
 from .data_report import DataReport, Finding
@@ -316,11 +316,12 @@ class _Proof:
                 remedy=f"If a null is meant, load or cast the column `{name}` with the type `Json`.",
                 severity="mended",
             )
+        needed = "" if sanitises_control_tokens() else "install a transformers that sanitises them and "
         yield from self._finding(
             "have texts with control tokens of the tokenizer",
             {kind for kind in self.given.kinds if kind.path == CONTROL},
             cause="They become the tokens that the chat template writes itself, so a text can end a turn or begin one.",
-            remedy=f"Remove the tokens, or give these rows `{SANITISED}` in a column `chat_template_kwargs`"
+            remedy=f"Remove the tokens, or {needed}give these rows `{SANITISED}` in a column `chat_template_kwargs`"
             + (" and set `per_turn=True`." if self.rendering.trains_assistant and not self.rendering.per_turn else "."),
         )
         yield from self._finding(

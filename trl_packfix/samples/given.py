@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from datasets import Audio, Dataset, Image, IterableDataset, LargeList, List, Value, Video
 
+from ..compat import sanitises_control_tokens
 from .checks import IMAGES
 from .conversation import ROLES, Message
 from .row import HashedMapFunction, read_integer_column
@@ -100,7 +101,8 @@ class KindReader:
         messages = [message for column in columns if isinstance(row[column], list) for message in row[column]]
         if messages:
             num_prompt = len(row["prompt"]) if "prompt" in columns else 0
-            is_sanitised = (row.get("chat_template_kwargs") or {}).get("sanitize_control_tokens")
+            asks_to_sanitise = (row.get("chat_template_kwargs") or {}).get("sanitize_control_tokens")
+            is_sanitised = asks_to_sanitise and sanitises_control_tokens()
             yield from self._kinds_of_messages(messages, num_prompt, "" if is_sanitised else self.control)
             yield from _kinds_of_arguments(row)
             yield from (Kind(f"Null in {name}") for name in self.structs if name in row and row[name] != given[name])
