@@ -344,7 +344,8 @@ class FirstStep:
             row = self._probe.make_row(ImageDocument(without_weight))
         with trainer.compute_loss_context_manager():
             if not self._objective.has_own_logits:
-                # The loss is not computed from the model's logits (`check_fused_head`), so the reference cannot be
+                # `check_fused_head` has warned that the logits of the model's own LM head differ from the logits of the
+                # fused LM head. So the fused LM head computes the reference, too
                 padded = F.pad(labels, (1, row["input_ids"].shape[1] - labels.shape[1] - 1), value=IGNORE_INDEX)
                 return -self._unwrapped_model(**row, labels=padded, fused_lm_head=True).log_probs.float().sum(-1)
             logits = self._unwrapped_model(**row).logits[:, : labels.shape[1]]
