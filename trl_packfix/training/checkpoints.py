@@ -225,10 +225,10 @@ def choose_checkpoint(requested: str | bool, output_dir: str) -> tuple[str | Non
     """
     consequence = "Training cannot continue from a part of its state."
     if requested is True or requested == "newest":
-        whole, skipped = newest_whole(Path(output_dir))
+        newest, skipped = newest_whole(Path(output_dir))
         reasons = "; ".join(skipped)
-        if whole is not None:
-            return str(whole), f"Resuming from {whole}: {reasons}." if skipped else None
+        if newest is not None:
+            return str(newest), f"Resuming from {newest}: {reasons}." if skipped else None
         if requested == "newest":
             return None, f"Starting anew: {reasons}." if skipped else None
         raise ValueError(
@@ -239,10 +239,10 @@ def choose_checkpoint(requested: str | bool, output_dir: str) -> tuple[str | Non
     problem = damage(Path(str(requested)))
     if problem is None:
         return str(requested), None
-    whole, _ = newest_whole(Path(str(requested)).parent)
+    newest, _ = newest_whole(Path(str(requested)).parent)
     advice = "No other checkpoint in its folder is whole: leave it unset to start anew"
-    if whole is not None:
-        advice = f'Set `resume_from_checkpoint="{whole}"`, the newest whole one in the same folder'
+    if newest is not None:
+        advice = f'Set `resume_from_checkpoint="{newest}"`, the newest whole one in the same folder'
     if not Path(str(requested)).is_dir():
         raise ValueError(
             f"`resume_from_checkpoint={str(requested)!r}` was given, and there is no such folder here (the newest in "

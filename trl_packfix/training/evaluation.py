@@ -75,7 +75,7 @@ class Evaluation(TrainerPart):
         super().__init__(trainer)
         self._data = data
         self._objective = objective
-        self._own = own
+        self._trainer_class = own
 
     def loader(self, dataset: object, needs_logits: bool, prepares: bool) -> DataLoader[Any] | None:
         """Return the loader of a set, or None if TRL's loader must be used.
@@ -225,7 +225,7 @@ class Evaluation(TrainerPart):
     def _overridden(self, *methods: str) -> list[str]:
         """Return the names in `methods` that a subclass, or an assignment to the trainer, has replaced."""
         functions = {name: getattr(getattr(self._trainer, name), "__func__", None) for name in methods}
-        return [name for name, function in functions.items() if function is not getattr(self._own, name)]
+        return [name for name, function in functions.items() if function is not getattr(self._trainer_class, name)]
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader[Any]:
         """Return the loader of packs or of padded batches of a set, with sources if the set has them."""

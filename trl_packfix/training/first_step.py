@@ -498,14 +498,14 @@ class FirstStep:
                 differences.append(f"gradients of {count} parameters differ, of `{name}` by {gaps[worst]:.1e}")
         # Then train each document separately: in the pack only its labels remain, and unpacked it is the only document
         for i, document in enumerate(packs[0]):
-            pack = [member if j == i else mask_document(member) for j, member in enumerate(packs[0])]
-            in_pack = self._train_packed([RankShare.like(packs[0], pack)])
-            alone = self._train_unpacked([RankShare.like(packs[0], [document])])
-            loss_gap, gradient_gap = self._measure_gaps(in_pack, alone)
+            pack = [candidate if j == i else mask_document(candidate) for j, candidate in enumerate(packs[0])]
+            packed_step = self._train_packed([RankShare.like(packs[0], pack)])
+            unpacked_step = self._train_unpacked([RankShare.like(packs[0], [document])])
+            loss_gap, gradient_gap = self._measure_gaps(packed_step, unpacked_step)
             if self._probe.is_beyond([loss_gap, gradient_gap], limits):
                 differences.append(
                     f"document {i} of {len(pack)} ({num_trained(document)} trained tokens) has the loss "
-                    f"{in_pack.loss:.5g} in the pack, {alone.loss:.5g} alone, and gradients that differ by "
+                    f"{packed_step.loss:.5g} in the pack, {unpacked_step.loss:.5g} alone, and gradients that differ by "
                     f"{gradient_gap:.1e}"
                 )
         return "; ".join(differences)
