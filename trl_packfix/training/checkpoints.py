@@ -1,8 +1,15 @@
-"""Which checkpoints are whole: `packing_state.json` lists all other files of a checkpoint with sizes and hashes.
+"""Write and read the package's own files in a checkpoint, and tell whole checkpoints from damaged ones.
 
-It is written after every rank has written its part, and before the Trainer's own last file. A checkpoint without these
-two files, or with a file that is missing or is not as it was written, is unfinished or damaged, and is not loaded.
-After a power cut a file may have its size and hold zeros, so the package's own files are synced to the disk.
+A checkpoint is a folder that the Trainer writes. `restart.py` adds two files to it with this module:
+
+- `packing_state.json` holds the state of the training data, and lists all other files of the checkpoint with sizes and
+  hashes. It is written after every rank has written its part, and before the Trainer's own last file,
+  `trainer_state.json`.
+- `trained_documents.npy` says which documents of the running epoch were trained, as a bit for each document.
+
+A checkpoint is *whole* if it has `trainer_state.json`, and each file that `packing_state.json` lists is as it was
+written. Any other checkpoint is unfinished or damaged, and is not loaded. After a power cut a file may have its full
+size and contain zeros, so the package's own files are synced to the disk.
 """
 
 import hashlib
@@ -22,29 +29,36 @@ from ..version import __version__
 STATE_VERSION = 2
 STATE_FILE = "packing_state.json"
 TRAINED_FILE = "trained_documents.npy"
-HASHED_WHOLE = 2**26  # bytes of the largest file of which all are hashed
-NUM_BLOCKS = 16  # of a larger file these are hashed, evenly spaced; bytes of a block
-BLOCK = 2**16
+HASHED_WHOLE = 2**26  # bytes; all of a file of at most this size is hashed
+NUM_BLOCKS = 16  # number of evenly spaced blocks of a larger file that are hashed
+BLOCK = 2**16  # bytes of a block
 
-TrainedMask = npt.NDArray[np.bool_]
+TrainedMask = npt.NDArray[np.bool_]  # for each document of the epoch, whether it was trained; (N,)
 
 
-# What is written
+# Writing a checkpoint
 
 
 def note_times(checkpoint: Path) -> dict[str, int]:
-    """Mark a checkpoint folder as unfinished; returns the files that an earlier run wrote there, with their ns."""
-    for name in (
-        TRAINER_STATE_NAME,
-        STATE_FILE,
-    ):  # in this order: without the first file it counts as unfinished at once
-        (checkpoint / name).unlink(missing_ok=True)
+    """Mark a checkpoint folder as unfinished, and return the files that an earlier run wrote there.
+
+    The files are returned as their modification times in nanoseconds, by name. `save_state` needs them.
+    """
+    # `trainer_state.json` is removed first, because without it the checkpoint counts as unfinished at once
+    (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
+    (checkpoint / STATE_FILE).unlink(missing_ok=True)
     return {name: stat.st_mtime_ns for name, stat in _list_files(checkpoint)}
 
 
 def save_state(checkpoint: Path, state: dict[str, Any], earlier_files: dict[str, int]) -> None:
-    """Write `packing_state.json` atomically, with sizes and hashes of all files written since `note_times`."""
-    # Files of an earlier run are not listed: callbacks overwrite them later, and their size is not known yet.
+    """Write `packing_state.json` atomically, with sizes and hashes of all files written since `note_times`.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        state: the state of the training data, which `read_state` returns.
+        earlier_files: the result of `note_times` for this folder.
+    """
+    # Files of an earlier run are not listed: callbacks overwrite them later, and their new size is not known yet.
     files = {
         name: [stat.st_size, _hash(checkpoint / name)]
         for name, stat in _list_files(checkpoint)
@@ -57,13 +71,13 @@ def save_state(checkpoint: Path, state: dict[str, Any], earlier_files: dict[str,
     unfinished.replace(checkpoint / STATE_FILE)
     folder = os.open(checkpoint, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name
+        os.fsync(folder)  # so that the new name of the file is on the disk, too
     finally:
         os.close(folder)
 
 
 def write_synced(file: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file, and wait until the disk has it."""
+    """Write a file with the function `write`, and wait until it is on the disk."""
     with file.open("wb") as stream:
         write(stream)
         stream.flush()
@@ -71,9 +85,9 @@ def write_synced(file: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def _hash(file: Path) -> str:
-    """Return the SHA-256 of a file; of a large file only some blocks are read.
+    """Return the SHA-256 of a file, or of `NUM_BLOCKS` blocks of a file larger than `HASHED_WHOLE`.
 
-    Hashing all of a model would take as long as writing it.
+    Hashing all bytes of a large model would take as long as writing the model.
     """
     digest = hashlib.sha256()
     size = file.stat().st_size
@@ -81,29 +95,31 @@ def _hash(file: Path) -> str:
         if size <= HASHED_WHOLE:
             digest.update(stream.read())
         else:
-            for place in np.linspace(0, size - BLOCK, NUM_BLOCKS).astype(int).tolist():
-                stream.seek(place)
+            for offset in np.linspace(0, size - BLOCK, NUM_BLOCKS).astype(int).tolist():
+                stream.seek(offset)
                 digest.update(stream.read(BLOCK))
     return digest.hexdigest()
 
 
 def _hash_of_state(state: dict[str, Any]) -> str:
+    """Return the SHA-256 of the contents of `packing_state.json`, without its own hash."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _list_files(checkpoint: Path) -> Iterable[tuple[str, os.stat_result]]:
+    """Yield the path of each file of a checkpoint, relative to its folder, and the file's status (`os.stat`)."""
     for file in sorted(checkpoint.rglob("*")):
         if file.is_file():
             yield str(file.relative_to(checkpoint)), file.stat()
 
 
-# What is read
+# Reading a checkpoint
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return why a checkpoint cannot be whole, or None if no damage is seen.
+    """Return the reason why a checkpoint is not whole, as a part of a sentence; None if no damage is found.
 
-    Without `packing_state.json` only the Trainer's own state is read.
+    In a checkpoint without `packing_state.json`, from a run that was not packed, only `trainer_state.json` is checked.
     """
     _, problem = _read_json(checkpoint / TRAINER_STATE_NAME)
     if problem is not None or not (checkpoint / STATE_FILE).exists():
@@ -111,11 +127,12 @@ def damage(checkpoint: Path) -> str | None:
     state, problem = _read_json(checkpoint / STATE_FILE)
     if problem is not None:
         return problem
-    written = state.pop("hash", None)  # earlier checkpoints have none, and list sizes only
-    if "files" not in state or written not in (None, _hash_of_state(state)):
+    # Earlier versions wrote no hash of the state, and listed sizes without hashes of files
+    saved_hash = state.pop("hash", None)
+    if "files" not in state or saved_hash not in (None, _hash_of_state(state)):
         return f"its `{STATE_FILE}` does not hold what was saved"
-    for name, listed in state["files"].items():
-        size, digest = listed if isinstance(listed, list) else (listed, None)
+    for name, entry in state["files"].items():
+        size, digest = entry if isinstance(entry, list) else (entry, None)
         file = checkpoint / name
         if not file.is_file():
             return f"its file `{name}` is missing"
@@ -127,7 +144,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
-    """Return what a JSON file of a checkpoint holds, and why it cannot be read, or None."""
+    """Return the dictionary in a JSON file, and the reason why it cannot be read, or None if it can be read."""
     try:
         state = json.loads(file.read_text())
     except FileNotFoundError:
@@ -140,7 +157,10 @@ def _read_json(file: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
-    """Return what `save_state` and `save_trained` wrote, or None if the checkpoint is not from a packed run."""
+    """Return the state that `save_state` wrote, or None if the checkpoint has no `packing_state.json`.
+
+    Without a stream its entry `trained` has the two masks that `save_trained` wrote, see `read_trained`.
+    """
     file = checkpoint / STATE_FILE
     if not file.is_file():
         return None
@@ -150,29 +170,38 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
     return state
 
 
-# Which documents of the running epoch were trained: a bit for each, in a file of its own
+# The trained documents of the running epoch
 
 
 def save_trained(checkpoint: Path, now: TrainedMask, before: TrainedMask | None) -> None:
-    """Write which documents of the epoch were trained, and which before the running plan was made, (N,)."""
+    """Write which documents of the running epoch were trained, in `trained_documents.npy`.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        now: the documents that were trained up to now.
+        before: the documents that were trained before the running plan was made; None if the plan has the whole epoch.
+    """
     bits = np.packbits([now] if before is None else [now, before], axis=1)
     write_synced(checkpoint / TRAINED_FILE, lambda stream: np.save(stream, bits))
 
 
 def read_trained(checkpoint: Path, num_documents: int) -> tuple[TrainedMask | None, TrainedMask | None]:
-    """Read the two masks that `save_trained` wrote, (N,) each; None for a mask that was not saved.
+    """Read the masks `now` and `before` that `save_trained` wrote; None stands for a mask that was not saved.
 
-    Earlier versions saved neither.
+    Checkpoints of earlier versions have no masks.
     """
     file = checkpoint / TRAINED_FILE
     if not file.is_file():
         return None, None
-    rows = np.unpackbits(np.load(file), axis=1, count=num_documents).astype(bool)
-    return rows[0], rows[1] if len(rows) > 1 else None
+    masks = np.unpackbits(np.load(file), axis=1, count=num_documents).astype(bool)
+    return masks[0], masks[1] if len(masks) > 1 else None
+
+
+# Choosing a checkpoint
 
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest whole checkpoint of a folder, and the reason why each newer checkpoint is skipped."""
+    """Return the newest whole checkpoint in a folder, or None, and why each newer checkpoint is skipped."""
     skipped: list[str] = []
     for path in reversed(sort_checkpoints(str(folder))):
         problem = damage(Path(path))
@@ -183,37 +212,43 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def choose_checkpoint(requested: str | bool, output_dir: str) -> tuple[str | None, str | None]:
-    """Return the whole checkpoint to resume from, and a warning or None.
+    """Return the folder of the checkpoint to resume from, and a warning; each is None if there is none.
 
-    `requested` is a folder, True for the newest whole checkpoint in `output_dir`, or "newest", for job scripts that
-    restart by themselves: like True, but without a whole checkpoint training starts anew.
+    Args:
+        requested: the folder of a checkpoint; or True for the newest whole checkpoint in `output_dir`; or "newest", for
+            job scripts that restart by themselves. "newest" is like True, but training starts anew if there is no
+            whole checkpoint.
+        output_dir: the folder in which the run writes checkpoints.
+
+    Raises:
+        ValueError: the requested checkpoint is not whole, or True was given and there is no whole checkpoint.
     """
-    why = "Training cannot continue from a part of its state."
+    consequence = "Training cannot continue from a part of its state."
     if requested is True or requested == "newest":
-        whole, skipped = newest_whole(Path(output_dir))
+        newest, skipped = newest_whole(Path(output_dir))
         reasons = "; ".join(skipped)
-        if whole is not None:
-            return str(whole), f"Resuming from {whole}: {reasons}." if skipped else None
+        if newest is not None:
+            return str(newest), f"Resuming from {newest}: {reasons}." if skipped else None
         if requested == "newest":
             return None, f"Starting anew: {reasons}." if skipped else None
         raise ValueError(
             f"`resume_from_checkpoint=True` was given, and there is no whole checkpoint in {output_dir!r}"
-            f"{reasons and f' ({reasons})'}. {why} Leave `resume_from_checkpoint` unset to start anew, or name a "
-            "checkpoint elsewhere."
+            f"{reasons and f' ({reasons})'}. {consequence} Leave `resume_from_checkpoint` unset to start anew, or name "
+            "a checkpoint elsewhere."
         )
     problem = damage(Path(str(requested)))
     if problem is None:
         return str(requested), None
-    whole, _ = newest_whole(Path(str(requested)).parent)
-    instead = "No other checkpoint in its folder is whole: leave it unset to start anew"
-    if whole is not None:
-        instead = f'Set `resume_from_checkpoint="{whole}"`, the newest whole one in the same folder'
+    newest, _ = newest_whole(Path(str(requested)).parent)
+    advice = "No other checkpoint in its folder is whole: leave it unset to start anew"
+    if newest is not None:
+        advice = f'Set `resume_from_checkpoint="{newest}"`, the newest whole one in the same folder'
     if not Path(str(requested)).is_dir():
         raise ValueError(
             f"`resume_from_checkpoint={str(requested)!r}` was given, and there is no such folder here (the newest in "
-            f'{output_dir!r} is `True` in Python and "newest" on a command line). {why} {instead}.'
+            f'{output_dir!r} is `True` in Python and "newest" on a command line). {consequence} {advice}.'
         )
     raise ValueError(
         f"`resume_from_checkpoint={str(requested)!r}` was given, and {problem}. The run ended while it was written, or "
-        f"it was damaged later. {why} {instead}."
+        f"it was damaged later. {consequence} {advice}."
     )

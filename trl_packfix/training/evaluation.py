@@ -1,8 +1,17 @@
-"""Evaluation that does not depend on packing: total loss over total trained tokens of the whole set.
+"""Evaluate a model so that the loss does not depend on packing: total loss over total trained tokens of the whole set.
 
-A mean of batch means changes with the batch size, with packing and with the number of ranks. The loss is the negative
-log-likelihood for every training loss. If the user defines the loss, with `compute_loss_func` or with a subclass that
-has its own `compute_loss` or `prediction_step`, evaluation is TRL's, and a warning says so.
+A mean of batch means, as TRL logs it, changes with the batch size, with packing and with the number of ranks. The
+trainer (`trainer.py`) calls `Evaluation.loader` for the loader of an evaluation set, `Evaluation.run` to run TRL's loop
+over the batches, and `Evaluation.predict` for each batch. `EvaluationTotals` (`totals.py`) adds up the batches.
+
+The loss is the negative log-likelihood, whatever the training loss is. If the user defines the loss, with
+`compute_loss_func` or with a subclass that has its own `compute_loss` or `prediction_step`, evaluation is TRL's, and a
+warning says so.
+
+Words: A *trained token* is a token with a label. A *pack* is a row of several documents; *padded* batches have one
+document per row. A pack *shares prefixes* if the common beginning of documents is computed once. The packed model must
+be *proved*: tested that documents in a pack do not influence each other. *Copies* are ranks that evaluate the same
+documents, because they divide one model between them (tensor parallelism).
 """
 
 import logging
@@ -34,7 +43,8 @@ from .trainer_view import TrainerPart, TrainerView
 
 logger = logging.getLogger(__name__)
 
-LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
+# The keys of the log, with their unit and description. `tools/logged.py` makes docs/logging.md from them
+LOGGED = {
     "eval_loss": ("nats per token", "total loss over trained tokens of the whole set"),
     "eval_entropy": ("nats", "of the predictions at trained tokens, mean"),
     "eval_mean_token_accuracy": ("share", "trained tokens that the model ranks first"),
@@ -46,24 +56,40 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
 
 
 class Evaluation(TrainerPart):
-    """How a trainer evaluates and predicts: every document once, metrics from totals."""
+    """The evaluation and prediction of a trainer. Every document counts once, and metrics are made from totals.
 
-    _totals: EvaluationTotals
-    _has_said_whose_loss = False
-    _has_equal_batches = False  # in the running evaluation, those of our padded loader are
+    Args:
+        trainer: the trainer.
+        data: the training data, which has the readers and collators for evaluation sets, too.
+        objective: the training loss of the trainer.
+        own: the trainer class of this package. A method of the trainer that is not the method of this class was
+            replaced by the user.
+    """
+
+    _totals: EvaluationTotals  # sums of the running evaluation
+    _has_warned_of_user_loss = False
+    # Whether copies have equal batches in the running evaluation, as the padded loader of this package gives them
+    _has_equal_batches = False
 
     def __init__(self, trainer: TrainerView, data: TrainingData, objective: Objective, *, own: type):
         super().__init__(trainer)
         self._data = data
         self._objective = objective
-        self._own = own  # our class of trainers: a method that differs from its method is the user's
+        self._trainer_class = own
 
     def loader(self, dataset: object, needs_logits: bool, prepares: bool) -> DataLoader[Any] | None:
-        """Return the loader of a set, or None where TRL's loader is used.
+        """Return the loader of a set, or None if TRL's loader must be used.
 
-        With `prepares`, a table that TRL should have prepared and has not is refused.
+        Args:
+            dataset: the evaluation set.
+            needs_logits: whether predictions are needed, and not only the loss.
+            prepares: whether TRL should have tokenized the set. If TRL has not, the set is refused.
+
+        Raises:
+            ValueError: the set cannot be evaluated.
         """
-        if isinstance(dataset, IterableDataset) and self._reads_rows:  # finite, and all of it is evaluated each time
+        if isinstance(dataset, IterableDataset) and self._reads_rows:
+            # A stream is read into a table: it is finite, and all of it is needed in each evaluation
             dataset = self._data.images.table(dataset)
         if self._evaluates_documents(dataset):
             return self._evaluation_loader(dataset, needs_logits)
@@ -73,23 +99,27 @@ class Evaluation(TrainerPart):
 
     @property
     def _reads_rows(self) -> bool:
-        """Whether rows are those of packs, or text for TRL's own collator: the user has not set a collator."""
+        """Whether this package knows how to collate rows: it packs images, or the user has not set a collator."""
         return self._data.packs_images or isinstance(self._data.padded_collator, DataCollatorForLanguageModeling)
 
     def _evaluates_documents(self, dataset: object) -> TypeGuard[Dataset]:
-        """Whether our loader reads this dataset: a table of tokens; with images TRL prepares no text either."""
+        """Return whether the loader of this package reads a set: a table of tokens, or of rows with images."""
         if not (isinstance(dataset, Dataset) and self._reads_rows):
             return False
         return self._data.packs_images or "input_ids" in dataset.column_names
 
     def _packs_evaluation(self, needs_logits: bool) -> bool:
+        """Return whether an evaluation runs on packs; otherwise it runs on padded batches.
+
+        A model that is not proved yet is proved first.
+        """
         if not self.args.packs_evaluation or (needs_logits and not self.args.prediction_loss_only):
             return False
         if not self.args.packing:
-            return True  # the model reads boundaries, and is proved, only during evaluation (`_on_packs`)
+            return True  # `_packs_accepted` proves the model, and lets it accept packs during the evaluation only
         packed_model = self._trainer.packed_model
         # Before training, the engine (DeepSpeed, FSDP) does not exist yet, so the model cannot be proved under it.
-        # Padded batches give the same numbers.
+        # Then padded batches are evaluated, which give the same metrics.
         if not (self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled):
             with packed_model.attending(), self._trainer.compute_loss_context_manager():
                 if packed_model.isolation is None:
@@ -100,21 +130,27 @@ class Evaluation(TrainerPart):
 
     @property
     def _shares_evaluation(self) -> bool:
-        """Whether packs of an evaluation share prefixes. A loss of the user has one label per row."""
+        """Whether packs of an evaluation share prefixes.
+
+        They cannot with a loss of the user, which expects one label per position.
+        """
         return self._data.shares_prefixes and self.is_exact
 
     @property
-    def _brings_together(self) -> bool:
-        """Whether documents that begin alike are planned as one. To sort images, all would have to be processed."""
+    def _plans_families(self) -> bool:
+        """Whether documents with a common beginning are planned into the same pack.
+
+        Documents with images are not: to sort them, all images would have to be processed.
+        """
         return self._shares_evaluation and self.args.share_prefixes == "family" and not self._data.packs_images
 
     def _rows(self, dataset: Dataset) -> DocumentDataset:
-        """Return the documents of a set with their sources; refuse a bad column of sources."""
-        args, column = self.args, self.args.source_column
-        named = column if column in dataset.column_names else None
-        values = read_row_values(dataset, None, named, name="evaluation")
+        """Return the documents of a set, with their sources if the set has the column. Refuse bad sources."""
+        args = self.args
+        source_column = args.source_column if args.source_column in dataset.column_names else None
+        values = read_row_values(dataset, None, source_column, name="evaluation")
         reader = self._data.images.read(dataset, "evaluation")
-        # One result per row: evaluation never splits or drops, whatever training does.
+        # Evaluation has one document per row. So long documents are truncated even if training splits or drops them.
         overlong: Overlong = "raise" if args.overlong == "raise" else "truncate"
         documents = cached_documents(
             reader,
@@ -122,7 +158,7 @@ class Evaluation(TrainerPart):
             overlong,
             truncation_mode=args.truncation_mode,
             keep_untrained=True,
-            sorts_tokens=self._brings_together,
+            sorts_tokens=self._plans_families,
         )
         check_same_documents(documents, "The evaluation set", args.world_size)
         pad_token_id = self._trainer._tokenizer.pad_token_id
@@ -135,11 +171,13 @@ class Evaluation(TrainerPart):
         if self._trainer.compute_metrics is not None and not self.args.prediction_loss_only:
             return
         eval_dataset = self._trainer.eval_dataset
-        for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}).items():
+        datasets = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+        for name, dataset in datasets.items():
             if self._evaluates_documents(dataset):
                 self._check_trained(self._rows(dataset).documents, "eval" if name is None else f"eval_{name}")
 
     def _check_trained(self, documents: Documents, prefix: str) -> None:
+        """Refuse a set without a trained token, which has no loss. `prefix` is the prefix of its metrics."""
         counts = documents.ledger.given
         if not documents.ledger.kept.trained_tokens:
             raise ValueError(
@@ -151,19 +189,23 @@ class Evaluation(TrainerPart):
             )
 
     def _check_padded(self, documents: Documents, needs_logits: bool) -> None:
-        """Refuse what padded batches cannot have: documents of several ranks, rows that ranks cannot divide."""
+        """Refuse an evaluation that padded batches cannot do.
+
+        Raises:
+            ValueError: a document needs several ranks, or copies cannot divide predictions or inputs between them.
+        """
         args = self.args
         copies = self._data.ranks.copies
-        most = args.tokens_per_rank
+        tokens_per_rank = args.tokens_per_rank
         longest = int(documents.lengths.max(initial=0))
-        if most is not None and longest > most:
+        if tokens_per_rank is not None and longest > tokens_per_rank:
             raise ValueError(
-                f"The evaluation set has a document of {longest} tokens, `tokens_per_rank` is {most}, and this "
-                "evaluation runs whole documents on one rank: logits are needed (`predict`, `compute_metrics`), "
+                f"The evaluation set has a document of {longest} tokens, `tokens_per_rank` is {tokens_per_rank}, and "
+                "this evaluation runs whole documents on one rank: logits are needed (`predict`, `compute_metrics`), "
                 "`eval_packing` is False, or DeepSpeed or FSDP has not trained yet. Set `prediction_loss_only=True` "
                 "and evaluate packs during or after training, or give a set of shorter documents."
             )
-        # transformers gathers predictions from all ranks, and copies have the same ones, so each returns some rows
+        # transformers gathers predictions from all ranks. Copies have equal predictions, so each copy returns some rows
         if copies == 1 or not needs_logits or args.prediction_loss_only:
             return
         if args.eval_batch_size % copies:
@@ -181,11 +223,12 @@ class Evaluation(TrainerPart):
             )
 
     def _overridden(self, *methods: str) -> list[str]:
-        """Return which of `methods` a subclass, or an assignment to the trainer, has replaced."""
-        found = {name: getattr(getattr(self._trainer, name), "__func__", None) for name in methods}
-        return [name for name, function in found.items() if function is not getattr(self._own, name)]
+        """Return the names in `methods` that a subclass, or an assignment to the trainer, has replaced."""
+        functions = {name: getattr(getattr(self._trainer, name), "__func__", None) for name in methods}
+        return [name for name, function in functions.items() if function is not getattr(self._trainer_class, name)]
 
     def _evaluation_loader(self, dataset: Dataset, needs_logits: bool) -> DataLoader[Any]:
+        """Return the loader of packs or of padded batches of a set, with sources if the set has them."""
         args = self.args
         ranks = self._data.ranks
         if "input_ids" in dataset.column_names:
@@ -207,8 +250,8 @@ class Evaluation(TrainerPart):
                 balance="step",
                 drop_last=False,
                 shuffle=False,
-                degrees=self._data.degrees,  # at which the model is proved
-                share_prefixes="family" if self._brings_together else "off",
+                degrees=self._data.degrees,  # the numbers of ranks per pack with which the model is proved
+                share_prefixes="family" if self._plans_families else "off",
             )
             sampler = PackedBatchSampler(planner, ranks.rank)
             collate = self._data.packed_collator(args.eval_batch_size, self._shares_evaluation)
@@ -224,16 +267,26 @@ class Evaluation(TrainerPart):
     def run(
         self, loop: Callable[[], EvalLoopOutput], dataloader: DataLoader[Any], loss_only: bool, prefix: str
     ) -> EvalLoopOutput:
-        """Run TRL's loop over `dataloader`, and replace its loss and metrics by those of the whole set."""
-        # Predictions, metrics and the user's own `prediction_step` do not need a trained token.
+        """Run TRL's evaluation loop, and replace its loss and metrics by the loss and metrics of the whole set.
+
+        Args:
+            loop: runs TRL's loop over `dataloader`, which calls `predict` for each batch.
+            dataloader: the loader, from this package or from TRL.
+            loss_only: whether only the loss is needed, and no predictions.
+            prefix: the prefix of the metrics, such as "eval".
+
+        Returns:
+            The output of the loop, with replaced metrics.
+        """
+        # First, set up. Predictions, metrics and the user's own `prediction_step` do not need a trained token
         rows = dataloader.dataset
         if loss_only and isinstance(rows, DocumentDataset) and not self._overridden("prediction_step"):
             self._check_trained(rows.documents, prefix)
         self._objective.gather_totals()  # `num_tokens` is also logged here
         names = rows.values.names if isinstance(rows, DocumentDataset) else ()
         self._totals = EvaluationTotals(self._trainer.accelerator.device, names)
-        if self._loss_of_user is not None and not self._has_said_whose_loss:
-            self._has_said_whose_loss = True
+        if self._loss_of_user is not None and not self._has_warned_of_user_loss:
+            self._has_warned_of_user_loss = True
             logger.warning(
                 "`eval_loss` is the mean over batches of %s, as in TRL. It changes with the batch size, with packing "
                 "(`eval_packing=False` evaluates padded batches) and with the number of ranks.",
@@ -242,28 +295,33 @@ class Evaluation(TrainerPart):
         sampler = getattr(dataloader, "batch_sampler", None)
         packs = sampler if isinstance(sampler, PackedBatchSampler) else None
         self._has_equal_batches = isinstance(sampler, PaddedBatchSampler)
-        with self._on_packs() if packs else nullcontext():
+
+        # Second, run the loop
+        with self._packs_accepted() if packs else nullcontext():
             if packs and self.args.packing:
                 prove_degrees(self._trainer, packs.planner.packing.degrees)
             output = loop()
+
+        # Third, replace the metrics of the loop
         metrics = self._totals.metrics(self._trainer.accelerator, self._data.ranks.copies)
         loss = f"{prefix}_loss"
         assert output.metrics is not None
         if metrics:
             output.metrics[loss] = metrics.pop("loss")
-            for name in [name for name in metrics if "/" in name]:
+            source_names = [name for name in metrics if "/" in name]
+            for name in source_names:
                 output.metrics[f"{prefix}_{name}"] = metrics.pop(name)
             # TRL's `log` averages these lists and adds them to what is logged
             logged = self._trainer._metrics["eval"]
             logged.update({key: [value] for key, value in metrics.items()})
             logged["num_tokens"] = [self._trainer._total_train_tokens]
         elif self.is_exact:
-            output.metrics.pop(loss, None)  # no trained token: the loop reports 0.0
+            output.metrics.pop(loss, None)  # without a trained token there is no loss, and the loop reports 0.0
         return output
 
     @contextmanager
-    def _on_packs(self) -> Iterator[None]:
-        """Let the model take packs inside this context. If training is not packed, prove the model first."""
+    def _packs_accepted(self) -> Iterator[None]:
+        """Within this context, the model accepts packs. If training is not packed, the model is proved first."""
         packed_model = self._trainer.packed_model if self.args.packing else self._data.make_packed_model()
         with packed_model.attending():
             if not self.args.packing:
@@ -273,12 +331,12 @@ class Evaluation(TrainerPart):
 
     @property
     def is_exact(self) -> bool:
-        """Whether metrics are computed from totals; otherwise they are TRL's."""
+        """Whether loss and metrics are computed from totals over the set; otherwise TRL computes them."""
         return self._loss_of_user is None and not self._data.leaves_images
 
     @property
     def _loss_of_user(self) -> str | None:
-        """What the user has defined as the loss, for a message; None if nothing."""
+        """The function or method with which the user has defined the loss, for a message; None if there is none."""
         if self._trainer.compute_loss_func is not None:
             return "`compute_loss_func`"
         methods = self._overridden("compute_loss", "prediction_step")
@@ -287,7 +345,17 @@ class Evaluation(TrainerPart):
     def predict(
         self, model: torch.nn.Module, inputs: dict[str, Any], loss_only: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Loss, logits and labels of a batch, which is added to the totals; with `loss_only` the loss alone."""
+        """Compute a batch, and add it to the totals.
+
+        Args:
+            model: the model in its wrappers.
+            inputs: the batch.
+            loss_only: whether only the loss is needed.
+
+        Returns:
+            The mean loss of the batch, the logits and the labels. The loss is None without labels; logits and labels
+            are None with `loss_only`.
+        """
         inputs = self._trainer._prepare_inputs(inputs)
         objective = self._objective
         if self.args.packing:
@@ -303,7 +371,8 @@ class Evaluation(TrainerPart):
                 targets = layout.targets(outputs.label_mask)
                 if self._trainer.aux_loss_enabled:
                     aux_loss = objective.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
-                    # zero on ranks after the first of a group, so the mean over ranks counts it once
+                    # The value is zero on all ranks of a group but the first. So the mean of `degree` times the value
+                    # over the ranks of the group is the value of the pack
                     aux_loss = self._trainer.accelerator.gather(layout.degree * aux_loss).mean().item()
                     self._trainer._metrics["eval"]["aux_loss"].append(aux_loss)
                 return self._totals.add(outputs, targets, objective.sources_of(targets)).float(), None, None
@@ -318,5 +387,6 @@ class Evaluation(TrainerPart):
         if self._has_equal_batches:
             copies = self._data.ranks.copies
             index = self._data.ranks.index
-            logits, labels = (part if part is None else part.chunk(copies)[index] for part in (logits, labels))
+            # Each copy returns its own rows of the batch, because transformers gathers the rows of all ranks
+            logits, labels = (rows if rows is None else rows.chunk(copies)[index] for rows in (logits, labels))
         return loss, logits, labels

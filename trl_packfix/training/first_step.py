@@ -1,15 +1,27 @@
-"""Compare the first step with unpacked training: the trainer's own loop on packs, the model alone on rows.
+"""Compare one training step on packs with the same step on unpacked documents, before the first optimizer step.
 
-The proof of isolation looks at the model. Wrong labels, divisors and weights lie behind it, in the collator, the loss,
-and the sums over micro-batches and ranks. So before the first optimizer step a few documents of the run are trained in
-two micro-batches on each rank, one of them with a single document, by the methods that every step calls. The reference
-has none of this code: each document is a row, on the model with the attention that it was given with and its own LM
-head, and its loss is the sum over its tokens, divided by counts made of the documents. Gradients are compared by
-products (`isolation/gradients.py`), so none is copied.
+The proof of isolation (`isolation/`) tests the model alone. Wrong labels, divisors and weights come after the model: in
+the collator, in the loss, and in the sums over micro-batches and ranks. `FirstStep.compare` tests these too. The
+callback `BeforeFirstStep` calls it, and reports the `StepComparison` that it returns (`step_comparison.py`).
 
-Documents are shortened, so that the comparison costs less than a forward and backward of 1,024 tokens. Later, when a
-step first holds a document twice as long as any compared before, it is compared again, by a forward: some models
-compute long documents in another way.
+A few short documents of the run are trained twice:
+
+- *packed*: in two micro-batches on each rank, by the methods of the trainer that every training step calls.
+- *unpacked*, as the reference: each document is a row of its own. The model has the attention with which the user gave
+  it, and its own LM head. The loss of a document is the sum over its trained tokens, divided by a count that is made
+  from the documents here. The reference uses no collator, packed attention, fused LM head or loss of this package.
+
+The losses and gradients of the two runs must be equal up to rounding. Gradients are compared by products with random
+vectors (`isolation/gradients.py`), so no gradient is copied. The whole comparison costs less than a forward and
+backward pass of 1,024 tokens, because documents are shortened.
+
+Some models compute long documents differently. So `FirstStep.compare_longer` compares again when a training step holds
+a document at least twice as long as every document compared before. It compares only the last hidden states.
+
+Words: A *trained token* is a token with a label. A *pack* is a row of several documents. With sequence parallelism,
+`degree` neighbouring ranks share a pack, and each of them holds a *part* of it. An *engine* (DDP, DeepSpeed, FSDP)
+wraps the model and exchanges its gradients or parameters between ranks. *Copies* are ranks that count the same
+documents, because they divide one model between them (tensor parallelism).
 """
 
 from collections.abc import Callable, Iterator
@@ -59,27 +71,38 @@ from .step_comparison import (
 from .totals import TrainingTotals
 from .trainer_view import TrainerView
 
-NUM_BEFORE = 8  # tokens of the document before a long one
-FINE_LOSS_GAP = 1e-4  # relative; a larger difference is judged by what rounding does
-FINE_GRADIENT_GAP = 1e-3  # TRL's fused head alone makes 1.5e-4 to 2.4e-4 of SmolLM2-135M in fp32, which no draw shows
-SET_ATTRIBUTES = ("current_gradient_accumulation_steps", "aux_loss_enabled")  # of the trainer, during the comparison
-SMALL_IN_HALF = 3e-2  # as SMALL: a small gradient, such as that of a bias in front of attention, is a sum of roundings
+NUM_BEFORE = 8  # length in tokens of the document that stands before the long document in `compare_longer`
+FINE_LOSS_GAP = 1e-4  # a relative gap of losses below this limit is accepted without a measurement of rounding
+# As `FINE_LOSS_GAP`, for gradients. TRL's fused LM head alone changes gradients of SmolLM2-135M in fp32 by 1.5e-4 to
+# 2.4e-4. The measurement of rounding does not show this change.
+FINE_GRADIENT_GAP = 1e-3
+SET_ATTRIBUTES = ("current_gradient_accumulation_steps", "aux_loss_enabled")  # attributes of the trainer to restore
+# As `SMALL_SHARE`, in half precision: there a small gradient, such as the gradient of a bias in front of attention, is
+# mostly a sum of rounding errors.
+SMALL_IN_HALF = 3e-2
 
 logger = logging.get_logger(__name__)
 
 
 class _StepGradients(NamedTuple):
-    """Loss and products of the gradients of a step over all ranks; None where gradients are not compared."""
+    """The loss of a step over all ranks, and the products of its gradients; None if gradients are not compared."""
 
     loss: float
     products: Tensor | None
 
 
 class FirstStep:
-    """The comparison of a training. The packed model must be proved; all ranks must call `compare`.
+    """The comparison of packed and unpacked training for one trainer. All ranks must call its methods together.
 
     Args:
-        training_step: of the trainer, without what a subclass adds to it, such as counters.
+        trainer: the trainer, whose packed model has passed the proof of isolation.
+        data: the training data, from which the compared documents are read.
+        objective: the training loss of the trainer.
+        training_step: the method `training_step` of the trainer, without what a subclass adds to it, such as counters.
+
+    Attributes:
+        longest_compared: length in tokens of the longest compared document. It is infinity, which says that
+            `compare_longer` does nothing, before `compare` has run and after a document did not fit.
     """
 
     def __init__(
@@ -89,123 +112,152 @@ class FirstStep:
         self._data = data
         self._objective = objective
         self._training_step = training_step
-        self.longest_compared: float = inf  # tokens; longer documents are compared later
+        self.longest_compared: float = inf
 
-    def _probe_of(self, model: nn.Module) -> Any:
+    def _make_probe(self, model: nn.Module) -> Any:
+        """Return a probe, which runs `model` for tests, with the attention of the user for unpacked documents."""
         return make_probe(
             model, self._data.images.examples, user_attention=self._trainer.packed_model.attention.previous
         )
 
-    # What is compared
+    # The comparison
 
     def compare(self) -> StepComparison:
-        """Train a few documents packed and unpacked, without an optimizer step."""
-        self._probe = self._probe_of(self._trainer.model_wrapped)
+        """Train a few documents packed and unpacked, without an optimizer step, and return the difference."""
+        # First, set up probes and parameters
+        self._probe = self._make_probe(self._trainer.model_wrapped)
         model = self._probe.model
-        self._alone: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-        below = self._probe if self._alone is model else self._probe_of(self._alone)
-        # Whether a forward waits for other ranks
-        self._has_collectives = self._trainer.accelerator.num_processes > 1 and below.has_engine
-        named = {name: each for name, each in base_model(self._trainer.model).named_parameters() if each.requires_grad}
-        self._names, self._parameters = [*named], [*named.values()]
-        if (why := self._why_not()) is not None:
-            return StepComparison(f"not compared with unpacked training: {why}")
-        packs = self._packs()
-        if not self._summed(sum(map(num_trained, packs[0]))):
+        self._unwrapped_model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        unwrapped_probe = self._probe if self._unwrapped_model is model else self._make_probe(self._unwrapped_model)
+        # Whether a forward pass of the unwrapped model waits for other ranks
+        self._has_collectives = self._trainer.accelerator.num_processes > 1 and unwrapped_probe.has_engine
+        named_parameters = base_model(self._trainer.model).named_parameters()
+        trained_parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
+        self._parameter_names = [*trained_parameters]
+        self._parameters = [*trained_parameters.values()]
+
+        # Second, choose the documents, if this training can be compared
+        reason = self._reason_not_to_compare()
+        if reason is not None:
+            return StepComparison(f"not compared with unpacked training: {reason}")
+        packs = self._choose_packs()
+        if not self._sum_over_ranks(sum(map(num_trained, packs[0]))):
             return StepComparison("not compared with unpacked training: no trained token in the first documents")
+
+        # Third, train them packed and unpacked. A gap above its limit counts only if it is also found when equal values
+        # in `topk` are chosen in a fixed order
         with self._undisturbed():
-            packed = self._probe.silenced(lambda: self._packed(packs))
-            unpacked = self._unpacked(packs)
-            gap = self._gaps(packed, unpacked)
+            packed = self._probe.silenced(lambda: self._train_packed(packs))
+            unpacked = self._train_unpacked(packs)
+            gaps = self._measure_gaps(packed, unpacked)
             dtype = self._data.attention_dtype
-            # Under FSDP2 in half precision the model's own logits are rounded, those of the loss are not
-            fine = torch.finfo(dtype).eps if self._trainer.is_fsdp_enabled and dtype.itemsize < 4 else FINE_LOSS_GAP
+            # Under FSDP2 in half precision the logits of the model's own LM head are rounded to half precision, and the
+            # logits in the packed loss are not
+            rounds_logits = self._trainer.is_fsdp_enabled and dtype.itemsize < 4
+            fine_loss = torch.finfo(dtype).eps if rounds_logits else FINE_LOSS_GAP
             fine_gradients = max(FINE_GRADIENT_GAP, self._probe.rounding)
-            limit = self._probe.limits_of_rounding(
-                gap,
-                [fine, fine_gradients],
-                lambda: self._gaps(self._packed(packs), packed),
+            limits = self._probe.limits_of_rounding(
+                gaps,
+                [fine_loss, fine_gradients],
+                lambda: self._measure_gaps(self._train_packed(packs), packed),
                 by_channel=True,
             )
             problem = None
-            if self._probe.is_beyond(gap, limit):
+            if self._probe.is_beyond(gaps, limits):
                 with FirstOfTies():
-                    packed = self._packed(packs)
-                    unpacked = self._unpacked(packs)
-                    gap = self._gaps(packed, unpacked)
-                    if self._probe.is_beyond(gap, limit):
-                        problem = self._what_differs(packs, packed, unpacked, limit=limit)
+                    packed = self._train_packed(packs)
+                    unpacked = self._train_unpacked(packs)
+                    gaps = self._measure_gaps(packed, unpacked)
+                    if self._probe.is_beyond(gaps, limits):
+                        problem = self._describe_difference(packs, packed, unpacked, limits=limits)
         self._trainer.model.zero_grad(set_to_none=True)
-        self.longest_compared = self._most(max(document_length(each) for pack in packs for each in pack))
-        if not self._has_collectives:  # each rank compares them when it meets them
-            below.silent = self._probe.silent
-            self._probe = below
-        text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked ({gap[0]:.0e})"
-        if (method := f"{type(self._trainer).__name__}.training_step") in self._trainer.user_code.methods:
+
+        # Fourth, prepare `compare_longer`
+        self.longest_compared = self._max_over_ranks(
+            max(document_length(document) for pack in packs for document in pack)
+        )
+        if not self._has_collectives:  # then each rank compares its own long documents, without waiting for other ranks
+            unwrapped_probe.silent = self._probe.silent
+            self._probe = unwrapped_probe
+
+        # Last, write the line of the report
+        loss_gap, gradient_gap = gaps
+        text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked ({loss_gap:.0e})"
+        method = f"{type(self._trainer).__name__}.training_step"
+        if method in self._trainer.user_code.methods:
             text += f", without {method}, which is not tested"
         if packed.products is None:
-            return StepComparison(f"{text}; gradients are held by the engine, not compared", gap[0], problem=problem)
-        text += f"; gradients {gap[1]:.0e} over {len(self._names)} parameters"
+            return StepComparison(f"{text}; gradients are held by the engine, not compared", loss_gap, problem=problem)
+        text += f"; gradients {gradient_gap:.0e} over {len(self._parameter_names)} parameters"
         if self._trainer.aux_loss_enabled and self._data.packs_images:
             text += "; the router loss is not compared with images"
-        if limit[0] > FINE_LOSS_GAP or limit[1] > fine_gradients:
-            text += f" (rounding alone makes {limit[0] / ROUNDING_FACTOR:.0e} and {limit[1] / ROUNDING_FACTOR:.0e})"
-        return StepComparison(text, *gap, problem=problem)
+        if limits[0] > FINE_LOSS_GAP or limits[1] > fine_gradients:
+            text += f" (rounding alone makes {limits[0] / ROUNDING_FACTOR:.0e} and {limits[1] / ROUNDING_FACTOR:.0e})"
+        return StepComparison(text, loss_gap, gradient_gap, problem=problem)
 
-    def _why_not(self) -> str | None:
+    def _reason_not_to_compare(self) -> str | None:
+        """Return why unpacked documents cannot have the loss of this trainer, for the report; None if they can."""
         trainer = self._trainer
         if trainer.compute_loss_func is not None:
             return "`compute_loss_func` gets a whole batch, so its loss need not be a sum over documents"
-        if (method := f"{type(trainer).__name__}.compute_loss") in trainer.user_code.methods:
+        method = f"{type(trainer).__name__}.compute_loss"
+        if method in trainer.user_code.methods:
             return f"the loss is that of {method}"
         return None if self._objective.replaces_trl_loss else "the loss is TRL's"
 
     @cached_property
-    def _has_gradients(self) -> bool:
-        """Whether gradients can be read between two backward passes: not where an engine holds or divides them."""
+    def _compares_gradients(self) -> bool:
+        """Whether gradients can be read after each backward pass, before an engine or an optimizer changes them."""
         trainer = self._trainer
         if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED or self._objective.summed_by_ranks:
             return False
         if trainer.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):  # their backward is the optimizer step
             return False
-        is_sharded = any(isinstance(module, FSDPModule) for module in self._alone.modules())
-        return trainer.get_tp_size() == 1 and (not trainer.is_fsdp_enabled or is_sharded)
+        is_fsdp2 = any(isinstance(module, FSDPModule) for module in self._unwrapped_model.modules())
+        return trainer.get_tp_size() == 1 and (not trainer.is_fsdp_enabled or is_fsdp2)
 
     @property
-    def _small(self) -> float:
+    def _small_share(self) -> float:
+        """The share of the whole gradient below which the gradient of a parameter counts as small."""
         return SMALL_IN_HALF if self._data.attention_dtype.itemsize < 4 else SMALL_SHARE
 
-    def _gaps(self, one: _StepGradients, other: _StepGradients) -> tuple[float, float]:
-        """Return the relative gap of the losses, and the largest gap of the gradients of a parameter."""
-        loss = abs(one.loss - other.loss) / max(abs(other.loss), torch.finfo(torch.float64).tiny)
-        if one.products is None or other.products is None:
-            return loss, 0.0
-        return loss, largest_gap(one.products, other.products, small=self._small)
+    def _measure_gaps(self, actual: _StepGradients, expected: _StepGradients) -> tuple[float, float]:
+        """Return the relative gap of the losses, and the largest relative gap of the gradients of a parameter."""
+        loss_gap = abs(actual.loss - expected.loss) / max(abs(expected.loss), torch.finfo(torch.float64).tiny)
+        if actual.products is None or expected.products is None:
+            return loss_gap, 0.0
+        return loss_gap, largest_gap(actual.products, expected.products, small=self._small_share)
 
     # Documents
 
-    def _packs(self) -> list[RankShare]:
-        """Choose two packs for this rank, with unequal numbers of tokens; without groups one has a single document."""
-        found, degree, index = first_documents(self._data, self._trainer.train_dataset)
-        found = [each for each in found if num_trained(each) and each.get(WEIGHTS, 1) > 0]  # that change the model
+    def _choose_packs(self) -> list[RankShare]:
+        """Choose the two packs of this rank, one for each micro-batch, with unequal numbers of tokens.
+
+        The first pack has all chosen documents. The second pack has only the longest of them, or with sequence
+        parallelism all but the first, because one document may have too few tokens for all ranks of a group.
+        """
+        documents, degree, member = first_documents(self._data, self._trainer.train_dataset)
+        # Only documents with a trained token and a weight change the model
+        documents = [document for document in documents if num_trained(document) and document.get(WEIGHTS, 1) > 0]
         examples = self._data.images.examples
-        if examples is not None and self._has_collectives:  # a row without images calls no tower, which others gather
-            has_images = [examples.images.has_images(each) for each in found]
-            kind = self._summed(any(has_images)) == self._trainer.accelerator.num_processes
-            found = [each for each, has in zip(found, has_images, strict=True) if has is kind]
-        documents = choose_documents(found)
-        others = (
-            documents[1:] if degree > 1 else [max(documents, key=document_length)]
-        )  # one has too few tokens for parts
-        return [RankShare(pack, degree, index) for pack in (documents, others)]
+        if examples is not None and self._has_collectives:
+            # A row without images does not run the image tower, and ranks that run it would wait forever. So all ranks
+            # take documents with images if every rank has one, and otherwise documents without images
+            has_images = [examples.images.has_images(document) for document in documents]
+            takes_images = self._sum_over_ranks(any(has_images)) == self._trainer.accelerator.num_processes
+            documents = [document for document, has in zip(documents, has_images, strict=True) if has is takes_images]
+        first = choose_documents(documents)
+        second = first[1:] if degree > 1 else [max(first, key=document_length)]
+        return [RankShare(pack, degree, member) for pack in (first, second)]
 
-    # Packed
+    # The packed step
 
-    def _packed(self, packs: list[RankShare]) -> _StepGradients:
+    def _train_packed(self, packs: list[RankShare]) -> _StepGradients:
+        """Run the packs as the micro-batches of one step, by the trainer's methods; return loss and gradients."""
         trainer = self._trainer
         model = self._probe.model
-        keys = [WEIGHTS] if self._trainer.args.weight_column else []
-        batches = [self._probe.move_batch(self._data.training_collator(keys)(pack)) for pack in packs]
+        value_names = [WEIGHTS] if self._trainer.args.weight_column else []
+        batches = [self._probe.move_batch(self._data.training_collator(value_names)(pack)) for pack in packs]
         if self._data.ranks.may_share:
             check_same_packs(batches, self._data.ranks.copies)
         num_items = trainer._get_num_items_in_batch(batches, trainer.accelerator.device)
@@ -213,55 +265,73 @@ class FirstStep:
         trainer.model.zero_grad(set_to_none=True)
         losses = []
         for i, batch in enumerate(batches):
-            is_last = i == len(batches) - 1
-            if not self._has_gradients:
+            if not self._compares_gradients:
                 with torch.no_grad(), trainer.compute_loss_context_manager():
                     batch = trainer._prepare_inputs(batch)
                     losses.append(trainer.compute_loss(model, batch, num_items_in_batch=num_items))
                 continue
-            with nullcontext() if is_last or self._alone is model else trainer.accelerator.no_sync(model):
+            # As in training, DDP reduces gradients after the last micro-batch only
+            is_last = i == len(batches) - 1
+            with nullcontext() if is_last or self._unwrapped_model is model else trainer.accelerator.no_sync(model):
                 losses.append(self._training_step(model, batch, num_items))
         loss = trainer.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean")
-        return _StepGradients(float(loss), self._products(is_summed=True))
+        return _StepGradients(float(loss), self._gradient_products(is_reduced=True))
 
-    # Unpacked
+    # The unpacked step
 
-    def _unpacked(self, packs: list[RankShare]) -> _StepGradients:
-        """Compute the step from rows, without the trainer's collator, packed attention, fused LM head and loss."""
+    def _train_unpacked(self, packs: list[RankShare]) -> _StepGradients:
+        """Run each document of the packs as a row; return the loss and the gradients that the packs must have.
+
+        The loss is the sum over documents of factor x (sum of the document's token losses) / divisor. A document that
+        is in both packs runs once, and its factor counts both.
+        """
         trainer = self._trainer
         args = self._trainer.args
-        owns = packs[0].member == 0  # of ranks that share a pack, the first
-        documents = packs[0]  # which has those of the others, too
-        factors = [0.0] * len(documents)
-        parts = 0.0
-        for document in (document for pack in packs for document in pack):
-            weight = owns * float(document.get(WEIGHTS, 1.0))
-            by_document = args.document_weighting == "document"
-            i = next(i for i, each in enumerate(documents) if each is document)
-            factors[i] += weight / (max(num_trained(document), 1) if by_document else 1)
-            parts += weight * (num_trained(document) > 0 if by_document else num_trained(document))
+        documents = packs[0]  # these include the documents of the second pack
         copies = self._data.ranks.copies
-        divisor = self._summed(parts) / copies
-        together: dict[int, list[int]] = {}  # rows of equal length, but where each forward waits for other ranks
+
+        # First, the factors and the divisor. Ranks that share a pack have equal documents, so only the first of these
+        # ranks counts them; the documents of the other ranks have the factor 0
+        counts_documents = packs[0].member == 0
+        factors = [0.0] * len(documents)
+        rank_divisor = 0.0
+        for document in (document for pack in packs for document in pack):
+            weight = counts_documents * float(document.get(WEIGHTS, 1.0))
+            num_tokens = num_trained(document)
+            weighs_documents = args.document_weighting == "document"
+            i = next(i for i, candidate in enumerate(documents) if candidate is document)
+            factors[i] += weight / (max(num_tokens, 1) if weighs_documents else 1)
+            rank_divisor += weight * (num_tokens > 0 if weighs_documents else num_tokens)
+        divisor = self._sum_over_ranks(rank_divisor) / copies
+
+        # Second, batches of documents of equal length. A document has a batch of its own if it may have images, or if
+        # forward passes wait for other ranks, because all ranks must then have equally many batches
+        is_alone = self._has_collectives or self._data.packs_images
+        batches: dict[int, list[int]] = {}
         for i, document in enumerate(documents):
-            is_alone = self._has_collectives or self._data.packs_images
-            together.setdefault(-i if is_alone else document_length(document), []).append(i)
+            batches.setdefault(-i if is_alone else document_length(document), []).append(i)
+
+        # Third, forward and backward passes. The backward passes are in the context, too, because gradient
+        # checkpointing computes layers again there
         trainer.model.zero_grad(set_to_none=True)
-        total = 0.0
-        with self._probe.unpacked(max(map(document_length, documents))):  # layers may be computed again in the backward
-            for places in together.values():
-                losses = self._row_losses([documents[i] for i in places])
-                total += self._backward((losses * losses.new_tensor([factors[i] for i in places])).sum() / divisor)
+        loss = 0.0
+        with self._probe.unpacked(max(map(document_length, documents))):
+            for indices in batches.values():
+                row_losses = self._row_losses([documents[i] for i in indices])
+                row_factors = row_losses.new_tensor([factors[i] for i in indices])
+                loss += self._run_backward((row_losses * row_factors).sum() / divisor)
             if trainer.aux_loss_enabled:
-                num_packs = self._summed(owns * len(packs)) / copies
+                num_packs = self._sum_over_ranks(counts_documents * len(packs)) / copies
                 for pack in packs:
-                    total += self._backward(self._aux_loss(pack) * owns * trainer.router_aux_loss_coef / num_packs)
-        return _StepGradients(self._summed(total) / copies, self._products(is_summed=False))
+                    router_loss = self._router_loss(pack) * counts_documents
+                    loss += self._run_backward(router_loss * trainer.router_aux_loss_coef / num_packs)
+        return _StepGradients(self._sum_over_ranks(loss) / copies, self._gradient_products(is_reduced=False))
 
     def _row_losses(self, documents: list[Document]) -> Tensor:
-        """The sum of the loss over the trained tokens of each document, (B,), by the model's own logits.
+        """Return the sum of the loss over the trained tokens of each document, (B,), by the model's own logits.
 
-        Documents of equal length are rows of one batch; one with images is alone.
+        Args:
+            documents: B documents of equal length, which are the rows of one batch; or one document with images.
         """
         trainer = self._trainer
         args = self._trainer.args
@@ -273,62 +343,82 @@ class FirstStep:
             without_weight = {name: value for name, value in documents[0].items() if name != WEIGHTS}
             row = self._probe.make_row(ImageDocument(without_weight))
         with trainer.compute_loss_context_manager():
-            if not self._objective.has_own_logits:  # of which the user was told
+            if not self._objective.has_own_logits:
+                # `check_fused_head` has warned that the logits of the model's own LM head differ from the logits of the
+                # fused LM head. So the fused LM head computes the reference, too
                 padded = F.pad(labels, (1, row["input_ids"].shape[1] - labels.shape[1] - 1), value=IGNORE_INDEX)
-                return -self._alone(**row, labels=padded, fused_lm_head=True).log_probs.float().sum(-1)
-            logits = self._alone(**row).logits[:, : labels.shape[1]]
+                return -self._unwrapped_model(**row, labels=padded, fused_lm_head=True).log_probs.float().sum(-1)
+            logits = self._unwrapped_model(**row).logits[:, : labels.shape[1]]
         log_probs = F.log_softmax(logits.float(), dim=-1)
-        of_labels = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        label_log_probs = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
         if args.loss_type == "dft":
-            losses = of_labels * of_labels.exp().detach()
+            token_values = label_log_probs * label_log_probs.exp().detach()
         else:
-            share = 0.0 if trainer.label_smoother is None else trainer.label_smoother.epsilon
-            losses = (1 - share) * of_labels + share * log_probs.mean(-1)
-        return -losses.where(labels != IGNORE_INDEX, 0).sum(-1)
+            smoothing = 0.0 if trainer.label_smoother is None else trainer.label_smoother.epsilon
+            token_values = (1 - smoothing) * label_log_probs + smoothing * log_probs.mean(-1)
+        return -token_values.where(labels != IGNORE_INDEX, 0).sum(-1)
 
-    def _aux_loss(self, documents: list[Document]) -> Tensor:
-        """Return the router loss that unpacked training has for these documents, as padded rows."""
+    def _router_loss(self, documents: list[Document]) -> Tensor:
+        """Return the router loss that unpacked training has for these documents, as the padded rows of one batch."""
         tokens = [to_int64(document["input_ids"]) for document in documents]
-        ids, mask = (pad_sequence(rows, batch_first=True) for rows in (tokens, [*map(torch.ones_like, tokens)]))
-        rows = {"input_ids": ids, "attention_mask": mask, "output_router_logits": True, "use_cache": False}
+        masks = [torch.ones_like(row) for row in tokens]
+        batch = {
+            "input_ids": pad_sequence(tokens, batch_first=True),
+            "attention_mask": pad_sequence(masks, batch_first=True),
+            "output_router_logits": True,
+            "use_cache": False,
+        }
         with self._trainer.compute_loss_context_manager():
-            return self._alone(**self._probe.move_batch(rows)).aux_loss
+            return self._unwrapped_model(**self._probe.move_batch(batch)).aux_loss
 
     # Longer documents
 
     def compare_longer(self, batches: list[dict[str, Any]]) -> None:
-        """Compare the states of the longest document of a step, alone and packed, if it is twice as long as any before.
+        """Compare the longest document of a training step, packed and unpacked, if it is much longer than any before.
 
-        Documents are read from packs of one rank; of those with images, shared prefixes or parts no length is compared.
-        Where an engine divides the model, all ranks take part. A document that does not fit alone ends the search.
-        Raises `PackingLeakError` if its states are others in a pack.
+        Much longer means at least twice `longest_compared`. The last hidden states of the document are compared.
+        Documents with images, with shared prefixes or in packs of several ranks are not compared. If an engine
+        divides the model, all ranks run their longest document. If a document does not fit unpacked into memory,
+        comparisons end.
+
+        Args:
+            batches: the micro-batches of the step on this rank.
+
+        Raises:
+            PackingLeakError: the states differ by more than rounding.
         """
+        # First, find the document. `max_length_q`, an upper bound, needs no search in the batch
         if self.longest_compared == inf or 2 * self.longest_compared > (self._trainer.args.max_length or inf):
             return
-        plain = [batch for batch in batches if is_plain(batch)]
-        most = self._most if self._has_collectives else int
-        if most(max((int(batch["max_length_q"]) for batch in plain), default=0)) < 2 * self.longest_compared:
+        plain_batches = [batch for batch in batches if is_plain(batch)]
+        maximum = self._max_over_ranks if self._has_collectives else int
+        upper_bound = max((int(batch["max_length_q"]) for batch in plain_batches), default=0)
+        if maximum(upper_bound) < 2 * self.longest_compared:
             return
-        document = max((longest_of(batch) for batch in plain), key=len, default=self._probe.tokens(2))
-        longest = most(len(document))
-        if longest < 2 * self.longest_compared:  # constant shapes name `max_length` as the longest
+        candidates = (longest_of(batch) for batch in plain_batches)
+        document = max(candidates, key=len, default=self._probe.tokens(2))
+        longest = maximum(len(document))
+        if longest < 2 * self.longest_compared:  # with constant shapes `max_length_q` is `max_length` in every batch
             return
+
+        # Second, compare its states behind a short document of random tokens with its states alone
         try:
             with self._undisturbed(), self._trainer.compute_loss_context_manager(), torch.no_grad():
                 pack = [self._probe.tokens(NUM_BEFORE), document]
 
-                def in_pack() -> Tensor:
+                def packed_states() -> Tensor:
                     return self._probe.forward_packed(pack)[1]
 
-                alone = self._probe.forward_alone(document)
-                packed = in_pack()
-                gap = relative_distance(packed, alone)
+                unpacked = self._probe.forward_alone(document)
+                packed = packed_states()
+                gap = relative_distance(packed, unpacked)
                 (limit,) = self._probe.limits_of_rounding(
-                    [gap], [FINE_LOSS_GAP], lambda: [relative_distance(in_pack(), packed)]
+                    [gap], [FINE_LOSS_GAP], lambda: [relative_distance(packed_states(), packed)]
                 )
-                if is_beyond := self._probe.is_beyond([gap], [limit]):
+                is_beyond = self._probe.is_beyond([gap], [limit])
+                if is_beyond:
                     with FirstOfTies():
-                        gap = relative_distance(in_pack(), self._probe.forward_alone(document))
+                        gap = relative_distance(packed_states(), self._probe.forward_alone(document))
                         is_beyond = self._probe.is_beyond([gap], [limit])
         except torch.OutOfMemoryError:
             logger.warning(
@@ -348,86 +438,105 @@ class FirstStep:
 
     # Gradients and ranks
 
-    def _backward(self, loss: Tensor) -> float:
-        if self._has_gradients:
-            (loss * self._scale).backward()
+    def _run_backward(self, loss: Tensor) -> float:
+        """Run the backward pass of a loss, if gradients are compared, and return the loss as a number."""
+        if self._compares_gradients:
+            (loss * self._loss_scale).backward()
         return float(loss.detach())
 
     @property
-    def _scale(self) -> float:
-        scaler = self._trainer.accelerator.scaler  # of fp16
+    def _loss_scale(self) -> float:
+        """The factor by which fp16 training multiplies a loss before the backward pass; 1 in other precisions."""
+        scaler = self._trainer.accelerator.scaler
         return 1.0 if scaler is None else scaler.get_scale()
 
-    def _products(self, *, is_summed: bool) -> Tensor | None:
-        """Of the gradients of the step; `is_summed` if they are the mean over ranks already."""
-        if not self._has_gradients:
-            return None
-        found = gradient_products(self._parameters) / self._scale
-        accelerator = self._trainer.accelerator
-        if is_summed or accelerator.num_processes == 1:
-            return found
-        if self._trainer.is_fsdp_enabled:  # the engine has made the mean
-            summed = found * accelerator.num_processes
-        else:
-            summed = accelerator.reduce(found.to(self._probe.device), reduction="sum").cpu()
-        return summed / self._data.ranks.copies
+    def _gradient_products(self, *, is_reduced: bool) -> Tensor | None:
+        """Return the products of the gradients of a step over all ranks, (parameters, NUM_VECTORS).
 
-    def _summed(self, value: float) -> float:
+        They are None if gradients are not compared.
+
+        Args:
+            is_reduced: whether the gradients are those of the step over all ranks already, as after the trainer's
+                methods. Otherwise the gradients of the ranks are added.
+        """
+        if not self._compares_gradients:
+            return None
+        products = gradient_products(self._parameters) / self._loss_scale
+        accelerator = self._trainer.accelerator
+        if is_reduced or accelerator.num_processes == 1:
+            return products
+        if self._trainer.is_fsdp_enabled:  # FSDP2 has averaged the gradients over ranks, and their sum is needed
+            total = products * accelerator.num_processes
+        else:
+            total = accelerator.reduce(products.to(self._probe.device), reduction="sum").cpu()
+        return total / self._data.ranks.copies
+
+    def _sum_over_ranks(self, value: float) -> float:
+        """Return the sum of a number over all ranks."""
         number = torch.tensor(float(value), device=self._probe.device)
         return float(self._trainer.accelerator.reduce(number, reduction="sum"))
 
-    def _most(self, value: int) -> int:
+    def _max_over_ranks(self, value: int) -> int:
+        """Return the largest value of a number on any rank."""
         return int(self._trainer.accelerator.gather(torch.tensor([value], device=self._probe.device)).max())
 
     # What differs
 
-    def _what_differs(
-        self, packs: list[RankShare], packed: _StepGradients, unpacked: _StepGradients, *, limit: list[float]
+    def _describe_difference(
+        self, packs: list[RankShare], packed: _StepGradients, unpacked: _StepGradients, *, limits: list[float]
     ) -> str:
-        found = []
-        if self._probe.is_beyond(self._gaps(packed, unpacked)[:1], limit[:1]):
-            found.append(f"the loss is {packed.loss:.5g} packed and {unpacked.loss:.5g} unpacked")
+        """Return in words what differs by more than `limits`: the loss, gradients, and single documents of a pack."""
+        differences = []
+        if self._probe.is_beyond(self._measure_gaps(packed, unpacked)[:1], limits[:1]):
+            differences.append(f"the loss is {packed.loss:.5g} packed and {unpacked.loss:.5g} unpacked")
         if packed.products is not None and unpacked.products is not None:
-            by_name = relative_gaps(packed.products, unpacked.products, small=self._small)
-            worst = int(by_name.argmax())
-            count = int((by_name > limit[1]).sum())
+            gaps = relative_gaps(packed.products, unpacked.products, small=self._small_share)
+            worst = int(gaps.argmax())
+            count = int((gaps > limits[1]).sum())
             if count:
-                found.append(
-                    f"gradients of {count} parameters differ, of `{self._names[worst]}` by {by_name[worst]:.1e}"
-                )
-        for i, document in enumerate(packs[0]):  # alone trained, among others that are not
-            pack = [each if j == i else mask_document(each) for j, each in enumerate(packs[0])]
-            ours = self._packed([RankShare.like(packs[0], pack)])
-            theirs = self._unpacked([RankShare.like(packs[0], [document])])
-            gap = self._gaps(ours, theirs)
-            if self._probe.is_beyond(gap, limit):
-                found.append(
+                name = self._parameter_names[worst]
+                differences.append(f"gradients of {count} parameters differ, of `{name}` by {gaps[worst]:.1e}")
+        # Then train each document separately: in the pack only its labels remain, and unpacked it is the only document
+        for i, document in enumerate(packs[0]):
+            pack = [candidate if j == i else mask_document(candidate) for j, candidate in enumerate(packs[0])]
+            packed_step = self._train_packed([RankShare.like(packs[0], pack)])
+            unpacked_step = self._train_unpacked([RankShare.like(packs[0], [document])])
+            loss_gap, gradient_gap = self._measure_gaps(packed_step, unpacked_step)
+            if self._probe.is_beyond([loss_gap, gradient_gap], limits):
+                differences.append(
                     f"document {i} of {len(pack)} ({num_trained(document)} trained tokens) has the loss "
-                    f"{ours.loss:.5g} in the pack, {theirs.loss:.5g} alone, and gradients that differ by {gap[1]:.1e}"
+                    f"{packed_step.loss:.5g} in the pack, {unpacked_step.loss:.5g} alone, and gradients that differ by "
+                    f"{gradient_gap:.1e}"
                 )
-        return "; ".join(found)
+        return "; ".join(differences)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """No dropout and no noise; counts of the log, random state, modes and buffers are restored."""
+        """Within this context, training steps have no dropout and no noise, and do not count in the log.
+
+        On exit the totals of the log, attributes of the trainer, random state, modes and buffers are restored.
+        """
         trainer = self._trainer
         objective = self._objective
         probe = self._probe
         totals = objective.totals
-        before = {name: getattr(trainer, name, None) for name in SET_ATTRIBUTES}
-        noise = {each: each.alpha for each in trainer.packed_model.own_hooks if isinstance(each, DocumentNoise)}
+        attributes = {name: getattr(trainer, name, None) for name in SET_ATTRIBUTES}
+        noise_amplitudes = {
+            hook: hook.alpha for hook in trainer.packed_model.own_hooks if isinstance(hook, DocumentNoise)
+        }
         objective.totals = TrainingTotals(totals.sources, totals.shares_prefixes)
         try:
             with trainer.packed_model.attending(), probe.undisturbed():
-                for hooks in noise:
-                    hooks.alpha = 0.0
+                for document_noise in noise_amplitudes:
+                    document_noise.alpha = 0.0
                 trainer.aux_loss_enabled &= not self._data.packs_images
-                # The trainer sets all modules to train mode, also those that draw
+                # `training_step` sets all modules to train mode. This hook sets the modules that draw random numbers to
+                # eval mode again
                 with probe.inner.register_forward_pre_hook(probe.silence):
                     yield
         finally:
             objective.totals = totals
-            for hooks, alpha in noise.items():
-                hooks.alpha = alpha
-            for name, value in before.items():
+            for document_noise, alpha in noise_amplitudes.items():
+                document_noise.alpha = alpha
+            for name, value in attributes.items():
                 setattr(trainer, name, value)

@@ -1,8 +1,18 @@
-"""What the first step is tried with, few and short documents of the run, and what was found."""
+"""Choose documents of a run for the comparison of the first step, and hold the result of the comparison.
+
+The comparison (`first_step.py`) trains a few documents packed and unpacked, before the first optimizer step. This
+module reads the documents from the training data, chooses three of them that are likely to show an error, and shortens
+them. The result is a `StepComparison`: a line for the report, the measured gaps, and the problem that was found.
+
+Words: A document is a dictionary of the values of one sample (`input_ids`, `labels`, images, weight, source). A
+*trained token* is a token with a label; the model predicts it at the position before, so the first token of a document
+is never trained. *Packed* documents stand in one row, *unpacked* each document is a row of its own. With sequence
+parallelism, `degree` neighbouring ranks share each pack; `member` is the index of a rank among them.
+"""
 
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from math import inf
+from math import inf, isnan
 from operator import attrgetter
 from typing import Any
 
@@ -22,31 +32,39 @@ from ..layout import IGNORE_INDEX, TEXT_KEYS, layout_of
 from ..planning.schedule import NO_DOCUMENTS
 from .loading import TrainingData
 
-NUM_CANDIDATES = 32  # documents that are read, and of a pack
+NUM_CANDIDATES = 32  # documents that are read, of which `NUM_DOCUMENTS` are chosen
 NUM_DOCUMENTS = 3
-NUM_HALF_TOKENS = 16  # tokens of a document's beginning, and around its first trained one
-MOST_TOKENS = 512  # of a document with images, which is not shortened
+NUM_HALF_TOKENS = 16  # a shortened text has so many tokens of its beginning, and as many around its first trained token
+MOST_TOKENS = 512  # longest document with images that is chosen if a shorter one exists; images are not shortened
 
-TEXT_ENTRIES = {*PackedDataCollator()([{"input_ids": [0]}]), WEIGHTS, SOURCES}  # entries of a batch
+TEXT_ENTRIES = {*PackedDataCollator()([{"input_ids": [0]}]), WEIGHTS, SOURCES}  # entries of a batch without images
 
 Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class StepComparison:
-    """The first step, packed and unpacked."""
+    """The result of the comparison of the first step, packed and unpacked.
 
-    text: str  # the line of the report
-    loss_gap: float | None = None  # relative; None if not compared
+    Attributes:
+        text: the line of the report.
+        loss_gap: relative difference of the losses; None if they were not compared.
+        gradient_gap: largest relative difference of the gradients of a parameter; None if they were not compared.
+        problem: what differs by more than rounding, in words; None if there is no such difference.
+    """
+
+    text: str
+    loss_gap: float | None = None
     gradient_gap: float | None = None
-    problem: str | None = None  # what differs; None if nothing
+    problem: str | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers for a logger."""
+        """Return the measured gaps by their metric names, for a logger."""
         values = {"first_step/loss_gap": self.loss_gap, "first_step/gradient_gap": self.gradient_gap}
         return {name: value for name, value in values.items() if value is not None}
 
     def raise_if_different(self) -> None:
+        """Raise `PackingLeakError` if packed and unpacked training differ by more than rounding."""
         if self.problem is not None:
             raise PackingLeakError(
                 f"A few documents of the run were trained packed and unpacked before the first step: {self.problem}. "
@@ -57,102 +75,133 @@ class StepComparison:
 
 
 def document_length(document: Document) -> int:
+    """Return the number of tokens of a document."""
     return len(document["input_ids"])
 
 
 def num_trained(document: Document) -> int:
+    """Return the number of trained tokens of a document. Its first token is never trained."""
     return int((np.asarray(document["labels"])[1:] != IGNORE_INDEX).sum())
 
 
 def mask_document(document: Document) -> Document:
+    """Return a copy of a document without labels, so without trained tokens."""
     return document | {"labels": np.full(document_length(document), IGNORE_INDEX)}
 
 
 def first_documents(data: TrainingData, dataset: IterableDataset) -> tuple[list[Document], int, int]:
-    """Documents of the first packs of this rank, or of the first rows of a stream `dataset`.
+    """Read the documents of this rank's first packs, or of the first rows of a stream.
 
-    Also how many ranks share a pack of them, and which of these this one is. These ranks get the same documents.
+    Args:
+        data: the training data. It has a planner, which plans packs, unless rows come from a stream.
+        dataset: the stream, if there is no planner.
+
+    Returns:
+        Up to `NUM_CANDIDATES` documents, the number of ranks that share a pack of these documents, and the index of
+        this rank among these ranks. Ranks that share a pack get equal documents.
     """
     if data.planner is None:
         degree = max(data.degrees, default=1)
         args = data.args
         stream = dataset.take(NUM_CANDIDATES)
-        found = list[Document]()
+        stream_documents = list[Document]()
         try:
             table = data.images.table(stream)
             reader = data.images.read(table, "train")
             values = read_row_values(table, args.weight_column, None, name="train")
             documents = make_documents(reader, args.max_length, args.effective_overlong)
             rows = DocumentDataset(reader, documents, values=values)
-            found = rows.__getitems__([*range(min(NUM_CANDIDATES, len(rows)))])
-        except ValueError:  # a bad row, which the stream refuses by its number, or drops
+            stream_documents = rows.__getitems__([*range(min(NUM_CANDIDATES, len(rows)))])
+        except ValueError:  # a row has an error; the stream drops it in training, or refuses it with its row number
             pass
-        return found, degree, data.ranks.rank % degree
+        return stream_documents, degree, data.ranks.rank % degree
     rows = DocumentDataset(data.reader, data.documents, values=data.row_values)
     packs = list(islice(PackedBatchSampler(data.planner, data.ranks.rank), data.args.gradient_accumulation_steps))
-    first = max(packs, key=attrgetter("degree"))
-    indices = [index for pack in packs for index in pack if pack.degree == first.degree and index != NO_DOCUMENTS]
-    return rows.__getitems__(indices[:NUM_CANDIDATES]), first.degree, first.member
+    # Packs of one step may be shared by different numbers of ranks; documents are taken from the most widely shared
+    widest = max(packs, key=attrgetter("degree"))
+    widest_packs = [pack for pack in packs if pack.degree == widest.degree]
+    indices = [index for pack in widest_packs for index in pack if index != NO_DOCUMENTS]
+    return rows.__getitems__(indices[:NUM_CANDIDATES]), widest.degree, widest.member
 
 
 def choose_documents(documents: list[Document]) -> list[Document]:
-    """`NUM_DOCUMENTS` of them, shortened: two that begin alike for longest, one with images, and short ones."""
-    shortened = [_shorten(each) for each in documents] or [dummy_document(0)]
-    fitting = [each for each in shortened if document_length(each) <= MOST_TOKENS] or [
-        min(shortened, key=document_length)
-    ]
-    in_order = sorted(fitting, key=lambda each: np.asarray(each["input_ids"]).tolist())
-    alike = max(range(len(in_order)), key=lambda i: _num_common(in_order[i : i + 2]))
-    others = in_order[:alike] + in_order[alike + 2 :]
-    chosen = in_order[alike : alike + 2] + sorted(others, key=lambda each: (is_text(each), document_length(each)))
-    return (chosen * NUM_DOCUMENTS)[:NUM_DOCUMENTS]
+    """Choose `NUM_DOCUMENTS` documents and shorten them. If there are fewer, documents are repeated.
+
+    First come the two documents with the longest common beginning, which `share_prefixes` computes once. Then come
+    documents with images, and then texts, each the shortest first.
+    """
+    shortened = [_shorten(document) for document in documents] or [dummy_document(0)]
+    short_enough = [document for document in shortened if document_length(document) <= MOST_TOKENS]
+    candidates = short_enough or [min(shortened, key=document_length)]
+    # In the order of their tokens, the documents with the longest common beginning are neighbours
+    ordered = sorted(candidates, key=lambda document: np.asarray(document["input_ids"]).tolist())
+    first = max(range(len(ordered)), key=lambda i: _num_common_tokens(ordered[i : i + 2]))
+    similar = ordered[first : first + 2]
+    different = ordered[:first] + ordered[first + 2 :]
+    different.sort(key=lambda document: (is_text(document), document_length(document)))
+    return ((similar + different) * NUM_DOCUMENTS)[:NUM_DOCUMENTS]
 
 
-def _num_common(pair: list[Document]) -> int:
-    """Tokens with which both begin; 0 of one alone."""
-    tokens = zip(*(each["input_ids"] for each in pair), strict=False)
-    return sum(1 for _ in takewhile(lambda both: both[0] == both[-1], tokens)) * (len(pair) > 1)
+def _num_common_tokens(documents: list[Document]) -> int:
+    """Return the number of tokens with which two documents both begin; 0 for a list of one document."""
+    if len(documents) == 1:
+        return 0
+    first, second = (document["input_ids"] for document in documents)
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def is_text(document: Document) -> bool:
+    """Return whether a document has no images, only text and perhaps a weight."""
     return document.keys() <= TEXT_KEYS | {WEIGHTS}
 
 
 def _shorten(document: Document) -> Document:
-    """Without its source. Of text the first tokens, and those around the first trained one.
+    """Return a document without its source and, if it is a text, with at most 2 x `NUM_HALF_TOKENS` tokens.
 
-    If another token is trained, not the last one: documents must be told apart without an end token, too.
+    A shortened text has the first tokens of the document, and the tokens around its first trained token. The last token
+    of the document, mostly an end token, is removed if another token is trained: a model must also separate documents
+    that have no end token.
     """
     document = {name: value for name, value in document.items() if name != SOURCES}
     if not is_text(document):
         return document
-    trained = np.flatnonzero(np.asarray(document["labels"])[1:] != IGNORE_INDEX)  # the places that predict them
-    start = max(NUM_HALF_TOKENS, int(trained[0]) - NUM_HALF_TOKENS // 2)
-    kept = np.r_[0:NUM_HALF_TOKENS, start : start + NUM_HALF_TOKENS]
-    kept = kept[kept < document_length(document) - (len(trained) > 1)]
-    return document | {name: np.asarray(document[name])[kept] for name in TEXT_KEYS}
+    positions = np.flatnonzero(np.asarray(document["labels"])[1:] != IGNORE_INDEX)  # that predict a trained token
+    second_half = max(NUM_HALF_TOKENS, int(positions[0]) - NUM_HALF_TOKENS // 2)
+    indices = np.r_[0:NUM_HALF_TOKENS, second_half : second_half + NUM_HALF_TOKENS]
+    indices = indices[indices < document_length(document) - (len(positions) > 1)]
+    return document | {name: np.asarray(document[name])[indices] for name in TEXT_KEYS}
 
 
 def to_int64(values: npt.ArrayLike) -> Tensor:
-    return torch.from_numpy(np.array(values, dtype=np.int64))  # a copy: values of a table cannot be written
+    """Return a copy of the values as an int64 tensor. Values of a table are read-only, so they must be copied."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
 def is_plain(batch: dict[str, Any]) -> bool:
-    """Return whether this is a whole pack of text whose documents share no row."""
+    """Return whether a batch is a whole pack of texts in which documents share no prefix."""
     layout = layout_of(batch)
     tensors = {name for name, value in batch.items() if isinstance(value, Tensor)}
     return tensors <= TEXT_ENTRIES and layout.is_packed and not layout.weighs_rows
 
 
 def longest_of(batch: dict[str, Any]) -> Tensor:
-    """Return the tokens, (n,), of the longest document of a pack that has a trained token, so not of padding."""
+    """Return the tokens, (n,), of the longest document of a pack, on the CPU.
+
+    Only documents with a trained token count. The others are padding.
+    """
     bounds = batch["cu_seq_lens_q"]
-    trained = F.pad((batch["labels"][0] != IGNORE_INDEX).cumsum(0), (1, 0))[bounds].diff()
-    first = int((bounds.diff() * (trained > 0)).argmax())
-    return batch["input_ids"][0, bounds[first] : bounds[first + 1]].cpu()
+    num_trained_before = F.pad((batch["labels"][0] != IGNORE_INDEX).cumsum(0), (1, 0))
+    is_trained = num_trained_before[bounds].diff() > 0
+    longest = int((bounds.diff() * is_trained).argmax())
+    return batch["input_ids"][0, bounds[longest] : bounds[longest + 1]].cpu()
 
 
-def relative_distance(one: Tensor, other: Tensor) -> float:
-    """Return the distance relative to the spread of `other`: an untrained model has nearly equal values."""
-    gap = float((one - other).norm() / (other - other.mean()).norm().clamp(min=torch.finfo(other.dtype).tiny))
-    return gap if gap == gap else inf
+def relative_distance(actual: Tensor, expected: Tensor) -> float:
+    """Return the distance of two tensors relative to the spread of `expected`; infinity if it is not a number.
+
+    The spread is measured around the mean, because the states of an untrained model are nearly equal.
+    """
+    spread = (expected - expected.mean()).norm().clamp(min=torch.finfo(expected.dtype).tiny)
+    gap = float((actual - expected).norm() / spread)
+    return inf if isnan(gap) else gap

@@ -1,4 +1,13 @@
-"""Sums over batches, added on the device: of training, gathered over ranks once per logging step, and of evaluation."""
+"""Sum what batches contain and what the model gives for them, and make the values of the log from the sums.
+
+In training, the loss (`objective.py`) adds the sums of each micro-batch to `TrainingTotals`, on the device and without
+waiting for it. Once per log the sums are gathered over all ranks, and `metrics` makes the logged values from them. An
+evaluation (`evaluation.py`) adds its batches to `EvaluationTotals`, and gathers them once, at its end.
+
+Words: A *trained token* is a token with a label. A *source* is the name of the data set from which a document comes
+(`source_column`); losses are also logged by source. A *window* is the time between two logs. *Copies* are ranks that
+count the same tokens, because they divide one model between them (tensor parallelism).
+"""
 
 import time
 from collections.abc import Sequence
@@ -19,166 +28,212 @@ from .lm_head import TokenScores
 
 @dataclass
 class StepSpan:
-    """Sums over the optimizer steps since the last log, or over all steps of a training."""
+    """Sums over a range of optimizer steps: the steps since the last log, or all steps of a training.
 
-    sums: dict[str, float]  # by name, over all ranks
+    Attributes:
+        sums: sums over all ranks, by name.
+        num_steps: number of optimizer steps.
+        seconds: time of the steps, without evaluation and checkpoints before them.
+        waited: seconds in which this rank waited for batches.
+    """
+
+    sums: dict[str, float]
     num_steps: int = 0
     seconds: float = 0.0
-    waited: float = 0.0  # seconds for batches, on this rank
+    waited: float = 0.0
 
-    def add(self, other: "StepSpan") -> None:
-        self.sums = {name: value + other.sums.get(name, 0.0) for name, value in self.sums.items()}
-        self.num_steps += other.num_steps
-        self.seconds += other.seconds
-        self.waited += other.waited
+    def add(self, span: "StepSpan") -> None:
+        """Add the sums, steps and times of another span to this span. Sums without a name in this span are ignored."""
+        self.sums = {name: value + span.sums.get(name, 0.0) for name, value in self.sums.items()}
+        self.num_steps += span.num_steps
+        self.seconds += span.seconds
+        self.waited += span.waited
 
 
 class TrainingTotals:
-    """Sums over the trained batches; `set_sources` begins anew.
+    """Sums over the batches of a training.
 
-    Sums of batches (`OF_BATCHES`) are counted when batches are fetched, so they are right for any loss. Sums of outputs
-    (`OF_OUTPUTS`) and by source exist only if our loss was computed.
+    There are three groups of sums. `OF_BATCHES` are counts of the micro-batches, added when the batches are fetched, so
+    they are right for any loss. `OF_OUTPUTS` come from the outputs of the model. The third group has the loss and the
+    trained tokens of each source. The last two groups are added only if this package computes the loss.
+
+    Args:
+        sources: names of the sources by which losses are summed.
+        shares_prefixes: whether packs compute the common beginning of documents once, so that the log says which share
+            of the tokens is computed.
+
+    Attributes:
+        sources: names of the sources.
+        num_documents: documents over all ranks, gathered up to now.
+        is_scored: whether outputs of the model were added in this optimizer step.
+        training: sums of all windows that have ended.
+        window: sums of the running window.
     """
 
-    # `tokens` are those of documents, `computed` those of them that the model computes: fewer if prefixes are shared.
-    # `micro_batches` counts packs, `rows` their parts: as many unless ranks share packs.
+    # `tokens` are the tokens of documents. `computed` are the tokens that the model computes: fewer than `tokens` if
+    # prefixes are shared. `row_tokens` also count padding. `micro_batches` counts packs, and `rows` counts the parts of
+    # packs on ranks: equally many unless ranks share packs.
     OF_BATCHES = ("trained_tokens", "tokens", "computed", "row_tokens", "documents", "micro_batches", "rows", "flops")
-    OF_OUTPUTS = ("entropy", "correct", "scored", "aux_loss")  # `scored` counts labels
+    OF_OUTPUTS = ("entropy", "correct", "scored", "aux_loss")  # `scored` is the number of labels
 
     def __init__(self, sources: Sequence[str] = (), shares_prefixes: bool = False) -> None:
         self.shares_prefixes = shares_prefixes
         self.set_sources(sources)
 
-    def set_sources(self, sources: Sequence[str], of_stream: StreamSources | None = None) -> None:
-        """Sum losses by these sources from now on, or by those that ranks meet in a stream."""
-        self._of_stream = of_stream
+    def set_sources(self, sources: Sequence[str], stream_sources: StreamSources | None = None) -> None:
+        """Set all sums to zero, and sum losses by these sources from now on.
+
+        Args:
+            sources: names of the sources.
+            stream_sources: the sources that this rank meets in a stream, where the names are not known before; or None.
+        """
+        self._stream_sources = stream_sources
         self._name_sources(sources)
-        # Sums of this rank that are not gathered yet, on the device, by the group of their names
+        # Sums of this rank that are not gathered yet, on the device, by the tuple of their names
         self._pending: dict[tuple[str, ...], Tensor] = {}
-        self._pending_of_stream: Tensor | None = None  # by source of a stream, as this rank numbers them
-        self.num_documents = 0  # over all ranks
-        self.is_scored = False  # outputs were added in this optimizer step
-        self.training = StepSpan(dict.fromkeys(self._names, 0.0))  # all windows that have ended
+        # Sums by source of a stream, (2, `MAX_SOURCES`), not gathered yet, in the order in which this rank numbers them
+        self._pending_by_source: Tensor | None = None
+        self.num_documents = 0
+        self.is_scored = False
+        self.training = StepSpan(dict.fromkeys(self._names, 0.0))
         self._start_window()
 
     def _name_sources(self, sources: Sequence[str]) -> None:
+        """Set the names of the sources, and so the names of all sums."""
         self.sources = sources
-        self._of_sources = tuple(f"{name}/{source}" for name in ("loss", "trained_tokens") for source in sources)
-        self._groups = [group for group in (self.OF_BATCHES, self.OF_OUTPUTS, self._of_sources) if group]
-        self._names = [name for group in self._groups for name in group]
+        self._source_sums = tuple(f"{name}/{source}" for name in ("loss", "trained_tokens") for source in sources)
+        self._groups = [names for names in (self.OF_BATCHES, self.OF_OUTPUTS, self._source_sums) if names]
+        self._names = [name for names in self._groups for name in names]
 
     def _start_window(self) -> None:
-        """Begin a window, of what is summed up to the next log."""
+        """Begin a window, whose sums are logged next."""
         self.window = StepSpan(dict.fromkeys(self._names, 0.0))
-        self._started: float | None = None  # set by the next fetch: evaluation and checkpoints do not count
-        self._fetching = time.perf_counter()
+        # The next fetch sets the start time, so that evaluation and checkpoints before it do not count
+        self._window_started: float | None = None
+        self._fetch_started = time.perf_counter()
 
     def end_window(self) -> StepSpan:
-        """Add the window to those of the training, and begin another. Returns the one that ends."""
+        """End the window, add it to the sums of the training, and begin a new window. Return the ended window."""
         window = self.window
-        if self._started is not None:
-            window.seconds = time.perf_counter() - self._started
+        if self._window_started is not None:
+            window.seconds = time.perf_counter() - self._window_started
         self.training.add(window)
         self._start_window()
         return window
 
     def start_fetch(self) -> None:
-        """Called before the batches of the next optimizer step are fetched."""
-        self._fetching = time.perf_counter()
-        if self._started is None:
-            self._started = self._fetching
+        """Note the time before the batches of the next optimizer step are fetched."""
+        self._fetch_started = time.perf_counter()
+        if self._window_started is None:
+            self._window_started = self._fetch_started
 
     def start_step(self) -> None:
-        """Called when these batches are fetched."""
+        """Count an optimizer step, whose batches were just fetched, and the time of the fetch."""
         self.window.num_steps += 1
         self.is_scored = False
-        self.window.waited += time.perf_counter() - self._fetching
+        self.window.waited += time.perf_counter() - self._fetch_started
 
     def add(self, names: tuple[str, ...], values: list[Tensor]) -> None:
-        """Sums of one micro-batch on this rank, scalars in the order of `names`."""
+        """Add the sums of one micro-batch on this rank: scalars in the order of `names`, which is a group of names."""
         sums = torch.stack([value.detach().to(sum_dtype(value.device)) for value in values])
         self._pending[names] = sums + self._pending[names] if names in self._pending else sums
 
     def add_sources(self, loss: Tensor, label_mask: Tensor, sources: Tensor) -> None:
         """Add the losses and trained tokens of each source in one micro-batch on this rank, see `sums_by_source`."""
-        num_sources = len(self.sources) if self._of_stream is None else MAX_SOURCES  # a stream is not known before
+        num_sources = len(self.sources) if self._stream_sources is None else MAX_SOURCES
         sums = sums_by_source(loss, label_mask, sources, num_sources=num_sources)
-        if self._of_stream is None:
-            self.add(self._of_sources, list(sums.flatten()))
+        if self._stream_sources is None:
+            self.add(self._source_sums, list(sums.flatten()))
+        elif self._pending_by_source is None:
+            self._pending_by_source = sums
         else:
-            before = self._pending_of_stream
-            self._pending_of_stream = sums if before is None else before + sums
+            self._pending_by_source = self._pending_by_source + sums
 
     def gather(self, accelerator: Accelerator, copies: int = 1) -> dict[str, float]:
-        """Sum over all ranks what was added since the last call, of which `copies` ranks have counted the same.
+        """Return the sums over all ranks of what was added since the last call, and add them to the window.
 
-        The sums are added to the window. All ranks must call.
+        All ranks must call this method together.
+
+        Args:
+            accelerator: the accelerator of the trainer, which adds numbers of all ranks.
+            copies: number of ranks that have counted the same tokens. The sums are divided by it.
         """
         if not self._pending:
             return dict.fromkeys(self._names, 0.0)
-        if self._of_stream is not None:
-            self._agree_on_sources(self._of_stream)
+        if self._stream_sources is not None:
+            self._agree_on_sources(self._stream_sources)
         dtype = next(iter(self._pending.values())).dtype
-        parts = [self._pending.get(names, torch.zeros(len(names), dtype=dtype)) for names in self._groups]
-        sums = torch.cat([part.to(accelerator.device) for part in parts])
-        gathered = dict(zip(self._names, (accelerator.reduce(sums, reduction="sum") / copies).tolist(), strict=True))
+        pending = [self._pending.get(names, torch.zeros(len(names), dtype=dtype)) for names in self._groups]
+        sums = torch.cat([group_sums.to(accelerator.device) for group_sums in pending])
+        sums_of_ranks = (accelerator.reduce(sums, reduction="sum") / copies).tolist()
+        gathered = dict(zip(self._names, sums_of_ranks, strict=True))
         self._pending = {}
         self.window.add(StepSpan(gathered))
         self.num_documents += round(gathered["documents"])
         return gathered
 
-    def _agree_on_sources(self, own: StreamSources) -> None:
-        """Number the sources of a stream alike on all ranks: each rank has read different sources, in its own order."""
-        everyone: list[list[str]] = gather_object([[*own]])
-        names = sorted({name for of_rank in everyone for name in of_rank})
+    def _agree_on_sources(self, rank_sources: StreamSources) -> None:
+        """Number the sources of a stream alike on all ranks, and add this rank's sums by source to the pending sums.
+
+        Each rank has read different sources, in its own order. On all ranks, sources are numbered by sorted name.
+        """
+        sources_of_ranks: list[list[str]] = gather_object([[*rank_sources]])
+        names = sorted({name for sources in sources_of_ranks for name in sources})
         if names != self.sources:
             self._name_sources(names)
             for span in (self.window, self.training):
                 span.sums = dict.fromkeys(self._names, 0.0) | span.sums
-        sums = self._pending_of_stream
-        self._pending_of_stream = None
+        sums = self._pending_by_source
+        self._pending_by_source = None
         if sums is not None and names:
             ordered = sums.new_zeros(2, len(names))
-            ordered[:, [names.index(name) for name in own]] = sums[:, : len(own)]
-            self._pending[self._of_sources] = ordered.flatten()
+            ordered[:, [names.index(name) for name in rank_sources]] = sums[:, : len(rank_sources)]
+            self._pending[self._source_sums] = ordered.flatten()
 
     def metrics(
         self, span: StepSpan, *, capacity: int | None, num_ranks: int = 1, peak_tflops: float | None = None
     ) -> dict[str, float]:
-        """Compute the values that are logged for the steps of `span`.
+        """Return the values that are logged for the steps of `span`, by name. `LOGGED` describes them.
 
-        `capacity` is in tokens on one rank; without one, `efficiency` is the share of real tokens in the rows.
+        Args:
+            span: the sums and times of the steps.
+            capacity: capacity of a micro-batch in tokens, on one rank. If it is None, `efficiency` is the share of
+                computed tokens in the rows, which include padding.
+            num_ranks: number of ranks, by which FLOPs are divided.
+            peak_tflops: peak speed of a device in TFLOP/s; None logs no `mfu`.
         """
         sums = span.sums
         elapsed = span.seconds
-        # Of the labels that were scored: a subclass may change those of the batch, and prompt tuning adds one to a row
-        scored = max(sums["scored"], 1.0)
-        micro_batches = sums["micro_batches"]
+        # Entropy and accuracy are means over the labels that were scored, not over `trained_tokens`: a subclass may
+        # change the labels of a batch, and prompt tuning adds a label to each row
+        num_scored = max(sums["scored"], 1.0)
         capacities = sums["row_tokens"] if capacity is None else sums["rows"] * capacity
-        of_outputs = {
-            "entropy": sums["entropy"] / scored,
-            "mean_token_accuracy": sums["correct"] / scored,
-            "aux_loss": sums["aux_loss"] / max(micro_batches, 1.0),
+        output_metrics = {
+            "entropy": sums["entropy"] / num_scored,
+            "mean_token_accuracy": sums["correct"] / num_scored,
+            "aux_loss": sums["aux_loss"] / max(sums["micro_batches"], 1.0),
         }
         speed = {}
         if self.shares_prefixes:
             speed["computed_share"] = round(sums["computed"] / max(sums["tokens"], 1.0), 4)
         if sums["flops"] and elapsed:
-            speed["tflops_per_second_per_rank"] = _round_value(sums["flops"] / elapsed / num_ranks / 1e12)
+            tflops = sums["flops"] / elapsed / num_ranks / 1e12
+            speed["tflops_per_second_per_rank"] = _round_value(tflops)
             if peak_tflops is not None:
-                speed["mfu"] = _round_value(sums["flops"] / elapsed / num_ranks / 1e12 / peak_tflops)
-        return (of_outputs if sums["scored"] else {}) | {
+                speed["mfu"] = _round_value(tflops / peak_tflops)
+        return (output_metrics if sums["scored"] else {}) | {
             "trained_tokens": round(sums["trained_tokens"]),
             "documents_per_step": round(sums["documents"] / max(span.num_steps, 1), 2),
             "efficiency": round(sums["computed"] / max(capacities, 1.0), 4),
             "tokens_per_second": round(sums["tokens"] / elapsed, 1) if elapsed else 0.0,
             "data_wait": round(span.waited / elapsed, 4) if elapsed else 0.0,
             **speed,
-            **source_metrics(self.sources, [sums[name] for name in self._of_sources]),
+            **source_metrics(self.sources, [sums[name] for name in self._source_sums]),
         }
 
 
-LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of these
+# The keys of the log, with their unit and description. `tools/logged.py` makes docs/logging.md from them
+LOGGED = {
     "entropy": ("nats", "of the predictions at trained tokens, mean"),
     "mean_token_accuracy": ("share", "trained tokens that the model ranks first"),
     "aux_loss": ("nats", "router loss of a mixture of experts, mean over micro-batches"),
@@ -206,9 +261,13 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def sums_by_source(loss: Tensor, label_mask: Tensor, sources: Tensor, *, num_sources: int) -> Tensor:
-    """Return the loss and the trained tokens of each source, (2, S).
+    """Return the summed loss (row 0) and the number of trained tokens (row 1) of each source, (2, `num_sources`).
 
-    The arguments have one value for each position, or for each target of a document.
+    Args:
+        loss: the loss of each position, or of each target of a document, in any shape.
+        label_mask: whether a position is trained, in the shape of `loss`.
+        sources: the number of the source of a position, in the shape of `loss`.
+        num_sources: the number of sources.
     """
     sums = torch.zeros(2, num_sources, dtype=sum_dtype(loss.device), device=loss.device)
     values = torch.stack([(loss.detach() * label_mask).flatten(), label_mask.flatten()]).to(sums.dtype)
@@ -218,54 +277,78 @@ def sums_by_source(loss: Tensor, label_mask: Tensor, sources: Tensor, *, num_sou
 def source_metrics(sources: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
     """Return the mean loss and the trained tokens of each source that has a trained token.
 
-    `sums` has first the loss of each source, then its trained tokens.
+    Args:
+        sources: the names of the sources.
+        sums: the summed loss of each source, followed by the number of trained tokens of each source.
     """
-    pairs = zip(sources, sums[: len(sources)], sums[len(sources) :], strict=True)
-    seen = [(source, loss, tokens) for source, loss, tokens in pairs if tokens]
-    losses = {f"loss/{source}": loss / tokens for source, loss, tokens in seen}
-    return losses | {f"trained_tokens/{source}": round(tokens) for source, _, tokens in seen}
+    triples = zip(sources, sums[: len(sources)], sums[len(sources) :], strict=True)
+    trained = [(source, loss, tokens) for source, loss, tokens in triples if tokens]
+    losses = {f"loss/{source}": loss / tokens for source, loss, tokens in trained}
+    return losses | {f"trained_tokens/{source}": round(tokens) for source, _, tokens in trained}
 
 
 def _round_value(value: float) -> float:
-    """Round to four significant digits, which also suits the small values of small models on a CPU."""
+    """Round to four significant digits, because decimals would make the values of small models on a CPU zero."""
     return float(f"{value:.4g}")
 
 
 class EvaluationTotals:
-    """Sums over the trained tokens of an evaluation set, on one rank; losses also by source."""
+    """Sums over the trained tokens of an evaluation set, on one rank. Losses are also summed by source.
+
+    Args:
+        device: the device of the sums.
+        names: the names of the sources.
+    """
 
     def __init__(self, device: torch.device, names: Sequence[str] = ()):
         self.names = names
-        # loss, entropy, correct, trained tokens; losses by source; trained tokens by source
+        # In this order: loss, entropy, correct predictions, trained tokens; the loss of each source; the trained tokens
+        # of each source
         self.sums = torch.zeros(4 + 2 * len(names), dtype=sum_dtype(device), device=device)
 
     def add(self, scores: Any, targets: Targets, sources: Tensor | None = None) -> Tensor:
-        """Add a batch, with the source of each target, and return the mean loss of the batch."""
-        of_tokens = (-scores.log_probs, scores.entropy, scores.is_top1, scores.label_mask)
-        values = [targets.select(tensor) for tensor in of_tokens]
-        batch = torch.stack([x.sum(dtype=self.sums.dtype) for x in values])
-        self.sums[:4] += batch
+        """Add a batch, and return its mean loss over trained tokens, a scalar.
+
+        Args:
+            scores: the outputs of the model, or of `scores_of`, with one value per position.
+            targets: which of these positions count for which documents.
+            sources: the number of the source of each target; None without sources.
+        """
+        token_values = (-scores.log_probs, scores.entropy, scores.is_top1, scores.label_mask)
+        target_values = [targets.select(values) for values in token_values]
+        batch_sums = torch.stack([values.sum(dtype=self.sums.dtype) for values in target_values])
+        self.sums[:4] += batch_sums
         if sources is not None:
-            by_source = sums_by_source(values[0], values[3], sources, num_sources=len(self.names))
-            self.sums[4:] += by_source.flatten()
-        return batch[0] / batch[3].clamp(min=1)
+            source_sums = sums_by_source(target_values[0], target_values[3], sources, num_sources=len(self.names))
+            self.sums[4:] += source_sums.flatten()
+        return batch_sums[0] / batch_sums[3].clamp(min=1)
 
     def metrics(self, accelerator: Accelerator, copies: int = 1) -> dict[str, float]:
-        """Return means over all ranks, of which `copies` have counted each token; empty without a trained token."""
-        loss, entropy, correct, tokens, *by_source = (accelerator.reduce(self.sums, reduction="sum") / copies).tolist()
+        """Return the metrics over all ranks, by name; empty if the set has no trained token.
+
+        Args:
+            accelerator: the accelerator of the trainer, which adds numbers of all ranks.
+            copies: number of ranks that have counted the same tokens. The sums are divided by it.
+        """
+        sums = (accelerator.reduce(self.sums, reduction="sum") / copies).tolist()
+        loss, entropy, correct, tokens, *source_sums = sums
         if not tokens:
             return {}
         metrics = {"loss": loss / tokens, "entropy": entropy / tokens, "mean_token_accuracy": correct / tokens}
-        return metrics | source_metrics(self.names, by_source)
+        return metrics | source_metrics(self.names, source_sums)
 
 
 def scores_of(logits: Tensor, labels: Tensor, shift_labels: Tensor | None = None) -> TokenScores:
-    """Return the scores of full logits (B, T, V) for labels (B, T); with prompt tuning the logits have more positions.
+    """Return the log-probability, entropy and correctness of each prediction, as the fused LM head returns them.
 
-    `shift_labels` (B, T) are the labels of the next token, of a part of a pack: the last one is not in `labels`.
+    Args:
+        logits: the logits, (B, T, V). With prompt tuning they have more positions than the labels.
+        labels: the labels, (B, T).
+        shift_labels: the label of the next token of each position, (B, T), for a part of a pack, whose last label is
+            in the next part. None makes them from `labels`.
     """
     if shift_labels is None:
-        num_virtual = logits.shape[1] - labels.shape[1]  # tokens of prompt tuning before each row, without labels
+        num_virtual = logits.shape[1] - labels.shape[1]  # virtual tokens that prompt tuning adds before a row
         logits = logits[:, :-1]
         shift_labels = F.pad(labels, (num_virtual, 0), value=IGNORE_INDEX)[:, 1:]
     logits = logits.float()
