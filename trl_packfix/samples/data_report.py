@@ -63,7 +63,8 @@ class DataReport:
     Example:
 
     ```python
-    report = check_data(dataset, "Qwen/Qwen3-0.6B")
+    tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
+    report = check_data(dataset, tokenizer)
     print(report)
     report.raise_if_lost()
     ```
