@@ -1,4 +1,9 @@
-"""Rows that are refused before any is tokenised: none, no text, no conversations, messages whose weight is not read."""
+"""Check datasets before they are tokenised, and refuse those that cannot be trained as the config says.
+
+Datasets come in from the user, and checks read columns and types, or the first rows, but render nothing. A function
+whose name begins with `check_` raises a ValueError that says what to change, or returns nothing. A table is a
+`datasets.Dataset`, a stream an `IterableDataset`. `texts.py` decides which columns of a row are tokenised.
+"""
 
 import logging
 from typing import Any
@@ -14,34 +19,42 @@ from .turns import TurnSettings
 
 logger = logging.getLogger(__name__)
 
-NUM_OF_STREAM = 4  # rows of a stream to look at
+NUM_OF_STREAM = 4  # of a stream, this many first rows are read
 IMAGES = ("image", "images")  # columns of images, as TRL names them
-PLACEHOLDER = "<image>"  # of an image in a text of LLaVA's
+PLACEHOLDER = "<image>"  # stands for an image in texts of datasets in LLaVA's format
 
 
 def has_images(dataset: object) -> bool:
+    """Return whether a dataset has a column of images."""
     return any(name in IMAGES for name in columns_of(dataset))
 
 
 def columns_of(dataset: object) -> list[str]:
-    """The columns of a dataset, of a stream without features those of its first row; none of another object."""
+    """Return the names of the columns of a dataset; [] for an object that is not a dataset.
+
+    If a stream does not know its columns, the columns of its first row are returned.
+    """
     if not isinstance(dataset, Dataset | IterableDataset):
         return []
     return [*(dataset.column_names or next(iter(dataset), {}))]
 
 
 def has_transform(dataset: object) -> bool:
-    """Whether reading the rows of a table runs a function of the user; TRL refuses to prepare such a table."""
+    """Return whether a table has a transform: a function of the user that runs when rows are read.
+
+    TRL refuses to prepare a table with a transform.
+    """
     return isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
 
 
 def without_format(dataset: Any) -> Any:
-    """The dataset whose rows are Python objects, also if it was given `with_format` of pandas, Arrow or tensors.
+    """Return a dataset whose rows are Python objects, also if the user set the format of pandas, Arrow or tensors.
 
-    Another object is returned as it is, and so is a table with a transform; of a dictionary, each dataset is meant.
+    In a dictionary of datasets, the format of each dataset is removed. A table with a transform, and an object that is
+    not a dataset, are returned as they are.
     """
     if isinstance(dataset, dict):
-        return {name: without_format(each) for name, each in dataset.items()}
+        return {name: without_format(value) for name, value in dataset.items()}
     is_formatted = isinstance(dataset, Dataset) and dataset.format["type"] not in (None, "custom")
     if isinstance(dataset, IterableDataset):
         is_formatted = dataset._formatting is not None  # there is no public accessor
@@ -49,12 +62,12 @@ def without_format(dataset: Any) -> Any:
 
 
 def first_rows(stream: IterableDataset) -> list[dict[str, Any]]:
-    """The first rows of a stream, whose images are not decoded. Each may have columns of its own."""
+    """Return the first rows of a stream without decoding their images. Rows may differ in their columns."""
     return list((stream.decode(False) if stream.features else stream).take(NUM_OF_STREAM))
 
 
 def check_rows(dataset: object, name: str) -> None:
-    """Refuse a dataset without rows; TRL reads the first row."""
+    """Refuse a dataset without rows, because TRL reads the first row."""
     if isinstance(dataset, IterableDataset) and next(iter(dataset), None) is None:
         raise ValueError(
             f"The {name} dataset is an `IterableDataset` of 0 rows, so there is nothing to train or evaluate. Check "
@@ -70,9 +83,14 @@ def check_rows(dataset: object, name: str) -> None:
 def check_raw_dataset(
     dataset: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, *, args: TurnSettings, is_formatted: bool = False
 ) -> None:
-    """Refuse a dataset of which nothing can be tokenised or trained and, but for `bad_rows="drop"`, such rows.
+    """Refuse a table without text to tokenise and, with `bad_rows="raise"`, a table that has rows without text.
 
-    If a formatting function will make the text, text columns are not checked.
+    Args:
+        dataset: A table that is not tokenised.
+        name: The dataset's name in messages.
+        tokenizer: The tokenizer, which needs an EOS token if rows are plain text.
+        args: The config of the trainer.
+        is_formatted: Whether a formatting function of the user makes the text. Text columns are not checked then.
     """
     check_rows(dataset, name)
     names_rows = args.bad_rows == "raise"
@@ -85,22 +103,25 @@ def check_raw_dataset(
             f"`completion`, or the text in `{args.dataset_text_field}`; the dataset has none of these. Rename or "
             "reshape a column, or set `dataset_text_field` to the column that holds the text."
         )
-    bare = np.flatnonzero(~np.any([has for _, has in forms], axis=0))
-    halves = bare[~texts.missing(dataset, "prompt")[bare]] if "prompt" in dataset.column_names else bare[:0]
-    if len(halves) and forms and names_rows and "completion" not in dataset.column_names:
+    without_text = np.flatnonzero(~np.any([has for _, has in forms], axis=0))
+    only_prompt = without_text[:0]
+    if "prompt" in dataset.column_names:
+        only_prompt = without_text[~texts.missing(dataset, "prompt")[without_text]]
+    if len(only_prompt) and forms and names_rows and "completion" not in dataset.column_names:
         raise ValueError(
-            f"{len(halves)} of {len(dataset)} rows of the {name} dataset have a `prompt` and no `completion`; the "
-            f"first are {halves[:MAX_ROWS_NAMED].tolist()}. TRL tokenises `prompt` with `completion`, and whether the "
-            f"text in `{args.dataset_text_field}` has the prompt is not known. Rename the column of the answers to "
+            f"{len(only_prompt)} of {len(dataset)} rows of the {name} dataset have a `prompt` and no `completion`; the "
+            f"first are {only_prompt[:MAX_ROWS_NAMED].tolist()}. TRL tokenises `prompt` with `completion`, and whether "
+            f"the text in `{args.dataset_text_field}` has the prompt is not known. Rename the column of the answers to "
             "`completion`, or remove the column `prompt`."
         )
-    if len(bare) and forms and names_rows:
+    if len(without_text) and forms and names_rows:
         columns = dict.fromkeys(column for columns, _ in forms for column in columns)
-        named = " and ".join(f"`{column}`" for column in columns if texts.missing(dataset, column)[bare].any())
+        empty_columns = [column for column in columns if texts.missing(dataset, column)[without_text].any()]
+        column_names = " and ".join(f"`{column}`" for column in empty_columns)
         raise ValueError(
-            f"{len(bare)} of {len(dataset)} rows of the {name} dataset hold None in {named}; the first are "
-            f"{bare[:MAX_ROWS_NAMED].tolist()}. None cannot be tokenised. Remove these rows (`dataset.select`), or "
-            "fill in the missing text."
+            f"{len(without_text)} of {len(dataset)} rows of the {name} dataset hold None in {column_names}; the first "
+            f"are {without_text[:MAX_ROWS_NAMED].tolist()}. None cannot be tokenised. Remove these rows "
+            "(`dataset.select`), or fill in the missing text."
         )
     num_plain = sum(int(has.sum()) for columns, has in forms if not texts.is_list(dataset, columns[0]))
     num_plain = len(dataset) if is_formatted else num_plain
@@ -113,9 +134,10 @@ def check_raw_dataset(
 
 
 def check_chat_template(dataset: Dataset | IterableDataset, name: str, tokenizer: Tokenizer) -> None:
-    """Refuse conversations if no chat template makes a text of them."""
-    own = type(tokenizer).apply_chat_template
-    needs_template = own in (PreTrainedTokenizerBase.apply_chat_template, ProcessorMixin.apply_chat_template)
+    """Refuse conversations if neither the tokenizer nor the rows have a chat template to render them."""
+    # A tokenizer with a method of its own, as Mistral's, renders conversations without a template
+    method = type(tokenizer).apply_chat_template
+    needs_template = method in (PreTrainedTokenizerBase.apply_chat_template, ProcessorMixin.apply_chat_template)
     if tokenizer.chat_template is not None or not needs_template or "chat_template_kwargs" in columns_of(dataset):
         return
     if has_conversations(dataset):
@@ -141,7 +163,10 @@ def check_texts_with_images(dataset: object, name: str, *, per_turn: bool) -> No
 
 
 def has_conversations(dataset: Any) -> bool:
-    """Whether rows of a dataset that is not tokenised, of a stream one of the first, are conversations."""
+    """Return whether any row is a conversation that will be tokenised: of a table all rows, of a stream the first.
+
+    A dataset that is tokenised already has no conversations.
+    """
     if "input_ids" in columns_of(dataset) or has_transform(dataset):
         return False  # TRL refuses a transform
     if isinstance(dataset, Dataset):
@@ -151,7 +176,7 @@ def has_conversations(dataset: Any) -> bool:
 
 
 def check_conversations(dataset: Dataset | IterableDataset, name: str, setting: str = "per_turn") -> None:
-    """Refuse a dataset that has no conversations, whose assistant turns this setting trains."""
+    """Refuse a dataset without conversations, because the setting trains the assistant turns of conversations."""
     columns = columns_of(dataset)
     if setting == "per_turn" and "input_ids" in columns:
         raise ValueError(
@@ -168,7 +193,7 @@ def check_conversations(dataset: Dataset | IterableDataset, name: str, setting: 
 
 
 def check_turns(args: TurnSettings, train_dataset: object, eval_dataset: object, *, is_formatted: bool) -> None:
-    """Refuse datasets without conversations, and messages whose weight would not be read, before a model is loaded."""
+    """Refuse datasets without conversations, before a model is loaded, if the config trains assistant turns."""
     eval_sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     for name, dataset in [("train", train_dataset), *eval_sets.items()]:
         if not isinstance(dataset, Dataset | IterableDataset):
@@ -177,13 +202,14 @@ def check_turns(args: TurnSettings, train_dataset: object, eval_dataset: object,
             check_rows(dataset, name)
             check_conversations(dataset, name)
         if is_formatted or has_transform(dataset) or next(iter(dataset.take(1)), None) is None:
-            continue  # a dataset without rows is refused by others
-        if args.assistant_only_loss and name == "train":  # as in TRL, which evaluates every token of a text
+            continue  # `check_rows` refuses a dataset without rows elsewhere
+        # TRL accepts an evaluation set of plain text, and evaluates all its tokens
+        if args.assistant_only_loss and name == "train":
             check_conversations(dataset, name, "assistant_only_loss")
 
 
 def what_is_trained(args: TurnSettings, dataset: object) -> str:
-    """The rule by which tokens of a training set are trained, and the setting that chose it."""
+    """Return in words which tokens of a training set are trained, and the setting that chose this rule."""
     columns = columns_of(dataset)
     if args.per_turn:
         return "each assistant turn after its prompt (`per_turn`)"

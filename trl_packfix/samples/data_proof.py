@@ -1,11 +1,14 @@
-"""Prove that everything that a dataset gives is in its tokens, once.
+"""Prove that every text of a dataset is in its tokens exactly once.
 
-A chat template renders what it knows, and leaves out the rest without an error. So a mark is put into every text of a
-few rows, which have each kind of text that the dataset gives (`given.py`). The rows are rendered as training renders
-them, and the marks are looked for. A text whose mark is missing is left out, one whose mark is there twice is repeated.
+A chat template renders the keys that it knows, and ignores all other keys without an error. So a mark is put into every
+text of a few rows. These rows have every kind of text in the dataset (`given.py`). They are rendered as training
+renders them, and the marks are looked for: a text whose mark is missing is omitted from training, and a text whose mark
+is there twice is repeated. The result is a `DataReport` (`data_report.py`), by which `make_samples.py` refuses a
+dataset or warns.
 
-If a rendered row is another one once its marks are taken out, the template looks at what its texts say. Then one text
-is marked at a time, and texts that change the rendered row even so are counted as not tried.
+A marked row must be rendered like the unmarked row, apart from its marks. If it is not, the template compares texts
+with values that it knows. Then one text is marked at a time, and texts that change the rendered row even then are
+counted as not tried.
 """
 
 import inspect
@@ -43,13 +46,14 @@ from .recipes import training_template
 from .texts import struct_columns, without_nulls
 from .turns import TurnSettings, template_of
 
-NUM_RENDERED = 20  # rows, of each kind two
-MAX_NAMED = 10  # rows of a finding
-MOST_SHAPES = 200  # of which a row is tried
-MOST_MARKS = 20_000  # in all rows together
+# Limits, so that the proof takes seconds for any dataset
+NUM_RENDERED = 20  # rows that are rendered, two for each kind if possible
+MAX_NAMED = 10  # rows that a finding names
+MOST_SHAPES = 200  # shapes (sets of kinds in a row) of which one row is tried
+MOST_MARKS = 20_000  # marks in all rows together
 MOST_SINGLE = 50  # texts of a row that are marked one by one
 MOST_ALONE = 8  # texts of a kind that are rendered in their own turn
-MOST_TURNS = 50  # of a row that is rendered turn by turn
+MOST_TURNS = 50  # turns of a row that are rendered one by one
 MARK = re.compile(r"zq\d+x", re.IGNORECASE)
 NUMBER = re.compile(r"97000\d{6}")
 BEFORE_A_LETTER = re.compile(r"(?<![<|/\\\w])[^\W\d_]")  # not inside a tag, a word or an escape
@@ -63,18 +67,19 @@ TRAIN_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "
 
 @dataclass(frozen=True)
 class Rendering:
-    """How rows become text, and which of their messages are trained."""
+    """The settings that decide how rows become text, and which of their messages are trained."""
 
     tokenizer: Tokenizer
-    chat_template: str | None = None  # in place of the tokenizer's own
+    chat_template: str | None = None  # replaces the tokenizer's own template
     text_field: str = "text"
     train_key: str | None = "weight"
-    trains_assistant: bool = False  # and no other message
+    trains_assistant: bool = False  # whether only messages of the assistant are trained
     per_turn: bool = False
     needs_assistant: bool = False  # whether a row without a message of the assistant is refused
 
     @classmethod
     def of(cls, args: TurnSettings, tokenizer: Tokenizer) -> "Rendering":
+        """Read the settings from the config of the trainer."""
         trains_assistant = args.assistant_only_loss or args.per_turn
         needs_assistant = args.assistant_only_loss and args.bad_rows == "raise"
         key = args.message_train_key
@@ -87,7 +92,11 @@ class Rendering:
 def prove_or_refuse(
     dataset: Dataset | IterableDataset, name: str, *, args: TurnSettings, tokenizer: Tokenizer
 ) -> DataReport:
-    """Prove the data of a run on all ranks, and refuse it or warn before it is tokenised."""
+    """Prove the data of a training run before it is tokenised, on all ranks. Refuse it or warn if texts are lost.
+
+    Raises:
+        ValueError: If a finding is an error.
+    """
     with main_process_first():
         report = prove_data(dataset, name, Rendering.of(args, tokenizer), num_proc=args.dataset_num_proc)
     report.raise_if_lost()
@@ -99,7 +108,14 @@ def prove_or_refuse(
 def prove_data(
     dataset: Dataset | IterableDataset, name: str, rendering: Rendering, *, num_proc: int | None = None
 ) -> DataReport:
-    """Look for everything that a dataset gives in the text of which its tokens are made."""
+    """Look for every text of a dataset in the text that is tokenised, and return the report.
+
+    Args:
+        dataset: A table, or a stream, whose first rows are read.
+        name: The dataset's name in messages.
+        rendering: How rows become text.
+        num_proc: Number of processes that read the rows of a table.
+    """
     structs = struct_columns(dataset.features)
     given = read_kinds(dataset, _reader(dataset, rendering, structs), num=NUM_OF_STREAM, num_proc=num_proc)
     proof = _Proof(given, rendering, structs)
@@ -132,18 +148,22 @@ def _reader(dataset: Dataset | IterableDataset, rendering: Rendering, structs: d
 
 
 def _is_text(kind: Kind) -> bool:
-    """Whether a mark can be put into what stands there: no number, label, medium or setting, and no fact of a row."""
+    """Return whether values of a kind are texts that can be marked.
+
+    Numbers, labels, media, settings and facts about a row cannot.
+    """
     return (
         bool(kind.path) and not re.match(r"label |\w+=|[A-Z]|chat_template_kwargs", kind.path) and not _is_medium(kind)
     )
 
 
 def _is_medium(kind: Kind) -> bool:
+    """Return whether values of a kind are images, videos or sounds in a message."""
     return MEDIA.match(kind.path) is not None and kind.path.endswith((" in content", " in message"))
 
 
 class _Proof:
-    """What became of the texts of the rows that were rendered."""
+    """Renders rows with marks, and collects what became of the texts."""
 
     def __init__(self, given: Given, rendering: Rendering, structs: dict[str, Any]):
         self.given = given
@@ -151,15 +171,18 @@ class _Proof:
         self.structs = structs
         self.num_rendered = self.num_marks = 0
         self.states: dict[Kind, Counter[str]] = defaultdict(Counter)
-        self.examples: dict[Kind, str] = {}  # a text of each kind that was left out
+        self.examples: dict[Kind, str] = {}  # for each kind with missing texts, one of them
         self.unknown_roles: set[str] = set()
-        self.python_paths: set[str] = set()  # of lists and dictionaries that are in a text as Python writes them
+        self.python_paths: set[str] = set()  # paths of lists and dictionaries that Python printed into the text
         self.unread_arguments: set[str] = set()
-        self.null_columns: set[str] = set()  # whose added keys would be in a text
-        self.copied_columns: set[str] = set()  # whose texts are in the messages
+        self.null_columns: set[str] = set()  # columns whose keys that Arrow added would be in the text
+        self.copied_columns: set[str] = set()  # columns whose texts are in the messages too
 
     def render(self, number: int) -> bool:
-        """Render a row as it is, and with marks. False if it cannot be rendered: it is refused or dropped elsewhere."""
+        """Render a row without and with marks, and return whether it could be rendered.
+
+        A row that cannot be rendered is bad, and is refused or dropped when samples are made.
+        """
         try:
             given = self.given.rows[number]
             row = without_nulls(given, self.structs)
@@ -174,7 +197,7 @@ class _Proof:
                     self._follow(conversation, text, i)
             self._look(conversation, text)
             self._look_at_columns(given, row, conversation, text=text)
-        except Exception:  # of the template, or of the form of the row: no row ends a run that would train it
+        except Exception:  # the proof must never end a training run that could tokenise the row
             return False
         self.num_rendered += 1
         return True
@@ -182,7 +205,7 @@ class _Proof:
     def _look_at_columns(
         self, given: dict[str, Any], row: dict[str, Any], conversation: Conversation, *, text: str
     ) -> None:
-        """Look for columns whose texts the messages have, too, and for those whose added keys would be in the text."""
+        """Note columns whose texts are in the messages too, and columns whose added keys would be in the text."""
         said = {str(leaf.holder[leaf.key]).strip() for leaf in leaves(conversation.messages, {})}
         columns = {name: each.strip() for name, each in row.items() if isinstance(each, str)}
         long = {name for name, each in columns.items() if len(each) >= LONGEST_LABEL and each in text}
@@ -214,7 +237,11 @@ class _Proof:
             return None
 
     def _follow(self, conversation: Conversation, text: str, only: int | None) -> bool:
-        """Count what becomes of the marks in all texts, or in one. False if the template looks at what they say."""
+        """Mark all texts, or text number `only`, and count what becomes of the marks.
+
+        Returns:
+            False if nothing could be counted, because the marks change more of the rendered row than themselves.
+        """
         marked, marks = _with_marks(conversation, only)
         rendered = self._text_or_none(marked)
         if rendered is None or _without_marks(rendered, marks) != text:
@@ -273,14 +300,14 @@ class _Proof:
     def _finding(
         self, what: str, kinds: Collection[Kind] | None, *, others: Collection[Kind] = (), **more: Any
     ) -> Iterator[Finding]:
-        """Yield a finding of the rows that have one of the kinds (of all rows) and none of the others, if there are."""
+        """Yield one finding, if any row has one of `kinds` (None: any row) and none of the kinds `others`."""
         rows = np.arange(len(self.given)) if kinds is None else self.given.rows_with(kinds)
         rows = np.setdiff1d(rows, self.given.rows_with(others))
         if len(rows):
             yield Finding(what, len(rows), tuple(rows[:MAX_NAMED].tolist()), **more)
 
     def findings(self, *, has_images: bool) -> Iterator[Finding]:
-        """Yield what is left out, repeated or changed."""
+        """Yield a finding for everything that is missing from the tokens, repeated or changed."""
         if self.rendering.needs_assistant and not isinstance(self.given.rows, list):
             speaking = {kind for kind in self.given.kinds if not kind.path and kind.role == "assistant"} | {OTHER_FORM}
             yield from self._finding(
@@ -338,7 +365,7 @@ class _Proof:
         yield from self._of_unread()
 
     def _of_texts(self) -> Iterator[Finding]:
-        """Yield what became of the marks, once for all texts of one path and role."""
+        """Yield findings of texts that are missing or repeated, one for all texts of a path and role."""
         kept = {_root(kind.path) for kind, states in self.states.items() if states["kept"]}
         groups: dict[tuple[str, str], dict[Kind, Counter[str]]] = defaultdict(dict)
         for kind, states in self.states.items():
@@ -357,7 +384,7 @@ class _Proof:
             )
 
     def _loss(self, path: str, role: str, lost: dict[Kind, Counter[str]]) -> dict[str, Any]:
-        """Return how a finding of texts that are left out goes on: cause, remedy and severity."""
+        """Return the example, cause, remedy and severity of a finding of missing texts, as arguments of `Finding`."""
         states = sum(lost.values(), Counter[str]())
         num = states["left out"] + states["left out later"]
         cause = f"{num} of {states.total()} such texts are missing in the rows that were rendered."
@@ -380,12 +407,13 @@ class _Proof:
         return {"example": example, "cause": f"{cause} The model never sees them.", "remedy": remedy}
 
     def _loses_side(self, path: str, role: str) -> bool:
-        """Whether a text is left out with all other texts of the user or of the assistant, except for thoughts."""
+        """Return whether all texts of the user or of the assistant are missing, apart from thoughts."""
         texts = [states for kind, states in self.states.items() if kind.role == role and "think" not in kind.path]
         is_lost = not any(states["kept"] or states["repeated"] or states["left out later"] for states in texts)
         return role in ("user", "assistant") and path.startswith("content") and "think" not in path and is_lost
 
     def _of_media(self, *, has_images: bool) -> Iterator[Finding]:
+        """Yield findings of images, videos and sounds in messages that are not read."""
         for path in sorted({kind.path for kind in self.given.kinds if _is_medium(kind)}):
             name = path.partition(" ")[0]
             if not (has_images and name.startswith("image")):
@@ -410,7 +438,7 @@ class _Proof:
         )
 
     def _of_train_keys(self) -> Iterator[Finding]:
-        """Yield keys by which a message is not to be trained, and which are not read."""
+        """Yield findings of keys that exclude messages from training, but are not read."""
         own = self.rendering.train_key
         is_read = self.rendering.trains_assistant
         own_kinds = {kind for kind in self.given.kinds if kind.path.startswith(f"{own}=")}
@@ -433,7 +461,7 @@ class _Proof:
             )
 
     def _of_unread(self) -> Iterator[Finding]:
-        """Yield columns, labels of messages and arguments that are not read."""
+        """Yield findings of columns, labels of messages and template arguments that are not read."""
         for name in sorted(self.unread_arguments):
             yield from self._finding(
                 f"have `{name}` in `chat_template_kwargs`, which the chat template does not read",
@@ -457,7 +485,8 @@ def _root(path: str) -> str:
 
 
 def _grouped(path: str) -> str:
-    """
+    """Return the path up to arguments or properties, so that one finding has all of them.
+
     >>> _grouped("tools[].function.parameters.properties.*.items.properties.*.description")
     'tools[].function.parameters.properties'
     """
@@ -472,7 +501,11 @@ def _as_json(value: object) -> str | None:
 
 
 def _with_marks(conversation: Conversation, only: int | None) -> tuple[Conversation, dict[str, tuple[Leaf, object]]]:
-    """Copy a conversation and mark all its texts, or one of them. Beside it, each mark with its text as it was."""
+    """Copy a conversation and mark all its texts, or text number `only`.
+
+    Returns:
+        The marked copy, and for each mark its leaf and the text before it was marked.
+    """
     marked = replace(conversation, messages=_copied(conversation.messages), arguments=_copied(conversation.arguments))
     marks: dict[str, tuple[Leaf, object]] = {}
     texts = [leaf for leaf in leaves(marked.messages, marked.arguments) if _is_text(leaf.kind)]
@@ -497,7 +530,7 @@ def _with_marks(conversation: Conversation, only: int | None) -> tuple[Conversat
 
 
 def _copied(value: Any) -> Any:
-    """Copy the lists and dictionaries in a value, and no image."""
+    """Copy nested lists and dictionaries. Images and other values in them are not copied."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list) else value
@@ -509,15 +542,15 @@ def _insert(mark: str, text: str) -> str:
     >>> _insert("zq0x", '{"city": "Rome"}')
     '{"zq0xcity": "Rome"}'
     """
-    place = BEFORE_A_LETTER.search(text)
-    at = place.start() if place else len(text.rstrip())
-    return text[:at] + mark + text[at:]
+    letter = BEFORE_A_LETTER.search(text)
+    position = letter.start() if letter else len(text.rstrip())
+    return text[:position] + mark + text[position:]
 
 
 def _without_marks(text: str, marks: dict[str, tuple[Leaf, object]]) -> str:
-    """Take the marks out of a rendered text."""
+    """Remove the marks from a rendered text, and put back the numbers that marks replaced."""
 
-    def number(found: re.Match[str]) -> str:
-        return str(marks[found[0]][1]) if found[0] in marks else found[0]
+    def original_number(match: re.Match[str]) -> str:
+        return str(marks[match[0]][1]) if match[0] in marks else match[0]
 
-    return NUMBER.sub(number, MARK.sub("", text))
+    return NUMBER.sub(original_number, MARK.sub("", text))

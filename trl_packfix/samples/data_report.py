@@ -1,4 +1,8 @@
-"""What became of the data of a dataset, as a value: what is left out of its tokens, repeated or changed."""
+"""The report of `check_data`: which texts and images of a dataset are missing from its tokens, repeated or changed.
+
+`data_proof.py` renders rows with marks in their texts and follows the marks into the tokens. What it finds is a
+`Finding` each, in a `DataReport`. `make_samples.py` refuses a dataset or warns by this report before training.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -9,28 +13,61 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not in the tokens as it was given."""
+    """One way in which the tokens of some rows differ from what the rows contain.
 
-    what: str  # with its verb: "have ..."
-    num_rows: int  # that have it
-    rows: tuple[int, ...]  # the first of them
+    Attributes:
+        what: The finding as a predicate whose subject is "rows", for example "have ...".
+        num_rows: Number of rows with this finding.
+        rows: Indices of the first rows with this finding.
+        cause: Why the tokens differ, as a sentence; may be empty.
+        remedy: What the user can set or change, as a sentence; may be empty.
+        example: The beginning of a text that is missing; may be empty.
+        severity: "error" if training is refused, "warning", "mended" if the data was corrected, or "note".
+    """
+
+    what: str
+    num_rows: int
+    rows: tuple[int, ...]
     cause: str = ""
     remedy: str = ""
-    example: str = ""  # the beginning of a text that is left out
+    example: str = ""
     severity: Literal["error", "warning", "mended", "note"] = "warning"
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """Whether everything that the rows of a dataset give is in the tokens, once.
+    """The report of `check_data`: whether every text and image of a dataset is in its tokens exactly once.
+
+    Texts are sorted into kinds, for example "`content` of the first message of the role `user`". Some rows of each kind
+    are rendered with a mark in the text, and the mark is looked for in the tokens. `print(report)` shows one line with
+    the counts and one message per finding.
 
     Attributes:
-        num_rows: rows that were read: all of a table, the first of a stream.
-        num_kinds: kinds of texts, by where they stand, the role of their message and its place.
-        num_rendered: rows that were rendered with marks.
-        num_untried: kinds of texts of which no mark could be followed.
-        findings: what is left out, repeated or changed: `what`, `num_rows`, the first `rows`, `cause`, `remedy`, and
-            `severity`, one of "error" (training is refused), "warning", "mended" and "note".
+        name (`str`):
+            Name of the dataset in messages, for example "train".
+        num_rows (`int`):
+            Number of rows that were read: all rows of a table, or the first rows of a stream.
+        of_stream (`bool`):
+            Whether the dataset is a stream.
+        num_kinds (`int`):
+            Number of kinds of texts. The kind of a text is its column and key, and the role and the place of its
+            message. It is 0 for a dataset of plain text.
+        num_rendered (`int`):
+            Number of rows that were rendered with marks.
+        num_untried (`int`):
+            Number of kinds whose mark could not be followed into the tokens, so nothing is known of them.
+        findings (`tuple[Finding, ...]`):
+            The differences between rows and tokens. Each [`Finding`] has `what`, `num_rows`, the first `rows`, `cause`,
+            `remedy`, `example` and `severity` ("error": training is refused; "warning", "mended" or "note").
+
+    Example:
+
+    ```python
+    tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")
+    report = check_data(dataset, tokenizer)
+    print(report)
+    report.raise_if_lost()
+    ```
     """
 
     name: str
@@ -43,15 +80,16 @@ class DataReport:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left out, repeated or changed."""
+        """Whether no finding is a warning or an error."""
         return all(finding.severity in ("mended", "note") for finding in self.findings)
 
     @property
-    def _said(self) -> list[Finding]:
+    def _findings_to_show(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.severity != "note"]
 
     def line(self) -> str:
-        """
+        """Return the result, the counts and the findings as one line.
+
         >>> DataReport("train", 1200, num_kinds=3, num_rendered=4).line()
         'every text of 1,200 rows is in the tokens once (3 kinds of texts, 4 rows rendered)'
         """
@@ -64,27 +102,28 @@ class DataReport:
         return "; ".join([text, *(f"{finding.num_rows:,} rows {finding.what}" for finding in self.findings)])
 
     def message(self, finding: Finding) -> str:
-        """Say what rows gave, why it is not trained as it was given, and what to set."""
+        """Return a finding as sentences: which rows have it, its cause, and what the user can do."""
         count = f"{finding.num_rows:,} of {'the first ' if self.of_stream else ''}{self.num_rows:,} rows"
         first = f" (the first are {[*finding.rows]})" if finding.num_rows < self.num_rows else ""
         example = f", for example {finding.example!r}" if finding.example else ""
-        said = f"{count} of the {self.name} dataset {finding.what}{example}{first}."
-        return " ".join(part for part in (said, finding.cause, finding.remedy) if part)
+        finding_text = f"{count} of the {self.name} dataset {finding.what}{example}{first}."
+        return " ".join(sentence for sentence in (finding_text, finding.cause, finding.remedy) if sentence)
 
     def __str__(self) -> str:
-        return "\n".join([self.line(), *map(self.message, self._said)])
+        return "\n".join([self.line(), *map(self.message, self._findings_to_show)])
 
     def raise_if_lost(self) -> None:
-        """Raise a ValueError if training would be wrong.
+        """Refuse data that would be trained wrongly.
 
-        It would be if images, a whole side of the conversations or marks "not trained" are not read, or if lists or
-        dictionaries are in the text as Python writes them.
+        Raises:
+            ValueError: If a finding is an error: images, all turns of one role or the marks of turns that are not to be
+                trained are ignored, or the text has lists or dictionaries as Python prints them.
         """
         error = next((finding for finding in self.findings if finding.severity == "error"), None)
         if error is not None:
             raise ValueError(self.message(error))
 
     def warn(self) -> None:
-        """Warn of everything that is left out, repeated or changed."""
-        for finding in self._said:
+        """Log a warning for each finding that is not a note."""
+        for finding in self._findings_to_show:
             logger.warning("%s", self.message(finding))

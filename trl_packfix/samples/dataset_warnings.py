@@ -1,4 +1,8 @@
-"""Warnings about trained turns, and the warnings of TRL that repeat for every row."""
+"""Warn about samples whose trained turns teach the wrong thing, and show repeated warnings of TRL once.
+
+`make_samples.py` calls these functions with the samples that it made: rows with `input_ids` and `labels`. A token is
+trained if its label is not -100.
+"""
 
 import logging
 from collections import Counter
@@ -16,17 +20,27 @@ from .row import ROW_COLUMN, read_integer_column
 logger = logging.getLogger(__name__)
 trl_logger = logging.getLogger("trl.trainer.sft_trainer")
 
-NUM_COMPARED = 100  # conversations in which neighbouring turns are compared
-NUM_LABELLED = 100  # rows in which the end of the last trained turn is looked for
-KIND = 60  # characters in which warnings of one kind agree
+NUM_COMPARED = 100  # neighbouring turns are compared in this many conversations
+NUM_LABELLED = 100  # the end of the last trained turn is looked for in this many rows
+KIND = 60  # warnings that agree in this many first characters are of one kind
 
 
 def warn_if_turns_do_not_end(
     rows: Iterable[Mapping[str, Any]], name: str, tokenizer: Tokenizer, *, setting: str
 ) -> None:
-    """Warn if a turn trained by this setting has no end-of-turn token: the template puts it before the next message."""
+    """Warn if trained turns have no end-of-turn token, so that the model would not learn to stop.
+
+    Some templates write this token before the next message and not after the turn.
+
+    Args:
+        rows: Samples, of which the first `NUM_LABELLED` are read.
+        name: The dataset's name in the message.
+        tokenizer: The tokenizer, or the processor of a model with images.
+        setting: The config field that trains assistant turns only.
+    """
     trained = (row["labels"] for row in islice(rows, NUM_LABELLED) if max(row["labels"], default=-1) >= 0)
-    end = next((end for labels in trained if (end := find_unended_turns(labels, tokenizer)) is not None), None)
+    ends = (find_unended_turns(labels, tokenizer) for labels in trained)
+    end = next((end for end in ends if end is not None), None)
     if end is not None:
         logger.warning(
             "`%s=True` was given, and the chat template renders assistant turns of the %s dataset without an "
@@ -37,9 +51,13 @@ def warn_if_turns_do_not_end(
 
 
 def find_unended_turns(labels: Sequence[int], tokenizer: Tokenizer) -> str | None:
-    """The text at the end of a sample, if no special token ends its turn; else None. White space may follow it."""
+    """Return the last characters of a sample's trained text if no special token ends its turn, else None.
+
+    White space may follow the special token.
+    """
     plain: Any = plain_tokenizer(tokenizer)
-    added = plain.added_tokens_decoder  # also tokens such as </tool_call>, which end no turn
+    # Not every added token ends a turn: </tool_call>, for example, is not special
+    added = plain.added_tokens_decoder
     special = {*(token for token in added if added[token].special), *plain.all_special_ids}
     trained = [label for label in labels if label != IGNORE_INDEX]
     for token in reversed(trained):
@@ -51,29 +69,38 @@ def find_unended_turns(labels: Sequence[int], tokenizer: Tokenizer) -> str | Non
 
 
 def warn_if_nothing_is_stripped(samples: Dataset, name: str) -> None:
-    """Warn if, in the first conversations, every sample is the beginning of the next: then `per_turn` gives nothing."""
+    """Warn if, in the first conversations, each sample is the beginning of the next sample.
+
+    Then the template strips nothing from earlier turns, and `per_turn` only makes the data longer.
+    """
     rows = read_integer_column(samples, ROW_COLUMN)
     rows = rows[: np.searchsorted(rows, NUM_COMPARED)]
     column = "input_ids" if "input_ids" in samples.column_names else "tokens"
     lists = samples.select_columns(column).select(range(len(rows))).with_format("arrow")[:][column]
-    tokens = [each.values.to_numpy() for each in lists]
+    tokens = [token_list.values.to_numpy() for token_list in lists]
     neighbours = zip(rows[:-1], rows[1:], tokens[:-1], tokens[1:], strict=True)
-    pairs = [(one, after) for row, other, one, after in neighbours if row == other and len(one) and len(after)]
+    pairs = [
+        (before, after)
+        for row_before, row_after, before, after in neighbours
+        if row_before == row_after and len(before) and len(after)
+    ]
     if pairs and all(np.array_equal(before, after[: len(before)]) for before, after in pairs):
-        last = dict(zip(rows.tolist(), map(len, tokens), strict=True))  # of each conversation
+        # The last sample of a conversation is the longest: later samples replace earlier ones in the dictionary
+        length_of_row = dict(zip(rows.tolist(), map(len, tokens), strict=True))
         logger.warning(
             "`per_turn=True` was given, and the chat template renders each turn as the beginning of the next in all of "
             "the first %d conversations of the %s dataset. Their samples have %.1f times the tokens of the "
             "conversations and train the same answers. Set `per_turn=False` and `assistant_only_loss=True`, if all "
             "conversations are like this.",
-            *(len(last), name, sum(map(len, tokens)) / sum(last.values())),
+            *(len(length_of_row), name, sum(map(len, tokens)) / sum(length_of_row.values())),
         )
 
 
 class RepeatedMessages(logging.Filter):
-    """While it is entered, the logger of TRL's trainer shows the first warning of each kind.
+    """A context manager in which the logger of TRL's trainer shows only the first warning of each kind.
 
-    TRL logs some warnings once for each text, and the text has the end of a prompt, which is another in every row.
+    TRL logs some warnings for every row, with the end of the row's prompt in the text. So they differ, and Python's own
+    filter of equal warnings would not help.
     """
 
     def __init__(self) -> None:
@@ -88,12 +115,13 @@ class RepeatedMessages(logging.Filter):
         trl_logger.removeFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a warning is the first of its kind, and count it."""
         kind = record.getMessage()[:KIND]
         self.counts[kind] += 1
         return self.counts[kind] == 1
 
     def say(self, name: str) -> None:
-        """One line for each kind that was repeated, with the name of the dataset."""
+        """Log for each kind how many warnings were not shown, with the name of the dataset."""
         for kind, count in self.counts.items():
             if count > 1:
                 text = "%d more warnings of TRL about the %s dataset begin with %r and are not shown."

@@ -1,7 +1,9 @@
-"""What the rows of a dataset give: the kinds of their texts, counted over all rows, and some rows that have each kind.
+"""Read which kinds of texts the rows of a dataset contain, and which rows contain each kind.
 
-A *kind* is where a value stands in a row (`tool_calls[].function.name`), the role of its message, and the place of this
-message in the conversation. Rows of one form have few kinds, so a few rows show what becomes of all.
+A *kind* is the path of a value in a row (`tool_calls[].function.name`), the role of its message, and the place of this
+message in the conversation. A *shape* is the set of all kinds of a row. Datasets have few shapes, so `data_proof.py`
+renders only a few rows of each to find out what happens to all texts. `read_kinds` returns the shapes of all rows as a
+`Given`; `leaves` lists the values of one conversation.
 """
 
 import hashlib
@@ -23,9 +25,10 @@ from .conversation import ROLES, Message
 from .row import HashedMapFunction, read_integer_column
 from .texts import text_columns, without_nulls
 
-READ_AT_ONCE = 1000  # rows, in memory
-TEXTS = ("string", "large_string", "string_view")  # types of columns
-REFERENCES = {"role", "from", "name", "tool_call_id", "id", "type"}  # of a message: templates compare them
+READ_AT_ONCE = 1000  # rows of a batch in memory
+TEXTS = ("string", "large_string", "string_view")  # types of columns of text
+REFERENCES = {"role", "from", "name", "tool_call_id", "id", "type"}  # keys of a message that templates compare
+# Keys of calls and tools whose values templates compare
 SCHEMA = {
     "type",
     "id",
@@ -34,7 +37,7 @@ SCHEMA = {
     "strict",
     "$schema",
     "additionalProperties",
-}  # the same of calls and tools
+}
 CONTROL = "Control token"
 PLACED = "Placeholder"
 MEDIA = re.compile("image|video|audio")
@@ -42,35 +45,35 @@ THOUGHT = re.compile(r"(</?think>)")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of one text, which transformers copies to the others
 
 
-LONGEST_LABEL = 64  # characters
-Place: TypeAlias = tuple[str, Any, Any]  # path of a value, the list or dictionary that holds it, and its key there
+LONGEST_LABEL = 64  # a label, such as an id or a date, has fewer characters
+Place: TypeAlias = tuple[str, Any, Any]  # path of a value, the list or dictionary that holds it, and its key in it
 
 
 class Kind(NamedTuple):
-    """Where a value stands."""
+    """The kind of a value: its path in the row, and the role and the place of its message."""
 
     path: str
-    role: str = ""  # of its message; empty for what stands in no message
-    place: str = ""  # of its message: "first", "earlier" than the last message of the user, or "last"
+    role: str = ""  # role of the message; empty if the value is not in a message
+    place: str = ""  # place of the message: "first", "earlier" than the last message of the user, or "last"
 
 
 OTHER_FORM = Kind("Other form")
 
 
 class Leaf(NamedTuple):
-    """A value that a row gives, in its list or dictionary."""
+    """A value of a row, with the list or dictionary that holds it, so that it can be replaced."""
 
     kind: Kind
     holder: Any
     key: Any
-    message: int = -1  # its index
+    message: int = -1  # index of its message; -1 if it is not in a message
 
 
 @dataclass(frozen=True)
 class KindReader:
-    """Reads the kinds of what a row gives.
+    """A function for `Dataset.map` that reads the kinds of the values of rows.
 
-    Facts of a row are kinds, too, whose paths begin with a capital: "Null in COLUMN" if Arrow added keys
+    Facts about a row are kinds, too, whose paths begin with a capital: "Null in COLUMN" if Arrow added keys
     (`without_nulls`), "Control token" if a text of a message holds a match of `control`, "BOS" if a plain text begins
     with `bos`, "Placeholder" if a content is a text with `placeholder`, "Other form" if neither `messages` nor a text
     is read, "Renamed role", "Column NAME" if it has a text and is not read, and "No form" if a row cannot be read.
@@ -89,7 +92,7 @@ class KindReader:
         return {"kinds": [_hash(self.kinds(row)) for row in rows]}
 
     def kinds(self, row: Mapping[str, Any]) -> frozenset[Kind]:
-        """Return the kinds of a row, and `Kind("No form")` for one that cannot be read: it is named elsewhere."""
+        """Return the kinds of a row; only `Kind("No form")` if it cannot be read, which is refused elsewhere."""
         try:
             return frozenset(self._kinds(row))
         except Exception:  # rows may hold anything
@@ -170,7 +173,7 @@ def _of_message(message: Message) -> list[Place]:
 
 
 def _of_arguments(arguments: Mapping[str, Any]) -> list[Place]:
-    """Return the same of the arguments of a chat template."""
+    """Return the places of the values in the arguments of a chat template."""
     found: list[Place] = []
     for name, value in arguments.items():
         if isinstance(value, list | dict):
@@ -181,6 +184,7 @@ def _of_arguments(arguments: Mapping[str, Any]) -> list[Place]:
 
 
 def _add_text(message: Message, key: str, found: list[Place]) -> None:
+    """Append the places of a text of a message to `found`."""
     text = message[key]
     name = key
     if key == "content" or "from" in message:
@@ -194,6 +198,7 @@ def _add_text(message: Message, key: str, found: list[Place]) -> None:
 
 
 def _add_parts(content: list[Any], found: list[Place]) -> None:
+    """Append the places of the texts and media in a content that is a list of parts to `found`."""
     for i, part in enumerate(content):
         if not isinstance(part, dict):
             found.append(("content in parts", content, i))
@@ -227,6 +232,7 @@ def _add_nested(value: list[Any] | dict[str, Any], path: str, found: list[Place]
 
 
 def _kinds_of_arguments(row: Mapping[str, Any]) -> Iterator[Kind]:
+    """Yield the kinds of the tools and the further template arguments of a row."""
     tools = row.get("tools")
     arguments = dict(row.get("chat_template_kwargs") or {})
     if isinstance(tools, str):
@@ -238,7 +244,10 @@ def _kinds_of_arguments(row: Mapping[str, Any]) -> Iterator[Kind]:
 
 @lru_cache(1024)
 def _kinds_of_tools(tools: str) -> tuple[Kind, ...]:
-    """Return the kinds of tools that are given as JSON. Many rows have the same; a text that is not JSON has none."""
+    """Return the kinds of tools that are a text of JSON; a text that is not JSON has no kinds.
+
+    The result is cached, because many rows have the same tools.
+    """
     try:
         schemas = json.loads(tools) if tools.strip() else []
     except ValueError:
@@ -251,29 +260,30 @@ _compiled: Callable[[str], re.Pattern[str]] = lru_cache(re.compile)
 
 @lru_cache(4096)
 def _hash(kinds: frozenset[Kind]) -> int:
-    """Hash kinds to 63 bits, the same in every process."""
+    """Hash kinds to 63 bits. The hash is equal in every process."""
     return int.from_bytes(hashlib.sha256(repr(sorted(kinds)).encode()).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True)
 class Given:
-    """The kinds of the rows of a dataset, counted."""
+    """The kinds of all rows of a dataset."""
 
-    rows: Any  # of a table with `select`; of a stream the list of its first rows
-    shapes: list[frozenset[Kind]]  # kinds that a row has together, the most frequent first
-    first: list[int]  # of each of them the first row
-    shape_of: npt.NDArray[np.int64]  # which of them each row has, shape (rows,)
+    rows: Any  # the table, or a list of the first rows of a stream
+    shapes: list[frozenset[Kind]]  # the sets of kinds that rows have, the most frequent first
+    first: list[int]  # for each shape the index of the first row that has it
+    shape_of: npt.NDArray[np.int64]  # for each row the index of its shape, shape (rows,)
 
     def __len__(self) -> int:
         return len(self.shape_of)
 
     def rows_with(self, kinds: Collection[Kind]) -> npt.NDArray[np.int64]:
-        """List the numbers of the rows that have one of these kinds."""
+        """Return the indices of the rows that have at least one of these kinds."""
         has = np.array([not shape.isdisjoint(kinds) for shape in self.shapes], bool)
         return np.flatnonzero(has[self.shape_of])
 
     @property
     def kinds(self) -> frozenset[Kind]:
+        """All kinds of all rows."""
         return frozenset().union(*self.shapes)
 
 
@@ -283,7 +293,8 @@ def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: i
         table = dataset.with_format(None)
         columns = table.select_columns([name for name, kind in table.features.items() if _is_read(name, kind)])
         for name, kind in columns.features.items():
-            if (encoded := undecoded(kind)) != kind:
+            encoded = undecoded(kind)
+            if encoded != kind:
                 columns = columns.cast_column(name, encoded)
         hashes = np.zeros(len(table), np.int64)
         rows = table
@@ -307,7 +318,7 @@ def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: i
 
 
 def _is_read(name: str, kind: Any) -> bool:
-    """Whether a column may have texts or settings."""
+    """Return whether a column may have texts or settings."""
     if isinstance(kind, Value):
         return str(kind.dtype) in TEXTS
     return name not in IMAGES and not isinstance(kind, Image | Audio | Video)

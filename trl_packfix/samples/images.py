@@ -1,9 +1,12 @@
-"""Rows with images: measured before training, and the collator that finds assistant turns in them.
+"""Measure rows with images before training, and collate them with only assistant turns trained.
 
-Only what a processor makes of a row says how many tokens an image has, so it runs once for every row before training,
-and the numbers that planning needs are cached, but no pixels. Images are decoded then, since a broken one must be found
-before training. They are not processed where another of the same size was (`SizeProcessor`), except in every 16th row,
-whose numbers are compared. A worker of the data loader later runs the processor again, and must get the same tokens.
+The processor alone knows how many tokens an image becomes. So `measure` runs it on every row before training, and
+caches the numbers that planning needs (`KINDS`), but no pixels. During training, a worker of the data loader runs the
+processor again (`processor.py`), and must get the same tokens.
+
+Every image is decoded before training, so that a broken image is found. To save time, only one image of each size is
+processed (`SizeProcessor`). Every 16th row is processed in full too. If its numbers differ, all rows are measured
+again in full.
 """
 
 import logging
@@ -37,9 +40,9 @@ from .turns import PART_MARKERS, TurnRule, text_parts
 
 logger = logging.getLogger(__name__)
 
-CHECKED = 16  # of so many rows one is processed, to compare with what the sizes of its images give
-# A column of each, and its value in a bad row. To sort documents by their beginnings: tokens, first and stop of each
-# image one after the other, hashes of images.
+CHECKED = 16  # one row of so many is processed in full, and compared with the numbers from the sizes of its images
+# The columns of measured rows: the type of each, and its value in a bad row. Planning finds documents with a common
+# beginning by `tokens`, `spans` (start and stop of each image, one after the other) and `contents` (hashes of images).
 KINDS: dict[str, tuple[object, object]] = {
     **dict.fromkeys(("length", "trained"), (Value("int64"), 0)),
     "first_is_labelled": (Value("bool"), False),
@@ -54,24 +57,25 @@ KINDS: dict[str, tuple[object, object]] = {
 
 
 def features_of(rule: TurnRule | None) -> Features:
+    """Return the types of the columns of measured rows; with a rule, the columns that count turns are among them."""
     numbers = {} if rule is None else dict.fromkeys(BOOKKEEPING_COLUMNS, Value("int64"))
     return Features({name: kind for name, (kind, _) in KINDS.items()} | {BAD_ROW_COLUMN: Value("string")} | numbers)
 
 
 @dataclass(frozen=True)
 class ProcessedImages(Recipe):
-    """What is measured of a row with images, or of each of its assistant turns that is trained.
+    """The recipe that measures a row with images or, with a rule, each of its trained assistant turns.
 
-    A conversation without such a turn is one sample, in which nothing is trained.
+    With a rule, a conversation without a trained turn becomes one sample, in which no token is trained.
     """
 
     process: RowProcessor
-    rule: TurnRule | None = None  # which turns are trained; None: a sample is a row
-    every: int = 1  # the images of one in so many rows are processed; of the others, one of each size is
+    rule: TurnRule | None = None  # decides which turns are trained; None if a sample is a row
+    every: int = 1  # one row of so many is processed in full; in all further rows, one image of each size is processed
     bad: ClassVar[Mapping[str, object]] = {name: value for name, (_, value) in KINDS.items()}
 
     @property
-    def setting(self) -> str:  # type: ignore[override]  # it is never set
+    def setting(self) -> str:  # type: ignore[override]  # a property, because it depends on the rule
         return "" if self.rule is None else "per_turn"
 
     def samples(self, row: Row, number: int) -> list[Sample]:
@@ -79,19 +83,21 @@ class ProcessedImages(Recipe):
         if rule is None:
             return [self._measure_rows(row, number)]
 
-        def make(conversation: Conversation, turn: int) -> Sample:
+        def measure_turn(conversation: Conversation, turn: int) -> Sample:
             return self._measure_rows(rule.row_of_turn(conversation, turn, self.process.processor), number)
 
-        return samples_of_turns(rule.select_turn(Conversation.from_row(row, images_of(row))), make, row)
+        chosen = rule.select_turn(Conversation.from_row(row, images_of(row)))
+        return samples_of_turns(chosen, measure_turn, row)
 
     def _measure_rows(self, row: Row, number: int) -> Sample:
-        # Reading the row decodes its images, so a missing or broken one is found here.
+        """Measure one document: in full in every `every`-th row, else by the sizes of its images."""
+        # Reading the row decodes its images, so a missing or broken image raises an error here
         row = with_images(row)
         by_size = None
         if self.every > 1:
             try:
                 by_size = self.process.by_size.measured(row)
-            except Exception:  # the processor itself then says what is wrong with the row
+            except Exception:  # processing the row in full raises the error that the user should read
                 by_size = None
         if by_size is not None and number % self.every:
             return Sample(by_size)
@@ -108,10 +114,20 @@ def measure(
     drops: bool,
     rule: TurnRule | None = None,
 ) -> Dataset:
-    """Run the processor on every row and keep the numbers of `KINDS`; `datasets` caches them beside the data.
+    """Run the processor on every row, and return a table of the numbers of `KINDS`, which `datasets` caches.
 
-    With a rule, each assistant turn that is trained is a document, and `NUMBERS` note which. With `drops`, rows that
-    cannot be processed get length 0 and their reason in `BAD_ROW_COLUMN`.
+    Args:
+        dataset: A table of rows with images.
+        process: The processor of one row.
+        name: The dataset's name in messages.
+        num_proc: Number of processes; None for the calling process.
+        drops: Whether bad rows remain in the result, with length 0 and their reason in `BAD_ROW_COLUMN`. The caller
+            drops them.
+        rule: If it is given, each trained assistant turn is a document, and `BOOKKEEPING_COLUMNS` have its row and
+            index.
+
+    Raises:
+        ValueError: If the dataset has a transform, or if rows are bad and not dropped.
     """
     if dataset.format["type"] == "custom":
         raise ValueError(
@@ -120,7 +136,7 @@ def measure(
             "another image at each reading. Materialise it with `Dataset.map`, or set `packing=False`."
         )
 
-    def run(every: int) -> Dataset:
+    def measure_rows(every: int) -> Dataset:
         return dataset.map(
             HashedMapFunction(columns_of_batch, users_code=hash_modules_of(process.processor)),
             with_indices=True,
@@ -134,7 +150,7 @@ def measure(
         )
 
     every = CHECKED if process.depends_on_sizes else 1
-    measures = run(every)
+    measures = measure_rows(every)
     differs = np.flatnonzero(measures["differs"])
     if len(differs):
         logger.warning(
@@ -142,7 +158,7 @@ def measure(
             "first is row %d. The processor runs on every row instead, which takes longer.",
             *(len(differs), -(-len(measures) // CHECKED), name, differs[0]),
         )
-        measures = run(1)
+        measures = measure_rows(1)
     bad = bad_row_mask(measures)
     if bad.any() and not drops:
         first = np.flatnonzero(bad)[:MAX_ROWS_NAMED]
@@ -157,9 +173,11 @@ def measure(
 
 @dataclass
 class AssistantCollator(DataCollatorForVisionLanguageModeling):
-    """TRL's collator of rows with images, which trains the turns that the rule chooses, with every template.
+    """TRL's collator of rows with images, which trains the assistant turns that a rule selects.
 
-    It renders the rows itself, and gives TRL's code the text in parts that are trained or not.
+    TRL's collator finds assistant turns only in templates with `{% generation %}` markers. This collator works with
+    every template: it renders the rows itself, divides the text into trained and other parts, and calls TRL's code with
+    a template that joins the parts (`PART_MARKERS`).
     """
 
     rule: TurnRule = field(default_factory=TurnRule)
@@ -167,18 +185,26 @@ class AssistantCollator(DataCollatorForVisionLanguageModeling):
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.assistant_only_loss or "messages" not in examples[0]:
             return super().torch_call(examples)
-        in_parts = []
+        examples_in_parts = []
         for example in examples:
             images = [example["image"]] if "image" in example else example["images"]
             messages = prepare_multimodal_messages(example["messages"], images=images)
             chosen = self.rule.select_turn(Conversation(messages, 0, {"chat_template": self.chat_template}))
             text, spans = self.rule.spans(chosen, self.processor)
-            first, *others = example["messages"]
-            in_parts.append(example | {"messages": [first | {"parts": text_parts(text, spans)}, *others]})
-        return DataCollatorForVisionLanguageModeling.torch_call(replace(self, chat_template=PART_MARKERS), in_parts)
+            # The template reads the parts from the first message.
+            first_message, *later_messages = example["messages"]
+            first_message = first_message | {"parts": text_parts(text, spans)}
+            examples_in_parts.append(example | {"messages": [first_message, *later_messages]})
+        collate_parts = replace(self, chat_template=PART_MARKERS)
+        return DataCollatorForVisionLanguageModeling.torch_call(collate_parts, examples_in_parts)
 
 
 def masking_collator(collate: DataCollatorForVisionLanguageModeling, rule: TurnRule) -> AssistantCollator:
+    """Return a collator with the settings of TRL's collator that trains the assistant turns of a rule.
+
+    Raises:
+        ValueError: If the installed versions of TRL and transformers cannot find turns behind images.
+    """
     if not masks_images(collate):
         raise ValueError(
             f"`assistant_only_loss=True` was given with images, TRL {trl.__version__} and transformers "
@@ -191,7 +217,10 @@ def masking_collator(collate: DataCollatorForVisionLanguageModeling, rule: TurnR
 
 
 def count_turns_of_images(dataset: object, rule: TurnRule) -> AssistantTurnCounts | None:
-    """The assistant turns of a table with images, whose rows are tokenised when they are read; None for a stream."""
+    """Count the assistant turns of a table with images, before its rows are tokenised.
+
+    None is returned for a stream, and for a table without the column `messages`.
+    """
     if not isinstance(dataset, Dataset) or "messages" not in dataset.column_names:
         return None
     counts = np.zeros(3, np.int64)
@@ -199,5 +228,5 @@ def count_turns_of_images(dataset: object, rule: TurnRule) -> AssistantTurnCount
         try:
             counts += astuple(rule.select_turn(Conversation.from_row(row)).counts)
         except Exception:
-            continue  # a bad row, named when it is processed
+            continue  # the row is bad, and is refused when it is processed
     return AssistantTurnCounts(*counts.tolist())

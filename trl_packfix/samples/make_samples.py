@@ -1,4 +1,10 @@
-"""Apply a recipe to the rows of a table or a stream; refuse, or drop and count, rows of which it makes no sample."""
+"""Make the samples of a whole dataset: apply a recipe to the rows of a table or a stream.
+
+The trainer's preparation calls `make_samples` with a dataset of texts or conversations, and packs the samples that
+come out: rows with tokens and labels. A recipe of `recipes.py` makes one or several samples of a row. A row is bad if
+the recipe can make no sample of it. With `bad_rows="raise"` bad rows are refused, and with "drop" they are counted and
+dropped. A table is a `datasets.Dataset`, a stream an `IterableDataset`.
+"""
 
 import logging
 import sys
@@ -41,19 +47,19 @@ from .turns import TurnSettings
 logger = logging.getLogger(__name__)
 
 TOKEN_FEATURES = {"input_ids": [Value("int32")], "labels": [Value("int64")], BAD_ROW_COLUMN: Value("string")}
-ROWS_AT_ONCE = 1000  # in memory: samples of turns have many times the tokens of their row
-CONVERSATIONS_AT_ONCE = 16
+ROWS_AT_ONCE = 1000  # rows of a batch in memory
+CONVERSATIONS_AT_ONCE = 16  # rows of a batch if each turn is a sample, which takes many times the memory
 
 
 @dataclass(frozen=True)
 class PreparedDataset:
-    """The samples of a dataset: tokenised rows with the other columns of theirs."""
+    """The samples of a dataset, and what was counted while they were made."""
 
-    rows: Dataset | IterableDataset
+    rows: Dataset | IterableDataset  # tokens and labels, and the columns of the dataset that were not tokenised
     recipe: Recipe
-    masked: AssistantTurnCounts | None = None  # the assistant turns of a table, with `assistant_only_loss`
-    turns: PerTurnCounts | None = None  # the same with `per_turn`
-    data: DataReport | None = None  # whether everything given is in the tokens; None with a formatting function
+    masked: AssistantTurnCounts | None = None  # assistant turns of a table, if `assistant_only_loss` is set
+    turns: PerTurnCounts | None = None  # conversations and turns of a table, if `per_turn` is set
+    data: DataReport | None = None  # whether all texts are in the tokens; None with a formatting function
 
 
 def make_samples(
@@ -67,10 +73,22 @@ def make_samples(
     formatting_func: Callable[[dict[str, Any]], str] | None = None,
     is_training_set: bool = True,
 ) -> PreparedDataset:
-    """Tokens and labels of all rows of a dataset that is not tokenised.
+    """Make tokens and labels of all rows of a dataset that is not tokenised.
 
-    With `marks` and `bad_rows="drop"`, rows or turns of which no sample can be made are kept without tokens, with the
-    reason in the column `BAD_ROW_COLUMN`, so that they are counted.
+    Args:
+        dataset: A table or a stream.
+        name: The dataset's name in messages.
+        args: The config of the trainer.
+        tokenizer: The tokenizer, or the processor of a model with images.
+        completion_only_loss: Whether prompts are not trained, in rows with a prompt and a completion.
+        marks: Whether, with `bad_rows="drop"`, bad rows and turns remain in the result without tokens and with their
+            reason in the column `BAD_ROW_COLUMN`, so that the caller can count them.
+        formatting_func: The user's function that returns the text of a row, as in TRL.
+        is_training_set: Whether to warn if trained turns do not end, or if `per_turn` gains nothing.
+
+    Raises:
+        ValueError: If the dataset cannot be tokenised, or if it has bad rows that are not dropped. The rows of a stream
+            are refused when they are read.
     """
     data = None
     if isinstance(dataset, Dataset):
@@ -84,9 +102,9 @@ def make_samples(
             data = prove_or_refuse(dataset, name, args=args, tokenizer=tokenizer)
         users_code = hash_modules_of(formatting_func, tokenizer)
         settings: dict[str, Any] = {"marks": marks, "is_training_set": is_training_set, "users_code": users_code}
-        made = _applied(recipe, dataset, name, args=args, **settings)
+        prepared = _applied(recipe, dataset, name, args=args, **settings)
     repeats.say(name)
-    return replace(made, data=data)
+    return replace(prepared, data=data)
 
 
 def _applied(
@@ -99,19 +117,20 @@ def _applied(
     is_training_set: bool,
     users_code: str,
 ) -> PreparedDataset:
+    """Apply a recipe to all rows: of a table now, of a stream when they are read."""
     columns = columns_of(dataset)
     drops = args.bad_rows == "drop"
     consumed = [column for column in columns if column in recipe.consumes]
     others = [column for column in columns if column not in consumed]
     kwargs: dict[str, object] = {"recipe": recipe, "structs": struct_columns(dataset.features)}
     settings = {"with_indices": True, "batched": True}
-    says_end = is_training_set and recipe.setting
+    checks_turn_ends = is_training_set and recipe.setting
     if isinstance(dataset, IterableDataset):
         kwargs |= {"name": name, "drops": drops, "repeats": dataset_warnings.RepeatedMessages()}
-        # Rows of a stream may have other columns than the first
+        # Without known columns, later rows of a stream may have columns that its first row does not have
         consumed = consumed if dataset.column_names is not None else [*recipe.consumes]
         stream = dataset.map(_columns_of_stream, batch_size=1, remove_columns=consumed, fn_kwargs=kwargs, **settings)
-        if says_end:
+        if checks_turn_ends:
             dataset_warnings.warn_if_turns_do_not_end(
                 stream.take(NUM_OF_STREAM), name, recipe.tokenizer, setting=recipe.setting
             )
@@ -130,7 +149,7 @@ def _applied(
             **settings,
         )
     turns = count_turns(dataset, samples, name, args=args, is_split=recipe.splits, drops=drops)
-    if says_end:
+    if checks_turn_ends:
         dataset_warnings.warn_if_turns_do_not_end(samples, name, recipe.tokenizer, setting=recipe.setting)
     if is_training_set and recipe.splits:
         dataset_warnings.warn_if_nothing_is_stripped(samples, name)
@@ -142,7 +161,10 @@ def _applied(
 
 
 class _RowView(Mapping[str, Any]):
-    """A row of a batch. Its columns are decoded when they are read, so a broken image is an error of its row."""
+    """One row of a batch of `Dataset.map`.
+
+    Its columns are decoded when they are read, so a broken image raises an error in its own row and not in the batch.
+    """
 
     def __init__(self, batch: Mapping[str, Sequence[Any]], place: int, structs: Mapping[str, Any]):
         self._batch = batch
@@ -168,24 +190,35 @@ def columns_of_batch(
     repeated: Sequence[str] = (),
     structs: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, list[Any]]:
-    """The samples of some rows, both as columns; `repeated` are other columns of the rows, which each sample gets.
+    """Make the samples of a batch of rows. This is a function for `Dataset.map`.
 
-    `structs` are the columns from which keys that Arrow added are taken (`given_value`).
+    Args:
+        batch: The columns of the rows by name.
+        indices: Indices of the rows in their dataset.
+        recipe: Makes the samples of a row.
+        repeated: Names of further columns of a row, whose values are copied to each of its samples.
+        structs: Features of the columns whose dictionaries have keys that Arrow added, which are removed
+            (`given_value`).
+
+    Returns:
+        The columns of the samples by name. A bad row has one sample, with a reason in `BAD_ROW_COLUMN`.
     """
     numbers = BOOKKEEPING_COLUMNS if recipe.setting else ()
     columns: dict[str, list[Any]] = {name: [] for name in (*recipe.bad, BAD_ROW_COLUMN, *numbers, *repeated)}
-    for place, i in enumerate(indices):
+    for place, row_index in enumerate(indices):
         row = _RowView(batch, place, structs)
         try:
-            samples = recipe.samples(row, i)
-        except Exception as error:  # of a template, a tokenizer, a processor, the image library or the file system
+            samples = recipe.samples(row, row_index)
+        # Templates, tokenizers, processors, the image library and the file system raise errors of any type
+        except Exception as error:
             samples = [Sample({}, reason=explain_bad_row(row, error, recipe.text_field))]
         for sample in samples:
-            made = {BAD_ROW_COLUMN: sample.reason, **recipe.bad, **sample.columns}
-            made |= zip(numbers, (i, sample.turn, *astuple(sample.counts)), strict=False)
-            made |= {name: row[name] for name in repeated}
+            sample_columns = {BAD_ROW_COLUMN: sample.reason, **recipe.bad, **sample.columns}
+            # `numbers` is empty if turns are not counted
+            sample_columns |= zip(numbers, (row_index, sample.turn, *astuple(sample.counts)), strict=False)
+            sample_columns |= {name: row[name] for name in repeated}
             for name, column in columns.items():
-                column.append(made[name])
+                column.append(sample_columns[name])
     return columns
 
 
@@ -199,58 +232,70 @@ def _columns_of_stream(
     repeats: dataset_warnings.RepeatedMessages,
     structs: Mapping[str, Any],
 ) -> dict[str, list[Any]]:
+    """Make the samples of one row of a stream, and raise a ValueError if it is bad and bad rows are not dropped."""
     repeated = [column for column in batch if column not in recipe.consumes] if recipe.splits else []
     with repeats:
         columns = columns_of_batch(batch, indices, recipe, repeated=repeated, structs=structs)
-    for why in columns[BAD_ROW_COLUMN] if not drops else ():
-        if why:
+    for reason in columns[BAD_ROW_COLUMN]:
+        if reason and not drops:
             raise ValueError(
-                f"Row {indices[0]} of the {name} stream cannot be tokenised: {why}. Every row must go through the chat "
-                "template and the tokenizer. Filter such rows out, set `chat_template_path` to a template that takes "
-                'them, or set `bad_rows="drop"`.'
+                f"Row {indices[0]} of the {name} stream cannot be tokenised: {reason}. Every row must go through the "
+                "chat template and the tokenizer. Filter such rows out, set `chat_template_path` to a template that "
+                'takes them, or set `bad_rows="drop"`.'
             )
     for column in ("input_ids", "labels"):
         columns[column] = [values.tolist() for values in columns[column]]
-    left_out = BOOKKEEPING_COLUMNS if drops else (*BOOKKEEPING_COLUMNS, BAD_ROW_COLUMN)
-    return {column: values for column, values in columns.items() if column not in left_out}
+    removed = BOOKKEEPING_COLUMNS if drops else (*BOOKKEEPING_COLUMNS, BAD_ROW_COLUMN)
+    return {column: values for column, values in columns.items() if column not in removed}
 
 
 def count_turns(
     dataset: Dataset, samples: Dataset, name: str, *, args: TurnSettings, is_split: bool, drops: bool
 ) -> PerTurnCounts:
-    """Count the samples of the rows of a dataset, and refuse or name the rows of which none can be made.
+    """Count the samples of a table, and refuse bad rows or warn that they are dropped.
 
-    A sample is a row or, if it is split, a turn, and the columns say of which row.
+    Args:
+        dataset: The rows of the user.
+        samples: The samples that were made of these rows, bad ones among them.
+        name: The dataset's name in messages.
+        args: The config of the trainer.
+        is_split: Whether a sample is one turn of a row, whose index is in the column `ROW_COLUMN`. Otherwise sample i
+            is row i.
+        drops: Whether bad rows are dropped.
+
+    Raises:
+        ValueError: If rows are bad and not dropped, if no sample remains, or if there is no assistant turn.
     """
     bad = bad_row_mask(samples)
     row_of = read_integer_column(samples, ROW_COLUMN) if is_split else np.arange(len(samples))
     trains = read_integer_column(samples, TURN_COLUMN) >= 0 if is_split else ~bad
-    left = mask_counts(samples) if is_split else AssistantTurnCounts()
+    turn_counts = mask_counts(samples) if is_split else AssistantTurnCounts()
     counts = PerTurnCounts(
         conversations=len(dataset),
         samples=int((~bad & trains).sum()),
         without_turn=int((~bad & ~trains).sum()),
         bad=int(bad.sum()),
-        left_out=left.context + left.earlier,
+        left_out=turn_counts.context + turn_counts.earlier,
     )
     if counts.bad:
-        rows, where = np.unique(row_of[bad], return_index=True)
-        first = np.flatnonzero(bad)[where][:MAX_ROWS_NAMED]
+        # Several turns of a row may be bad: the reason of its first bad turn is shown
+        rows, first_bad_turns = np.unique(row_of[bad], return_index=True)
+        first = np.flatnonzero(bad)[first_bad_turns][:MAX_ROWS_NAMED]
         reasons = list(
             zip(rows[:MAX_ROWS_NAMED].tolist(), samples.select(first).with_format(None)[BAD_ROW_COLUMN], strict=True)
         )
         if not drops or not counts.samples:
             raise_bad_rows(name, reasons, len(rows), total=len(dataset))
-        what = f"{len(rows)} of {len(dataset)} rows"
-        be = "tokenised"
-        where_are = ""
+        bad_text = f"{len(rows)} of {len(dataset)} rows"
+        verb = "tokenised"
+        location = ""
         if is_split:
-            what = f"{counts.bad} turns in {len(rows)} of {len(dataset)} conversations"
-            be = "rendered"
-            where_are = "in rows "
+            bad_text = f"{counts.bad} turns in {len(rows)} of {len(dataset)} conversations"
+            verb = "rendered"
+            location = "in rows "
         logger.warning(
             "%s of the %s dataset cannot be %s and are dropped; the first are %s%s. Row %d: %s.",
-            *(what, name, be, where_are, [row for row, _ in reasons], *reasons[0]),
+            *(bad_text, name, verb, location, [row for row, _ in reasons], *reasons[0]),
         )
     if is_split and not counts.samples and not counts.left_out:
         roles = sorted({message["role"] for message in Conversation.from_row(dataset[0]).messages})
@@ -265,9 +310,10 @@ def count_turns(
 
 
 def without_bad_rows(dataset: Any) -> Any:
-    """The rows that have tokens, of a table or a stream, without the column `BAD_ROW_COLUMN`."""
+    """Return a table or stream of the rows that are not bad, without the column `BAD_ROW_COLUMN`."""
     if isinstance(dataset, IterableDataset):
         return dataset.filter(not_, input_columns=BAD_ROW_COLUMN).remove_columns(BAD_ROW_COLUMN)
-    if (bad := bad_row_mask(dataset)).any():
+    bad = bad_row_mask(dataset)
+    if bad.any():
         dataset = dataset.select(np.flatnonzero(~bad))
     return dataset.remove_columns(BAD_ROW_COLUMN) if BAD_ROW_COLUMN in dataset.column_names else dataset

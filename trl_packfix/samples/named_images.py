@@ -1,6 +1,7 @@
-"""Images that messages name themselves: read as if they were in a column `images`, with a placeholder for each.
+"""Move the images that messages name into a column `images`, and leave a placeholder for each in its message.
 
-OpenAI writes `{"type": "image_url", "image_url": {"url": ...}}`, Qwen `{"type": "image", "image": ...}`. TRL reads
+This is the first step for the user's dataset; checks and recipes then find the images where TRL reads them. OpenAI
+writes `{"type": "image_url", "image_url": {"url": ...}}`, Qwen `{"type": "image", "image": ...}`. TRL reads
 images from a column only, and a chat template writes the placeholder of an image without its pixels.
 """
 
@@ -20,7 +21,7 @@ from .given import undecoded
 from .texts import MESSAGES, PAIR
 
 COLUMNS = (*MESSAGES, *PAIR)
-KEYS = ("image", "image_url", "input_image")  # of a part of a content
+KEYS = ("image", "image_url", "input_image")  # keys of a part of a content that name an image
 NAMED = re.compile(rf"""["']({"|".join(KEYS)})["'] *:""")
 AnyDataset = TypeVar("AnyDataset")
 
@@ -28,12 +29,18 @@ AnyDataset = TypeVar("AnyDataset")
 def with_named_images(dataset: AnyDataset, name: str) -> AnyDataset:
     """Return a dataset with the images that its messages name in a column `images`, and `{"type": "image"}` for each.
 
-    A dataset that has a column of images or names none is returned as it is, and so is any other object; of a
-    dictionary, each dataset is meant. Files are opened when rows are read.
-    ValueError: an image is given by an address of the web.
+    Files are opened when rows are read.
+
+    Args:
+        dataset: A table, a stream, or a dictionary of them. A dataset that has a column of images already or names no
+            images, and any other object, is returned as it is.
+        name: The dataset's name in messages.
+
+    Raises:
+        ValueError: If an image is named by an address of the web.
     """
     if isinstance(dataset, dict):
-        return type(dataset)({key: with_named_images(each, key) for key, each in dataset.items()})
+        return type(dataset)({key: with_named_images(value, key) for key, value in dataset.items()})
     columns: Any = [column for column in columns_of(dataset) if column in COLUMNS]
     if not columns or has_images(dataset) or has_transform(dataset) or not _names_images(dataset, columns):
         return dataset
@@ -45,7 +52,8 @@ def with_named_images(dataset: AnyDataset, name: str) -> AnyDataset:
     table = dataset
     with main_process_first():
         for column in columns:
-            if (encoded := undecoded(table.features[column])) != table.features[column]:
+            encoded = undecoded(table.features[column])
+            if encoded != table.features[column]:
                 table = table.cast_column(column, encoded)
         features = {column: _without_images(kind) for column, kind in table.features.items()}
         kinds = Features(features | {"images": List(Image())})
@@ -54,13 +62,12 @@ def with_named_images(dataset: AnyDataset, name: str) -> AnyDataset:
 
 
 def _names_images(dataset: Any, columns: list[str]) -> bool:
-    """Whether a message of a table, of a stream one of the first, names an image."""
+    """Return whether a message names an image: in any row of a table, or in the first rows of a stream."""
     if isinstance(dataset, IterableDataset):
         rows: Any = first_rows(dataset)
     else:
-        if not any(
-            "Json" in str(dataset.features[each]) or NAMED.search(str(dataset.features[each])) for each in columns
-        ):
+        types = [str(dataset.features[column]) for column in columns]
+        if not any("Json" in text or NAMED.search(text) for text in types):
             return False
         rows = dataset.select_columns(columns).with_format("arrow").iter(1000)
         return any(_has_name(table.column(column)) for table in rows for column in columns)
@@ -68,11 +75,12 @@ def _names_images(dataset: Any, columns: list[str]) -> bool:
 
 
 def _has_name(values: pa.ChunkedArray) -> bool:
-    """Whether a text of JSON in some rows, or a dictionary of them, names an image that is not None."""
+    """Return whether a message in a column of some rows names an image that is not None."""
     return any(_named(chunk) for chunk in values.chunks)
 
 
 def _named(values: pa.Array) -> bool:
+    """Return whether values, which may be nested, contain one of `KEYS` with a value that is not None."""
     kind = values.type
     if isinstance(kind, pa.JsonType):
         return bool(pc.any(pc.match_substring_regex(values.storage, NAMED.pattern)).as_py())
@@ -94,23 +102,24 @@ def _without_images(feature: Any) -> Any:
 
 
 def _with_images(row: Mapping[str, Any], number: int, *, columns: list[str], name: str) -> dict[str, Any]:
-    """Return the messages of a row with a placeholder in place of each image, and these images."""
+    """Return the columns of messages of a row with a placeholder for each image, and the column `images`."""
     images: list[Any] = []
 
-    def moved(part: Any) -> Any:
+    def move_image(part: Any) -> Any:
         key = next((key for key in KEYS if isinstance(part, dict) and part.get(key) is not None), None)
         if key is None:
             return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
         images.append(_image(part[key], f"Row {number} of the {name} dataset"))
         return {"type": "image"}
 
-    def with_parts(message: Any) -> Any:
+    def move_images_of_message(message: Any) -> Any:
         content = message.get("content") if isinstance(message, dict) else None
-        return message | {"content": [*map(moved, content)]} if isinstance(content, list) else message
+        return message | {"content": [*map(move_image, content)]} if isinstance(content, list) else message
 
     lists = {column: row[column] for column in columns if isinstance(row[column], list)}
-    changed = {column: [*map(with_parts, messages)] for column, messages in lists.items()}
-    if images:  # TRL would put all images before the first text that is not in a list
+    changed = {column: [*map(move_images_of_message, messages)] for column, messages in lists.items()}
+    # Write every content as a list of parts: TRL would put all images before the first content that is a plain text
+    if images:
         for message in (message for messages in changed.values() for message in messages):
             if isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]

@@ -1,4 +1,9 @@
-"""One row with images -> one document: its tokens, labels, and what the model needs of its images."""
+"""Process one row with images into one document: its tokens, its labels and the tensors of its images.
+
+Rows come in from the user's dataset, or from `images.py` if each assistant turn is a document. `RowProcessor` is called
+twice for a row: before training by `images.py`, which only caches lengths and hashes (`measured`), and during training
+by a worker of the data loader, which needs the tensors. A span is a range of tokens, with the placeholders of an image.
+"""
 
 import copy
 import hashlib
@@ -18,96 +23,115 @@ from ..compat import training_every_token
 from ..layout import IGNORE_INDEX, TEXT_KEYS, ComparedContent
 from .conversation import plain_tokenizer
 
-IMAGES_FROM = 2**31  # numbers that stand for images where documents are compared: above all tokens
-# Marks tokens of images where a processor returns it: 1 is an image, 0 is text
+IMAGES_FROM = 2**31  # images get numbers from here on where documents are compared; all token ids are smaller
+# Names under which some processors return the kind of each token: 0 is text, other numbers are images
 TOKEN_KINDS = ("mm_token_type_ids", "token_type_ids")
-Span: TypeAlias = tuple[int, int]  # of tokens
+Span: TypeAlias = tuple[int, int]  # index of the first token, and of the token after the last
 
 
 class RowProcessor:
-    """A row alone through TRL's collator, which gives what it gives in a batch, without padding or cutting."""
+    """Processes one row with TRL's collator, as a batch of one row, without padding or truncation."""
 
     def __init__(self, collate: DataCollatorForVisionLanguageModeling):
         self.processor: ProcessorMixin = collate.processor
         self._collate = replace(collate, max_length=None, pad_to_multiple_of=None)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return RowProcessor, (self._collate,)  # without the sizes known so far: `datasets` hashes it to find its cache
+        # `datasets` hashes the pickled object to find its cache. The sizes that `by_size` remembers must not change it.
+        return RowProcessor, (self._collate,)
 
     @property
     def depends_on_sizes(self) -> bool:
         """Whether the shapes of processed images may be taken from images of the same sizes."""
-        # Those of others than transformers may look at what an image shows
+        # An image processor that is not part of transformers may choose the shape by what an image shows
         image_processor = getattr(self.processor, "image_processor", None)
         return type(image_processor).__module__.partition(".")[0] == "transformers"
 
     @cached_property
     def by_size(self) -> "RowProcessor":
-        """The same without processing images, if others of the same size were processed: pixels are left out."""
+        """A copy that returns shapes without pixels, and processes only one image of each size."""
         processor = copy.copy(self.processor)
         processor.image_processor = SizeProcessor(processor.image_processor)
         return RowProcessor(replace(self._collate, processor=processor))
 
     @cached_property
     def settings(self) -> bytes:
-        """What decides the pixels of an image, besides the image."""
+        """The settings of the image processor, which decide with an image what pixels the model reads."""
         return str(self.processor.image_processor.to_json_string()).encode()
 
     @cached_property
     def special_tokens(self) -> list[int]:
-        """Tokens that no text has, such as those around an image."""
+        """Sorted ids of the tokens that never stand for plain text, such as the tokens around an image."""
         tokenizer = plain_tokenizer(self.processor)
         return sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()})
 
     def without_masks(self) -> "RowProcessor":
-        """The same for rows in which every token is trained."""
+        """Return a copy for rows in which every token is trained."""
         return RowProcessor(training_every_token(self._collate))
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The document of a row: `input_ids` and `labels` as arrays, (tokens,), the rest as tensors of one row."""
+        """Make the document of a row.
+
+        Returns:
+            `input_ids` and `labels` as arrays of shape (T,), and the outputs of the image processor as tensors of a
+            batch of one row.
+        """
         row = with_images(row)
-        if row.get("completion") == "":  # TRL joins its tokens, and those of an empty text are no whole numbers
+        if row.get("completion") == "":
+            # TRL fails on an empty completion, whose tokens are a tensor of floats: process the prompt as plain text
             text = {self._collate.dataset_text_field: row["prompt"], "images": row["images"]}
             document = self.without_masks()(text)
             return document | {"labels": np.full_like(document["labels"], IGNORE_INDEX)}
         document = dict(self._collate([row]))
-        document.pop("attention_mask", None)  # all ones: one row has no padding
+        document.pop("attention_mask", None)  # one row has no padding, so all are ones
         return document | {name: document[name][0].numpy() for name in ("input_ids", "labels")}
 
     def cut(self, document: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """The tokens of a part of a document, and the images among them. It does not begin or end inside an image."""
+        """Return the tokens `start` to `stop - 1` of a document with the images among them, as a document.
+
+        The cut must not begin or end inside an image.
+        """
         if start == 0 and stop == len(document["input_ids"]):
             return document
         spans = self.image_spans(document)
-        within = [i for i, (first, behind) in enumerate(spans) if first >= start and behind <= stop]
-        overlapping = [i for i, (first, behind) in enumerate(spans) if behind > start and first < stop]
+        within = [i for i, (image_start, image_stop) in enumerate(spans) if image_start >= start and image_stop <= stop]
+        overlapping = [
+            i for i, (image_start, image_stop) in enumerate(spans) if image_stop > start and image_start < stop
+        ]
         assert within == overlapping, "a document is never cut inside an image"
         cut = {name: document[name][start:stop] for name in ("input_ids", "labels")}
         cut |= {name: document[name][:, start:stop] for name in TOKEN_KINDS if name in document}
-        return cut | (images_between(document, within[0], within[-1] + 1, num=len(spans)) if within else {})
+        if within:
+            cut |= images_between(document, within[0], within[-1] + 1, num=len(spans))
+        return cut
 
     def compare(self, documents: Sequence[Mapping[str, Any]]) -> list[ComparedContent]:
-        """What is compared to find common beginnings: tokens and, in place of its first placeholder, each image.
+        """Return what is compared to find documents with a common beginning.
 
-        Two images have the same number there if the processor returns the same for them. All images of a document count
-        as one if their outputs cannot be told apart.
+        The content of a document is its tokens. The first placeholder of each image is replaced by a number, which is
+        equal for two images if the processor returns the same tensors for them. All images of a document count as one
+        image if their outputs cannot be told apart.
         """
         numbers: dict[bytes, int] = {}
         compared = []
         for document in documents:
             tokens = np.asarray(document["input_ids"]).astype(np.int64)
             spans = self.image_spans(document)
-            for i, (first, _) in enumerate(spans):
+            for i, (first_token, _) in enumerate(spans):
                 digest = hashlib.blake2b()
                 for name, values in sorted(images_between(document, i, i + 1, num=len(spans)).items()):
                     digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
                     digest.update(values.contiguous().flatten().view(torch.uint8).numpy().data)
-                tokens[first] = IMAGES_FROM + numbers.setdefault(digest.digest(), len(numbers))
+                tokens[first_token] = IMAGES_FROM + numbers.setdefault(digest.digest(), len(numbers))
             compared.append(ComparedContent(tokens, spans))
         return compared
 
     def image_spans(self, document: Mapping[str, Any]) -> list[Span]:
-        """The span of each image whose outputs can be told apart from the others, else of all, or of all tokens."""
+        """Return the spans of the images of a document, in order.
+
+        If the outputs of its images cannot be told apart, one span is returned, from the first image to the last. If no
+        token is known to be an image, the span is the whole document.
+        """
         if "pixel_values" not in document:
             return []
         is_image = np.asarray(document["input_ids"]) == getattr(self.processor, "image_token_id", -1)
@@ -121,10 +145,10 @@ class RowProcessor:
         return spans if _ends_of_images(document, len(spans)) is not None else [(edges[0], edges[-1])]
 
     def measured(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What planning needs of the document of a row.
+        """Process a row and return the numbers and hashes that planning needs, by the names of `images.KINDS`.
 
-        Each image that `compare` tells apart has a hash of the image as it was given. Images of one content may have
-        more tokens in one document than in another, and then are not the same.
+        Each image that `compare` tells apart has a hash of its decoded pixels, before processing. The hash depends on
+        the number of its tokens too, because one image may have more tokens in one document than in another.
         """
         document = self(row)
         tokens = document["input_ids"]
@@ -132,7 +156,8 @@ class RowProcessor:
         sizes = sequence_sizes(document)
         images = images_of(row)
         spans = self.image_spans(document)
-        of_spans = [[image] for image in images] if len(spans) == len(images) else [images] * len(spans)
+        # Unless each span is one image, any image may belong to any span
+        images_of_spans = [[image] for image in images] if len(spans) == len(images) else [images] * len(spans)
         digest = hashlib.sha256(self.settings if images else b"")
         for name in ("input_ids", "labels"):
             digest.update(np.ascontiguousarray(document[name], dtype="<i8").data)
@@ -146,10 +171,10 @@ class RowProcessor:
             "image_squares": int((sizes**2).sum()),
             "tokens": tokens.tolist(),
             "is_target": (labels != IGNORE_INDEX).tolist(),
-            "spans": [place for span in spans for place in span],
+            "spans": [edge for span in spans for edge in span],
             "contents": [
-                _hash_of_images(hashlib.blake2b(self.settings + b"%d" % (stop - first)), of_span)
-                for (first, stop), of_span in zip(spans, of_spans, strict=True)
+                _hash_of_images(hashlib.blake2b(self.settings + b"%d" % (stop - start)), span_images)
+                for (start, stop), span_images in zip(spans, images_of_spans, strict=True)
             ],
             "digest": _hash_of_images(digest, images),
             "differs": False,
@@ -158,19 +183,22 @@ class RowProcessor:
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An image as a dataset stores it: the bytes of its file, or where they are.
+    """An image as a dataset stores it: the bytes of its file, or the path of the file.
 
-    So it is in memory while its document waits, and in checkpoints. A decoded image has 3 bytes per pixel, and what a
-    processor makes of it 12 and more. A JPEG file has less than one.
+    Documents that wait to be packed, and checkpoints, have their images in this form, because it is small. A JPEG file
+    has less than 1 byte per pixel, a decoded image has 3, and the output of an image processor has 12 or more.
     """
 
     path: str | None  # None if there are bytes only
-    data: bytes | None = None  # None if they are read from `path`
-    mode: str | None = None  # to which the decoded image is converted; None: the mode that it has
+    data: bytes | None = None  # None if the bytes are read from `path`
+    mode: str | None = None  # mode of PIL that the decoded image is converted to; None leaves it as it is
 
     @classmethod
     def of(cls, image: Any, mode: str | None = None) -> "EncodedImage":
-        """An image in a form that `datasets` gives: bytes and path, a path, or decoded. Decoding refuses others."""
+        """Encode an image that `datasets` returned: a dictionary of bytes and path, a path, or a decoded image.
+
+        Objects of another type are accepted here and refused by `decode`.
+        """
         from PIL import Image as Pillow  # a requirement of data with images only
 
         if isinstance(image, Pillow.Image | np.ndarray):
@@ -182,26 +210,28 @@ class EncodedImage:
         return cls(path if data is None else None, data, mode)
 
     def decode(self) -> Any:
+        """Return the image as an image of PIL."""
         return Image(mode=self.mode).decode_example({"path": self.path, "bytes": self.data})
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """The images of a row of the dataset; [] if it has none."""
+    """Return the images of a row of the dataset; [] if it has none."""
     images = [row["image"]] if "image" in row else row.get("images")
     return [image for image in images or [] if image is not None]
 
 
 def with_images(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with all its images in `images`, decoded."""
+    """Return the row with all its images decoded, as a list in the column `images`."""
     images = [image.decode() if isinstance(image, EncodedImage) else image for image in images_of(row)]
     return {name: row[name] for name in row if name != "image"} | {"images": images}
 
 
 def sequence_sizes(document: Mapping[str, Any]) -> Tensor:
-    """Numbers in each sequence that the vision tower reads, shape (S,): an image, or a tile of one.
+    """Count the numbers (pixel values) of each of the S sequences that the vision tower reads, shape (S,).
 
-    Processors return images as the patches of all of them, with the grid of each; or as tiles, as patches of several
-    images or as images of one size each, padded with zeros to the most tiles.
+    A sequence is an image or a tile of an image. Processors return pixels in one of two forms: the patches of all
+    images one after the other, with the grid of each image in `image_grid_thw`; or one entry per image or tile, where
+    entries of zeros only are padding and have the size 0.
     """
     pixels: Tensor | None = document.get("pixel_values")
     if pixels is None:
@@ -214,11 +244,11 @@ def sequence_sizes(document: Mapping[str, Any]) -> Tensor:
 
 
 def images_between(document: Mapping[str, Any], first: int, stop: int, *, num: int) -> dict[str, Tensor]:
-    """What the processor returns for the images `first` to `stop - 1` of the `num` images of a document, by name."""
+    """Return the processor's outputs, by name, for the images `first` to `stop - 1` of the `num` of a document."""
     if (first, stop) == (0, num):
         return {name: document[name] for name in _processor_outputs(document)}
     ends = _ends_of_images(document, num)
-    assert ends is not None  # else they count as one
+    assert ends is not None  # if the ends are unknown, all images count as one, with `num` 1
     images = {}
     for name, (axis, stops) in ends.items():
         edges = [0, *stops]
@@ -227,9 +257,13 @@ def images_between(document: Mapping[str, Any], first: int, stop: int, *, num: i
 
 
 def _ends_of_images(document: Mapping[str, Any], num: int) -> dict[str, tuple[int, list[int]]] | None:
-    """For each output of the processor its axis of images, and where each of `num` images ends there; None if unknown.
+    """Find where each of `num` images ends in the outputs of the processor.
 
-    An output has one entry per image, or the patches of all images, with the grid of each.
+    An output has one entry per image, or the patches of all images one after the other, counted by their grids.
+
+    Returns:
+        For each output by name: the axis along which the images lie, and the index on this axis after the last entry of
+        each image. None if an output has neither form.
     """
     grid = document.get("image_grid_thw")
     patches = [] if grid is None or len(grid) != num else grid.prod(-1).cumsum(0).tolist()
@@ -246,11 +280,12 @@ def _ends_of_images(document: Mapping[str, Any], num: int) -> dict[str, tuple[in
 
 
 def _processor_outputs(document: Mapping[str, Any]) -> Collection[str]:
-    """The outputs of the processor that are of images."""
+    """Return the names of the processor's outputs that describe images rather than tokens."""
     return document.keys() - TEXT_KEYS - {*TOKEN_KINDS}
 
 
 def _hash_of_images(digest: Any, images: list[Any]) -> bytes:
+    """Add the pixels of images to a digest of hashlib, and return the hash."""
     for image in images:
         pixels = np.asarray(image)
         digest.update(f"{pixels.dtype} {pixels.shape}".encode() + pixels.tobytes())
@@ -258,12 +293,12 @@ def _hash_of_images(digest: Any, images: list[Any]) -> bytes:
 
 
 class SizeProcessor:
-    """An image processor that remembers the shapes of what it returned for images of some sizes, without the content.
+    """An image processor that returns arrays of the right shapes without pixels, and remembers them by image size.
 
-    How many tokens an image gets depends on its width and height in every image processor of transformers. So images of
-    one size are processed once, and the others of that size get arrays of the same shapes without content. The first of
-    a size is a plain image of one colour: if the result depends on more than the size, it differs from that of the
-    user's images.
+    In every image processor of transformers, the number of tokens of an image depends on its width and height only. So
+    one image of each size is processed, and all further images of this size get the remembered arrays. The processed
+    image has one colour and is not the user's. If the shapes depend on more than the size, they differ from the shapes
+    of the user's images, and `images.py` notices this in the rows that it compares.
     """
 
     def __init__(self, image_processor: Any):
@@ -271,7 +306,7 @@ class SizeProcessor:
         self._known: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # while a copy is made there is no `_image_processor` yet
+        if name.startswith("__"):  # `copy` looks for methods before `_image_processor` is set
             raise AttributeError(name)
         return getattr(self._image_processor, name)
 
@@ -284,14 +319,18 @@ class SizeProcessor:
             return self._image_processor(images=images, **kwargs)
         key = repr((sizes, sorted(kwargs.items(), key=str)))
         if key not in self._known:
-            plain = _map_images(images, lambda image: Pillow.new(image.mode, image.size, 1))
-            outputs = self._image_processor(images=plain, **kwargs)
+            one_colour_images = _map_images(images, lambda image: Pillow.new(image.mode, image.size, 1))
+            outputs = self._image_processor(images=one_colour_images, **kwargs)
             self._known[key] = type(outputs)({name: _shape(value) for name, value in outputs.items()})
         return copy.copy(self._known[key])
 
 
 def _map_images(images: object, function: Callable[[Any], object]) -> object:
-    """The function of each image, nested as the images are. TypeError: something else than images of PIL."""
+    """Apply a function to each image of PIL in nested lists, and return the results nested in the same way.
+
+    Raises:
+        TypeError: If an item is neither an image of PIL nor a list.
+    """
     from PIL import Image as Pillow
 
     if isinstance(images, Pillow.Image):
@@ -302,9 +341,14 @@ def _map_images(images: object, function: Callable[[Any], object]) -> object:
 
 
 def _shape(value: Any) -> Any:
-    """Of pixels and masks: the shape, and for each image or tile whether it is not padding. It needs no memory."""
+    """Return an output of the image processor without its content.
+
+    Pixels and masks become a tensor of their shape that takes no memory, because each image or tile has one value,
+    expanded: 0 for padding, 1 otherwise. Sizes and grids of images are returned as they are: placeholders in the text
+    are expanded by them.
+    """
     if not isinstance(value, Tensor) or (value.dim() < 4 and not value.is_floating_point()):
-        return value  # the sizes and grids of images, by which placeholders are expanded
+        return value
     inner = min(value.dim(), 3 if value.dim() > 3 else 2)
     outer = value.shape[: value.dim() - inner]
     is_image = value.reshape(*outer, -1).any(-1).to(value.dtype)

@@ -1,11 +1,15 @@
-"""Recipes: from a row to its samples.
+"""Recipes, which turn one row of the user's dataset into samples: token ids and labels.
 
-    WholeRows   one sample of the row, made by TRL's own functions
-    MaskedTurns one sample of the conversation, in which assistant turns are trained (`assistant_only_loss`)
-    EachTurn    one sample per assistant turn, as the chat template renders it at this turn (`per_turn`)
+`recipe_of` chooses the recipe of a dataset by the config, and `make_samples.py` applies it to each row of a table or a
+stream:
 
-Where no sample can be made, a recipe raises an error, or returns the reason for a turn. `make_samples.py` applies
-recipes to tables and streams.
+    WholeRows    makes one sample of a row, with TRL's own functions
+    MaskedTurns  makes one sample of a conversation, and trains its assistant turns only (`assistant_only_loss`)
+    EachTurn     makes one sample per assistant turn, rendered as if this turn were the last (`per_turn`)
+
+A sample becomes one document of a pack. A token is trained if its label is
+not -100. A row is bad if no sample can be made of it. Recipes raise an error for a bad row. If only one turn of a row
+is bad, its sample has a `reason` in place of tokens.
 """
 
 import copy
@@ -27,36 +31,47 @@ from .row import MAX_ROWS_NAMED, AssistantTurnCounts, Sample, UnknownTurnError, 
 from .texts import struct_columns, text_columns, with_one_text, without_nulls
 from .turns import TurnRule, TurnSelection, TurnSettings, has_markers
 
-NUM_TRIED = 1000  # rows of a stream to try before it is refused for having no good row
-# Bound here: a script may set `trl.SFTTrainer` to a class of ours, whose method calls this module
+NUM_TRIED = 1000  # a stream is refused if this many rows at its beginning are all bad
+# Looked up once, at import: a script may later set `trl.SFTTrainer` to our trainer, whose method calls this module
 prepare_by_trl: Callable[..., Any] = trl.SFTTrainer._prepare_dataset
 Row: TypeAlias = Mapping[str, Any]
 
 
 class Recipe:
+    """Base class of the recipes: how one row becomes samples."""
+
     tokenizer: Tokenizer
-    chat_template: str | None = None  # in place of the tokenizer's own
-    consumes: Collection[str] = COLUMNS  # the columns that a sample does not have beside what is made
-    text_field: str = ""  # the column of plain text, if it is read
-    # The columns of a row of which no sample is made
+    chat_template: str | None = None  # replaces the tokenizer's own template
+    consumes: Collection[str] = COLUMNS  # columns of the row that are not copied to its samples
+    text_field: str = ""  # name of the column of plain text; empty if the recipe reads no plain text
+    # What a bad row has in place of tokens and labels
     bad: ClassVar[Mapping[str, object]] = {"input_ids": np.zeros(0, np.int32), "labels": np.zeros(0, np.int64)}
-    setting: ClassVar[str] = ""  # by which assistant turns are trained, which are then counted
-    splits: ClassVar[bool] = False  # whether a row may have several samples
+    setting: ClassVar[str] = ""  # config field that trains assistant turns only; if it is set, turns are counted
+    splits: ClassVar[bool] = False  # whether one row may become several samples
 
     def samples(self, row: Row, number: int) -> list[Sample]:
-        """The samples of a row, which has this number in its dataset. If it raises an error, the row is bad."""
+        """Make the samples of a row.
+
+        Args:
+            row: The columns of the row by name.
+            number: Index of the row in its dataset.
+
+        Raises:
+            Exception: If the row is bad. Any error counts, and becomes the reason that the user reads.
+        """
         raise NotImplementedError
 
 
 Step: TypeAlias = tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[str, ...]]
-"""A `map` of TRL's preparation: a function of one row, and the columns that it removes."""
+"""One `map` call of TRL's preparation: a function that returns new columns of a row, and the columns to remove."""
 
 
 @dataclass(frozen=True)
 class RecordedMaps:
-    """Replaces a dataset of one row while TRL prepares it: `map` records a step, and iterating applies all to the row.
+    """A stand-in for a dataset of one row, from which TRL's preparation is recorded.
 
-    TRL reads the row to choose its steps.
+    TRL reads the first row to choose its `map` calls. `map` records the call as a step, and iterating applies all
+    recorded steps to the row.
     """
 
     row: Row
@@ -70,6 +85,7 @@ class RecordedMaps:
         remove_columns: str | list[str] | None = None,
         batched: bool = False,
     ) -> "RecordedMaps":
+        """Return a copy with one more step. The arguments are those of `datasets.Dataset.map`."""
         assert not batched, "TRL maps rows one by one"
         removed = (remove_columns,) if isinstance(remove_columns, str) else tuple(remove_columns or ())
         return replace(self, steps=(*self.steps, (partial(function, **fn_kwargs or {}), removed)))
@@ -79,6 +95,7 @@ class RecordedMaps:
 
 
 def _apply_steps(steps: tuple[Step, ...], row: Row) -> dict[str, Any]:
+    """Return the row after all steps, as `Dataset.map` would: first columns are removed, then new ones are added."""
     row = dict(row)
     for function, removed in steps:
         row = {name: value for name, value in row.items() if name not in removed} | function(dict(row))
@@ -87,61 +104,65 @@ def _apply_steps(steps: tuple[Step, ...], row: Row) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class WholeRows(Recipe):
-    """One sample of a row, by the functions that TRL's `_prepare_dataset` would map over a dataset of such rows.
+    """The recipe that makes one sample of a row, with the functions that TRL's `_prepare_dataset` maps over a dataset.
 
-    TRL chooses them by the first row. Here they are chosen by the first good row of each form: text, messages, or
-    either as prompt and completion.
+    TRL chooses its functions by the first row of the dataset. This recipe chooses them by the first good row of each
+    form, so forms may be mixed. The forms are plain text, messages, and a prompt with a completion of text or messages.
     """
 
     tokenizer: Tokenizer
     completion_only: bool
     text_field: str
     formatting_func: Callable[[dict[str, Any]], str] | None = None
-    consumes: Collection[str] = ("conversations",)  # as in TRL, which makes `messages` of them
-    trl_version: str = trl.__version__  # `datasets` finds samples again only with the same functions of TRL
+    consumes: Collection[str] = ("conversations",)  # TRL replaces this column by `messages`
+    trl_version: str = trl.__version__  # part of the hash: another version of TRL may make other samples
     _steps: dict[object, tuple[Step, ...]] = field(default_factory=dict, compare=False)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Without the steps known so far: `datasets` hashes it to find its cache
-        return WholeRows, tuple(getattr(self, each.name) for each in fields(self) if each.name != "_steps")
+        # `datasets` hashes the pickled recipe to find its cache. The steps that are recorded so far must not change it.
+        names = [attribute.name for attribute in fields(self) if attribute.name != "_steps"]
+        return WholeRows, tuple(getattr(self, name) for name in names)
 
     def samples(self, row: Row, number: int) -> list[Sample]:
         columns = text_columns(row, self.text_field)
         row = with_one_text(row, self.text_field) if self.formatting_func is None else dict(row)
-        form = columns, bool(columns) and isinstance(row[columns[-1]], list)
+        has_messages = bool(columns) and isinstance(row[columns[-1]], list)
+        form = (columns, has_messages)
         if form not in self._steps:
-            self._steps[form] = self._steps_of(copy.deepcopy(row))  # TRL renames keys in place
+            self._steps[form] = self._steps_of(copy.deepcopy(row))  # a copy, because TRL renames keys in place
         sample = _apply_steps(self._steps[form], row)
         return [Sample.of(sample["input_ids"], sample["labels"])]
 
     def _steps_of(self, row: Row) -> tuple[Step, ...]:
+        """Record the steps that TRL chooses for a row, and raise an error if they fail on this row."""
         recorded = RecordedMaps(row)
         if self.formatting_func is None:
             recorded = recorded.map(with_chat_roles)
-        trainer = SimpleNamespace(  # what TRL's method reads of its trainer
+        trainer = SimpleNamespace(  # the attributes that TRL's method reads from its trainer
             _tokenizer=plain_tokenizer(self.tokenizer), chat_template=None, completion_only_loss=self.completion_only
         )
-        settings = SimpleNamespace(  # and of its config
+        settings = SimpleNamespace(  # the fields that TRL's method reads from its config
             dataset_text_field=self.text_field,
             assistant_only_loss=False,
             max_length=None,
             shuffle_dataset=False,
             dataset_num_proc=None,
-            use_liger_kernel=False,  # TRL below 1.15 would select columns of the dataset for it
+            use_liger_kernel=False,  # if it is True, TRL below 1.15 selects columns of the dataset
         )
         recorded = prepare_by_trl(trainer, recorded, self.tokenizer, settings, False, self.formatting_func, "")
-        next(iter(recorded))  # if the row is bad, other steps may be those of its form
+        # Try the steps now: for a bad row TRL may choose wrong steps, which must not be used for other rows of its form
+        next(iter(recorded))
         return recorded.steps
 
 
 @dataclass(frozen=True)
 class MaskedTurns(Recipe):
-    """One sample of a conversation in which assistant turns are trained."""
+    """The recipe that makes one sample of a conversation and trains its assistant turns only."""
 
     rule: TurnRule
     tokenizer: Tokenizer
-    chat_template: str | None = None  # TRL's template for training, in place of the tokenizer's
-    completion_only: bool = True  # turns of a prompt are not trained, in rows with a prompt and a completion
+    chat_template: str | None = None  # TRL's template for training, which replaces the tokenizer's
+    completion_only: bool = True  # in rows with a prompt and a completion, turns of the prompt are not trained
     setting: ClassVar[str] = "assistant_only_loss"
 
     def samples(self, row: Row, number: int) -> list[Sample]:
@@ -158,15 +179,18 @@ class MaskedTurns(Recipe):
         if num_prompt:
             messages = chosen.conversation.messages[:num_prompt]
             prompt = chosen.conversation.tokens(messages, self.tokenizer, add_generation_prompt=True)
-            first = num_same(prompt, tokens)  # as TRL
-            mask[:first] = [0] * first
-        labels = [token if bit else IGNORE_INDEX for token, bit in zip(tokens, mask, strict=True)]
+            prompt_length = num_same(prompt, tokens)  # TRL ends the prompt at the first token that differs
+            mask[:prompt_length] = [0] * prompt_length
+        labels = [token if trained else IGNORE_INDEX for token, trained in zip(tokens, mask, strict=True)]
         return [Sample.of(tokens, labels, chosen.counts)]
 
 
 @dataclass(frozen=True)
 class EachTurn(Recipe):
-    """One sample per assistant turn of a conversation that is trained; without such a turn one, of which none is."""
+    """The recipe that makes one sample per trained assistant turn of a conversation.
+
+    A conversation without a trained turn becomes one sample, in which no token is trained.
+    """
 
     rule: TurnRule
     tokenizer: Tokenizer
@@ -174,24 +198,34 @@ class EachTurn(Recipe):
     splits: ClassVar[bool] = True
 
     def samples(self, row: Row, number: int) -> list[Sample]:
-        def make(conversation: Conversation, turn: int) -> Sample:
+        def make_turn_sample(conversation: Conversation, turn: int) -> Sample:
             tokens, labels = conversation.sample(turn, self.tokenizer)
             if turn >= 0:
                 self.rule.mask_thinking(labels, conversation.messages[turn], self.tokenizer)
             return Sample.of(tokens, labels)
 
-        return samples_of_turns(self.rule.select_turn(Conversation.from_row(row)), make, row)
+        chosen = self.rule.select_turn(Conversation.from_row(row))
+        return samples_of_turns(chosen, make_turn_sample, row)
 
 
 def samples_of_turns(chosen: TurnSelection, make: Callable[[Conversation, int], Sample], row: Row) -> list[Sample]:
-    """A sample for each trained turn of a conversation, or one for turn -1 without any."""
+    """Make one sample per trained turn of a conversation.
+
+    Args:
+        chosen: The conversation and its trained turns. Without a trained turn, one sample is made for turn -1, which
+            stands for the whole conversation.
+        make: Makes the sample of a turn. If it raises an error, the sample of this turn has the reason and no tokens.
+        row: The row of the conversation, in which the reason of an error is looked for.
+    """
     samples: list[Sample] = []
     for turn in chosen.trained or [-1]:
         try:
-            made = make(chosen.conversation, turn)
+            sample = make(chosen.conversation, turn)
         except Exception as error:
-            made = Sample({}, reason=explain_bad_row(row, error))
-        samples.append(replace(made, turn=turn, counts=AssistantTurnCounts() if samples else chosen.counts))
+            sample = Sample({}, reason=explain_bad_row(row, error))
+        # The turns of a row are counted once, in the first of its samples
+        counts = AssistantTurnCounts() if samples else chosen.counts
+        samples.append(replace(sample, turn=turn, counts=counts))
     return samples
 
 
@@ -203,10 +237,24 @@ def recipe_of(
     completion_only_loss: bool,
     formatting_func: Callable[[dict[str, Any]], str] | None,
 ) -> Recipe:
+    """Choose the recipe of a dataset.
+
+    Args:
+        dataset: A table or a stream.
+        name: The dataset's name in messages to the user, for example "training".
+        args: The config of the trainer.
+        tokenizer: The tokenizer, or the processor of a model with images.
+        completion_only_loss: Whether prompts are not trained, in rows with a prompt and a completion.
+        formatting_func: The user's function that returns the text of a row, as in TRL.
+
+    Raises:
+        ValueError: If every row is bad (the first `NUM_TRIED` rows of a stream), or if `per_turn` is set and the
+            dataset has images or no conversations.
+    """
     if formatting_func is None and args.assistant_only_loss and has_conversations(dataset):
         return MaskedTurns(TurnRule.of(args), tokenizer, training_template(tokenizer), completion_only_loss)
     if formatting_func is None and args.per_turn:
-        check_conversations(dataset, name)  # that of `evaluate` was not given before
+        check_conversations(dataset, name)  # a dataset that is passed to `evaluate` was not checked before
         if has_images(dataset):
             raise ValueError(
                 f"`per_turn=True` was given, and the {name} dataset has the columns {columns_of(dataset)}, with "
@@ -217,7 +265,9 @@ def recipe_of(
     recipe = WholeRows(tokenizer, completion_only_loss, args.dataset_text_field, formatting_func)
     problems: list[tuple[int, str]] = []
     structs = struct_columns(dataset.features)
-    for number, row in enumerate(dataset if isinstance(dataset, Dataset) else dataset.take(NUM_TRIED)):
+    # One good row is enough to accept the dataset: further bad rows are handled when samples are made
+    rows = dataset if isinstance(dataset, Dataset) else dataset.take(NUM_TRIED)
+    for number, row in enumerate(rows):
         try:
             recipe.samples(without_nulls(row, structs), number)
         except Exception as error:
@@ -228,11 +278,14 @@ def recipe_of(
 
 
 def training_template(processing_class: Tokenizer) -> str | None:
-    """TRL's template with markers for this tokenizer; None if its own has markers, or if TRL has none for it."""
+    """Return TRL's chat template with `{% generation %}` markers for this tokenizer.
+
+    None is returned if the tokenizer's own template has markers, or if TRL knows no template with markers for it.
+    """
     if has_markers(processing_class.chat_template):
         return None
     try:
         template: str | None = get_training_chat_template(processing_class)
         return template
-    except ValueError:  # TRL knows no template like this one: its turns are found one by one
+    except ValueError:  # TRL has none: turns are then found by rendering the conversation turn by turn
         return None

@@ -1,4 +1,10 @@
-"""What a recipe makes of a row, or why it makes nothing of it; and the counts of the rows of a table."""
+"""Samples, reasons why rows are bad, and counts of turns: the words that all modules of `samples` share.
+
+A recipe (`recipes.py`) makes one or several `Sample`s of a row of the user's dataset. A sample has tokens and labels,
+or the reason why there are none: then the row, or the turn, is bad. `make_samples.py` writes samples as columns,
+counts them in `PerTurnCounts` or `AssistantTurnCounts`, and raises or drops the bad ones. `HashedMapFunction` and the
+hashes at the end of the module decide when `datasets` may reuse samples from its cache.
+"""
 
 import hashlib
 import json
@@ -20,56 +26,59 @@ from datasets import Dataset
 from .texts import NoTextError, text_columns
 
 BAD_ROW_COLUMN = "packfix_bad_row"  # column: the reason why a row has no tokens; empty if it has tokens
-# Columns while turns are counted: the number of the row, and attributes of `Sample` and `AssistantTurnCounts`
+# Columns that samples have until their turns are counted: index of the row, index of the turn, and the three fields of
+# `AssistantTurnCounts`
 BOOKKEEPING_COLUMNS = ROW_COLUMN, TURN_COLUMN, *_ = [
     f"packfix_{name}" for name in ("row", "turn", "turns", "context", "earlier")
 ]
-MAX_ROWS_NAMED = 10  # rows that a message names
+MAX_ROWS_NAMED = 10  # a message names at most this many rows
 
 
 @dataclass(frozen=True)
 class PerTurnCounts:
-    """What became of the conversations of a table, with `per_turn`."""
+    """Counts of the conversations of a table, and of the samples that `per_turn` made of their turns."""
 
-    conversations: int  # rows given
+    conversations: int  # rows of the table
     samples: int  # assistant turns that became a sample
     without_turn: int  # conversations without an assistant turn: each is one document without a trained token
     bad: int  # turns, or whole conversations, that cannot be rendered and are dropped (`bad_rows="drop"`)
     left_out: int = 0  # assistant turns that are not trained (`message_train_key`, `assistant_turns`)
 
     def line(self) -> str:
-        """
+        """Return the counts as one line for the user.
+
         >>> PerTurnCounts(1200, 14054, 3, 0).line()
         '1,200, one document for each of their 14,054 assistant turns; 3 without an assistant turn'
         """
-        others = {
+        exceptions = {
             "without an assistant turn": self.without_turn,
             "turns are not trained (their weight is 0, or not the last)": self.left_out,
             "turns cannot be rendered and are dropped": self.bad,
         }
         text = f"{self.conversations:,}, one document for each of their {self.samples:,} assistant turns"
-        return "; ".join([text, *(f"{count:,} {what}" for what, count in others.items() if count)])
+        return "; ".join([text, *(f"{count:,} {name}" for name, count in exceptions.items() if count)])
 
 
 @dataclass(frozen=True)
 class AssistantTurnCounts:
-    """Assistant turns, and those of them that are not trained."""
+    """Counts of assistant turns, and of the turns that are not trained."""
 
-    turns: int = 0  # those of a prompt left out
-    context: int = 0  # with a weight of 0
-    earlier: int = 0  # others that are not the last, with `assistant_turns="last"`
+    turns: int = 0  # all assistant turns, without turns in the prompt of a row
+    context: int = 0  # turns that are not trained because their weight is 0
+    earlier: int = 0  # further turns that are not trained because they are not the last (`assistant_turns="last"`)
 
 
 @dataclass(frozen=True)
 class TrainedSummary:
-    """What the loss of a run is computed on."""
+    """Which tokens the loss of a training run is computed on, in words."""
 
-    rule: str  # in words, with the setting that chose it
-    key: str | None = None  # of messages, by which turns are left out
-    counts: AssistantTurnCounts | None = None  # assistant turns of a table, with `assistant_only_loss`
+    rule: str  # the rule in words, with the setting that chose it
+    key: str | None = None  # key of messages whose value 0 excludes a turn from training (`message_train_key`)
+    counts: AssistantTurnCounts | None = None  # assistant turns of a table, if `assistant_only_loss` is set
 
     def line(self, num_trained: int, num_tokens: int) -> str:
-        """
+        """Return the rule and the counts as one line for the user, with the percentage of trained tokens.
+
         >>> counts = AssistantTurnCounts(turns=9, context=1, earlier=0)
         >>> TrainedSummary("assistant turns (`assistant_only_loss`)", "weight", counts).line(3, 12)
         '25.0 %: assistant turns (`assistant_only_loss`), 8 of 9; not trained: 1 with `weight` 0'
@@ -78,35 +87,49 @@ class TrainedSummary:
         counts = self.counts
         if counts is None:
             return text
-        left = [f"{counts.context:,} with `{self.key}` 0"] if counts.context else []
-        left += [f'{counts.earlier:,} before the last (`assistant_turns="last"`)'] if counts.earlier else []
         text += f", {counts.turns - counts.context - counts.earlier:,} of {counts.turns:,}"
-        return text + (f"; not trained: {', '.join(left)}" if left else "")
+        not_trained = []
+        if counts.context:
+            not_trained.append(f"{counts.context:,} with `{self.key}` 0")
+        if counts.earlier:
+            not_trained.append(f'{counts.earlier:,} before the last (`assistant_turns="last"`)')
+        return text + (f"; not trained: {', '.join(not_trained)}" if not_trained else "")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What is made of a row, or of one of its turns; or the reason why nothing could be made."""
+    """The columns that a recipe made of a row or of one of its turns, or the reason why it could make none."""
 
-    columns: Mapping[str, object]  # tokens and labels; of a row with images what was measured
-    turn: int = -1  # index of the message that is trained, of a sample of one turn
-    counts: AssistantTurnCounts = AssistantTurnCounts()  # the assistant turns of the row, in the first of its samples
-    reason: str = ""  # then there are no columns
+    columns: Mapping[str, object]  # tokens and labels, or what was measured of a row with images; empty if bad
+    turn: int = -1  # index of the trained message, if the sample trains one turn; else -1
+    counts: AssistantTurnCounts = AssistantTurnCounts()  # turns of the row; zeros in all its samples but the first
+    reason: str = ""  # why the row or the turn is bad; empty if it is good
 
     @classmethod
     def of(cls, tokens: list[int], labels: list[int], counts: AssistantTurnCounts = AssistantTurnCounts()) -> "Sample":
+        """Make a sample of T token ids and T labels."""
         # Arrays, because lists of Python's integers would need many times the memory
         columns = {"input_ids": np.array(tokens, np.int32), "labels": np.array(labels, np.int64)}
         return cls(columns, counts=counts)
 
 
 class UnknownTurnError(ValueError):
-    """A row of which it is not known which tokens are to be trained."""
+    """An error of a row whose trained tokens cannot be determined."""
 
 
 def raise_bad_rows(name: str, first: list[tuple[int, str]], count: int, *, total: int) -> NoReturn:
-    """Raise a ValueError that names the `first` of `count` bad rows, with the reason of the first."""
-    row, why = first[0]
+    """Refuse a dataset for its bad rows.
+
+    Args:
+        name: The dataset's name in the message.
+        first: Index and reason of the first bad rows. All are named, and the message has the reason of the first.
+        count: Number of bad rows.
+        total: Number of all rows.
+
+    Raises:
+        ValueError: Always.
+    """
+    row, reason = first[0]
     if count == total:
         remedy = "Give rows of the form that it needs, or set `chat_template_path` to a template that takes these."
     else:
@@ -116,13 +139,22 @@ def raise_bad_rows(name: str, first: list[tuple[int, str]], count: int, *, total
         )
     raise ValueError(
         f"{count} of {total} rows of the {name} dataset cannot be tokenised; the first are "
-        f"{[number for number, _ in first]}. Row {row}: {why}. Every row must go through the chat template and the "
+        f"{[number for number, _ in first]}. Row {row}: {reason}. Every row must go through the chat template and the "
         f"tokenizer. {remedy}"
     )
 
 
 def explain_bad_row(row: Mapping[str, object], error: Exception, text_field: str = "") -> str:
-    """Why a row cannot be tokenised: the missing or malformed field, if one is found, and the error."""
+    """Explain why a row cannot be tokenised.
+
+    Args:
+        row: The columns of the row by name.
+        error: The error that a recipe raised for this row.
+        text_field: Name of the column of plain text, if the recipe reads one.
+
+    Returns:
+        The first missing or malformed field of the row, if one is found, and the error in one line.
+    """
     if isinstance(error, UnknownTurnError):
         return str(error)
     gap = next(_find_gaps(row, text_field), None)
@@ -133,37 +165,41 @@ def explain_bad_row(row: Mapping[str, object], error: Exception, text_field: str
 
 
 def _find_gaps(row: Mapping[str, object], text_field: str) -> Iterator[str]:
-    """The fields of a row that do not have the form in TRL's documentation."""
+    """Yield a description of each field of a row that does not have the form in TRL's documentation."""
 
-    def kind(value: object) -> str:
+    def describe_type(value: object) -> str:
         return "None" if value is None else f"of type {type(value).__name__}"
 
     columns = ("messages", "conversations", "prompt", "completion", text_field)
-    read = text_columns(row, text_field) or columns
-    for column in (column for column in columns if column in row and column in read):
+    tokenised_columns = text_columns(row, text_field) or columns
+    for column in columns:
+        if column not in row or column not in tokenised_columns:
+            continue
         value = row[column]
         if isinstance(value, str) and column not in ("messages", "conversations"):
             continue
         if not isinstance(value, list) or column == text_field:
-            yield f"`{column}` is {kind(value)}"
+            yield f"`{column}` is {describe_type(value)}"
         elif not value:
             yield f"`{column}` is an empty list"
         else:
-            # TRL renames the keys of `conversations` in place
-            names = ("from", "value") if column == "conversations" else ("role", "content")
+            role_key = "from" if column == "conversations" else "role"
+            content_key = "value" if column == "conversations" else "content"
             for i, message in enumerate(value):
                 if not isinstance(message, dict):
-                    yield f"`{column}[{i}]` is {kind(message)}"
+                    yield f"`{column}[{i}]` is {describe_type(message)}"
                     continue
-                role = message.get(names[0], message.get("role"))
-                content = message.get(names[1], message.get("content"))
+                # TRL renames the keys of `conversations` in place, so they may be renamed already
+                role = message.get(role_key, message.get("role"))
+                content = message.get(content_key, message.get("content"))
                 if not isinstance(role, str):
-                    yield f"`{column}[{i}]` has no `{names[0]}`"
+                    yield f"`{column}[{i}]` has no `{role_key}`"
                 elif content is None:
-                    yield f"`{column}[{i}]` ({role}) has no `{names[1]}`"
+                    yield f"`{column}[{i}]` ({role}) has no `{content_key}`"
                 elif not isinstance(content, str | list):
-                    yield f"`{column}[{i}]` ({role}) has a `{names[1]}` that is {kind(content)}"
-    if isinstance(tools := row.get("tools"), str):
+                    yield f"`{column}[{i}]` ({role}) has a `{content_key}` that is {describe_type(content)}"
+    tools = row.get("tools")
+    if isinstance(tools, str):
         try:
             json.loads(tools)
         except ValueError:
@@ -171,17 +207,21 @@ def _find_gaps(row: Mapping[str, object], text_field: str) -> Iterator[str]:
 
 
 def read_integer_column(samples: Dataset, name: str) -> npt.NDArray[np.int64]:
-    """A column of numbers, shape (samples,)."""
+    """Return a column of integers as an array, shape (samples,)."""
     numbers: npt.NDArray[np.int64] = samples.select_columns(name).with_format("arrow")[:][name].to_numpy()
     return numbers
 
 
 def mask_counts(samples: Dataset) -> AssistantTurnCounts:
+    """Return the sums of the columns `packfix_turns`, `packfix_context` and `packfix_earlier` over all samples."""
     return AssistantTurnCounts(*(int(read_integer_column(samples, name).sum()) for name in BOOKKEEPING_COLUMNS[2:]))
 
 
 def bad_row_mask(dataset: Dataset) -> npt.NDArray[np.bool_]:
-    """Which rows have a reason in the column `BAD_ROW_COLUMN`, shape (R,); none if the dataset has no such column."""
+    """Return for each of R rows whether it is bad, which means that `BAD_ROW_COLUMN` has a reason, shape (R,).
+
+    Without this column no row is bad.
+    """
     if BAD_ROW_COLUMN not in dataset.column_names:
         return np.zeros(len(dataset), dtype=bool)
     reasons = dataset.select_columns(BAD_ROW_COLUMN).with_format("arrow")[:][BAD_ROW_COLUMN]
@@ -218,8 +258,9 @@ PREPARATION_SOURCE_HASH = f"{hash_sources(Path(__file__).parents[1])} {_hash_ver
 def hash_modules_of(*users: object) -> str:
     """Hash the files of the modules that define these functions, classes or objects of the user.
 
-    `datasets` hashes what a module defines by its name, so code that was changed would find the rows of the code before
-    it. Definitions of the script itself (`__main__`) are left out: `datasets` hashes their code.
+    `datasets` hashes a function or class of a module by its name. Without this hash, rows in the cache would be reused
+    after the user has changed the code that makes them. Definitions in the script itself (`__main__`) are omitted,
+    because `datasets` hashes their code.
     """
     digest = hashlib.sha256()
     for user in users:
@@ -228,21 +269,22 @@ def hash_modules_of(*users: object) -> str:
         module = sys.modules.get(getattr(user, "__module__", None) or "")
         file = getattr(module, "__file__", None)
         if file is not None and user.__module__ != "__main__":
-            with suppress(OSError):  # a module in an archive
+            with suppress(OSError):  # a module in a zip archive has no file
                 digest.update(Path(file).read_bytes())
     return digest.hexdigest()
 
 
 @dataclass(frozen=True)
 class HashedMapFunction:
-    """A function for `Dataset.map`, whose result `datasets` finds again only with the same code.
+    """A function for `Dataset.map` whose cached result is reused only while the code is unchanged.
 
-    `datasets` hashes a function of a module by its name, but an object by its attributes.
+    `datasets` hashes a function of a module by its name, but an object by its attributes. So the hashes of the code are
+    attributes here.
     """
 
     function: Callable[..., Any]
     code: str = PREPARATION_SOURCE_HASH
-    users_code: str = ""  # of what the function calls, see `hash_modules_of`
+    users_code: str = ""  # hash of the user's modules that the function calls, see `hash_modules_of`
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.function(*args, **kwargs)

@@ -1,7 +1,9 @@
-"""Which columns of a row are tokenised.
+"""Choose which columns of a row are tokenised, and remove what Arrow added to a row.
 
-TRL chooses them for a whole dataset by its first row. Here each row is looked at, because rows of several forms may be
-in one dataset: tables that are joined give every row the columns of all, with None in those of the others.
+TRL chooses the columns of a whole dataset by its first row. The functions here choose them for each row, because one
+dataset may have rows of several forms: if tables are concatenated, every row gets the columns of all tables, and None
+in the columns that its own table does not have. The recipes (`recipes.py`), the checks (`checks.py`) and the proof of
+the data (`data_proof.py`) call them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,20 +15,21 @@ import pyarrow as pa
 from datasets import Dataset, Features, LargeList, List
 
 PAIR = ("prompt", "completion")
-MESSAGES = {"conversations": "from", "messages": "role"}  # columns of messages, and a key of these messages
+MESSAGES = {"conversations": "from", "messages": "role"}  # columns of messages, and the key of a message's role
 # TRL reads any of these as a conversation, also if another column holds the text
 TEXTS = (*PAIR, *MESSAGES, "chosen", "rejected")
 Columns = tuple[str, ...]
 
 
 class NoTextError(ValueError):
-    """A row in which no column is tokenised."""
+    """An error of a row in which no column can be tokenised."""
 
 
 def text_columns(row: Mapping[str, Any], text_field: str) -> Columns:
-    """The columns of a row that are tokenised, chosen in TRL's order of those that are not None; () if there are none.
+    """Return the columns of a row that are tokenised: the first in TRL's order that are not None; () without any.
 
-    A prompt without a completion is not tokenised, nor is a text beside it, which may or may not have it.
+    A prompt without a completion is not tokenised. The column `text_field` of the row is not tokenised then either,
+    because its text may or may not repeat the prompt.
 
     >>> text_columns({"prompt": "What?", "messages": [{"role": "user", "content": "What?"}]}, "text")
     ('messages',)
@@ -37,16 +40,17 @@ def text_columns(row: Mapping[str, Any], text_field: str) -> Columns:
         return PAIR
     for column, key in MESSAGES.items():
         messages = row.get(column)
-        # What an empty list should have held is not known: its row is bad
+        # An empty list is chosen too: tokenising it fails, so the row is bad, and no other column replaces it
         if isinstance(messages, list) and (not messages or (isinstance(messages[0], dict) and key in messages[0])):
             return (column,)
     return (text_field,) if row.get("prompt") is None and row.get(text_field) is not None else ()
 
 
 def with_one_text(row: Mapping[str, Any], text_field: str = "") -> dict[str, Any]:
-    """The row without the texts that are not tokenised, and without arguments of the template that hold nothing.
+    """Return the row without texts that are not tokenised, and without empty arguments of the chat template.
 
-    NoTextError: no column of the row is tokenised.
+    Raises:
+        NoTextError: If no column of the row can be tokenised.
     """
     columns = text_columns(row, text_field)
     if not columns:
@@ -58,28 +62,30 @@ def with_one_text(row: Mapping[str, Any], text_field: str = "") -> dict[str, Any
 
 
 def _is_empty(value: object) -> bool:
-    """Whether an argument of the template is None, or a text without JSON, as LLaMA-Factory writes "no tools"."""
+    """Return whether an argument of the template is None or white space, which LLaMA-Factory writes for "no tools"."""
     return value is None or (isinstance(value, str) and not value.strip())
 
 
 def is_conversation(row: Mapping[str, Any]) -> bool:
-    """Whether messages of the row are tokenised."""
+    """Return whether the tokenised columns of a row are lists of messages."""
     columns = text_columns(row, "")
     return bool(columns) and isinstance(row[columns[-1]], list)
 
 
 def struct_columns(features: Features | None) -> dict[str, Any]:
-    """Return the features of the columns of conversations that have dictionaries inside messages, tools or kwargs.
+    """Return the features of the columns that have dictionaries inside messages, tools or template arguments.
 
-    Arrow gives every dictionary of such a column the keys of all others, with None as their value.
+    Arrow stores all dictionaries of a column with the same keys. A key that a dictionary did not have gets the value
+    None, and `without_nulls` removes these keys.
     """
-    least = dict.fromkeys((*PAIR, *MESSAGES), 2) | dict.fromkeys(("tools", "chat_template_kwargs"), 1)
-    columns = {name: features[name] for name in least if name in features} if features else {}
-    return {name: feature for name, feature in columns.items() if _num_dicts(feature) >= least[name]}
+    # Dictionaries of messages may have None; only dictionaries inside them (a depth of 2) are corrected
+    min_depth = dict.fromkeys((*PAIR, *MESSAGES), 2) | dict.fromkeys(("tools", "chat_template_kwargs"), 1)
+    columns = {name: features[name] for name in min_depth if name in features} if features else {}
+    return {name: feature for name, feature in columns.items() if _num_dicts(feature) >= min_depth[name]}
 
 
 def _num_dicts(feature: Any) -> int:
-    """Count how many dictionaries stand in each other."""
+    """Return the depth of nested dictionaries in a feature; lists do not count."""
     if isinstance(feature, dict):
         return 1 + max(map(_num_dicts, feature.values()), default=0)
     inner = _items_of(feature)
@@ -87,7 +93,7 @@ def _num_dicts(feature: Any) -> int:
 
 
 def _items_of(feature: Any) -> Any:
-    """Return the feature of the items of a list, None of anything else, such as `Json`."""
+    """Return the feature of the items of a list; None if the feature is not a list."""
     if isinstance(feature, List | LargeList):
         return feature.feature
     return feature[0] if isinstance(feature, list) and feature else None
@@ -102,44 +108,56 @@ def without_nulls(row: Mapping[str, Any], structs: Mapping[str, Any]) -> dict[st
 def given_value(name: str, value: Any, feature: Any) -> Any:
     """Copy the value of one of the `struct_columns` without the keys that Arrow added to its dictionaries.
 
-    The keys of a message itself are kept: transformers leaves out those that are None. A None in a column of the type
-    `Json` was given, and is kept.
+    Keys of a message itself remain, because transformers removes those that are None. In a column of the type `Json`
+    a None remains, because only the user can have written it.
+
+    Args:
+        name: Name of the column.
+        value: Value of the column in one row.
+        feature: Feature of the column.
     """
     if name in ("tools", "chat_template_kwargs"):
         return _without_nulls(value, feature)
     if not isinstance(value, list):
         return value
-    kinds = _items_of(feature)
+    features = _items_of(feature)
     return [
-        message and {key: _without_nulls(each, kinds.get(key)) for key, each in message.items()} for message in value
+        message and {key: _without_nulls(item, features.get(key)) for key, item in message.items()} for message in value
     ]
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:
+    """Copy nested lists and dictionaries without the keys whose value is None."""
     if isinstance(feature, dict) and isinstance(value, dict):
-        given = {key: item for key, item in value.items() if item is not None}
-        return {key: _without_nulls(item, feature.get(key)) for key, item in given.items()}
-    if (inner := _items_of(feature)) is not None and isinstance(value, list):
+        items = {key: item for key, item in value.items() if item is not None}
+        return {key: _without_nulls(item, feature.get(key)) for key, item in items.items()}
+    inner = _items_of(feature)
+    if inner is not None and isinstance(value, list):
         return [_without_nulls(item, inner) for item in value]
     return value
 
 
 def forms_of_table(dataset: Dataset, text_field: str) -> Iterator[tuple[Columns, npt.NDArray[np.bool_]]]:
-    """What `text_columns` may be in rows of a table, by its types, each with the rows that have it, shape (rows,)."""
-    rest = np.ones(len(dataset), bool)
+    """Yield the columns that `text_columns` may choose in a table, judged by the types of its columns.
+
+    Yields:
+        The columns, and for each row whether they are chosen in it, shape (rows,). A row has at most one choice.
+    """
+    unassigned = np.ones(len(dataset), bool)
     kinds = {field.name: field.type for field in dataset.features.arrow_schema}
     forms: list[Columns] = [PAIR] if {*PAIR} <= {*kinds} else []
     forms += [(column,) for column, key in MESSAGES.items() if column in kinds and _holds_messages(kinds[column], key)]
     forms += [(text_field,)] if text_field in kinds and text_field != "prompt" else []
     for columns in forms:
-        has = rest & ~np.any([missing(dataset, column) for column in columns], axis=0)
+        has = unassigned & ~np.any([missing(dataset, column) for column in columns], axis=0)
         if columns == (text_field,) and "prompt" in kinds:
             has &= missing(dataset, "prompt")
         yield columns, has
-        rest &= ~has
+        unassigned &= ~has
 
 
 def _holds_messages(kind: pa.DataType, key: str) -> bool:
+    """Return whether a type of Arrow may hold lists of messages with this key."""
     if isinstance(kind, pa.JsonType):
         return True
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
@@ -150,14 +168,15 @@ def _holds_messages(kind: pa.DataType, key: str) -> bool:
 
 
 def is_list(dataset: Dataset, column: str) -> bool:
-    """Whether a column of a table holds lists: messages, if it is tokenised."""
+    """Return whether a column of a table holds lists, which are messages if the column is tokenised."""
     kind = dataset.features.arrow_schema.field(column).type
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or isinstance(kind, pa.JsonType)
 
 
 def missing(dataset: Dataset, column: str) -> npt.NDArray[np.bool_]:
-    """Which rows of a table hold None in a column, shape (rows,)."""
-    if not dataset.data.column(column).null_count:  # of all rows of the table, selected or not, without a copy
+    """Return for each row of a table whether it holds None in a column, shape (rows,)."""
+    # The count includes rows that are not selected, but needs no copy of the column
+    if not dataset.data.column(column).null_count:
         return np.zeros(len(dataset), bool)
     values: pa.ChunkedArray = dataset.select_columns(column).with_format("arrow")[:][column]
     return np.array(values.is_null().to_numpy())

@@ -1,13 +1,15 @@
-"""Which tokens of a conversation are trained: those of its assistant turns, found in the text that the template makes.
+"""Find the tokens of a conversation that are trained: the tokens of its assistant turns.
 
-With `{% generation %}` markers a turn is what its markers enclose, as in TRL. Without them a turn is what the template
-adds to the prompt that generation sees when the message is appended:
+A `Conversation` comes in from `conversation.py`. `TurnRule` selects its trained turns by the config, and finds their
+tokens in the rendered conversation for the recipes (`recipes.py`, `images.py`). In a template with `{% generation %}`
+markers, a turn is the text between its markers, as in TRL. In a template without markers, a turn is the text that the
+template adds to the prompt of the turn when the message is appended:
 
     prompt      template(messages before the turn, add_generation_prompt=True)
-    turn        what template(messages up to the turn) has after the prompt
+    turn        template(messages up to the turn), without the prompt
 
-Both must be the beginning of the whole conversation as it is rendered. A template that renders a turn in another way
-once other messages follow, for example without its thinking, is refused with the row.
+Prompt and turn together must be the beginning of the whole rendered conversation. A row is refused if its template
+renders a turn differently once messages follow, for example without its thinking.
 """
 
 import re
@@ -26,11 +28,11 @@ from .conversation import NUM_SHOWN, Conversation, Message, Tokenizer, num_same,
 from .row import AssistantTurnCounts, UnknownTurnError
 
 AssistantTurns = Literal["all", "last"]
-Span: TypeAlias = tuple[int, int]  # of characters
+Span: TypeAlias = tuple[int, int]  # index of the first character, and of the character after the last
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-EMPTY_THINKING = re.compile(r"\s*(<think>\s*)?</think>\s*")  # the prompt may end with its first tag
-# Renders a text that is already made, with markers where it is trained
+EMPTY_THINKING = re.compile(r"\s*(<think>\s*)?</think>\s*")  # the opening tag may belong to the prompt
+# A template that joins the parts of a rendered text and puts markers around the trained parts
 PART_MARKERS = (
     "{%- for part in messages[0].parts %}{% if part.trained %}{% generation %}{{ part.text }}{% endgeneration %}"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}"
@@ -38,7 +40,7 @@ PART_MARKERS = (
 
 
 class TurnSettings(Protocol):
-    """The fields of `SFTConfig` by which rows become samples."""
+    """The fields of `SFTConfig` that decide which samples are made of a row."""
 
     assistant_only_loss: bool
     assistant_turns: AssistantTurns
@@ -56,16 +58,16 @@ class TurnSettings(Protocol):
 
 
 class TurnSelection(NamedTuple):
-    """A conversation without the key that chooses, the messages of it that are trained, and the counts."""
+    """A conversation and its trained turns."""
 
-    conversation: Conversation
-    trained: list[int]
+    conversation: Conversation  # its messages do not have the key `message_train_key`
+    trained: list[int]  # indices of the messages that are trained
     counts: AssistantTurnCounts
 
 
 @dataclass(frozen=True)
 class TurnRule:
-    """Which assistant turns are trained: fields of `SFTConfig`."""
+    """The rule that decides which assistant turns are trained, read from fields of `SFTConfig`."""
 
     message_train_key: str | None = "weight"
     assistant_turns: AssistantTurns = "all"
@@ -73,9 +75,18 @@ class TurnRule:
 
     @classmethod
     def of(cls, args: TurnSettings) -> "TurnRule":
+        """Read the rule from the config of the trainer."""
         return cls(args.message_train_key, args.assistant_turns, args.train_empty_thinking)
 
     def select_turn(self, conversation: Conversation) -> TurnSelection:
+        """Select the assistant turns of a conversation that are trained.
+
+        A turn is not trained if its weight (the value of its key `message_train_key`) is 0 or, with
+        `assistant_turns="last"`, if another turn follows.
+
+        Raises:
+            UnknownTurnError: If a weight is neither 0 nor 1.
+        """
         key = self.message_train_key
         messages = conversation.messages
         turns = conversation.turns
@@ -93,36 +104,52 @@ class TurnRule:
         return TurnSelection(replace(conversation, messages=messages), trained, counts)
 
     def masked(self, chosen: TurnSelection, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """Tokens of a conversation, and 1 for each that is trained."""
+        """Return the T token ids of a conversation, and T ones and zeros, with a 1 for each trained token."""
         conversation = chosen.conversation
-        every = len(chosen.trained) == chosen.counts.turns
-        if every and self.train_empty_thinking and has_markers(template_of(tokenizer, conversation.arguments)):
+        every_turn_is_trained = len(chosen.trained) == chosen.counts.turns
+        if (
+            every_turn_is_trained
+            and self.train_empty_thinking
+            and has_markers(template_of(tokenizer, conversation.arguments))
+        ):
             return conversation.masked(tokenizer)
         text, spans = self.spans(chosen, tokenizer)
         if isinstance(tokenizer, ProcessorMixin):
+            # The processor replaces placeholders of images in the text, so only its own markers find the tokens
             message = {"role": "user", "content": [], "parts": text_parts(text, spans)}
             return Conversation([message], 0, {"chat_template": PART_MARKERS}).masked(tokenizer)
         outputs = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        begins, ends = np.array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
-        mask = np.zeros(len(begins), np.int64)
+        token_starts, token_stops = np.array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
+        mask = np.zeros(len(token_starts), np.int64)
         for start, stop in spans:
-            mask[(begins < stop) & (ends > start)] = 1
+            overlaps_span = (token_starts < stop) & (token_stops > start)
+            mask[overlaps_span] = 1
         return list(outputs["input_ids"]), mask.tolist()
 
     def spans(self, chosen: TurnSelection, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
-        """The rendered conversation, and the spans of it that are trained, in its order."""
+        """Return the text of a rendered conversation, and the spans of the text that are trained, in order."""
         template = template_of(tokenizer, chosen.conversation.arguments)
         if has_markers(template):
             text, spans = _in_markers(chosen, tokenizer, template)
         else:
             text, spans = _turn_by_turn(chosen, tokenizer)
         for i, (turn, span) in enumerate(spans):
+            # Markers may divide a turn into several spans; thinking is at the beginning of its first span
             if not i or spans[i - 1][0] != turn:
                 spans[i] = turn, self.without_thinking(text, span, chosen.conversation.messages[turn])
         return text, [span for _, span in spans]
 
     def without_thinking(self, text: str, span: Span, message: Message) -> Span:
-        """The span of a turn behind an empty thinking block that only the template has written."""
+        """Return the span of a turn without an empty thinking block at its beginning.
+
+        The block remains in the span if `train_empty_thinking` is set, or if the message itself has it, which means
+        that the template did not add it.
+
+        Args:
+            text: The rendered text.
+            span: The characters of the turn in the text.
+            message: The message of the turn.
+        """
         content = message.get("content")
         if isinstance(content, list):
             content = next((part.get("text") for part in content if part.get("text")), None)
@@ -130,11 +157,13 @@ class TurnRule:
         block = EMPTY_THINKING.match(text, *span)
         if self.train_empty_thinking or block is None or EMPTY_THINKING.match(content):
             return span
-        first = text.find(content, *span) if content.strip() else -1
-        return (min(block.end(), first) if first >= 0 else block.end(), span[1])
+        # The block ends in white space, which may belong to the content
+        content_start = text.find(content, *span) if content.strip() else -1
+        turn_start = min(block.end(), content_start) if content_start >= 0 else block.end()
+        return (turn_start, span[1])
 
     def row_of_turn(self, conversation: Conversation, turn: int, processor: ProcessorMixin) -> dict[str, Any]:
-        """The row with images of a turn (`Conversation.row_of_turn`), such a block at the end of its prompt."""
+        """Return `Conversation.row_of_turn`, with an empty thinking block that is not trained moved to the prompt."""
         row = conversation.row_of_turn(turn, processor)
         prompt = row["prompt"]
         answer = row["completion"]
@@ -142,23 +171,39 @@ class TurnRule:
         return row | {"prompt": prompt + answer[:start], "completion": answer[start:]}
 
     def mask_thinking(self, labels: list[int], message: Message, tokenizer: Tokenizer) -> None:
-        """Set the labels of such a block at the beginning of a sample's turn to -100."""
+        """Set the labels of an empty thinking block that is not trained to -100, in place.
+
+        Args:
+            labels: The labels of a sample of one turn, -100 before the turn.
+            message: The message of the turn.
+            tokenizer: The tokenizer, or the processor of a model with images.
+        """
         plain: Any = plain_tokenizer(tokenizer)
-        first = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), len(labels))
-        text = "" if self.train_empty_thinking else plain.decode(labels[first:])
-        start, _ = self.without_thinking(text, (0, len(text)), message)
-        stop = first
-        while start and stop < len(labels) and len(plain.decode(labels[first : stop + 1])) <= start:
+        first_label = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), len(labels))
+        text = "" if self.train_empty_thinking else plain.decode(labels[first_label:])
+        num_characters, _ = self.without_thinking(text, (0, len(text)), message)
+        stop = first_label
+        # Tokens belong to the block as long as their text is not longer than the block
+        while num_characters and stop < len(labels):
+            if len(plain.decode(labels[first_label : stop + 1])) > num_characters:
+                break
             stop += 1
-        labels[first:stop] = [IGNORE_INDEX] * (stop - first)
+        labels[first_label:stop] = [IGNORE_INDEX] * (stop - first_label)
 
 
 def has_markers(chat_template: object) -> bool:
+    """Return whether a chat template has `{% generation %}` markers."""
     return isinstance(chat_template, str) and MARKERS.search(chat_template) is not None
 
 
 def template_of(tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> Any:
-    """The text of the template that is used: the row's, that of training, or the tokenizer's own."""
+    """Return the text of the chat template that a conversation is rendered with.
+
+    Args:
+        tokenizer: The tokenizer, or the processor of a model with images.
+        arguments: The arguments of the conversation. Their `chat_template` is used if they have one, else the
+            tokenizer's own.
+    """
     template = arguments.get("chat_template")
     if isinstance(tokenizer, ProcessorMixin):
         template = template or tokenizer.chat_template
@@ -167,68 +212,92 @@ def template_of(tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> Any:
 
 
 def text_parts(text: str, spans: list[Span]) -> list[dict[str, object]]:
-    """A text in parts that are trained or not, for the template `PART_MARKERS`."""
+    """Divide a text at the edges of its trained spans, into parts for the template `PART_MARKERS`."""
     edges = [0, *(edge for span in spans for edge in span), len(text)]
-    stretches = enumerate(pairwise(edges))
-    return [{"text": text[a:b], "trained": i % 2 == 1} for i, (a, b) in stretches if text[a:b]]
+    numbered_parts = enumerate(pairwise(edges))  # parts with an odd number are the spans
+    return [
+        {"text": text[start:stop], "trained": i % 2 == 1} for i, (start, stop) in numbered_parts if text[start:stop]
+    ]
 
 
 def _in_markers(chosen: TurnSelection, tokenizer: Tokenizer, template: str) -> tuple[str, list[tuple[int, Span]]]:
-    """The text of a template with markers, and the trained turns with what their markers enclose.
+    """Find the trained turns of a conversation by the markers of its template.
 
-    Which markers are those of a message is known from their number before it, if the history alone has the same.
+    The markers enclose blocks of text, which the template does not assign to messages. So the history before each turn
+    is rendered too: the blocks of a turn come after as many blocks as its history has.
+
+    Returns:
+        The text of the conversation, and a pair of turn and span for each block of a trained turn.
+
+    Raises:
+        UnknownTurnError: If the blocks of a history have other text in the whole conversation.
     """
     conversation = chosen.conversation
     arguments = conversation.arguments | {"chat_template": template}
     render: Any = render_jinja_template
 
-    def marked(stop: int) -> tuple[str, list[Span]]:
+    def render_with_blocks(stop: int) -> tuple[str, list[Span]]:
         messages = [{k: v for k, v in m.items() if v is not None} for m in conversation.messages[:stop]]
         if isinstance(tokenizer, ProcessorMixin):
             messages = prepare_multimodal_messages(messages)
-        given: dict[str, Any] = plain_tokenizer(tokenizer).special_tokens_map | arguments
-        texts, blocks = render([messages], return_assistant_tokens_mask=True, **given)
+        variables: dict[str, Any] = plain_tokenizer(tokenizer).special_tokens_map | arguments
+        texts, blocks = render([messages], return_assistant_tokens_mask=True, **variables)
         return texts[0], [(start, stop) for start, stop in blocks[0]]
 
-    text, whole = marked(len(conversation.messages))
+    text, all_blocks = render_with_blocks(len(conversation.messages))
     turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    firsts = []
+    first_blocks = []  # for each turn the index of its first block
     for turn in turns:
-        before, blocks = marked(turn) if turn else ("", [])
-        if [before[a:b] for a, b in blocks] != [text[a:b] for a, b in whole[: len(blocks)]]:
+        history, blocks = render_with_blocks(turn) if turn else ("", [])
+        history_texts = [history[start:stop] for start, stop in blocks]
+        if history_texts != [text[start:stop] for start, stop in all_blocks[: len(blocks)]]:
             raise UnknownTurnError(
                 f"the template marks other text in `messages[:{turn}]` alone than in the whole conversation, so which "
-                f"of its {len(whole)} `{{% generation %}}` blocks are `messages[{turn}]` is not known"
+                f"of its {len(all_blocks)} `{{% generation %}}` blocks are `messages[{turn}]` is not known"
             )
-        firsts.append(len(blocks))
-    of_turns = zip(turns, pairwise([*firsts, len(whole)]), strict=True)
-    return text, [(turn, span) for turn, (a, b) in of_turns if turn in chosen.trained for span in whole[a:b]]
+        first_blocks.append(len(blocks))
+    spans: list[tuple[int, Span]] = []
+    for turn, (first, stop) in zip(turns, pairwise([*first_blocks, len(all_blocks)]), strict=True):
+        if turn in chosen.trained:
+            spans += [(turn, span) for span in all_blocks[first:stop]]
+    return text, spans
 
 
 def _turn_by_turn(chosen: TurnSelection, tokenizer: Tokenizer) -> tuple[str, list[tuple[int, Span]]]:
-    """The text of a template without markers, and the trained turns with their spans."""
+    """Find the trained turns of a conversation by rendering it up to each turn, for a template without markers.
 
-    def rest(text: str, other: str) -> str:
-        return text[num_same(text, other) :][:NUM_SHOWN]
+    Returns:
+        The text of the conversation, and a pair of turn and span for each trained turn.
 
-    conversation, messages = chosen.conversation, chosen.conversation.messages
-    whole = conversation.text(messages, tokenizer)
+    Raises:
+        UnknownTurnError: If a turn does not begin where its prompt ends, or is rendered differently once messages
+            follow.
+    """
+
+    def show_difference(text: str, compared: str) -> str:
+        return text[num_same(text, compared) :][:NUM_SHOWN]
+
+    conversation = chosen.conversation
+    messages = conversation.messages
+    full_text = conversation.text(messages, tokenizer)
     spans = []
     for turn in chosen.trained:
         prompt = conversation.text(messages[:turn], tokenizer, add_generation_prompt=True)
-        until = conversation.text(messages[: turn + 1], tokenizer)
-        if not until.startswith(prompt):
+        text_up_to_turn = conversation.text(messages[: turn + 1], tokenizer)
+        if not text_up_to_turn.startswith(prompt):
             raise UnknownTurnError(
-                f"the template ends the prompt of `messages[{turn}]` with {rest(prompt, until)!r}, and with this turn "
-                f"it continues with {rest(until, prompt)!r} there"
+                f"the template ends the prompt of `messages[{turn}]` with "
+                f"{show_difference(prompt, text_up_to_turn)!r}, and with this turn it continues with "
+                f"{show_difference(text_up_to_turn, prompt)!r} there"
             )
-        if not whole.startswith(until):  # some templates end a conversation with the EOS token
-            until = until.removesuffix(str(plain_tokenizer(tokenizer).eos_token or ""))
-        if not whole.startswith(until) or len(until) < len(prompt):
+        if not full_text.startswith(text_up_to_turn):  # some templates end a conversation with the EOS token
+            text_up_to_turn = text_up_to_turn.removesuffix(str(plain_tokenizer(tokenizer).eos_token or ""))
+        if not full_text.startswith(text_up_to_turn) or len(text_up_to_turn) < len(prompt):
             raise UnknownTurnError(
                 f"the template renders `messages[:{turn + 1}]` in another way once `messages[{turn + 1}]` follows: "
-                f"{rest(until, whole)!r} becomes {rest(whole, until)!r}, so this turn is not in the conversation as "
-                "it was written; `per_turn=True` trains each turn as it is rendered when it is the last"
+                f"{show_difference(text_up_to_turn, full_text)!r} becomes "
+                f"{show_difference(full_text, text_up_to_turn)!r}, so this turn is not in the conversation as it was "
+                "written; `per_turn=True` trains each turn as it is rendered when it is the last"
             )
-        spans.append((turn, (len(prompt), len(until))))
-    return whole, spans
+        spans.append((turn, (len(prompt), len(text_up_to_turn))))
+    return full_text, spans
