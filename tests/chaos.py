@@ -55,7 +55,7 @@ class Noting(Numbered):
 
 
 def rank_main(folder: Path, name: str, attempt: int, *, rank: int, ranks: int, port: str, **settings: int) -> None:
-    """One rank of one attempt, from the newest whole checkpoint of `folder / name` if there is one."""
+    """Run one rank of one attempt, from the newest whole checkpoint of `folder / name` if there is one."""
     log = (folder / f"{name}-{attempt}-{rank}.log").open("w")
     faulthandler.enable(log)
     os.dup2(log.fileno(), 1)
@@ -130,7 +130,7 @@ class Chaos:
         return succeeded
 
     def round(self, kill: bool = True) -> None:
-        """One attempt; it is killed at a random point unless `kill` is False or it comes to the end before."""
+        """Make one attempt; it is killed at a random point unless `kill` is False or it comes to the end before."""
         whole, passed_over = newest_whole(self.folder / "run")
         self.unfinished += len(passed_over)
         done = int(whole.name.split("-")[1]) if whole else 0

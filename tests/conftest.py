@@ -30,9 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One folder for what DeepSpeed compiles, a minute of CPU time, in all tests of this run.
+    """Set one folder for what DeepSpeed compiles, a minute of CPU time, in all tests of this run.
 
-    Not the common one of the user: after a build that was killed its lock is left, and DeepSpeed waits for ever.
+    It is not the common one of the user: after a build that was killed its lock is left, and DeepSpeed waits for ever.
     """
     if not hasattr(config, "workerinput"):  # workers inherit it
         folder = tempfile.TemporaryDirectory(prefix="extensions")
@@ -81,7 +81,7 @@ def forget_precision() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def start_of_a_file() -> None:
-    """Each training calls the garbage collector, which would go through all that was imported: 0.3 seconds."""
+    """Freeze what was imported: each training calls the garbage collector, which takes 0.3 seconds for it."""
     forget_precision()
     gc.collect()
     gc.freeze()
@@ -97,7 +97,7 @@ def precision_of_its_own() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def data_dir(request: pytest.FixtureRequest) -> Path:
-    """The folder given with `--data`."""
+    """Return the folder that is given with `--data`."""
     folder = request.config.getoption("--data")
     if folder is None:
         pytest.skip("needs real datasets: run pytest with --data DIR")
@@ -108,19 +108,22 @@ def data_dir(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, ChatML with generation markers. Shared: do not change it; `build_tokenizer` makes another."""
+    """Return a shared tokenizer of one token per byte, with ChatML and generation markers.
+
+    Do not change it; `build_tokenizer` makes another.
+    """
     return build_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def tiny_model():
-    """The factory `build_tiny_model(model_type="llama", seed=0, dtype=torch.float32, **config)`."""
+    """Return the factory `build_tiny_model(model_type="llama", seed=0, dtype=torch.float32, **config)`."""
     return build_tiny_model
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the hub's names of README and examples are a tiny model and 40 conversations."""
+    """Return a folder in which the hub's names of README and examples are a tiny model and 40 conversations."""
     folder = tmp_path_factory.mktemp("workplace")
     for each in (build_tiny_model("qwen3"), build_tokenizer()):
         each.save_pretrained(folder / "Qwen" / "Qwen3-0.6B")
@@ -135,7 +138,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def printed(capsys):
-    """A function: the JSON that a command of the package prints, which ends with this exit code."""
+    """Return a function that runs a command of the package, checks its exit code and returns the JSON it prints."""
 
     def run(*words, code=0):
         capsys.readouterr()

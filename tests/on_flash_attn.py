@@ -57,7 +57,7 @@ def believe_in_flash_attn() -> None:
 
 
 def judge(model_type: str) -> dict:
-    """The probe's and the judge's result for a tiny model, in fp32, on the attention that CUDA would get."""
+    """Return the results of probe and judge for a tiny model, in fp32, on the attention that CUDA would get."""
     started = time.process_time()
     try:
         pristine = zoo.build_model(model_type)
@@ -79,7 +79,7 @@ def judge(model_type: str) -> dict:
 
 
 def judge_images(family: str) -> dict:
-    """The probe's result on packs with images, for `attn_implementation="flash_attention_2"` of the whole model."""
+    """Return what the probe finds on packs with images where the whole model has `flash_attention_2`."""
     from sweep.image_families import build_model, make_examples
 
     # As in transformers 5.16, which passes the boundaries of the text on to the tower
@@ -121,7 +121,7 @@ def choose_for_cuda(model, enforce_flash_attention, dtype, device_type, **option
 
 
 def trainings(folder: Path):
-    """Each training on flash attention, which the trainer compares with unpacked training in the first step."""
+    """Yield a row for each training on flash attention; the trainer compares its first step with unpacked training."""
     for model_type in ("llama", "gemma3"):
         for lora in (False, True):
             first = None

@@ -44,7 +44,7 @@ recorded = partial(seen_by, strict)  # since the last call
 
 
 def judge(model_type: str) -> dict:
-    """The probe's result for a tiny model in fp32, and the judge's in fp32 and fp64."""
+    """Return the result of the probe for a tiny model in fp32, and those of the judge in fp32 and fp64."""
     started = time.process_time()
     truth = Judge(zoo.build_model(model_type))
     model = zoo.build_model(model_type)
@@ -67,7 +67,7 @@ def judge(model_type: str) -> dict:
 
 
 def change(folder: Path, model_type: str, lora: bool, **settings) -> tuple[torch.Tensor, dict]:
-    """The change of the trained weights in three steps of SGD."""
+    """Return the change of the trained weights in three steps of SGD, and what the run did."""
     model = zoo.build_model(model_type, vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)
     peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)} if lora else {}
@@ -103,7 +103,7 @@ def trainings(folder: Path, model_type: str):
 
 
 def rounding(model_type: str) -> dict:
-    """The probe's numbers for a model whose decays are large, with and without what Mamba-2's kernel rounds."""
+    """Return the numbers of the probe for a model with large decays, with and without what Mamba-2's kernel rounds."""
     model = zoo.build_model(model_type)
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
@@ -118,7 +118,7 @@ def rounding(model_type: str) -> dict:
 
 
 def reads(model_type: str) -> dict:
-    """What the host reads in a packed micro-batch, on the path of CUDA for attention, too."""
+    """Return what the host reads in a packed micro-batch, on the path of CUDA for attention, too."""
     model = zoo.build_model(model_type, vocab_size=300, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     watch = ReadsOfSteps()
     settings = {"gradient_accumulation_steps": 2, "max_steps": 7, "logging_steps": 100, "bf16": True}
@@ -137,7 +137,7 @@ def reads(model_type: str) -> dict:
 
 
 def column(folder: Path, model_types: list[str]) -> dict:
-    """The verdict of each type, also written into the table in `folder`."""
+    """Return the verdict of each type, and write it into the table in `folder`."""
     found = {}
     for name in model_types:
         row = judge(name)

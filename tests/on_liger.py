@@ -22,7 +22,7 @@ SETTINGS = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm
 
 
 def trained(model_type, **settings):
-    """(the trainer after its steps, its weights before)."""
+    """Return (the trainer after its steps, its weights before)."""
     run = trainer(tempfile.mkdtemp(), texts(6), build_tiny_model(model_type), **SETTINGS, **settings)
     start = weights(run)
     run.train()

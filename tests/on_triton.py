@@ -46,7 +46,7 @@ PACKAGES = ("triton", "flash-linear-attention", "mamba_ssm")
 
 
 class OnePack(Judge):
-    """Of one pack only, because the interpreter is slow."""
+    """Judge one pack only, because the interpreter is slow."""
 
     def __init__(self, pristine: torch.nn.Module):
         documents = [torch.randint(zoo.FIRST_WORD, zoo.VOCABULARY, (n,)) for n in LENGTHS]

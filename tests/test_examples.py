@@ -114,7 +114,7 @@ def test_without_a_hub_train_falls_back(monkeypatch):
 def execute(
     name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, source: str | None = None, **replaced: str
 ) -> dict:
-    """The variables of an example after it ran in `workplace`, where the hub's names are folders.
+    """Run an example in `workplace`, where the hub's names are folders, and return its variables.
 
     `replaced` are texts of the example, each found exactly once, and what stands there instead (a CPU has to be asked
     for, and tests are in a hurry).
@@ -141,7 +141,7 @@ def test_minimal_is_the_import_swap(workplace, monkeypatch):
 
 
 def test_the_notebook_for_colab_trains(workplace, monkeypatch):
-    """Its cells in order, on a tiny model. It is stored without outputs, because no GPU has run it."""
+    """The cells must run in order, on a tiny model. They are stored without outputs, because no GPU has run them."""
     cells = json.loads((EXAMPLES / "colab.ipynb").read_text())["cells"]
     assert "Not run on a GPU yet" in "".join(cells[0]["source"])
     code = [cell for cell in cells if cell["cell_type"] == "code"]
@@ -173,8 +173,10 @@ def test_with_transformers_trains_every_document_each_epoch(workplace, monkeypat
 
 
 def test_an_own_loop_trains_what_the_trainer_trains(tmp_path, monkeypatch, capsys):
-    """The same packs, steps, losses and evaluation, with accumulation, on two ranks and after a restart: weights are
-    apart by rounding only. With a loss that is a mean of each micro-batch they are apart by 0.1."""
+    """Packs, steps, losses and evaluation must be the same, with accumulation, on two ranks and after a restart.
+
+    Weights are apart by rounding only. With a loss that is a mean of each micro-batch they are apart by 0.1.
+    """
     monkeypatch.syspath_prepend(EXAMPLES)
     path = EXAMPLES / "own_loop.py"
     own = runpy.run_path(str(path))

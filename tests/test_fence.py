@@ -176,7 +176,7 @@ def test_the_fence_has_entries():
 
 @pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if not entry.name.startswith("_")])
 def test_the_head_of_the_fence_says_who_undoes_an_entry(name):
-    """Or why it stays."""
+    """The head must say who undoes an entry, or why it stays."""
     text = ast.get_docstring(SOURCE.trees[FENCE]) or ""
     assert name in text.replace(",", "").split()
 

@@ -66,7 +66,7 @@ LOOKS += [
 
 @pytest.mark.parametrize("code, given, seen", LOOKS)
 def test_torch_is_imported_in_the_environment_that_we_set(code, given, seen):
-    """One GPU, segments that grow, threads that sleep while they wait. What a launcher or the user has set stays."""
+    """We set one GPU, segments that grow and threads that sleep in waiting. What a launcher or user has set stays."""
     folders = [str(ROOT / name) for name in ("tests", "benchmarks", ".")]
     set_here = ("LOCAL_RANK", "RANK", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY")  # by these tests
     env = {key: value for key, value in os.environ.items() if key not in set_here}
@@ -131,7 +131,7 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, 
 
 
 def test_parts_run_on_the_cpu(tmp_path):
-    """Those that take seconds; `make bench` runs others. They call much of the package that changes."""
+    """The parts that take seconds run here; `make bench` runs others. They call much of the package that changes."""
     parts = ["machine", "kernels", "8b-lora", "memory", "million", "exactness", "launches", "prefixes"]
     command = [sys.executable, ROOT / "benchmarks" / "evidence.py", "--smoke", "--out", tmp_path, "--parts", *parts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)

@@ -41,7 +41,7 @@ def launch(command: list[str], folder: Path, **env: str) -> tuple[int, str]:
 
 
 def test_ranks_of_a_test_that_hang_end_and_show_their_stacks(capfd):
-    """Also while a rank keeps the interpreter's lock, as freeing an object may while it waits for a thread."""
+    """They must end while a rank keeps the interpreter's lock, as freeing an object may while it waits for a thread."""
 
     def hang():
         ctypes.PyDLL(None).sleep(60)  # which does not release the lock
@@ -81,7 +81,10 @@ def test_a_killed_rank_ends_the_job_with_the_reason_and_a_whole_checkpoint(engin
 
 
 def check_trained(folder: Path, output: str, engine_file: str | None) -> None:
-    """The run had two ranks and the engine whose file lies in its checkpoint (None: DDP, one file for all ranks)."""
+    """Check that the run had two ranks, and the engine whose file lies in its checkpoint.
+
+    None is DDP, with one file for all ranks.
+    """
     checkpoint = folder / output / "checkpoint-2"
     state = json.loads((checkpoint / "packing_state.json").read_text())
     assert state["global_step"] == 2

@@ -64,7 +64,7 @@ def test_a_row_is_a_document():
 
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=6), st.sampled_from(["whole", "runs"]), st.integers(0, 3))
 def test_targets_are_the_trained_tokens_of_each_document(lengths, kind, prompt):
-    """Each label is that of the document, and predicted in the row that has the token before it."""
+    """Each label must be that of the document, and predicted in the row that has the token before it."""
     documents = turns(lengths, prompt)
     batch = COLLATORS[kind]()(documents)
     layout = layout_of(batch)
@@ -153,7 +153,7 @@ def test_two_packs_that_share_other_rows_have_other_checksums():
 
 
 def test_the_router_statistic_counts_a_row_once_for_each_document():
-    """That of the documents alone, end to end, is that of the rows with their counts."""
+    """The statistic of the documents alone, end to end, must be that of the rows with their counts."""
     documents = turns([6, 4, 9])
     batch = PrefixCollator(min_shared=1, keeps_last_rows=True)(documents)
     layout = layout_of(batch)

@@ -23,7 +23,7 @@ def outputs(notebook):
 
 @pytest.mark.sweep
 def test_the_tour_learns_and_shows(tmp_path):
-    """With the values of some of its variables printed by one more cell."""
+    """One more cell prints the values of some of the tour's variables."""
     pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     ran = nbformat.read(NOTEBOOK, as_version=4)

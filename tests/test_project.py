@@ -62,7 +62,10 @@ def test_each_module_has_tests_near_it():
 
 @pytest.fixture
 def made(tmp_path):
-    """A function: what `make` prints in a folder with what its rules read, and nothing installed."""
+    """Return a function that runs `make` in a folder with what its rules read, and nothing installed.
+
+    It returns what `make` prints.
+    """
     for path in (ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("constraints*.txt")):
         shutil.copy2(path, tmp_path)
 

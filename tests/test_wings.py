@@ -45,7 +45,7 @@ MODULES = {
 
 
 def imports(module: str) -> set[str]:
-    """The modules of this package that a module imports anywhere: at the top, in functions, under TYPE_CHECKING."""
+    """Return the modules of this package that a module imports: at the top, in functions, under TYPE_CHECKING."""
     path = MODULES[module]
     found = set()
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
@@ -92,7 +92,7 @@ def test_the_table_names_all_wings_and_is_free_of_circles():
 
 
 def circle_in(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of a circle of imports, the first once more at the end; [] without one."""
+    """Return the modules of a circle of imports, the first once more at the end; [] without one."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -161,7 +161,7 @@ def link_packages(folder: Path, requirements: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory) -> Path:
-    """An environment with `pip install --no-deps trl_packfix` and nothing else."""
+    """Make an environment with `pip install --no-deps trl_packfix` and nothing else."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=PROCESS_SECONDS)
     python = folder / "bin" / "python"
@@ -204,7 +204,7 @@ def test_it_can_be_repaired():
 
 @pytest.mark.processes
 def test_the_probe_runs_where_only_torch_and_transformers_are_installed(python, tmp_path):
-    """The example for other projects: it passes on Llama and names the module of a type that leaks."""
+    """The example for other projects must pass on Llama, and name the module of a type that leaks."""
     libraries = tmp_path / "libraries"
     libraries.mkdir()
     link_packages(libraries, ["torch", "transformers", "pytest"])

@@ -45,14 +45,14 @@ class Dispatched(StrictVarlen):
 
 @pytest.fixture
 def fa3(monkeypatch):
-    """The stand-in, activated on a machine with a Hopper GPU."""
+    """Activate the stand-in as on a machine with a Hopper GPU, and yield its record."""
     monkeypatch.syspath_prepend(str(Path(support.__file__).parent / "flash_attn_3_site"))
     monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
     checked = _fa3._fa3_common_support_error
 
     def on_this_device(query, tensors, dropout_p, cum_seq_q, *descale):
-        """All that torch checks, but that tensors are on a GPU of compute capability 9."""
+        """Check all that torch checks, but not that tensors are on a GPU of compute capability 9."""
         error = checked(query, (), dropout_p, cum_seq_q, *descale)
         return None if error in ("inputs must share device", "CUDA not available") and query.dim() == 3 else error
 

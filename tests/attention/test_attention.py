@@ -54,7 +54,7 @@ def make_pack(lengths=LENGTHS, **changes):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often a packed call reached our CPU kernels."""
+    """Return a list with an entry for each packed call that reached our CPU kernels."""
     counted = []
     attend = varlen.attend_on_cpu
 

@@ -20,7 +20,7 @@ BF16 = {"dtype": torch.bfloat16, "device_type": "cuda"}
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A CUDA machine as the choice sees it; setting a name asks for no GPU."""
+    """Return a function that describes a CUDA machine to the choice, where setting a name asks for no GPU."""
 
     def describe(flash_attn=False, problem=None, capability=None, ffpa_attn=False):
         monkeypatch.setattr(choosing, "wide_kernel", lambda: ffpa_attn or None)
@@ -75,7 +75,7 @@ def test_enforce_false_keeps_the_users_and_names_the_price(name, tiny_model, rec
 
 @pytest.mark.parametrize("users", ["sdpa", "flash_attention_2", "kernels-community/flash-attn2"])
 def test_ranks_that_share_packs_get_the_attention_that_exchanges_tokens(users, machine, tiny_model):
-    """By document where no kernel serves."""
+    """Ranks that share packs must attend by document where no kernel serves."""
     needs = BF16 | {"needs_varlen": "does not exchange tokens between the ranks that share a pack"}
     machine(flash_attn=True)
     choice = choose_attention(on(tiny_model("llama"), users), **needs)

@@ -22,7 +22,7 @@ PLAYED = "flash_played"  # the name of a flash attention, as transformers and th
 
 @pytest.fixture
 def played():
-    """A flash attention that raises what `error` holds; if that is None, it is sdpa. `calls` holds its arguments."""
+    """Register a flash attention that raises its `error`, or is sdpa if that is None. `calls` holds its arguments."""
 
     class Played:
         def __init__(self):
@@ -181,7 +181,7 @@ def test_roundings_are_drawn_on_the_device(tiny_model, monkeypatch):
 
 
 def test_values_of_modules_stay_on_the_device():
-    """Those of long packs, which may not fit beside the model, go to the host: from here they cannot."""
+    """Values of long packs, which may not fit beside the model, go to the host: from meta tensors they cannot."""
     module = nn.Linear(4, 4, device="meta")
     states = torch.zeros(1, 5, 4, device="meta")
     ((given, made),) = tracing._record_values({"": module}, 5, lambda: module(states))[""]

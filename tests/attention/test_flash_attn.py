@@ -21,7 +21,7 @@ FAMILIES = "qwen2_5_vl qwen3_vl llava idefics3".split()
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory):
-    """By type: texts and, with PIL, images. One process judges all, because it imports for seconds."""
+    """Judge texts and, with PIL, images, by type. One process judges all, because it imports for seconds."""
     words = ["judge", *NATIVE, *REPAIRED, *OTHERS]
     if find_spec("PIL"):
         words += ["--", "images", *FAMILIES]

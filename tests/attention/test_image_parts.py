@@ -19,7 +19,7 @@ DIVIDED = "llava llava_next llava_onevision idefics2 idefics3 internvl qwen2_5_v
 
 
 def call_of_tower(family: str):
-    """The tower of a family, and the arguments that it gets for a pack with three images."""
+    """Return the tower of a family, and the arguments that it gets for a pack with three images."""
     model = build_model(family).eval()
     examples = examples_of(family)
     (tower,) = [each for each in outermost_towers(towers(model)) if "vision" in type(each).__name__.lower()]
@@ -104,7 +104,7 @@ def inputs_of(is_image: list[bool], size: int = 3) -> dict:
 
 @given(st.lists(st.booleans(), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
 def test_every_row_has_its_inputs(pattern, degree):
-    """Also where the number of rows is that of another axis, and where a part has no image."""
+    """Rows must have their inputs also where their number is that of another axis, and where a part has no image."""
     whole = inputs_of(pattern * 4)
     size = len(pattern) * 4 // degree
     parts = [cut_to_part(whole, size, index) for index in range(degree)]

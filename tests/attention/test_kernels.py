@@ -28,7 +28,7 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """The rows of each command. One process runs all, because it imports for seconds."""
+    """Return the rows of each command. One process runs all, because it imports for seconds."""
     folder = tmp_path_factory.mktemp("kernels")
     words = ["rounding", "bamba"]
     if not current_models.args[0]:
@@ -126,7 +126,7 @@ def test_the_comparison_on_triton_kernels_finds_leaks(tmp_path):
 
 
 def test_what_the_kernels_gave_is_of_the_versions_that_it_installs():
-    """All cases that the script has now, on the versions of its constraints."""
+    """The newest table must have the cases of the script, all right, on the versions of the script's constraints."""
     pinned = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / "constraints-kernels.txt").read_text(), re.MULTILINE))
     rows = list(csv.DictReader(max((ROOT / "benchmarks/results").glob("triton_kernels_*.csv")).open()))
     right = {row["case"] for row in rows if not row["leaks"] and row["right"] == "yes"}

@@ -38,7 +38,7 @@ def packed_model(model, **settings):
 
 
 def functions(model):
-    """The modules and names of the functions that are replaced, and what is there now."""
+    """Return what is now at the places of the functions that are replaced, by module and name."""
     found = mixer_functions(model)
     return {(names["__name__"], name): names[name] for names, name in found.places}
 
@@ -59,7 +59,7 @@ PACKAGES = {
 
 @pytest.mark.parametrize("model_type, packages", PACKAGES.items())
 def test_packages_with_kernels_are_named(model_type, packages):
-    """Each package that transformers looks for has the name that pip has for it."""
+    """Each package that transformers looks for must have the name that pip has for it."""
     assert mixers.missing_packages(zoo.build_model(model_type)) == packages
 
 
@@ -103,7 +103,7 @@ def test_names_are_replaced_while_a_pack_runs_only():
 
 
 def overlapping(first, second):
-    """The results of two functions that run in two threads, which both return after the other has begun.
+    """Return the results of two functions that run in two threads, which both return after the other has begun.
 
     Each gets a function to call in its middle. The first goes on when the second is there, the second when the first
     has returned.
@@ -178,7 +178,7 @@ def test_a_row_without_packing_in_another_thread_is_no_part_of_a_pack():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_backward_in_another_thread_recomputes_the_pack(reentrant):
-    """As on a GPU, where torch runs it in a thread of its own."""
+    """On a GPU torch runs the backward in a thread of its own."""
     model = zoo.build_model("qwen3_next").train()
     model.set_attn_implementation("packfix_varlen")
     mark_packed_forwards(model)
@@ -203,7 +203,7 @@ def test_a_backward_in_another_thread_recomputes_the_pack(reentrant):
 
 @pytest.mark.slow
 def test_what_is_not_found_is_repaired(monkeypatch):
-    """As if transformers had renamed the function."""
+    """A function that transformers has renamed is not found."""
     monkeypatch.delitem(MIXER_REPLACEMENTS, "mamba2_chunk_scan")
     model = zoo.build_model("bamba")
     packed = packed_model(model)
@@ -301,7 +301,7 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
 
 
 def turns_of(num_turns, generator):
-    """One sample per turn: each history goes on where the one before it ended, and has an answer of its own."""
+    """Return one sample per turn: each history goes on where the one before it ended, and has an answer of its own."""
     history = torch.randint(16, 128, (3 * num_turns,), generator=generator)
     answers = torch.randint(16, 128, (num_turns, 4), generator=generator)
     return [torch.cat([history[: 3 * (i + 1)], answer]) for i, answer in enumerate(answers)]
@@ -353,7 +353,7 @@ def test_deep_branches_need_few_calls(num_turns):
 
 
 def test_a_triton_kernel_without_a_gpu_is_named():
-    """As flash-linear-attention ends on a machine without a GPU, where transformers uses it nevertheless."""
+    """flash-linear-attention ends so on a machine without a GPU, where transformers uses it nevertheless."""
     model = zoo.build_model("lfm2")
 
     def raise_as_triton(*given):

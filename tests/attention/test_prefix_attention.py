@@ -35,7 +35,7 @@ def pack_of(batch):
 
 
 def dense(query, key, value, shared, scale, window=None, chunk=None, sinks=None):
-    """The definition: each run by its formula over its own copy of its keys."""
+    """Compute attention by its definition: each run by the formula over its own copy of its keys."""
     outs = []
     q_bounds, k_bounds = (bounds.tolist() for bounds in (shared.cu_seq_lens_q, shared.cu_seq_lens_k))
     for a, b, c, d in zip(q_bounds, q_bounds[1:], k_bounds, k_bounds[1:], strict=False):
@@ -79,7 +79,7 @@ PACKS = st.lists(TOKENS, min_size=2, max_size=9)
 
 @pytest.fixture(scope="module", autouse=True)
 def short_tiles():
-    """So that the runs of these tests have several."""
+    """Make tiles so short that the runs of these tests have several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash, "FLASH_TILE", 4)
         patch.setattr(flash, "CUDA_DTYPES", (torch.bfloat16, torch.float16, torch.float64))
@@ -105,7 +105,7 @@ CHAT = [[*range(1, 2 * n + 1), 9, n, 9] for n in range(1, 5)] + [[*range(1, 9), 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_launches_above_the_bound_of_copied_keys(name, monkeypatch):
-    """Each copies the keys of some runs."""
+    """Each launch must copy the keys of some runs."""
     shared = pack_of(packed(CHAT))
     num_rows = int(shared.cu_seq_lens_q[-1])
     num_keys = len(shared.kv_index)
@@ -191,7 +191,7 @@ def forest():
 
 
 def shared_loss(model, batch):
-    """The sum over the trained tokens of all documents."""
+    """Return the loss summed over the trained tokens of all documents, and the logits."""
     shared = batch[LAYOUT_KEY]
     labels = batch["labels"][0]
     logits = model(**{name: given for name, given in batch.items() if name != "labels"}).logits[0]
@@ -211,7 +211,7 @@ def loss_alone(model, documents):
 
 
 def prepared(tiny_model, model_type, **settings):
-    """A model on our attention, and the same on stock attention for single documents."""
+    """Return a model on our attention, and the same on stock attention for single documents."""
     settings = {**MODELS[model_type], **settings}
     model = tiny_model(model_type, **settings)
     alone = tiny_model(model_type, attn_implementation="eager", **settings)

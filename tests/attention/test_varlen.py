@@ -35,7 +35,10 @@ WINDOWS = [None, 1, 3, 64, 100, 1000]
 
 
 def dense_attention(query, key, value, lengths, scale, window=None, softcap=None, sinks=None):
-    """The definition: one (T, T) mask, one softmax. Key/value heads repeated, the sink as one more column of logits."""
+    """Compute attention by its definition, with one (T, T) mask and one softmax.
+
+    Key/value heads are repeated, and the sink is one more column of logits.
+    """
     repeats = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(repeats, 1)
     value = value.repeat_interleave(repeats, 1)
@@ -198,7 +201,7 @@ def test_a_window_costs_its_length(monkeypatch):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The shapes of the queries of every call of `scaled_dot_product_attention`, and whether it got a mask."""
+    """Record the shape of the queries of every call of `scaled_dot_product_attention`, and whether it got a mask."""
     seen = []
     call = F.scaled_dot_product_attention
 
@@ -321,7 +324,7 @@ def test_the_cuda_kernels_refuse_fp32():
 
 
 def wide_stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    """As ffpa-attn's `ffpa_attn_varlen_func`, with its limits: (T, H, D) -> (T, H, D)."""
+    """Stand for ffpa-attn's `ffpa_attn_varlen_func`, with its limits: (T, H, D) -> (T, H, D)."""
     lengths = cu_seqlens_q.diff().tolist()
     assert q.shape[-1] == v.shape[-1] >= 320
     assert q.shape[-1] % 64 == 0
@@ -338,7 +341,7 @@ def wide_stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_
 
 @pytest.mark.parametrize("installed", [False, True], ids=["", "ffpa-attn"])
 def test_gemma_4_is_flash_where_it_can_be(installed, tiny_model, monkeypatch):
-    """As on CUDA: its full layers have wider heads than the kernels of torch take, its other layers do not."""
+    """On CUDA its full layers have wider heads than the kernels of torch take, its other layers do not."""
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
     heads = set()
 

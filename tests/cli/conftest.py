@@ -6,7 +6,10 @@ from support.models import build_tiny_model, build_tokenizer
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A model with its tokenizer, and conversations of 40 to about 160 tokens as JSON lines and as parquet."""
+    """Return a folder with a model, its tokenizer and conversations of 40 to about 160 tokens.
+
+    The conversations are there as JSON lines and as parquet.
+    """
     folder = tmp_path_factory.mktemp("cli")
     build_tiny_model("qwen3").save_pretrained(folder / "model")
     build_tokenizer().save_pretrained(folder / "model")

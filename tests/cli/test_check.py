@@ -138,7 +138,7 @@ def test_check_a_model(saved, capsys):
 
 @pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
 def test_the_answer_is_of_the_attention_that_training_runs(saved, printed):
-    """Both name the attention of which they speak."""
+    """Both answers must name the attention of which they speak."""
     eager = ("check", saved / "llama", "--attn_implementation", "eager")
     replaced = printed(*eager)
     assert replaced["attention"] == replaced["as_it_is"]["attention"] == "packfix_varlen"

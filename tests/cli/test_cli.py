@@ -40,7 +40,7 @@ def test_help_teaches(command, capsys):
 
 
 def run_alone(folder, *words, **settings):
-    """The command in a process of its own."""
+    """Run the command in a process of its own."""
     env = os.environ | {"PYTHONPATH": str(ROOT)} | settings
     given = {"cwd": folder, "env": env, "timeout": PROCESS_SECONDS}
     return subprocess.run([*PROGRAM, *words], capture_output=True, text=True, check=True, **given)
@@ -56,7 +56,7 @@ def test_json_is_all_that_stdout_holds(workplace):
 
 
 def prepare(workplace, capsys, output, *words):
-    """Of conversations, and of prompts and completions that are text."""
+    """Run `prepare` on conversations, and on prompts and completions that are text; return its exit code and output."""
     Dataset.from_list([{"prompt": "p", "completion": "c" * i} for i in range(5)]).to_json(workplace / "pairs.jsonl")
     names = [str(workplace / name) for name in ("rows.jsonl", "pairs.jsonl")]
     code = main(["prepare", *names, "--tokenizer", str(workplace / "model"), "--output", str(output), *words])
@@ -238,7 +238,7 @@ def test_what_others_wrote_meanwhile_stays(is_link, error, workplace, tmp_path, 
 
 @pytest.fixture
 def own_model(tmp_path):
-    """A folder whose config and tokenizer are classes of its own."""
+    """Return a folder whose config and tokenizer are classes of its own."""
     folder = tmp_path / "own_model"
     name = "transformers import PreTrainedTokenizerFast\nclass OwnTokenizer"
     build_tokenizer().save_pretrained(folder)

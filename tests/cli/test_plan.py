@@ -234,7 +234,7 @@ def test_plan_with_sequence_parallelism(tmp_path, capsys, printed):
 
 
 def memory_of(printed, *words):
-    """The rows of `--memory` by GPUs, method and checkpointing."""
+    """Return the rows of `--memory` by GPUs, method and checkpointing."""
     rows = printed("plan", *words)["memory"]
     found = {(row["gpus"], row["method"], row["checkpointing"]): row for row in rows}
     assert len(found) == len(rows)
@@ -266,7 +266,10 @@ def test_memory_without_data(workplace, monkeypatch, capsys, printed):
 
 
 def test_offloaded_activations_lie_on_the_host(workplace, capsys, printed):
-    """All inputs of layers but one: layers x tokens x hidden values of 2 bytes, as transformers documents it."""
+    """All inputs of layers but one must leave the GPU, as transformers documents it.
+
+    They are layers x tokens x hidden values of 2 bytes.
+    """
     words = ["--model", workplace / "model", *"--gpus 8 --batch-size 1 --max-length 64 --memory 1.1".split()]
     kept = memory_of(printed, *words)
     freed = memory_of(printed, *words, "--offload")

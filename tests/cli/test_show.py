@@ -30,7 +30,7 @@ FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 
 @pytest.fixture
 def run(workplace):
-    """The training run whose packs are shown; it has made its report, and not trained. A config made later ends it."""
+    """Return the run whose packs are shown; it has made its report, and not trained. A config made later ends it."""
     run = trainer(workplace / "out", Dataset.from_json(str(workplace / "rows.jsonl")), **SETTINGS)
     run.get_train_dataloader()
     return run
@@ -179,7 +179,7 @@ def test_a_notebook_shows_the_picture(run, tmp_path):
 
 
 def lengths_panel(tmp_path, lengths, max_length):
-    """The panel of lengths in the picture of a plan."""
+    """Return the panel of lengths in the picture of a plan."""
     figure = report_of(tmp_path, lengths, max_length).plot()
     figure.canvas.draw()
     return figure.axes[2]

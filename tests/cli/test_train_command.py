@@ -31,7 +31,7 @@ QUICK = "--max_length 64 --report_to none --use_cpu --bf16 false --disable_tqdm 
 
 @pytest.fixture(scope="module")
 def workplace(workplace) -> Path:
-    """Also files `one` (8 rows) and `two` (20), and the folder `three` (6)."""
+    """Add files `one` (8 rows) and `two` (20), and the folder `three` (6)."""
     for name, num in (("one", 8), ("two", 20)):
         rows = [{"text": f"{name} {i} " + "x" * (i % 7 * 3)} for i in range(num)]
         (workplace / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -40,7 +40,7 @@ def workplace(workplace) -> Path:
 
 
 def train(workplace: Path, monkeypatch, *flags: str, **settings) -> None:
-    """A run in `workplace`; `settings` are its YAML file."""
+    """Train in `workplace`; `settings` are its YAML file."""
     monkeypatch.chdir(workplace)
     (workplace / "run.yaml").write_text(yaml.safe_dump({"model_name_or_path": "model"} | settings))
     words = [] if "--output_dir" in flags else ["--output_dir", "output"]
@@ -246,7 +246,7 @@ def test_what_cannot_be_used_is_one_message_and_exit_code_2(flags, settings, mes
 
 
 def test_errors_of_the_run_keep_their_traceback(workplace, monkeypatch, capsys):
-    """One that is known before the proof does not: an optimizer without its package."""
+    """An error that is known before the proof has no traceback: an optimizer without its package."""
     monkeypatch.chdir(workplace)
     words = ["train", *QUICK, *MODEL, *DATA, "--output_dir", "output"]
     assert main([*words, "--optim", "apollo_adamw", "--optim_target_modules", "all-linear"]) == 2
@@ -312,7 +312,7 @@ def test_help_and_a_missing_file_do_not_import_the_trainer(words, imported):
 
 
 def test_one_dataset_is_the_table_that_plan_reads(workplace, monkeypatch):
-    """With the same fingerprint, its tokens are cached once."""
+    """The tokens of a table are cached once because the fingerprint is the same."""
     monkeypatch.chdir(workplace)
     for name in ("one.jsonl", "three"):
         (table,) = load_documents(TrainArguments(dataset_name=name)).values()

@@ -101,7 +101,7 @@ def test_tokens_and_pairs_cost_what_torch_counts(name):
 
 
 def all_pairs(model: CostModel) -> float:
-    """Of attention: a window of one token is a scan."""
+    """Return the cost of attention for each pair, summed over all kinds; a window of one token is a scan."""
     return model.per_pair + sum(flops for tokens, flops in (*model.windows, *model.chunks) if tokens > 1)
 
 

@@ -270,7 +270,7 @@ def test_map_batches_do_not_move_a_boundary(batch_size):
 
 
 def test_each_choice_of_documents_has_its_own_name_for_cached_plans():
-    """As after a restart on other ranks: the plan of the rest of an epoch is not that of all documents."""
+    """After a restart on other ranks the plan of the rest of an epoch is not that of all documents."""
     file = Path("folder/cache-packfix-spans-0123.arrays")
     documents = replace(make_documents(TokenReader(table([3, 4, 5])), 8), file=file)
     choices = [np.array(chosen) for chosen in ([True, True, False], [True, False, True], [True, True, True])]

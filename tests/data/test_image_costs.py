@@ -91,7 +91,10 @@ def test_what_cannot_be_counted_is_said_and_not_balanced(caplog):
 
 
 def documents_with_images(num: int = 2000) -> Documents:
-    """Every second document has an image, of 16 to 1,000 tokens; each token is four patches of 12 numbers."""
+    """Return documents of which every second has an image of 16 to 1,000 tokens.
+
+    Each token of an image is four patches of 12 numbers.
+    """
     rng = np.random.default_rng(0)
     image = np.minimum(rng.lognormal(5, 1, num).astype(np.int64) + 16, 1000) * (np.arange(num) % 2)
     lengths = np.minimum(rng.lognormal(5, 1, num).astype(np.int64) + 8, 1000) + image

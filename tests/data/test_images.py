@@ -250,7 +250,7 @@ def test_a_pack_without_images_gets_one_where_ranks_must_call_the_tower():
 
 
 def test_positions_over_the_whole_row_are_found():
-    """One of two faults that a pack of a model with M-RoPE may have: positions made for the row, or of text only."""
+    """A pack of a model with M-RoPE may have one of two faults: positions made for the row, or of text only."""
     model = build_model("qwen2_5_vl")
     examples = image_families.make_examples("qwen2_5_vl", model)
     assert check_isolation(model, 512, images=examples).equal
@@ -270,7 +270,10 @@ AS_ROWS = ("gemma3", "gemma4", *["paligemma"] * (not IS_5_24))
     "family", [pytest.param(name, marks=gemma3_leaks) if name == "gemma3" else name for name in JUDGED]
 )
 def test_families_are_right_in_both_dtypes(family):
-    """One probe, then logits and every gradient in unequal layouts; the judge sees what stock concatenation does."""
+    """The probe must pass, and the judge find logits and every gradient right in unequal layouts.
+
+    The judge must see, too, what stock concatenation does.
+    """
     pristine, model = (build_model(family) for _ in range(2))
     examples = image_families.make_examples(family, model)
     judge = ImageJudge(pristine, examples, 10, 260)

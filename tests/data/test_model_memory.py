@@ -70,7 +70,7 @@ def test_what_engines_divide():
 
 
 def test_dropout_of_adapters_saves_a_mask_and_a_copy():
-    """A byte for each input of a layer; and q, k, v, gate and up, which share their inputs, keep a copy each."""
+    """Dropout saves a byte for each input of a layer; q, k, v, gate and up, which share inputs, keep a copy each."""
     config = make_config("llama")
     plain, dropped = (
         count_model(
@@ -100,7 +100,7 @@ def test_the_largest_length_fits_and_one_more_does_not():
 
 
 def test_a_model_that_cannot_be_counted_is_refused():
-    """A kind of config that transformers has no model for, and a model that reads more than tokens."""
+    """A config that transformers has no model for, and a model that reads more than tokens, must be refused."""
     with pytest.raises(ValueError, match="The memory of a PreTrainedConfig was asked for"):
         count_model(PreTrainedConfig(), TrainingMethod(False, "DDP"))
     with pytest.raises(ValueError, match=r"memory of T5Model was asked for. Its forward cannot run on fake tensors"):

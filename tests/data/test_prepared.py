@@ -66,7 +66,7 @@ def test_what_is_found_is_what_would_be_made(tmp_path):
 
 
 def test_nothing_is_made_twice(tmp_path):
-    """A kept file with other spans comes back as it is: so it was read, and nothing was cut."""
+    """A kept file with other spans must come back as it is: so it was read, and nothing was cut."""
     saved(tmp_path)
     cached_documents(reader_of(tmp_path), 30)
     (path,) = files(tmp_path, "cache-packfix-spans-*")
@@ -77,7 +77,7 @@ def test_nothing_is_made_twice(tmp_path):
 
 
 def test_the_spans_of_another_file_are_not_those_of_its_fingerprint(tmp_path):
-    """As after a copy by hand."""
+    """After a copy by hand another file may have the fingerprint."""
     saved(tmp_path)
     cached_documents(reader_of(tmp_path), 30)
     fingerprint = load_from_disk(tmp_path)._fingerprint
@@ -91,7 +91,7 @@ def test_the_spans_of_another_file_are_not_those_of_its_fingerprint(tmp_path):
 
 
 def test_a_file_of_the_same_size_and_time_is_another(tmp_path):
-    """As after a copy that sets the time."""
+    """A copy that sets the time makes such a file."""
     for name, tokens in (("one", [[5, 6, 7], [8, 9]]), ("other", [[5, 6], [7, 8, 9]])):
         table = Dataset.from_dict({"input_ids": tokens})
         table._fingerprint = "0" * 16

@@ -17,7 +17,7 @@ from trl_packfix.layout import LAYOUT_KEY
 
 
 def documents(lengths, prompt):
-    """Tokens 1, 2, 3, ...; the first `prompt` labels of each document are not trained."""
+    """Yield documents of tokens 1, 2, 3, ...; the first `prompt` labels of each document are not trained."""
     first = 1
     for length in lengths:
         tokens = torch.arange(first, first + length)

@@ -43,7 +43,7 @@ def drawn(num: int, longest: int = 40, seed: int = 0) -> np.ndarray:
 
 
 def numbers(micro_batch) -> list[int]:
-    """The documents of a micro-batch; the dummy of an empty one has none."""
+    """Return the numbers of the documents of a micro-batch; the dummy of an empty one has none."""
     return [int(d["input_ids"][0]) - FIRST_ID for d in micro_batch if d["input_ids"][0] >= FIRST_ID]
 
 

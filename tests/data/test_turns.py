@@ -57,7 +57,7 @@ def turns_of(data):
 
 
 def by_hand(row, k, tokenizer):
-    """(tokens, labels) of a turn: what generation gets as its prompt, then the rest of the rendered conversation."""
+    """Return (tokens, labels) of a turn: the prompt that generation gets, and the rest of the rendered conversation."""
     messages = [{key: v for key, v in message.items() if v is not None} for message in row["messages"]]
     prompt = tokenizer.apply_chat_template(messages[:k], add_generation_prompt=True, return_dict=False)
     tokens = tokenizer.apply_chat_template(messages[: k + 1], return_dict=False)
@@ -126,7 +126,7 @@ def rows_of_trl(tmp_path_factory):
 
 @pytest.mark.parametrize("template", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 def test_samples_are_rows_of_trl_wherever_the_prompt_is_their_beginning(template, rows_of_trl, caplog):
-    """Every template that TRL has, with thinking: ours is TRL's row, or the prompt is not its beginning."""
+    """With every template of TRL, and with thinking, a sample must be TRL's row, or the prompt is not its beginning."""
     tokenizer = tokenizer_with(template)
     messages = chat(3)
     conversation = Conversation.from_row({"messages": messages})
@@ -175,7 +175,7 @@ OPEN = (
 
 @pytest.mark.parametrize("template", ["gptoss", EMPTIED, OPEN], ids=["gptoss", "emptied", "open"])
 def test_a_turn_follows_its_prompt_where_the_template_drops_thoughts_of_the_history(template):
-    """The prompt, to the token, is what generation sees; what follows is the turn as the template renders it."""
+    """The prompt must be, to the token, what generation sees; what follows is the turn as the template renders it."""
     tokenizer = tokenizer_with("gptoss")
     tokenizer.chat_template = tokenizer.chat_template if template == "gptoss" else template
     call = answer("", "<T2>") | {"tool_calls": [CALL]}
@@ -301,7 +301,7 @@ def test_only_special_tokens_end_a_turn():
 
 
 def test_one_condition_makes_the_template_of_deepseek_r1_keep_the_thoughts_of_the_last_turn():
-    """What docs/per_turn.md says to do."""
+    """The change that docs/per_turn.md names must keep the thoughts of the last turn."""
     if not (TEMPLATES / "deepseek_r1_distill.jinja").exists():
         pytest.skip("this version of TRL does not have the template")
     page = (Path(__file__).parents[2] / "docs" / "per_turn.md").read_text()

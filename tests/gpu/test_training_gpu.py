@@ -57,7 +57,7 @@ REFERENCES: dict = {}
 
 
 def reference(folder, model_type, lora):
-    """The change of the weights in unpacked fp32 training, and how far from it unpacked bf16 training is."""
+    """Return the change of the weights in unpacked fp32 training, and how far from it unpacked bf16 training is."""
     if (model_type, lora) not in REFERENCES:
         exact, rounded = (
             trained(folder, model_type, lora, packing=False, bf16=bf16)[1].double() for bf16 in (False, True)

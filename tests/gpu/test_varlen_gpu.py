@@ -115,7 +115,7 @@ OTHER = ({}, {"window": 100}, {"sinks": True}, {"softcap": 30.0})
     ],
 )
 def test_what_torchs_kernels_do_not_take_equals_the_cpu(attend, head_dim, options):
-    """The mask of a window and the padding of short rows included."""
+    """The comparison must hold with the mask of a window and the padding of short rows, too."""
     tensors = random_inputs(head_dim, head_dim, 8, 2, options.get("sinks", False), torch.bfloat16)
     options = {name: value for name, value in options.items() if name != "sinks"} | {"scale": head_dim**-0.5}
 
@@ -151,7 +151,7 @@ EXTREME = ([16384], [8] * 2048, [1] * 2048, [1, 4000, 1, 200, 12182])
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("lengths", EXTREME, ids=lambda lengths: f"{len(lengths)} up to {max(lengths)}")
 def test_documents_of_extreme_packs_are_what_they_are_alone(lengths, head_dim):
-    """The first and the last. FlashAttention-2 allocates fp32 for T + 128 N rows for the gradient of the queries."""
+    """Check the first document and the last. FlashAttention-2 allocates fp32 for T + 128 N rows of query gradients."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, n, sum(lengths), head_dim, generator=generator).bfloat16() for n in (8, 2, 2)]
 
@@ -200,7 +200,7 @@ def test_fp32_reaches_the_kernel_through_autocast_only():
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "gpt_oss", "stablelm"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_packed_equals_alone(model_type, checkpointing, tiny_model):
-    """A whole model in bf16: as close to fp32 packed as each document is alone, both through stock eager attention."""
+    """A whole packed model in bf16 must be as close to fp32 as each document alone through stock eager attention."""
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"head_dim": 64} if model_type in ("gemma3", "gpt_oss") else {}
     sizes |= {"num_experts_per_tok": 4} if model_type == "gpt_oss" else {}  # all: rounding makes a router choose others
@@ -269,7 +269,7 @@ def test_shared_prefixes_equal_the_cpu(features, most_bytes, monkeypatch):
 @pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_flash_attention_3_equals_the_cpu(head_dim, window):
-    """With empty documents, and with fewer queries than keys, as documents that share prefixes have them."""
+    """Some documents are empty, and some have fewer queries than keys, as documents that share prefixes have them."""
     pytest.importorskip("flash_attn_interface", reason="flash-attn-3 is not installed")
     q_lengths = [0, 40, 300, 1, 64]
     k_lengths = [0, 40, 900, 129, 64]

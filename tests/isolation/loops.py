@@ -110,7 +110,7 @@ def owners_of(batch: dict[str, Tensor], fault: str) -> Tensor:
 
 
 def losses(model: Model, batch: dict[str, Tensor], fault: str) -> tuple[Tensor, Tensor]:
-    """Of each token, and which tokens are trained."""
+    """Return the loss of each token, and which tokens are trained."""
     ids = batch["ids"]
     labels = batch["labels"]
     owner = batch["owner"]
@@ -151,7 +151,7 @@ def num_targets(batch: dict[str, Tensor]) -> Tensor:
 
 
 def weights_of(fault: str, found: list[tuple[Tensor, Tensor]], i: int, owner: Tensor) -> Any:
-    """The weight of each token of micro-batch `i` of a step."""
+    """Return the weight of each token of micro-batch `i` of a step, or one weight for all of them."""
     (loss, mask), parts = found[i], len(found)
     count = sum(each.sum() for _, each in found).clamp(min=1)
     if fault in ("prime-rl#1957", "nanochat#400"):

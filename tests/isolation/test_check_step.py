@@ -126,7 +126,7 @@ def test_without_a_parameter_there_is_no_gap():
 
 
 def test_no_gradient_is_invisible_to_the_products():
-    """With the same vectors for rows and columns, those of an antisymmetric matrix would all be 0."""
+    """The products of an antisymmetric matrix would all be 0 with the same vectors for rows and columns."""
     draws = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(6, 6, generator=draws)) for _ in range(4)]
     for parameter in parameters:
@@ -167,7 +167,10 @@ def test_a_label_that_its_own_input_predicts_is_found_without_a_reference(fault)
 
 
 def test_what_it_cannot_find():
-    """A length or a number of documents that is not given, and a factor that is always there without a reference."""
+    """The check cannot find faults of lengths or numbers of documents that it is not given.
+
+    Nor does it find, without a reference, a factor that is always there.
+    """
     model, step, collate, _ = loops.make("long packs weigh less")
     lengths = zip((9, 6, 12, 5), loops.documents(), strict=False)
     short = [{name: values[:n] for name, values in each.items()} for n, each in lengths]
@@ -245,7 +248,7 @@ def test_our_packs_hold(name):
 
 @trl_trains
 def test_the_trainer_of_trl(tmp_path):
-    """The way of docs/check_step.md, on TRL's own trainer, as it packs."""
+    """The way of docs/check_step.md must work on TRL's own trainer, as it packs."""
     found = {}
     for name in ("llama", "opt"):
         model = build_tiny_model(name, vocab_size=64)

@@ -92,7 +92,7 @@ packed = partial(trainer, packing_strategy="minibatch")
 
 
 def trained(file, folder, make=packed, dtype=torch.float32):
-    """The trainer after two steps of SGD, of which the first is compared with unpacked training."""
+    """Return the trainer after two steps of SGD, of which the first is compared with unpacked training."""
     model = build(file)
     sgd = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant"}
     settings = {"max_length": MAX_LENGTH, "per_device_train_batch_size": 4, "bf16": dtype == torch.bfloat16}
@@ -105,7 +105,7 @@ def trained(file, folder, make=packed, dtype=torch.float32):
 
 
 def check_training(file, folder, dtype=torch.float32):
-    """The model is packed, and its first step is that of unpacked training; skips what stock TRL cannot train."""
+    """Check that the model is packed and its first step that of unpacked training; skip what stock TRL cannot train."""
     if file.stem in NOT_BUILT:
         pytest.skip(NOT_BUILT[file.stem])
     try:
@@ -125,7 +125,7 @@ def check_training(file, folder, dtype=torch.float32):
 
 
 def test_is_proved_in_bf16(tiny_config):
-    """With weights in bf16; in fp32 and under autocast the trainer proves it below."""
+    """Models must be proved with weights in bf16; in fp32 and under autocast the trainer proves them below."""
     if tiny_config.stem in NOT_BUILT:
         pytest.skip(NOT_BUILT[tiny_config.stem])
     report = proved(build(tiny_config, torch.bfloat16), torch.bfloat16)[1]

@@ -26,7 +26,7 @@ MINIMAX = "minimax_m3_vl_text"
 
 
 def proved(model, max_length=64, **settings):
-    """The packed model, and the report of its proof."""
+    """Return the packed model, and the report of its proof."""
     packed = PackedModel(model, torch.float32, "cpu", max_length, **settings)
     return packed, packed.prove(model)
 
@@ -49,7 +49,7 @@ def test_our_attention_refuses_an_argument_that_it_does_not_know(name, is_traini
 
 
 def test_arguments_of_transformers_are_known():
-    """Those that a user or TRL gives to the forward, and that models pass on to attention."""
+    """Known must be what a user or TRL gives to the forward, and what models pass on to attention."""
     from transformers.utils.generic import TransformersKwargs
 
     assert set(TransformersKwargs.__annotations__) <= varlen.KNOWN_ARGUMENTS
@@ -164,7 +164,10 @@ def test_text_of_paligemma_is_causal_as_in_padded_batches():
 
 
 def difference_alone(packed, model, lengths):
-    """Of the last hidden states of these documents in one pack from each of them alone, as the model was given."""
+    """Return the difference of the last hidden states of documents in one pack from those of each document alone.
+
+    Alone they run as the model was given.
+    """
     packed.attach_packed_attention()
     probe = Probe(model, user_attention=packed.attention.previous)
     with probe.undisturbed():
@@ -242,7 +245,7 @@ def test_thresholds_are_in_tokens(model_type, fields, expected):
 
 
 def tested_with(model_type="llama", **fields):
-    """The thresholds that are tested of a config with these fields."""
+    """Return the thresholds that are tested of a config with these fields."""
     config = CONFIG_MAPPING[model_type]()
     for name, value in fields.items():
         setattr(config, name, value)

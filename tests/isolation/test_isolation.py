@@ -209,7 +209,7 @@ def test_half_precision_does_not_hide_a_leak_through_length(factor):
 
 
 def test_positions_that_are_exact_only_near_the_start_of_a_pack_are_found():
-    """A model that counts rows of the pack in bf16, which has no odd number above 256."""
+    """The model counts rows of the pack in bf16, which has no odd number above 256."""
     model = build_tiny_model("llama")
 
     def count_in_half_precision(rotary, args, kwargs):
@@ -268,7 +268,10 @@ def test_the_probe_leaves_no_trace(wrap):
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"gradient_checkpointing": True}], ids=str)
 def test_training_is_bit_identical_with_and_without_the_probe(settings, tmp_path):
-    """And without the comparison of the first step, with dropout; and so is what is logged."""
+    """Training without probe and without comparison of the first step must be the same, also with dropout.
+
+    What is logged must be the same, too.
+    """
     results = []
     logs = []
     for probed in (True, False):
@@ -357,7 +360,7 @@ def test_half_precision_does_not_hide_a_leak_of_a_few_percent_in_one_layer(layer
 
 
 def test_lots_fall_the_same_in_every_run():
-    """Some routers draw experts at random in training, which must not look like a change."""
+    """Routers may draw experts at random in training, which must not look like a change."""
     model = build_tiny_model()
     probe = Probe(model)
     drawn = []

@@ -27,7 +27,7 @@ def packed_model(model, **settings):
 
 
 def foreign_key(batch):
-    """One key of a shared stretch is a sibling's."""
+    """Put a sibling's key in the place of one key of a shared stretch."""
     prefixes = batch[LAYOUT_KEY]
     index = prefixes.kv_index.clone()
     start = int(batch["cu_seq_lens_k"][1])
@@ -135,7 +135,7 @@ ALIKE = Dataset.from_dict({"text": [BEGINNING + end for end in ("one", "two", "t
 
 
 def rows_trained(folder, **settings):
-    """A trainer after two steps, with the rows of its batches."""
+    """Return a trainer after two steps, and the numbers of rows of its last two batches."""
     run = trainer(folder, ALIKE, packing_strategy="minibatch", max_steps=2, optim="sgd", **settings)
     rows = []
     run.model.get_input_embeddings().register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))

@@ -27,7 +27,7 @@ def long_mix(num: int, capacity: int, seed: int = 0) -> np.ndarray:
 
 
 def schedules(lengths, capacity, world_size, accumulation=ACCUMULATION, model=LLAMA_7B, drop_last=False):
-    """By (balance, synchronisation), on one plan."""
+    """Return the schedules of one plan by (balance, synchronisation)."""
     order = np.random.default_rng([0, 0]).permutation(len(lengths))
     plan = plan_stream(lengths, order, capacity)  # a pack that is not full is the last, in no whole step
     found = {}
@@ -61,7 +61,7 @@ def test_long_tails_wait_little_at_64_ranks(capacity, target):
 
 @pytest.mark.parametrize("by_rank", [False, True])
 def test_full_slots_are_filled_to_the_token(by_rank):
-    """A thousand random documents fill 32 slots, with no token to spare."""
+    """A thousand random documents must fill 32 slots, with no token to spare."""
     lengths = np.random.default_rng(0).integers(20, 240, 1000)
     lengths[-1] += -lengths.sum() % 32
     capacity = int(lengths.sum()) // 32

@@ -86,7 +86,7 @@ def test_never_slower_than_one_degree_for_the_run(kind, num, seed, world, accumu
 
 
 def test_faster_than_any_one_degree_where_lengths_differ():
-    """Or the test above would hold for a planner that always takes the best single degree."""
+    """Without this the test above would hold for a planner that always takes the best single degree."""
     lengths = [*np.random.default_rng(0).integers(1, 12, 400).tolist(), 60, 50, 64]
     seconds = {}
     for degrees in (None, (1,), (2,), (4,)):
@@ -108,7 +108,10 @@ def test_an_optimizer_step_keeps_its_documents_whatever_the_degrees(num, seed, a
 
 
 def test_the_exchange_sends_what_ulysses_sends():
-    """By hand, for 8 ranks of one node: 7/8 of the queries, keys, values and outputs of a token, three passes, bf16."""
+    """The exchange of 8 ranks of one node must send what is counted by hand.
+
+    It is 7/8 of the queries, keys, values and outputs of a token, in three passes and in bf16.
+    """
     per_token, fixed = GroupTimes(LLAMA_7B).exchange(8)
     assert per_token == pytest.approx(32 * 4 * 32 * 128 * 2 * 3 * 7 / 8 / 300e9)
     assert fixed == pytest.approx(32 * 2 * 3 * 20e-6)
@@ -145,7 +148,7 @@ def test_heads_are_read_from_the_config():
 
 @pytest.mark.parametrize("model_type", ["mamba2", "mamba"])
 def test_a_model_without_attention_pays_for_exchanges(model_type):
-    """Its mixers exchange tokens for heads, too. Without that cost all short packs would be shared by most ranks."""
+    """Mixers exchange tokens for heads, too. Without that cost all short packs would be shared by most ranks."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 32, "state_size": 16}
     sizes |= {"num_heads": 8, "head_dim": 16, "n_groups": 2} if model_type == "mamba2" else {}
     costs = make_cost_model(AutoConfig.for_model(model_type, **sizes))

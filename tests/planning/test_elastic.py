@@ -69,7 +69,7 @@ def resumed(plan, launch, saved):
 
 
 def documents_of(run, step):
-    """The documents of an optimizer step of the run, from the micro-batches of all ranks."""
+    """Return the epoch and the documents of an optimizer step of the run, from the micro-batches of all ranks."""
     epoch, inside = run.position(step)
     schedule = run.schedule(epoch)
     found = []
@@ -121,7 +121,7 @@ def test_every_document_once_per_epoch_over_any_sequence_of_launches(plan, attem
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_restart_with_the_same_ranks_has_the_same_steps_after_others(plan, tmp_path):
-    """Also from a checkpoint within an epoch of which a part was planned for other ranks."""
+    """This must hold also from a checkpoint within an epoch of which a part was planned for other ranks."""
     first, second = ({"accumulation": a, "world_size": 2, "batch_size": 1} for a in (1, 2))
     saved = Saved(resumed(plan, first, None), first, 3, tmp_path)
     run = resumed(plan, second, saved)

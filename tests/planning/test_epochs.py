@@ -70,7 +70,7 @@ def is_mapped(values):
 
 
 def tampered(file):
-    """The same file with its last two documents exchanged, so that one knows it again."""
+    """Exchange the last two documents of a file, so that one knows it again."""
     arrays = read_arrays(file)
     rewrite(file, arrays | {"order": np.concatenate([arrays["order"][:-2], arrays["order"][-2:][::-1]])})
 

@@ -87,7 +87,7 @@ def token_lists(draw):
 @settings(max_examples=100, deadline=None)
 @given(documents=token_lists(), block=st.sampled_from([1, 10**6]), seed=st.integers(0, 2**32))
 def test_the_order_by_tokens_is_that_of_a_naive_sort(documents, block, seed):
-    """Of all documents, and of each group of them, for which no token is read."""
+    """The order must be right of all documents, and of each group of them, for which no token is read."""
     found = sorted_by_tokens(documents, block)
     order, common = naive_order(documents)
     assert found.order.tolist() == order
@@ -380,7 +380,7 @@ def line(found):
 
 
 def share_in_packs(plan):
-    """The share of the tokens that is computed if each pack shares what it can."""
+    """Return the share of the tokens that is computed if each pack shares what it can."""
     packs = np.split(plan.schedule(0).order, plan.schedule(0).offsets[1:-1])
     assert len(packs) > 1
     return sum(rows_of(TOKENS, pack) for pack in packs) / DOCUMENTS.lengths.sum()

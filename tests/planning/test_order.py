@@ -16,7 +16,7 @@ FAR = 4.0  # standard deviations of a random order
 
 
 def lengths_of(num: int, seed: int) -> np.ndarray:
-    """Tokens of documents of which a share, another one for each seed, is cut at the longest."""
+    """Return tokens of documents of which a share, another one for each seed, is cut at the longest."""
     rng = np.random.default_rng(seed)
     drawn = np.clip(rng.lognormal(np.log(LONGEST / 3), 0.6, num), 2, LONGEST - 1).astype(np.int64)
     return np.where(rng.random(num) < AT_MAXIMUM[seed % len(AT_MAXIMUM)], LONGEST, drawn)

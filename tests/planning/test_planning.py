@@ -23,7 +23,7 @@ def packs_of(plan: PackPlan) -> list[list[int]]:
 
 
 def check(plan: PackPlan, lengths, capacity: int) -> None:
-    """Every document once, no pack empty, none over capacity; the arrays and numbers are those of the contract."""
+    """Check that every document is there once, no pack empty or over capacity, and the arrays as the contract says."""
     lengths = np.asarray(lengths, dtype=np.int64)
     assert plan.order.dtype == plan.offsets.dtype == np.int64
     assert plan.offsets[0] == 0
@@ -60,7 +60,7 @@ def documents(draw, max_size=150, max_capacity=60, most_of_capacity=1.0):
 
 
 def best_fit_decreasing_by_item(lengths: list[int], capacity: int) -> list[list[int]]:
-    """One document at a time into the fullest pack with room; of equally full ones, the one that became so first."""
+    """Put one document at a time into the fullest pack with room; of equals, into the one that became so first."""
     packs = []
     space = []
     since = []
@@ -250,7 +250,7 @@ def test_the_numbers_of_a_plan_by_hand():
 
 
 def test_the_settings_that_a_restart_compares():
-    """Of a field that is not saved, it compares the default."""
+    """A restart compares with its default a field that is not saved."""
     of_both = {
         "max_length": 8,
         "packing_strategy": "stream",

@@ -59,7 +59,7 @@ def slot_rows(plan: EpochPlanner, epoch: int) -> np.ndarray:
 
 
 def problems_of_packs(plan: EpochPlanner, epoch: int) -> set[str]:
-    """What is wrong with the packs of an epoch and the documents of its steps."""
+    """Return what is wrong with the packs of an epoch and the documents of its steps."""
     packing = plan.packing
     documents = plan.documents
     found = set()
@@ -88,7 +88,7 @@ def problems_of_packs(plan: EpochPlanner, epoch: int) -> set[str]:
 
 
 def problems(ranks: list[EpochPlanner], epoch: int) -> set[str]:
-    """What is wrong with the micro-batches of an epoch; `ranks` are the planners of all ranks, which never talk."""
+    """Return what is wrong with the micro-batches of an epoch; `ranks` are planners of all ranks, which never talk."""
     packing = ranks[0].packing
     found = problems_of_packs(ranks[0], epoch)
     seen = []

@@ -31,13 +31,13 @@ RESTARTS = {
 
 
 def equivalence() -> Scenarios:
-    """The table, and what is compared without a trainer."""
+    """Return the rows of the table, and what is compared without a trainer."""
     rows = {f"{engine}/{name}": partial(training.train, row=ROWS[name], engine=engine) for engine, name in PAIRS}
     return rows | {f"ddp4/{each.__name__}": each for each in (exchange.attention, exchange.mixers, exchange.proofs)}
 
 
 def planted() -> Scenarios:
-    """The rows of the table with their faults, behind the proofs; and faults that the proofs must find."""
+    """Return the rows of the table with their faults, behind the proofs, and the faults that the proofs must find."""
     found = {f"ddp/{each.__name__}": each for each in (exchange.faults_of_mixers, exchange.faults_of_proofs)}
     for engine, name, fault in FAULTS:
         found[f"{engine}/{name}-{fault}"] = partial(train_wrong, engine=engine, name=name, fault=fault)
@@ -54,7 +54,7 @@ def train_wrong(folder: Path, engine: str, name: str, fault: str) -> dict:
 
 
 def whole() -> Scenarios:
-    """What a comparison of weights does not show."""
+    """Return the scenarios for what a comparison of weights does not show."""
     s = scenarios
     found = {}
 

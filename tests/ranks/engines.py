@@ -63,7 +63,7 @@ def data_ranks_of(engine: str | None) -> int:
 
 
 def deepspeed_config(engine: str) -> dict:
-    """The config that this repository ships, as a CPU can run it; ZeRO-1 is ZeRO-2 with another number."""
+    """Return the config that this repository ships, as a CPU can run it; ZeRO-1 is ZeRO-2 with another number."""
     config = json.loads((ROOT / "deepspeed_configs" / f"{engine.replace('zero1', 'zero2')}.json").read_text())
     zero = config["zero_optimization"]
     zero["stage"] = int(engine.removesuffix("_offload")[-1])
@@ -76,7 +76,10 @@ def deepspeed_config(engine: str) -> dict:
 
 
 def engine_settings(engine: str | None, folder: Path) -> dict:
-    """What `engine` wants of the config and of its surroundings, before the config is made; None is one process."""
+    """Return what `engine` wants of the config, and prepare its surroundings, before the config is made.
+
+    None is one process.
+    """
     if engine in SHARDED:
         # Under DeepSpeed `use_cpu` would hide the ranks; its launcher needs the backend named where there is no GPU.
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -95,7 +98,7 @@ def engine_settings(engine: str | None, folder: Path) -> dict:
 
 
 def engine_of(model: nn.Module) -> str:
-    """What wraps the model that trains, as the engine itself says it."""
+    """Return what wraps the model that trains, as the engine itself says it."""
     if isinstance(model, FSDPModule):
         return "FSDP2"
     if hasattr(model, "zero_optimization_stage"):
@@ -105,7 +108,7 @@ def engine_of(model: nn.Module) -> str:
 
 
 def gathered(parameter: nn.Parameter, changes: bool = False):
-    """A context in which ZeRO-3 holds the whole parameter on all ranks; other engines need none."""
+    """Return a context in which ZeRO-3 holds the whole parameter on all ranks; other engines need none."""
     if not hasattr(parameter, "ds_id"):
         return nullcontext()
     import deepspeed
@@ -114,7 +117,7 @@ def gathered(parameter: nn.Parameter, changes: bool = False):
 
 
 def weights_of(trainer: Any) -> torch.Tensor:
-    """All that is trained, in fp64, gathered from all ranks, which must all call this."""
+    """Return all that is trained, in fp64, gathered from all ranks, which must all call this."""
     found = []
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:

@@ -98,7 +98,7 @@ def attention(folder: Path) -> dict:
 
 
 def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False, compiled=False, **features) -> float:
-    """Of the outputs and of the gradients of queries, keys, values and sinks, on any rank."""
+    """Return the largest difference of outputs and of gradients of queries, keys, values and sinks, on any rank."""
     attend = torch.compile(varlen_attention, backend="aot_eager") if compiled else varlen_attention
     generator = torch.Generator().manual_seed(heads)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
@@ -150,7 +150,7 @@ def mixers(folder: Path) -> dict:
 
 
 def faults_of_mixers(folder: Path) -> dict:
-    """What the proof says of them."""
+    """Return what the proof says of the faults that are planted in mixers."""
     start(2)
     verdicts = {}
     for model_type, planted in PLANTED_IN_MIXERS.items():
@@ -168,7 +168,10 @@ def faults_of_mixers(folder: Path) -> dict:
 
 
 def mixed_difference(kind: str, degree: int) -> float:
-    """Of the logits, relative to the largest, and of the gradients of all parameters, summed over the parts."""
+    """Return the difference of the logits, and of the gradients of all parameters, which are summed over the parts.
+
+    It is relative to the largest logit and to the largest gradient, and the largest of all ranks.
+    """
     model = zoo.build_model(kind).double().train()
     model.set_experts_implementation("eager")  # the grouped matrix product has no float64
     select_attention(model)
@@ -228,7 +231,7 @@ CHECKS: dict[str, Callable] = {
 
 
 def proofs(folder: Path) -> list:
-    """The verdicts of all ranks on models that are right, and on some that cannot be shared."""
+    """Return the verdicts of all ranks on models that are right, and on some that cannot be shared."""
     start(2, 4)
     found: dict[Any, Any] = {}
     llama = build_tiny_model("llama")

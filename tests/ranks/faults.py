@@ -81,7 +81,7 @@ def without_prefixes(right, *args, running, **options):
 
 
 def own_states_only(right, scan, running):
-    """A scan begins anew in each part, on all its heads."""
+    """Begin a scan anew in each part, on all its heads."""
     if running.degree > 1:
         bounds = torch.tensor([0, running.part_tokens], dtype=torch.int32)
         running = PackedForward(bounds, bounds, running.part_tokens, running.part_tokens)
@@ -89,7 +89,7 @@ def own_states_only(right, scan, running):
 
 
 def gradients_of_one_rank_lost(right, ctx, grad):
-    """What the second rank of a group sends back is lost."""
+    """Lose what the second rank of a group sends back."""
     found, *others = right(ctx, grad)
     found.split(ctx.send)[1].zero_()
     return found, *others
@@ -114,7 +114,7 @@ MIXERS: dict[str, Fault] = {
 
 
 def changed_inputs(change: Callable) -> Fault:
-    """What enters the decoder of an image-text model is changed by `change(part, inputs, rows)`."""
+    """Return a fault that changes what enters the decoder of an image-text model by `change(part, inputs, rows)`."""
 
     def wrong(right, inputs, part_tokens, index):
         part = right(inputs, part_tokens, index)
@@ -126,7 +126,7 @@ def changed_inputs(change: Callable) -> Fault:
 
 
 def first_features(part, inputs, rows):
-    """Every part has the deepstack features of the images at the beginning of the pack."""
+    """Give every part the deepstack features of the images at the beginning of the pack."""
     name = "deepstack_visual_embeds"
     if part.get(name) is None:
         return {}
@@ -175,14 +175,14 @@ def statistic_of_parts(right, router_logits, num_experts, num_chosen, row_counts
 
 
 def border_lost(right, self, rows, mask):
-    """The targets of the last row of a part, whose labels lie in the next part, belong to no rank."""
+    """Give the targets of the last row of a part, whose labels lie in the next part, to no rank."""
     layout = right(self, rows, mask)
     stays = layout.target_rows < rows.stop - rows.start
     return replace(layout, target_rows=layout.target_rows[stays], target_documents=layout.target_documents[stays])
 
 
 def shards_of_each_rank(right, dataset, rank, world_size, degree=1):
-    """Each rank reads shards of its own, as without sequence parallelism, and not those of its group."""
+    """Let each rank read shards of its own, as without sequence parallelism, and not those of its group."""
     return right(dataset, rank, world_size)[0], degree
 
 
@@ -191,7 +191,7 @@ def shards_of_each_rank(right, dataset, rank, world_size, degree=1):
 
 @contextmanager
 def boundary_of_mixers():
-    """The last document of each pack begins with the state, and with the last tokens, of the one before it."""
+    """Begin the last document of each pack with the state, and with the last tokens, of the one before it."""
 
     def wrong(running):
         bounds = running.cu_seq_lens_q
@@ -209,7 +209,7 @@ def boundary_of_mixers():
 
 
 def each_row_once(right, layout, mask):
-    """The first of the documents that train a row trains it, and none of the others."""
+    """Let only the first of the documents that train a row train it, and none of the others."""
     first = np.unique(layout.target_rows.numpy(), return_index=True)[1]
     rows = layout.target_rows[first]
     documents = layout.target_documents[first]
@@ -227,7 +227,7 @@ def by_placeholder(right, process, documents):
 
 
 def in_order_of_documents(right, images, documents, runs, position_ids):
-    """Each image once, and in the order of the documents, not of the rows."""
+    """Give each image once, but in the order of the documents, not of the rows."""
     entries = right(images, documents, runs, position_ids)
     wrong = right(images, documents, sorted(runs), position_ids)
     return entries | {name: wrong[name] for name in images.layout.images if name in wrong}

@@ -45,7 +45,10 @@ def documents(num: int, seed: int = 0) -> Dataset:
 
 
 def document_ids(batch: dict) -> list[int]:
-    """The numbers of the documents of a batch, packed or padded; dummies, which begin with padding, have none."""
+    """Return the numbers of the documents of a batch, packed or padded.
+
+    Dummies, which begin with padding, have none.
+    """
     rows = batch["input_ids"]
     if "cu_seq_lens_q" in batch:
         rows = rows[0].split(batch["cu_seq_lens_q"].diff().tolist())
@@ -72,7 +75,7 @@ class Reversed(Numbered):
 
 
 def make(folder: Path, engine: str | None = None, cls: type = Numbered, num: int = NUM_DOCUMENTS, **settings) -> Any:
-    """A trainer on so many numbered texts; of a row with `row`."""
+    """Make a trainer on `num` numbered texts; `row` is a row of the table to take settings from."""
     row = settings.pop("row", Row())
     defaults = {"max_length": 64, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     defaults |= {"max_steps": -1, "learning_rate": 1e-2, "optim": "adamw_torch", "packing_strategy": "stream"}
@@ -80,7 +83,7 @@ def make(folder: Path, engine: str | None = None, cls: type = Numbered, num: int
 
 
 def outcome(trainer: Any, **further) -> dict:
-    """What every scenario tells; `seen` is [rank][micro-batch][document]."""
+    """Return what every scenario tells; `seen` is [rank][micro-batch][document]."""
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         "engine": trainer.engine,
@@ -98,7 +101,10 @@ def outcome(trainer: Any, **further) -> dict:
 
 
 def drop_last(folder: Path, engine: str | None = None, **settings) -> dict:
-    """An epoch without its last, incomplete step, with what the report says of it; and one with that step."""
+    """Train an epoch without its last, incomplete step, and one with it.
+
+    Return the outcome of the first with what its report says, and of the second as `whole`.
+    """
     results = []
     for drop in (True, False):
         trainer = make(folder, engine, num_train_epochs=1, dataloader_drop_last=drop, **settings)
@@ -167,7 +173,7 @@ class Watched(TrainerCallback):
 
 
 def probed(folder: Path, engine: str) -> dict:
-    """What the probes changed of the engine's state, and what an optimizer step did, on any rank."""
+    """Return what the probes changed of the engine's state, and what an optimizer step did, on each rank."""
     trainer = make(folder, engine, num=37, max_steps=2)
     watched = Watched(trainer)
     trainer.callback_handler.callbacks.insert(0, watched)
@@ -181,7 +187,7 @@ def probed(folder: Path, engine: str) -> dict:
 
 
 def repaired_in_bf16(folder: Path, engine: str) -> dict:
-    """The proof of a model that leaks, on ranks."""
+    """Return the proof of a model that leaks, on ranks, and which modules were repaired."""
     trainer = make(folder, engine, row=Row("leaking"), num=37, max_steps=1, bf16=True)
     trainer.train()
     found = trainer.packing_report.isolation
@@ -190,7 +196,10 @@ def repaired_in_bf16(folder: Path, engine: str) -> dict:
 
 
 def rounded(folder: Path, engine: str) -> dict:
-    """The verdict of each rank on a model that leaks in bf16, where rank 1 sees nothing move at the model's end."""
+    """Return the verdict of each rank on a model that leaks in bf16.
+
+    Rank 1 sees nothing move at the end of the model.
+    """
     trainer = make(folder, engine, row=Row("leaking"), num=37, max_steps=1, bf16=True, on_leak="unpack")
     measured = isolation.largest_distance
     if trainer.args.process_index == 1:
@@ -224,19 +233,19 @@ def stream_of_each_rank() -> IterableDataset:
 
 
 def rows_of_each_rank() -> Dataset:
-    """A split that is drawn without a seed."""
+    """Return a split as if it was drawn without a seed: each rank has other rows."""
     return Row().documents().train_test_split(test_size=3, seed=dist.get_rank())["train"]
 
 
 def later_rows_of_each_rank() -> IterableDataset:
-    """A stream that begins with the same row on all ranks, and of which rank 1 reads other rows later."""
+    """Return a stream that begins with the same rows on all ranks, and of which rank 1 reads other rows later."""
     data = Row().documents()
     later = reversed_on_odd_ranks(data.select(range(2, len(data))))
     return concatenate_datasets([data.select(range(2)), later]).to_iterable_dataset()
 
 
 def other_second_pass() -> IterableDataset:
-    """A stream that on rank 1 has shorter documents in its second pass, so that other degrees may be chosen."""
+    """Return a stream that on rank 1 has shorter documents in its second pass, so that other degrees may be chosen."""
     data = ROWS["parts"].documents()
     ended = []
 
@@ -252,7 +261,7 @@ def other_second_pass() -> IterableDataset:
 def refused(
     folder: Path, engine: str, row: Row, fault: str | None = None, data: Callable | None = None, **settings
 ) -> dict:
-    """What each rank says to settings or documents that cannot work, and after which step."""
+    """Return what each rank says to settings or documents that cannot work, and after which step."""
     message = ""
     trainer = None
     try:
@@ -266,6 +275,6 @@ def refused(
 
 
 def predicted(folder: Path, engine: str | None) -> dict:
-    """What a model that ranks divide predicts for each row, before it is trained."""
+    """Return what a model that ranks divide predicts for each row, before it is trained."""
     trainer = make_trainer(folder, ROWS["dividing"], engine, eval_data=ROWS["dividing"].documents(seed=1))
     return {"predicted": torch.from_numpy(trainer.predict(trainer.eval_dataset).predictions).clone()}

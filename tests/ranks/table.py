@@ -44,7 +44,7 @@ HYBRIDS |= {"scan_and_experts": "granitemoehybrid", "scan_alone": "nemotron_h"}
 
 
 def adapter(**settings: Any) -> LoraConfig:
-    """As the flags of the command make it."""
+    """Return the config of adapters as the flags of the command make it."""
     given = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_task_type": "CAUSAL_LM"}
     return get_peft_config(ModelConfig(**given | {"lora_target_modules": ["all-linear"]} | settings))
 
@@ -98,7 +98,7 @@ def few_trained(seed: int = 0) -> Dataset:
 
 
 def conversations(seed: int = 0) -> Dataset:
-    """Of one to three turns, each of which becomes a sample; all begin with the same words."""
+    """Return conversations of one to three turns, each of which becomes a sample; all begin with the same words."""
     rng = np.random.default_rng(4 + seed)
     rows = []
     for i in range(7):

@@ -78,7 +78,7 @@ def save_model(folder: Path, name: str) -> None:
 
 
 def load_model(folder: Path, row: Row, engine: str | None) -> Any:
-    """The same weights on any ranks: under ZeRO-3 a model that is built would be drawn in parts."""
+    """Load the same weights on any ranks: under ZeRO-3 a model that is built would be drawn in parts."""
     kind = AutoModelForImageTextToText if row.has_images else AutoModelForCausalLM
     more = {"distributed_config": DIVIDING[engine]} if engine in DIVIDING else {}
     return kind.from_pretrained(folder / "models" / row.model, dtype=row.dtype, **more)
@@ -115,7 +115,7 @@ def make_trainer(
     callbacks: Any = None,
     **more: Any,
 ) -> Any:
-    """A trainer of a row on the ranks of `engine`, with the data and settings of the row, or with others."""
+    """Make a trainer of a row on the ranks of `engine`, with the data and settings of the row, or with others."""
     data = row.documents() if data is None else data
     make_class, loss_func, _ = USER_CODE[row.code]
     cls = make_class(cls)
@@ -169,7 +169,7 @@ def make_trainer(
 
 @contextmanager
 def in_little_memory(tiles: int):
-    """The MLP in tiles, and a count of what is offloaded.
+    """Run the MLP in tiles, and count what is offloaded.
 
     Under ZeRO-3 all ranks must call a layer equally often, so tiles have a number, not a size. transformers pins what
     is offloaded, which torch cannot do without an accelerator, so say that there is none.
@@ -187,7 +187,7 @@ def in_little_memory(tiles: int):
 
 
 def outcome(trainer: Any) -> dict[str, Any]:
-    """The weights, and what is logged of each step. All ranks must call it."""
+    """Return the weights, and what is logged of each step. All ranks must call this."""
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {"end": weights_of(trainer), "logged": entries}
 
@@ -220,7 +220,10 @@ def train(folder: Path, row: Row, engine: str | None = None, data: Any = None, *
 
 
 def verdicts_of_engine(trainer: Any, fault: str) -> dict[str | None, Any]:
-    """What the proof on two ranks per pack says of gradients and states, also with a fault; what it "changed"."""
+    """Return what the proof on two ranks per pack says of gradients and states, without and with a fault.
+
+    The list "changed" names what the proof changed of the engine's state.
+    """
     found: dict[str | None, Any] = {}
     before = engine_state.snapshot(trainer)
     with trainer.packed_model.attending():
@@ -233,7 +236,9 @@ def verdicts_of_engine(trainer: Any, fault: str) -> dict[str | None, Any]:
 
 
 def train_unpacked(folder: Path, row: Row, halves: bool = False) -> dict[str, Any]:
-    """The reference: TRL, unpacked, all documents of a step in one micro-batch, or in two, which measures rounding.
+    """Train the reference with TRL: unpacked, all documents of a step in one micro-batch.
+
+    With `halves` there are two micro-batches, which measures rounding.
 
     Where TRL lacks a setting it is ours, unpacked, as is the loss of evaluation in any case: TRL's is a mean of means.
     """

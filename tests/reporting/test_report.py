@@ -101,7 +101,7 @@ def test_what_packing_changes_is_one_sentence(tmp_path):
 
 @pytest.mark.parametrize("labels", ["all", "answers", "some answers"])
 def test_what_unpacked_training_divides_by_is_measured_on_the_data(labels, tmp_path):
-    """Of GPT-2 TRL counts first labels, too, which are no targets; packed training divides by targets."""
+    """TRL counts first labels of GPT-2, too, which are no targets; packed training divides by targets."""
     rng = np.random.default_rng(0)
     rows = [rng.integers(4, 260, length).tolist() for length in rng.integers(4, 12, 16)]
     prompts = {"all": [0] * 16, "answers": [2] * 16, "some answers": [0, 3] * 8}[labels]
@@ -207,7 +207,7 @@ def test_what_replaces_a_setting_of_the_user_is_said(tmp_path):
 
 
 def counted(lengths, prompts=2, **settings):
-    """A planner of documents of one row each, its report, and the documents of each slot of its first epoch."""
+    """Return a planner of documents of one row each, its report, and the documents of each slot of its first epoch."""
     rows = {
         "input_ids": [[9] * n for n in lengths],
         "labels": [[-100] * prompts + [9] * (n - prompts) for n in lengths],
@@ -248,7 +248,7 @@ def test_the_numbers_of_a_report_are_counted_from_its_slots(synchronisation):
 
 @pytest.mark.parametrize("first", range(4))
 def test_the_last_batch_without_packing_is_padded_to_its_own_longest_document(first):
-    """Of four documents in batches of three, any may be the last, which has no padding."""
+    """Any of four documents in batches of three may be the last, which has no padding."""
     lengths = [3, 4, 6, 9]
     made = counted([*lengths[first:], *lengths[:first]], batch_size=3, max_length=9)[1]
     padded = {3 * max(each[:3]) + each[3] for each in permutations(lengths)}

@@ -300,7 +300,7 @@ NEEDS_RELEASE = {"llama3_2": "5.20", "deepseek_r1_distill": "5.20"}
 
 
 def report_of(case):
-    """The report of ten rows of a case among ten right ones of the same columns."""
+    """Return the report of ten rows of a case, and two of the row that it names beside it."""
     rows = [case.row] * 10 + [case.other or case.row] * 2
     return prove_data(Dataset.from_list(rows), "train", Rendering(tokenizer_of(case.template), **case.settings))
 
@@ -391,7 +391,7 @@ def test_any_key_with_booleans_or_weights_says_which_messages_are_trained(key, o
 
 
 def test_a_conversation_of_many_turns_is_rendered_a_few_times(monkeypatch):
-    """Also if each turn loses its thought: they are not rendered one by one."""
+    """Turns that lose their thoughts must not be rendered one by one."""
     rendered, render = [], Conversation.text
     monkeypatch.setattr(Conversation, "text", lambda *given: rendered.append(len(given[1])) or render(*given))
     turns = [user("a b"), answer("c d", reasoning_content="I think")] * 500
@@ -403,7 +403,7 @@ def test_a_conversation_of_many_turns_is_rendered_a_few_times(monkeypatch):
 
 
 def test_check_data_says_what_training_loses_without_a_trainer(tmp_path):
-    """With the template and the turns that the settings choose; the tokenizer is not changed."""
+    """The check must use the template and the turns that the settings choose, and not change the tokenizer."""
     tokenizer = tokenizer_with("qwen3")
     rows = Dataset.from_list([CASES["early thought"].row] * 3)
     assert [each.num_rows for each in check_data(rows, tokenizer).findings] == [3]
@@ -522,7 +522,7 @@ MUTANTS = {
 
 
 def lost(template):
-    """The texts that are left out or repeated: path and role."""
+    """Return path and role of the texts that are left out or repeated."""
     tokenizer = tokenizer_of(None)
     tokenizer.chat_template = template
     report = prove_data(Dataset.from_list([TRACE], features=JSON), "train", Rendering(tokenizer))
@@ -559,7 +559,7 @@ MESSAGE = st.fixed_dictionaries(
 
 
 def expected(conversation):
-    """What `DROPS` leaves out: path and role, of texts that are more than white space."""
+    """Yield path and role of the texts that `DROPS` leaves out and that are more than white space."""
     for i, message in enumerate(conversation):
         is_last = i == len(conversation) - 1
         role = message["role"]

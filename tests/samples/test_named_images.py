@@ -53,7 +53,7 @@ def rows(files, form, *, plain=False):
 
 
 def in_column(files):
-    """The same with the images in a column."""
+    """Return the conversations with the images in a column."""
     placed = rows(files, lambda path: {"type": "image"})
     pictures = [[path] * (i < NUM - 1) for i, path in enumerate(files)]
     kinds = {"messages": Dataset.from_list(placed).features["messages"], "images": List(Image())}

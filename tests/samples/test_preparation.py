@@ -22,7 +22,7 @@ def of_file(folder):
 
 
 def of_tokenizer(folder):
-    """Its template, its tokens and its EOS token."""
+    """Name a tokenizer with a template, a token and an EOS token of its own."""
     other = build_tokenizer()
     other.add_tokens(["|"])
     other.chat_template = TEMPLATE

@@ -54,7 +54,7 @@ def interleaved(forms):
 
 
 def in_turn(forms):
-    """A stream whose rows have the columns of their form only, and no types."""
+    """Return a stream whose rows have the columns of their form only, and no types."""
     return IterableDataset.from_generator(lambda: itertools.chain(*zip(*map(rows_of, forms), strict=True)))
 
 

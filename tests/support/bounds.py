@@ -18,7 +18,7 @@ GROUPS = 64  # most documents considered to share a rank; where more do, they ar
 
 
 def imbalance_bound(schedule: Schedule, units: Units, capacity: int, *, synchronisation: Synchronisation) -> float:
-    """A lower bound of the imbalance of any schedule with these steps; the best schedule may be above it."""
+    """Return a lower bound of the imbalance of any schedule with these steps; the best schedule may be above it."""
     micro = schedule.accumulation
     ranks = schedule.world_size
     if ranks == 1:

@@ -15,7 +15,7 @@ PLAIN = (  # without markers, and unknown to TRL
 
 
 def tokenizer_with(name: str | None) -> PreTrainedTokenizerFast:
-    """With the template of TRL that has this name, or with `PLAIN`; None is ChatML with markers."""
+    """Return a tokenizer with the template of TRL that has this name, or with `PLAIN`; None is ChatML with markers."""
     tokenizer = build_tokenizer()
     if name is not None:
         tokenizer.chat_template = PLAIN if name == "plain" else (TEMPLATES / f"{name}.jinja").read_text()

@@ -15,14 +15,14 @@ COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")  #
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank stores of a parameter, wherever the engine keeps it."""
+    """Return a copy of what this rank stores of a parameter, wherever the engine keeps it."""
     if hasattr(parameter, "ds_tensor"):
         parameter = parameter.ds_tensor
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a nested state, in order."""
+    """Yield the tensors of a nested state, in order."""
     if isinstance(value, torch.Tensor):
         yield value.to_local().clone() if isinstance(value, DTensor) else value.clone()
     elif isinstance(value, dict | list | tuple):
@@ -61,7 +61,7 @@ def snapshot(trainer: Any) -> dict[str, list]:
 
 
 def changed(before: dict[str, list], after: dict[str, list]) -> list[str]:
-    """The names under which two snapshots differ."""
+    """Return the names under which two snapshots differ."""
 
     def same(first: Any, second: Any) -> bool:
         if isinstance(first, torch.Tensor | np.ndarray):

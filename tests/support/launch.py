@@ -36,7 +36,10 @@ def environment(folder: Path, **env: str) -> dict[str, str]:
 
 
 def run(command: list[str], log: Path, seconds: int, **env: str) -> int:
-    """The exit code of a command in the folder of its log; it and all that it started are killed after so long."""
+    """Run a command in the folder of its log, and return its exit code.
+
+    The command and all that it started are killed after so many seconds.
+    """
     with log.open("w") as file:
         settings = environment(log.parent, **env)
         process = subprocess.Popen(
@@ -54,7 +57,7 @@ def run(command: list[str], log: Path, seconds: int, **env: str) -> int:
 
 
 def rows_of(script: str, folder: Path, *arguments: str) -> list[dict]:
-    """The lines of JSON that a script of this folder's parent prints for its commands, which "--" separates."""
+    """Return the lines of JSON that a script in `tests` prints for its commands, which "--" separates."""
     command = [sys.executable, str(ROOT / "tests" / script), *arguments]
     done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=LAUNCH_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -62,7 +65,7 @@ def rows_of(script: str, folder: Path, *arguments: str) -> list[dict]:
 
 
 def print_rows(**commands: Callable[..., Iterable[dict]]) -> None:
-    """What `rows_of` reads: of a script that is called with names of commands and their arguments."""
+    """Run the commands that a script is called with, and print their rows so that `rows_of` can read them."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
@@ -76,7 +79,7 @@ def print_rows(**commands: Callable[..., Iterable[dict]]) -> None:
 
 
 def seen_by(strict: ModuleType) -> dict:
-    """What strict stand-ins recorded since this was called last."""
+    """Return what strict stand-ins recorded since this was called last."""
     found = {"calls": dict(strict.calls), "silent": sorted(set(strict.silent))}
     strict.calls.clear()
     strict.silent.clear()

@@ -118,7 +118,10 @@ def packed_peaks(config, checkpointing, tokens):
 
 
 def fused_peaks(config, lora, checkpointing, tokens):  # lora: settings of adapters, or None
-    """The same with TRL's fused loss under autocast. Its tiles are folded in place, as its kernels of Triton do it."""
+    """Return the bytes predicted and counted with TRL's fused loss under autocast.
+
+    The tiles of the loss are folded in place, as its kernels of Triton do it.
+    """
     from trl.kernels import chunked_logprob
 
     has_experts = hasattr(config, "num_experts")  # they run on fake tensors in bfloat16 only

@@ -87,14 +87,17 @@ def longrope(long=4.0, length=48):
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of one token per byte (ids 4 to 259) with ChatML, `<|im_end|>` as EOS and `<|pad|>` as padding."""
+    """Return a tokenizer of one token per byte (ids 4 to 259) with the template of ChatML.
+
+    EOS is `<|im_end|>`, and padding is `<|pad|>`.
+    """
     return byte_tokenizer(chat_template=CHAT_TEMPLATE)
 
 
 def build_tiny_model(
     model_type: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **config
 ) -> PreTrainedModel:
-    """A random causal LM of about 30,000 parameters, the same for the same arguments.
+    """Return a random causal LM of about 30,000 parameters, the same for the same arguments.
 
     Further keywords change its config, `attn_implementation` included.
     """

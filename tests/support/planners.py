@@ -33,7 +33,7 @@ def make_epochs(
 
 
 def of_units(plan: EpochPlanner, epoch: int = 0) -> tuple[Schedule, Units]:
-    """What is balanced: the schedule of the units of an epoch, and these."""
+    """Return what is balanced: the schedule of the units of an epoch, and the units."""
     schedule = plan.schedule(epoch)
     units = plan.units(epoch)
     order, offsets = units.from_documents(schedule.order, schedule.offsets)
@@ -41,14 +41,14 @@ def of_units(plan: EpochPlanner, epoch: int = 0) -> tuple[Schedule, Units]:
 
 
 def make_stream(dataset: IterableDataset, **settings: Any) -> PackedStream:
-    """A stream of packs from the fields of `Packing` and the arguments of `PackedStream`."""
+    """Make a stream of packs from the fields of `Packing` and the arguments of `PackedStream`."""
     names = {setting.name for setting in fields(Packing)} & settings.keys()
     packing = Packing(**{name: settings.pop(name) for name in names})
     return PackedStream(dataset, packing, **settings)
 
 
 def one_pass(stream: PackedStream) -> Iterator:
-    """The micro-batches of its first pass."""
+    """Yield the micro-batches of the first pass of a stream."""
     for micro_batch in stream:
         if stream.num_passes:
             return
@@ -66,7 +66,7 @@ def saved_and_loaded(state: Any) -> Any:
 
 
 def rewrite(file: Path, arrays: Arrays) -> None:
-    """A cache file with these arrays in its place, and with their seal; who has mapped the old one keeps it."""
+    """Replace a cache file by one with these arrays and their seal; who has mapped the old file keeps it."""
     file.unlink()
     write_arrays(file, arrays)
     assert file.is_file()

@@ -37,5 +37,5 @@ def forest(num: int = 40, seed: int = 0) -> Dataset:
 
 
 def shared_prefixes(batches: list[dict]) -> list[SharedRowsLayout]:
-    """Of the batches that share, what they share."""
+    """Return the layouts of the batches that share prefixes."""
     return [batch[LAYOUT_KEY] for batch in batches if LAYOUT_KEY in batch]

@@ -21,14 +21,17 @@ def tolerance(rounding: float) -> float:
 
 
 def loss_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference of two losses of the same step."""
+    """Return the largest relative difference of two losses of the same step."""
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
 def weight_difference(
     found: torch.Tensor, expected: torch.Tensor, start: torch.Tensor, least_change: float = 1e-2
 ) -> float:
-    """Of the change since `start`, relative to the expected one, in the Euclidean norm and in fp64."""
+    """Return how far the found weights are from the expected ones, relative to the expected change since `start`.
+
+    Both are measured in the Euclidean norm and in fp64.
+    """
     change = (expected.double() - start.double()).norm()
     assert change > least_change, "nothing was trained, so nothing is compared"
     return ((found.double() - expected.double()).norm() / change).item()

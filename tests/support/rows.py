@@ -60,7 +60,7 @@ def dataset(kind: str) -> Dataset:
 
 
 def build_model(kind: str, model_type: str, dtype: torch.dtype = torch.float64, **config: Any) -> Any:
-    """A tiny causal LM, or for "reward" a model with a score."""
+    """Return a tiny causal LM, or for "reward" a model with a score."""
     if model_type in ARCHITECTURES or model_type == "gemma3":
         model = build_tiny_model(model_type, dtype=dtype, **config)
     else:
@@ -115,7 +115,7 @@ def train(
     packing: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, Any, Any]:
-    """The change of all trained weights after training, the trainer, and what `pack_forward` returned.
+    """Train, and return the change of all trained weights, the trainer, and what `pack_forward` returned.
 
     `config` is of the model, `packing` has arguments of `pack_forward`, and `options` are settings of the trainer.
     """

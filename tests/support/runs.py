@@ -37,7 +37,7 @@ def trainer(
 
 
 def stock(folder, dataset, model="llama", **kwargs):
-    """The same by TRL, unpacked."""
+    """Return the trainer of TRL that trains the same without packing."""
     return trainer(
         folder, dataset, model, trainer_class=trl.SFTTrainer, config_class=trl.SFTConfig, packing=False, **kwargs
     )
@@ -57,12 +57,12 @@ def start_weights(model="llama"):
 
 
 def all_documents(run):
-    """Those of all packs of a run, sorted."""
+    """Return the documents of all packs of a run, sorted."""
     return sorted(document for batch in run.get_train_dataloader() for document in documents_of(batch))
 
 
 def documents_of(batch):
-    """(tokens, labels) of each document of a packed batch, padding left out."""
+    """Return (tokens, labels) of each document of a packed batch, sorted; padding is left out."""
     lengths = batch["cu_seq_lens_q"].diff().tolist()
     pairs = zip(batch["input_ids"][0].split(lengths), batch["labels"][0].split(lengths), strict=True)
     return sorted((tokens.tolist(), labels.tolist()) for tokens, labels in pairs)

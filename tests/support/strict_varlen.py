@@ -77,7 +77,7 @@ def _wide(x):
 
 
 def _heads(x, q):
-    """(tokens, heads, D) as (query heads, tokens, D), in at least float32."""
+    """Return (tokens, heads, D) as (query heads, tokens, D), in at least float32."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1).transpose(0, 1).to(_wide(q))
 
 

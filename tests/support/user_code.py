@@ -5,7 +5,7 @@ from torch.nn.functional import cross_entropy, kl_div
 
 
 def token_losses(logits, labels):
-    """The loss of each token, and whether it is trained, both (B, T - 1)."""
+    """Return the loss of each token, and whether it is trained, both (B, T - 1)."""
     labels = labels[:, 1:]
     losses = cross_entropy(logits[:, :-1].transpose(1, 2).float(), labels.clamp(min=0), reduction="none")
     return losses, (labels != -100).float()
@@ -22,7 +22,7 @@ def mean_func(outputs, labels, num_items_in_batch=None):
 
 
 def share_func(outputs, labels, num_items_in_batch=None):
-    """The mean of a micro-batch times its share of the step, so 0 / 0 if nothing is trained."""
+    """Return the mean of a micro-batch times its share of the step, which is 0 / 0 if nothing is trained."""
     losses, is_trained = token_losses(outputs.logits, labels)
     num_trained = is_trained.sum()
     return (losses * is_trained).sum() / num_trained * (num_trained / num_items_in_batch)

@@ -23,7 +23,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3", "gemma3
 
 
 def picture(width: int, height: int, seed: int) -> Picture.Image:
-    """An image of random pixels."""
+    """Return an image of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return Picture.fromarray(pixels)
 
@@ -32,7 +32,7 @@ IMAGE = {"type": "image", "text": None}
 
 
 def message(role: str, text: str, num_images: int = 0) -> dict[str, Any]:
-    """A message whose images come before its text."""
+    """Return a message whose images come before its text."""
     return {"role": role, "content": [IMAGE] * num_images + [{"type": "text", "text": text}]}
 
 
@@ -77,7 +77,7 @@ STRIPPING = "{{ part['text'] if loop_of_messages.last else part['text'] | replac
 
 
 def stripping(processor: Any) -> Any:
-    """The processor with a template that strips `AS_SEEN` from all messages but the last."""
+    """Give the processor a template that strips `AS_SEEN` from all messages but the last, and return it."""
     template = processor.chat_template.replace("{{ part['text'] }}", STRIPPING)
     loop = "{%- for message in messages %}"
     assert STRIPPING in template
@@ -99,7 +99,7 @@ def conversations(num: int = 6) -> Dataset:
 
 
 def by_turn(num: int = 6) -> Dataset:
-    """The turns of these conversations by hand, as prompts and completions, under a template that strips nothing."""
+    """Return the turns of `conversations` made by hand: prompts and completions for a template that strips nothing."""
     table = []
     for row in conversations(num):
         for k in range(1, 6, 2):
@@ -123,7 +123,7 @@ LANGUAGE = r".*language_model.*(q_proj|v_proj)"  # modules for adapters
 
 
 def make(folder, family="qwen2_5_vl", dataset=ROWS, model=None, processor=None, **kwargs):
-    """A trainer on rows with images: four documents a step, at most 200 tokens each."""
+    """Return a trainer on rows with images; by default a batch has four documents of at most 200 tokens each."""
     settings = {"max_length": 200, "per_device_train_batch_size": 4} | kwargs
     model = build_model(family) if model is None else model
     return trainer(folder, dataset, model, processing_class=processor or build_processor(family), **settings)
@@ -134,7 +134,7 @@ def processor_of(family: str, **settings: Any) -> RowProcessor:
 
 
 def measured(family: str, dataset: Dataset, **settings: Any) -> ImageRows:
-    """The documents of rows with images, measured by the processor of a family."""
+    """Return the rows with images, measured by the processor of a family."""
     process = processor_of(family, **settings)
     return ImageRows(dataset, process, measure(dataset, process, "train", num_proc=None, drops=False))
 

@@ -119,12 +119,15 @@ def image_text_types() -> list[str]:
 
 
 def all_types() -> list[tuple[str, str]]:
-    """Every model type with its kind."""
+    """Return every model type with its kind."""
     return [(name, "causal") for name in causal_types()] + [(name, "image-text") for name in image_text_types()]
 
 
 def build_model(model_type: str, kind: str = "causal", seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A tiny random model in fp32 on the CPU, the same for the same arguments; `changes` are fields of the config."""
+    """Return a tiny random model in fp32 on the CPU, the same for the same arguments.
+
+    `changes` are fields of the config.
+    """
     auto = {"causal": AutoModelForCausalLM, "image-text": AutoModelForImageTextToText}[kind]
     config_class = CONFIG_MAPPING[model_type]
     config = config_class(**shrink(config_class()) | changes)
@@ -132,7 +135,10 @@ def build_model(model_type: str, kind: str = "causal", seed: int = 0, **changes:
 
 
 def byte_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
-    """A tokenizer of one token per byte (ids 4 to 259), `<|im_end|>` as EOS, `<|pad|>` as padding; made offline."""
+    """Return a tokenizer of one token per byte (ids 4 to 259), made offline.
+
+    EOS is `<|im_end|>`, and padding is `<|pad|>`.
+    """
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(special + alphabet)}

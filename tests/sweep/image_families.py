@@ -145,7 +145,7 @@ class SmolProcessor(transformers.SmolVLMProcessor):
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
     def apply_chat_template(self, *args, **kwargs):
-        """That of all processors: SmolVLM's own reads the frame rate of its part for video."""
+        """Apply the template as all processors do: SmolVLM's own reads the frame rate of its part for video."""
         return ProcessorMixin.apply_chat_template(self, *args, **kwargs)
 
 
@@ -169,7 +169,7 @@ class GemmaProcessor(Gemma4Processor):
 
 
 class PixtralImages(ProcessorMixin):
-    """The same tokens as `PixtralProcessor`, which cannot be imported without torchvision: rows of merged patches."""
+    """Make the tokens of `PixtralProcessor`, which cannot be imported without torchvision: rows of merged patches."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None, patch_size=12):
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
@@ -181,7 +181,7 @@ class PixtralImages(ProcessorMixin):
         return super()._process_images(images, **(images_kwargs | {"patch_size": self.patch_size}))
 
     def replace_image_token(self, image_inputs, image_idx, **kwargs):
-        """The tokens of an image: each row ends with a break, the last with the end of the image."""
+        """Return the tokens of an image: each row ends with a break, the last with the end of the image."""
         height, width = (int(size) // self.patch_size for size in image_inputs["image_sizes"][image_idx])
         row = self.image_token * width
         return PIXTRAL[1].join([row] * height) + PIXTRAL[2]
@@ -432,7 +432,7 @@ FAMILIES |= {
 
 
 def build_processor(family: str) -> ProcessorMixin:
-    """The processor of a family of `FAMILIES`, with a tokenizer of one token per byte and images of a few tokens."""
+    """Return the processor of a family, with a tokenizer of one token per byte and images of a few tokens."""
     recipe = FAMILIES[family]
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(recipe.tokens)})
@@ -444,7 +444,7 @@ def build_processor(family: str) -> ProcessorMixin:
 
 
 def build_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **text: Any) -> PreTrainedModel:
-    """A tiny random model of a family of `FAMILIES` with its vision tower, the same for the same arguments.
+    """Return a tiny random model of a family with its vision tower, the same for the same arguments.
 
     `text` changes the config of the text part.
     """
@@ -467,7 +467,7 @@ def make_examples(family: str, model: PreTrainedModel) -> ImageExamples:
 
 
 def why_not(model_type: str) -> str:
-    """Why there is no family of this type."""
+    """Return why there is no family of this type."""
     images = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type)
     if model_type not in PROCESSOR_MAPPING_NAMES:
         return "transformers names no processor of this type"

@@ -123,7 +123,7 @@ class Judge:
             return found
 
     def compare(self, model: nn.Module, dtype: torch.dtype, feed: Feed | None = None) -> Judgement:
-        """The same in this dtype; the model is in fp32 before and after it."""
+        """Compare as `judge` does, but in this dtype only; the model is in fp32 before and after it."""
         try:
             with throughout(dtype, model, self.pristine):
                 self._compute_truths(dtype)
@@ -268,7 +268,7 @@ def unseen_lengths(hidden_size: int, generator: torch.Generator) -> dict[str, li
 
 
 def drawn(generator: torch.Generator) -> Tensor:
-    """The words of a tiny model in random order."""
+    """Return the words of a tiny model in random order."""
     return FIRST_WORD + torch.randperm(VOCABULARY - FIRST_WORD, generator=generator)
 
 
@@ -291,19 +291,19 @@ def alike_documents(generator: torch.Generator) -> dict[str, list[Tensor]]:
 
 
 def with_prefixes(documents: list[Tensor]) -> dict[str, Any]:
-    """The packed batch of `PrefixCollator`, with every common beginning shared."""
+    """Return the packed batch of `PrefixCollator`, with every common beginning shared."""
     return packed(documents, PrefixCollator(min_shared=1))
 
 
 def packed(documents: list[Tensor], collate: PackedDataCollator | None = None) -> dict[str, Any]:
-    """The packed batch of `PackedDataCollator`, or of another collator."""
+    """Return the packed batch of `PackedDataCollator`, or of another collator."""
     batch = (collate or PackedDataCollator())([{"input_ids": ids} for ids in documents])
     del batch["labels"]
     return batch
 
 
 def packed_by_trl(documents: list[Tensor]) -> dict[str, Any]:
-    """The padding-free batch of TRL's own collator, with the same documents."""
+    """Return the padding-free batch that TRL's own collator makes of the same documents."""
     row = {"input_ids": torch.cat(documents).tolist(), "seq_lengths": [len(ids) for ids in documents]}
     batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([row])
     del batch["labels"]
@@ -311,7 +311,7 @@ def packed_by_trl(documents: list[Tensor]) -> dict[str, Any]:
 
 
 def padded_by_trl(documents: list[Tensor]) -> dict[str, Any]:
-    """The padded, masked row of TRL's own collator, of one document."""
+    """Return the padded, masked row that TRL's own collator makes of one document."""
     (document,) = documents
     collator = DataCollatorForLanguageModeling(pad_token_id=0, pad_to_multiple_of=len(document) + PADDING)
     batch = collator([{"input_ids": document.tolist()}])
@@ -320,7 +320,7 @@ def padded_by_trl(documents: list[Tensor]) -> dict[str, Any]:
 
 
 def alone(documents: list[Tensor]) -> dict[str, Any]:
-    """An unpacked, unpadded batch of one document."""
+    """Return an unpacked, unpadded batch of one document."""
     return {"input_ids": documents[0][None], "use_cache": False}
 
 

@@ -181,7 +181,7 @@ def _judge_prefixes(model: PreTrainedModel, pristine: PreTrainedModel) -> tuple[
 
 
 def _sweep_images(row: Row, on_leak: str) -> Row:
-    """The row with the results of packs with images."""
+    """Return the row with the results of packs with images."""
     if row.model_type not in image_families.FAMILIES:
         return replace(row, images=NOT_TESTED, images_reason=image_families.why_not(row.model_type))
 

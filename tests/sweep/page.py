@@ -52,7 +52,7 @@ FLOATS = ("error", "given", "stock_error", "prefix_error", "images_error", "imag
 
 
 def line(row: Row) -> str:
-    """A row as one line of plain text."""
+    """Return a row as one line of plain text."""
     truth = f"SILENT LEAK x{row.false_negatives}" if row.false_negatives else ""
     truth += " SHARED PREFIXES WRONG" if row.prefixes == WRONG else ""
     alarm = f"false alarm x{row.false_positives}" if row.false_positives else ""
@@ -104,7 +104,7 @@ def write(rows: Sequence[Row], folder: str | Path) -> None:
 
 
 def read(folder: str | Path) -> list[Row]:
-    """The rows of the CSV in `folder`."""
+    """Return the rows of the CSV in `folder`."""
     numbers: dict[str, Any] = dict.fromkeys(FLOATS, lambda text: float(text) if text else None)
     numbers |= dict.fromkeys(("probes", "false_negatives", "false_positives"), int)
     with (Path(folder) / TABLE).open(newline="") as file:
@@ -132,7 +132,7 @@ def filled(rows: Sequence[Row], column: str, values: Mapping[str, str]) -> list[
 
 
 def replaced(folder: str | Path, rows: Sequence[Row]) -> list[Row]:
-    """The rows of the CSV in `folder`, with those of the same type and kind replaced by `rows`."""
+    """Return the rows of the CSV in `folder`, with those of the same type and kind replaced by `rows`."""
     new = {(row.model_type, row.kind) for row in rows}
     return [row for row in read(folder) if (row.model_type, row.kind) not in new] + list(rows)
 

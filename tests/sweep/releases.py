@@ -33,7 +33,7 @@ Table = dict[tuple[str, str], dict[str, str]]  # by type and kind: release -> ve
 
 
 def read(file: Path) -> Table:
-    """The table in a file; empty without one."""
+    """Return the table in a file; empty without one."""
     if not file.exists():
         return {}
     with file.open(newline="") as lines:
@@ -42,7 +42,7 @@ def read(file: Path) -> Table:
 
 
 def releases_of(table: Table) -> list[str]:
-    """The releases in a table, from old to new."""
+    """Return the releases in a table, from old to new."""
     found = {release for row in table.values() for release, verdict in row.items() if verdict}
     return sorted(found, key=lambda text: [int(part) for part in text.split(".")])
 
@@ -69,7 +69,7 @@ def changes(table: Table, kind: str) -> dict[tuple[str, str, str, str], list[str
 
 
 def page(table: Table) -> str:
-    """The page of a table."""
+    """Return the page of a table."""
     releases = releases_of(table)
     lines = [
         "# Since when does it leak?",

@@ -32,7 +32,7 @@ class Fused(torch.nn.Module):
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("layers", [(0, 1), (1,), ()], ids=str)
 def test_adapters_that_a_kernel_leaves_out_are_refused(layers, packing, tmp_path):
-    """All adapters of a name: with one of two layers fused, the other one learns."""
+    """Only a name whose adapters are all left out is refused: with one of two layers fused, the other one learns."""
     model = build_tiny_model()
     for layer in layers:
         model.model.layers[layer].mlp = Fused(model.model.layers[layer].mlp)
@@ -101,7 +101,7 @@ def with_new_tokens():
 
 
 def by_hand(rows, rate):
-    """The weights after one step of plain torch on the model's own logits."""
+    """Return the weights after one step of plain torch on the model's own logits."""
     model = with_new_tokens()
     labels = [torch.tensor([row["input_ids"]]) for row in rows]
     num_trained = sum(ids.shape[1] - 1 for ids in labels)

@@ -31,13 +31,13 @@ CHAT = [user("Q1"), answer("A1"), user("Q2"), answer("A2"), user("Q3"), answer("
 
 
 def weighted(*weights, messages=CHAT, key="weight"):
-    """The conversation with a weight for each answer; None for none."""
+    """Return the conversation with a weight for each answer; None gives an answer no weight."""
     found = iter(weights)
     return [m if m["role"] != "assistant" or (w := next(found)) is None else m | {key: w} for m in messages]
 
 
 def trained_texts(row, tokenizer):
-    """The texts of the runs of trained tokens."""
+    """Return the texts of the runs of trained tokens."""
     runs = itertools.groupby(row["labels"], lambda label: label != -100)
     return [tokenizer.decode([*run]) for is_trained, run in runs if is_trained]
 
@@ -69,7 +69,10 @@ def conversations(draw):
 
 
 def by_hand(messages, last):
-    """Tokens and labels of ChatML, one token per byte: of an answer, its text and its end with the line break."""
+    """Return tokens and labels of ChatML, one token per byte.
+
+    Of an answer its text is trained, and its end with the line break.
+    """
     tokens = []
     labels = []
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -104,7 +107,7 @@ SAME |= {"idefics3_training", "smolvlm_training", "qwen3_instruct_2507_training"
 
 @pytest.mark.parametrize("template", TRAINING)
 def test_labels_are_those_of_trl_for_every_template(template):
-    """All turns as TRL marks them; and each turn alone, which together are all."""
+    """The labels of all turns must be those of TRL, and the labels of each turn alone must together be those of all."""
     tokenizer = tokenizer_with(template)
     stock = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     labels = [t if bit else -100 for t, bit in zip(stock["input_ids"], stock["assistant_masks"], strict=True)]
@@ -321,7 +324,7 @@ def test_samples_of_rows_with_images_are_of_the_trained_turns(last, tmp_path):
 
 
 def test_labels_of_rows_with_images_are_those_of_trl(tmp_path):
-    """With markers put into the template: TRL's own collator, ours by markers, and ours turn by turn without them."""
+    """TRL's collator and ours on a template with markers, and ours turn by turn without them, must agree."""
     marked, plain = (vision.build_processor("qwen2_5_vl") for _ in range(2))
     parts = re.fullmatch(r"(?s)(.*?\}\}\n)(.*<\|im_end\|>\\n' \}\})(\{% endfor.*)", plain.chat_template)
     head, body, tail = parts.groups()

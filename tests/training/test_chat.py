@@ -21,7 +21,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds",
 
 
 def agent_trace(first, second, third):
-    """A question, a call, its result, an answer with reasoning, and another turn."""
+    """Return a question, a call, its result, an answer, and another turn, whose answer has reasoning."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": first, "b": second}}}
     thought = f"REASON {first + second} plus {third}"
     return [
@@ -117,7 +117,7 @@ def sharegpt(num=6, roles=("human", "gpt"), keys=KEYS):
 
 
 def tables(rows, column):
-    """The same rows as a table of structs, as one of JSON (which `load_dataset` makes of uneven rows), and streamed."""
+    """Yield the rows as a table of structs, of JSON (which `load_dataset` makes of uneven rows), and streamed."""
     table = Dataset.from_list(rows)
     yield table
     yield Dataset.from_list(rows, features=Features({**table.features, column: List(Json())}))

@@ -34,13 +34,13 @@ def with_column(name):
 
 
 class TwoRanks(SFTConfig):
-    """Of a run of two processes."""
+    """Say that the run has two processes."""
 
     world_size = 2
 
 
 class Chunked(SFTConfig):
-    """With the default of TRL below 1.15; later versions replace it."""
+    """Choose the loss that is the default of TRL below 1.15; later versions replace it."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -53,13 +53,13 @@ class Sampled(SFTTrainer):
 
 
 def engine(**parts):
-    """What the rules look at; engines of many ranks, as they are, are in `test_distributed.py`."""
+    """Return what the rules look at; engines of many ranks, as they are, are in `test_distributed.py`."""
     sizes = SimpleNamespace(tp_size=1, cp_size=1, sp_size=1)
     return SimpleNamespace(**{"distributed_type": DistributedType.NO, "parallelism_config": sizes} | parts)
 
 
 def divided(**sizes):
-    """A model as transformers loads it on several ranks; on real ranks it is in `test_model_parallelism.py`."""
+    """Return a model as transformers loads it on several ranks; on real ranks it is in `test_model_parallelism.py`."""
     model = build_tiny_model("llama")
     model.config.distributed_config = SimpleNamespace(**{"tp_size": 1, "dp_size": 1, "pp_size": 1} | sizes)
     model._is_distributed_loading_by_transformers = True
@@ -175,7 +175,7 @@ def can_be_made(one: Condition, other: Condition) -> bool:
 
 
 def message_of(folder, *chosen: Condition, constructs: bool = False, **settings) -> str:
-    """What is said to a run with these choices; empty if nothing. The trainer asks in this order."""
+    """Return what is said to a run with these choices; empty if nothing. The trainer asks in this order."""
     made = BASE | settings | {key: value for choice in chosen for key, value in MADE[choice].items()}
     arguments = {key: made.pop(key) for key in ARGUMENTS if key in made}
     dataset = arguments.pop("dataset")
@@ -214,7 +214,7 @@ def test_every_choice_is_made_and_nothing_else_is_chosen():
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("feature, other", ROWS, ids=lambda each: getattr(each, "choice", each).name)
 def test_a_row_is_refused_in_three_parts(feature, other, tmp_path):
-    """By the constructor of the trainer, where it is not the engine or the first step that says it."""
+    """The constructor of the trainer must refuse a row, where it is not the engine or the first step that says it."""
     constructs = not {"accelerator", "own_loss", "own_loader"} & {*MADE[feature.choice], *MADE[other]}
     unpacked = {} if feature.choice == of.PACKING or other not in REFUSED_IN_PACKS else {"packing": False}
     text = message_of(tmp_path, feature.choice, other, constructs=constructs, **unpacked)

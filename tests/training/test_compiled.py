@@ -94,7 +94,7 @@ def flash_on_cpu(monkeypatch):
 
 
 def train(folder, monkeypatch, adapters=None, **settings):
-    """A run that has ended, and its `CompiledCalls`."""
+    """Return a run that has ended, and its `CompiledCalls`."""
     torch.compiler.reset()
     counted = CompiledCalls()
     monkeypatch.setattr(torch, "compile", lambda model, **options: counted.compile(model))

@@ -62,12 +62,12 @@ on_ddp = pytest.mark.parametrize("engine", ["ddp"])
 
 
 def count(seen: list[list[list[int]]]) -> Counter[int]:
-    """How often each document was trained, over all ranks and micro-batches."""
+    """Count how often each document was trained, over all ranks and micro-batches."""
     return Counter(chain.from_iterable(chain.from_iterable(seen)))
 
 
 def step_documents(result: dict, accumulation: int = 2) -> list[list[int]]:
-    """The documents of every optimizer step, over all ranks."""
+    """Return the documents of every optimizer step, over all ranks."""
     steps = range(0, len(result["seen"][0]), accumulation)
     return [sorted(chain.from_iterable(chain(*(rank[i : i + accumulation] for rank in result["seen"])))) for i in steps]
 
@@ -176,7 +176,7 @@ def test_training_after_an_evaluation_is_training(result, kind):
 
 @pytest.mark.parametrize("engine", ["tp", "tp_fsdp"])
 def test_each_row_is_predicted_once(launch, engine, folder):
-    """By ranks that divide a model."""
+    """Ranks that divide a model must predict each row once."""
     found = launch[engine, "predicted"]["predicted"]
     expected = scenarios.predicted(folder, None)["predicted"]
     assert len(expected) == 19
@@ -284,7 +284,7 @@ def test_a_run_of_two_ranks_continues_on_one(result, folder, strategy):
 
 
 def test_a_stream_of_two_ranks_continues_on_one(launch, folder, caplog):
-    """Each of its steps is a pass of 12 documents."""
+    """Each step of this stream is a pass of 12 documents."""
     assert launch["ddp", "restart_images_stream"]
     settings = {"max_steps": 6, "optim": "adamw_torch"}
     one = make_trainer(folder, ROWS["images_stream"], **settings)

@@ -127,7 +127,7 @@ def test_a_loss_function_of_the_user_is_evaluated_as_in_trl_and_said_so(tmp_path
 
 
 def doubling(base, method):
-    """A trainer of `base` with a loss of the user's, twice the usual one, by overriding `method`."""
+    """Return a subclass of `base` with a loss of the user's, twice the usual one, by overriding `method`."""
 
     class Doubling(base):
         batches: list = []

@@ -92,7 +92,7 @@ def test_what_ranks_cannot_share_is_refused(call, message):
 
 
 def test_all_ranks_make_all_groups_where_torch_refuses_a_group_of_some(monkeypatch):
-    """As torch 2.13 does with TORCH_DISTRIBUTED_USE_TORCHCOMMS=1."""
+    """torch 2.13 refuses such a group with TORCH_DISTRIBUTED_USE_TORCHCOMMS=1."""
     made = []
 
     def new_group(ranks, timeout=None, use_local_synchronization=False):

@@ -65,7 +65,7 @@ def make(folder, model="llama", dataset=None, **settings):
 
 
 def compare(trainer, fault=nullcontext):
-    """The comparison, with a fault behind the proof of the model; the step follows if it passes."""
+    """Return the comparison, with a fault behind the proof of the model; the step follows if it passes."""
     found = []
     right = FirstStep.compare
 
@@ -139,7 +139,7 @@ def test_no_type_is_refused_for_its_rounding(tmp_path, model_type):
 
 
 def in_batch(change):
-    """The batch of a pack, changed by `change(batch, first token of each document)`."""
+    """Return a fault that changes the batch of a pack by `change(batch, first token of each document)`."""
 
     def wrong(right, self, documents, degree=1):
         batch, runs = right(self, documents, degree)
@@ -297,7 +297,7 @@ def test_a_fault_is_named(tmp_path, fault, settings, named):
 
 @pytest.mark.parametrize("fault, helps", [("boundaries lost", True), ("labels rolled", False)])
 def test_documents_run_as_rows_where_that_is_right(tmp_path, fault, helps):
-    """With `on_leak` as usual, as after a leak that the proof has found. A fault of the loss is refused."""
+    """With "repair" documents run as rows, as after a leak that the proof has found. A fault of the loss is refused."""
     trainer = make(tmp_path, on_leak="repair")
     compared = []
     right = FirstStep.compare

@@ -35,7 +35,7 @@ def reads(folder, trainer_class, **settings):
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """Those of TRL on padded batches."""
+    """Return the reads of TRL on padded batches."""
     settings = {"config_class": trl.SFTConfig, "packing": False, "max_length": 64}
     return reads(tmp_path_factory.mktemp("stock"), trl.SFTTrainer, **settings)[:2]
 

@@ -40,7 +40,7 @@ DOCUMENT = st.lists(st.one_of(TEXT, st.sampled_from(PICTURES)), min_size=1, max_
 
 
 def images_of_rows(examples: ImageExamples, ids: torch.Tensor, pixels: torch.Tensor | None) -> list[int | None]:
-    """The hash of the image whose placeholder is in each row, if images fill placeholders in their order."""
+    """Return the hash of the image whose placeholder is in each row, if images fill placeholders in their order."""
     is_image = ids == examples.processor.image_token_id
     each = [None] if pixels is None else [hash(one.numpy().tobytes()) for one in pixels]
     assert is_image.sum() == (0 if pixels is None else 16 * len(pixels))
@@ -60,7 +60,10 @@ EIGHT = torch.tensor([8])
 @example([[A, B], [A, A], [B, A]], 8)
 @given(st.lists(DOCUMENT, min_size=2, max_size=6), st.sampled_from([None, 8]))
 def test_every_document_has_its_own_images(found, multiple):
-    """Its rows have its tokens and its images, wherever these were computed, and no run begins inside an image."""
+    """The rows of a document must have its tokens and its images, wherever these were computed.
+
+    No run may begin inside an image.
+    """
     examples = examples_of("llava")
     documents = [examples.joined(parts) for parts in found]
     collate = sharing(examples, pad_to_multiple_of=multiple)
@@ -81,7 +84,7 @@ def test_every_document_has_its_own_images(found, multiple):
 
 @pytest.mark.parametrize("family", [*FAMILIES, "internvl", "llava_next"])
 def test_images_of_one_document_are_shared_one_by_one(family):
-    """A conversation that grows by a screenshot per turn: three documents need three images, not six."""
+    """Three documents of a conversation that grows by a screenshot per turn must need three images, not six."""
     examples = examples_of(family)
     head = torch.arange(20, 40)
     between = torch.arange(40, 45)
@@ -174,7 +177,7 @@ SHARED = {"packing_strategy": "minibatch", "share_prefixes": "pack", "per_device
 
 
 def computed_rows(run) -> list[tuple[int, int, int]]:
-    """Of each pack of the first epoch: its rows, those of its units as planned, and how many units it has."""
+    """Return of each pack of the first epoch its rows, the rows of its units as planned, and its number of units."""
     schedule = run.data.planner.schedule(0)
     units = run.data.planner.units()
     documents = run.data.documents
@@ -216,7 +219,7 @@ def test_a_family_is_planned_with_the_rows_that_it_has(compares, tmp_path, monke
 
 
 def without_now(row):
-    """The question right behind the image."""
+    """Return the row with the question right behind the image."""
     (user, answer), now = row["messages"], " now "
     parts = [part | {"text": part["text"] and part["text"].removeprefix(now)} for part in user["content"]]
     return {"messages": [user | {"content": parts}, answer]}

@@ -32,7 +32,10 @@ def run(folder, dataset=TURNS, family="llava", **settings):
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "idefics3"])
 def test_a_sample_is_the_row_of_trl(family, tmp_path):
-    """Tokens, labels and pixels of the prompt that generation sees, with the images up to the turn."""
+    """A sample must have TRL's tokens, labels and pixels of the prompt that generation sees.
+
+    It has the images up to its turn.
+    """
     silent = [{"images": TURNS[0]["images"][:1], "messages": TURNS[0]["messages"][:1], "share": 9.0}]
     made = run(tmp_path, Dataset.from_list([*TURNS, *silent], features=TURNS.features), family)
     reader = made.data.reader
@@ -55,7 +58,7 @@ def test_a_sample_is_the_row_of_trl(family, tmp_path):
 
 
 def test_in_the_order_of_the_table_a_conversation_computes_each_image_once(tmp_path):
-    """What docs/per_turn.md says to set."""
+    """A conversation must compute each image once with the settings that docs/per_turn.md names."""
     page = (Path(__file__).parents[2] / "docs" / "per_turn.md").read_text()
     settings = {"share_prefixes": "pack", "packing_strategy": "minibatch", "train_sampling_strategy": "sequential"}
     assert all(f'`{name}="{value}"`' in page for name, value in settings.items())
@@ -71,7 +74,7 @@ def test_in_the_order_of_the_table_a_conversation_computes_each_image_once(tmp_p
 
 
 def test_evaluation_has_each_turn_once(tmp_path):
-    """The loss of the turns by hand, packed and padded; and each source has that of its turns."""
+    """Evaluation must give the loss of the turns made by hand, packed and padded, and each source that of its turns."""
     model = build_model("llava")
     given = TURNS.add_column("source", ["a", "b"] * 3)
     turns = by_turn().add_column("source", np.repeat(given["source"], 3))
@@ -132,7 +135,7 @@ def test_what_strips_nothing_or_does_not_end_is_said(tmp_path, caplog):
 
 
 def test_images_of_plain_messages_belong_to_the_first_of_the_user():
-    """As in TRL; a greeting before it has none."""
+    """The first message of the user must have the images, as in TRL; a greeting before it has none."""
     messages = [{"role": role, "content": "a"} for role in ("system", "assistant", "user", "assistant")]
     conversation = Conversation.from_row({"messages": messages}, TURNS[0]["images"][:2])
     processor = build_processor("llava")
@@ -141,7 +144,7 @@ def test_images_of_plain_messages_belong_to_the_first_of_the_user():
 
 
 def test_a_template_that_changes_the_history_keeps_the_prompt_of_generation():
-    """As for text: the prompt is what generation sees, and the turn is as the template renders it."""
+    """The prompt must be what generation sees, and the turn as the template renders it, as it is for text."""
     processor = build_processor("llava")
     text = "{{ part['text'] }}"
     is_seen = "part['text'] != 'b' or messages | length != 4 or add_generation_prompt"

@@ -124,7 +124,7 @@ def test_the_head_is_added_again_only_if_another_covers_it(is_wrapped, precision
 
 
 def capped(model_type):
-    """A model with a cap under a name of its own, and logits of the size that trained models have."""
+    """Return a model with a cap under a name of its own, and logits of the size that trained models have."""
     sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     of_type = {
         "recurrent_gemma": {"lru_width": 32, "intermediate_size": 96, "num_key_value_heads": 1},
@@ -141,7 +141,7 @@ def capped(model_type):
 
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "xlstm"])
 def test_the_loss_has_the_cap_of_the_logits(model_type, tmp_path):
-    """Both have it under names of their own, which TRL 1.16 does not read: 58.0 for 27.9 and 92.1 for 32.5."""
+    """Both types have the cap under names of their own, which TRL 1.16 does not read: 58.0 for 27.9, 92.1 for 32.5."""
     ids = torch.randint(16, 250, (40,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = capped(model_type)(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
@@ -155,9 +155,9 @@ def test_the_loss_has_the_cap_of_the_logits(model_type, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["recurrent_gemma", "chameleon"])
 def test_a_head_that_leaves_something_out_is_said(model_type, tmp_path, monkeypatch):
-    """Also at the small logits of a model without training: a cap, and a mask of the tokens of images.
+    """A cap, and a mask of the tokens of images, must be said also at the small logits of a model without training.
 
-    And the first step, whose packs are right, is compared with that head.
+    The first step, whose packs are right, must be compared with that head.
     """
     monkeypatch.setattr(lm_head, "CAP_FIELDS", ("final_logit_softcapping",))
     rows = texts(8)

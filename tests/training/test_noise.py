@@ -30,7 +30,10 @@ CASES = {
 
 
 def check_amplitude(noise: torch.Tensor, length: int) -> None:
-    """Of values (..., d) that were added to a document; the root mean square of n of them is known to 0.447/sqrt(n)."""
+    """Check the amplitude of values (..., d) that were added to a document.
+
+    The root mean square of n values is known to 0.447/sqrt(n).
+    """
     amplitude = ALPHA / (length * noise.shape[-1]) ** 0.5
     found = noise.square().mean().sqrt() * 3**0.5 / amplitude
     assert found == pytest.approx(1, abs=5 * 0.447 / noise.numel() ** 0.5)
@@ -74,7 +77,7 @@ def test_a_document_has_the_noise_that_it_has_alone(name, tmp_path):
             found[place].append(each[: lengths[place]])
 
     def place_of(row):
-        """Of the longest document that a row begins with."""
+        """Return the place of the longest document that a row begins with."""
         alike = [i for i, tokens in enumerate(documents) if torch.equal(row[: len(tokens)], tokens)]
         return max(alike, key=lambda i: lengths[i])
 

@@ -38,7 +38,7 @@ def halves(num=24, seed=0):
 
 
 def first_step(run):
-    """The micro-batches of the first optimizer step, and the count that transformers divides by."""
+    """Return the micro-batches of the first optimizer step, and the count that transformers divides by."""
     run.model.train()
     if run.args.packing:
         run.packed_model.attach_packed_attention()
@@ -234,7 +234,7 @@ def test_padding_adds_nothing_to_the_router_statistic_of_an_evaluation(tmp_path)
 
 
 def lengths_of(batch):
-    """Of the documents of a batch, padding left out."""
+    """Return the lengths of the documents of a batch; padding is left out."""
     if "seq_idx" not in batch:
         return batch["attention_mask"].sum(1).tolist()
     lengths = batch["cu_seq_lens_q"].diff().tolist()
@@ -319,7 +319,7 @@ def test_scores_are_means_over_the_labels_that_a_subclass_trains(settings, tmp_p
 
 
 def test_smoothing_is_that_of_the_constructed_smoother(tmp_path):
-    """As in TRL, a share that is set later changes nothing. In packs it is refused (`test_replaced.py`)."""
+    """A share that is set later must change nothing, as in TRL. In packs it is refused (`test_replaced.py`)."""
     ends = []
     for share in (0.1, 0.3):
         run = trainer(tmp_path, halves(), label_smoothing_factor=0.1, packing=False, max_steps=2)
@@ -422,7 +422,7 @@ def test_a_config_of_experts_without_a_router_trains(name, packing, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["dbrx", "granitemoe"])
 def test_routers_whose_logits_are_not_returned_train_without_their_loss(model_type, tmp_path):
-    """As in transformers below 5.18; in later versions the same model trains with the loss."""
+    """transformers below 5.18 does not return these logits; in later versions the same model trains with the loss."""
     model = zoo.build_model(model_type, vocab_size=300)
     is_returned = Version("5.18") <= TRANSFORMERS
     with nullcontext() if is_returned else pytest.warns(UserWarning, match="does not return the logits of its routers"):

@@ -73,7 +73,7 @@ def reference(name: str) -> dict:
 
 @cache
 def rounding() -> tuple[float, float]:
-    """Of weights and of logged values, where a step is two micro-batches."""
+    """Return the rounding of weights and of logged values, where a step is two micro-batches."""
     pairs = [(unpacked(key(ROWS[name]), halves=True), reference(name)) for name in ROUNDING]
     of_logs = [loss_difference(logged(again, "loss"), logged(expected, "loss")) for again, expected in pairs]
     return max(difference(*pair) for pair in pairs), max(of_logs)
@@ -118,7 +118,7 @@ def test_ranks_train_what_trl_trains_unpacked(launch, engine, name):
 
 @pytest.mark.parametrize("engine, name", PAIRS)
 def test_ranks_train_as_the_row_says(launch, engine, name):
-    """The engine, the proof on the model as it wraps it, and that packs were shared, repaired or recomputed at all."""
+    """Check the engine, the proof on the model that it wraps, and that packs were shared or recomputed at all."""
     runs_here(engine)
     row = ROWS[name]
     found = launch[engine, name]
@@ -166,7 +166,7 @@ def test_the_table_mixes_degrees_and_leaves_ranks_without_documents(launch):
 
 @pytest.mark.parametrize("engine, name", [(engine, name) for engine, name in PAIRS if ROWS[name].finds])
 def test_faults_in_gradients_are_found_under_engines(launch, engine, name):
-    """A fault that moves no state, on the wrapped model; and the proof leaves the engine as it was."""
+    """The proof on the wrapped model must find a fault that moves no state, and must leave the engine as it was."""
     runs_here(engine)
     found = launch[engine, name]["verdicts"]
     assert found.pop("changed") == []

@@ -423,7 +423,7 @@ def test_models_that_give_rewards_are_packed(tmp_path):
 
 
 def test_the_gradient_is_compared(monkeypatch):
-    """A fault that only the backward has."""
+    """A fault that only the backward has must be found."""
 
     class Halved(torch.autograd.Function):
         @staticmethod
@@ -525,7 +525,7 @@ def test_half_precision_is_packed(precision_of_its_own):
 
 
 def test_reference_log_probabilities_are_precomputed_on_packs():
-    """By `pack_forward` on the model, because the constructor of the trainer computes them."""
+    """`pack_forward` gets the model, because the constructor of the trainer computes these log probabilities."""
     model = build_tiny_model("llama")
     record = pack_forward(model)
     trainer = build_trainer("dpo", model, precompute_ref_log_probs=True)
@@ -613,7 +613,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.parametrize("engine", preferences.RUNS)
 def test_two_ranks_reach_the_weights_of_the_stock_trainer(engine, ranks):
-    """Those of DDP."""
+    """Each engine must reach the weights of the stock trainer under DDP."""
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed")
     references = {name: ranks["ddp", name]["weights"] for name in preferences.REFERENCES}

@@ -23,7 +23,7 @@ needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), 
 
 
 def accelerator(kind: DistributedType = DistributedType.NO, parallelism=None, **deepspeed):
-    """What the rules look at; engines of many ranks, as they are, are in `test_distributed.py`."""
+    """Return what the rules look at; engines of many ranks, as they are, are in `test_distributed.py`."""
     plugin = None
     if deepspeed:
         kind = DistributedType.DEEPSPEED

@@ -59,7 +59,7 @@ def run_of(folder, kind, form, make=trainer, eval_dataset=None, **settings):
 
 
 def trained(run):
-    """The weights before and after training, and its loss."""
+    """Train, and return the weights before and after, and the loss."""
     start = weights(run)
     loss = run.train().training_loss
     return start, weights(run), loss

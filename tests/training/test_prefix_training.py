@@ -28,7 +28,7 @@ COLUMNS = {"weight_column": "share", "source_column": "source"}
 
 
 def run(plant=None, **more):
-    """A run of five steps: the trainer, and the change of its weights."""
+    """Train five steps, and return the trainer and its trained weights."""
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = trainer(folder, DOCUMENTS, **(OURS | SGD | more))
@@ -44,7 +44,7 @@ def trained_weights(found) -> torch.Tensor:
 
 
 def logged(found, name: str) -> list[float]:
-    """The value of every step, None where it was not logged."""
+    """Return the value of every step, None where it was not logged."""
     return [entry.get(name) for entry in found.state.log_history if "loss" in entry]
 
 

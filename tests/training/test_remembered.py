@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 
 def start(folder, model="llama", peft_config=None, **settings):
-    """A start on the same table: its trainer, and how many models it has proved."""
+    """Start on the same table, and return the trainer and how many models it has proved."""
     given = {"max_length": 256, "max_steps": 1, "bf16": False, "seed": 3} | settings
     args = SFTConfig(
         str(folder), packing=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **given
@@ -51,7 +51,7 @@ def weights(trainer):
 
 @pytest.fixture
 def tf32():
-    """As `tf32=True` sets it on CUDA: torch refuses to read it by its older name."""
+    """Set TF32 as `tf32=True` sets it on CUDA: torch refuses to read it by its older name."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     yield
     torch.backends.cuda.matmul.fp32_precision = "none"
@@ -165,7 +165,7 @@ def test_another_version_proves_again(folder, package):
 
 
 def notebook_class(scale):
-    """A class without a file, as typed in a notebook, which calls a method of its own."""
+    """Return a class without a file, as typed in a notebook, which calls a method of its own."""
     code = f"""
 class Typed(Base):
     def forward(self, *args, **kwargs):
@@ -219,7 +219,7 @@ class Wrapper(torch.nn.Module):
 
 
 class OtherWrapper(Wrapper):
-    """Its code is that of `Wrapper`."""
+    """Have the code of `Wrapper` under another name."""
 
 
 def recalls(folder, change=None, *, settings="settings", case="case", wrapper=Wrapper):
@@ -311,7 +311,7 @@ def test_a_forward_that_is_replaced_in_a_class_is_in_the_key_of_a_proof(tmp_path
 
 
 def test_a_class_of_the_main_program_needs_no_file(tmp_path, monkeypatch):
-    """As in a notebook, where `inspect` raises another error than for a module without a file."""
+    """In a notebook `inspect` raises another error for such a class than for a module without a file."""
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     kind = type("Typed", (Wrapper,), {"__module__": "__main__"})
     assert not recalls(tmp_path, wrapper=kind)

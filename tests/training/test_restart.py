@@ -22,7 +22,7 @@ STEPS = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate
 
 
 def saved(folder, dataset=None, save_steps=5, **settings):
-    """A run of three epochs with checkpoints, of which the second is in the middle of epoch two."""
+    """Return a run of three epochs with checkpoints, of which the second is in the middle of epoch two."""
     settings = STEPS | {"save_strategy": "steps", "save_steps": save_steps} | settings
     run = trainer(folder, dataset or texts(60), **settings)
     run.train()
@@ -39,7 +39,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def folder(run, tmp_path) -> Path:
-    """A copy of the run's folder, with the checkpoints 5, 10 and 15, that a test may damage."""
+    """Return a copy of the run's folder, with the checkpoints 5, 10 and 15, that a test may damage."""
     shutil.copytree(run.args.output_dir, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-2*"))
     return tmp_path / "run"
 

@@ -44,7 +44,10 @@ def weighted_rows(num: int = 24, longest: int = 60, seed: int = 0) -> Dataset:
 
 
 def documents_of(batch: dict, rows: list[dict]) -> list[Document]:
-    """The documents of a batch, packed or padded, without padding; each with the weight and source of its row."""
+    """Return the trained documents of a batch, packed or padded, without padding.
+
+    Each document has the weight and the source of its row.
+    """
     if "cu_seq_lens_q" in batch:
         pairs = packed_documents(batch)
     else:
@@ -75,7 +78,7 @@ def loss_by_hand(model, documents, weighting, uses_weights=True, **loss):
 
 
 def token_losses(model, document, loss_type="nll", label_smoothing_factor=0.0):
-    """Of the trained tokens of one document alone, in fp64."""
+    """Return the losses of the trained tokens of one document alone, in fp64."""
     log_probs = model(torch.tensor([document.tokens])).logits[0, :-1].double().log_softmax(-1)
     targets = torch.tensor(document.labels[1:])
     found = log_probs[torch.arange(len(targets)), targets.clamp(min=0)][targets != -100]

@@ -35,7 +35,7 @@ def test_every_pack_has_the_same_shapes(lengths):
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_every_part_of_a_pack_has_the_same_shapes(degree):
-    """Also of packs that are nearly empty, and of documents shorter and longer than a part."""
+    """Packs that are nearly empty, and documents shorter and longer than a part, must give the same shapes, too."""
     collate = PackedDataCollator(32, pad_documents_to_multiple_of=8, max_length=100)
     shapes = set()
     for lengths in ((1,), (7, 3), (min(100, 32 * degree),), (16 * degree,) * 2, (5,) * 6):

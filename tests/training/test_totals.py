@@ -24,7 +24,7 @@ SUMS |= {"rows": 8, "flops": 6e12, "entropy": 160, "correct": 20, "scored": 80, 
 
 
 def ranks_that_count_the_same(num):
-    """The part of an accelerator that sums over ranks."""
+    """Return the part of an accelerator that sums over ranks."""
     return SimpleNamespace(device=torch.device("cpu"), reduce=lambda sums, reduction: num * sums)
 
 

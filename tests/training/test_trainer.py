@@ -33,7 +33,7 @@ PARTS = ("data", "training_objective", "user_code", "evaluation", "restart")
 
 
 def test_the_trainer_holds_its_parts():
-    """One class of ours, whose overrides delegate; the names of its parts mean nothing to TRL or transformers."""
+    """The trainer must be one class of ours, and the names of its parts must mean nothing to TRL or transformers."""
     assert SFTTrainer.__bases__ == (trl.SFTTrainer,)
     attributes = set(SFTTrainer.__annotations__) - {"args", "model"}
     assert attributes == {*PARTS, "packing_report", "packed_model"}

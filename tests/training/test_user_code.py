@@ -47,7 +47,7 @@ SEVERAL = {"packing_strategy": "minibatch", "per_device_train_batch_size": 4, "m
 
 
 def run_both(folder, name, data=None, **settings):
-    """A packed run with user code and stock TRL's unpacked one, both trained."""
+    """Train with user code, packed by ours and unpacked by stock TRL, and return both runs."""
     make_class, loss_func, _ = USER_CODE[name]
     settings = SETTINGS | settings
     data = documents() if data is None else data
@@ -63,7 +63,7 @@ def run_both(folder, name, data=None, **settings):
 
 
 def difference(packed, unpacked, model_type="llama"):
-    """Of the weights, relative to what the unpacked run changes."""
+    """Return the difference of the weights, relative to what the unpacked run changes."""
     start = start_weights(model_type)
     return float((weights(packed) - weights(unpacked)).norm() / (weights(unpacked) - start).norm())
 
@@ -286,7 +286,7 @@ class SetsAttention(TrainerCallback):
 
 @pytest.mark.slow
 def test_attention_that_a_callback_sets_is_set_back_in_packs(tmp_path):
-    """With sdpa, documents of packs see each other on OPT: 0.1 of an update and more."""
+    """On OPT sdpa lets documents of packs see each other, which changes 0.1 of an update and more."""
     settings = SETTINGS | {"num_train_epochs": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     extra = {"trainer_kwargs": {"callbacks": [SetsAttention()]}}
     packed = trainer(tmp_path, documents(), "opt", packing_strategy="minibatch", **extra, **settings)

@@ -53,7 +53,7 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
 
 
 def test_a_pack_that_ranks_share_counts_once(tmp_path):
-    """Its FLOPs in the tower, too: each rank of a group gets all its images."""
+    """The FLOPs of the pack in the tower must count once, too: each rank of a group gets all its images."""
     run = make(tmp_path)
     documents = [run.data.reader.read(row, 0, run.data.documents.lengths[row]) for row in range(4)]
 

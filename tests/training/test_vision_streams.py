@@ -26,12 +26,12 @@ PROCESS = processor_of("llava")
 
 @pytest.fixture
 def small_room(monkeypatch):
-    """So that documents wait for others to come, as in a stream that does not fit into the buffer."""
+    """Give so little room that documents wait for others to come, as in a stream that does not fit into the buffer."""
     monkeypatch.setitem(PackedStream.__init__.__kwdefaults__, "most_bytes", ROOM)
 
 
 def key(row) -> str:
-    """The text of a row, by which it is told from the others."""
+    """Return the text of a row, by which it is told from the others."""
     return json.dumps({name: row[name] for name in row if name in COLUMNS})
 
 
@@ -81,7 +81,7 @@ def stream(dataset, process=PROCESS, most_bytes=ROOM, **settings) -> PackedStrea
 
 
 def content(document) -> tuple:
-    """All that the model reads of a document."""
+    """Return all that the model reads of a document."""
     return tuple((name, np.asarray(document[name]).tobytes()) for name in sorted(document))
 
 

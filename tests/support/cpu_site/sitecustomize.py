@@ -1,4 +1,4 @@
-"""With this folder on the path each rank of a launcher runs DeepSpeed on a CPU.
+"""Let each rank of a launcher that has this folder on its path run DeepSpeed on a CPU.
 
 Its shared-memory all-reduce would be compiled for minutes; gloo has one, too. And DeepSpeed's launcher shows its ranks
 the GPUs that the test has hidden.

@@ -42,7 +42,7 @@ def wide(*tensors):
 
 
 def documents(num_tokens, cu_seqlens=None, seq_idx=None):
-    """The number of the document of each token, (T,)."""
+    """Return the number of the document of each token, (T,)."""
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != num_tokens or bounds != sorted(bounds):

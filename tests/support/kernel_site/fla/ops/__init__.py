@@ -1,1 +1,1 @@
-"""As in flash-linear-attention."""
+"""Stand for the package of this name in flash-linear-attention."""

@@ -4,7 +4,7 @@ import strict
 
 
 def delta_rule(name, shape_of_decays):
-    """A kernel with the arguments of both. transformers passes on only those that it finds in the signature."""
+    """Return a kernel with the arguments of both rules. transformers passes on only those that the signature has."""
 
     def run(
         q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,

@@ -1,1 +1,1 @@
-"""As in mamba_ssm."""
+"""Stand for the package of this name in mamba_ssm."""
