@@ -67,7 +67,7 @@ def calls(monkeypatch):
 
 
 def largest_gradient_error(model, reference):
-    """Largest difference of any gradient entry, relative to the largest gradient entry of the model."""
+    """Return the largest difference of any gradient entry, relative to the largest gradient entry of the model."""
     pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)]
     assert all((a is None) == (b is None) for a, b in pairs)
     pairs = [(a, b) for a, b in pairs if a is not None]

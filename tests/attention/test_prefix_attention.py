@@ -50,7 +50,7 @@ def dense(query, key, value, shared, scale, window=None, chunk=None, sinks=None)
 
 
 def differences(attend, shared, dtype=torch.float64, sinks=False, **features):
-    """Largest differences of outputs and of the gradients of queries, keys, values and sinks."""
+    """Return the largest differences of outputs and of the gradients of queries, keys, values and sinks."""
     generator = torch.Generator().manual_seed(0)
     num_rows = int(shared.cu_seq_lens_q[-1])
     shapes = [(1, 4, num_rows, 6), (1, 2, num_rows, 6), (1, 2, num_rows, 4), (1, 4, num_rows, 4)]
@@ -169,7 +169,10 @@ TYPES = ["llama", "qwen3", "gemma3", "gpt_oss", "mixtral", "deepseek_v3", "llama
 
 
 def forest():
-    """13 documents: a tree, prefixes of each other, one twice, an overlap of one token, none; masks that disagree."""
+    """Return 13 documents: a tree, prefixes of each other, one twice, an overlap of one token, and of none.
+
+    Masks of documents disagree.
+    """
     rng = np.random.default_rng(0)
 
     def new(length):

@@ -150,7 +150,7 @@ def test_dropout(attend, options):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
+    """Note the elements of the largest tensor that any operation returned."""
 
     numel = 0
 

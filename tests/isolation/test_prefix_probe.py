@@ -37,7 +37,7 @@ def foreign_key(batch):
 
 
 def lost_prefix(batch):
-    """Runs attend to themselves only."""
+    """Let runs attend to themselves only."""
     rows = torch.arange(batch["input_ids"].shape[1])
     own = {"cu_seq_lens_k": batch["cu_seq_lens_q"], "max_length_k": batch["max_length_q"]}
     return batch | own | {LAYOUT_KEY: replace(batch[LAYOUT_KEY], kv_index=rows)}

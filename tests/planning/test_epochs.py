@@ -40,7 +40,7 @@ def few_are_many(monkeypatch):
 
 
 def made(folder, num=2000, longest=40, wrapped=False):
-    """Documents of 1 to `longest` tokens as a start leaves them: in a file."""
+    """Return documents of 1 to `longest` tokens as a start leaves them: in a file."""
     lengths = np.random.default_rng(0).integers(1, longest + 1, num)
     zero = np.zeros(num, np.int64)
     block = (np.cumsum(lengths) - lengths) // longest

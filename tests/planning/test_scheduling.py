@@ -27,7 +27,7 @@ ROOM = 64  # tokens of a pack
 
 
 def rows_of(num: int, seed: int, longest: int = ROOM) -> list[list[int]]:
-    """Documents of 2 to `longest` tokens, of which many begin as others do, and few are long."""
+    """Return documents of 2 to `longest` tokens, of which many begin as others do, and few are long."""
     rng = np.random.default_rng(seed)
     stems = [rng.integers(0, 9, rng.integers(20, 40)) for _ in range(3)]
     most = rng.choice([8, 20, longest])
@@ -53,7 +53,7 @@ def planner(lengths, strategy, max_length=12, **kwargs) -> EpochPlanner:
 
 
 def slot_rows(plan: EpochPlanner, epoch: int) -> np.ndarray:
-    """Rows of the units in each slot."""
+    """Return the rows of the units in each slot."""
     schedule, units = of_units(plan, epoch)
     return schedule.slot_sums(units.rows).ravel()
 

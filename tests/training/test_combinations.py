@@ -168,7 +168,7 @@ REFUSED_IN_PACKS = next(feature.conflicts for feature in FEATURES if feature.cho
 
 
 def can_be_made(one: Condition, other: Condition) -> bool:
-    """False for two values of one setting, and for what would need two datasets, models or engines."""
+    """Return False for two values of one setting, and for what would need two datasets, models or engines."""
     if {one, other} & ABSENT or {one, other} in ({of.OVERLONG, of.CUT_BLOCKS}, {of.NO_TRUNCATION, of.CUT_BLOCKS}):
         return False  # refused with the value, in `data/dataset_checks.py`
     return one != other and all(MADE[other].get(key, value) == value for key, value in MADE[one].items())
