@@ -89,7 +89,10 @@ def short_tiles():
 @settings(max_examples=50, deadline=None)
 @given(PACKS, st.sampled_from(sorted(FEATURES)), st.booleans(), st.sampled_from([None, 1, 2**30]))
 def test_random_packs_equal_the_definition(documents, name, keeps_last_rows, most_bytes):
-    """On the CPU, and on CUDA with a strict stand-in for the operators: of 1 byte all launches pass the bound."""
+    """Compare on the CPU, and on CUDA with a strict stand-in for the operators.
+
+    All launches pass a bound of 1 byte.
+    """
     batch = packed(documents, keeps_last_rows=keeps_last_rows)
     if LAYOUT_KEY not in batch:
         return
@@ -119,7 +122,7 @@ def test_launches_above_the_bound_of_copied_keys(name, monkeypatch):
 
 @pytest.mark.parametrize("head_dim", [8, 512])
 def test_documents_share_nothing_where_there_is_no_flash_kernel(head_dim, monkeypatch):
-    """Such as on MPS, or with wide heads on CUDA."""
+    """There is no such kernel on MPS, nor for wide heads on CUDA."""
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cuda"} if head_dim == 8 else {"meta"})
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device_type: False)  # it does not know "meta"
     shared = pack_of(packed(CHAT))

@@ -78,7 +78,7 @@ def test_the_probe_sees_a_fault(fault, monkeypatch):
 
 
 def test_the_probe_sees_keys_without_a_gradient():
-    """Right states, and no gradient reaches the shared tokens: only the comparison of gradients shows it."""
+    """The states are right, and no gradient reaches the shared tokens: only the comparison of gradients shows it."""
     model = build_tiny_model("llama")
     packed = packed_model(model)
     packed.prove(model)

@@ -339,7 +339,7 @@ def test_messages(arguments, parts):
 
 @pytest.mark.processes
 def test_planning_needs_numpy_only():
-    """In a fresh interpreter: this one has torch already."""
+    """Look in a fresh interpreter: this one has torch already."""
     code = (
         "import sys, trl_packfix.planning.packing; from trl_packfix import plan_packs; plan_packs([3, 4, 5], 8, 'bfd');"
         "print([m for m in ('torch', 'datasets', 'trl', 'transformers', 'pyarrow', 'numba') if m in sys.modules])"

@@ -138,7 +138,7 @@ def problems(ranks: list[EpochPlanner], epoch: int) -> set[str]:
     ),
 )
 def test_every_document_once_per_epoch_over_all_ranks(strategy, kind, tokens_per_rank, num, epoch, run):
-    """Documents, documents with images and families, by every strategy, also on groups of ranks."""
+    """Plan documents, documents with images and families, by every strategy, also on groups of ranks."""
     traits = STRATEGIES[strategy]
     run = run | {"cost_model": COSTS}
     if traits.cuts_blocks and kind == "families":

@@ -241,7 +241,7 @@ def test_every_pair_is_refused_or_accepted_as_the_records_say(one, tmp_path):
 
 
 def test_what_several_gpus_have_not_run_is_called_experimental(tmp_path):
-    """In the help of its field, and in the report of a run with it (`test_report.py`)."""
+    """It must be called so in the help of its field, and in the report of a run with it (`test_report.py`)."""
     labelled = {each.name for each in fields(SFTConfig) if "Experimental" in str(each.metadata.get("help"))}
     assert labelled == {"tokens_per_rank"}
     args = config(tmp_path, packing=True, share_prefixes="pack")

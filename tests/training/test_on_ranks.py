@@ -219,7 +219,7 @@ def test_groups_are_aligned_neighbours(launch):
 
 
 def test_mixers_on_parts_give_the_logits_and_gradients_of_the_whole_pack(launch):
-    """In fp64."""
+    """The logits and gradients must be the same in fp64."""
     cases = launch["ddp4", "mixers"]
     assert cases.keys() == {*exchange.MIXED}
     assert all(0 < gap < 1e-13 for gap in cases.values()), cases
