@@ -118,7 +118,7 @@ def test_ranks_train_what_trl_trains_unpacked(launch, engine, name):
 
 @pytest.mark.parametrize("engine, name", PAIRS)
 def test_ranks_train_as_the_row_says(launch, engine, name):
-    """Check the engine, the proof on the model that it wraps, and that packs were shared or recomputed at all."""
+    """Check the engine, the proof on the model as it wraps it, and that packs were shared, repaired or recomputed."""
     runs_here(engine)
     row = ROWS[name]
     found = launch[engine, name]
