@@ -78,7 +78,7 @@ def notes_of(folder: Path, name: str, attempt: int, rank: int) -> Path:
 
 
 def read_notes(file: Path) -> list[tuple[int, list[int]]]:
-    """(step, documents) of each micro-batch; the last line may be half."""
+    """Return (step, documents) of each micro-batch; the last line may be half."""
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [tuple(json.loads(line)) for line in lines]
 
@@ -113,7 +113,7 @@ class Chaos:
             process.start()
 
     def join(self, must_succeed: bool = False) -> bool:
-        """Wait for all ranks; whether they came to the end. None may outlive another by more than a minute."""
+        """Wait for all ranks; return whether they came to the end. None may outlive another by more than a minute."""
         while all(process.is_alive() for process in self.processes):
             time.sleep(0.02)
         deadline = time.monotonic() + SECONDS
@@ -143,7 +143,7 @@ class Chaos:
         self.attempt += 1
 
     def kill_at(self, step: int, in_saving: bool) -> None:
-        """SIGKILL for a random rank, a moment after `step` or the next checkpoint begins, if they ever do."""
+        """Send SIGKILL to a random rank, a moment after `step` or the next checkpoint begins, if they ever do."""
         victim = self.random.choice(self.processes)
         notes = notes_of(self.folder, "run", self.attempt, 0)
         every = SETTINGS["save_steps"]

@@ -89,7 +89,7 @@ def start_of_a_file() -> None:
 
 @pytest.fixture
 def precision_of_its_own() -> Iterator[None]:
-    """For a test whose trainers have another precision than those of its file."""
+    """Allow the trainers of a test another precision than those of its file."""
     forget_precision()
     yield
     forget_precision()

@@ -98,7 +98,7 @@ CHECKPOINTING = {"none": None, "reentrant": True, "non-reentrant": False}
 
 
 def train(folder: Path, model_type: str, lora: bool, checkpointing: str) -> dict:
-    """Two optimizer steps of `SFTTrainer`; the change of the weights comes back as a tensor."""
+    """Train two optimizer steps of `SFTTrainer`; the change of the weights comes back as a tensor."""
     packed_model.choose_attention = choose_for_cuda  # the model itself stays on the CPU
     settings = {"bf16": True, "max_steps": 2, "seed": 3, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
     if (use_reentrant := CHECKPOINTING[checkpointing]) is not None:

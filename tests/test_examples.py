@@ -36,7 +36,7 @@ ENVIRONMENT |= {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": 
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS`, which must succeed."""
+    """Run `python ARGUMENTS`, which must succeed."""
     settings = os.environ | ENVIRONMENT
     command = [sys.executable, *arguments]
     given = {"cwd": cwd, "env": settings, "timeout": PROCESS_SECONDS}

@@ -80,7 +80,7 @@ def test_torch_is_imported_in_the_environment_that_we_set(code, given, seen):
 
 
 def opened(folder):
-    """(table, rows) of the archive, which is all that a run leaves."""
+    """Return (table, rows) of the archive, which is all that a run leaves."""
     assert [path.name for path in folder.iterdir()] == ["evidence.tar.gz"]
     with tarfile.open(folder / "evidence.tar.gz") as archive:
         assert archive.getnames()[:2] == ["table.txt", "evidence.csv"]

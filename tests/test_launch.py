@@ -32,7 +32,7 @@ needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), 
 
 
 def launch(command: list[str], folder: Path, **env: str) -> tuple[int, str]:
-    """Exit code and output, within four minutes."""
+    """Return exit code and output of a command, within four minutes."""
     log = folder / "launch.log"
     return run(command, log, 240, **env), log.read_text()
 

@@ -24,7 +24,10 @@ from trl_packfix.layout import LAYOUT_KEY, Layout, PackedLayout, SharedRowsLayou
 
 
 def turns(lengths: list[int], prompt: int = 2) -> list[dict[str, list[int]]]:
-    """Documents that begin alike: document i has `lengths[i]` tokens in common with the longest, and two of its own."""
+    """Return documents that begin alike.
+
+    Document i has `lengths[i]` tokens in common with the longest, and two of its own.
+    """
     rows = [[*range(10, 10 + length), 200 + i, 220 + i] for i, length in enumerate(lengths)]
     return [{"input_ids": tokens, "labels": [IGNORE_INDEX] * prompt + tokens[prompt:]} for tokens in rows]
 
@@ -136,7 +139,7 @@ def test_parts_have_the_targets_and_the_rows_of_the_whole_pack(lengths, kind, de
 
 
 def pairs_of(targets, labels: Tensor) -> list[tuple[int, int]]:
-    """(document, label) of each target."""
+    """Return (document, label) of each target."""
     values = targets.select(labels).flatten()
     pairs = torch.stack([targets.documents.flatten(), values], dim=1)
     return [(document, label) for document, label in pairs[values != IGNORE_INDEX].tolist()]

@@ -16,7 +16,7 @@ print(json.dumps(values | {"leaks": len(leaking.leaks), "isolated": leaking.isol
 
 
 def outputs(notebook):
-    """(kind, content) of each output, by cell: what is printed, or the types of what is shown."""
+    """Return (kind, content) of each output, by cell: what is printed, or the types of what is shown."""
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return [[output.get("name") or tuple(sorted(output["data"])) for output in cell["outputs"]] for cell in cells]
 

@@ -33,7 +33,7 @@ BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
 
 
 class Dispatched(StrictVarlen):
-    """FlashAttention-2 as it is, and FlashAttention-3 while it is active."""
+    """Run FlashAttention-2 as it is, and FlashAttention-3 while it is active."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if activated_in_torch() == "FA3" and func is ATEN._flash_attention_forward.default:

@@ -67,7 +67,7 @@ def calls(monkeypatch):
 
 
 def largest_gradient_error(model, reference):
-    """Largest difference of any gradient entry, relative to the largest gradient entry of the model."""
+    """Return the largest difference of any gradient entry, relative to the largest gradient entry of the model."""
     pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)]
     assert all((a is None) == (b is None) for a, b in pairs)
     pairs = [(a, b) for a, b in pairs if a is not None]
@@ -84,7 +84,7 @@ def largest_gradient_error(model, reference):
     "model_type", [pytest.param(name, marks=current_models) if name == "opt" else name for name in MODELS]
 )
 def test_packed_equals_alone(model_type, checkpointing, tiny_model, float64_throughout, calls):
-    """Logits and gradients against stock eager attention on each document by itself."""
+    """Logits and gradients must be those of stock eager attention on each document by itself."""
     settings = {"dtype": torch.float64, **MODELS[model_type]}
     alone = tiny_model(model_type, attn_implementation="eager", **settings).train()
     model = tiny_model(model_type, **settings).train()

@@ -39,7 +39,7 @@ ATEN = torch.ops.aten
 
 
 class Calls(TorchDispatchMode):
-    """Calls of the kernels, and reads on the host with the place in the code that reads."""
+    """Record calls of the kernels, and reads on the host with the place in the code that reads."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,7 @@ def pack(lengths, **settings):
 
 
 def shared_pack(num_documents):
-    """Documents of which each shares more with the one before it than with those before that, as turns of a chat do."""
+    """Return a pack whose documents share more with the one before than with earlier ones, as turns of a chat do."""
     return collated(PrefixCollator(), [[5] * (80 - 3 * i) + [6 + i] * 8 for i in range(num_documents)])
 
 

@@ -88,7 +88,7 @@ def test_an_output_that_cannot_be_joined_is_refused():
 
 
 def inputs_of(is_image: list[bool], size: int = 3) -> dict:
-    """Inputs of a decoder whose values are their places in the pack: in each row, and in each token of an image."""
+    """Return inputs of a decoder whose values are their places in the pack, in each row and each token of an image."""
     places = torch.arange(len(is_image))
     of_images = places[torch.tensor(is_image)][:, None].expand(-1, size).float()
     return {

@@ -43,7 +43,10 @@ def found(tmp_path_factory):
 @current_models
 @pytest.mark.parametrize("model_type", CALLS)
 def test_documents_are_what_they_are_alone_on_the_kernels(model_type, found):
-    """In fp64 to rounding: nothing is repaired, and no document reaches another, also if they share prefixes."""
+    """They must be so in fp64 to rounding: nothing is repaired, and no document reaches another.
+
+    This must hold for documents that share prefixes, too.
+    """
     (row,) = [row for row in found["judge"] if row["type"] == model_type]
     assert row["proved"], row
     assert row["right"], row
@@ -75,7 +78,7 @@ def test_what_the_kernel_of_mamba2_rounds_is_no_leak(found):
 @pytest.mark.processes
 @current_models
 def test_trainings_on_the_kernels(found):
-    """Full and LoRA, without and with a kind of checkpointing each, against padded rows of unpacked training."""
+    """Train full and LoRA, without and with a kind of checkpointing each, against padded rows of unpacked training."""
     rows = found["train"]
     assert [row["type"] for row in rows] == ["bamba"] * 4 + ["kimi_linear"] * 4
     for row in rows:
@@ -113,7 +116,7 @@ def test_kernels_with_boundaries_need_no_read_of_the_host(found):
 @pytest.mark.processes
 @current_models
 def test_the_comparison_on_triton_kernels_finds_leaks(tmp_path):
-    """`tools/kernels.sh` on stand-ins: each case is right, and with a leak each is not."""
+    """Each case of `tools/kernels.sh` must be right on stand-ins, and none with a leak."""
     command = [sys.executable, str(TRITON), "--stand-ins", "--leak", "--csv", str(tmp_path / "found.csv")]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=LAUNCH_SECONDS)
     rows = list(csv.DictReader((tmp_path / "found.csv").open()))

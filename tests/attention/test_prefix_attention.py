@@ -50,7 +50,7 @@ def dense(query, key, value, shared, scale, window=None, chunk=None, sinks=None)
 
 
 def differences(attend, shared, dtype=torch.float64, sinks=False, **features):
-    """Largest differences of outputs and of the gradients of queries, keys, values and sinks."""
+    """Return the largest differences of outputs and of the gradients of queries, keys, values and sinks."""
     generator = torch.Generator().manual_seed(0)
     num_rows = int(shared.cu_seq_lens_q[-1])
     shapes = [(1, 4, num_rows, 6), (1, 2, num_rows, 6), (1, 2, num_rows, 4), (1, 4, num_rows, 4)]
@@ -89,7 +89,10 @@ def short_tiles():
 @settings(max_examples=50, deadline=None)
 @given(PACKS, st.sampled_from(sorted(FEATURES)), st.booleans(), st.sampled_from([None, 1, 2**30]))
 def test_random_packs_equal_the_definition(documents, name, keeps_last_rows, most_bytes):
-    """On the CPU, and on CUDA with a strict stand-in for the operators: of 1 byte all launches pass the bound."""
+    """Compare on the CPU, and on CUDA with a strict stand-in for the operators.
+
+    All launches pass a bound of 1 byte.
+    """
     batch = packed(documents, keeps_last_rows=keeps_last_rows)
     if LAYOUT_KEY not in batch:
         return
@@ -119,7 +122,7 @@ def test_launches_above_the_bound_of_copied_keys(name, monkeypatch):
 
 @pytest.mark.parametrize("head_dim", [8, 512])
 def test_documents_share_nothing_where_there_is_no_flash_kernel(head_dim, monkeypatch):
-    """Such as on MPS, or with wide heads on CUDA."""
+    """There is no such kernel on MPS, nor for wide heads on CUDA."""
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cuda"} if head_dim == 8 else {"meta"})
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device_type: False)  # it does not know "meta"
     shared = pack_of(packed(CHAT))
@@ -169,7 +172,10 @@ TYPES = ["llama", "qwen3", "gemma3", "gpt_oss", "mixtral", "deepseek_v3", "llama
 
 
 def forest():
-    """13 documents: a tree, prefixes of each other, one twice, an overlap of one token, none; masks that disagree."""
+    """Return 13 documents: a tree, prefixes of each other, one twice, an overlap of one token, and of none.
+
+    Masks of documents disagree.
+    """
     rng = np.random.default_rng(0)
 
     def new(length):

@@ -21,7 +21,7 @@ HANDING_OVER = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "mistral3")
 
 
 def on_both(family):
-    """(tower on sdpa, tower on our attention, arguments), in float64."""
+    """Return (tower on sdpa, tower on our attention, arguments), in float64."""
     tower, (args, kwargs) = call_of_tower(family)
     given = tower.double()
     ours = copy.deepcopy(tower).double()
@@ -71,7 +71,7 @@ def test_families_whose_towers_have_rows_of_images_are_left_alone():
 
 
 class Counted(TorchDispatchMode):
-    """Calls of attention."""
+    """Count the calls of attention."""
 
     attention = 0
 

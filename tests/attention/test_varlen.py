@@ -102,7 +102,7 @@ def test_every_feature_equals_dense_attention(attend, kv_heads, value_dim, windo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("window,sinks", [(None, False), (64, False), (None, True), (3, True)])
 def test_rounding_is_that_of_sdpa(dtype, window, sinks):
-    """Error against fp64, beside that of torch's own masked sdpa in the same dtype (which has no sinks)."""
+    """Compare the error against fp64 with that of torch's own masked sdpa in the same dtype (which has no sinks)."""
     exact_inputs = random_inputs(head_dim=16, sinks=sinks, dtype=dtype)
     wide_inputs = [x.detach().double().requires_grad_() for x in exact_inputs]
     options = {"scale": 0.25, "window": window}
@@ -150,7 +150,7 @@ def test_dropout(attend, options):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
+    """Note the elements of the largest tensor that any operation returned."""
 
     numel = 0
 
@@ -181,7 +181,7 @@ def test_no_tensor_of_size_t_squared(lengths, options):
 
 
 def test_a_window_costs_its_length(monkeypatch):
-    """Query-key pairs that reach the kernel: linear in the document, not quadratic."""
+    """Query-key pairs that reach the kernel must be linear in the document, not quadratic."""
     pairs = []
     call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

@@ -58,7 +58,7 @@ def test_the_table_keeps_the_promise():
 
 @gemma3_leaks
 def test_a_silent_leak_is_counted(monkeypatch):
-    """Planted: a probe that sees no image, and attention that does not raise on the masks of images."""
+    """Plant a probe that sees no image, and attention that does not raise on the masks of images."""
 
     def blind(*args, images=None, **kwargs):
         return PackedModel(*args, **kwargs | {"enforce_flash_attention": False})

@@ -145,7 +145,7 @@ def test_columns_of_texts_beside_lengths_are_said_and_not_read(tmp_path, caplog)
 
 
 def make_terminal(monkeypatch, width):
-    """Through a pipe rich would not see the width; so it takes stdout for a terminal."""
+    """Make rich take stdout for a terminal: through a pipe it would not see the width."""
     for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", str(width)), ("TERM", "xterm")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -148,7 +148,7 @@ HYBRIDS = {
 
 
 def as_torch_counts(scan: ScanCosts) -> ScanCosts:
-    """Without the products that transformers' code in torch has in another form than kernels.
+    """Return the costs without the products that transformers' code in torch has in another form than kernels.
 
     It repeats the keys of Mamba-2 for each head. The counter sees no triangular systems and no sums of elements.
     """

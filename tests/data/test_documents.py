@@ -16,7 +16,7 @@ from trl_packfix.data.reader import TokenReader
 
 
 def table(lengths, untrained=lambda row, position: False):
-    """Rows of distinct tokens, so that a span is recognised by its content."""
+    """Return rows of distinct tokens, so that a span is recognised by its content."""
     tokens = np.arange(sum(lengths)) + 10
     rows = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
     labels = [

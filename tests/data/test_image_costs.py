@@ -128,7 +128,7 @@ def test_ranks_are_balanced_by_text_and_images(synchronisation):
 
 
 def test_degrees_are_chosen_by_text_and_images():
-    """Many ranks for a document whose images are large, whatever its tokens."""
+    """Many ranks must share a document whose images are large, whatever its tokens."""
     documents = documents_with_images()
     heads = HeadCounts(layers=8, heads=8, kv_heads=2, key_dim=16, value_dim=16)
     costs = CostModel(1e6, 1e1, attention=(heads,), tower=TowerCosts(per_value=3e4, per_pair=1.0))

@@ -38,7 +38,7 @@ def answer(text, thinking=None):
 
 
 def chat(num_turns, name="", thinks=True):
-    """Thought k and answer k of each turn, as T1., A1., ... with the name of the conversation."""
+    """Return thought k and answer k of each turn, as T1., A1., ... with the name of the conversation."""
     found = []
     for k in range(1, num_turns + 1):
         found += [user(f"{name}Q{k}."), answer(f"{name}A{k}.", f"{name}T{k}." if thinks else None)]
@@ -72,7 +72,7 @@ def pairs(table):
 
 @st.composite
 def conversations(draw):
-    """Rounds of a question, up to three tool calls with their results, and an answer; each turn may think."""
+    """Draw rounds of a question, up to three tool calls with their results, and an answer; each turn may think."""
     messages = [{"role": "system", "content": "SYS"}] if draw(st.booleans()) else []
     for number in range(draw(st.integers(1, 4))):
         messages.append(user(f"Q{number}."))
@@ -115,7 +115,7 @@ def test_each_turn_is_one_sample_with_the_prompt_that_generation_sees(template, 
 
 @pytest.fixture(scope="module")
 def rows_of_trl(tmp_path_factory):
-    """TRL's own preparation of rows with a prompt and a completion, as a function of them and of a tokenizer."""
+    """Return TRL's own preparation of rows with a prompt and a completion, as a function of them and of a tokenizer."""
     args = config(tmp_path_factory.mktemp("trl"), packing=False, max_length=None)
     row = {"prompt": [user("a")], "completion": [answer("b")]}
     stock = trl.SFTTrainer(build_tiny_model(), args, train_dataset=Dataset.from_list([row]), processing_class=CHATML)
@@ -326,7 +326,7 @@ BAD = [user("x"), answer("<think>\nthoughts\n</think>\n\nno"), user("y"), answer
 
 
 def rows_with_bad(num=8):
-    """In rows 2 and 5 the first turn thinks, although `enable_thinking` is False for all."""
+    """Return rows; in rows 2 and 5 the first turn thinks, although `enable_thinking` is False for all."""
     rows = chats(num, thinks=False).to_list()
     rows[2]["messages"] = rows[5]["messages"] = BAD
     for row in rows:

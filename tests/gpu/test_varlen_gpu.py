@@ -229,7 +229,7 @@ def test_packed_equals_alone(model_type, checkpointing, tiny_model):
 
 
 def shared_runs(device):
-    """Turns of a chat, each of which begins as the one before it, and a document of its own: 5.5 keys per row."""
+    """Return turns of a chat, each beginning as the one before it, and a document of its own: 5.5 keys per row."""
     turns = [{"input_ids": [*range(1, 150 * n), *([1000 + n] * 9)]} for n in range(1, 12)]
     batch = PrefixCollator()([*turns, {"input_ids": [7] * 70}])
     shared = batch[LAYOUT_KEY].to(device)

@@ -96,7 +96,7 @@ def collate(found: list[dict[str, list[int]]], fault: str = "") -> dict[str, Ten
 
 
 def owners_of(batch: dict[str, Tensor], fault: str) -> Tensor:
-    """Whose each token is, as the loop believes."""
+    """Return whose each token is, as the loop believes."""
     owner = batch["owner"]
     ids = batch["ids"]
     if fault in ("torchtitan#3130", "open-instruct#1855"):

@@ -304,7 +304,7 @@ def test_a_model_whose_values_depend_on_padding_is_refused():
 
 
 def tied(seed):
-    """Four index heads: many keys have a score of exactly 0."""
+    """Return a model with four index heads: many keys have a score of exactly 0."""
     return zoo.build_model("glm_moe_dsa", seed=seed, index_n_heads=4, index_topk=8)
 
 

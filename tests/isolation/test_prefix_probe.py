@@ -37,7 +37,7 @@ def foreign_key(batch):
 
 
 def lost_prefix(batch):
-    """Runs attend to themselves only."""
+    """Let runs attend to themselves only."""
     rows = torch.arange(batch["input_ids"].shape[1])
     own = {"cu_seq_lens_k": batch["cu_seq_lens_q"], "max_length_k": batch["max_length_q"]}
     return batch | own | {LAYOUT_KEY: replace(batch[LAYOUT_KEY], kv_index=rows)}
@@ -78,7 +78,7 @@ def test_the_probe_sees_a_fault(fault, monkeypatch):
 
 
 def test_the_probe_sees_keys_without_a_gradient():
-    """Right states, and no gradient reaches the shared tokens: only the comparison of gradients shows it."""
+    """The states are right, and no gradient reaches the shared tokens: only the comparison of gradients shows it."""
     model = build_tiny_model("llama")
     packed = packed_model(model)
     packed.prove(model)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def pack(lengths):
-    """Documents of random tokens, and their pack."""
+    """Return documents of random tokens, and their pack."""
     documents = [torch.randint(4, 300, (n,)) for n in lengths]
     return documents, packed(documents)
 

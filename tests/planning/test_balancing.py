@@ -17,7 +17,7 @@ ACCUMULATION = 4
 
 
 def long_mix(num: int, capacity: int, seed: int = 0) -> np.ndarray:
-    """Chat-like lengths, 0.1 % of the documents at 64k to 128k tokens, 1 % at 8k to 64k; cut at the capacity."""
+    """Return chat-like lengths, 0.1 % of the documents at 64k to 128k tokens, 1 % at 8k to 64k; cut at the capacity."""
     rng = np.random.default_rng(seed)
     lengths = np.maximum(rng.lognormal(np.log(600), 1.0, num), 10)
     share = rng.random(num)

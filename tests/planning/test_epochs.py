@@ -40,7 +40,7 @@ def few_are_many(monkeypatch):
 
 
 def made(folder, num=2000, longest=40, wrapped=False):
-    """Documents of 1 to `longest` tokens as a start leaves them: in a file."""
+    """Return documents of 1 to `longest` tokens as a start leaves them: in a file."""
     lengths = np.random.default_rng(0).integers(1, longest + 1, num)
     zero = np.zeros(num, np.int64)
     block = (np.cumsum(lengths) - lengths) // longest
@@ -200,7 +200,7 @@ def test_all_columns_of_documents_are_mapped(tmp_path):
 
 
 def test_no_damage_is_believed_or_ends_the_start(tmp_path):
-    """Flipped bits, cut, zeroed and exchanged blocks, and a file under another name."""
+    """Damage is flipped bits, cut, zeroed and exchanged blocks, and a file under another name."""
     file = tmp_path / f"x{SUFFIX}"
     expected = np.random.default_rng(0).permutation(50)
     array_in(file, lambda: expected)
@@ -285,7 +285,7 @@ def test_another_version_of_a_library_is_other_code(monkeypatch, library):
 
 
 def test_every_cache_is_made_again_by_other_code(tmp_path, monkeypatch):
-    """Spans, ranges of tokens, plans, and rows that `datasets` caches."""
+    """Spans, ranges of tokens, plans, and rows that `datasets` caches must be made again."""
 
     def files():
         reader = TokenReader(load_from_disk(tmp_path))

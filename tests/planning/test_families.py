@@ -61,7 +61,7 @@ def sort_key(tokens):
 
 
 def naive_order(documents):
-    """Documents, and the common tokens of neighbours, as `sorted` has them."""
+    """Return the order of documents, and the common tokens of neighbours, as `sorted` has them."""
     order = sorted(range(len(documents)), key=lambda i: sort_key(documents[i]))
     pairs = (zip(documents[a], documents[b], strict=False) for a, b in pairwise(order))
     return order, [0, *(sum(takewhile(bool, (one == other for one, other in pair))) for pair in pairs)]
@@ -69,7 +69,7 @@ def naive_order(documents):
 
 @st.composite
 def token_lists(draw):
-    """Documents that begin alike often: on few tokens, behind common beginnings, some twice, some cut short."""
+    """Draw documents that begin alike often: on few tokens, behind common beginnings, some twice, some cut short."""
     seed = draw(st.integers(0, 2**32))
     letters = draw(st.integers(1, 3))
     beginnings = draw(st.integers(0, 3))
@@ -237,7 +237,7 @@ def test_a_system_prompt_does_not_make_one_family():
 
 
 def chats(num=60, seed=0, beginning=20, longest=250):
-    """Samples of chats, one per turn, shuffled, as tokens."""
+    """Return samples of chats, one per turn, shuffled, as tokens."""
     rng = np.random.default_rng(seed)
     prompt = rng.integers(0, 100, beginning)
     found = []

@@ -62,14 +62,14 @@ def means_of_packs(plan: PackPlan) -> np.ndarray:
 
 
 def means_of_steps(plan, epoch: int, first: int = 0) -> np.ndarray:
-    """Mean length of the documents of each step of an epoch, from step `first` on."""
+    """Return the mean length of the documents of each step of an epoch, from step `first` on."""
     schedule = plan.schedule(epoch)
     lengths = plan.documents.lengths
     return np.array([lengths[schedule.step_documents(step)].mean() for step in range(first, schedule.num_steps)])
 
 
 def documents_of(lengths: np.ndarray, strategy: str = "stream", shares: bool = False) -> Documents:
-    """Documents of a table; with `shares`, neighbours in it of about the same length begin alike."""
+    """Return documents of a table; with `shares`, neighbours in it of about the same length begin alike."""
     num = len(lengths)
     zero = np.zeros(len(lengths), np.int64)
     block = (np.cumsum(lengths) - 1) // LONGEST if STRATEGIES[strategy].cuts_blocks else None

@@ -41,7 +41,7 @@ def check(plan: PackPlan, lengths, capacity: int) -> None:
 
 
 def displacement(plan: PackPlan, order) -> np.ndarray:
-    """|place in the plan - place in the visiting order| of each document."""
+    """Return |place in the plan - place in the visiting order| of each document."""
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
     return np.abs(place[plan.order] - np.arange(len(order)))
@@ -219,7 +219,7 @@ def test_arrivals_fill_packs_of_few_documents_as_the_whole_set_does(lengths):
 
 
 def bound_by_definition(lengths: list[int], capacity: int) -> int:
-    """L2 of Martello and Toth, threshold by threshold."""
+    """Compute L2 of Martello and Toth, threshold by threshold."""
     best = 0
     for k in range(capacity // 2 + 1):
         alone = [w for w in lengths if w > capacity - k]
@@ -339,7 +339,7 @@ def test_messages(arguments, parts):
 
 @pytest.mark.processes
 def test_planning_needs_numpy_only():
-    """In a fresh interpreter: this one has torch already."""
+    """Look in a fresh interpreter: this one has torch already."""
     code = (
         "import sys, trl_packfix.planning.packing; from trl_packfix import plan_packs; plan_packs([3, 4, 5], 8, 'bfd');"
         "print([m for m in ('torch', 'datasets', 'trl', 'transformers', 'pyarrow', 'numba') if m in sys.modules])"

@@ -27,7 +27,7 @@ ROOM = 64  # tokens of a pack
 
 
 def rows_of(num: int, seed: int, longest: int = ROOM) -> list[list[int]]:
-    """Documents of 2 to `longest` tokens, of which many begin as others do, and few are long."""
+    """Return documents of 2 to `longest` tokens, of which many begin as others do, and few are long."""
     rng = np.random.default_rng(seed)
     stems = [rng.integers(0, 9, rng.integers(20, 40)) for _ in range(3)]
     most = rng.choice([8, 20, longest])
@@ -53,7 +53,7 @@ def planner(lengths, strategy, max_length=12, **kwargs) -> EpochPlanner:
 
 
 def slot_rows(plan: EpochPlanner, epoch: int) -> np.ndarray:
-    """Rows of the units in each slot."""
+    """Return the rows of the units in each slot."""
     schedule, units = of_units(plan, epoch)
     return schedule.slot_sums(units.rows).ravel()
 
@@ -138,7 +138,7 @@ def problems(ranks: list[EpochPlanner], epoch: int) -> set[str]:
     ),
 )
 def test_every_document_once_per_epoch_over_all_ranks(strategy, kind, tokens_per_rank, num, epoch, run):
-    """Documents, documents with images and families, by every strategy, also on groups of ranks."""
+    """Plan documents, documents with images and families, by every strategy, also on groups of ranks."""
     traits = STRATEGIES[strategy]
     run = run | {"cost_model": COSTS}
     if traits.cuts_blocks and kind == "families":

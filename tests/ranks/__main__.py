@@ -99,7 +99,7 @@ def whole() -> Scenarios:
 
 
 def pairs() -> Scenarios:
-    """Trainers of other kinds on padded rows."""
+    """Return trainings by trainers of other kinds on padded rows."""
     runs = [(engine, name) for engine, names in preferences.RUNS.items() for name in names]
     return {f"{engine}/{name}": partial(preferences.train, engine=engine, name=name) for engine, name in runs}
 

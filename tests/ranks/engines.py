@@ -58,7 +58,7 @@ def ranks_of(engine: str | None) -> int:
 
 
 def data_ranks_of(engine: str | None) -> int:
-    """Ranks that read data of their own."""
+    """Return the number of ranks that read data of their own."""
     return DIVIDING[engine].get("fsdp_size", 1) if engine in DIVIDING else ranks_of(engine)
 
 

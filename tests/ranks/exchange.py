@@ -51,7 +51,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def start(*degrees: int) -> None:
-    """For scenarios without a trainer, which starts the process group."""
+    """Start the process group for scenarios without a trainer, which would start it."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=90))  # turns a hang into an error
     exchange.make_groups(degrees)
@@ -70,7 +70,7 @@ def largest_of_ranks(gaps: list[torch.Tensor]) -> float:
 
 
 def attention(folder: Path) -> dict:
-    """Largest difference of outputs and gradients from the whole pack, by case and by fault; in fp64."""
+    """Return the largest difference of outputs and gradients from the whole pack, by case and by fault; in fp64."""
     start(2, 4)
     degrees = (2, 4)
     found = {}
@@ -143,7 +143,7 @@ PLANTED_IN_MIXERS = {name: ["no_states"] for name in HYBRIDS.values()} | {"lfm2"
 
 
 def mixers(folder: Path) -> dict:
-    """Largest difference of parts from the whole pack, in fp64."""
+    """Return the largest difference of parts from the whole pack, in fp64."""
     start(2, 4)
     with in_double():
         return {kind: mixed_difference(kind, 4) for kind in MIXED}

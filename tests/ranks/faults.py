@@ -38,7 +38,7 @@ Fault = Callable[[], AbstractContextManager]
 
 
 def changed(owner: Any, name: str, wrong: Callable) -> Fault:
-    """`wrong(right, *arguments)` in place of a function `name` of `owner`."""
+    """Return a fault that runs `wrong(right, *arguments)` in place of a function `name` of `owner`."""
 
     def fault():
         right = getattr(owner, name)
@@ -74,7 +74,7 @@ def heads_in_wrong_order(right, self, out):
 
 
 def without_prefixes(right, *args, running, **options):
-    """Attention on parts takes the runs of a pack for whole documents."""
+    """Let attention on parts take the runs of a pack for whole documents."""
     if running is not None and running.degree > 1:
         running = replace(running, kv_index=None)
     return right(*args, running=running, **options)
@@ -134,7 +134,7 @@ def first_features(part, inputs, rows):
 
 
 def images_in_other_order(right, batch, degree, index, **given):
-    """On odd ranks the images of a pack that ranks share are in another order."""
+    """Put the images of a pack that ranks share in another order on odd ranks."""
     if index % 2 and "pixel_values" in batch:
         batch["pixel_values"] = batch["pixel_values"].flip(0)
     return right(batch, degree, index, **given)
@@ -161,7 +161,7 @@ IMAGES: dict[str, Fault] = {
 
 
 def late_shift(right, batch, degree, index, **given):
-    """Labels are shifted after the cut."""
+    """Shift labels after the cut."""
     part = right(batch, degree, index, **given)
     if degree > 1:
         own = part["labels"]
@@ -218,7 +218,7 @@ def each_row_once(right, layout, mask):
 
 
 def by_placeholder(right, process, documents):
-    """Images are compared by their placeholder tokens."""
+    """Compare images by their placeholder tokens."""
     spans = [process.image_spans(document) for document in documents]
     return [
         ComparedContent(np.asarray(each["input_ids"]), [(of[0][0], of[-1][1])] if of else [])
@@ -240,7 +240,7 @@ def images_of_last_turns(right, self, turn, processor):
 
 
 def without_parents(right, pack):
-    """Behind a shared image the recurrent layers of a hybrid begin anew."""
+    """Begin the recurrent layers of a hybrid anew behind a shared image."""
     levels, place = right(pack)
     return [level._replace(parents=None) for level in levels], place
 
@@ -321,7 +321,7 @@ uncompared = mock.patch.object(FirstStep, "compare", lambda self: StepComparison
 
 @contextmanager
 def behind_proofs():
-    """In place of the proof on parts of packs groups are made only."""
+    """Make only the groups in place of the proof on parts of packs."""
     make_groups = mock.patch(
         "trl_packfix.training.callbacks.prove_degrees", lambda trainer, degrees: exchange.make_groups(degrees)
     )

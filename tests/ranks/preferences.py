@@ -20,7 +20,7 @@ RUNS = {"ddp": (*REFERENCES, "packed"), "zero3": ("packed", "packed_lora"), "fsd
 
 
 def train(folder: Path, engine: str, name: str) -> dict[str, Any]:
-    """Five steps of four pairs on each rank."""
+    """Train five steps of four pairs on each rank."""
     settings = engine_settings(engine, folder)
     reference = None
     if name.endswith("_lora"):

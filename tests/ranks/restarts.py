@@ -16,7 +16,7 @@ THREE_EPOCHS = {"max_steps": -1, "num_train_epochs": 3, "optim": "adamw_torch", 
 
 
 def restart(folder: Path, engine: str, output: str, **settings) -> dict:
-    """Three epochs whole, then again from a checkpoint in the middle of the second."""
+    """Train three epochs whole, then again from a checkpoint in the middle of the second."""
     settings = THREE_EPOCHS | {"num": 60} | settings
     whole = make(folder, engine, output_dir=f"{output}/whole", **settings | {"save_strategy": "steps"})
     per_epoch = len(whole.get_train_dataloader()) // whole.args.gradient_accumulation_steps
@@ -38,7 +38,7 @@ def restart(folder: Path, engine: str, output: str, **settings) -> dict:
 
 
 def restart_steps(folder: Path, engine: str, output: str, row: Row, **settings) -> dict:
-    """Six steps of a row whole, then again from the fourth."""
+    """Train six steps of a row whole, then again from the fourth."""
     settings |= {"max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-2, "gradient_accumulation_steps": 3}
     whole = make_trainer(
         folder, row, engine, output_dir=f"{output}/whole", save_strategy="steps", save_steps=4, **settings

@@ -38,7 +38,7 @@ DIGITS = 3
 
 
 def documents(num: int, seed: int = 0) -> Dataset:
-    """Texts of 3 to 60 letters, so many tokens plus one; each begins with its own number."""
+    """Return texts of 3 to 60 letters, so many tokens plus one; each begins with its own number."""
     rng = np.random.default_rng(seed)
     letters = ("".join(rng.choice(list("abcdef "), n)) for n in rng.integers(0, 58, num))
     return Dataset.from_dict({"text": [f"{i:0{DIGITS}d}{text}" for i, text in enumerate(letters)]})
@@ -117,7 +117,10 @@ def drop_last(folder: Path, engine: str | None = None, **settings) -> dict:
 
 
 def evaluation(folder: Path, engine: str | None, trains: bool = True, first: bool = False, **settings) -> dict:
-    """Numbers of an evaluation packed, padded, and padded for a metric; documents that the metric and `predict` got."""
+    """Return the numbers of an evaluation packed, padded, and padded for a metric.
+
+    With them come the documents that the metric and `predict` got.
+    """
     held_out = documents(NUM_EVALUATED, seed=1)
     trainer = make(folder, engine, **{"max_steps": 2, "num": 37, "eval_data": held_out} | settings)
     if first:
@@ -222,7 +225,7 @@ def rounded(folder: Path, engine: str) -> dict:
 
 
 def reversed_on_odd_ranks(dataset: Dataset) -> Dataset:
-    """On every second rank other documents, so that packs differ and their shapes do not."""
+    """Return other documents on every second rank, so that packs differ and their shapes do not."""
     if int(os.environ["RANK"]) % 2 == 0:
         return dataset
     return dataset.map(lambda row: {name: row[name][::-1] for name in ("input_ids", "labels")})

@@ -76,7 +76,7 @@ def build_model(name: str) -> torch.nn.Module:
 
 
 def texts(seed: int = 0) -> Dataset:
-    """Tokenised documents of 3 to 90 tokens, of which a part is trained; the long ones begin alike."""
+    """Return tokenised documents of 3 to 90 tokens, of which a part is trained; the long ones begin alike."""
     rng = np.random.default_rng(seed)
     rows = []
     for i, length in enumerate((3, 14, 9, 12, 4, 8, 11, 6)):
@@ -87,7 +87,7 @@ def texts(seed: int = 0) -> Dataset:
 
 
 def few_trained(seed: int = 0) -> Dataset:
-    """Documents of which the last token is trained, or the last twentieth."""
+    """Return documents of which the last token is trained, or the last twentieth."""
     rng = np.random.default_rng(seed)
     rows = []
     for i, length in enumerate(rng.integers(20, 90, 12)):

@@ -193,7 +193,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 
 def train(folder: Path, row: Row, engine: str | None = None, data: Any = None, **more: Any) -> dict[str, Any]:
-    """Packed training of a row, on the ranks that run this."""
+    """Train a row, on the ranks that run this."""
     trainer = make_trainer(folder, row, engine, data=data, **more)
     offloads = (trainer.args.gradient_checkpointing_kwargs or {}).get("offload")
     with in_little_memory(tiles=3) if offloads else nullcontext() as offloaded:

@@ -20,7 +20,7 @@ NUM = 6
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Paths of pictures of different sizes."""
+    """Return the paths of pictures of different sizes."""
     folder = tmp_path_factory.mktemp("pictures")
     paths = [folder / f"{i}.png" for i in range(NUM)]
     for i, path in enumerate(paths):
@@ -43,7 +43,7 @@ FORMS = {
 
 
 def rows(files, form, *, plain=False):
-    """Conversations with an image each, the last without."""
+    """Return conversations with an image each, the last without."""
     made = []
     for i, path in enumerate(files):
         parts = [form(path)] * (i < NUM - 1) + [{"type": "text", "text": f"what {i}?"}]
@@ -63,7 +63,7 @@ def in_column(files):
 
 
 def contents(dataset):
-    """Messages without keys that are None, and the pixels of images."""
+    """Return messages without keys that are None, and the pixels of images."""
     given = [json.loads(json.dumps(row["messages"])) for row in dataset]
     for part in (part for messages in given for message in messages for part in message["content"]):
         for key in [key for key in part if part[key] is None]:

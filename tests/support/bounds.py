@@ -63,13 +63,13 @@ class _Bounds:
         self.apart = -np.sort(-excess[:, 2 * lengths[dearest] > capacity], axis=1, kind="stable")
 
     def least(self, slots: npt.ArrayLike, excess: Float64Array) -> Float64Array:
-        """Lower bound of the cost of this many slots, shape (n,), with documents of this excess, shape (prices, n)."""
+        """Return a lower bound of the cost of this many slots, (n,), with documents of this excess, (prices, n)."""
         others = self.micro * self.ranks - np.asarray(slots)
         must_hold = np.maximum(self.lengths.sum() - others * self.capacity, 0)
         return (self.prices * must_hold + excess + self.cheaper).max(axis=0)
 
     def longest_rank(self) -> float:
-        """Lower bound of the largest cost of a rank in the step.
+        """Return a lower bound of the largest cost of a rank in the step.
 
         By the pigeonhole principle, k + 1 of the k * W + 1 documents with the most excess are on one rank. And either
         the m with the most are on m ranks, of which one costs at least their mean, or two of them share a rank.
@@ -84,7 +84,7 @@ class _Bounds:
         return max(self.total / self.ranks, float(best))
 
     def longest_micro_steps(self) -> float:
-        """Lower bound of the summed largest costs of the micro-steps.
+        """Return a lower bound of the summed largest costs of the micro-steps.
 
         Documents above half the capacity never share a slot, so some j micro-steps last at least as long as documents
         0, W, ... (j - 1) * W of them, in the order of their excess. These micro-steps hold at most `most`; the others
@@ -102,12 +102,12 @@ class _Bounds:
         return best
 
     def most(self, slots: int) -> float:
-        """Upper bound of the cost of this many slots, with documents cut where the tokens end."""
+        """Return an upper bound of the cost of this many slots, with documents cut where the tokens end."""
         return self.total - float(np.interp(self.lengths.sum() - slots * self.capacity, *self.cheapest))
 
 
 def time_bound(schedule: Schedule, units: Units, bins: Bins, *, parallel: SequenceParallel) -> float:
-    """Seconds below which no schedule with these steps and shared packs is."""
+    """Return the seconds below which no schedule with these steps and shared packs is."""
     steps = (
         UndividedStep(schedule.step_documents(i), units, bins, parallel=parallel) for i in range(schedule.num_steps)
     )
@@ -115,7 +115,7 @@ def time_bound(schedule: Schedule, units: Units, bins: Bins, *, parallel: Sequen
 
 
 def step_bound(step: UndividedStep) -> float:
-    """Seconds below which no division of the step is, also none with groups of several degrees in a micro-step.
+    """Return the seconds below which no division of the step is, also none with several degrees in a micro-step.
 
     All ranks work all the time, units longer than C pay the exchange of their smallest group, and each takes at least
     what it takes alone at its best degree.

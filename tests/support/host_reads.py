@@ -93,5 +93,5 @@ class ReadsOfSteps(TrainerCallback):
 
     @property
     def per_micro_batch(self):
-        """Place -> reads."""
+        """Return the reads by place."""
         return {place: number / self.micro_batches for place, number in self.counter.places.items()}

@@ -159,6 +159,6 @@ def free_port() -> str:
 
 
 def small(folder: Path, output: str) -> list[str]:
-    """Flags that make train.py fast: two steps of the tiny model on the file of conversations."""
+    """Return flags that make train.py fast: two steps of the tiny model on the file of conversations."""
     flags = f"--dataset_name rows.jsonl --output_dir {output} --max_steps 2 --max_length 128 --report_to none"
     return ["--model_name_or_path", str(folder / "Qwen" / "Qwen3-0.6B"), *flags.split()]

@@ -30,7 +30,7 @@ from .versions import enable_checkpointing
 
 
 class Storages(TorchDispatchMode):
-    """Bytes of all storages that live at once, at most."""
+    """Count the bytes of all storages that live at once, at most."""
 
     def __init__(self, model):
         super().__init__()
@@ -71,7 +71,7 @@ class NothingToRead(TorchDispatchMode):
 
 
 def make_model(config, method, checkpointing, lora=LORA):
-    """On the meta device, with the dtypes that the method has."""
+    """Make the model on the meta device, with the dtypes that the method has."""
     autocast = method.engine == "DDP"
     model = build_on_meta(*model_class_of(config)).to(torch.float32 if autocast and not method.lora else torch.bfloat16)
     if method.lora:
@@ -83,7 +83,7 @@ def make_model(config, method, checkpointing, lora=LORA):
 
 
 def counted(model, batch, autocast=False, fused=False):
-    """Bytes of weights, gradients and all else at the peak of forward and backward, by torch."""
+    """Return the bytes of weights, gradients and all else at the peak of forward and backward, by torch."""
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
     with Storages(model) as storages, NothingToRead():
@@ -94,16 +94,16 @@ def counted(model, batch, autocast=False, fused=False):
 
 
 def predicted(config, method, checkpointing, fused, tokens, lora=LORA):
-    """Without what `counted` cannot see: states of the optimizer, and the work space inside of kernels."""
+    """Return the predicted bytes without what `counted` cannot see: optimizer states, and work space of kernels."""
     sizes = count_model(config, method, lora)
     peak = predict_peak(sizes, method, tokens=tokens, gpus=1, checkpointing=checkpointing, fused_loss=fused)
     return replace(peak, optimizer=0, step=0, attention=0).total
 
 
 def packed_peaks(config, checkpointing, tokens):
-    """Bytes predicted and counted, in full training in bfloat16, with plain logits and a pack of 16 documents.
+    """Return the bytes predicted and counted in full training in bfloat16, with plain logits and one pack.
 
-    Meta tensors take the path of CUDA: our attention with its kernel.
+    The pack has 16 documents. Meta tensors take the path of CUDA: our attention with its kernel.
     """
     method = TrainingMethod(lora=False, engine="ZeRO-2")
     model = make_model(config, method, checkpointing)

@@ -80,7 +80,7 @@ ALIASES = {"gemma3": "gemma3_text"}
 
 
 def longrope(long=4.0, length=48):
-    """RoPE that divides frequencies by `long` in sequences of more than `length` tokens."""
+    """Return the config of a RoPE that divides frequencies by `long` in sequences of more than `length` tokens."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [long] * 4, "original_max_position_embeddings": length}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0} | factors
     return {"rope_parameters": rope, "max_position_embeddings": 256}

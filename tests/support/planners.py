@@ -27,7 +27,7 @@ def make_epochs(
     world_size: int = 1,
     **settings: Any,
 ) -> EpochPlanner:
-    """Documents -> planner. `settings`: other fields of `Packing`."""
+    """Return a planner of documents. `settings`: other fields of `Packing`."""
     sizes = {"batch_size": batch_size, "accumulation": accumulation, "world_size": world_size}
     return EpochPlanner(documents, Packing(strategy=strategy, max_length=max_length, **sizes, **settings))
 

@@ -7,7 +7,7 @@ from trl_packfix.layout import LAYOUT_KEY, SharedRowsLayout
 
 
 def forest(num: int = 40, seed: int = 0) -> Dataset:
-    """Tokenised documents of 24 to 90 tokens: a common beginning, three families with stems of their own, and the rest.
+    """Return tokenised documents of 24 to 90 tokens: a beginning, three families with stems of their own, and the rest.
 
     Some documents train tokens that others only read, some train all; two are the same, one begins another, and one has
     no relatives. Each has a weight and a source.

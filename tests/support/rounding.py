@@ -16,7 +16,7 @@ LIMIT = 5e-5
 
 
 def tolerance(rounding: float) -> float:
-    """Largest relative difference allowed where rounding alone was measured to make `rounding`."""
+    """Return the largest relative difference allowed where rounding alone was measured to make `rounding`."""
     return min(FACTOR * max(rounding, RESOLUTION), LIMIT)
 
 

@@ -32,7 +32,7 @@ HAS_REFERENCE = ("dpo", "kto")
 
 
 def pairs(num: int = 20, seed: int = 0) -> list[dict[str, str]]:
-    """Prompts of 10 to 100 tokens, two answers each, one of which may be one token."""
+    """Return prompts of 10 to 100 tokens, two answers each, one of which may be one token."""
     rng = random.Random(seed)
     text = lambda low, high: " ".join(rng.choices(WORDS, k=rng.randint(low, high)))  # noqa: E731
     rows = [{"prompt": text(3, 14), "chosen": " " + text(1, 6), "rejected": " " + text(1, 9)} for _ in range(num)]
@@ -42,7 +42,7 @@ def pairs(num: int = 20, seed: int = 0) -> list[dict[str, str]]:
 
 
 def dataset(kind: str) -> Dataset:
-    """Rows as the trainer takes them."""
+    """Return rows as the trainer takes them."""
     rows = pairs()
     if kind == "kto":
         both = ("chosen", "rejected")

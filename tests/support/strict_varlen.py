@@ -82,7 +82,7 @@ def _heads(x, q):
 
 
 def _sequences(q, k, v, cu_q, cu_k, max_q, max_k, causal, *, scale, window_size_left, window_size_right):
-    """(queries, keys, logits (H, queries, keys)) of each sequence."""
+    """Yield (queries, keys, logits (H, queries, keys)) of each sequence."""
     assert q.dtype in DTYPES, "FlashAttention takes bfloat16 and float16"
     assert q.dtype == k.dtype == v.dtype, "FlashAttention takes bfloat16 and float16"
     assert all(x.dim() == 3 and x.stride(-1) == 1 for x in (q, k, v))

@@ -89,7 +89,7 @@ def run_deepspeed_on_cpus():
 
 
 def enable_checkpointing(model, reentrant):
-    """transformers' checkpointing, which has another name from 5.20 on."""
+    """Enable transformers' checkpointing, which has another name from 5.20 on."""
     new = getattr(model, "activation_checkpointing_enable", None)
     (new or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
 

@@ -42,7 +42,7 @@ SIZES = ((24, 24), (40, 24), (24, 48), (56, 40), (30, 30))
 
 
 def rows(num: int = 16, seed: int = 0, counts: tuple[int, ...] = (0, 1, 1, 2)) -> Dataset:
-    """Conversations with as many images as one of `counts`, of several sizes, about images that are encoded as PNG."""
+    """Return conversations with as many images as one of `counts`, of several sizes, which are encoded as PNG."""
     rng = np.random.default_rng(seed)
     table = []
     for _ in range(num):
@@ -60,7 +60,7 @@ HEAD = "look at this picture, then answer: "
 
 
 def questions(num: int = 24) -> Dataset:
-    """Several questions about each image, which all have one size, behind the same words."""
+    """Return several questions about each image, which all have one size, behind the same words."""
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(num):
@@ -87,7 +87,7 @@ def stripping(processor: Any) -> Any:
 
 
 def conversations(num: int = 6) -> Dataset:
-    """Conversations of three turns, each with an image of its own; the column `share` is their number."""
+    """Return conversations of three turns, each with an image of its own; the column `share` is their number."""
     table = []
     for i in range(num):
         messages = []
@@ -111,7 +111,7 @@ def by_turn(num: int = 6) -> Dataset:
 
 
 def growing(num: int = 6) -> Dataset:
-    """Conversations of one to three turns with an image each; the last answer is longer than it is in the history."""
+    """Return conversations of one to three turns with an image each; last answers are longer than in a history."""
     table = [{"images": row["images"], "messages": row["prompt"] + row["completion"]} for row in by_turn(num)]
     return Dataset.from_list(table, features=FEATURES)
 

@@ -109,12 +109,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def causal_types() -> list[str]:
-    """Model types that load as causal language models."""
+    """Return the model types that load as causal language models."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def image_text_types() -> list[str]:
-    """Model types that load as image-text models, here trained on text alone."""
+    """Return the model types that load as image-text models, here trained on text alone."""
     return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
@@ -156,7 +156,7 @@ def byte_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
 
 
 def shrink(config: PreTrainedConfig) -> dict[str, Any]:
-    """Arguments that make a tiny config of the class of `config`."""
+    """Return arguments that make a tiny config of the class of `config`."""
     fields: dict[str, Any] = vars(config)  # not getattr: configs with settings per layer raise
     stored = {
         name: config.attribute_map.get(name, name) for name in inspect.signature(type(config).__init__).parameters

@@ -15,7 +15,7 @@ from .model_types import sweep
 
 
 def main(words: list[str]) -> int:
-    """Exit code 0 if no type leaks silently, 1 if one does."""
+    """Return exit code 0 if no type leaks silently, 1 if one does."""
     parser = argparse.ArgumentParser(prog="python -m sweep", description="Judge packed training on model types.")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--all", action="store_true", help="every type: packed training against each document alone")

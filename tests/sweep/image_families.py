@@ -459,7 +459,7 @@ def build_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
 
 
 def make_examples(family: str, model: PreTrainedModel) -> ImageExamples:
-    """Documents with images for a model of a family, through its processor."""
+    """Make documents with images for a model of a family, through its processor."""
     kind = type(model.base_model)
     rope_index = RopeIndex(kind, model.config) if hasattr(kind, "get_rope_index") else None
     process = RowProcessor(DataCollatorForVisionLanguageModeling(build_processor(family)))

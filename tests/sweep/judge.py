@@ -255,7 +255,7 @@ def throughout(dtype: torch.dtype, *models: nn.Module) -> Iterator[None]:
 
 
 def unseen_lengths(hidden_size: int, generator: torch.Generator) -> dict[str, list[int]]:
-    """Lengths of documents, in tokens, by case: packing defects have appeared in one of these cases only."""
+    """Return lengths of documents, in tokens, by case: packing defects have appeared in one of these cases only."""
     third = hidden_size // 3
     return {
         "mixed": [25, 3, 17, 40],
@@ -273,7 +273,7 @@ def drawn(generator: torch.Generator) -> Tensor:
 
 
 def alike_documents(generator: torch.Generator) -> dict[str, list[Tensor]]:
-    """Documents that begin alike, by case: branches of branches and equal documents, and the turns of a chat."""
+    """Return documents that begin alike, by case: branches of branches and equal documents, and the turns of a chat."""
     trunk = drawn(generator)
     other = drawn(generator)
     rest = [[word for word in drawn(generator).tolist() if word not in set(trunk[:40].tolist())] for _ in range(4)]
@@ -325,7 +325,7 @@ def alone(documents: list[Tensor]) -> dict[str, Any]:
 
 
 def settle_process() -> None:
-    """Limits of a process that judges types: its memory, and one thread, for tiny matrices; without warnings."""
+    """Limit a process that judges types in its memory, and to one thread, for tiny matrices; silence warnings."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

@@ -65,7 +65,7 @@ def line(row: Row) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Counts, as lines of plain text."""
+    """Return counts, as lines of plain text."""
     lines = []
     for kind, name in (("causal", "causal-LM types"), ("image-text", "image-text types, on text alone")):
         group = [row for row in rows if row.kind == kind]
@@ -114,7 +114,7 @@ def read(folder: str | Path) -> list[Row]:
 
 
 def kept(folder: str | Path, rows: Sequence[Row]) -> list[Row]:
-    """`rows` with the columns that other commands fill, as they are in the CSV in `folder`, if there is one."""
+    """Return `rows` with the columns that other commands fill, as they are in the CSV in `folder`, if there is one."""
     before = {(row.model_type, row.kind): row for row in read(folder)} if (Path(folder) / TABLE).exists() else {}
     found = []
     for row in rows:
@@ -124,7 +124,7 @@ def kept(folder: str | Path, rows: Sequence[Row]) -> list[Row]:
 
 
 def filled(rows: Sequence[Row], column: str, values: Mapping[str, str]) -> list[Row]:
-    """`rows` with these values, by type, in a column of the causal types; types without a value keep theirs."""
+    """Return `rows` with these values, by type, in a column of the causal types; types without a value keep theirs."""
     return [
         replace(row, **{column: values[row.model_type]}) if row.kind == "causal" and row.model_type in values else row
         for row in rows
@@ -138,7 +138,7 @@ def replaced(folder: str | Path, rows: Sequence[Row]) -> list[Row]:
 
 
 def sample(rows: Sequence[Row], size: int) -> list[Row]:
-    """About `size` rows with some of every kind and verdict, evenly spread over the alphabet; deterministic."""
+    """Return about `size` rows with some of every kind and verdict, evenly spread over the alphabet; deterministic."""
     strata = defaultdict(list)
     for row in rows:
         if row.verdict != "no text":

@@ -58,7 +58,7 @@ def write(table: Table, file: Path) -> None:
 
 
 def changes(table: Table, kind: str) -> dict[tuple[str, str, str, str], list[str]]:
-    """(Release, next release, verdict, next verdict) -> the types whose verdict changed there."""
+    """Return (release, next release, verdict, next verdict) -> the types whose verdict changed there."""
     found: dict[tuple[str, str, str, str], list[str]] = {}
     for old, new in pairwise(releases_of(table)):
         for (name, its_kind), row in sorted(table.items()):

@@ -137,7 +137,7 @@ def test_new_tokens_that_the_first_step_has_not_are_trained_later(packing, tmp_p
 
 
 def test_adapters_of_modules_that_did_not_run_may_learn_later(tmp_path):
-    """Such as experts that no token of the first step chose, or a vision tower without images."""
+    """Such modules are experts that no token of the first step chose, or a vision tower without images."""
     model = build_tiny_model()
     skipped = model.model.layers[1].mlp
     skipped.forward = lambda states: states

@@ -57,7 +57,7 @@ def run_of(folder, data, eval_dataset=None, **settings):
 
 @st.composite
 def conversations(draw):
-    """Messages of random roles with texts that may be empty or hold line breaks, and weights of answers."""
+    """Draw messages of random roles with texts that may be empty or hold line breaks, and weights of answers."""
     text = st.text("ab \n", max_size=6)
     messages = [{"role": "system", "content": draw(text)}] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 6))):
@@ -271,7 +271,7 @@ def test_a_changed_mask_is_not_read_from_the_cache(tmp_path):
 
 
 def without_first_answers(folder, key):
-    """Conversations with images, of which the first answer has the weight 0; and the texts of the others."""
+    """Return conversations with images, of which the first answer has the weight 0; and the texts of the others."""
     data = vision.growing(3)
     messages = [[m | {key: int(k != 1)} for k, m in enumerate(row)] for row in data["messages"]]
     data.remove_columns("messages").add_column("messages", messages).save_to_disk(folder / "data")

@@ -70,7 +70,7 @@ def test_agent_traces_train_on_what_the_assistant_says(template, tmp_path):
 
 
 def thinking_prompts(name):
-    """Rows whose prompt is not the beginning of the conversation: Qwen3 drops its thought before the next question."""
+    """Return rows whose prompt does not begin the conversation: Qwen3 drops its thought before the next question."""
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     rows = []
@@ -107,7 +107,7 @@ FIELDS = ("reasoning_content", "tool_calls")
 
 
 def sharegpt(num=6, roles=("human", "gpt"), keys=KEYS):
-    """Rows of one to three rounds; every third has the roles `user` and `assistant` already."""
+    """Return rows of one to three rounds; every third has the roles `user` and `assistant` already."""
     rows = []
     for i in range(num):
         asks, answers = roles if i % 3 else ("user", "assistant")
@@ -170,7 +170,7 @@ def test_roles_that_the_template_does_not_know_are_said(tmp_path, caplog):
 
 
 def thinking_traces(num=4):
-    """Traces of which every second thinks, also in its first answer."""
+    """Return traces of which every second thinks, also in its first answer."""
     rows = []
     for i in range(num):
         messages = agent_trace(i, 2 * i, 3 * i)

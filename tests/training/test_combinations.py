@@ -168,7 +168,7 @@ REFUSED_IN_PACKS = next(feature.conflicts for feature in FEATURES if feature.cho
 
 
 def can_be_made(one: Condition, other: Condition) -> bool:
-    """False for two values of one setting, and for what would need two datasets, models or engines."""
+    """Return False for two values of one setting, and for what would need two datasets, models or engines."""
     if {one, other} & ABSENT or {one, other} in ({of.OVERLONG, of.CUT_BLOCKS}, {of.NO_TRUNCATION, of.CUT_BLOCKS}):
         return False  # refused with the value, in `data/dataset_checks.py`
     return one != other and all(MADE[other].get(key, value) == value for key, value in MADE[one].items())
@@ -241,7 +241,7 @@ def test_every_pair_is_refused_or_accepted_as_the_records_say(one, tmp_path):
 
 
 def test_what_several_gpus_have_not_run_is_called_experimental(tmp_path):
-    """In the help of its field, and in the report of a run with it (`test_report.py`)."""
+    """It must be called so in the help of its field, and in the report of a run with it (`test_report.py`)."""
     labelled = {each.name for each in fields(SFTConfig) if "Experimental" in str(each.metadata.get("help"))}
     assert labelled == {"tokens_per_rank"}
     args = config(tmp_path, packing=True, share_prefixes="pack")

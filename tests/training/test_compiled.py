@@ -41,7 +41,7 @@ CASES = {
 
 
 def linear_calls(graph: GraphModule) -> int:
-    """Calls of `F.linear` in a graph and in the graphs within it, such as the bodies of checkpoints."""
+    """Count the calls of `F.linear` in a graph and in the graphs within it, such as the bodies of checkpoints."""
     calls = sum(node.op == "call_function" and node.target is torch._C._nn.linear for node in graph.graph.nodes)
     return calls + sum(linear_calls(inner) for inner in graph.children() if isinstance(inner, GraphModule))
 
@@ -83,7 +83,7 @@ class CompiledCalls(TrainerCallback):
 
 @pytest.fixture
 def flash_on_cpu(monkeypatch):
-    """Our path of CUDA with a stand-in for its kernels. Not a dispatch mode, under which torch compiles nothing."""
+    """Take our path of CUDA with a stand-in for its kernels; under a dispatch mode torch would compile nothing."""
     kernels = StrictVarlen()
     monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})

@@ -242,7 +242,7 @@ def test_every_document_once_per_epoch_and_a_restart_in_the_second_is_exact(resu
 
 @pytest.mark.parametrize("name, engine", RESTARTS.items())
 def test_a_restart_of_a_row_of_the_table_is_exact(launch, engine, name):
-    """Parts of packs, streams and images."""
+    """Rows with parts of packs, streams and images must continue exactly."""
     found = launch[engine, f"restart_{name}"]
     assert torch.equal(*found["weights"])
     whole, resumed = found["tokens"]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def partly_trained(num=23):
-    """Documents of 3 to 60 tokens; every fifth has no trained token."""
+    """Return documents of 3 to 60 tokens; every fifth has no trained token."""
     rng = np.random.default_rng(1)
     rows = []
     for row, length in enumerate(rng.integers(3, 61, num)):
@@ -30,7 +30,7 @@ def partly_trained(num=23):
 
 
 def by_hand(model, data):
-    """Loss, entropy and accuracy over all trained tokens, each document alone."""
+    """Return loss, entropy and accuracy over all trained tokens, each document alone."""
     sums = torch.zeros(4, dtype=torch.float64)
     for row in data:
         with torch.no_grad():

@@ -24,7 +24,7 @@ OURS = {
 
 
 def reads(folder, trainer_class, **settings):
-    """(reads by place, all of them) per micro-batch, and the trainer."""
+    """Return (reads by place, all of them) per micro-batch, and the trainer."""
     watch = ReadsOfSteps()
     settings |= {"gradient_accumulation_steps": 2, "max_steps": 7, "logging_steps": 100, "bf16": True}
     run = trainer(folder, texts(120), trainer_class=trainer_class, trainer_kwargs={"callbacks": [watch]}, **settings)

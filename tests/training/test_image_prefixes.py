@@ -101,7 +101,7 @@ def test_images_of_one_document_are_shared_one_by_one(family):
 
 
 def test_an_image_for_the_tower_alone_counts_nothing():
-    """Guard of the counts in the log: with a document that stands in for images they are those of the others."""
+    """Guard the counts in the log: with a document that stands in for images they are those of the others."""
     examples = examples_of("llava")
     texts = [examples.joined([torch.arange(20, 40), torch.tensor(end)]) for end in ([3, 4], [5, 6, 7], [8, 9])]
     collate = sharing(examples)
@@ -148,7 +148,7 @@ def test_the_probe_sees_images_of_others(fault):
 
 
 def test_the_probe_sees_images_without_a_gradient():
-    """Right states, and in packs that share no gradient reaches the images."""
+    """The states are right, and in packs that share no gradient reaches the images."""
     model, packed = proved("llava")
     is_image = []
 

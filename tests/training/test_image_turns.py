@@ -94,7 +94,7 @@ def test_evaluation_has_each_turn_once(tmp_path):
 
 
 def chat(*texts, images=0):
-    """Messages of user and assistant in turn; the first has the images."""
+    """Return messages of user and assistant in turn; the first has the images."""
     roles = ("user", "assistant") * len(texts)
     return [message(role, text, 0 if i else images) for i, (role, text) in enumerate(zip(roles, texts, strict=False))]
 

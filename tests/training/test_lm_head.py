@@ -30,7 +30,7 @@ def labels_of(model, rows=2, length=23):
 
 
 def by_hand(logits, labels):
-    """(log-probability, entropy, is_top1) of shifted labels, from full logits."""
+    """Return (log-probability, entropy, is_top1) of shifted labels, from full logits."""
     logits = logits[:, :-1].float()
     labels = labels[:, 1:]
     log_probs = F.log_softmax(logits, -1)

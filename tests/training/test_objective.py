@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 def halves(num=24, seed=0):
-    """Documents of 4 to 60 tokens, of which between one and all are trained."""
+    """Return documents of 4 to 60 tokens, of which between one and all are trained."""
     rng = np.random.default_rng(seed)
     rows = []
     for length in rng.integers(4, 61, num):
@@ -195,7 +195,7 @@ def experts(tmp_path, data, **settings):
 
 
 def statistic(run, batch):
-    """TRL's, on the documents of a batch alone."""
+    """Return TRL's statistic on the documents of a batch alone."""
     lengths = batch["cu_seq_lens_q"].diff().tolist()
     keep = torch.cat([(part != -100).any().expand(len(part)) for part in batch["labels"][0].split(lengths)])
     run.model.train()

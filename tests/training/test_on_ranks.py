@@ -118,7 +118,7 @@ def test_ranks_train_what_trl_trains_unpacked(launch, engine, name):
 
 @pytest.mark.parametrize("engine, name", PAIRS)
 def test_ranks_train_as_the_row_says(launch, engine, name):
-    """Check the engine, the proof on the model that it wraps, and that packs were shared or recomputed at all."""
+    """Check the engine, the proof on the model as it wraps it, and that packs were shared, repaired or recomputed."""
     runs_here(engine)
     row = ROWS[name]
     found = launch[engine, name]
@@ -219,7 +219,7 @@ def test_groups_are_aligned_neighbours(launch):
 
 
 def test_mixers_on_parts_give_the_logits_and_gradients_of_the_whole_pack(launch):
-    """In fp64."""
+    """The logits and gradients must be the same in fp64."""
     cases = launch["ddp4", "mixers"]
     assert cases.keys() == {*exchange.MIXED}
     assert all(0 < gap < 1e-13 for gap in cases.values()), cases

@@ -100,7 +100,7 @@ def test_rows_count_in_the_router_loss_as_often_as_documents_have_them():
 
 @st.composite
 def padded_batches(draw):
-    """Rows with common beginnings, duplicates, no tokens or one, padded on both sides."""
+    """Draw rows with common beginnings, duplicates, no tokens or one, padded on both sides."""
     trunk = draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
     rows = []
     for _ in range(draw(st.integers(1, 5))):
@@ -155,7 +155,10 @@ def test_padding_between_tokens_is_no_document():
 
 
 def rows_that_share(num_shared=20):
-    """Four rows padded on both sides, (4, 32); the first two begin alike, the third has one token, the last none."""
+    """Return four rows padded on both sides, (4, 32).
+
+    The first two begin alike, the third has one token, the last none.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(4, 260, (4, 32), generator=generator)
     ids[1, 2 : 2 + num_shared] = ids[0, 1 : 1 + num_shared]

@@ -84,7 +84,7 @@ def test_evaluation_mode_does_not_compute_a_loss_of_rows(tmp_path):
 
 
 class Refuses(TrainerCallback):
-    """What a proof does that fails."""
+    """Do what a proof does that fails."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer.data.shares_prefixes = False
@@ -110,7 +110,7 @@ def test_switched_off_before_the_first_step_nothing_is_shared():
 
 
 def evaluated(folder, **settings):
-    """Metrics, what was computed for which tokens, and the number of batches."""
+    """Evaluate, and return the run, its metrics, the rows that were computed and the number of batches."""
     settings = {"per_device_eval_batch_size": 4, "packing_strategy": "stream"} | settings
     given = {"trainer_kwargs": {"eval_dataset": forest(90, seed=3)}} | OURS | SGD | COLUMNS
     found = trainer(folder, DOCUMENTS, **given | settings)

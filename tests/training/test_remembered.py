@@ -223,7 +223,7 @@ class OtherWrapper(Wrapper):
 
 
 def recalls(folder, change=None, *, settings="settings", case="case", wrapper=Wrapper):
-    """Whether a proof is remembered of a tiny model after a change."""
+    """Return whether a proof is remembered of a tiny model after a change."""
     model = build_tiny_model("llama", vocab_size=64)
     if change is not None:
         change(model)

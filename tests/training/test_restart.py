@@ -441,7 +441,7 @@ def test_the_same_loss_by_other_means_continues(tmp_path):
 
 @pytest.fixture
 def determinism(monkeypatch):
-    """Puts back what `full_determinism` sets for the whole process."""
+    """Put back what `full_determinism` sets for the whole process."""
     for name in "CUDA_LAUNCH_BLOCKING CUBLAS_WORKSPACE_CONFIG ASCEND_LAUNCH_BLOCKING HCCL_DETERMINISTIC".split():
         monkeypatch.setenv(name, "unset")
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")

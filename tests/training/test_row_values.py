@@ -32,7 +32,7 @@ class Document:
 
 
 def weighted_rows(num: int = 24, longest: int = 60, seed: int = 0) -> Dataset:
-    """Rows of 4 to `longest` tokens, of which between one and all are trained; sources come in runs, unevenly."""
+    """Return rows of 4 to `longest` tokens, of which one to all are trained; sources come in runs, unevenly."""
     rng = np.random.default_rng(seed)
     rows = []
     for i, length in enumerate(rng.integers(4, longest + 1, num)):
@@ -62,7 +62,7 @@ def documents_of(batch: dict, rows: list[dict]) -> list[Document]:
 
 
 def loss_by_hand(model, documents, weighting, uses_weights=True, **loss):
-    """sum(w_d * loss_t) / sum(w_d) over the trained tokens, or sum(w_d * mean_d) / sum(w_d) over the documents."""
+    """Return sum(w_d * loss_t) / sum(w_d) over trained tokens, or sum(w_d * mean_d) / sum(w_d) over documents."""
     above = torch.zeros((), dtype=torch.float64)
     below = 0.0
     for document in documents:
@@ -87,7 +87,7 @@ def token_losses(model, document, loss_type="nll", label_smoothing_factor=0.0):
 
 
 def train_by_hand(model, steps, learning_rate, weighting, uses_weights=True):
-    """SGD; the loss of each step, and the mean loss of each step's trained tokens by source."""
+    """Train by SGD; return the loss of each step, and the mean loss of each step's trained tokens by source."""
     losses = []
     by_source = []
     for documents in steps:

@@ -40,7 +40,7 @@ FIELDS = {
 
 
 def table(heading: str) -> list[tuple[list[str], str]]:
-    """Fields and remark of each row under a heading of docs/settings.md."""
+    """Return fields and remark of each row under a heading of docs/settings.md."""
     text = (ROOT / "docs" / "settings.md").read_text()
     part = text[text.index(f"## {heading}\n") :].removeprefix("## ").split("\n## ")[0]
     rows = [
@@ -151,7 +151,7 @@ def plain(tmp_path_factory) -> torch.Tensor:
 
 @pytest.fixture
 def restored():
-    """`full_determinism` and `tf32` are settings of the process."""
+    """Put back `full_determinism` and `tf32`, which are settings of the process."""
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.fp32_precision = "none"

@@ -30,7 +30,7 @@ def ranks_that_count_the_same(num):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that the test sets."""
+    """Return a clock with seconds that the test sets."""
     now = SimpleNamespace(seconds=50.0)
     monkeypatch.setattr(time, "perf_counter", lambda: now.seconds)
     return now

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def documents(num=20, seed=0):
-    """Documents of 4 to 60 tokens, all of them trained."""
+    """Return documents of 4 to 60 tokens, all of them trained."""
     rng = np.random.default_rng(seed)
     rows = [rng.integers(4, 260, rng.integers(4, 60)).tolist() for _ in range(num)]
     return Dataset.from_dict({"input_ids": rows, "labels": rows})

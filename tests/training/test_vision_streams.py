@@ -86,7 +86,7 @@ def content(document) -> tuple:
 
 
 def processed(packs, process=PROCESS):
-    """[micro-batch][document], as the model reads them."""
+    """Return [micro-batch][document], as the model reads them."""
     return [[content(document) for document in ProcessedPacks(process).__getitems__(pack)] for pack in packs]
 
 

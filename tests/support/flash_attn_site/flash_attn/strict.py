@@ -60,7 +60,7 @@ def _as_int(length):
 
 
 def _documents(bounds, longest, num_tokens):
-    """(document of each token, place of each token in it); -1 for tokens that no block of the kernel reaches."""
+    """Return (document of each token, place of each token in it); -1 for tokens that no block of the kernel reaches."""
     starts = bounds.tolist()
     if starts[0] != 0 or starts[-1] != num_tokens:
         silent.append(f"cu_seqlens begin at {starts[0]} and end at {starts[-1]} for {num_tokens} tokens")
