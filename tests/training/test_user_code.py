@@ -19,6 +19,7 @@ from peft import LoraConfig
 from support.models import build_tiny_model
 from support.runs import start_weights, stock, trainer, weights
 from support.user_code import USER_CODE, with_mean, with_step, with_teacher
+from support.versions import trl_trains
 from transformers import TrainerCallback
 
 from trl_packfix import PackingLeakError, SFTTrainer, prepare_for_packing
@@ -385,6 +386,7 @@ def test_layerwise_optimizers_of_transformers_are_left_out_and_other_hooks_stay(
     assert sorted(seen[1:]) == ["average_gradient", "optimizer_hook"]
 
 
+@trl_trains
 @pytest.mark.parametrize("register", [fuse_optimizer, schedule_gradients])
 def test_hooks_on_gradients_run_as_often_as_in_unpacked_training(register, tmp_path):
     settings = SETTINGS | {"num_train_epochs": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
