@@ -3,6 +3,7 @@
 # make quick   the same without the tests that are slow or start processes: about 4 CPU minutes
 # make faults  every fault that the tests must find, planted
 # make compile-oldest    the tests of torch_compile on torch 2.11, which compiles less, in an environment of its own
+# make tests-of FILES=trl_packfix/planning/packs.py    the test files nearest to modules, to run those only
 # make fix     everything that ruff can fix
 # make docs    the pages of docs/ as a site in site/, with the API reference
 # make bench   the benchmarks that need no GPU
@@ -41,7 +42,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Containers often set it. Each process that a test starts would compile this package, and each worker all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick faults compile-oldest fix docs bench gpu sweep
+.PHONY: demo test quick tests-of faults compile-oldest fix docs bench gpu sweep
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -81,6 +82,9 @@ quick: $(INSTALLED)
 	$(CHECK)
 	$(PYTEST) -m "not slow and not processes and not gpu and not faults and not sweep" $(DATA_FLAG) $(ARGS)
 
+tests-of:
+	@$(PYTHON) tools/tests_of.py $(FILES)
+
 fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -105,7 +109,7 @@ gpu: $(INSTALLED)
 	PYTHON=$(BIN)/python tests/gpu/run.sh $(ARGS)
 
 sweep: $(INSTALLED)
-	PYTHONPATH=tests $(BIN)/python -m sweep --all --output docs $(ARGS)
+	PYTHONPATH=tools $(BIN)/python -m sweep --all --output docs $(ARGS)
 	$(PYTEST) -m sweep $(DATA_FLAG)
 
 docs: $(INSTALLED)

@@ -1,6 +1,7 @@
 """What the benchmarks share: options, real lengths, clocks, tables, and the circumstances of a run in its CSV.
 
 Benchmarks use the tiny models and runs of the tests: `from support.models import ...` after an import of this module.
+Those of every model type are in `tools/sweep`: `from sweep import zoo`.
 """
 
 import argparse
@@ -25,7 +26,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "pyarrow")

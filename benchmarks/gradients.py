@@ -32,8 +32,8 @@ from common import Row, describe, hide_progress, make_console, make_parser, scie
 from equivalence import ADAPTERS, MODELS, NUM_STEPS, Case, train
 from rich.console import Console
 from rich.progress import track
-from support.double import in_double
 from support.models import build_tiny_model, select_attention
+from sweep.double import in_double
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel

@@ -16,7 +16,6 @@ without a repair, and `shared` whether it is proved on two ranks that share each
 """
 
 import os
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -31,15 +30,12 @@ import torch.distributed as dist
 import transformers
 from accelerate import PartialState
 from common import Row, describe, make_parser, table_of, write_csv
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from ranks import training
 from ranks.__main__ import equivalence, planted
 from ranks.engines import LAUNCHES, run_all
 from ranks.table import ROWS
-from support import zoo
-from sweep import page
+from rich.console import Console
+from sweep import page, zoo
 
 from trl_packfix import PackedDataCollator
 from trl_packfix.attention.exchange import make_groups

@@ -13,9 +13,9 @@ import torch
 from accelerate.state import AcceleratorState
 from hypothesis import settings
 from packaging.version import Version
-from support.double import in_double
 from support.models import build_tiny_model, build_tokenizer
 from support.versions import TRANSFORMERS
+from sweep.double import in_double
 from transformers import PreTrainedTokenizerFast
 
 from trl_packfix.cli import main

@@ -24,10 +24,10 @@ import torch
 import transformers
 from flash_attn import strict
 from peft import LoraConfig
-from support import zoo
 from support.launch import print_rows, seen_by
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
+from sweep import zoo
 from sweep.judge import Judge
 from sweep.model_types import MAX_LENGTH
 from transformers import modeling_flash_attention_utils

@@ -25,13 +25,12 @@ from unittest import mock
 import strict
 import torch
 from peft import LoraConfig
-from support import zoo
-from support.double import in_double
 from support.host_reads import ReadsOfSteps
 from support.launch import print_rows, seen_by
 from support.runs import texts, trainer
 from support.strict_varlen import StrictVarlen
-from sweep import page
+from sweep import page, zoo
+from sweep.double import in_double
 from sweep.judge import Judge, PrefixJudge
 from sweep.model_types import MAX_LENGTH
 

@@ -36,7 +36,7 @@ import strict
 import support  # noqa: F401  no network, one thread
 import torch
 from ranks import faults
-from support import zoo
+from sweep import zoo
 from sweep.judge import ALONE, TOLERANCE, Judge, PrefixJudge, alone, packed
 
 from trl_packfix.isolation.packed_model import PackedModel

@@ -20,7 +20,7 @@ TESTS = ROOT / "tests"
 
 @cache
 def imported_files(file: Path) -> frozenset[Path]:
-    """Return the files of the package and of `tests/` that a file imports anywhere, public names resolved."""
+    """Return the files of the package, `tests/` and `tools/` that a file imports anywhere, public names resolved."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -35,7 +35,7 @@ def imported_files(file: Path) -> frozenset[Path]:
 def _file_of(base: list[str], name: list[str]) -> Path | None:
     if base == ["trl_packfix"] and name and name[0] in _public_names():
         base = ["trl_packfix", *_public_names()[name[0]].split(".")]
-    for folder in (ROOT, TESTS):
+    for folder in (ROOT, TESTS, ROOT / "tools"):
         for parts in ([*base, *name], base):
             file = folder.joinpath(*parts)
             for path in (file.with_suffix(".py"), file / "__init__.py"):
@@ -57,7 +57,7 @@ def _public_names() -> dict[str, str]:
 def _entries(test: Path) -> frozenset[Path]:
     """Return the modules that a test file imports, itself or through a helper of tests."""
     direct = imported_files(test)
-    helpers = {file for file in direct if TESTS in file.parents}
+    helpers = {file for file in direct if PACKAGE not in file.parents}
     through = {file for helper in helpers for file in imported_files(helper)}
     return frozenset(file for file in direct | through if PACKAGE in file.parents)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support import zoo
-from support.double import in_double
 from support.models import build_tiny_model
 from support.runs import texts, trainer, weights
 from support.versions import enable_checkpointing
+from sweep import zoo
+from sweep.double import in_double
 from test_prefix_attention import pack_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from support.runs import trainer
 from support.versions import current_models
-from support.zoo import causal_types, image_text_types, shrink
+from sweep.zoo import causal_types, image_text_types, shrink
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from support import zoo
+from sweep import zoo
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_packfix import check_isolation

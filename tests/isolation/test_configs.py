@@ -15,8 +15,8 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from support import zoo
 from support.runs import stock, trainer
+from sweep import zoo
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_packfix.cli import main

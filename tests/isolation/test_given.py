@@ -4,9 +4,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support import zoo
 from support.models import build_tiny_model
 from support.versions import current_models
+from sweep import zoo
 from sweep.judge import Judge, padded_by_trl
 from transformers import AttentionInterface, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

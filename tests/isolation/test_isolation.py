@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from support import zoo
 from support.examples import leaking_example
 from support.models import DYNAMIC, build_tiny_model, longrope, select_attention
 from support.runs import texts, trainer
 from support.versions import current_models
+from sweep import zoo
 
 from trl_packfix import PackingLeakError, check_isolation
 from trl_packfix.isolation import check_isolation as isolation

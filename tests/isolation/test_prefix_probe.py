@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
-from support import zoo
 from support.models import build_tiny_model
 from support.runs import trainer
+from sweep import zoo
 from sweep.judge import PrefixJudge, with_prefixes
 from transformers.utils import logging
 

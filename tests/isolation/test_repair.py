@@ -9,11 +9,11 @@ from math import inf
 
 import pytest
 import torch
-from support import zoo
 from support.examples import leaking_example
 from support.models import DYNAMIC, build_tiny_model, longrope
 from support.runs import texts, trainer
 from support.versions import enable_checkpointing, newest_models
+from sweep import zoo
 from sweep.judge import packed
 from torch.utils.checkpoint import checkpoint
 

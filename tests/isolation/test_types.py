@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support import zoo
-from support.double import in_double
 from support.versions import IS_5_24, current_models
+from sweep import zoo
+from sweep.double import in_double
 from sweep.judge import Judge, PrefixJudge, packed
 
 from trl_packfix import check_isolation

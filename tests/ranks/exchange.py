@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from support import vision, zoo
-from support.double import in_double
+from support import vision
 from support.models import build_tiny_model, select_attention
+from sweep import zoo
+from sweep.double import in_double
 from sweep.image_families import make_examples
 from torch import nn
 from torch._dynamo.utils import counters

@@ -13,9 +13,10 @@ import torch
 import yaml
 from datasets import Dataset, concatenate_datasets
 from peft import IA3Config, LoraConfig
-from support import vision, zoo
+from support import vision
 from support.models import build_tiny_model
 from support.prefixes import forest
+from sweep import zoo
 from sweep.image_families import FAMILIES
 from trl import ModelConfig, get_peft_config
 

@@ -1,11 +1,14 @@
 """Helpers of tests and benchmarks: tiny models, runs, comparisons, launches. No network, one thread.
 
-Imported before torch, transformers, datasets and loggers, which read the environment once.
+Imported before torch, transformers, datasets and loggers, which read the environment once, and before `sweep`, the tool
+in `tools/` whose tiny models of all types and comparisons the tests share.
 """
 
 import importlib.metadata
 import os
+import sys
 from functools import cache
+from pathlib import Path
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -14,6 +17,7 @@ os.environ.update(
     WANDB_MODE="disabled",
     TRACKIO_DISABLED="1",
 )
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
 # Tiny matrices: threads that wait for each other make the suite many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # accelerate reads the files of packages each time that it unwraps a model: a tenth of a training in tests.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from sweep import zoo
 from sweep.judge import drawn, packed_by_trl
 from sweep.page import read
 from transformers import PreTrainedModel
@@ -18,7 +19,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trl_packfix.isolation.packed_model import PackedModel
 
-from . import zoo
 from .models import build_tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -1,12 +1,11 @@
 """A tiny tokenizer and tiny random models, made offline."""
 
 import torch
+from sweep.zoo import byte_tokenizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from trl_packfix.attention import choice
-
-from .zoo import byte_tokenizer
 
 # ChatML. The generation markers are what `assistant_only_loss` reads; tools are listed in the system turn.
 CHAT_TEMPLATE = """\

@@ -10,12 +10,12 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from sweep import zoo
+from sweep.double import in_double
 from transformers import AutoModelForSequenceClassification, DataCollatorForLanguageModeling, PrinterCallback
 
 from trl_packfix import pack_forward
 
-from . import zoo
-from .double import in_double
 from .models import ARCHITECTURES, build_tiny_model, build_tokenizer
 
 WORDS = ["alpha", "be", "gamma ray", "d", "epsilon", "zeta", "eta"]

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks.exchange import HEADS
-from support import zoo
 from support.examples import leaking_example, type_with_own_attention
 from support.runs import texts, trainer
+from sweep import zoo
 from torch import nn
 
 from trl_packfix import IsolationReport, PackingLeakError

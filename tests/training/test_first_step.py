@@ -11,10 +11,10 @@ import torch
 from datasets import Dataset
 from ranks import faults
 from ranks.faults import changed
-from support import vision, zoo
+from support import vision
 from support.models import build_tiny_model, build_tokenizer
 from support.versions import current_models
-from sweep import page
+from sweep import page, zoo
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from trl_packfix import PackingLeakError, SFTConfig, SFTTrainer

@@ -6,8 +6,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from support import zoo
 from support.runs import texts, trainer
+from sweep import zoo
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -9,11 +9,11 @@ import torch
 import trl
 from datasets import Dataset
 from packaging.version import Version
-from support import zoo
 from support.models import build_tiny_model
 from support.runs import trainer, weights
 from support.versions import TRANSFORMERS, current_models, scores_tokens
-from support.zoo import shrink
+from sweep import zoo
+from sweep.zoo import shrink
 from torch.nn import functional as F
 from transformers import DeepseekV4Config, TrainerCallback
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from ranks import preferences
 from ranks.engines import ENGINES
-from support.double import in_double
 from support.launch import Launch
 from support.models import build_tiny_model, build_tokenizer, longrope
 from support.rounding import tolerance
 from support.rows import build_model, build_trainer, train
 from support.runs import start_weights
 from support.vision import make
+from sweep.double import in_double
 from transformers import BertConfig, BertForSequenceClassification, DynamicCache, TrainerCallback
 
 from trl_packfix import PackingLeakError, pack_forward

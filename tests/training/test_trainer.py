@@ -16,11 +16,11 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from datasets import Dataset
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
-from support import zoo
 from support.models import build_tiny_model, build_tokenizer
 from support.rounding import weight_difference
 from support.runs import ANSWER, PROMPT, TOOL, documents_of, start_weights, stock, texts, trainer, weights
 from support.versions import TRL, compiles_inputs, trl_trains
+from sweep import zoo
 from torch._dynamo.utils import counters
 from transformers.integrations import integration_utils
 

@@ -1,13 +1,13 @@
 """Since when does a model type leak? TRL's own packs on the installed transformers: docs/leaks_by_release.csv and .md.
 
-PYTHONPATH=tests python -m sweep.releases --output docs   # adds the column of this release: 4 CPU minutes
+PYTHONPATH=tools python -m sweep.releases --output docs   # adds the column of this release: 4 CPU minutes
 
 For another release, install it beside the environment of the tests, here into the folder `old`. From 5.18 on it needs
 transformers alone; before, the TRL and the others of its day, and before 5.16 tokenizers==0.22.1, too:
 
 pip install --no-deps --target old transformers==5.16.0 trl==1.9.0 accelerate==1.13.0 peft==0.20.0 datasets==4.8.4 \\
     fsspec==2024.5.0 huggingface_hub==1.17.0 httpx httpcore h11 anyio sniffio idna certifi
-PYTHONPATH=old:tests python -m sweep.releases --output docs
+PYTHONPATH=old:tools python -m sweep.releases --output docs
 
 No probe and no repair takes part: the model is as transformers builds it, and batches are those of the installed TRL.
 """
@@ -21,8 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import transformers
-from support import zoo
 
+from . import zoo
 from .judge import Judge, packed_by_trl, settle_process
 
 PAGE = "leaks_by_release.md"

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-from support.zoo import byte_tokenizer, random_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, ProcessorMixin
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
@@ -23,6 +22,8 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from trl_packfix.data.image_collator import RopeIndex
 from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.samples.processor import RowProcessor
+
+from .zoo import byte_tokenizer, random_model
 
 # ChatML with the placeholder of one image per image in the content
 TEMPLATE = """\
@@ -473,4 +474,4 @@ def why_not(model_type: str) -> str:
         return "transformers names no processor of this type"
     if isinstance(images, dict) and "pil" not in images and not is_torchvision_available():
         return f"{images['torchvision']} needs torchvision, which is not installed"
-    return f"no tiny {PROCESSOR_MAPPING_NAMES[model_type]} is defined in tests/sweep/image_families.py"
+    return f"no tiny {PROCESSOR_MAPPING_NAMES[model_type]} is defined in tools/sweep/image_families.py"

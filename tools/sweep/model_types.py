@@ -11,13 +11,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from support import zoo
 from transformers import PreTrainedModel
 
 from trl_packfix.isolation.isolation_report import IsolationReport, finite
 from trl_packfix.isolation.packed_model import PackedModel
 
-from . import image_families
+from . import image_families, zoo
 from .judge import ImageJudge, Judge, Judgement, PrefixJudge, packed_by_trl, settle_process
 
 MAX_LENGTH = 64  # tokens; every threshold of the tiny models lies below it

@@ -1,16 +1,15 @@
 """`make sweep`: judge packed training on model types of the installed transformers, as tiny random models.
 
-PYTHONPATH=tests python -m sweep --all --output docs   # every type, about six minutes
-PYTHONPATH=tests python -m sweep --only llama,mamba
+PYTHONPATH=tools python -m sweep --all --output docs   # every type, about six minutes
+PYTHONPATH=tools python -m sweep --only llama,mamba
 """
 
 import argparse
 import json
 import sys
 
-from support import zoo
-
 from . import page as compatibility
+from . import zoo
 from .model_types import sweep
 
 

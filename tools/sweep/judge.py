@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 import transformers
-from support.double import in_double
-from support.zoo import FIRST_WORD, VOCABULARY, WIDTH
 from torch import Tensor, nn
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -27,6 +25,9 @@ from trl_packfix.data.collator import IGNORE_INDEX, PackedDataCollator
 from trl_packfix.data.image_examples import ImageExamples
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.layout import layout_of
+
+from .double import in_double
+from .zoo import FIRST_WORD, VOCABULARY, WIDTH
 
 TOLERANCE = 1e-4  # relative, in fp32
 EXACT = 1e-9  # relative, in fp64, used if fp32 gives no clear result
