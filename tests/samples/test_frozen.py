@@ -1,9 +1,10 @@
-"""Tokens, labels, columns, counts and messages that are made of rows are the frozen ones.
+"""What rows become is what `frozen.json` says: texts with their trained tokens, columns, counts and messages.
 
-They are those of the code before recipes, but for columns that are not read. `FREEZE=1 pytest` writes them anew.
+The file is for reading, so that a test that fails shows which text, label or message changed. In its texts, what stands
+between ⟦ and ⟧ is trained, and a token that is repeated often is written once with its number. `FREEZE=1 pytest` writes
+the file anew: read its diff then, as if it were code.
 """
 
-import hashlib
 import itertools
 import json
 import os
@@ -67,8 +68,25 @@ def rows(form, rule, has_bad):
     return [*given[:3], bad(form, given[3]), *given[4:]] if has_bad else given
 
 
-def digest(value):
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+def text_of(tokens, labels, tokenizer):
+    """Return the text of a document, with its trained tokens between ⟦ and ⟧: "user q0 ⟦a0⟧"."""
+    spans = []
+    for is_trained, pairs in itertools.groupby(zip(tokens, labels, strict=True), key=lambda pair: pair[1] != -100):
+        pairs = list(pairs)
+        if is_trained:
+            assert [label for _, label in pairs] == [token for token, _ in pairs]
+        words = []
+        for token, repeats in itertools.groupby(token for token, _ in pairs):
+            number = len(list(repeats))
+            word = tokenizer.decode([token])
+            words += [f"{word}*{number}"] if number > 5 else [word] * number
+        text = "".join(words)
+        spans.append(f"⟦{text}⟧" if is_trained else text)
+    return "".join(spans)
+
+
+def fields_of(counts):
+    return None if counts is None else asdict(counts)
 
 
 FORMS = {"chat": (None, "plain", "qwen3"), "chat prompt": (None, "qwen3"), "tools": ("qwen3",)}
@@ -82,31 +100,30 @@ CASES |= {f"{form}, all, marked": (form, "all", None) for form in ("text", "prom
 KINDS = [*itertools.product(("table", "stream"), ("good", "raise", "drop")), ("unpacked", "good"), ("unpacked", "drop")]
 
 
-def found(case, kind, bad_rows, caplog, folder):
+def outcome_of(case, kind, bad_rows, caplog, folder):
     form, rule, template = CASES[case]
     data = Dataset.from_list(rows(form, rule, bad_rows != "good"))
     data = data.to_iterable_dataset() if kind == "stream" else data
     settings = RULES[rule] | {"max_length": 500, "max_steps": 1, "packing": kind != "unpacked"}
     settings["bad_rows"] = "drop" if bad_rows == "drop" else "raise"
+    tokenizer = tokenizer_with(template)
     caplog.clear()
     try:
-        run = trainer(folder, data, processing_class=tokenizer_with(template), **settings)
-        samples = [(row["input_ids"], row["labels"]) for row in run.train_dataset]
-        columns = sorted(next(iter(run.train_dataset)))
+        run = trainer(folder, data, processing_class=tokenizer, **settings)
+        texts = [text_of(row["input_ids"], row["labels"], tokenizer) for row in run.train_dataset]
+        columns = " ".join(sorted(next(iter(run.train_dataset))))
     except Exception as error:
-        return {"error": digest(f"{type(error).__name__} {error}"), "text": str(error)[:40]}
-    counts = [None if each is None else asdict(each) for each in (run.data.turns, run.data.trained.counts)]
-    said = sorted({record.getMessage() for record in caplog.records if record.name.startswith("trl")})
+        return {"error": f"{type(error).__name__}: {error}"}
     return {
-        "samples": digest(samples),
+        "texts": texts,
         "columns": columns,
-        "counts": digest(counts),
-        "said": [s[:40] for s in said],
-        "messages": digest(said),
+        "turns": fields_of(run.data.turns),
+        "trained": fields_of(run.data.trained.counts),
+        "messages": sorted({entry.getMessage() for entry in caplog.records if entry.name.startswith("trl")}),
     }
 
 
-def found_of_images(rule, kind, bad_rows, folder):
+def outcome_of_images(rule, kind, bad_rows, folder):
     data = vision.growing(3) if rule != "per turn" else vision.conversations(3)
     processor = vision.stripping(vision.build_processor("llava"))
     if bad_rows != "good":
@@ -117,27 +134,45 @@ def found_of_images(rule, kind, bad_rows, folder):
         run = trainer(folder, data, vision.build_model("llava"), processing_class=processor, **settings)
         batches = list(itertools.islice(run.get_train_dataloader(), 2))
     except Exception as error:
-        return {"error": digest(f"{type(error).__name__} {error}"), "text": str(error)[:40]}
-    samples = [[batch["input_ids"].tolist(), batch["labels"].tolist()] for batch in batches]
-    pixels = [float(batch["pixel_values"].double().sum()) for batch in batches if "pixel_values" in batch]
-    counts = [None if each is None else asdict(each) for each in (run.data.turns, run.data.trained.counts)]
-    return {"samples": digest(samples), "pixels": digest(pixels), "counts": digest(counts)}
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {
+        "texts": [
+            text_of(batch["input_ids"][0, span].tolist(), batch["labels"][0, span].tolist(), processor.tokenizer)
+            for batch in batches
+            for span in itertools.starmap(slice, itertools.pairwise(batch["cu_seq_lens_q"].tolist()))
+        ],
+        "sums of pixels": [round(float(batch["pixel_values"].double().sum()), 3) for batch in batches],
+        "turns": fields_of(run.data.turns),
+        "trained": fields_of(run.data.trained.counts),
+    }
 
 
-def compare(case, found):
+def compare(case, outcomes):
+    """Compare what each kind of run makes of the rows with the file.
+
+    There an outcome stands once, under the names of all kinds that have it.
+    """
     frozen = json.loads(FROZEN.read_text())
     if "FREEZE" in os.environ:
-        lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in sorted((frozen | {case: found}).items()))
-        FROZEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    assert {key: value for key, value in found.items() if frozen[case][key] != value} == {}
+        groups = {}
+        for kind, outcome in outcomes.items():
+            groups.setdefault(json.dumps(outcome), []).append(kind)
+        frozen[case] = {", ".join(kinds): json.loads(outcome) for outcome, kinds in groups.items()}
+        FROZEN.write_text(json.dumps(dict(sorted(frozen.items())), indent=1, ensure_ascii=False) + "\n")
+    expected = {kind: outcome for kinds, outcome in frozen[case].items() for kind in kinds.split(", ")}
+    assert expected.keys() == outcomes.keys()
+    for kind, outcome in outcomes.items():
+        assert outcome == expected[kind], kind
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_samples_are_the_frozen_ones(case, tmp_path, caplog):
-    compare(case, {f"{kind} {bad_rows}": found(case, kind, bad_rows, caplog, tmp_path) for kind, bad_rows in KINDS})
+    compare(
+        case, {f"{kind} {bad_rows}": outcome_of(case, kind, bad_rows, caplog, tmp_path) for kind, bad_rows in KINDS}
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_samples_of_images_are_the_frozen_ones(rule, tmp_path):
     kinds = [kind for kind in KINDS if kind[0] != "unpacked"]
-    compare(f"images, {rule}", {" ".join(kind): found_of_images(rule, *kind, tmp_path) for kind in kinds})
+    compare(f"images, {rule}", {" ".join(kind): outcome_of_images(rule, *kind, tmp_path) for kind in kinds})
