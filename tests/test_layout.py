@@ -49,7 +49,7 @@ def test_a_batch_without_an_entry_has_a_view_of_its_boundaries():
     assert type(layout_of(batch)) is PackedLayout
     rows = {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(2, 5)}
     assert type(layout_of(rows)) is UnpackedLayout
-    assert layout_of(rows).count == 2
+    assert layout_of(rows).document_count == 2
     assert type(layout_of(COLLATORS["runs"]()(turns([3, 4])))) is SharedRowsLayout
     assert not layout_of(rows).is_packed
     assert layout_of(batch).is_packed
@@ -85,7 +85,7 @@ def test_targets_are_the_trained_tokens_of_each_document(lengths, kind, prompt):
         labels = document["labels"]
         assert pairs == [(tokens[i - 1], labels[i]) for i in range(1, len(tokens)) if labels[i] != IGNORE_INDEX]
     assert targets.trained.tolist() == [len(pairs) for pairs in found]
-    assert layout.count == len(documents)
+    assert layout.document_count == len(documents)
     labels = layout.labels(batch)
     counted = labels["shift_labels"] if "shift_labels" in labels else labels["labels"][:, 1:]
     assert (counted != IGNORE_INDEX).sum() == sum(map(len, found))

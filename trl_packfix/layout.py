@@ -109,7 +109,7 @@ class Layout(ABC):
 
     @property
     @abstractmethod
-    def count(self) -> int:
+    def document_count(self) -> int:
         """N, the number of documents, padding included."""
 
     @abstractmethod
@@ -195,7 +195,7 @@ class UnpackedLayout(Layout):
     is_packed = False
 
     @property
-    def count(self) -> int:
+    def document_count(self) -> int:
         return len(self.tokens)
 
     def targets(self, mask: Tensor) -> Targets:
@@ -233,14 +233,14 @@ class PackedLayout(Layout):
     trained: Tensor | None = None
 
     @property
-    def count(self) -> int:
+    def document_count(self) -> int:
         return len(self.cu_seq_lens) - 1
 
     def targets(self, mask: Tensor) -> Targets:
         if self.following is not None and self.trained is not None:
             return Targets(self.following, self.trained)
         documents = self.seq_idx[:, 1:].long()
-        return Targets(documents, _count_trained(documents, self.count, mask))
+        return Targets(documents, _count_trained(documents, self.document_count, mask))
 
     def row_counts(self, trained: Tensor) -> Tensor:
         return (trained > 0)[self.seq_idx]
@@ -259,7 +259,7 @@ class PackedLayout(Layout):
             self,
             seq_idx=self.seq_idx[:, rows].contiguous(),
             following=following[:, rows].contiguous(),
-            trained=_count_trained(following, self.count, mask),
+            trained=_count_trained(following, self.document_count, mask),
         )
 
 
@@ -294,7 +294,7 @@ class SharedRowsLayout(Layout):
     shares_rows = True
 
     @property
-    def count(self) -> int:
+    def document_count(self) -> int:
         return len(self.lengths)
 
     def targets(self, mask: Tensor) -> Targets:

@@ -213,7 +213,7 @@ def each_row_once(right, layout, mask):
     first = np.unique(layout.target_rows.numpy(), return_index=True)[1]
     rows = layout.target_rows[first]
     documents = layout.target_documents[first]
-    trained = torch.bincount(documents, minlength=layout.count)
+    trained = torch.bincount(documents, minlength=layout.document_count)
     return right(replace(layout, target_rows=rows, target_documents=documents, trained=trained), mask)
 
 

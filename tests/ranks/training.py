@@ -46,7 +46,7 @@ class Packed(trl_packfix.SFTTrainer):
         self.engine = engine_of(self.model_wrapped)
         for batch in batches:
             layout = layout_of(batch)
-            self.seen.append((layout.degree, layout.index, layout.count))
+            self.seen.append((layout.degree, layout.index, layout.document_count))
             self.shapes.add((layout.degree, batch["input_ids"].shape[1], batch.get("max_length_q")))
             self.with_images.append("pixel_values" in batch)
         return batches, num_items

@@ -21,7 +21,7 @@ from support.versions import TRANSFORMERS, sanitises_control_tokens
 from tokenizers.processors import TemplateProcessing
 
 from trl_packfix import check_data
-from trl_packfix.samples import given as given_kinds
+from trl_packfix.samples import text_kinds
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.data_proof import Rendering, prove_data
 from trl_packfix.samples.turns import TurnRule
@@ -363,7 +363,7 @@ def test_a_dataset_is_refused_or_warned_of_before_it_is_tokenised(tmp_path, capl
 
 @pytest.mark.parametrize("can_sanitise", [True, False])
 def test_rows_that_ask_to_sanitise_are_safe_only_where_transformers_can(can_sanitise, monkeypatch):
-    monkeypatch.setattr(given_kinds, "sanitises_control_tokens", lambda: can_sanitise)
+    monkeypatch.setattr(text_kinds, "sanitises_control_tokens", lambda: can_sanitise)
     case = CASES["control token"]
     row = case.row | {"chat_template_kwargs": {"sanitize_control_tokens": True}}
     report = prove_data(Dataset.from_list([row] * 3), "train", Rendering(tokenizer_of(case.template)))

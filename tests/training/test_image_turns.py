@@ -64,7 +64,7 @@ def test_in_the_order_of_the_table_a_conversation_computes_each_image_once(tmp_p
     assert all(f'`{name}="{value}"`' in page for name, value in settings.items())
     made = run(tmp_path, per_device_train_batch_size=3, **settings)
     batches = list(made.get_train_dataloader())
-    assert [(layout_of(batch).count, len(batch["pixel_values"])) for batch in batches] == [(3, 3)] * len(TURNS)
+    assert [(layout_of(batch).document_count, len(batch["pixel_values"])) for batch in batches] == [(3, 3)] * len(TURNS)
     line = "6, one document for each of their 18 assistant turns"
     assert dict(made.packing_report.lines())["conversations"] == line
     assert made.packing_report.num_documents == 18

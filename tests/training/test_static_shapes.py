@@ -42,7 +42,7 @@ def test_every_part_of_a_pack_has_the_same_shapes(degree):
         part = cut_part(collate.collate(documents(*lengths), degree)[0], degree, 0)
         longest = part["max_length_q"]
         shapes.add((part["input_ids"].shape, part["cu_seq_lens_q"].shape, longest))
-        assert layout_of(part).count == 8
+        assert layout_of(part).document_count == 8
         assert part["cu_seq_lens_q"][-1] == 32 * degree >= longest
     assert shapes == {((1, 32), (9,), min(100, 32 * degree))}
 

@@ -37,7 +37,7 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
         for batch, pack in packs
         if ((spans.start[pack] > 0) & (spans.image_count[pack] > 0)).any()
     )
-    assert len(documents) == layout_of(batch).count
+    assert len(documents) == layout_of(batch).document_count
     run.model.train()
     with run.packed_model.attending():
         run.compute_loss(run.model, run._prepare_inputs(dict(batch)), num_items_in_batch=torch.tensor(1)).backward()

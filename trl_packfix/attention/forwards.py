@@ -83,10 +83,11 @@ class ModelHooks(ABC):
     """Base of classes that add hooks to a model. `install()` adds the hooks, and `remove()` removes them.
 
     Attributes:
-        fed: modules that the hooks themselves call with packs, in a forward of the model that is not packed.
+        modules_given_packs: modules that the hooks themselves call with packs, in a forward of the model that is not
+            packed.
     """
 
-    fed: Sequence[nn.Module] = ()
+    modules_given_packs: Sequence[nn.Module] = ()
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -126,7 +127,7 @@ class PackedForwardGuard(ModelHooks):
     """The hooks that mark, check and announce the packed forwards of a model.
 
     Args:
-        fed: modules that other hooks call with packs, in a forward of the model that is not packed.
+        modules_given_packs: modules that other hooks call with packs, in a forward of the model that is not packed.
 
     Attributes:
         ignores_masks: the field of `PackedForward`, for each packed forward of the model.
@@ -134,10 +135,10 @@ class PackedForwardGuard(ModelHooks):
         mixers: the recurrent mixers of the model.
     """
 
-    def __init__(self, model: PreTrainedModel, fed: Sequence[nn.Module] = ()):
+    def __init__(self, model: PreTrainedModel, modules_given_packs: Sequence[nn.Module] = ()):
         super().__init__()
         self.model = model
-        self.fed = fed
+        self.modules_given_packs = modules_given_packs
         self.ignores_masks = False
         self.before_pack: Callable[[], None] | None = None
         self._is_packed: list[bool] = []  # per running forward of this model, whether it is packed
@@ -154,7 +155,7 @@ class PackedForwardGuard(ModelHooks):
         names = {module: name for name, module in self.model.named_modules()}
         layer_names = (names[layer] for layer in self._layers if not isinstance(layer, PreTrainedModel))
         self._first_layer_name = next(layer_names, "")
-        packed_modules = [self.model, *self.fed]
+        packed_modules = [self.model, *self.modules_given_packs]
         image_towers = towers(self.model)
         pre_hooks: list[tuple[list[nn.Module], Any]] = [
             (packed_modules, self._enter_forward),
@@ -300,7 +301,7 @@ def _check_packed_batch(
     attention = text_config(model)._attn_implementation
     if layout.shares_rows and attention != ATTENTION_NAME and has_attention(model):
         raise ValueError(
-            f"a packed batch whose {layout.count} documents share prefixes came to "
+            f"a packed batch whose {layout.document_count} documents share prefixes came to "
             f"attn_implementation={attention!r}: only "
             f"{ATTENTION_NAME} finds the keys that a document shares, and other attention would read keys of other "
             f"documents. Set attn_implementation='sdpa', which packing replaces with {ATTENTION_NAME}, or "

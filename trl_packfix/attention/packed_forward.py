@@ -12,8 +12,9 @@ Words:
                      it on batches with one document per row, padded on the right
     part, degree     with sequence parallelism s neighbouring ranks share a pack, and each holds a part of its tokens.
                      s is the degree
-    run              where documents share a prefix, the pack has the prefix once. A run is the rows of a document
-                     behind its prefix
+    run              where documents share a prefix, the pack has the prefix once. A run is the tokens of a document
+                     behind its prefix. A forward that "is running" is another thing: it was entered and not yet ended
+    row              a pack is a batch of one row. In a repaired module a batch has several rows, one for each document
 """
 
 import threading
@@ -78,10 +79,10 @@ class PackedForward:
         degree: how many ranks share the pack.
         index: the position of this rank among them.
         part_tokens: the tokens of the pack on each of them; 0 if no other rank shares the pack.
-        kv_index: if documents share prefixes, the rows of the keys of all runs, end to end
+        kv_index: if documents share prefixes, the positions in the pack of the keys of all runs, end to end
             (`data/prefix_collator.py`), int64, (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs,
             and `cu_seq_lens_k` of their keys.
-        run_lengths: the number of rows and the number of keys of each run, (runs, 2), on the host.
+        run_lengths: the number of queries and the number of keys of each run, (runs, 2), on the host.
         launches: how a flash kernel is launched on groups of documents, as (first document, last document + 1, first
             token, last token + 1, tokens of the longest document), on the host. (): one launch of all documents.
         mixers: the mixers of the model, whose functions are replaced during this forward.
@@ -198,9 +199,9 @@ def running_forward() -> PackedForward | None:
 
 
 def running_pack() -> PackedForward | None:
-    """Return the running packed forward if a module has to separate its documents, else None.
+    """Return the running packed forward if a module has to separate the documents of its input, else None.
 
-    Inside of a repaired module it has not: there each row is one document.
+    Inside of a repaired module the result is None, because there each row of the input is one document.
     """
     running = running_forward()
     return None if running is None or running.rows is not None else running

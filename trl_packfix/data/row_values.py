@@ -253,7 +253,7 @@ class RowValuesCollator:
             {key: value for key, value in document.items() if key not in value_keys} for document in documents
         )
         batch = self.collate(RankShare.like(documents, without_values))
-        num_padding = layout_of(batch).count - len(documents)
+        num_padding = layout_of(batch).document_count - len(documents)
         for key, document_key in self.keys.items():
             if key == SOURCES and self.names_sources:
                 names = [str(document[document_key]) if document_key in document else None for document in documents]

@@ -155,7 +155,7 @@ class StreamImages:
     def encode_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return the columns of a row that become documents, with its images encoded."""
         text_columns = {name: row[name] for name in (*COLUMNS, self.text_field) if name in row}
-        return text_columns | {"images": [EncodedImage.of(image, self.mode) for image in images_of(row)]}
+        return text_columns | {"images": [EncodedImage.encode(image, self.mode) for image in images_of(row)]}
 
     def _measure_rows(self, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
         """Return the measures of some rows by column, with one value for each document."""

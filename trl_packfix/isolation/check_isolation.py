@@ -179,7 +179,7 @@ class ProbeMeasurement:
     def __init__(self, probe: Probe, documents: Documents):
         self.probe = probe
         self.documents = documents
-        self._packed_states = probe.silenced(lambda: probe.forward_packed(documents))
+        self._packed_states = probe.run_without_draws(lambda: probe.forward_packed(documents))
         with probe.unpacked(max(map(len, documents))):
             self._states_alone = {id(document): probe.forward_alone(document) for document in documents}
         self.scale = max(states.abs().max().item() for states in self._packed_states)

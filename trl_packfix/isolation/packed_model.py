@@ -136,7 +136,7 @@ class PackedModel:
             note = note_on_towers(base_model(self.model), self._takes_towers, reason)
             self.attention = replace(self.attention, reason=self.attention.reason + note)
         self.isolation: IsolationReport | None = None
-        modules_of_hooks = [module for hooks in self.own_hooks for module in hooks.fed]
+        modules_of_hooks = [module for hooks in self.own_hooks for module in hooks.modules_given_packs]
         self._guard = PackedForwardGuard(base_model(self.model), modules_of_hooks)
         self._search: RepairSearch | None = None
         self._unpacked: UnpackedForward | UnpackedImages | None = None

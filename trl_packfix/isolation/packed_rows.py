@@ -162,9 +162,9 @@ class PackedRows(AroundCalls):
         enforce_flash_attention: bool = True,
     ):
         self.model = base_model(model)
-        self.fed = below_head(self.model) or [self.model]
-        super().__init__(*self.fed)
-        hooks = self.fed[0]._forward_pre_hooks.values()
+        self.modules_given_packs = below_head(self.model) or [self.model]
+        super().__init__(*self.modules_given_packs)
+        hooks = self.modules_given_packs[0]._forward_pre_hooks.values()
         if any(isinstance(getattr(hook, "__self__", None), PackedRows) for hook in hooks):
             raise ValueError(
                 f"`pack_forward` was called a second time for the same {type(self.model).__name__}. Its padded rows, "
@@ -414,7 +414,7 @@ class PackedRows(AroundCalls):
                 # The wrapper by which accelerate runs a forward under autocast remembers the state of before in one
                 # place: a forward within a forward would leave autocast on after both.
                 with torch.autocast(self.model.device.type, enabled=False):
-                    probe.silenced(lambda: probe.forward_packed([probe.tokens(n) for n in (3, 5)]))
+                    probe.run_without_draws(lambda: probe.forward_packed([probe.tokens(n) for n in (3, 5)]))
                 padded_values = run(in_pack=False)
                 packed_values = run(in_pack=True)
                 gaps = _largest_gaps(padded_values, packed_values)

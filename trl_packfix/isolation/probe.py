@@ -9,6 +9,8 @@ images, and for packs whose documents share prefixes.
 Words: a *document* is one training example, here a tensor of random tokens. A *pack* is one row of documents, one after
 the other. A document runs *alone* as TRL without packing would train it. The *degree* is the number of ranks that share
 each pack (sequence parallelism), and these ranks are a *group*. *States* are last hidden states, before the LM head.
+A *run* is one forward of the model, and the *rows* of a document are the indices of its tokens in the pack. *Rounding*
+is the relative change that another order of the same sums may cause, so a smaller change is no defect.
 """
 
 from collections.abc import Callable, Iterator
@@ -118,7 +120,7 @@ class Probe(ProbedModel):
 
     Attributes:
         reads_ahead: whether a token changes earlier states of its document, in the rows of unpacked TRL.
-        dtype: the coarsest dtype among the outputs of modules. The first call of `silenced` sets it.
+        dtype: the coarsest dtype among the outputs of modules. The first call of `run_without_draws` sets it.
         silent: the modules that draw random numbers even in training without dropout. The same call sets it.
     """
 
@@ -254,12 +256,13 @@ class Probe(ProbedModel):
         batch = cut_part(pack, group.degree, group.index)
         return self.move_batch({name: value for name, value in batch.items() if name not in ("labels", "shift_labels")})
 
-    def silenced(self, run: Callable[[], T]) -> T:
-        """Return what `run` returns once the modules that draw random numbers in it are in eval mode.
+    def run_without_draws(self, run: Callable[[], T]) -> T:
+        """Call `run` without random draws of the model, and return its result.
 
-        Such modules are routers with jitter or sampling, and the noise of NEFTune. They are noted in `silent`, and the
-        coarsest dtype of outputs in `dtype`. `run` is called a second time only if there are such modules. The context
-        `undisturbed`, in which this is called, restores their modes.
+        First `run` is called while the modules that draw random numbers are noted in `silent`, and the coarsest dtype
+        of outputs in `dtype`. Such modules are routers with jitter or sampling, and the noise of NEFTune. If there are
+        any, they are set to eval mode and `run` is called again. The context `undisturbed`, in which this method is
+        called, restores their modes.
         """
         with watching_draws(self.inner, self.device) as (drawing_classes, dtypes):
             result = run()
@@ -299,7 +302,7 @@ class Probe(ProbedModel):
                 self._make_batch(documents, self.group),
                 targets,
                 limit=limit,
-                rounding=tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps,
+                crossing_limit=tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps,
             )
         except KernelError:
             raise
@@ -307,7 +310,7 @@ class Probe(ProbedModel):
             raise CannotRun(str(error)) from error
 
     def _gradient_error(
-        self, batch: dict[str, Any], targets: list[GradientRows], *, limit: float | None, rounding: float = 0
+        self, batch: dict[str, Any], targets: list[GradientRows], *, limit: float | None, crossing_limit: float = 0
     ) -> float | None:
         """Return the largest error in the gradients of documents with respect to the embeddings of their pack.
 
@@ -316,7 +319,8 @@ class Probe(ProbedModel):
             targets: the rows that are differentiated, one gradient for each.
             limit: relative difference between the gradient of a document in the pack and alone above which it is an
                 error; None does not compare them.
-            rounding: size of a gradient in other documents' rows, relative to the largest, up to which it is no error.
+            crossing_limit: size of a gradient in other documents' rows, relative to the largest, up to which it is no
+                error.
 
         Returns:
             The larger of the two kinds of error, 0 without an error, or None if the model has no such gradients.
@@ -347,14 +351,14 @@ class Probe(ProbedModel):
                 is_lost = ((in_pack == 0).all(-1) & (alone != 0).any(-1)).any().item()
                 gap = inf if is_lost else (in_pack - alone).abs().max().item() / scale
                 error = max(error, gap if gap > limit or is_lost else 0.0)
-            error = max(error, crossing if crossing > rounding * scale else 0.0)
+            error = max(error, crossing if crossing > crossing_limit * scale else 0.0)
         return error
 
     @property
     def rounding(self) -> float:
-        """Relative change that another order of the same sums may cause: 32 roundings in fp32, 4 in half precision.
+        """Relative change that another order of the same sums may cause: 32 eps in fp32, 4 eps in half precision.
 
-        With Mamba-2's kernel it is as many roundings as a chunk has tokens, because the kernel sums over documents.
+        With Mamba-2's kernel it is at least one eps per token of a chunk, because the kernel sums over documents.
         """
         eps = torch.finfo(self.dtype).eps
         return 4 * eps if eps > 1e-4 else max(32, tokens_summed_in_common(self.inner)) * eps

@@ -226,11 +226,11 @@ def plain_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
 def _images(messages: Sequence[Message]) -> list[object]:
     """Return the images that the messages contain, in order."""
     contents = [message.get("content") for message in messages]
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return [part["image"] for part in parts if part.get("image") is not None]
+    content_parts = (entry for content in contents if isinstance(content, list) for entry in content)
+    return [entry["image"] for entry in content_parts if entry.get("image") is not None]
 
 
-def num_same(one: Sequence[object], other: Sequence[object]) -> int:
+def num_same(first: Sequence[object], second: Sequence[object]) -> int:
     """Return the length of the common beginning of two sequences."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -1,7 +1,7 @@
 """Prove that every text of a dataset is in its tokens exactly once.
 
 A chat template renders the keys that it knows, and ignores all other keys without an error. So a mark is put into every
-text of a few rows. These rows have every kind of text in the dataset (`given.py`). They are rendered as training
+text of a few rows. These rows have every kind of text in the dataset (`text_kinds.py`). They are rendered as training
 renders them, and the marks are looked for: a text whose mark is missing is omitted from training, and a text whose mark
 is there twice is repeated. The result is a `DataReport` (`data_report.py`), by which `make_samples.py` refuses a
 dataset or warns.
@@ -27,22 +27,22 @@ from ..compat import main_process_first, sanitises_control_tokens
 from .checks import NUM_OF_STREAM, PLACEHOLDER, has_images
 from .conversation import NUM_SHOWN, Conversation, Tokenizer, plain_tokenizer
 from .data_report import DataReport, Finding
-from .given import (
+from .processor import images_of
+from .recipes import training_template
+from .text_kinds import (
     CONTROL,
     LONGEST_LABEL,
     MEDIA,
     OTHER_FORM,
     PLACED,
     THOUGHT,
-    Given,
     Kind,
     KindReader,
     Leaf,
+    RowKinds,
     leaves,
     read_kinds,
 )
-from .processor import images_of
-from .recipes import training_template
 from .texts import struct_columns, without_nulls
 from .turns import TurnSettings, template_of
 
@@ -78,7 +78,7 @@ class Rendering:
     needs_assistant: bool = False  # whether a row without a message of the assistant is refused
 
     @classmethod
-    def of(cls, args: TurnSettings, tokenizer: Tokenizer) -> "Rendering":
+    def from_args(cls, args: TurnSettings, tokenizer: Tokenizer) -> "Rendering":
         """Read the settings from the config of the trainer."""
         trains_assistant = args.assistant_only_loss or args.per_turn
         needs_assistant = args.assistant_only_loss and args.bad_rows == "raise"
@@ -98,7 +98,7 @@ def prove_or_refuse(
         ValueError: If a finding is an error.
     """
     with main_process_first():
-        report = prove_data(dataset, name, Rendering.of(args, tokenizer), num_proc=args.dataset_num_proc)
+        report = prove_data(dataset, name, Rendering.from_args(args, tokenizer), num_proc=args.dataset_num_proc)
     report.raise_if_lost()
     if args.process_index == 0:
         report.warn()
@@ -117,16 +117,16 @@ def prove_data(
         num_proc: Number of processes that read the rows of a table.
     """
     structs = struct_columns(dataset.features)
-    given = read_kinds(dataset, _reader(dataset, rendering, structs), num=NUM_OF_STREAM, num_proc=num_proc)
-    proof = _Proof(given, rendering, structs)
+    row_kinds = read_kinds(dataset, _reader(dataset, rendering, structs), num=NUM_OF_STREAM, num_proc=num_proc)
+    proof = _Proof(row_kinds, rendering, structs)
     covered: Counter[Kind] = Counter()
-    for shape, row in zip(given.shapes[:MOST_SHAPES], given.first, strict=False):  # the most frequent first
+    for shape, row in zip(row_kinds.shapes[:MOST_SHAPES], row_kinds.first, strict=False):  # the most frequent first
         if proof.num_rendered < NUM_RENDERED and any(covered[kind] < 2 for kind in shape) and proof.render(row):
             covered.update(shape)
-    texts = {kind for kind in given.kinds if _is_text(kind)}
+    texts = {kind for kind in row_kinds.kinds if _is_text(kind)}
     return DataReport(
         name,
-        len(given),
+        len(row_kinds),
         of_stream=not isinstance(dataset, Dataset),
         num_kinds=len(texts),
         num_rendered=proof.num_rendered,
@@ -165,8 +165,8 @@ def _is_medium(kind: Kind) -> bool:
 class _Proof:
     """Renders rows with marks, and collects what became of the texts."""
 
-    def __init__(self, given: Given, rendering: Rendering, structs: dict[str, Any]):
-        self.given = given
+    def __init__(self, row_kinds: RowKinds, rendering: Rendering, structs: dict[str, Any]):
+        self.row_kinds = row_kinds
         self.rendering = rendering
         self.structs = structs
         self.num_rendered = self.num_marks = 0
@@ -184,8 +184,8 @@ class _Proof:
         A row that cannot be rendered is bad, and is refused or dropped when samples are made.
         """
         try:
-            given = self.given.rows[number]
-            row = without_nulls(given, self.structs)
+            raw_row = self.row_kinds.rows[number]
+            row = without_nulls(raw_row, self.structs)
             conversation = self._conversation(row)
             text = self._text(conversation)
             num_marks = sum(_is_text(leaf.kind) for leaf in leaves(conversation.messages, conversation.arguments))
@@ -196,22 +196,22 @@ class _Proof:
                 for i in range(min(num_marks, MOST_SINGLE)):
                     self._follow(conversation, text, i)
             self._look(conversation, text)
-            self._look_at_columns(given, row, conversation, text=text)
+            self._look_at_columns(raw_row, row, conversation, text=text)
         except Exception:  # the proof must never end a training run that could tokenise the row
             return False
         self.num_rendered += 1
         return True
 
     def _look_at_columns(
-        self, given: dict[str, Any], row: dict[str, Any], conversation: Conversation, *, text: str
+        self, raw_row: dict[str, Any], row: dict[str, Any], conversation: Conversation, *, text: str
     ) -> None:
         """Note columns whose texts are in the messages too, and columns whose added keys would be in the text."""
-        said = {str(leaf.holder[leaf.key]).strip() for leaf in leaves(conversation.messages, {})}
-        columns = {name: each.strip() for name, each in row.items() if isinstance(each, str)}
-        long = {name for name, each in columns.items() if len(each) >= LONGEST_LABEL and each in text}
-        self.copied_columns |= long.union(name for name, each in columns.items() if each in said)
-        changed = [name for name in self.structs if given.get(name) != row.get(name)]
-        self.null_columns |= {name for name in changed if self._text_or_none(row | {name: given[name]}) != text}
+        message_texts = {str(leaf.holder[leaf.key]).strip() for leaf in leaves(conversation.messages, {})}
+        columns = {name: value.strip() for name, value in row.items() if isinstance(value, str)}
+        long_columns = {name for name, value in columns.items() if len(value) >= LONGEST_LABEL and value in text}
+        self.copied_columns |= long_columns.union(name for name, value in columns.items() if value in message_texts)
+        changed = [name for name in self.structs if raw_row.get(name) != row.get(name)]
+        self.null_columns |= {name for name in changed if self._text_or_none(row | {name: raw_row[name]}) != text}
 
     def _conversation(self, row: dict[str, Any]) -> Conversation:
         conversation = Conversation.from_row(row, images_of(row))
@@ -230,9 +230,9 @@ class _Proof:
         stops = [turn + 1 for turn in turns] or [len(messages)]
         return "\n".join(conversation.text(messages[:stop], self.rendering.tokenizer) for stop in stops)
 
-    def _text_or_none(self, given: Conversation | dict[str, Any]) -> str | None:
+    def _text_or_none(self, source: Conversation | dict[str, Any]) -> str | None:
         try:
-            return self._text(self._conversation(given) if isinstance(given, dict) else given)
+            return self._text(self._conversation(source) if isinstance(source, dict) else source)
         except Exception:
             return None
 
@@ -247,12 +247,12 @@ class _Proof:
         if rendered is None or _without_marks(rendered, marks) != text:
             return False
         counts = Counter(mark.lower() for mark in MARK.findall(rendered)) + Counter(NUMBER.findall(rendered))
-        said = {(leaf.message, value) for mark, (leaf, value) in marks.items() if counts[mark]}
+        texts_found = {(leaf.message, value) for mark, (leaf, value) in marks.items() if counts[mark]}
         for mark, (leaf, value) in marks.items():
             state = "kept"
             if counts[mark] > 1 and leaf.kind.path.startswith("content") and not self.rendering.per_turn:
                 state = "repeated"
-            if not counts[mark] and (leaf.message, value) not in said:  # a thought may have several names
+            if not counts[mark] and (leaf.message, value) not in texts_found:  # a thought may have several names
                 state = self._how_it_is_left_out(marked, mark, leaf)
             self.states[leaf.kind][state] += 1
             if state.startswith("left out"):
@@ -266,17 +266,17 @@ class _Proof:
             return "left out"
         if known["left out"] + known["left out later"] >= MOST_ALONE:  # a conversation may have thousands of turns
             return "left out" if known["left out"] else "left out later"
-        alone = replace(marked, messages=marked.messages[: leaf.message + 1])
-        return "left out later" if mark in (self._text_or_none(alone) or "").lower() else "left out"
+        own_turn = replace(marked, messages=marked.messages[: leaf.message + 1])
+        return "left out later" if mark in (self._text_or_none(own_turn) or "").lower() else "left out"
 
     def _look(self, conversation: Conversation, text: str) -> None:
         """Look for unknown roles, unread arguments and Python's texts in a row that is rendered without marks."""
         messages = conversation.messages
         arguments = conversation.arguments
         for role in {message["role"] for message in messages} - {*ROLES}:
-            others = [message | {"role": UNKNOWN} if message["role"] == role else message for message in messages]
-            other = self._text_or_none(replace(conversation, messages=others))
-            if other is not None and other != text and other.replace(UNKNOWN, role) == text:
+            renamed = [message | {"role": UNKNOWN} if message["role"] == role else message for message in messages]
+            renamed_text = self._text_or_none(replace(conversation, messages=renamed))
+            if renamed_text is not None and renamed_text != text and renamed_text.replace(UNKNOWN, role) == text:
                 self.unknown_roles.add(role)
         values = [("content", message.get("content")) for message in messages]
         calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
@@ -295,25 +295,27 @@ class _Proof:
     # What is found
 
     def _kinds(self, path: str, role: str | None = None) -> set[Kind]:
-        return {kind for kind in self.given.kinds if kind.path == path and role in (None, kind.role)}
+        return {kind for kind in self.row_kinds.kinds if kind.path == path and role in (None, kind.role)}
 
     def _finding(
-        self, what: str, kinds: Collection[Kind] | None, *, others: Collection[Kind] = (), **more: Any
+        self, predicate: str, kinds: Collection[Kind] | None, *, without: Collection[Kind] = (), **fields: Any
     ) -> Iterator[Finding]:
-        """Yield one finding, if any row has one of `kinds` (None: any row) and none of the kinds `others`."""
-        rows = np.arange(len(self.given)) if kinds is None else self.given.rows_with(kinds)
-        rows = np.setdiff1d(rows, self.given.rows_with(others))
+        """Yield one finding, if any row has one of `kinds` (None: any row) and none of the kinds `without`."""
+        rows = np.arange(len(self.row_kinds)) if kinds is None else self.row_kinds.rows_with(kinds)
+        rows = np.setdiff1d(rows, self.row_kinds.rows_with(without))
         if len(rows):
-            yield Finding(what, len(rows), tuple(rows[:MAX_NAMED].tolist()), **more)
+            yield Finding(predicate, len(rows), tuple(rows[:MAX_NAMED].tolist()), **fields)
 
     def findings(self, *, has_images: bool) -> Iterator[Finding]:
         """Yield a finding for everything that is missing from the tokens, repeated or changed."""
-        if self.rendering.needs_assistant and not isinstance(self.given.rows, list):
-            speaking = {kind for kind in self.given.kinds if not kind.path and kind.role == "assistant"} | {OTHER_FORM}
+        if self.rendering.needs_assistant and not isinstance(self.row_kinds.rows, list):
+            speaking = {kind for kind in self.row_kinds.kinds if not kind.path and kind.role == "assistant"} | {
+                OTHER_FORM
+            }
             yield from self._finding(
                 "have no assistant message, and `assistant_only_loss=True` was given",
                 None,
-                others=speaking,
+                without=speaking,
                 cause="They have no token to train.",
                 remedy="Remove these rows (`dataset.select`), or set `assistant_only_loss=False`.",
                 severity="error",
@@ -324,7 +326,7 @@ class _Proof:
         for path in sorted(self.python_paths):
             yield from self._finding(
                 f"have `{path}` that the chat template writes as Python writes a list or a dictionary",
-                {kind for kind in self.given.kinds if kind.path.startswith(path)},
+                {kind for kind in self.row_kinds.kinds if kind.path.startswith(path)},
                 cause="The model would learn Python's quotes in place of JSON.",
                 remedy="Give it as text (`json.dumps`), or set `chat_template_path` to a template that reads it.",
                 severity="error",
@@ -346,7 +348,7 @@ class _Proof:
         needed = "" if sanitises_control_tokens() else "install a transformers that sanitises them and "
         yield from self._finding(
             "have texts with control tokens of the tokenizer",
-            {kind for kind in self.given.kinds if kind.path == CONTROL},
+            {kind for kind in self.row_kinds.kinds if kind.path == CONTROL},
             cause="They become the tokens that the chat template writes itself, so a text can end a turn or begin one.",
             remedy=f"Remove the tokens, or {needed}give these rows `{SANITISED}` in a column `chat_template_kwargs`"
             + (" and set `per_turn=True`." if self.rendering.trains_assistant and not self.rendering.per_turn else "."),
@@ -366,16 +368,16 @@ class _Proof:
 
     def _of_texts(self) -> Iterator[Finding]:
         """Yield findings of texts that are missing or repeated, one for all texts of a path and role."""
-        kept = {_root(kind.path) for kind, states in self.states.items() if states["kept"]}
+        rendered_roots = {_root(kind.path) for kind, states in self.states.items() if states["kept"]}
         groups: dict[tuple[str, str], dict[Kind, Counter[str]]] = defaultdict(dict)
         for kind, states in self.states.items():
             root = _root(kind.path)
-            groups[_grouped(kind.path) if root in kept else root, kind.role][kind] = states
+            groups[_grouped(kind.path) if root in rendered_roots else root, kind.role][kind] = states
         for (path, role), group in groups.items():
             where = f"have `{path}`" + (f" in messages of the role `{role}`" if role else "")
             lost = {kind: states for kind, states in group.items() if states["left out"] or states["left out later"]}
-            what = f"{where}, which the chat template leaves out"
-            yield from self._finding(what, lost, **self._loss(path, role, lost))
+            predicate = f"{where}, which the chat template leaves out"
+            yield from self._finding(predicate, lost, **self._loss(path, role, lost))
             yield from self._finding(
                 f"{where}, which the chat template renders more than once",
                 {kind for kind, states in group.items() if states["repeated"]},
@@ -392,10 +394,9 @@ class _Proof:
         template = "`chat_template_path` to a template that renders it"
         otherwise = "write it into `content`"
         if self._loses_side(path, role):
-            said = f"{cause} Nothing that the {role} says would be in the tokens."
             return {
                 "example": example,
-                "cause": said,
+                "cause": f"{cause} Nothing that the {role} says would be in the tokens.",
                 "remedy": f"Write `content` as text, or set {template}.",
                 "severity": "error",
             }
@@ -414,7 +415,7 @@ class _Proof:
 
     def _of_media(self, *, has_images: bool) -> Iterator[Finding]:
         """Yield findings of images, videos and sounds in messages that are not read."""
-        for path in sorted({kind.path for kind in self.given.kinds if _is_medium(kind)}):
+        for path in sorted({kind.path for kind in self.row_kinds.kinds if _is_medium(kind)}):
             name = path.partition(" ")[0]
             if not (has_images and name.startswith("image")):
                 yield from self._finding(
@@ -439,14 +440,16 @@ class _Proof:
 
     def _of_train_keys(self) -> Iterator[Finding]:
         """Yield findings of keys that exclude messages from training, but are not read."""
-        own = self.rendering.train_key
+        train_key = self.rendering.train_key
         is_read = self.rendering.trains_assistant
-        own_kinds = {kind for kind in self.given.kinds if kind.path.startswith(f"{own}=")}
-        for path in sorted({kind.path for kind in self.given.kinds if kind.path.endswith("=0")} if own else ()):
+        train_key_kinds = {kind for kind in self.row_kinds.kinds if kind.path.startswith(f"{train_key}=")}
+        for path in sorted(
+            {kind.path for kind in self.row_kinds.kinds if kind.path.endswith("=0")} if train_key else ()
+        ):
             key = path.removesuffix("=0")
-            if key == own and is_read:
+            if key == train_key and is_read:
                 continue
-            cause = f"`message_train_key={own!r}` reads another key"
+            cause = f"`message_train_key={train_key!r}` reads another key"
             remedy = f"`message_train_key={key!r}`"
             if not is_read:
                 cause = "`assistant_only_loss=False` trains every message"
@@ -454,10 +457,10 @@ class _Proof:
             yield from self._finding(
                 f"have messages with `{key}` 0, which is not read",
                 self._kinds(path, "assistant" if is_read else None),
-                others=() if key == own else own_kinds,
+                without=() if key == train_key else train_key_kinds,
                 cause=f"They would be trained: {cause}.",
                 remedy=f"Set {remedy}, or `message_train_key=None` if the key means something else.",
-                severity="error" if key in (own, *TRAIN_KEYS) else "note",
+                severity="error" if key in (train_key, *TRAIN_KEYS) else "note",
             )
 
     def _of_unread(self) -> Iterator[Finding]:
@@ -465,10 +468,10 @@ class _Proof:
         for name in sorted(self.unread_arguments):
             yield from self._finding(
                 f"have `{name}` in `chat_template_kwargs`, which the chat template does not read",
-                {kind for kind in self.given.kinds if kind.path.startswith((name, f"chat_template_kwargs.{name}"))},
+                {kind for kind in self.row_kinds.kinds if kind.path.startswith((name, f"chat_template_kwargs.{name}"))},
                 remedy="Correct its name, or remove it.",
             )
-        for path in sorted({kind.path for kind in self.given.kinds if kind.path.startswith(("Column ", "label "))}):
+        for path in sorted({kind.path for kind in self.row_kinds.kinds if kind.path.startswith(("Column ", "label "))}):
             where, name = path.split(" ", 1)
             is_rendered = where == "Column" and RENDERED_COLUMNS.match(name) and name not in self.copied_columns
             yield from self._finding(
@@ -515,7 +518,8 @@ def _with_marks(conversation: Conversation, only: int | None) -> tuple[Conversat
             continue  # a thought inside a content is marked with it
         if not isinstance(value, str):
             mark = str(97_000_000_000 + len(marks))
-            leaf.holder[leaf.key], marks[mark] = int(mark), (leaf, value)
+            leaf.holder[leaf.key] = int(mark)
+            marks[mark] = leaf, value
             continue
         pieces = THOUGHT.split(value)
         for k in range(0, len(pieces), 2):
@@ -532,8 +536,8 @@ def _with_marks(conversation: Conversation, only: int | None) -> tuple[Conversat
 def _copied(value: Any) -> Any:
     """Copy nested lists and dictionaries. Images and other values in them are not copied."""
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+        return {key: _copied(element) for key, element in value.items()}
+    return [_copied(element) for element in value] if isinstance(value, list) else value
 
 
 def _insert(mark: str, text: str) -> str:

@@ -86,8 +86,8 @@ class ProcessedImages(Recipe):
         def measure_turn(conversation: Conversation, turn: int) -> Sample:
             return self._measure_rows(rule.row_of_turn(conversation, turn, self.process.processor), number)
 
-        chosen = rule.select_turn(Conversation.from_row(row, images_of(row)))
-        return samples_of_turns(chosen, measure_turn, row)
+        selection = rule.select_turn(Conversation.from_row(row, images_of(row)))
+        return samples_of_turns(selection, measure_turn, row)
 
     def _measure_rows(self, row: Row, number: int) -> Sample:
         """Measure one document: in full in every `every`-th row, else by the sizes of its images."""
@@ -189,8 +189,8 @@ class AssistantCollator(DataCollatorForVisionLanguageModeling):
         for example in examples:
             images = [example["image"]] if "image" in example else example["images"]
             messages = prepare_multimodal_messages(example["messages"], images=images)
-            chosen = self.rule.select_turn(Conversation(messages, 0, {"chat_template": self.chat_template}))
-            text, spans = self.rule.spans(chosen, self.processor)
+            selection = self.rule.select_turn(Conversation(messages, 0, {"chat_template": self.chat_template}))
+            text, spans = self.rule.spans(selection, self.processor)
             # The template reads the parts from the first message.
             first_message, *later_messages = example["messages"]
             first_message = first_message | {"parts": text_parts(text, spans)}

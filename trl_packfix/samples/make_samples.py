@@ -121,7 +121,7 @@ def _applied(
     columns = columns_of(dataset)
     drops = args.bad_rows == "drop"
     consumed = [column for column in columns if column in recipe.consumes]
-    others = [column for column in columns if column not in consumed]
+    unread = [column for column in columns if column not in consumed]
     kwargs: dict[str, object] = {"recipe": recipe, "structs": struct_columns(dataset.features)}
     settings = {"with_indices": True, "batched": True}
     checks_turn_ends = is_training_set and recipe.setting
@@ -136,12 +136,12 @@ def _applied(
             )
         return PreparedDataset(without_bad_rows(stream) if drops and not marks else stream, recipe)
     numbers = dict.fromkeys(BOOKKEEPING_COLUMNS if recipe.setting else (), Value("int64"))
-    kwargs["repeated"] = others if recipe.splits else []
+    kwargs["repeated"] = unread if recipe.splits else []
     with main_process_first():
         samples = dataset.map(
             HashedMapFunction(columns_of_batch, users_code=users_code),
             batch_size=CONVERSATIONS_AT_ONCE if recipe.splits else ROWS_AT_ONCE,
-            features=Features({column: dataset.features[column] for column in others} | TOKEN_FEATURES | numbers),
+            features=Features({column: dataset.features[column] for column in unread} | TOKEN_FEATURES | numbers),
             num_proc=args.dataset_num_proc,
             desc=f"Tokenizing {'each assistant turn of ' if recipe.splits else ''}{name} dataset",
             remove_columns=columns if recipe.splits else consumed,

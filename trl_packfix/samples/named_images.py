@@ -17,7 +17,7 @@ from datasets import Dataset, Features, Image, IterableDataset, List
 
 from ..compat import main_process_first
 from .checks import columns_of, first_rows, has_images, has_transform
-from .given import undecoded
+from .text_kinds import undecoded
 from .texts import MESSAGES, PAIR
 
 COLUMNS = (*MESSAGES, *PAIR)
@@ -89,7 +89,7 @@ def _named(values: pa.Array) -> bool:
     if not pa.types.is_struct(kind):
         return False
     fields = {kind.field(i).name: values.field(i) for i in range(kind.num_fields)}
-    return any(each.null_count < len(each) if key in KEYS else _named(each) for key, each in fields.items())
+    return any(column.null_count < len(column) if key in KEYS else _named(column) for key, column in fields.items())
 
 
 def _without_images(feature: Any) -> Any:

@@ -194,7 +194,7 @@ class EncodedImage:
     mode: str | None = None  # mode of PIL that the decoded image is converted to; None leaves it as it is
 
     @classmethod
-    def of(cls, image: Any, mode: str | None = None) -> "EncodedImage":
+    def encode(cls, image: Any, mode: str | None = None) -> "EncodedImage":
         """Encode an image that `datasets` returned: a dictionary of bytes and path, a path, or a decoded image.
 
         Objects of another type are accepted here and refused by `decode`.

@@ -131,7 +131,7 @@ class WholeRows(Recipe):
         if form not in self._steps:
             self._steps[form] = self._steps_of(copy.deepcopy(row))  # a copy, because TRL renames keys in place
         sample = _apply_steps(self._steps[form], row)
-        return [Sample.of(sample["input_ids"], sample["labels"])]
+        return [Sample.from_tokens(sample["input_ids"], sample["labels"])]
 
     def _steps_of(self, row: Row) -> tuple[Step, ...]:
         """Record the steps that TRL chooses for a row, and raise an error if they fail on this row."""
@@ -169,20 +169,20 @@ class MaskedTurns(Recipe):
         conversation = Conversation.from_row(row)
         conversation.arguments.setdefault("chat_template", self.chat_template)
         num_prompt = conversation.first if self.completion_only else 0
-        chosen = self.rule.select_turn(replace(conversation, first=num_prompt))
-        tokens, mask = self.rule.masked(chosen, self.tokenizer)
-        if 1 not in mask and (chosen.trained or not chosen.counts.turns):
+        selection = self.rule.select_turn(replace(conversation, first=num_prompt))
+        tokens, mask = self.rule.masked(selection, self.tokenizer)
+        if 1 not in mask and (selection.trained or not selection.counts.turns):
             raise UnknownTurnError(
                 "no assistant tokens under the chat template (see its `{% generation %}` markers, "
                 "`assistant_only_loss`)"
             )
         if num_prompt:
-            messages = chosen.conversation.messages[:num_prompt]
-            prompt = chosen.conversation.tokens(messages, self.tokenizer, add_generation_prompt=True)
+            messages = selection.conversation.messages[:num_prompt]
+            prompt = selection.conversation.tokens(messages, self.tokenizer, add_generation_prompt=True)
             prompt_length = num_same(prompt, tokens)  # TRL ends the prompt at the first token that differs
             mask[:prompt_length] = [0] * prompt_length
         labels = [token if trained else IGNORE_INDEX for token, trained in zip(tokens, mask, strict=True)]
-        return [Sample.of(tokens, labels, chosen.counts)]
+        return [Sample.from_tokens(tokens, labels, selection.counts)]
 
 
 @dataclass(frozen=True)
@@ -202,29 +202,29 @@ class EachTurn(Recipe):
             tokens, labels = conversation.sample(turn, self.tokenizer)
             if turn >= 0:
                 self.rule.mask_thinking(labels, conversation.messages[turn], self.tokenizer)
-            return Sample.of(tokens, labels)
+            return Sample.from_tokens(tokens, labels)
 
-        chosen = self.rule.select_turn(Conversation.from_row(row))
-        return samples_of_turns(chosen, make_turn_sample, row)
+        selection = self.rule.select_turn(Conversation.from_row(row))
+        return samples_of_turns(selection, make_turn_sample, row)
 
 
-def samples_of_turns(chosen: TurnSelection, make: Callable[[Conversation, int], Sample], row: Row) -> list[Sample]:
+def samples_of_turns(selection: TurnSelection, make: Callable[[Conversation, int], Sample], row: Row) -> list[Sample]:
     """Make one sample per trained turn of a conversation.
 
     Args:
-        chosen: The conversation and its trained turns. Without a trained turn, one sample is made for turn -1, which
+        selection: The conversation and its trained turns. Without a trained turn, one sample is made for turn -1, which
             stands for the whole conversation.
         make: Makes the sample of a turn. If it raises an error, the sample of this turn has the reason and no tokens.
         row: The row of the conversation, in which the reason of an error is looked for.
     """
     samples: list[Sample] = []
-    for turn in chosen.trained or [-1]:
+    for turn in selection.trained or [-1]:
         try:
-            sample = make(chosen.conversation, turn)
+            sample = make(selection.conversation, turn)
         except Exception as error:
             sample = Sample({}, reason=explain_bad_row(row, error))
         # The turns of a row are counted once, in the first of its samples
-        counts = AssistantTurnCounts() if samples else chosen.counts
+        counts = AssistantTurnCounts() if samples else selection.counts
         samples.append(replace(sample, turn=turn, counts=counts))
     return samples
 
@@ -252,7 +252,7 @@ def recipe_of(
             dataset has images or no conversations.
     """
     if formatting_func is None and args.assistant_only_loss and has_conversations(dataset):
-        return MaskedTurns(TurnRule.of(args), tokenizer, training_template(tokenizer), completion_only_loss)
+        return MaskedTurns(TurnRule.from_args(args), tokenizer, training_template(tokenizer), completion_only_loss)
     if formatting_func is None and args.per_turn:
         check_conversations(dataset, name)  # a dataset that is passed to `evaluate` was not checked before
         if has_images(dataset):
@@ -261,7 +261,7 @@ def recipe_of(
                 "images, and the training set has none. Its turns would become tokens without their images. Give the "
                 "training set an empty column `images`, or remove the column here."
             )
-        return EachTurn(TurnRule.of(args), tokenizer)
+        return EachTurn(TurnRule.from_args(args), tokenizer)
     recipe = WholeRows(tokenizer, completion_only_loss, args.dataset_text_field, formatting_func)
     problems: list[tuple[int, str]] = []
     structs = struct_columns(dataset.features)

@@ -106,7 +106,9 @@ class Sample:
     reason: str = ""  # why the row or the turn is bad; empty if it is good
 
     @classmethod
-    def of(cls, tokens: list[int], labels: list[int], counts: AssistantTurnCounts = AssistantTurnCounts()) -> "Sample":
+    def from_tokens(
+        cls, tokens: list[int], labels: list[int], counts: AssistantTurnCounts = AssistantTurnCounts()
+    ) -> "Sample":
         """Make a sample of T token ids and T labels."""
         # Arrays, because lists of Python's integers would need many times the memory
         columns = {"input_ids": np.array(tokens, np.int32), "labels": np.array(labels, np.int64)}

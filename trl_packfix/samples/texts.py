@@ -122,18 +122,19 @@ def given_value(name: str, value: Any, feature: Any) -> Any:
         return value
     features = _items_of(feature)
     return [
-        message and {key: _without_nulls(item, features.get(key)) for key, item in message.items()} for message in value
+        message and {key: _without_nulls(element, features.get(key)) for key, element in message.items()}
+        for message in value
     ]
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:
     """Copy nested lists and dictionaries without the keys whose value is None."""
     if isinstance(feature, dict) and isinstance(value, dict):
-        items = {key: item for key, item in value.items() if item is not None}
-        return {key: _without_nulls(item, feature.get(key)) for key, item in items.items()}
+        items = {key: element for key, element in value.items() if element is not None}
+        return {key: _without_nulls(element, feature.get(key)) for key, element in items.items()}
     inner = _items_of(feature)
     if inner is not None and isinstance(value, list):
-        return [_without_nulls(item, inner) for item in value]
+        return [_without_nulls(element, inner) for element in value]
     return value
 
 

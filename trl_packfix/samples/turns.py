@@ -74,7 +74,7 @@ class TurnRule:
     train_empty_thinking: bool = True
 
     @classmethod
-    def of(cls, args: TurnSettings) -> "TurnRule":
+    def from_args(cls, args: TurnSettings) -> "TurnRule":
         """Read the rule from the config of the trainer."""
         return cls(args.message_train_key, args.assistant_turns, args.train_empty_thinking)
 
@@ -103,17 +103,17 @@ class TurnRule:
         trained = [turn for turn in turns if turn not in context | earlier]
         return TurnSelection(replace(conversation, messages=messages), trained, counts)
 
-    def masked(self, chosen: TurnSelection, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    def masked(self, selection: TurnSelection, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """Return the T token ids of a conversation, and T ones and zeros, with a 1 for each trained token."""
-        conversation = chosen.conversation
-        every_turn_is_trained = len(chosen.trained) == chosen.counts.turns
+        conversation = selection.conversation
+        every_turn_is_trained = len(selection.trained) == selection.counts.turns
         if (
             every_turn_is_trained
             and self.train_empty_thinking
             and has_markers(template_of(tokenizer, conversation.arguments))
         ):
             return conversation.masked(tokenizer)
-        text, spans = self.spans(chosen, tokenizer)
+        text, spans = self.spans(selection, tokenizer)
         if isinstance(tokenizer, ProcessorMixin):
             # The processor replaces placeholders of images in the text, so only its own markers find the tokens
             message = {"role": "user", "content": [], "parts": text_parts(text, spans)}
@@ -126,17 +126,17 @@ class TurnRule:
             mask[overlaps_span] = 1
         return list(outputs["input_ids"]), mask.tolist()
 
-    def spans(self, chosen: TurnSelection, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
+    def spans(self, selection: TurnSelection, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
         """Return the text of a rendered conversation, and the spans of the text that are trained, in order."""
-        template = template_of(tokenizer, chosen.conversation.arguments)
+        template = template_of(tokenizer, selection.conversation.arguments)
         if has_markers(template):
-            text, spans = _in_markers(chosen, tokenizer, template)
+            text, spans = _in_markers(selection, tokenizer, template)
         else:
-            text, spans = _turn_by_turn(chosen, tokenizer)
+            text, spans = _turn_by_turn(selection, tokenizer)
         for i, (turn, span) in enumerate(spans):
             # Markers may divide a turn into several spans; thinking is at the beginning of its first span
             if not i or spans[i - 1][0] != turn:
-                spans[i] = turn, self.without_thinking(text, span, chosen.conversation.messages[turn])
+                spans[i] = turn, self.without_thinking(text, span, selection.conversation.messages[turn])
         return text, [span for _, span in spans]
 
     def without_thinking(self, text: str, span: Span, message: Message) -> Span:
@@ -220,7 +220,7 @@ def text_parts(text: str, spans: list[Span]) -> list[dict[str, object]]:
     ]
 
 
-def _in_markers(chosen: TurnSelection, tokenizer: Tokenizer, template: str) -> tuple[str, list[tuple[int, Span]]]:
+def _in_markers(selection: TurnSelection, tokenizer: Tokenizer, template: str) -> tuple[str, list[tuple[int, Span]]]:
     """Find the trained turns of a conversation by the markers of its template.
 
     The markers enclose blocks of text, which the template does not assign to messages. So the history before each turn
@@ -232,7 +232,7 @@ def _in_markers(chosen: TurnSelection, tokenizer: Tokenizer, template: str) -> t
     Raises:
         UnknownTurnError: If the blocks of a history have other text in the whole conversation.
     """
-    conversation = chosen.conversation
+    conversation = selection.conversation
     arguments = conversation.arguments | {"chat_template": template}
     render: Any = render_jinja_template
 
@@ -258,12 +258,12 @@ def _in_markers(chosen: TurnSelection, tokenizer: Tokenizer, template: str) -> t
         first_blocks.append(len(blocks))
     spans: list[tuple[int, Span]] = []
     for turn, (first, stop) in zip(turns, pairwise([*first_blocks, len(all_blocks)]), strict=True):
-        if turn in chosen.trained:
+        if turn in selection.trained:
             spans += [(turn, span) for span in all_blocks[first:stop]]
     return text, spans
 
 
-def _turn_by_turn(chosen: TurnSelection, tokenizer: Tokenizer) -> tuple[str, list[tuple[int, Span]]]:
+def _turn_by_turn(selection: TurnSelection, tokenizer: Tokenizer) -> tuple[str, list[tuple[int, Span]]]:
     """Find the trained turns of a conversation by rendering it up to each turn, for a template without markers.
 
     Returns:
@@ -277,11 +277,11 @@ def _turn_by_turn(chosen: TurnSelection, tokenizer: Tokenizer) -> tuple[str, lis
     def show_difference(text: str, compared: str) -> str:
         return text[num_same(text, compared) :][:NUM_SHOWN]
 
-    conversation = chosen.conversation
+    conversation = selection.conversation
     messages = conversation.messages
     full_text = conversation.text(messages, tokenizer)
     spans = []
-    for turn in chosen.trained:
+    for turn in selection.trained:
         prompt = conversation.text(messages[:turn], tokenizer, add_generation_prompt=True)
         text_up_to_turn = conversation.text(messages[: turn + 1], tokenizer)
         if not text_up_to_turn.startswith(prompt):

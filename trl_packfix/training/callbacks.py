@@ -1,4 +1,17 @@
-"""Callbacks of the trainer: before the first step, in it, and with each checkpoint."""
+"""The callbacks that a trainer adds to itself: what it proves, reports and refuses while it trains.
+
+`trainer.py` adds them in its constructor, and transformers calls them:
+
+    BeforeTraining          checks the loss and the evaluation sets when training starts, and prints what is trained
+    CheckAdapterGradients   refuses adapters without a gradient, in the first optimizer step
+    StreamCallback          compares what ranks read of a stream, and updates the packing report at checkpoints
+    BeforeFirstStep         proves on the wrapped model that documents in packs are isolated, compares the first step
+                            with unpacked training (`first_step.py`), and shows the packing report
+
+Words: the model is *wrapped* when an engine (DDP, FSDP, DeepSpeed) has prepared it. Documents are *isolated* if no
+document of a pack changes what the model computes for another document. A model is *unpacked* if its packs run as rows
+of padded batches, because documents are not isolated.
+"""
 
 import logging
 import re
@@ -54,7 +67,7 @@ LOGGED = {  # keys of the log: unit, and what it is. docs/logging.md is made of 
 
 
 class BeforeTraining(TrainerCallback):
-    """Says what is trained, and refuses what shows only now: evaluation sets without a trained token, another loss."""
+    """Prints what is trained, and refuses evaluation sets without a trained token and a loss that is not used."""
 
     def __init__(self, trainer: TrainerView, data: TrainingData, objective: Objective, *, evaluation: Evaluation):
         self._trainer = trainer
@@ -98,9 +111,14 @@ class BeforeTraining(TrainerCallback):
 
 
 def backward_note(model: nn.Module, most_documents: int | None) -> str:
-    """Return a note on the memory of flash attention's backward for many documents; "" if it is little."""
+    """Return a note for the report on the memory of flash attention's backward; "" if it is less than `MUCH_GIB`.
+
+    Args:
+        model: the model, for the sizes of its heads.
+        most_documents: the largest number of documents in a micro-batch.
+    """
     config = text_config(base_model(model))
-    width = -(-head_dim(config) // 32) * 32  # the kernels round it up
+    width = -(-head_dim(config) // 32) * 32  # the kernels round the size of a head up to a multiple of 32
     rows = ROWS_PER_DOCUMENT * (most_documents or 0)
     needed = rows * max(head_counts(config), default=0) * width * torch.float32.itemsize / 2**30
     if needed < MUCH_GIB:
@@ -118,13 +136,13 @@ class BeforeFirstStep(TrainerCallback):
         self._trainer = trainer
         self._data = data
         self._first_step = first_step
-        self._modules: list[int] = []  # those that were tested, by identity
+        self._modules: list[int] = []  # identities of the modules of the model when it was proved last
 
     def on_step_begin(self, *call: object, **kwargs: object) -> None:
         """Prove isolation again if modules of the model were replaced, added or removed since the last proof."""
         trainer = self._trainer
         modules = self._identities()
-        if modules == self._modules or trainer.packed_model.is_unpacked:  # rows of padded batches need no proof
+        if modules == self._modules or trainer.packed_model.is_unpacked:  # padded batches need no proof
             return
         self._modules = modules
         with trainer.compute_loss_context_manager():
@@ -144,10 +162,10 @@ class BeforeFirstStep(TrainerCallback):
         trainer = self._trainer
         args = self._trainer.args
         packed_model = self._trainer.packed_model
-        if trainer.packing_report is None:  # made with the loader of this package
+        if trainer.packing_report is None:  # it is made with this package's loader, which a subclass has replaced
             refuse_conflicts(RunSettings(args=args, own_loader=f"{type(trainer).__name__}.get_train_dataloader"))
         model = base_model(trainer.model)
-        with parameters_unchanged(trainer.model):  # whose root FSDP shards, also around an adapter
+        with parameters_unchanged(trainer.model):  # the model with its adapters, because FSDP shards all of it
             isolation, step = self._prove_and_compare()
         report = trainer.packing_report
         assert report is not None
@@ -167,9 +185,9 @@ class BeforeFirstStep(TrainerCallback):
         isolation.raise_if_leaking(args.on_leak)
         step.raise_if_different()
         self._modules = self._identities()
-        # Loggers get these, and the log history writes them to trainer_state.json; printed, they are in the report
-        left_out = (PrinterCallback, ProgressCallback) if args.packing_report else ()
-        with callbacks_left_out(trainer.callback_handler, left_out):
+        # Loggers get these numbers, and trainer_state.json has them. They are not printed if the report was shown.
+        silent_callbacks = (PrinterCallback, ProgressCallback) if args.packing_report else ()
+        with callbacks_left_out(trainer.callback_handler, silent_callbacks):
             trainer.log(
                 {
                     "isolation/max_change": isolation.max_change,
@@ -183,7 +201,11 @@ class BeforeFirstStep(TrainerCallback):
             )
 
     def _prove_and_compare(self) -> tuple[IsolationReport, StepComparison]:
-        """Prove isolation, shared prefixes and parts of packs, and compare the first step with unpacked training."""
+        """Prove isolation, shared prefixes and packs that ranks share; compare the first step with unpacked training.
+
+        If documents are isolated and the first step differs all the same, the model is unpacked, unless a setting
+        forbids it, and compared again.
+        """
         trainer = self._trainer
         args = self._trainer.args
         packed_model = self._trainer.packed_model
@@ -197,8 +219,9 @@ class BeforeFirstStep(TrainerCallback):
         if isolation.passed:
             prove_degrees(trainer, self._data.degrees)
             step = self._first_step.compare()
-        shares = self._data.shares_prefixes or max(self._data.degrees, default=1) > 1  # then rows cannot be padded
-        if step.problem is not None and args.on_leak != "raise" and not (shares or packed_model.is_unpacked):
+        # Documents that share a prefix, or packs that ranks share, cannot run as rows of a padded batch
+        is_shared = self._data.shares_prefixes or max(self._data.degrees, default=1) > 1
+        if step.problem is not None and args.on_leak != "raise" and not (is_shared or packed_model.is_unpacked):
             isolation = packed_model.unpack(trainer.model_wrapped, why=f"in the first step {step.problem}")
             unpacked = self._first_step.compare() if isolation.passed else step
             step = step if unpacked.problem is not None else unpacked
@@ -216,10 +239,10 @@ class BeforeFirstStep(TrainerCallback):
 class CheckAdapterGradients(TrainerCallback):
     """Refuses adapters that get no gradient in the first optimizer step, though the modules around them ran.
 
-    Fused kernels of Mamba-2 leave out an adapter on the output projection. Adapters on modules that did not run may get
-    their gradients later. So may adapters that ran and have a gradient of zero: the projection behind them starts at
-    zero, or no document of the step has the token that is trained. Engines that hold gradients elsewhere (DeepSpeed)
-    show none.
+    For example, fused kernels of Mamba-2 do not call an adapter on the output projection. An adapter is not refused if
+    its module did not run, because it may get a gradient in a later step. Neither is one that ran and has a gradient of
+    zero: the projection behind it may start at zero, or no document of the step has the token that is trained. Nothing
+    is refused if no adapter has a gradient, as with DeepSpeed, which holds gradients elsewhere.
     """
 
     def __init__(self) -> None:
@@ -251,12 +274,12 @@ class CheckAdapterGradients(TrainerCallback):
         if dead:
             name = min(dead)
             named = f"`{name}`" + (f" (and of {len(dead) - 1} other(s))" if len(dead) > 1 else "")
-            instead = "" if args.packing else ", or train with `packing=True`, where Mamba-2 calls it"
+            alternative = "" if args.packing else ", or train with `packing=True`, where Mamba-2 calls it"
             raise ValueError(
                 f"No adapter of {named} got a gradient in the first optimizer step, though the modules around "
                 "them ran. So what they compute does not reach the loss, and they would stay as they are. For example, "
                 "a fused kernel reads the weights under its adapters and does not call them. Remove "
-                f"`{name.rpartition('.')[2]}` from `target_modules`{instead}."
+                f"`{name.rpartition('.')[2]}` from `target_modules`{alternative}."
             )
 
 
@@ -284,11 +307,11 @@ class StreamCallback(TrainerCallback):
         if args.world_size == 1:
             return
         firsts = gather_object([self._data.images.first_of_stream(self._trainer.train_dataset)])
-        other = [rank for rank in range(args.world_size) if firsts[rank] != firsts[0]]
-        if other:
+        differing_ranks = [rank for rank in range(args.world_size) if firsts[rank] != firsts[0]]
+        if differing_ranks:
             raise ValueError(
-                f"The stream begins with another row on {len(other)} of {args.world_size} ranks than on rank 0 (the "
-                f"first is rank {other[0]}). All ranks share one stream. If they read "
+                f"The stream begins with another row on {len(differing_ranks)} of {args.world_size} ranks than on rank "
+                f"0 (the first is rank {differing_ranks[0]}). All ranks share one stream. If they read "
                 "different ones, documents are trained twice or never. Give `shuffle` a `seed`, and all ranks the same "
                 "files."
             )
@@ -317,9 +340,9 @@ class StreamCallback(TrainerCallback):
         state = stream.state_after(num_steps)
         before = trainer.packing_report
         counts = state["counts"]
-        alike = state["count"]
-        if alike < stream.packing.world_size:  # each group has counted its own shards only
-            counts = sum(gather_object([counts])[:: alike * self._data.ranks.copies], StreamCounts())
+        num_alike = state["count"]  # ranks that read the same rows of the stream
+        if num_alike < stream.packing.world_size:  # these ranks have counted the rows of their own shards only
+            counts = sum(gather_object([counts])[:: num_alike * self._data.ranks.copies], StreamCounts())
         report = make_stream_report(stream, trainer.args.max_steps, counts, micro_steps=state["micro_steps"])
         before_training = ("attention", "isolation", "first_step", "trained", "data", "experimental")
         report = trainer.packing_report = replace(report, **{name: getattr(before, name) for name in before_training})

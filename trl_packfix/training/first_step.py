@@ -147,7 +147,7 @@ class FirstStep:
         # Third, train them packed and unpacked. A gap above its limit counts only if it is also found when equal values
         # in `topk` are chosen in a fixed order
         with self._undisturbed():
-            packed = self._probe.silenced(lambda: self._train_packed(packs))
+            packed = self._probe.run_without_draws(lambda: self._train_packed(packs))
             unpacked = self._train_unpacked(packs)
             gaps = self._measure_gaps(packed, unpacked)
             dtype = self._data.attention_dtype

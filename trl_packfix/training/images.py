@@ -1,6 +1,6 @@
 """How the trainer reads datasets, with images or without: the one place that knows whether a run has images.
 
-`loading.py` constructs `NoImages` or its subclass `ImageData`, once for a run, and calls the same methods of either: to
+`loading.py` constructs `TextData` or its subclass `ImageData`, once for a run, and calls the same methods of either: to
 read a table or a stream as documents, to collate documents into packs and padded batches, and to know what they cost.
 `preparation.py` measures rows with images without a trainer.
 
@@ -45,8 +45,8 @@ from .config import SFTConfig
 from .trainer_view import TrainerPart, TrainerView
 
 
-class NoImages(TrainerPart):
-    """Reads the datasets of a run without images.
+class TextData(TrainerPart):
+    """Reads the datasets of a run without images, and has the methods that `ImageData` overrides.
 
     Attributes:
         examples: makes rows with images into inputs of the model; None without images.
@@ -93,7 +93,7 @@ class NoImages(TrainerPart):
         return PaddedCollator(collate)
 
 
-class ImageData(NoImages):
+class ImageData(TextData):
     """Reads the datasets of a run with images.
 
     It is constructed before an engine wraps the model, and takes the processor from TRL's collator.
@@ -121,7 +121,7 @@ class ImageData(NoImages):
         return "input_ids" in columns_of(dataset) and not has_images(dataset)
 
     def of_stream(self, vocab_size: int | None = None) -> StreamImages:
-        rule = TurnRule.of(self.args) if self.args.per_turn else None
+        rule = TurnRule.from_args(self.args) if self.args.per_turn else None
         return StreamImages(self.process, self.args.dataset_text_field, rule, drops=self.args.bad_rows == "drop")
 
     def first_of_stream(self, dataset: IterableDataset) -> str:
@@ -188,7 +188,7 @@ def measure_rows(dataset: Dataset, process: RowProcessor, name: str, *, args: SF
         The reader of the documents; with `per_turn`, each turn is a document.
     """
     drops = marks and args.bad_rows == "drop"
-    rule = TurnRule.of(args) if args.per_turn else None
+    rule = TurnRule.from_args(args) if args.per_turn else None
     if rule is not None:
         check_conversations(dataset, name)
     with main_process_first():

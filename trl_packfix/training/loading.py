@@ -1,4 +1,19 @@
-"""The data of a training run: documents, planner, loaders, and the model that takes their packs."""
+"""Make the batches of a training run: from the tokenised training set to the loader that yields packs.
+
+The trainer (`trainer.py`) constructs one `TrainingData`, which takes these steps:
+
+    1. At construction, before the model is loaded, it checks which datasets were given.
+    2. `attach`, once TRL has tokenised them and loaded the model, reads the table (`data/reader.py`), cuts its rows
+       into documents (`data/documents.py`) and makes the collator and the packed model (`isolation/packed_model.py`).
+    3. `packed_loader`, when training starts, plans the packs of the first epoch (`data/epochs.py`), makes the packing
+       report, and returns the loader. The loader of a stream (`data/stream.py`) plans packs while it reads.
+
+`objective.py`, `evaluation.py`, `restart.py` and `callbacks.py` read what this object holds.
+
+Words: a *row* is an example of the tokenised dataset; a *document* is the part of a row that is one training example; a
+*pack* is one sequence of documents that the model reads together; a *plan* says which documents share a pack. A *table*
+is a `datasets.Dataset`, a *stream* an `IterableDataset`.
+"""
 
 import logging
 from collections.abc import Callable, Collection
@@ -46,7 +61,7 @@ from . import checks
 from .choices import RunSettings, text_config
 from .config import SFTConfig
 from .features import refuse_conflicts
-from .images import ImageData, NoImages
+from .images import ImageData, TextData
 from .lora_inputs import LoraInputs
 from .noise import DocumentNoise
 from .planner import documents_of, make_planner, packing_of
@@ -61,16 +76,15 @@ logger = logging.getLogger(__name__)
 class TrainingData(TrainerPart):
     """The data of a trainer, from its training set to batches.
 
-    With packing, a table becomes documents when the trainer is constructed, and packs when training starts. If
-    `train_dataset` was replaced by then, the new one is read first. What datasets were given is checked before the
-    model is loaded. `attach` does what needs the model.
+    With packing, the rows of a table become documents when the trainer is constructed, and packs when training starts.
+    If `train_dataset` was replaced in between, the new one is read first.
     """
 
-    reader: RowReader  # with packing of a table, as are `documents`
-    documents: Documents
+    reader: RowReader  # set if a table is packed
+    documents: Documents  # set if a table is packed
     row_values: RowValues
-    padded_collator: Callable[..., Any]  # of an unpacked run
-    unpacked_counts_first: bool  # TRL would divide an unpacked loss by the first label of each row, too: no target
+    padded_collator: Callable[..., Any]  # TRL's collator, which an unpacked run has
+    unpacked_counts_first: bool  # whether unpacked TRL would count the first label of each row, though it is no target
     ranks: DataRanks
 
     def __init__(
@@ -80,14 +94,14 @@ class TrainingData(TrainerPart):
         super().__init__(trainer)
         self.vocab_size: int | None = getattr(text_config(model, args), "vocab_size", None)
         checks.check_prepared_sets(args, train_dataset, eval_dataset, vocab_size=self.vocab_size)
-        self.images = NoImages(trainer)
-        self._rows = PackedDataCollator()  # makes the rows of packs in training
+        self.images = TextData(trainer)
+        self._rows = PackedDataCollator()  # makes the text of packs in training
         self.turns: PerTurnCounts | None = None
-        self.report: DataReport | None = None  # whether everything given is in the tokens
+        self.report: DataReport | None = None  # whether every text of the training set is in the tokens once
         self.trained = TrainedSummary(what_is_trained(args, train_dataset), args.message_train_key)
-        self.planner: EpochPlanner | None = None  # of a table, from when training starts
-        self.stream: PackedStream | None = None  # the same of a stream
-        self.stream_sources: StreamSources | None = None  # that this rank has met
+        self.planner: EpochPlanner | None = None  # plans the packs of a table; set when training starts
+        self.stream: PackedStream | None = None  # plans the packs of a stream; set when training starts
+        self.stream_sources: StreamSources | None = None  # the sources of a stream that this rank has met
         self.packs_images = args.packing and has_images(train_dataset)
 
     def attach(self) -> None:
@@ -112,7 +126,7 @@ class TrainingData(TrainerPart):
         eval_sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
         for name, dataset in [("train", trainer.train_dataset), *eval_sets.items()]:
             check_texts_with_images(dataset, name, per_turn=args.per_turn)
-            # TRL does not prepare the sets of such a run, so their data were not proved yet
+            # TRL does not prepare datasets with images, so the data were not proved by `make_samples`
             if trainer._is_vision_dataset and columns_of(dataset) and not has_transform(dataset):
                 report = prove_or_refuse(dataset, name, args=args, tokenizer=trainer.processing_class)
                 self.report = report if dataset is trainer.train_dataset else self.report
@@ -130,7 +144,7 @@ class TrainingData(TrainerPart):
 
     @property
     def _value_columns(self) -> dict[str, str]:
-        """The columns of weights and sources, by their keys in a batch."""
+        """The names of the columns of weights and sources, by their keys in a batch."""
         columns = {WEIGHTS: self.args.weight_column, SOURCES: self.args.source_column}
         return {key: column for key, column in columns.items() if column is not None}
 
@@ -142,7 +156,8 @@ class TrainingData(TrainerPart):
         if isinstance(dataset, IterableDataset):
             self.stream_sources = None if args.source_column is None else StreamSources()
             self.row_values = RowValues()  # a stream is read, and checked, later
-        else:  # prepared, so that rows may be shuffled or fewer than those given
+        else:
+            # TRL has prepared the table, so its rows may be shuffled, and fewer than the rows that the user gave
             self.row_values = read_row_values(dataset, args.weight_column, args.source_column, name="train")
             if args.packing:
                 self.reader = self.images.read(dataset, "train")
@@ -151,13 +166,16 @@ class TrainingData(TrainerPart):
                 with status_shown(args, f"Cutting {len(self.reader):,} rows into documents"):
                     self.documents = documents_of(self.reader, args)
                 check_same_documents(self.documents, "The training set", args.world_size)
-        if (keys := self._value_columns) and not args.packing:  # rows have the two columns themselves
+        if (keys := self._value_columns) and not args.packing:  # TRL's rows have the two columns themselves
             index = {value: i for i, value in enumerate(self.row_values.column_values)}
             names_sources = self.stream_sources is not None
             self._trainer.data_collator = RowValuesCollator(self.padded_collator, keys, index, names_sources)
 
     def trained_line(self) -> str:
-        """Return a line of text that says what is trained without packing, for a table with the share of its tokens."""
+        """Return a line for the log that says what is trained without packing.
+
+        For a table it has the share of trained tokens.
+        """
         dataset = self._trainer.train_dataset
         if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
             return self.trained.line(0, 0)
@@ -165,7 +183,7 @@ class TrainingData(TrainerPart):
         return self.trained.line(counts.trained_tokens, counts.tokens)
 
     def start(self) -> None:
-        """Refuse what was changed since construction, and read a training set that was set since."""
+        """Refuse settings that were changed since construction, and read a training set that was replaced."""
         trainer = self._trainer
         args = self.args
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -182,7 +200,9 @@ class TrainingData(TrainerPart):
             checks.settings_of_trainer(type(trainer), {"args": args, "model": trainer.model, "train_dataset": dataset})
         )
         checks.check_weights(args, trainer.train_dataset)
-        self.turns, self.report, self.trained = None, None, replace(self.trained, counts=None)
+        self.turns = None
+        self.report = None
+        self.trained = replace(self.trained, counts=None)
         self._read_training_set()
 
     def packed_loader(self) -> DataLoader[Any]:
@@ -217,12 +237,12 @@ class TrainingData(TrainerPart):
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """How many ranks may share a pack in training; () without packing."""
+        """The numbers of ranks that may share a pack in training; () without packing."""
         return () if self.packing is None else self.packing.degrees
 
     @property
     def _packing_of_run(self) -> dict[str, Any]:
-        """What the model, the engine and the run decide of the packing."""
+        """The arguments of the planner that model, engine and ranks decide, and not the config."""
         return {
             "cost_model": self.cost_model,
             "world_size": self.ranks.count,
@@ -232,6 +252,7 @@ class TrainingData(TrainerPart):
         }
 
     def make_planner(self) -> EpochPlanner:
+        """Return the planner of the packs of the training table."""
         return make_planner(self.args, self.documents, **self._packing_of_run)
 
     @cached_property
@@ -242,8 +263,9 @@ class TrainingData(TrainerPart):
     def make_loader(
         self, dataset: DocumentDataset, sampler: PackedBatchSampler | PaddedBatchSampler, collate: Callable[..., Any]
     ) -> DataLoader[Any]:
-        keeps = self.args.dataloader_persistent_workers
-        settings = {"persistent_workers": keeps, **self._loader_settings, **self._worker_kwargs}
+        """Return a loader of the documents whose batches `sampler` yields, with the user's settings of loaders."""
+        is_persistent = self.args.dataloader_persistent_workers
+        settings = {"persistent_workers": is_persistent, **self._loader_settings, **self._worker_kwargs}
         return document_loader(dataset, sampler, collate, **settings)
 
     def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]:
@@ -257,16 +279,23 @@ class TrainingData(TrainerPart):
             collate = self.packed_collator(trainer._train_batch_size, self.shares_prefixes)
         if keys:
             collate = RowValuesCollator(collate, {key: key for key in keys}, names_sources=names_sources)
-        # On CUDA documents of a pack come by length, in launches of their own; a compiler would trace each anew
+        # On CUDA the documents of a pack are sorted by length, and attention is launched on groups of them. With
+        # `torch_compile` they are not, because the compiler would trace each grouping anew.
         return ByLength(collate) if self.args.device.type == "cuda" and not self.args.torch_compile else collate
 
     def packed_collator(self, batch_size: int, shares: bool) -> PackCollator:
-        args, multiple, longest = self.args, self.args.pad_to_multiple_of, None
+        """Return the collator of packs of up to `batch_size * max_length` tokens.
+
+        With `pad_documents_to_multiple_of`, every pack is padded to the capacity, so that all packs have one length.
+        """
+        args = self.args
+        multiple = args.pad_to_multiple_of
+        longest = None
         if args.pad_documents_to_multiple_of is not None:
             longest = args.max_length
-            assert longest is not None  # `SFTConfig` refuses it without
-            most = args.tokens_per_rank or batch_size * longest  # of a rank
-            multiple = -(-most // (multiple or 1)) * (multiple or 1)
+            assert longest is not None  # `SFTConfig` requires it
+            capacity = args.tokens_per_rank or batch_size * longest  # tokens on a rank
+            multiple = -(-capacity // (multiple or 1)) * (multiple or 1)
         rows = PrefixCollator(
             multiple,
             self._trainer._tokenizer.pad_token_id,
@@ -375,15 +404,19 @@ class TrainingData(TrainerPart):
 
 
 def unpacked_rows(
-    dataset: Dataset | IterableDataset, given: Dataset | IterableDataset, name: str, *, args: SFTConfig
+    dataset: Dataset | IterableDataset, uncut: Dataset | IterableDataset, name: str, *, args: SFTConfig
 ) -> Dataset | IterableDataset:
-    """Return the rows of an unpacked training set that have a trained token; check their weights and sources.
+    """Return the rows of an unpacked training set that have a trained token; check the weights and sources of a stream.
 
-    `given` are the rows before TRL has cut them to `max_length`, and has dropped those without a trained token.
+    Args:
+        dataset: the rows that TRL has prepared.
+        uncut: the rows before TRL has cut them to `max_length` and has dropped rows without a trained token.
+        name: the dataset's name in messages.
+        args: the config of the trainer.
     """
     if isinstance(dataset, Dataset):
-        assert isinstance(given, Dataset)
-        return drop_untrained(dataset, len(given), args.max_length)
+        assert isinstance(uncut, Dataset)
+        return drop_untrained(dataset, len(uncut), args.max_length)
     if args.weight_column is None and args.source_column is None:
         return dataset
     kwargs = {"weight_column": args.weight_column, "source_column": args.source_column, "name": name}

@@ -1,15 +1,27 @@
-"""The training loss and its log.
+"""Compute the training loss of a micro-batch, and count what was trained for the log.
 
-With `document_weighting="token"` loss and gradients are TRL's, to the bit. With "document" every document counts the
-same, whatever its length (LongAlign, arXiv 2401.18058). With `weight_column` the loss of each document d, and its share
-of the divisor, are multiplied by the weight w_d of its row: sum(w_d * loss_t) / sum(w_d) over the trained tokens t of
-the whole optimizer step, or sum(w_d * mean_d) / sum(w_d) over its documents. So loss and gradient depend only on ratios
-of weights, and not on packing, accumulation or ranks.
+The trainer (`trainer.py`) constructs one `Objective` and calls it at four places of an optimizer step:
 
-All sums are over the targets of documents, not over rows: with shared prefixes a row may be a target of several
-documents. Of a part of a pack, each rank adds the terms of its own targets, with the counts of the whole pack, and the
-first rank of a group counts documents, tokens, micro-batches and the value of the load-balancing statistic. A document
-without a trained token is padding or a dummy, because training drops the others.
+    1. `count_step` counts the trained tokens of all micro-batches of the step. The loss is divided by this number.
+    2. `pop_row_values` takes the weights and sources of documents out of a micro-batch before the model gets it.
+    3. `compute_loss` runs the model on a micro-batch, and returns its share of the loss of the step.
+    4. `add_metrics` adds what was counted since the last log to the log (`totals.py`).
+
+The loss is a mean over an optimizer step. With `document_weighting="token"` loss and gradients are TRL's, to the bit.
+With "document" every document counts the same, whatever its length (LongAlign, arXiv 2401.18058). With `weight_column`
+the loss of each document d, and its share of the divisor, are multiplied by the weight w_d of its row: sum(w_d *
+loss_t) / sum(w_d) over the trained tokens t of the whole optimizer step, or sum(w_d * mean_d) / sum(w_d) over its
+documents. So loss and gradient depend only on ratios of weights, and not on packing, accumulation or ranks.
+
+Words: a *document* is one training example, and a *pack* is one sequence of several documents. A *trained token* is one
+whose label is not -100. A *target* is a pair of a document and a trained token (`layout.py`). A *dummy* is a batch
+without a trained token, for a rank that has no document in a micro-batch. A *part* is what one rank holds of a pack
+that several ranks share, and these ranks are a *group*.
+
+All sums are over targets and not over the tokens of a pack, because documents with a common prefix share its tokens. If
+ranks share a pack, each rank adds the terms of the targets in its part. Documents, tokens, micro-batches and the value
+of the load-balancing statistic are counted by the first rank of a group only. Training drops documents without a
+trained token, so a document of a batch that has none is padding or belongs to a dummy.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +55,7 @@ NUM_DUMMY_TOKENS = 2
 class Objective(TrainerPart):
     """The training loss of a trainer, and the metrics in its log. `attach` prepares the model, once it is loaded."""
 
-    totals: TrainingTotals  # tokens are real ones, without padding and dummies; exact at each log and checkpoint
+    totals: TrainingTotals  # tokens are counted without padding and dummies, and are exact at each log and checkpoint
 
     def __init__(self, trainer: TrainerView, data: TrainingData, compute_loss_func: Callable[..., Any] | None):
         super().__init__(trainer)
@@ -72,26 +84,32 @@ class Objective(TrainerPart):
 
     @property
     def replaces_trl_loss(self) -> bool:
-        """Whether this loss replaces TRL's: not for unpacked images, nor under TRL's own sequence parallelism."""
+        """Whether this loss replaces TRL's loss.
+
+        It does not for unpacked rows with images, nor under TRL's own sequence parallelism.
+        """
         return not self._data.leaves_images and self._trainer.get_sp_size() == 1
 
     @property
     def smoothing(self) -> float:
-        """The share of all tokens in the loss of a label: that of the smoother which transformers has constructed."""
+        """The share of the loss that label smoothing gives to all tokens of the vocabulary; 0 without smoothing."""
         smoother = self._trainer.label_smoother
         return 0.0 if smoother is None or self.args.loss_type == "dft" else smoother.epsilon
 
     # The loss
 
     def start(self) -> None:
-        """Prepare the model and the totals at the start of training: both may have changed since construction."""
+        """Prepare the model and the totals again when training starts, because both may have changed since `attach`."""
         score_tokens(base_model(self._trainer.model))  # a trainer of TRL may have been built on this model
         self.totals.set_sources(self._data.row_values.names, self._data.stream_sources)
         self.same_pack.start(self.args)
         self.summed_by_ranks = parameters_summed_by_ranks(base_model(self._trainer.model))
 
     def pop_row_values(self, inputs: dict[str, Any]) -> None:
-        """Take the weights and sources of documents out of a batch: no model takes them, and DeepSpeed would round."""
+        """Move the weights and sources of documents from a batch to `values_of_batch`.
+
+        No model accepts them, and DeepSpeed would round them to half precision.
+        """
         self.values_of_batch = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
         names = self.values_of_batch.get(SOURCES)
         numbered = self._data.stream_sources
@@ -111,7 +129,10 @@ class Objective(TrainerPart):
         return_outputs: bool,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | tuple[Tensor, Any]:
-        """Return the loss of a micro-batch in training, its share of the optimizer step, and add it to the log."""
+        """Return the share of a micro-batch in the loss of its optimizer step, and count it for the log.
+
+        With `return_outputs`, the outputs of a second forward, which have logits, are returned beside the loss.
+        """
         if self.args.packing:
             self._trainer.packed_model.check_packed_attention(inputs)
         inputs["use_cache"] = False
@@ -138,7 +159,7 @@ class Objective(TrainerPart):
             losses = targets.select(-outputs.log_probs)
             is_trained = targets.select(outputs.label_mask)
             self.totals.add_sources(losses, is_trained, sources)
-        if return_outputs:  # as in TRL: a second forward makes the logits, which the fused LM head does not
+        if return_outputs:  # As in TRL, a second forward makes the logits. The fused LM head makes none.
             with torch.no_grad():
                 return loss, model(**{key: value for key, value in inputs.items() if key != "labels"})
         return loss
@@ -155,7 +176,7 @@ class Objective(TrainerPart):
     def _loss(
         self, model: nn.Module, inputs: dict[str, Any], layout: Layout, *, num_items: Tensor | int | None
     ) -> tuple[Tensor, Any]:
-        """Return the loss of one micro-batch, its share of the step, and the outputs of TRL's fused LM head."""
+        """Return the share of a micro-batch in the loss of its step, and the outputs of TRL's fused LM head."""
         of_user = self._trainer.compute_loss_func
         if of_user is None and not self.smoothing:
             outputs = model(**inputs, fused_lm_head=True)
@@ -164,12 +185,12 @@ class Objective(TrainerPart):
             if self.args.loss_type == "dft":
                 per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
             return self._mean(per_token_loss, targets, outputs.label_mask, num_items=num_items), outputs
-        # Both need full logits. As in TRL, a second forward computes the metrics.
+        # A loss of the user and label smoothing need all logits. As in TRL, a second forward computes the metrics.
         with_logits = model(**{key: value for key, value in inputs.items() if key not in ("labels", "shift_labels")})
         with torch.no_grad():
             outputs = model(**inputs, fused_lm_head=True)
         if of_user is not None and self.args.packing and not has_trained_tokens(inputs):
-            # Of a dummy, the user's mean would be 0 / 0. The forwards ran, because other ranks wait for them
+            # The user's mean over a dummy would be 0 / 0. The forwards ran, because other ranks wait for them
             return with_logits.logits.masked_fill(outputs.label_mask.new_ones(()).bool(), 0).sum(), outputs
         if of_user is not None:
             with self._trainer.user_code.other_models_checked(inputs):
@@ -189,8 +210,13 @@ class Objective(TrainerPart):
     ) -> Tensor:
         """Return the share of this batch in the mean of an optimizer step over its weighted targets.
 
-        `values` are 0 where `mask` says that nothing is trained, both (B, T - 1), or (1, T / s) of a part. `num_items`
-        are the trained tokens of the step over all ranks; None: the mean over this batch.
+        Args:
+            values: the loss at each position, 0 where nothing is trained, (B, T - 1); (1, T / s) in a part of a pack
+                that s ranks share.
+            targets: the targets of this rank.
+            mask: True at positions behind which the token is trained, of the same shape as `values`.
+            num_items: number of trained tokens of the step over all ranks. None takes the mean over this batch.
+            num_classes: number by which the mean is divided, too.
         """
         values = targets.select(values)
         count = targets.select(mask).sum()
@@ -204,7 +230,7 @@ class Objective(TrainerPart):
             count = self._total_weight(weights, targets.trained)
             num_items = None if num_items is None else self._weight_of_step
         count = torch.as_tensor(count if num_items is None else num_items)
-        # If it is 0, so are all terms of the sum. A sum of weights may be between 0 and 1.
+        # If the count is 0, all terms of the sum are 0. It is not clamped to 1, because a sum of weights may be less.
         return values.sum() / (count.masked_fill(count == 0, 1) * num_classes)
 
     def _total_weight(self, weights: Tensor, trained: Tensor) -> Tensor:
@@ -215,31 +241,38 @@ class Objective(TrainerPart):
     def count_step(
         self, batch_samples: list[dict[str, Any]], device: torch.device, count: Callable[[list[Any]], Any]
     ) -> Any:
-        """Return the trained tokens of an optimizer step over all ranks; `count` is the method of transformers.
+        """Return the number of trained tokens of an optimizer step over all ranks.
 
-        The other divisors of our loss are stored: the number of documents, and of micro-batches that have documents.
+        The other divisors of the loss are stored: the number of documents, the sum of their weights, and the number of
+        micro-batches that have documents.
+
+        Args:
+            batch_samples: the micro-batches of this rank.
+            device: the device on which ranks exchange numbers.
+            count: counts the labels of batches over all ranks; a method of transformers.
         """
         self.totals.start_step()
         batches = [batch for batch in batch_samples if "labels" in batch] if self.replaces_trl_loss else []
         if not batches:
             return count(batch_samples)
-        own: list[Tensor] = []  # trained tokens of the documents that this rank counts
+        counts_of_batches: list[Tensor] = []  # for each batch the trained tokens of documents that this rank counts
         for batch in batches:
             layout = layout_of(batch)
             trained = layout.targets(batch["labels"][:, 1:] != IGNORE_INDEX).trained
             self.count_batch(batch, layout, trained)
-            own.append(trained * layout.is_first)
+            counts_of_batches.append(trained * layout.is_first)
         accelerator = self._trainer.accelerator
         if self._trainer.aux_loss_enabled:
             # One statistic per micro-batch with documents. If none is empty, this is TRL's number of micro-batches.
-            filled = torch.stack([counts.any() for counts in own]).float().sum().to(device)
+            filled = torch.stack([counts.any() for counts in counts_of_batches]).float().sum().to(device)
             self._num_statistics = accelerator.reduce(filled, reduction="mean")
         if self.args.document_weighting == "document":
             # transformers counts one label per document as if it were a token, so ranks are treated alike
-            marks = [torch.where(counts > 0, 0, IGNORE_INDEX) for counts in own]
+            marks = [torch.where(counts > 0, 0, IGNORE_INDEX) for counts in counts_of_batches]
             self._num_documents = count([{"labels": mark, "shift_labels": mark} for mark in marks])
         if self.args.weight_column is not None:
-            weights = [self._total_weight(batch[WEIGHTS], counts) for batch, counts in zip(batches, own, strict=True)]
+            pairs = zip(batches, counts_of_batches, strict=True)
+            weights = [self._total_weight(batch[WEIGHTS], counts) for batch, counts in pairs]
             weight = torch.stack(weights).sum()
             self._weight_of_step = accelerator.reduce(weight.to(device), reduction="sum") / self._data.ranks.copies
         return count([layout_of(batch).labels(batch) for batch in batch_samples])
@@ -268,9 +301,10 @@ class Objective(TrainerPart):
             handle.remove()
 
     def aux_loss(self, outputs: Any, layout: Layout, trained: Tensor, *, router_logits: list[Tensor]) -> Tensor:
-        """TRL's load-balancing statistic of this micro-batch, over its documents only; zero if it has none.
+        """Return TRL's load-balancing statistic of the documents of a micro-batch, (); 0 if it has no documents.
 
-        Of a part of a pack: that of the whole pack, with the gradient of this part, and zero on all ranks but one.
+        If ranks share a pack, the first of them returns the statistic of the whole pack and the others return 0. The
+        gradient is the gradient of this rank's part.
         """
         if not router_logits:
             return outputs.aux_loss
@@ -294,16 +328,17 @@ class Objective(TrainerPart):
     # Numbers for the log
 
     def count_batch(self, inputs: dict[str, Any], layout: Layout, trained: Tensor) -> None:
+        """Add the documents, tokens and FLOPs of a batch to the totals; `trained` are counts per document, (N,)."""
         sizes = layout.sizes(trained)
         once = [trained.sum(), sizes.tokens, (trained > 0).sum(), (trained > 0).any(), self.flops(inputs, sizes)]
-        own, tokens, documents, micro_batches, flops = (value * layout.is_first for value in once)
+        num_trained, tokens, documents, micro_batches, flops = (value * layout.is_first for value in once)
         # `torch.tensor` would synchronise with the device
         rows = trained.new_full((), inputs["labels"].numel())
-        counts = [own, tokens, sizes.computed, rows, documents, micro_batches, (trained > 0).any(), flops]
+        counts = [num_trained, tokens, sizes.computed, rows, documents, micro_batches, (trained > 0).any(), flops]
         self.totals.add(self.totals.OF_BATCHES, counts)
 
     def flops(self, inputs: dict[str, Any], sizes: Sizes) -> Tensor:
-        """FLOPs of forward and backward of a batch, with all images of the pack; 0 if their cost is not known."""
+        """Return the FLOPs of forward and backward of a batch, with its images; 0 if the model's cost is not known."""
         costs = self._data.cost_model
         dtype = sum_dtype(sizes.lengths.device)
         if costs is LLAMA_7B:
@@ -316,14 +351,15 @@ class Objective(TrainerPart):
 
     @cached_property
     def trained_share(self) -> float:
+        """The share of the model's weights, without those of the vision tower, that are trained."""
         return trained_share(self._trainer.model, without=self._data.images.tower)
 
     def gather_totals(self) -> None:
         """Update `_total_train_tokens` and `num_input_tokens_seen`. All ranks must call."""
         gathered = self.totals.gather(self._trainer.accelerator, self._data.ranks.copies)
         self._trainer._total_train_tokens += round(gathered["tokens"])
-        seen = {"no": 0.0, "non_padding": gathered["tokens"], "all": gathered["row_tokens"]}
-        self._trainer.state.num_input_tokens_seen += round(seen[str(self.args.include_num_input_tokens_seen)])
+        input_tokens = {"no": 0.0, "non_padding": gathered["tokens"], "all": gathered["row_tokens"]}
+        self._trainer.state.num_input_tokens_seen += round(input_tokens[str(self.args.include_num_input_tokens_seen)])
 
     def add_metrics(self, logs: dict[str, float], start_time: float | None) -> None:
         """Add to `logs` what was trained since the last log; at the end, in the whole training. All ranks must call."""
@@ -335,7 +371,7 @@ class Objective(TrainerPart):
         span = self.totals.training if is_end else window
         if span.num_steps:
             packing = self._data.packing
-            capacity = None  # of strategies that do not fill micro-batches
+            capacity = None  # strategies that keep unpacked steps do not fill micro-batches
             if packing is not None and not packing.traits.keeps_unpacked_steps:
                 capacity = packing.parallel.tokens_per_rank
             peak = self.args.peak_tflops or own_peak_tflops(
@@ -366,12 +402,12 @@ def _smoothing_terms(logits: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Te
 
 
 def check_one_document_per_row(inputs: dict[str, Any]) -> None:
-    """Refuse shared prefixes where TRL computes the loss: in evaluation mode, which has its own sums."""
+    """Refuse a pack with shared prefixes for which TRL computes the loss, as it does in evaluation mode."""
     layout = layout_of(inputs)
     if not layout.shares_rows:
         return
     raise ValueError(
-        f"A pack with shared prefixes, {layout.count} documents in {inputs['input_ids'].numel()} rows, came to "
-        "`compute_loss` of a model in evaluation mode. There the loss is TRL's, which counts a shared token once. Use "
-        "`trainer.evaluate()`, call `model.train()` first, or collate with `PackedDataCollator`."
+        f"A pack with shared prefixes, {layout.document_count} documents in {inputs['input_ids'].numel()} rows, came "
+        "to `compute_loss` of a model in evaluation mode. There the loss is TRL's, which counts a shared token once. "
+        "Use `trainer.evaluate()`, call `model.train()` first, or collate with `PackedDataCollator`."
     )

@@ -103,7 +103,7 @@ def refused_if_unprepared(inputs: dict[str, Any]) -> Iterator[None]:
     if not layout.is_packed:
         yield
         return
-    hook = _UnpreparedModels(inputs["input_ids"], layout.count, int(inputs["max_length_q"]))
+    hook = _UnpreparedModels(inputs["input_ids"], layout.document_count, int(inputs["max_length_q"]))
     handle = register_module_forward_pre_hook(hook)
     try:
         yield

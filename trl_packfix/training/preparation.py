@@ -91,7 +91,7 @@ def check_data(
     ours = adopt_args(args, "output")
     processing_class = copy.deepcopy(processing_class)
     _set_up(processing_class, ours)
-    rendering = Rendering.of(ours, processing_class)
+    rendering = Rendering.from_args(ours, processing_class)
     return prove_data(dataset, name, rendering, num_proc=ours.dataset_num_proc)
 
 
@@ -102,7 +102,7 @@ def prepare_images(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRo
         processor=processor, completion_only_loss=completion_only, dataset_text_field=args.dataset_text_field
     )
     if args.assistant_only_loss:
-        collate = masking_collator(collate, TurnRule.of(args))
+        collate = masking_collator(collate, TurnRule.from_args(args))
     return measure_rows(dataset, row_processor(collate, args.per_turn), "train", args=args, marks=True)
 
 

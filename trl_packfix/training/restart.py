@@ -1,9 +1,20 @@
-"""Exact restarts: the state saved in every checkpoint, and the checks of it on resume.
+"""Save in each checkpoint which documents were trained, and resume a run exactly, or refuse to resume it.
 
-Every document of the epoch is trained once, or the run is refused. For a table the state holds the settings, and hashes
-of the documents and of those of every optimizer step: they are compared before the first step. If only ranks,
-accumulation or batch size changed, the documents that remain of the epoch are planned anew. For a stream the state
-holds the position of every rank in reading and packing.
+A resumed run trains every document of its epoch once, also those that were trained before the checkpoint. The trainer
+(`trainer.py`) constructs one `Restart`, which acts at three times:
+
+    1. `begin_checkpoint` and `end_checkpoint` write the state into a checkpoint (`checkpoints.py` has its files).
+    2. `choose` chooses the checkpoint from which a run resumes, and reads its state.
+    3. `check_training_set`, for a table, compares the state with this run before its first step, and sets the planner
+       (`data/epochs.py`) to the position of the checkpoint. `resume_stream` does this for a stream (`data/stream.py`).
+
+The state of a table has the settings, a hash of all documents, and a hash of the documents of each optimizer step. If
+the hashes are equal, the run continues with the same batches. If they differ only because ranks, accumulation or batch
+size changed, the documents that remain of the epoch are planned anew. Everything else is refused. The state of a stream
+has the position of each rank in reading and packing.
+
+Words: a *document* is one training example; a *plan* says which documents are in which optimizer step; the *engine* is
+DeepSpeed, FSDP or none. A *table* is a `datasets.Dataset`, a *stream* an `IterableDataset`.
 """
 
 import hashlib
@@ -29,7 +40,7 @@ from .trainer_view import TrainerPart, TrainerView
 
 logger = logging.getLogger(__name__)
 
-# Optimizer steps may have the same documents for other values of these. The hash of the steps decides.
+# Optimizer steps may have the same documents though these settings changed. The hash of the steps decides.
 ADJUSTABLE = REPLANNED_SETTINGS | {"share_prefixes"}
 WEIGHTS_LABEL = "weights of the rows"
 SAMPLE_LABEL = "sample of every document"
@@ -49,7 +60,12 @@ def step_hash(planner: EpochPlanner, epoch: int) -> str:
 
 
 def epoch_progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tuple[TrainedMask, TrainedMask | None]]:
-    """Return the state of the running epoch after `step` optimizer steps, and the arguments of `save_trained`."""
+    """Return the state of the running epoch after `step` optimizer steps, and what `save_trained` writes.
+
+    Returns:
+        The state, and a pair for `checkpoints.save_trained`: the documents of the epoch that are trained now, and those
+        that were trained before the epoch was planned (None if it was planned at its beginning).
+    """
     epoch, done = planner.position(step - 1)  # an epoch that is complete is still the running one
     done += 1
     is_start = epoch == planner.start.epoch
@@ -64,7 +80,10 @@ def epoch_progress(planner: EpochPlanner, step: int) -> tuple[dict[str, Any], tu
 
 
 def settings_of(planner: EpochPlanner, reader: RowReader) -> dict[str, Any]:
-    """Return all that decides which documents are in which optimizer step, under the names that a user sets."""
+    """Return the settings and hashes that decide which documents are in which optimizer step.
+
+    The keys are the names under which a user sets them.
+    """
     documents = planner.documents
     fingerprint, _, sample = documents.fingerprint.partition("-")
     return {
@@ -83,16 +102,28 @@ def settings_of(planner: EpochPlanner, reader: RowReader) -> dict[str, Any]:
 def continue_planner(
     checkpoint: str, state: dict[str, Any], settings: dict[str, Any], *, planner: EpochPlanner
 ) -> ChangedSettings:
-    """Let the planner continue the run that saved `state`: with the same batches, or with the rest planned anew.
+    """Set the planner to continue the run that saved `state`, with the same batches or with a new plan.
 
-    Returns the settings for which it is planned anew. Others are refused.
+    Args:
+        checkpoint: the folder of the checkpoint, for messages.
+        state: the state that the checkpoint has.
+        settings: the settings of this run, as `settings_of` returns them.
+        planner: the planner of this run.
+
+    Returns:
+        The changed settings because of which the remaining documents of the epoch are planned anew; {} if the batches
+        are the same.
+
+    Raises:
+        ValueError: documents of the epoch would be repeated or omitted.
     """
     before = dict(state["settings"])
-    if SAMPLE_LABEL in settings:  # an earlier version has not saved it
+    if SAMPLE_LABEL in settings:  # a checkpoint of an earlier version does not have this entry
         before.setdefault(SAMPLE_LABEL, settings[SAMPLE_LABEL])
     changed = compare_settings(before, settings)
     fixed = {name: values for name, values in changed.items() if name not in ADJUSTABLE}
-    epoch, (trained, trained_before) = state["epoch"], state.get("trained", (None, None))
+    epoch = state["epoch"]
+    trained, trained_before = state.get("trained", (None, None))
     if not fixed:
         first_step = state.get("first_step", epoch * planner.num_steps)
         planner.resume_at(ResumePoint(epoch, first_step, state.get("planned_at", 0), trained_before))
@@ -137,7 +168,7 @@ class Restart(TrainerPart):
     """The state that a trainer saves for a restart. A resumed run continues exactly, or is refused."""
 
     resumed: tuple[str, dict[str, Any]] | None = None  # the checkpoint from which this training resumes, and its state
-    settings: dict[str, Any]  # all that decide which documents are in which batch
+    settings: dict[str, Any]  # the settings that decide which documents are in which batch, see `settings_of`
     replanned_for: ChangedSettings  # see `continue_planner`
     read_from: str | None  # the checkpoint whose weights were read last
 
@@ -146,7 +177,10 @@ class Restart(TrainerPart):
         self._data = data
 
     def choose(self, requested: str | bool | None) -> str | bool | None:
-        """Return the checkpoint to resume from and set `resumed` to its state. The main process chooses for all."""
+        """Return the checkpoint to resume from, and set `resumed` to its state.
+
+        The main process chooses for all ranks. The result is None for a new run.
+        """
         self.resumed = None
         if not requested:
             return requested
@@ -218,7 +252,7 @@ class Restart(TrainerPart):
         )
 
     def _loss_settings(self) -> dict[str, Any]:
-        """Return the settings that decide which loss is minimised, and a hash of the weights of the rows of a table."""
+        """Return the settings that decide which loss is minimised, with a hash of the rows' weights for a table."""
         args = self.args
         weights = self._data.row_values.weights
         is_dft = args.loss_type == "dft"
@@ -254,7 +288,7 @@ class Restart(TrainerPart):
         )
 
     def check_training_set(self) -> None:
-        """Refuse a checkpoint whose batches of the epoch, or whose loss, are not those of this run."""
+        """Refuse a checkpoint if this run has other batches in its epoch, or another loss."""
         planner = self._data.planner
         if self.resumed is not None:
             self._check_shards(*self.resumed)
@@ -266,7 +300,7 @@ class Restart(TrainerPart):
         if self.resumed is not None:
             self._check_same_loss(*self.resumed)
 
-    # The steps of a run whose epochs differ in steps
+    # The numbers of steps, if epochs have different numbers of steps
 
     @property
     def _uneven(self) -> EpochPlanner | None:
@@ -279,10 +313,10 @@ class Restart(TrainerPart):
         planner = self._uneven
         if planner is None:
             return values
-        epochs, *others, max_steps = values
+        epochs, *values_between, max_steps = values
         if self.args.max_steps > 0:
-            return planner.position(max_steps - 1)[0] + 1, *others, max_steps
-        return epochs, *others, planner.total_steps(self.args.num_train_epochs)
+            return planner.position(max_steps - 1)[0] + 1, *values_between, max_steps
+        return epochs, *values_between, planner.total_steps(self.args.num_train_epochs)
 
     def position(self, values: tuple[int, int]) -> tuple[int, int]:
         """Return the epoch in which a run on a table resumes, and how many of its micro-batches were trained.
@@ -297,12 +331,12 @@ class Restart(TrainerPart):
         before = self.resumed[1].get("max_steps")
         epoch, done = planner.position(step)
         if self.replanned_for and self._trainer.is_world_process_zero():
-            rest = len(planner.documents) - int(planner.trained_documents(epoch, done).sum())
+            num_remaining = len(planner.documents) - int(planner.trained_documents(epoch, done).sum())
             logger.warning(
-                f"Resuming with {describe_changes(self.replanned_for)}: the {rest:,} documents that epoch {epoch + 1} "
-                f"has not trained are planned anew, in {planner.steps_of(epoch) - done:,} optimizer steps. In all, "
-                f"{max(total - step, 0):,} of {total:,} steps remain (the run was planned with {before:,}), and the "
-                f"learning-rate schedule is the one for {total:,} steps. Random numbers (dropout) differ."
+                f"Resuming with {describe_changes(self.replanned_for)}: the {num_remaining:,} documents that epoch "
+                f"{epoch + 1} has not trained are planned anew, in {planner.steps_of(epoch) - done:,} optimizer steps. "
+                f"In all, {max(total - step, 0):,} of {total:,} steps remain (the run was planned with {before:,}), "
+                f"and the learning-rate schedule is the one for {total:,} steps. Random numbers (dropout) differ."
             )
         return epoch, done * self.args.gradient_accumulation_steps
 
@@ -356,15 +390,16 @@ class Restart(TrainerPart):
                 state |= epoch_state
                 checkpoints.save_trained(Path(folder), *trained)
         else:
-            return  # without packing, or with a loader that the user made
-        # These are the last files that every rank writes. Then the Trainer writes `trainer_state.json`, and after that
-        # it deletes older checkpoints. So one checkpoint is whole at every moment.
+            return  # the run does not pack, or the user made the loader
+        # Every rank has written its last files. Then the Trainer writes `trainer_state.json`, and after that it deletes
+        # older checkpoints. So one checkpoint is whole at every moment.
         self._trainer.accelerator.wait_for_everyone()
         if self.args.should_save:
             checkpoints.save_state(Path(folder), state, self._earlier_files)
 
 
 def stream_file(checkpoint: str | Path, rank: int) -> Path:
+    """Return the file of a checkpoint that has the position of a rank in a stream."""
     return Path(checkpoint) / f"packed_stream_{rank}.pt"
 
 
@@ -394,6 +429,7 @@ def resume_stream_at(
 
 
 def _read_saved_stream(checkpoint: str, rank: int, stream: PackedStream) -> dict[str, Any]:
+    """Return the position in the stream that a rank has saved, or raise ValueError if its file is missing."""
     file = stream_file(checkpoint, rank)
     if not file.is_file():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`SFTTrainer`: the plot of a run, from the constructor to the model card.
+"""`SFTTrainer`: the plot of a training run, from the constructor to the model card.
 
 The class overrides methods of TRL's `SFTTrainer` and of transformers' `Trainer`. Each override calls one of the parts
 below and then, in most cases, the method that it overrides. The parts hold the trainer and do the work:
@@ -7,17 +7,18 @@ below and then, in most cases, the method that it overrides. The parts hold the 
     training_objective   `objective.py`   the loss of a micro-batch, the counts of an optimizer step, the log
     user_code            `user_code.py`   losses, steps and hooks that the user brings: what they get, what is said
     evaluation           `evaluation.py`  every document once, metrics from the totals of a whole set
-    restart              `restart.py`     what a checkpoint says of the plan, and how a run continues
+    restart              `restart.py`     what a checkpoint says of the plan, and how a training run continues
 
-A run goes from top to bottom through this file. The constructor checks the settings and lets TRL construct itself. TRL
-calls `_prepare_dataset` for each dataset; it tokenises, and neither cuts nor packs. `train` chooses the checkpoint.
-transformers asks for the loader (`get_train_dataloader`), which plans the packs. Before the first optimizer step the
-callbacks prove on the user's model that documents in packs do not influence each other (`callbacks.py`). Then, for
-each optimizer step, transformers fetches micro-batches (`get_batch_samples`), counts their trained tokens, and calls
-`training_step` and `compute_loss` for each. Evaluation and checkpoints come between steps.
+A training run goes from top to bottom through this file. The constructor checks the settings and lets TRL construct
+itself. TRL calls `_prepare_dataset` for each dataset; it tokenises, and neither cuts nor packs. `train` chooses the
+checkpoint. transformers calls `get_train_dataloader` for the loader, which plans the packs. Before the first optimizer
+step the callbacks prove on the user's model that documents in packs do not influence each other (`callbacks.py`). Then,
+for each optimizer step, transformers fetches micro-batches (`get_batch_samples`), counts their trained tokens, and
+calls `training_step` and `compute_loss` for each. Evaluation and checkpoints come between steps.
 
-Words: a *document* is one training example as the model reads it; a *pack* is a row of documents that the model reads
-together; a *span* is the part of a row of the table that a document has.
+Words: a *row* is an example of the user's dataset; a *document* is one training example as the model reads it; a *pack*
+is one sequence of several documents that the model reads together; a *span* is the part of a row that a document has; a
+*run* is a training run.
 """
 
 import copy
@@ -200,7 +201,7 @@ class SFTTrainer(trl.SFTTrainer):
         # have; `name_wrapped_layers` leaves these out.
         name_wrapped_layers(getattr(self.accelerator.state, "fsdp_plugin", None), self.model)
         if self._assistant_only and isinstance(self.data_collator, DataCollatorForVisionLanguageModeling):
-            rule = TurnRule.of(args)
+            rule = TurnRule.from_args(args)
             self.data_collator = masking_collator(self.data_collator, rule)
             data.trained = replace(data.trained, counts=count_turns_of_images(train_dataset, rule))
         data.attach()

@@ -98,9 +98,9 @@ class KindReader:
         except Exception:  # rows may hold anything
             return frozenset([Kind("No form")])
 
-    def _kinds(self, given: Mapping[str, Any]) -> Iterator[Kind]:
-        columns = text_columns(given, self.text_field)
-        row = without_nulls(given, self.structs)
+    def _kinds(self, raw_row: Mapping[str, Any]) -> Iterator[Kind]:
+        columns = text_columns(raw_row, self.text_field)
+        row = without_nulls(raw_row, self.structs)
         messages = [message for column in columns if isinstance(row[column], list) for message in row[column]]
         if messages:
             num_prompt = len(row["prompt"]) if "prompt" in columns else 0
@@ -108,7 +108,7 @@ class KindReader:
             is_sanitised = asks_to_sanitise and sanitises_control_tokens()
             yield from self._kinds_of_messages(messages, num_prompt, "" if is_sanitised else self.control)
             yield from _kinds_of_arguments(row)
-            yield from (Kind(f"Null in {name}") for name in self.structs if name in row and row[name] != given[name])
+            yield from (Kind(f"Null in {name}") for name in self.structs if name in row and row[name] != raw_row[name])
         elif columns and self.bos and row[columns[0]].startswith(self.bos):
             yield Kind("BOS")
         if columns[:1] in (("prompt",), ("conversations",)):
@@ -121,9 +121,9 @@ class KindReader:
     def _kinds_of_messages(self, messages: list[Message], num_prompt: int, pattern: str) -> set[Kind]:
         control = _compiled(pattern) if pattern else None
         kinds: set[Any] = set()
-        for i, (role, place, message) in enumerate(_placed(messages)):
+        for i, (role, place, message) in enumerate(_with_role_and_place(messages)):
             kinds.add(("", role, place))
-            for path, holder, key in _of_message(message):
+            for path, holder, key in _places_in_message(message):
                 value = holder[key]
                 if control is not None and isinstance(value, str) and control.search(value):
                     kinds.add((CONTROL, role, ""))
@@ -138,14 +138,14 @@ class KindReader:
 
 def leaves(messages: list[Message], arguments: Mapping[str, Any]) -> Iterator[Leaf]:
     """Yield the values that a conversation gives, with what the chat template gets beside it."""
-    for i, (role, place, message) in enumerate(_placed(messages)):
-        for path, holder, key in _of_message(message):
+    for i, (role, place, message) in enumerate(_with_role_and_place(messages)):
+        for path, holder, key in _places_in_message(message):
             yield Leaf(Kind(path, role, place), holder, key, i)
-    for path, holder, key in _of_arguments(arguments):
+    for path, holder, key in _places_in_arguments(arguments):
         yield Leaf(Kind(path), holder, key)
 
 
-def _placed(messages: list[Message]) -> list[tuple[str, str, Message]]:
+def _with_role_and_place(messages: list[Message]) -> list[tuple[str, str, Message]]:
     """Return role, place and message of each message."""
     roles = [str(m.get("role") or ROLES.get(m.get("from", ""), m.get("from")) or "") for m in messages]
     last = max((i for i, role in enumerate(roles) if role == "user"), default=0)
@@ -153,82 +153,82 @@ def _placed(messages: list[Message]) -> list[tuple[str, str, Message]]:
     return list(zip(roles, places, messages, strict=True))
 
 
-def _of_message(message: Message) -> list[Place]:
-    """Return the path of each value of a message, the list or dictionary that holds it, and its key there."""
-    found: list[Place] = []
+def _places_in_message(message: Message) -> list[Place]:
+    """Return the places of the values of a message."""
+    places: list[Place] = []
     for key, value in message.items():
         if value is None or value == "" or key in REFERENCES:
             continue
         if isinstance(value, str):
-            _add_text(message, key, found)
+            _add_text(message, key, places)
         elif isinstance(value, bool | int | float):
-            found.append((f"{key}={int(value) if value in (0, 1) else 'number'}", message, key))
+            places.append((f"{key}={int(value) if value in (0, 1) else 'number'}", message, key))
         elif MEDIA.match(key):
-            found.append((f"{key} in message", message, key))
+            places.append((f"{key} in message", message, key))
         elif key == "content" and isinstance(value, list):
-            _add_parts(value, found)
+            _add_parts(value, places)
         elif isinstance(value, list | dict):
-            _add_nested(value, key, found)
-    return found
+            _add_nested(value, key, places)
+    return places
 
 
-def _of_arguments(arguments: Mapping[str, Any]) -> list[Place]:
+def _places_in_arguments(arguments: Mapping[str, Any]) -> list[Place]:
     """Return the places of the values in the arguments of a chat template."""
-    found: list[Place] = []
+    places: list[Place] = []
     for name, value in arguments.items():
         if isinstance(value, list | dict):
-            _add_nested(value, name, found)
+            _add_nested(value, name, places)
         elif value is not None:
-            found.append((f"chat_template_kwargs.{name}", arguments, name))
-    return found
+            places.append((f"chat_template_kwargs.{name}", arguments, name))
+    return places
 
 
-def _add_text(message: Message, key: str, found: list[Place]) -> None:
-    """Append the places of a text of a message to `found`."""
+def _add_text(message: Message, key: str, places: list[Place]) -> None:
+    """Append the places of a text of a message to `places`."""
     text = message[key]
     name = key
     if key == "content" or "from" in message:
         name = "content beside tool_calls" if message.get("tool_calls") else "content"
         if "</think>" in text:
-            found.append((f"{name} before </think>", message, key))
+            places.append((f"{name} before </think>", message, key))
     elif name not in THOUGHTS and len(text) < LONGEST_LABEL and len(text.split()) == 1:
         name = f"label {name}"  # an id, a date, a language: no text to train
     if not text.isspace():
-        found.append((name, message, key))
+        places.append((name, message, key))
 
 
-def _add_parts(content: list[Any], found: list[Place]) -> None:
-    """Append the places of the texts and media in a content that is a list of parts to `found`."""
-    for i, part in enumerate(content):
-        if not isinstance(part, dict):
-            found.append(("content in parts", content, i))
+def _add_parts(content: list[Any], places: list[Place]) -> None:
+    """Append the places of the texts and media in a content that is a list of parts to `places`."""
+    for i, content_part in enumerate(content):
+        if not isinstance(content_part, dict):
+            places.append(("content in parts", content, i))
             continue
-        kind = str(part.get("type"))
-        media = next((key for key in part if MEDIA.search(key) and part[key] is not None), None)
+        kind = str(content_part.get("type"))
+        media = next((key for key in content_part if MEDIA.search(key) and content_part[key] is not None), None)
         if media is not None:
-            found.append((f"{media} in content", part, media))
+            places.append((f"{media} in content", content_part, media))
         elif not MEDIA.search(kind):  # without one, a placeholder stands for an image in a column
             inner: list[Place] = []
-            _add_nested(part, "", inner)
-            path = "content in parts" if "text" in part else f"{kind} in content"
-            found.extend((path, holder, key) for _, holder, key in inner)
+            _add_nested(content_part, "", inner)
+            path = "content in parts" if "text" in content_part else f"{kind} in content"
+            places.extend((path, holder, key) for _, holder, key in inner)
 
 
-def _add_nested(value: list[Any] | dict[str, Any], path: str, found: list[Place]) -> None:
+def _add_nested(value: list[Any] | dict[str, Any], path: str, places: list[Place]) -> None:
     """Add the texts and whole numbers inside lists and dictionaries; `*` is the name of an argument or parameter."""
     is_list = isinstance(value, list)
     stars = not is_list and path.endswith(("arguments", "properties"))
-    for key, item in enumerate(value) if isinstance(value, list) else value.items():
-        if key in SCHEMA and (key == "required" or not isinstance(item, dict)):
+    for key, element in enumerate(value) if isinstance(value, list) else value.items():
+        if key in SCHEMA and (key == "required" or not isinstance(element, dict)):
             continue
         inner = f"{path}[]" if is_list else f"{path}.*" if stars else f"{path}.{key}"
-        if isinstance(item, str):
-            if item and not item.isspace():
-                found.append((inner, value, key))
-        elif isinstance(item, list | dict):
-            _add_nested(item, inner, found)
-        elif isinstance(item, int) and not isinstance(item, bool):
-            found.append((inner, value, key))
+        if isinstance(element, str):
+            if element and not element.isspace():
+                places.append((inner, value, key))
+        elif isinstance(element, list | dict):
+            _add_nested(element, inner, places)
+        elif isinstance(element, int) and not isinstance(element, bool):
+            places.append((inner, value, key))
 
 
 def _kinds_of_arguments(row: Mapping[str, Any]) -> Iterator[Kind]:
@@ -239,7 +239,7 @@ def _kinds_of_arguments(row: Mapping[str, Any]) -> Iterator[Kind]:
         yield from _kinds_of_tools(tools)
     elif tools:
         arguments["tools"] = tools
-    yield from {Kind(path) for path, _, _ in _of_arguments(arguments)}
+    yield from {Kind(path) for path, _, _ in _places_in_arguments(arguments)}
 
 
 @lru_cache(1024)
@@ -252,7 +252,7 @@ def _kinds_of_tools(tools: str) -> tuple[Kind, ...]:
         schemas = json.loads(tools) if tools.strip() else []
     except ValueError:
         return ()
-    return tuple({Kind(path) for path, _, _ in _of_arguments({"tools": schemas})})
+    return tuple({Kind(path) for path, _, _ in _places_in_arguments({"tools": schemas})})
 
 
 _compiled: Callable[[str], re.Pattern[str]] = lru_cache(re.compile)
@@ -265,7 +265,7 @@ def _hash(kinds: frozenset[Kind]) -> int:
 
 
 @dataclass(frozen=True)
-class Given:
+class RowKinds:
     """The kinds of all rows of a dataset."""
 
     rows: Any  # the table, or a list of the first rows of a stream
@@ -287,7 +287,7 @@ class Given:
         return frozenset().union(*self.shapes)
 
 
-def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: int, num_proc: int | None) -> Given:
+def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: int, num_proc: int | None) -> RowKinds:
     """Read the kinds of all rows of a table, whose hashes `datasets` caches, or of the first `num` rows of a stream."""
     if isinstance(dataset, Dataset):
         table = dataset.with_format(None)
@@ -314,7 +314,7 @@ def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: i
     _, first, shape_of, counts = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
     order = np.argsort(-counts, kind="stable")
     shapes = [reader.kinds(columns[row]) for row in first[order].tolist()]
-    return Given(rows, shapes, first[order].tolist(), np.argsort(order)[shape_of])
+    return RowKinds(rows, shapes, first[order].tolist(), np.argsort(order)[shape_of])
 
 
 def _is_read(name: str, kind: Any) -> bool:
