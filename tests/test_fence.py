@@ -74,12 +74,12 @@ REVIEWED = {
         training/lm_head.py ctx.softcap
     """,
     "results and states that transformers gives to callbacks and overrides so that they change them": """
+        features/pack_forward/trainers.py state.log_history[-1]
         training/evaluation.py output.metrics.pop
         training/evaluation.py output.metrics[f'{prefix}_{name}']
         training/evaluation.py output.metrics[loss]
         training/objective.py outputs.aux_loss
         training/objective.py self._trainer.state.num_input_tokens_seen
-        training/pack_forward.py state.log_history[-1]
         training/trainer.py self.control.should_training_stop
     """,
     "public, and set as TRL sets it on the tokenizer or the config that it is given": """

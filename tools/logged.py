@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from trl_packfix.features.pack_forward import trainers
 from trl_packfix.reporting.columns import COLUMNS
-from trl_packfix.training import callbacks, evaluation, pack_forward, totals
+from trl_packfix.training import callbacks, evaluation, totals
 
 PAGE = Path(__file__).parents[1] / "docs" / "logging.md"
 Keys = dict[str, tuple[str, str]]  # unit, and what it is
@@ -15,7 +16,7 @@ PARTS: dict[str, Keys] = {
     "In each log of an evaluation": evaluation.LOGGED,
     "Once, before the first step: the report": REPORT,
     "Once, before the first step: the proof": callbacks.LOGGED,
-    "In each log with `pack_forward`": pack_forward.LOGGED,
+    "In each log with `pack_forward`": trainers.LOGGED,
 }
 BEGIN = """\
 # What is logged

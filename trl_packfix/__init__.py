@@ -26,7 +26,7 @@ _MODULE_OF = {
     "check_data": "training.preparation",
     "PackingReport": "reporting.report",
     "packed_dataloader": "data.loaders",
-    "pack_forward": "training.pack_forward",
+    "pack_forward": "features.pack_forward.trainers",
 }
 
 __all__ = sorted(_MODULE_OF)
@@ -34,6 +34,7 @@ __all__ = sorted(_MODULE_OF)
 if TYPE_CHECKING:
     from .data.collator import PackedDataCollator as PackedDataCollator
     from .data.loaders import packed_dataloader as packed_dataloader
+    from .features.pack_forward.trainers import pack_forward as pack_forward
     from .isolation.check_isolation import check_isolation as check_isolation
     from .isolation.check_step import StepReport as StepReport
     from .isolation.check_step import check_step as check_step
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from .reporting.report import PackingReport as PackingReport
     from .samples.data_report import DataReport as DataReport
     from .training.config import SFTConfig as SFTConfig
-    from .training.pack_forward import pack_forward as pack_forward
     from .training.preparation import check_data as check_data
     from .training.trainer import SFTTrainer as SFTTrainer
 

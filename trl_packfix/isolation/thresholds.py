@@ -2,7 +2,7 @@
 
 Such a *threshold*, in tokens, is a sliding window, a chunk, the number of keys that an indexer chooses, or the original
 length of a scaled rotary embedding. The leak probe (`check_isolation.py`) tests a document that is longer than all
-thresholds of a run, and `packed_rows.py` compares batches that cross one.
+thresholds of a run, and `features/pack_forward/` compares batches that cross one.
 
 No list of field names has the window of the next model. So every integer of the config is taken as a threshold, except
 those that count something else by their names: widths, heads, layers, experts, token ids. Rotary embeddings that depend

@@ -3,7 +3,7 @@
 A pack comes in through hooks on the backbone, and states in the form of the pack go out to the head and the loss. So
 everything else is as in packed training. In a causal model padding at the end cannot change earlier tokens, so each
 document is computed as it is alone. The cost is the padding. `packed_model.py` installs these hooks on a model that
-leaks, if `on_leak` allows it. `packed_rows.py` does the reverse.
+leaks, if `on_leak` allows it. `features/pack_forward/` does the reverse.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """Compute padded batches as packs: the rows of a batch run as the documents of one pack, below the head of a model.
 
-`pack_forward` (`training/pack_forward.py`) uses this for trainers that do not pack, such as TRL's GRPO and DPO. A
-padded batch comes in through hooks on the backbone, which then runs on a pack. Its states are laid out as the padded
-batch again, with zeros at padding, for the head, the loss and the caller. It is the reverse of `unpacking.py`. A
-beginning that several rows share is computed once:
+`pack_forward` (`trainers.py`) uses this for trainers that do not pack, such as TRL's GRPO and DPO. A padded batch comes
+in through hooks on the backbone, which then runs on a pack. Its states are laid out as the padded batch again, with
+zeros at padding, for the head, the loss and the caller. It is the reverse of `isolation/unpacking.py`. A beginning that
+several rows share is computed once:
 
     input_ids   A B C D .     attention_mask 1 1 1 1 0     cells 0 1 2 3
                 A B C E F                    1 1 1 1 1           5 6 7 8 9
@@ -33,19 +33,19 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from transformers import PreTrainedModel
 
-from ..attention.choice import own_attention, set_attention
-from ..attention.kernel_errors import KernelError
-from ..attention.models import base_model, below_head, text_config
-from ..attention.packed_forward import CACHE_NAMES
-from ..data.prefix_collator import PrefixCollator
-from ..layout import Layout
-from .isolation_report import PackingLeakError
-from .packed_model import OnLeak, PackedModel
-from .probe import SMALLEST_ROUNDING, Probe
-from .probed_model import CannotRun, gradient_of, largest_distance, model_errors_converted, to_exact
-from .repair import AroundCall, AroundCalls, is_sharded
-from .thresholds import thresholds
-from .unpacking import join_outputs
+from ...attention.choice import own_attention, set_attention
+from ...attention.kernel_errors import KernelError
+from ...attention.models import base_model, below_head, text_config
+from ...attention.packed_forward import CACHE_NAMES
+from ...data.prefix_collator import PrefixCollator
+from ...isolation.isolation_report import PackingLeakError
+from ...isolation.packed_model import OnLeak, PackedModel
+from ...isolation.probe import SMALLEST_ROUNDING, Probe
+from ...isolation.probed_model import CannotRun, gradient_of, largest_distance, model_errors_converted, to_exact
+from ...isolation.repair import AroundCall, AroundCalls, is_sharded
+from ...isolation.thresholds import thresholds
+from ...isolation.unpacking import join_outputs
+from ...layout import Layout
 
 POOLED_OUTPUT = "pooler_output"  # output of a backbone with one value per row, which a pack does not have
 STATE_OUTPUTS = ("output_hidden_states", "output_attentions")  # arguments that request outputs of all layers

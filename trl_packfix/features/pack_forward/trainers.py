@@ -2,7 +2,7 @@
 
 A hook takes the padded rows of a batch below the head of the model, flattens them to one *pack* (a row in which each
 padded row is one document), and puts the states back to the places of the padded rows. The hooks are in
-`isolation/packed_rows.py`, one `PackedRows` for each model. This module finds the models of a trainer, refuses settings
+`packed_rows.py`, one `PackedRows` for each model. This module finds the models of a trainer, refuses settings
 with which packs would differ from padded rows, proves that they do not, and logs what was computed.
 """
 
@@ -17,12 +17,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..attention.models import base_model
-from ..compat import call_first
-from ..isolation.packed_model import OnLeak
-from ..isolation.packed_rows import PackedRows, PackedTokenCounts, computing_dtype
-from . import checks
-from .choices import (
+from ...attention.models import base_model
+from ...compat import call_first
+from ...isolation.packed_model import OnLeak
+from ...training import checks
+from ...training.choices import (
     CONTEXT_PARALLELISM,
     DEEPSPEED_TENSORS,
     MEGATRON,
@@ -33,8 +32,9 @@ from .choices import (
     Condition,
     RunSettings,
 )
-from .features import ON_SEVERAL_DEVICES, Feature
-from .progress import proof_status
+from ...training.features import ON_SEVERAL_DEVICES, Feature
+from ...training.progress import proof_status
+from .packed_rows import PackedRows, PackedTokenCounts, computing_dtype
 
 # Keys of the log: the unit, and what is counted. docs/logging.md is written from these texts.
 LOGGED = {

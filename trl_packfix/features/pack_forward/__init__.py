@@ -1,0 +1,1 @@
+"""Any trainer of TRL computes its padded batches as packs."""
