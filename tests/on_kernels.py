@@ -35,7 +35,7 @@ from sweep.judge import Judge, PrefixJudge
 from sweep.model_types import MAX_LENGTH
 
 from trl_packfix.attention import choice, varlen
-from trl_packfix.isolation import probe
+from trl_packfix.features.hybrids.support import HybridMixers
 from trl_packfix.isolation.check_isolation import check_isolation
 from trl_packfix.isolation.packed_model import PackedModel
 
@@ -111,7 +111,7 @@ def rounding(model_type: str) -> dict:
     report = check_isolation(model, MAX_LENGTH)
     found = {"type": model_type, "isolated": report.isolated, "equal": report.equal, "gradient": report.max_gradient}
     found |= {"change": max(report.max_change, report.max_difference), "tolerance": report.tolerance}
-    with mock.patch.object(probe, "tokens_summed_in_common", lambda model: 0):
+    with mock.patch.object(HybridMixers, "tokens_summed_in_common", lambda self, model: 0):
         report = check_isolation(model, MAX_LENGTH)
     return found | {"strictly": report.isolated and report.equal, "strict_gradient": report.max_gradient}
 

@@ -55,7 +55,7 @@ def test_each_module_has_tests_near_it():
         "data/loaders.py": "data/test_loading.py",  # through a public name
         "training/evaluation.py": "training/test_evaluation.py",  # by its name
         "reporting/build.py": "reporting/test_report.py",
-        "attention/mixers.py": "attention/test_mixers.py",
+        "features/hybrids/mixers.py": "features/hybrids/test_mixers.py",
     }.items():
         assert ROOT / "tests" / test in nearest_tests(PACKAGE / module)[:8]
 

@@ -561,7 +561,7 @@ class ReplacedFunctions:
     """Functions in the namespaces of modules of another library, which are others between `enter` and `leave`.
 
     The mixers of transformers' hybrid models call their convolutions and scans by name in the modeling module, and no
-    interface of transformers reaches these functions (`attention/mixers.py`). A namespace belongs to the process: a
+    interface of transformers reaches these functions (`features/hybrids/`). A namespace belongs to the process: a
     name is replaced from the first `enter` to the last `leave`, over all models and threads, and then it has what it
     had before. So what replaces a function must do the same as it for a call in which nothing is to be replaced. Can be
     removed when transformers passes boundaries to these functions, or lets them be chosen for one model.
@@ -606,6 +606,9 @@ class ReplacedFunctions:
                 function, ours = self._functions.pop(place)
                 if names[name] is ours:  # not what someone else has put there since
                     names[name] = function
+
+
+NOTHING_REPLACED = ReplacedFunctions((), lambda function, name: function)
 
 
 def change_checkpoint_functions(layers: list[nn.Module], change: Callable[[Callable[..., Any]], Any]) -> None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import TrainerCallback
 
 from trl_packfix import compat
-from trl_packfix.attention import exchange, forwards, image_parts, mixer_prefixes, mixers, varlen
+from trl_packfix.attention import exchange, forwards, image_parts, varlen
 from trl_packfix.attention.exchange import HeadExchange
 from trl_packfix.attention.image_parts import TowerDivision
 from trl_packfix.attention.packed_forward import PackedForward, running_forward
@@ -23,6 +23,7 @@ from trl_packfix.data import image_collator, loaders, stream
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.image_collator import PackedImages
 from trl_packfix.data.prefix_collator import ComparedContent
+from trl_packfix.features.hybrids import mixers, prefixes
 from trl_packfix.layout import Layout, SharedRowsLayout
 from trl_packfix.samples import conversation
 from trl_packfix.samples.conversation import Conversation
@@ -274,7 +275,7 @@ ONE: dict[str, Fault] = {
     "images_of_the_last_turn": changed(Conversation, "row_of_turn", images_of_last_turns),
     "thoughts_kept": lambda: mock.patch("support.vision.stripping", lambda processor: processor),
     "images_of_other_rows": changed(PackedImages, "__call__", in_order_of_documents),
-    "states_forgotten": changed(mixer_prefixes, "levels_of", without_parents),
+    "states_forgotten": changed(prefixes, "levels_of", without_parents),
 }
 
 unseen = changed(SamePackCheck, "check", lambda right, self, batches: None)

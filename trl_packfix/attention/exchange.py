@@ -4,11 +4,13 @@ Several neighbouring ranks may share a pack. They are a *group*, their number s 
 *part* of the pack, T / s of its tokens. Most modules of a model work on one token at a time and need only the part.
 Modules that mix tokens need more, and call this module:
 
-    attention (`varlen.py`) and scans (`mixers.py`)  exchange tokens for heads (all-to-all) before they compute: each
-                                                     rank then holds all T tokens of some heads, and uses the boundaries
-                                                     of the whole pack. Afterwards they exchange heads for tokens
-    short convolutions (`mixers.py`)                 get the last tokens of the previous rank
-    vision towers (`image_parts.py`)                 exchange what they computed for different images
+    attention (`varlen.py`) and scans   exchange tokens for heads (all-to-all) before they compute: each rank then holds
+                                        all T tokens of some heads, and uses the boundaries of the whole pack.
+                                        Afterwards they exchange heads for tokens
+    short convolutions                  get the last tokens of the previous rank
+    vision towers (`image_parts.py`)    exchange what they computed for different images
+
+Scans and convolutions are in the mixers of hybrid models (`features/hybrids/`).
 
 This is DeepSpeed-Ulysses (arXiv 2309.14509). The number of heads need not divide by the degree: rank j of a group
 computes the query heads H * j // s to H * (j + 1) // s. It gets the key and value heads that these queries read, so

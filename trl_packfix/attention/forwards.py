@@ -27,7 +27,7 @@ from ..compat import WRAPPER_CHECKPOINT, change_checkpoint_functions, run_hooks_
 from ..layout import LAYOUT_KEY, Layout, layout_of
 from .exchange import group_of
 from .image_parts import TowerDivision, cut_to_part, divide_tower_inputs, outermost_towers
-from .mixers import mixer_functions
+from .mixer_support import mixer_support
 from .models import backbone, base_model, has_attention, text_config, towers
 from .packed_forward import (
     ATTENTION_NAME,
@@ -132,7 +132,7 @@ class PackedForwardGuard(ModelHooks):
     Attributes:
         ignores_masks: the field of `PackedForward`, for each packed forward of the model.
         before_pack: called at the beginning of each packed forward.
-        mixers: the recurrent mixers of the model.
+        mixers: the functions of the model's mixers, which are replaced in packed forwards.
     """
 
     def __init__(self, model: PreTrainedModel, modules_given_packs: Sequence[nn.Module] = ()):
@@ -143,7 +143,7 @@ class PackedForwardGuard(ModelHooks):
         self.before_pack: Callable[[], None] | None = None
         self._is_packed: list[bool] = []  # per running forward of this model, whether it is packed
         self._layers: list[nn.Module] = []
-        self.mixers = mixer_functions(model)
+        self.mixers = mixer_support().replaced_functions(model)
         self._recorded: PackedForward | None = None  # the running packed forward, unless another guard made it
         self._divisions: list[TowerDivision | None] = []  # per running call of a tower
 

@@ -1,9 +1,9 @@
 """Convert the documents of a pack to rows of right-padded batches, and back. No model is needed, only indices.
 
 A pack is one row of documents, end to end. Modules that cannot be given its boundaries run on rows instead, one
-document per row: the repair of leaking modules (`isolation/`), scans (`mixers.py`), and attention where no flash kernel
-runs (`kernels.py`). In a causal module, padding at the end cannot change earlier tokens, so each row gives the result
-of its document alone.
+document per row: the repair of leaking modules (`isolation/`), scans (`features/hybrids/`), and attention where no
+flash kernel runs (`kernels.py`). In a causal module, padding at the end cannot change earlier tokens, so each row gives
+the result of its document alone.
 
 `DocumentRows` groups documents of similar length into batches. `PaddedBatch.split` converts a tensor of the pack to a
 tensor of a batch, and `DocumentRows.join` converts the results of all batches to a tensor of the pack. A shorter row is

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 from trl.trainer.utils import create_model_from_path
 
-from ..attention.mixers import missing_packages
+from ..attention.mixer_support import mixer_support
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
 from ..isolation.isolation_report import IsolationReport, finite
@@ -184,7 +184,7 @@ def check_model(
         is_unpacked=packed.is_unpacked,
         repaired=[str(repair) for repair in packed.repaired],
         implementations=attention_obstacles(base),
-        missing_packages=missing_packages(base),
+        missing_packages=mixer_support().missing_packages(base),
         seconds=time.perf_counter() - start,
     )
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..attention.kernel_errors import KernelError
-from ..attention.mixers import tokens_summed_in_common
+from ..attention.mixer_support import mixer_support
 from ..data.collator import PackedDataCollator
 from ..data.rank_share import cut_part
 from .probed_model import LOCAL_RANK, CannotRun, LocalRank, ProbedModel, largest_distance
@@ -302,7 +302,7 @@ class Probe(ProbedModel):
                 self._make_batch(documents, self.group),
                 targets,
                 limit=limit,
-                crossing_limit=tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps,
+                crossing_limit=mixer_support().tokens_summed_in_common(self.inner) * torch.finfo(torch.float32).eps,
             )
         except KernelError:
             raise
@@ -358,10 +358,10 @@ class Probe(ProbedModel):
     def rounding(self) -> float:
         """Relative change that another order of the same sums may cause: 32 eps in fp32, 4 eps in half precision.
 
-        With Mamba-2's kernel it is at least one eps per token of a chunk, because the kernel sums over documents.
+        In fp32 it is at least one eps per token that a kernel of a mixer sums in common, whichever documents they are of.
         """
         eps = torch.finfo(self.dtype).eps
-        return 4 * eps if eps > 1e-4 else max(32, tokens_summed_in_common(self.inner)) * eps
+        return 4 * eps if eps > 1e-4 else max(32, mixer_support().tokens_summed_in_common(self.inner)) * eps
 
 
 def _special_tokens(config: PreTrainedConfig) -> Iterator[int]:

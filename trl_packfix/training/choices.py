@@ -20,7 +20,7 @@ from datasets import IterableDataset
 from transformers import AutoConfig, PretrainedConfig, ProcessorMixin
 
 from ..attention.choice import dropped_weights
-from ..attention.mixers import is_hybrid
+from ..attention.mixer_support import mixer_support
 from ..planning.strategies import STRATEGIES, StrategyTraits
 from ..samples.checks import IMAGES
 
@@ -330,7 +330,8 @@ def TOKENS_PER_RANK_OF_HYBRIDS(setup: RunSettings) -> str | None:
     if tokens_per_rank is None or setup.model is None:
         return None
     config = text_config(setup.model, setup.args)
-    return f"{tokens_per_rank} for the recurrent layers of {config.model_type}" if is_hybrid(config) else None
+    is_hybrid = mixer_support().are_in(config)
+    return f"{tokens_per_rank} for the recurrent layers of {config.model_type}" if is_hybrid else None
 
 
 @_condition(

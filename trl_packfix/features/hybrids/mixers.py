@@ -1,4 +1,4 @@
-"""Recurrent mixers in packs: make convolutions and scans start anew in each document, also where ranks share a pack.
+"""Convolutions and scans that start anew in each document of a pack, also where ranks share the pack.
 
 A mixer is the layer of a hybrid model that mixes tokens without attention: Mamba, gated delta nets, Kimi's delta
 attention, short convolutions. It calls two functions by their names in its modeling module: a short convolution, in
@@ -6,15 +6,15 @@ which each token reads the W - 1 tokens before it, and a scan, which carries a s
 read over the boundary of a document.
 
 `compat.ReplacedFunctions` replaces these functions while a packed forward runs, and restores them afterwards. Each
-replacement reads the boundaries of the running `PackedForward`, and then calls the original function. So transformers
-still decides whether a kernel or plain torch computes it.
+replacement (`support.py`) gives the boundaries of the running `PackedForward` and the original function to a function
+of this module, which calls the original one. So transformers still decides whether a kernel or plain torch computes it.
 
     convolution  A kernel that takes boundaries (`seq_idx`) gets them. Otherwise, and where ranks share the pack, each
                  document is laid out behind the W - 1 tokens that it may read: zeros, rows of the previous rank, or
                  rows of its prefix
     scan         A kernel that takes boundaries (`cu_seqlens`, `seq_idx`) gets them. Otherwise documents are rows of
                  right-padded batches. Where ranks share the pack, they first exchange tokens for heads, as attention
-                 does. Where documents share prefixes, `mixer_prefixes.py` runs the scan
+                 does. Where documents share prefixes, `prefixes.py` runs the scan
     fused        A kernel that computes convolution, scan and output projection runs only if it takes boundaries and
                  hides no adapter. Otherwise the mixer calls convolution and scan one by one
 
@@ -33,22 +33,19 @@ of keys. Names of arguments such as `dt`, `A`, `B`, `g` and `beta` are those of 
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
-from functools import cache, partial, wraps
+from functools import cache, partial
 from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import softplus
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-from ..compat import ReplacedFunctions, kernel_package
-from .exchange import HeadExchange, exchange_halo
-from .mixer_prefixes import ScanCall, run_levels
-from .packed_forward import PackedForward, once_per_pack, running_pack
-from .rows import TensorAxes
+from ...attention.exchange import HeadExchange, exchange_halo
+from ...attention.packed_forward import PackedForward, once_per_pack
+from ...attention.rows import TensorAxes
+from .prefixes import ScanCall, run_levels
 
 # Arguments by which a mixer may give boundaries to its functions. They are dropped, because the replacements use the
 # boundaries of the running forward.
@@ -123,7 +120,7 @@ def _seq_idx_argument(inner: Callable[..., Any], running: PackedForward, num_tok
     It can if `inner` takes the argument, and all rows of a document are on this rank and next to each other.
     """
     has_whole_documents = running.degree == 1 and running.kv_index is None
-    if not (has_whole_documents and _takes_argument(inner, "seq_idx")):
+    if not (has_whole_documents and takes_argument(inner, "seq_idx")):
         return {}
     return {"seq_idx": _boundary_tensor(running, "seq_idx", num_tokens)}
 
@@ -238,7 +235,7 @@ def scan_delta(
         keys=[query, key],
         parameters=[],
         call=call,
-        boundaries="cu_seqlens" if _takes_argument(inner, "cu_seqlens") else None,
+        boundaries="cu_seqlens" if takes_argument(inner, "cu_seqlens") else None,
         states=("initial_state", "output_final_state"),
     )
     return run_scan(scan, running), None
@@ -288,7 +285,7 @@ def scan_chunks(
         keys=[B, C],
         parameters=[A, D, dt_bias],
         call=call,
-        boundaries="seq_idx" if _takes_argument(inner, "seq_idx") else None,
+        boundaries="seq_idx" if takes_argument(inner, "seq_idx") else None,
         states=("initial_states", "return_final_states"),
     )
     return run_scan(scan, running)
@@ -352,7 +349,7 @@ def _without_boundaries(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _takes_argument(inner: Callable[..., Any], name: str) -> bool:
+def takes_argument(inner: Callable[..., Any], name: str) -> bool:
     """Return whether `inner` is transformers' wrapper of a kernel that takes an argument of this name.
 
     The fallbacks in plain torch have no wrapper and take no boundaries.
@@ -370,77 +367,3 @@ MIXER_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": scan_channels,
     "mamba_inner_fn": run_fused,
 }
-
-# By the name with which a package of kernels is imported, its name for pip
-PIP_NAMES = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
-
-
-def missing_packages(model: nn.Module) -> list[str] | None:
-    """Return the names for pip of the packages whose kernels the mixers of a model lack; None if it has no mixers."""
-    packages = [kernel_package(namespace[name]) for namespace, name in mixer_functions(model).places]
-    known = [package for package in packages if package is not None and package[0] in PIP_NAMES]
-    if not known:
-        return None
-    return sorted({PIP_NAMES[package] for package, is_installed in known if not is_installed})
-
-
-def is_hybrid(config: PreTrainedConfig) -> bool:
-    """Return whether transformers' model of a text config has recurrent mixers."""
-    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    if layer_types and all("attention" in name and name != "linear_attention" for name in layer_types):
-        return False
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return model is not None and not MIXER_REPLACEMENTS.keys().isdisjoint(vars(sys.modules[model.__module__]))
-
-
-def tokens_summed_in_common(model: nn.Module) -> int:
-    """Return the number of tokens over which a kernel sums in common, whichever documents the tokens belong to.
-
-    This is the chunk size of Mamba-2's kernel, if the model runs packs on this kernel, else 0. The kernel sums the
-    decays of a chunk, and takes for each document the difference of two sums. So the decays of other documents cancel
-    only up to rounding, in outputs and in gradients.
-    """
-
-    def runs_on_kernel(module: nn.Module) -> bool:
-        scan = vars(sys.modules[type(module).__module__]).get("mamba2_chunk_scan")
-        return bool(scan) and _takes_argument(scan, "seq_idx")
-
-    sizes = [getattr(module, "chunk_size", 0) for module in model.modules() if runs_on_kernel(module)]
-    return max(sizes, default=0)
-
-
-# ---- The names of the functions in modeling modules
-
-
-def mixer_functions(model: nn.Module) -> ReplacedFunctions:
-    """Return the functions that the mixers of a model call, as places where `ReplacedFunctions` can replace them.
-
-    A place is the namespace of a modeling module, and the name of a function in it. Modules of adapters and of wrappers
-    have no such names.
-    """
-    types = {type(module) for module in model.modules()}
-    classes = {base for module_type in types for base in module_type.__mro__}
-    module_names = sorted({cls.__module__ for cls in classes if issubclass(cls, nn.Module)})
-    namespaces = [vars(sys.modules[module_name]) for module_name in module_names]
-    places = [(namespace, name) for namespace in namespaces for name in MIXER_REPLACEMENTS if name in namespace]
-    return ReplacedFunctions(places, _make_replacement)
-
-
-# By function, its replacement. All models use one, so that code that was compiled with it stays valid.
-_replacements: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def _make_replacement(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the function that computes `function` within each document, and outside of packs as it is; cached."""
-    if function not in _replacements:
-        within_documents = MIXER_REPLACEMENTS[name]
-
-        # Not compiled with the model: the way in which documents are separated depends on the pack.
-        @torch.compiler.disable
-        @wraps(function)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            pack = running_pack()
-            return function(*args, **kwargs) if pack is None else within_documents(function, pack, *args, **kwargs)
-
-        _replacements[function] = replacement
-    return _replacements[function]

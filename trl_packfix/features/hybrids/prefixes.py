@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .packed_forward import PackedForward, once_per_pack
-from .rows import group_by_length
-from .runs import runs_of
+from ...attention.packed_forward import PackedForward, once_per_pack
+from ...attention.rows import group_by_length
+from ...attention.runs import runs_of
 
 # The most levels of a pack. Each level is at least one call of the scan, and a call takes some time however few its
 # rows. Measured on the CPU for a conversation of 64 turns, one document per turn:

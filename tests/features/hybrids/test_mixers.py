@@ -14,18 +14,19 @@ from support.runs import texts, trainer, weights
 from support.versions import enable_checkpointing
 from sweep import zoo
 from sweep.double import in_double
-from test_prefix_attention import pack_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trl_packfix.attention import mixer_prefixes, mixers
+from trl_packfix.attention import mixer_support
 from trl_packfix.attention.forwards import mark_packed_forwards
-from trl_packfix.attention.mixers import MIXER_REPLACEMENTS, mixer_functions
-from trl_packfix.attention.packed_forward import PackedForward, this_thread
+from trl_packfix.attention.mixer_support import MIXER_FUNCTIONS, mixer_places
+from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, this_thread
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.features.hybrids import mixers, prefixes
+from trl_packfix.features.hybrids.support import MIXER_REPLACEMENTS, MIXERS
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.prefix_probe import PrefixProbe
-from trl_packfix.layout import layout_of
+from trl_packfix.layout import LAYOUT_KEY, layout_of
 
 # Functions of the same packages that only generation calls
 GENERATION = set(
@@ -39,8 +40,7 @@ def packed_model(model, **settings):
 
 def functions(model):
     """Return what is now at the places of the functions that are replaced, by module and name."""
-    found = mixer_functions(model)
-    return {(names["__name__"], name): names[name] for names, name in found.places}
+    return {(names["__name__"], name): names[name] for names, name in mixer_places(model)}
 
 
 def pack(*lengths):
@@ -60,17 +60,18 @@ PACKAGES = {
 @pytest.mark.parametrize("model_type, packages", PACKAGES.items())
 def test_packages_with_kernels_are_named(model_type, packages):
     """Each package that transformers looks for must have the name that pip has for it."""
-    assert mixers.missing_packages(zoo.build_model(model_type)) == packages
+    assert MIXERS.missing_packages(zoo.build_model(model_type)) == packages
 
 
 def test_transformers_has_no_other_function_with_a_kernel():
-    """A release with a new kind of mixer fails here, and its functions get an entry in `REPLACEMENTS`."""
+    """A release with a new kind of mixer fails here, and its functions get an entry in `MIXER_REPLACEMENTS`."""
     pattern = re.compile(r'^@use_kernel_func_from_hub_with_fallback\("(\w+)".*\)\n(?:@.*\n)*def (\w+)', re.MULTILINE)
     folder = Path(transformers.__file__).parent / "models"
     found = {pair for path in folder.glob("*/modeling_*.py") for pair in pattern.findall(path.read_text())}
     others = {(kernel, function) for kernel, function in found if kernel not in GENERATION}
     assert len(others) >= 6, others
     assert {function for _, function in others} <= set(MIXER_REPLACEMENTS), others
+    assert set(MIXER_REPLACEMENTS) == set(MIXER_FUNCTIONS)
 
 
 def test_names_are_replaced_while_a_pack_runs_only():
@@ -204,7 +205,8 @@ def test_a_backward_in_another_thread_recomputes_the_pack(reentrant):
 @pytest.mark.slow
 def test_what_is_not_found_is_repaired(monkeypatch):
     """A function that transformers has renamed is not found."""
-    monkeypatch.delitem(MIXER_REPLACEMENTS, "mamba2_chunk_scan")
+    names = [name for name in MIXER_FUNCTIONS if name != "mamba2_chunk_scan"]
+    monkeypatch.setattr(mixer_support, "MIXER_FUNCTIONS", names)
     model = zoo.build_model("bamba")
     packed = packed_model(model)
     assert packed.prove(model).isolated
@@ -268,7 +270,7 @@ def test_boundaries_of_kernels_need_no_host():
 @pytest.mark.parametrize("fault", ["parents", "states", "halo"])
 def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
     """With one common beginning only, every piece has the same parent."""
-    right = mixer_prefixes.levels_of
+    right = prefixes.levels_of
     right_stretches = mixers._rows_with_context
 
     def wrong(running):
@@ -287,7 +289,7 @@ def test_the_proof_finds_a_wrong_state(fault, monkeypatch):
     if fault == "halo":
         monkeypatch.setattr(mixers, "_rows_with_context", without_prefix)
     else:
-        monkeypatch.setattr(mixer_prefixes, "levels_of", wrong)
+        monkeypatch.setattr(prefixes, "levels_of", wrong)
     assert packed.prove_prefixes(model) is not None
     if fault == "parents":
         examples = PrefixProbe.examples
@@ -307,7 +309,7 @@ def turns_of(num_turns, generator):
     return [torch.cat([history[: 3 * (i + 1)], answer]) for i, answer in enumerate(answers)]
 
 
-@pytest.mark.parametrize("num_turns", [5, mixer_prefixes.MAX_LEVELS, 3 * mixer_prefixes.MAX_LEVELS + 2])
+@pytest.mark.parametrize("num_turns", [5, prefixes.MAX_LEVELS, 3 * prefixes.MAX_LEVELS + 2])
 def test_deep_branches_need_few_calls(num_turns):
     """Output and gradients of a scan from states, in fp64, against each document alone; also with a state forgotten."""
     documents = turns_of(num_turns, torch.Generator().manual_seed(0))
@@ -334,12 +336,12 @@ def test_deep_branches_need_few_calls(num_turns):
         alone = torch.cat([run(running(len(ids)), ids)[:-1] for ids in documents])
         expected = torch.autograd.grad((alone * weights).sum(), leaf)[0]
         calls.clear()
-        pack = pack_of(batch)
+        pack = PackedForward(*(batch[name] for name in CU_SEQ_LENS), **batch[LAYOUT_KEY].attention())
         out = run(pack, batch["input_ids"][0])[torch.cat(own)]
         found = torch.autograd.grad((out * weights).sum(), leaf)[0]
-    levels = mixer_prefixes.levels_of(pack)[0]
-    assert len(levels) == num_turns or num_turns > mixer_prefixes.MAX_LEVELS
-    assert 1 < len(levels) <= mixer_prefixes.MAX_LEVELS
+    levels = prefixes.levels_of(pack)[0]
+    assert len(levels) == num_turns or num_turns > prefixes.MAX_LEVELS
+    assert 1 < len(levels) <= prefixes.MAX_LEVELS
     assert len(calls) <= 2 * len(levels)
     assert (out - alone).abs().max() < 1e-13
     assert (found - expected).abs().max() < 1e-12 < expected.abs().max()
@@ -367,7 +369,7 @@ def test_a_triton_kernel_without_a_gpu_is_named():
 @pytest.mark.parametrize("is_trained, is_fused", [(True, True), (False, False), (None, False)])
 def test_the_fused_kernel_runs_only_where_it_gets_all_of_a_trained_projection(is_trained, is_fused, monkeypatch):
     """An adapter freezes the weight of the projection, and the kernel would leave the adapter out."""
-    monkeypatch.setattr(mixers, "_takes_argument", lambda inner, name: name == "seq_idx")
+    monkeypatch.setattr(mixers, "takes_argument", lambda inner, name: name == "seq_idx")
     weight = None if is_trained is None else torch.zeros(4, 4, requires_grad=is_trained)
     bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
     calls = []

@@ -1,0 +1,91 @@
+"""What the package can do with the mixers of hybrid models, as its wings see it.
+
+A *mixer* is a layer that mixes the tokens of a row without attention: a convolution or a recurrence, as in Mamba or in
+gated delta nets. Attention reads the boundaries of documents from the running `PackedForward`. A mixer reads none: it
+calls functions of its modeling module in transformers, by the names in `MIXER_FUNCTIONS`, and these functions would
+carry a document into the next one.
+
+`features/hybrids` makes them start anew in each document. It is met through a `MixerSupport` only:
+
+    forwards.py              replaces functions of the model while a packed forward runs
+    isolation/probe.py       allows for the rounding of kernels that sum over several documents
+    training/choices.py      recognises a hybrid model by its config
+    cli/check_model.py       names the packages whose kernels are missing
+
+Without the folder of the feature, `MixerSupport` itself refuses models with these functions. A mixer that calls
+functions of other names is not known here: its module leaks, and the leak probe finds and repairs it.
+"""
+
+import sys
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ..compat import NOTHING_REPLACED, ReplacedFunctions
+
+# Names of functions in modeling modules of transformers, by which mixers mix tokens
+MIXER_FUNCTIONS = (
+    "causal_conv1d_fn",
+    "torch_chunk_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "mamba2_chunk_scan",
+    "mamba2_split_conv1d_scan_combined",
+    "mamba_selective_scan",
+    "mamba_inner_fn",
+)
+
+
+class MixerSupport:
+    """Support for the mixers of models. This class supports none; `features/hybrids` has a subclass."""
+
+    def replaced_functions(self, model: nn.Module) -> ReplacedFunctions:
+        """Return the functions of a model's mixers that are replaced while a packed forward runs.
+
+        Raises:
+            ValueError: the model has such functions, and they cannot be replaced.
+        """
+        names = sorted({name for _, name in mixer_places(model)})
+        if names:
+            raise ValueError(
+                f"{type(model).__name__} has layers that mix tokens by {len(names)} function(s) beside attention "
+                f"({', '.join(names)}), and this installation of trl_packfix is without its folder "
+                "`features/hybrids`, which makes these functions start anew in each document. Documents of a pack "
+                "would change each other. Install trl_packfix anew, or set `packing=False`."
+            )
+        return NOTHING_REPLACED
+
+    def are_in(self, config: PreTrainedConfig) -> bool:
+        """Return whether transformers' model of a text config has mixers."""
+        return False
+
+    def tokens_summed_in_common(self, model: nn.Module) -> int:
+        """Return the number of tokens over which a kernel sums in common, whichever documents the tokens belong to."""
+        return 0
+
+    def missing_packages(self, model: nn.Module) -> list[str] | None:
+        """Return the names for pip of the packages whose kernels the mixers of a model lack; None without mixers."""
+        return None
+
+
+def mixer_places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Return where the mixers of a model find their functions: the namespace of a modeling module, and a name in it.
+
+    Modules of adapters and of wrappers have no such names.
+    """
+    types = {type(module) for module in model.modules()}
+    classes = {base for module_type in types for base in module_type.__mro__}
+    module_names = sorted({cls.__module__ for cls in classes if issubclass(cls, nn.Module)})
+    namespaces = [vars(sys.modules[module_name]) for module_name in module_names]
+    return [(namespace, name) for namespace in namespaces for name in MIXER_FUNCTIONS if name in namespace]
+
+
+@cache
+def mixer_support() -> MixerSupport:
+    """Return the support that is installed: of `features/hybrids`, or none."""
+    try:
+        return import_module("trl_packfix.features.hybrids").MIXERS
+    except ModuleNotFoundError:
+        return MixerSupport()

@@ -1,0 +1,1 @@
+"""Features: each is a folder that the core never imports."""

@@ -1,0 +1,3 @@
+"""Recurrent and convolutional layers of hybrid models start anew in each document of a pack."""
+
+from .support import MIXERS as MIXERS

@@ -1,0 +1,90 @@
+"""Support for the mixers of hybrid models: which of their functions are replaced in packs, and what is known of them.
+
+The core asks the object `MIXERS` of this module wherever it meets mixers (`attention/mixer_support.py`). The functions
+that replace those of the mixers are in `mixers.py`.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+
+from ...attention.mixer_support import MIXER_FUNCTIONS, MixerSupport, mixer_places
+from ...attention.packed_forward import running_pack
+from ...compat import ReplacedFunctions, kernel_package
+from .mixers import convolve_documents, run_fused, scan_channels, scan_chunks, scan_delta, takes_argument
+
+# By the name of a function in a modeling module, the function that replaces it in packs
+MIXER_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": convolve_documents,
+    "torch_chunk_gated_delta_rule": scan_delta,
+    "chunk_kimi_delta_attention": scan_delta,
+    "mamba2_chunk_scan": scan_chunks,
+    "mamba2_split_conv1d_scan_combined": run_fused,
+    "mamba_selective_scan": scan_channels,
+    "mamba_inner_fn": run_fused,
+}
+
+# By the name with which a package of kernels is imported, its name for pip
+PIP_NAMES = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
+
+
+class HybridMixers(MixerSupport):
+    """Support for mixers of the functions in `MIXER_REPLACEMENTS`."""
+
+    def replaced_functions(self, model: nn.Module) -> ReplacedFunctions:
+        return ReplacedFunctions(mixer_places(model), _make_replacement)
+
+    def are_in(self, config: PreTrainedConfig) -> bool:
+        layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+        if layer_types and all("attention" in name and name != "linear_attention" for name in layer_types):
+            return False
+        model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        return model is not None and not vars(sys.modules[model.__module__]).keys().isdisjoint(MIXER_FUNCTIONS)
+
+    def tokens_summed_in_common(self, model: nn.Module) -> int:
+        """Return the chunk size of Mamba-2's kernel, if the model runs packs on this kernel, else 0.
+
+        The kernel sums the decays of a chunk, and takes for each document the difference of two sums. So the decays of
+        other documents cancel only up to rounding, in outputs and in gradients.
+        """
+
+        def runs_on_kernel(module: nn.Module) -> bool:
+            scan = vars(sys.modules[type(module).__module__]).get("mamba2_chunk_scan")
+            return bool(scan) and takes_argument(scan, "seq_idx")
+
+        sizes = [getattr(module, "chunk_size", 0) for module in model.modules() if runs_on_kernel(module)]
+        return max(sizes, default=0)
+
+    def missing_packages(self, model: nn.Module) -> list[str] | None:
+        packages = [kernel_package(namespace[name]) for namespace, name in mixer_places(model)]
+        known = [package for package in packages if package is not None and package[0] in PIP_NAMES]
+        if not known:
+            return None
+        return sorted({PIP_NAMES[package] for package, is_installed in known if not is_installed})
+
+
+MIXERS = HybridMixers()
+
+# By function, its replacement. All models use one, so that code that was compiled with it stays valid.
+_replacements: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _make_replacement(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return the function that computes `function` within each document, and outside of packs as it is; cached."""
+    if function not in _replacements:
+        within_documents = MIXER_REPLACEMENTS[name]
+
+        # Not compiled with the model: the way in which documents are separated depends on the pack.
+        @torch.compiler.disable
+        @wraps(function)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            pack = running_pack()
+            return function(*args, **kwargs) if pack is None else within_documents(function, pack, *args, **kwargs)
+
+        _replacements[function] = replacement
+    return _replacements[function]
