@@ -105,15 +105,17 @@ def test_what_to_do_after_training_works(workplace, monkeypatch, capsys):
     assert "on `Capybara` (local dataset)" in Path("output/README.md").read_text()
 
 
-WINGS = sorted(path.parent for path in (ROOT / "trl_packfix").glob("*/__init__.py"))
+PACKAGES = sorted(path.parent for path in (ROOT / "trl_packfix").glob("*/__init__.py"))
+WINGS = [folder for folder in PACKAGES if folder.name != "features"]
+FEATURES = sorted(path.parent for path in (ROOT / "trl_packfix").glob("features/*/__init__.py"))
 
 
-@pytest.mark.parametrize("wing", WINGS, ids=lambda wing: wing.name)
-def test_the_readme_of_a_wing_names_its_modules_and_no_others(wing):
+@pytest.mark.parametrize("wing", WINGS + FEATURES, ids=lambda wing: wing.name)
+def test_the_readme_of_a_wing_or_a_feature_names_its_modules_and_no_others(wing):
     text = (wing / "README.md").read_text()
     named = set(re.findall(r"`(?:cli/)?(\w+\.py)`", text))
     there = {path.name for path in wing.glob("*.py")}
-    others = {"layout.py"} | ({"__init__.py"} if wing.name == "cli" else set())
+    others = {"layout.py", "compat.py", "feature.py"} | ({"__init__.py"} if wing.name == "cli" else set())
     assert there - {"__init__.py"} <= named <= there | others
     assert "**Extend.**" in text
     assert len(WINGS) == 8

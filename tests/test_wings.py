@@ -30,11 +30,12 @@ BELOW = {
     "reporting": {"planning", "samples", "data", "isolation"},
     "training": {"planning", "attention", "samples", "data", "isolation", "reporting"},
     "cli": {"planning", "attention", "samples", "data", "isolation", "reporting", "training"},
+    "features": {"planning", "attention", "samples", "data", "isolation", "reporting", "training"},
 }
 # What of a wing may be imported, where not all of it may
 NAMES = "collator image_examples rank_share prefix_collator".split()
 ONLY = {("isolation", "data"): {f"data.{name}" for name in NAMES}}
-ANYONE = {"compat", "layout", "version"}
+ANYONE = {"compat", "feature", "layout", "version"}
 
 RECIPES = [f"cli/recipe_files/{file.name}" for file in (PACKAGE / "cli" / "recipe_files").glob("*.yaml")]
 DATA_FILES = ("py.typed", "cli/zero3.json", "training/foreign_keys.yaml", *RECIPES)
@@ -82,6 +83,7 @@ def is_allowed(module: str, target: str) -> bool:
 def test_arrows_point_downwards():
     assert len(ARROWS) > 150
     assert not is_allowed("isolation.check_isolation", "data.loaders")
+    assert not is_allowed("attention.forwards", "features.hybrids.support")
     assert not [arrow for arrow in ARROWS if not is_allowed(*arrow)]
 
 
@@ -111,7 +113,7 @@ def test_no_circle_inside_a_wing():
 
 def test_only_the_top_may_import_modules_at_the_top():
     top = [module for module in MODULES if "." not in module and module not in BELOW]
-    assert set(top) == {"__init__", "__main__", "compat", "layout", "version"}
+    assert set(top) == {"__init__", "__main__", "compat", "feature", "layout", "version"}
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,12 @@ def __getattr__(name: str) -> Any:
         from .compat import require_trl
 
         require_trl()
-    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    module_name = _MODULE_OF[name]
+    if module_name.startswith("features."):
+        from .feature import require_folder
+
+        require_folder(module_name.split(".")[1], name)
+    value = getattr(import_module(f".{module_name}", __name__), name)
     globals()[name] = value
     return value
 

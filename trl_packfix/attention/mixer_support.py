@@ -18,13 +18,13 @@ functions of other names is not known here: its module leaks, and the leak probe
 
 import sys
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
 from ..compat import NOTHING_REPLACED, ReplacedFunctions
+from ..feature import find_folder
 
 # Names of functions in modeling modules of transformers, by which mixers mix tokens
 MIXER_FUNCTIONS = (
@@ -85,7 +85,6 @@ def mixer_places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
 @cache
 def mixer_support() -> MixerSupport:
     """Return the support that is installed: of `features/hybrids`, or none."""
-    try:
-        return import_module("trl_packfix.features.hybrids").MIXERS
-    except ModuleNotFoundError:
-        return MixerSupport()
+    folder = find_folder("hybrids")
+    support: MixerSupport = MixerSupport() if folder is None else folder.MIXERS
+    return support
