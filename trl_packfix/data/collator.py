@@ -19,6 +19,7 @@ document and must not be trained to predict it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -180,6 +181,14 @@ class PackedDataCollator:
             "use_cache": False,
         }
         return batch, [DocumentRun(i) for i in range(len(documents))]
+
+    def collate_with_rows(
+        self, documents: Sequence[dict[str, Any]], degree: int = 1
+    ) -> tuple[dict[str, Any], list[DocumentRun], list[npt.NDArray[Any]]]:
+        """Make the batch of a pack, as `collate` does, and return its runs and the rows of each document, (n,) each."""
+        batch, runs = PackedDataCollator.collate(self, documents, degree)
+        bounds = np.cumsum([0, *(len(document["input_ids"]) for document in documents)])
+        return batch, runs, [np.arange(first, stop) for first, stop in pairwise(bounds)]
 
     def _num_padding(self, num_tokens: int, degree: int) -> int:
         """Return the number of padding tokens of a pack that `degree` ranks share."""

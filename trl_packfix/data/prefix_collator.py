@@ -24,7 +24,6 @@ documents have A B C in common, and share A B.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -121,9 +120,7 @@ class PrefixCollator(PackedDataCollator):
         tokens, labels = self._read(documents)
         order, shared, compared = self.order_documents(documents) if self.shares else ([], [], [])
         if not any(shared):
-            batch, runs = super().collate(documents, degree)
-            bounds = np.cumsum([0, *map(len, tokens)])
-            return batch, runs, [np.arange(first, stop) for first, stop in pairwise(bounds)]
+            return super().collate_with_rows(documents, degree)
         runs = []
         rows = np.zeros(0, dtype=np.int64)  # the rows of the document before this one
         rows_of_documents = [rows] * len(order)

@@ -358,7 +358,8 @@ class Probe(ProbedModel):
     def rounding(self) -> float:
         """Relative change that another order of the same sums may cause: 32 eps in fp32, 4 eps in half precision.
 
-        In fp32 it is at least one eps per token that a kernel of a mixer sums in common, whichever documents they are of.
+        In fp32 it is at least one eps per token that a kernel of a mixer sums in common, whichever documents they are
+        of.
         """
         eps = torch.finfo(self.dtype).eps
         return 4 * eps if eps > 1e-4 else max(32, mixer_support().tokens_summed_in_common(self.inner)) * eps

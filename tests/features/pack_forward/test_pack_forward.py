@@ -24,6 +24,7 @@ from transformers import BertConfig, BertForSequenceClassification, DynamicCache
 
 from trl_packfix import PackingLeakError, pack_forward
 from trl_packfix.attention.packed_forward import this_thread
+from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.features.pack_forward import packed_rows
 from trl_packfix.features.pack_forward.packed_rows import pack_rows
@@ -120,7 +121,8 @@ def padded_batches(draw):
 @given(padded_batches(), st.booleans())
 def test_each_token_has_a_row_with_its_own_past(padded, shares):
     ids, mask = padded
-    batch = pack_rows(ids, mask, PrefixCollator(min_shared=1, keeps_last_rows=True, shares=shares))
+    collate = PrefixCollator(min_shared=1, keeps_last_rows=True) if shares else PackedDataCollator()
+    batch = pack_rows(ids, mask, collate)
     if not mask.any():
         assert batch is None
         return
@@ -146,7 +148,7 @@ def test_each_token_has_a_row_with_its_own_past(padded, shares):
 def test_padding_between_tokens_is_no_document():
     ids = torch.tensor([[5, 6, 0, 7], [5, 6, 7, 8]])
     mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]])
-    collate = PrefixCollator(keeps_last_rows=True)
+    collate = PackedDataCollator()
     assert pack_rows(ids, mask, collate) is None
     assert pack_rows(ids[1:], mask[1:], collate) is not None
 
@@ -315,7 +317,9 @@ def test_a_wrong_pack_is_not_used(fault, in_training, monkeypatch):
         wanted = model(**batch, use_cache=False).logits
         pack = packed_rows.pack_rows
         monkeypatch.setattr(
-            packed_rows, "pack_rows", lambda *args: fault(pack(*args)) if args[2].shares else pack(*args)
+            packed_rows,
+            "pack_rows",
+            lambda *args: fault(pack(*args)) if isinstance(args[2], PrefixCollator) else pack(*args),
         )
         record = pack_forward(model)
         with pytest.warns(

@@ -37,6 +37,7 @@ from ...attention.choice import own_attention, set_attention
 from ...attention.kernel_errors import KernelError
 from ...attention.models import base_model, below_head, text_config
 from ...attention.packed_forward import CACHE_NAMES
+from ...data.collator import PackedDataCollator
 from ...data.prefix_collator import PrefixCollator
 from ...isolation.isolation_report import PackingLeakError
 from ...isolation.packed_model import OnLeak, PackedModel
@@ -82,7 +83,7 @@ class RowsOfBatch(NamedTuple):
         return self._replace(pack=pack, rows=move(self.rows), cells=move(self.cells))
 
 
-def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PrefixCollator) -> RowsOfBatch | None:
+def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PackedDataCollator) -> RowsOfBatch | None:
     """Return a pack whose documents are the rows of a padded batch, on the device of the batch.
 
     Rows may be padded on either side, and a row without tokens is skipped. The host waits for the device once.
@@ -90,7 +91,7 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PrefixCollator
     Args:
         input_ids: tokens, (B, S).
         attention_mask: 0 at padding, (B, S).
-        collate: makes the pack; it says whether rows share their beginnings.
+        collate: makes the pack; it says which rows each document has. No document may lack the row of its last token.
 
     Returns:
         The pack, or None if no row has a token, or if a row has padding between tokens, so that its positions are not
@@ -98,11 +99,10 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PrefixCollator
 
     >>> ids = torch.tensor([[5, 6, 7, 8, 0], [5, 6, 7, 9, 4]])
     >>> mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
-    >>> batch = pack_rows(ids, mask, PrefixCollator(min_shared=1, keeps_last_rows=True))
+    >>> batch = pack_rows(ids, mask, PackedDataCollator())
     >>> batch.pack["input_ids"].tolist(), batch.rows.tolist()
-    ([[5, 6, 7, 8, 7, 9, 4]], [0, 1, 2, 3, 0, 1, 4, 5, 6])
+    ([[5, 6, 7, 8, 5, 6, 7, 9, 4]], [0, 1, 2, 3, 4, 5, 6, 7, 8])
     """
-    assert collate.keeps_last_rows
     # One transfer from the device for both.
     tokens, mask = torch.stack([input_ids, attention_mask.to(input_ids.dtype)]).cpu().numpy()
     is_token = mask != 0
@@ -112,9 +112,11 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, collate: PrefixCollator
     documents = [ids[in_row] for ids, in_row in zip(tokens, is_token, strict=True) if in_row.any()]
     pack, _, rows = collate.collate_with_rows([{"input_ids": ids} for ids in documents])
     del pack["labels"]
+    rows_of_tokens = np.concatenate(rows)
+    assert len(rows_of_tokens) == is_token.sum()
     batch = RowsOfBatch(
         pack,
-        torch.from_numpy(np.concatenate(rows)),
+        torch.from_numpy(rows_of_tokens),
         torch.from_numpy(np.flatnonzero(is_token)),
         (is_token.shape[0], is_token.shape[1]),
         int(is_token.sum(1).max()),
@@ -144,6 +146,7 @@ class PackedRows(AroundCalls):
         shares: whether a beginning that rows share is computed once.
 
     Attributes:
+        shares: whether beginnings are shared, as far as the tests until now allow it.
         is_proved: whether `prove` has run.
         refusal: why rows stay padded; None if they are packed.
         sharing_refusal: why rows are packed without sharing although sharing was wanted; None if they share.
@@ -170,7 +173,8 @@ class PackedRows(AroundCalls):
                 f"`pack_forward` was called a second time for the same {type(self.model).__name__}. Its padded rows, "
                 "with which packs are compared, would be packs. Call `remove()` on what the first call returned."
             )
-        self.collate = PrefixCollator(keeps_last_rows=True, shares=shares)
+        self.shares = shares
+        self.collate: PackedDataCollator = PrefixCollator(keeps_last_rows=True) if shares else PackedDataCollator()
         self.packed_model = PackedModel(
             model,
             dtype,
@@ -217,7 +221,7 @@ class PackedRows(AroundCalls):
                 self._refuse_packs(packed.attention.reason)
             elif not packed.is_proved:
                 self._refuse_packs(report.summary())
-            elif self.collate.shares:
+            elif self.shares:
                 reason = packed.prove_prefixes(wrapped)
                 if reason is not None:
                     self._share_nothing(reason)
@@ -253,7 +257,8 @@ class PackedRows(AroundCalls):
 
     def _share_nothing(self, reason: str) -> None:
         """Pack each row whole from now on, with a warning."""
-        self.collate.shares = False
+        self.shares = False
+        self.collate = PackedDataCollator()
         self.sharing_refusal = reason
         warnings.warn(
             f"{type(self.model).__name__} computes a beginning that rows share once per row: {reason}. Set "
@@ -360,7 +365,7 @@ class PackedRows(AroundCalls):
         wants_gradients = torch.is_grad_enabled() and kind not in known_kinds
         describe = partial(self._describe_difference, module, inputs, wants_gradients=wants_gradients)
         reason = describe(batch)
-        if reason is not None and self.collate.shares:
+        if reason is not None and self.shares:
             self._share_nothing(f"{where}, {reason}")
             unshared = pack_rows(inputs["input_ids"], inputs["attention_mask"], self.collate)
             assert unshared is not None
