@@ -74,6 +74,8 @@ def messages(*each, **columns):
 
 
 LEFT = "which the chat template leaves out"
+ALPACA = {"instruction": "What is the sum", "output": "3"}
+FORMAT = "{instruction} {output}".format_map
 CASES = {
     # Roles
     "developer": Case(
@@ -95,6 +97,20 @@ CASES = {
     ),
     "system in the middle": Case(
         "OpenHermes with notes", messages(ASK, OK, {"role": "system", "content": "Now rhyme"}, ASK, OK), LEFT, "gptoss"
+    ),
+    "function": Case("OpenAI before tools", messages(ASK, {"role": "function", "content": "9 degrees"}, OK), LEFT),
+    "environment": Case(
+        "allenai/olmo-toolu-sft-mix",
+        messages(ASK, OK | {"function_calls": "get_weather(city=Oslo)"}, {"role": "environment", "content": "9"}, OK),
+        "role `environment`, which",
+    ),
+    "model": Case(
+        "Gemini, contents", messages(ASK, {"role": "model", "content": "It is sunny"}), "role `model`, which"
+    ),
+    "capitals": Case(
+        "BELLE",
+        messages({"role": "User", "content": "Hi"}, {"role": "Assistant", "content": "Ho"}),
+        "role `Assistant`, which",
     ),
     "human in messages": Case(
         "Vicuna converted by hand",
@@ -133,6 +149,44 @@ CASES = {
     "ids of messages": Case(
         "oasst2", messages(ASK | {"message_id": "a-1", "lang": "en"}, OK), "`lang` in messages", severity="note"
     ),
+    "tool plan": Case(
+        "Command R",
+        messages(ASK, call() | {"tool_plan": "I will look it up"}, {"role": "tool", "content": "9"}, OK),
+        "`tool_plan`",
+    ),
+    "citations": Case(
+        "OpenAI, web search",
+        messages(ASK, OK | {"annotations": [{"url_citation": {"title": "The page of the day"}}]}),
+        "`annotations",
+    ),
+    "blocks of a call": Case(
+        "Anthropic, traces",
+        messages(
+            {"role": "user", "content": part("What")},
+            {
+                "role": "assistant",
+                "content": [*part("Look"), {"type": "tool_use", "input": {"city": "in Oslo"}}],
+            },
+        ),
+        "`tool_use in content`",
+        "qwen2_5_vl",
+    ),
+    "blocks of a thought": Case(
+        "Anthropic, extended thinking",
+        messages(
+            {"role": "user", "content": part("What")},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Look it up"}, *part("Rain")]},
+        ),
+        "`thinking in content`",
+        "qwen2_5_vl",
+    ),
+    "input_text": Case(
+        "OpenAI, Responses",
+        messages({"role": "user", "content": [{"type": "input_text", "text": "What"}]}, SAID),
+        "",
+        "qwen2_5_vl",
+    ),
+    "empty system": Case("LLaMA-Factory, alpaca_en", messages({"role": "system", "content": ""}, ASK, OK), ""),
     # Thoughts
     "reasoning": Case("OpenThoughts", messages(ASK, OK | {"reasoning_content": "Look up"}), LEFT, "qwen2_5"),
     "early thought": Case(
@@ -172,6 +226,33 @@ CASES = {
     "arguments as Python": Case(
         "xlam", messages(ASK, call(), OK), "`tool_calls` that the chat template writes as Python", "calls", "error"
     ),
+    "arguments in a text": Case(
+        "vortico/flama#258, oumi#2599",
+        messages(ASK, call() | {"tool_calls": [{"function": {"name": "f", "arguments": '{"city": "Oslo"}'}}]}, OK),
+        "are a text of JSON, which the chat template writes as a text in JSON",
+        "qwen2_5",
+    ),
+    "arguments that are no texts": Case(
+        "glaive-function-calling-v2", messages(ASK, call(days=3, wind=1.5, hourly=True, at=[1.5, 2.5]), OK), ""
+    ),
+    "numbers of arguments": Case(
+        "a template of texts",
+        messages(ASK, call(city="Oslo", wind=2.5), OK),
+        "`tool_calls[].function.arguments` in messages of the role `assistant`, which the chat template leaves out",
+        "texts",
+    ),
+    "flags of arguments": Case(
+        "a template of numbers",
+        messages(ASK, call(city="Oslo", days=3, hourly=True), OK),
+        "leaves out, for example 'true'",
+        "numbers",
+    ),
+    "tools in a message": Case(
+        "Kimi K2", messages({"role": "system", "content": "Be brief", "tools": json.dumps(TOOLS)}, ASK, OK), "`tools`"
+    ),
+    "flat tools": Case(
+        "OpenAI, Responses", messages(ASK, OK, tools=json.dumps([{"type": "function", **TOOLS[0]["function"]}])), ""
+    ),
     "nulls of calls": Case(
         "datasets.from_list",
         messages(ASK, call(city="Oslo")),
@@ -205,6 +286,15 @@ CASES = {
         "`assistant_only_loss=True`",
         severity="error",
     ),
+    "half a weight": Case(
+        "Together, weights", messages(ASK, OK | {"weight": 0.5}), "a `weight` that is neither 0 nor 1, which is not"
+    ),
+    "half a loss": Case(
+        "ms-swift, loss_scale",
+        messages(ASK, OK | {"loss": 0.5}),
+        "a `loss` that is neither 0 nor 1, which is not read",
+        settings={"trains_assistant": True},
+    ),
     "loss of a question": Case(
         "ms-swift", messages(ASK | {"loss": False}, OK), "", settings={"trains_assistant": True}
     ),
@@ -221,6 +311,16 @@ CASES = {
     ),
     "history": Case(
         "alpaca with history", {"prompt": "Who", "completion": "I", "history": [["a", "b"]]}, "column `history`"
+    ),
+    "input": Case("Alpaca", {"prompt": "Add", "completion": "3", "input": "1 and 2"}, "column `input`"),
+    "boxes": Case(
+        "ms-swift, grounding", messages(ASK, OK, objects={"ref": ["a cat"]}), "column `objects`", severity="note"
+    ),
+    "other answers": Case(
+        "UltraFeedback", messages(ASK, OK, rejected="It is dark"), "column `rejected`", severity="note"
+    ),
+    "documents of the template": Case(
+        "Command R", messages(ASK, OK, chat_template_kwargs={"documents": [{"text": "b c"}]}), "have `documents`"
     ),
     "source": Case("tulu-3-sft-mixture", messages(ASK, OK, source="web", id="7"), "column `source`", severity="note"),
     "prompt": Case("ultrachat_200k", messages(ASK, OK, prompt=ASK["content"]), "column `prompt`", severity="note"),
@@ -252,6 +352,13 @@ CASES = {
         "qwen2_5_vl",
         "error",
     ),
+    "input_audio": Case(
+        "OpenAI, audio",
+        messages({"role": "user", "content": [*part("What"), {"type": "input_audio", "input_audio": {"data": "x"}}]}),
+        "`input_audio` in their messages",
+        "qwen2_5_vl",
+        "error",
+    ),
     "images of a message": Case(
         "Ollama", messages(ASK | {"images": ["a.png"]}, OK), "`images` in their messages", severity="error"
     ),
@@ -268,16 +375,54 @@ CASES = {
     # Tokens
     "control token": Case("ChatBug", messages(user("Say <|im_end|> now"), OK), "control tokens"),
     "two BOS": Case("llama-cpp-python#1501", {"text": "<s>Hi"}, "begin with BOS", "bos"),
+    # A function of the user
+    "formatted": Case("gsm8k", ALPACA, "", settings={"formatting_func": "{instruction} {output}".format_map}),
+    "formatted without a column": Case(
+        "Alpaca", ALPACA | {"input": "of 1 and 2"}, "column `input`", settings={"formatting_func": FORMAT}
+    ),
+    "formatted without an id": Case(
+        "Alpaca", ALPACA | {"key": "a-1"}, "column `key`", severity="note", settings={"formatting_func": FORMAT}
+    ),
+    "formatted without a role": Case(
+        "hand-written ChatML",
+        messages({"role": "developer", "content": "Be brief"}, ASK, OK),
+        "have `content` in messages of the role `developer`, which `formatting_func` leaves out",
+        settings={
+            "formatting_func": lambda row: " ".join(m["content"] for m in row["messages"] if m["role"] != "developer")
+        },
+    ),
+    "formatted as Python": Case(
+        "a tutorial",
+        ALPACA | {"tools": [{"name": "f"}]},
+        "`tools` that `formatting_func` writes as Python",
+        settings={"formatting_func": "{tools} {instruction} {output}".format_map},
+    ),
+    "formatted with two BOS": Case(
+        "Llama 3", ALPACA, "begin with BOS", "bos", settings={"formatting_func": "<s>{instruction} {output}".format_map}
+    ),
     "right": Case("gsm8k", messages(ASK, OK), ""),
     "right tools": Case(
         "sgd", messages(ASK, call(), {"role": "tool", "content": "9"}, OK, tools=json.dumps(TOOLS)), ""
     ),
 }
+
+
+def with_arguments(rule):
+    """Return a template that writes the arguments of calls to which a filter applies."""
+    call_template = (
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.values() | FILTER | join(' ') }}"
+        "{% endfor %}{{ '<|im_end|>"
+    )
+    return PLAIN.replace("<|im_end|>", "' }}" + call_template.replace("FILTER", rule), 1)
+
+
 OWN = {
     "printing": PLAIN.replace("m.content", "(m.content | string)"),
     "questions": PLAIN.replace("+ m.content +", "+ (m.content if m.role == 'user' else '') +"),
     "twice": PLAIN.replace("+ m.content +", "+ m.content + ' ' + m.content +"),
     "calls": PLAIN.replace("+ m.content +", "+ m.content + (m.tool_calls | string if m.tool_calls else '') +"),
+    "texts": with_arguments("select('string')"),
+    "numbers": with_arguments("reject('boolean')"),
 }
 
 

@@ -138,8 +138,7 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
     for table in tables(sharegpt(), "conversations"):
         run = trainer(tmp_path, table, **settings)
         assert rows_of(run) == expected
-        num = "4 rows" if isinstance(table, Dataset) else "2 rows"
-        assert f"{num} have the roles `human` or `gpt` in `conversations`, which are renamed" in run.data.report.line()
+        assert "4 rows have the roles `human` or `gpt` in `conversations`, which are renamed" in run.data.report.line()
         turns = trainer(tmp_path, table, per_turn=True, **settings)
         assert sum(max(labels) >= 0 for _, labels in rows_of(turns)) == 12
     thought = {"from": "assistant", "value": "s", "reasoning_content": "t"}
@@ -156,7 +155,7 @@ def test_roles_of_sharegpt_are_renamed_as_their_keys_are(tmp_path, caplog):
 def test_roles_that_the_template_does_not_know_are_said(tmp_path, caplog):
     rows = [{"messages": row["conversations"]} for row in sharegpt(keys=("role", "content"))]
     said = "rows of the train dataset have the role `gpt`, which the chat template renders as it renders any unknown"
-    for table, count in zip(tables(rows, "messages"), ("4 of 6", "4 of 6", "2 of the first 4"), strict=True):
+    for table, count in zip(tables(rows, "messages"), ("4 of 6", "4 of 6", "4 of the first 6"), strict=True):
         caplog.clear()
         trainer(tmp_path, table, packing=False, max_length=200, max_steps=1)
         assert f"{count} {said}" in caplog.text

@@ -2,9 +2,10 @@
 
 A chat template renders the keys that it knows, and ignores all other keys without an error. So a mark is put into every
 text of a few rows. These rows have every kind of text in the dataset (`text_kinds.py`). They are rendered as training
-renders them, and the marks are looked for: a text whose mark is missing is omitted from training, and a text whose mark
-is there twice is repeated. The result is a `DataReport` (`data_report.py`), by which `make_samples.py` refuses a
-dataset or warns.
+renders them, with the chat template or with the user's `formatting_func`, and the marks are looked for: a text whose
+mark is missing is omitted from training, and a text whose mark is there twice is repeated. Numbers become rare numbers.
+A boolean or a null cannot be marked: it is replaced by another value, and the rendered row must change. The result is a
+`DataReport` (`data_report.py`), by which `make_samples.py` refuses a dataset or warns.
 
 A marked row must be rendered like the unmarked row, apart from its marks. If it is not, the template compares texts
 with values that it knows. Then one text is marked at a time, and texts that change the rendered row even then are
@@ -15,21 +16,22 @@ import inspect
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from datasets import Dataset, IterableDataset
 
 from ..compat import main_process_first, sanitises_control_tokens
-from .checks import NUM_OF_STREAM, PLACEHOLDER, has_images
-from .conversation import NUM_SHOWN, Conversation, Tokenizer, plain_tokenizer
+from .checks import PLACEHOLDER, has_images
+from .conversation import NUM_SHOWN, Conversation, Message, Tokenizer, plain_tokenizer
 from .data_report import DataReport, Finding
 from .processor import images_of
 from .recipes import training_template
 from .text_kinds import (
+    CONSTANT,
     CONTROL,
     LONGEST_LABEL,
     MEDIA,
@@ -41,12 +43,14 @@ from .text_kinds import (
     Leaf,
     RowKinds,
     leaves,
+    messages_of_columns,
     read_kinds,
 )
 from .texts import struct_columns, without_nulls
 from .turns import TurnSettings, template_of
 
 # Limits, so that the proof takes seconds for any dataset
+NUM_OF_STREAM = 100  # rows that are read at the beginning of a stream
 NUM_RENDERED = 20  # rows that are rendered, two for each kind if possible
 MAX_NAMED = 10  # rows that a finding names
 MOST_SHAPES = 200  # shapes (sets of kinds in a row) of which one row is tried
@@ -55,14 +59,17 @@ MOST_SINGLE = 50  # texts of a row that are marked one by one
 MOST_ALONE = 8  # texts of a kind that are rendered in their own turn
 MOST_TURNS = 50  # turns of a row that are rendered one by one
 MARK = re.compile(r"zq\d+x", re.IGNORECASE)
-NUMBER = re.compile(r"97000\d{6}")
+NUMBER = re.compile(r"97000\d{6}(?:\.5)?")
 BEFORE_A_LETTER = re.compile(r"(?<![<|/\\\w])[^\W\d_]")  # not inside a tag, a word or an escape
 ROLES = ("system", "user", "assistant", "tool")  # of transformers and TRL
 SANITISED = '{"sanitize_control_tokens": True}'
 UNKNOWN = "zqrolex"  # a role that no template knows
 # Columns that other libraries render, and keys of messages by which they leave a message out of the loss
-RENDERED_COLUMNS = re.compile("prompt|system|instruction|document|context|function|tools|history|video|audio")
+RENDERED_COLUMNS = re.compile("prompt|system|instruction|input$|document|context|function|tools|history|video|audio")
 TRAIN_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "mask")
+
+
+FormattingFunction: TypeAlias = Callable[[dict[str, Any]], str]
 
 
 @dataclass(frozen=True)
@@ -76,29 +83,58 @@ class Rendering:
     trains_assistant: bool = False  # whether only messages of the assistant are trained
     per_turn: bool = False
     needs_assistant: bool = False  # whether a row without a message of the assistant is refused
+    formatting_func: FormattingFunction | None = None  # the user's function that makes the text of a row
 
     @classmethod
-    def from_args(cls, args: TurnSettings, tokenizer: Tokenizer) -> "Rendering":
+    def from_args(
+        cls, args: TurnSettings, tokenizer: Tokenizer, formatting_func: FormattingFunction | None = None
+    ) -> "Rendering":
         """Read the settings from the config of the trainer."""
-        trains_assistant = args.assistant_only_loss or args.per_turn
-        needs_assistant = args.assistant_only_loss and args.bad_rows == "raise"
-        key = args.message_train_key
-        chat_template = training_template(tokenizer) if args.assistant_only_loss else None
         return cls(
-            tokenizer, chat_template, args.dataset_text_field, key, trains_assistant, args.per_turn, needs_assistant
+            tokenizer,
+            training_template(tokenizer) if args.assistant_only_loss and formatting_func is None else None,
+            args.dataset_text_field,
+            args.message_train_key,
+            trains_assistant=args.assistant_only_loss or args.per_turn,
+            per_turn=args.per_turn,
+            needs_assistant=args.assistant_only_loss and args.bad_rows == "raise",
+            formatting_func=formatting_func,
         )
+
+    @property
+    def renderer(self) -> str:
+        """What makes the text of a row, for messages."""
+        return "the chat template" if self.formatting_func is None else "`formatting_func`"
+
+
+@dataclass(frozen=True)
+class FormattedRow(Conversation):
+    """A row whose text is made by a function of the user. Its messages are those of `messages_of_columns`."""
+
+    messages_column: str
+    formatting_func: FormattingFunction
+
+    def text(self, messages: list[Message], tokenizer: Tokenizer, add_generation_prompt: bool = False) -> str:
+        columns, *messages = _copied(messages)  # a copy, because the function may change its argument
+        return str(self.formatting_func(columns | ({self.messages_column: messages} if self.messages_column else {})))
 
 
 def prove_or_refuse(
-    dataset: Dataset | IterableDataset, name: str, *, args: TurnSettings, tokenizer: Tokenizer
+    dataset: Dataset | IterableDataset,
+    name: str,
+    *,
+    args: TurnSettings,
+    tokenizer: Tokenizer,
+    formatting_func: FormattingFunction | None = None,
 ) -> DataReport:
     """Prove the data of a training run before it is tokenised, on all ranks. Refuse it or warn if texts are lost.
 
     Raises:
         ValueError: If a finding is an error.
     """
+    rendering = Rendering.from_args(args, tokenizer, formatting_func)
     with main_process_first():
-        report = prove_data(dataset, name, Rendering.from_args(args, tokenizer), num_proc=args.dataset_num_proc)
+        report = prove_data(dataset, name, rendering, num_proc=args.dataset_num_proc)
     report.raise_if_lost()
     if args.process_index == 0:
         report.warn()
@@ -116,9 +152,9 @@ def prove_data(
         rendering: How rows become text.
         num_proc: Number of processes that read the rows of a table.
     """
-    structs = struct_columns(dataset.features)
-    row_kinds = read_kinds(dataset, _reader(dataset, rendering, structs), num=NUM_OF_STREAM, num_proc=num_proc)
-    proof = _Proof(row_kinds, rendering, structs)
+    reader = _reader(dataset, rendering)
+    row_kinds = read_kinds(dataset, reader, num=NUM_OF_STREAM, num_proc=num_proc)
+    proof = _Proof(row_kinds, rendering, reader)
     covered: Counter[Kind] = Counter()
     for shape, row in zip(row_kinds.shapes[:MOST_SHAPES], row_kinds.first, strict=False):  # the most frequent first
         if proof.num_rendered < NUM_RENDERED and any(covered[kind] < 2 for kind in shape) and proof.render(row):
@@ -135,7 +171,8 @@ def prove_data(
     )
 
 
-def _reader(dataset: Dataset | IterableDataset, rendering: Rendering, structs: dict[str, Any]) -> KindReader:
+def _reader(dataset: Dataset | IterableDataset, rendering: Rendering) -> KindReader:
+    """Return the reader of the kinds of the rows, with the control tokens and the BOS of the tokenizer."""
     tokenizer: Any = plain_tokenizer(rendering.tokenizer)
     added = getattr(tokenizer, "added_tokens_decoder", {})  # tokenizers of Mistral have none
     control = {token.content for token in added.values() if token.special}
@@ -144,7 +181,14 @@ def _reader(dataset: Dataset | IterableDataset, rendering: Rendering, structs: d
     pattern = "|".join(re.escape(token) for token in sorted(control, key=len, reverse=True))
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
     bos = str(tokenizer.bos_token) if adds_bos else ""
-    return KindReader(rendering.text_field, structs, pattern, bos, PLACEHOLDER if has_images(dataset) else "")
+    return KindReader(
+        rendering.text_field,
+        struct_columns(dataset.features),
+        pattern,
+        bos,
+        PLACEHOLDER if has_images(dataset) else "",
+        is_formatted=rendering.formatting_func is not None,
+    )
 
 
 def _is_text(kind: Kind) -> bool:
@@ -159,21 +203,25 @@ def _is_text(kind: Kind) -> bool:
 
 def _is_medium(kind: Kind) -> bool:
     """Return whether values of a kind are images, videos or sounds in a message."""
-    return MEDIA.match(kind.path) is not None and kind.path.endswith((" in content", " in message"))
+    return MEDIA.search(kind.path) is not None and kind.path.endswith((" in content", " in message"))
 
 
 class _Proof:
     """Renders rows with marks, and collects what became of the texts."""
 
-    def __init__(self, row_kinds: RowKinds, rendering: Rendering, structs: dict[str, Any]):
+    def __init__(self, row_kinds: RowKinds, rendering: Rendering, reader: KindReader):
         self.row_kinds = row_kinds
         self.rendering = rendering
-        self.structs = structs
-        self.num_rendered = self.num_marks = 0
+        self.structs = reader.structs
+        self.bos = reader.bos
+        self.num_rendered = 0
+        self.num_with_bos = 0  # rows that `formatting_func` begins with BOS
+        self.num_marks = 0
         self.states: dict[Kind, Counter[str]] = defaultdict(Counter)
         self.examples: dict[Kind, str] = {}  # for each kind with missing texts, one of them
         self.unknown_roles: set[str] = set()
         self.python_paths: set[str] = set()  # paths of lists and dictionaries that Python printed into the text
+        self.escaped_paths: set[str] = set()  # paths of texts of JSON that are a text inside JSON
         self.unread_arguments: set[str] = set()
         self.null_columns: set[str] = set()  # columns whose keys that Arrow added would be in the text
         self.copied_columns: set[str] = set()  # columns whose texts are in the messages too
@@ -195,6 +243,7 @@ class _Proof:
             if not self._follow(conversation, text, None):
                 for i in range(min(num_marks, MOST_SINGLE)):
                     self._follow(conversation, text, i)
+            self._follow_constants(conversation, text)
             self._look(conversation, text)
             self._look_at_columns(raw_row, row, conversation, text=text)
         except Exception:  # the proof must never end a training run that could tokenise the row
@@ -206,7 +255,10 @@ class _Proof:
         self, raw_row: dict[str, Any], row: dict[str, Any], conversation: Conversation, *, text: str
     ) -> None:
         """Note columns whose texts are in the messages too, and columns whose added keys would be in the text."""
-        message_texts = {str(leaf.holder[leaf.key]).strip() for leaf in leaves(conversation.messages, {})}
+        messages = conversation.messages
+        if isinstance(conversation, FormattedRow):
+            messages = messages[1:]  # the first has the columns themselves
+        message_texts = {str(leaf.holder[leaf.key]).strip() for leaf in leaves(messages, {})}
         columns = {name: value.strip() for name, value in row.items() if isinstance(value, str)}
         long_columns = {name for name, value in columns.items() if len(value) >= LONGEST_LABEL and value in text}
         self.copied_columns |= long_columns.union(name for name, value in columns.items() if value in message_texts)
@@ -214,6 +266,10 @@ class _Proof:
         self.null_columns |= {name for name in changed if self._text_or_none(row | {name: raw_row[name]}) != text}
 
     def _conversation(self, row: dict[str, Any]) -> Conversation:
+        """Return the messages of a row with the arguments with which training renders them."""
+        if self.rendering.formatting_func is not None:
+            messages, messages_column = messages_of_columns(row)
+            return FormattedRow(messages, 0, {}, messages_column, self.rendering.formatting_func)
         conversation = Conversation.from_row(row, images_of(row))
         conversation.arguments.pop("sanitize_control_tokens", None)  # it changes tokens, not the text
         if self.rendering.chat_template is not None:
@@ -259,6 +315,21 @@ class _Proof:
                 self.examples.setdefault(leaf.kind, shorten(str(value), NUM_SHOWN, placeholder=" ..."))
         return True
 
+    def _follow_constants(self, conversation: Conversation, text: str) -> None:
+        """Replace each boolean and null of tools and arguments, one at a time, and count if the text changes."""
+        for i, constant in enumerate(_constants(conversation)[:MOST_SINGLE]):
+            states = self.states.get(constant.kind, Counter())
+            if states.total() >= MOST_ALONE:
+                continue
+            changed = _copy_of(conversation)
+            leaf = _constants(changed)[i]
+            value = leaf.holder[leaf.key]
+            leaf.holder[leaf.key] = "zq0x" if value is None else not value
+            rendered = self._text_or_none(changed)
+            if rendered is not None:
+                self.states[leaf.kind]["left out" if rendered == text else "kept"] += 1
+                self.examples.setdefault(leaf.kind, json.dumps(value))
+
     def _how_it_is_left_out(self, marked: Conversation, mark: str, leaf: Leaf) -> str:
         """Return "left out later" if a text of the assistant is rendered in its own turn, else "left out"."""
         known = self.states[leaf.kind]
@@ -273,6 +344,10 @@ class _Proof:
         """Look for unknown roles, unread arguments and Python's texts in a row that is rendered without marks."""
         messages = conversation.messages
         arguments = conversation.arguments
+        if isinstance(conversation, FormattedRow):
+            self.num_with_bos += bool(self.bos) and text.startswith(self.bos)
+            self._look_at_values(list(messages[0].items()), text)
+            return
         for role in {message["role"] for message in messages} - {*ROLES}:
             renamed = [message | {"role": UNKNOWN} if message["role"] == role else message for message in messages]
             renamed_text = self._text_or_none(replace(conversation, messages=renamed))
@@ -283,14 +358,20 @@ class _Proof:
         for call in calls:
             values += [("tool_calls", call), ("tool_calls", (call.get("function") or call).get("arguments"))]
         values += [("tools", tool) for tool in arguments.get("tools") or ()]
-        for path, value in values[:MOST_SINGLE] + values[-MOST_SINGLE:]:
-            if isinstance(value, list | dict) and value and str(value) in text and str(value) != _as_json(value):
-                self.python_paths.add(path)
+        self._look_at_values(values, text)
         source = str(template_of(self.rendering.tokenizer, arguments))
         known = inspect.signature(type(self.rendering.tokenizer).apply_chat_template).parameters
         self.unread_arguments |= {
             name for name in arguments if name not in known and not re.search(rf"\b{name}\b", source)
         }
+
+    def _look_at_values(self, values: list[tuple[str, Any]], text: str) -> None:
+        """Note the paths of values that Python printed into the text, and of JSON that is written as a text of JSON."""
+        for path, value in values[:MOST_SINGLE] + values[-MOST_SINGLE:]:
+            if isinstance(value, list | dict) and value and str(value) in text and str(value) != _as_json(value):
+                self.python_paths.add(path)
+            if path == "tool_calls" and isinstance(value, str) and '"' in value and json.dumps(value)[1:-1] in text:
+                self.escaped_paths.add(path)
 
     # What is found
 
@@ -320,16 +401,24 @@ class _Proof:
                 remedy="Remove these rows (`dataset.select`), or set `assistant_only_loss=False`.",
                 severity="error",
             )
-        yield from self._of_media(has_images=has_images)
-        yield from self._of_train_keys()
+        if self.rendering.formatting_func is None:
+            yield from self._of_media(has_images=has_images)
+            yield from self._of_train_keys()
         yield from self._of_texts()
         for path in sorted(self.python_paths):
             yield from self._finding(
-                f"have `{path}` that the chat template writes as Python writes a list or a dictionary",
+                f"have `{path}` that {self.rendering.renderer} writes as Python writes a list or a dictionary",
                 {kind for kind in self.row_kinds.kinds if kind.path.startswith(path)},
                 cause="The model would learn Python's quotes in place of JSON.",
                 remedy="Give it as text (`json.dumps`), or set `chat_template_path` to a template that reads it.",
-                severity="error",
+                severity="error" if self.rendering.formatting_func is None else "warning",
+            )
+        for path in sorted(self.escaped_paths):
+            yield from self._finding(
+                f"have `{path}` whose `arguments` are a text of JSON, which the chat template writes as a text in JSON",
+                {kind for kind in self.row_kinds.kinds if kind.path.startswith(path)},
+                cause='The model would learn `{\\"city\\": ...}` with a backslash before each quote.',
+                remedy="Give `arguments` as a dictionary (`json.loads`).",
             )
         for role in sorted(self.unknown_roles):
             yield from self._finding(
@@ -355,7 +444,7 @@ class _Proof:
         )
         yield from self._finding(
             "are texts that begin with BOS",
-            self._kinds("BOS"),
+            None if self.num_with_bos and self.num_with_bos == self.num_rendered else self._kinds("BOS"),
             cause="The tokenizer adds BOS, too, so these documents begin with two.",
             remedy="Remove it from the texts, or give the messages themselves.",
         )
@@ -376,10 +465,13 @@ class _Proof:
         for (path, role), group in groups.items():
             where = f"have `{path}`" + (f" in messages of the role `{role}`" if role else "")
             lost = {kind: states for kind, states in group.items() if states["left out"] or states["left out later"]}
-            predicate = f"{where}, which the chat template leaves out"
+            if not role and self.rendering.formatting_func is not None:  # `path` is a column
+                yield from self._unread_column(path, lost)
+                continue
+            predicate = f"{where}, which {self.rendering.renderer} leaves out"
             yield from self._finding(predicate, lost, **self._loss(path, role, lost))
             yield from self._finding(
-                f"{where}, which the chat template renders more than once",
+                f"{where}, which {self.rendering.renderer} renders more than once",
                 {kind for kind, states in group.items() if states["repeated"]},
                 cause="The model would be trained on it twice.",
                 remedy="Set `chat_template_path` to a template that renders it once.",
@@ -391,6 +483,9 @@ class _Proof:
         num = states["left out"] + states["left out later"]
         cause = f"{num} of {states.total()} such texts are missing in the rows that were rendered."
         example = self.examples[next(iter(lost))] if lost else ""
+        cause_of_loss = {"example": example, "cause": f"{cause} The model never sees them."}
+        if self.rendering.formatting_func is not None:
+            return cause_of_loss | {"remedy": "Write them into the text that `formatting_func` returns."}
         template = "`chat_template_path` to a template that renders it"
         otherwise = "write it into `content`"
         if self._loses_side(path, role):
@@ -405,7 +500,7 @@ class _Proof:
             remedy = "Set `per_turn=True`, which trains each turn as it is rendered when it is the last."
         elif role not in (*ROLES, ""):
             remedy = f"Rename the role to one that the template knows, or set {template}."
-        return {"example": example, "cause": f"{cause} The model never sees them.", "remedy": remedy}
+        return cause_of_loss | {"remedy": remedy}
 
     def _loses_side(self, path: str, role: str) -> bool:
         """Return whether all texts of the user or of the assistant are missing, apart from thoughts."""
@@ -462,6 +557,15 @@ class _Proof:
                 remedy=f"Set {remedy}, or `message_train_key=None` if the key means something else.",
                 severity="error" if key in (train_key, *TRAIN_KEYS) else "note",
             )
+        for key in TRAIN_KEYS if train_key else ():
+            if not (key == train_key and is_read):  # then such a row is bad
+                yield from self._finding(
+                    f"have messages with a `{key}` that is neither 0 nor 1, which is not read",
+                    self._kinds(f"{key}=number", "assistant" if is_read else None),
+                    cause="These messages are trained as all others: a message is trained or it is not.",
+                    remedy=f"Set `{key}` to 0 or 1, give whole rows a weight (`weight_column`), or set "
+                    "`message_train_key=None` if the key means something else.",
+                )
 
     def _of_unread(self) -> Iterator[Finding]:
         """Yield findings of columns, labels of messages and template arguments that are not read."""
@@ -473,14 +577,23 @@ class _Proof:
             )
         for path in sorted({kind.path for kind in self.row_kinds.kinds if kind.path.startswith(("Column ", "label "))}):
             where, name = path.split(" ", 1)
-            is_rendered = where == "Column" and RENDERED_COLUMNS.match(name) and name not in self.copied_columns
-            yield from self._finding(
-                f"have a column `{name}`, which is not read" if where == "Column" else f"have `{name}` in messages",
-                self._kinds(path),
-                cause="It is not in the tokens.",
-                remedy="Write it into a message, for example of the role `system`, or remove it.",
-                severity="warning" if is_rendered else "note",
-            )
+            if where == "Column":
+                yield from self._unread_column(name, self._kinds(path))
+            else:
+                yield from self._finding(f"have `{name}` in messages", self._kinds(path), severity="note")
+
+    def _unread_column(self, name: str, kinds: Collection[Kind]) -> Iterator[Finding]:
+        """Yield the finding of a column that is not read, a warning if other libraries render such a column."""
+        target = "a message, for example of the role `system`"
+        if self.rendering.formatting_func is not None:
+            target = "the text that `formatting_func` returns"
+        yield from self._finding(
+            f"have a column `{name}`, which is not read",
+            kinds,
+            cause="It is not in the tokens.",
+            remedy=f"Write it into {target}, or remove it.",
+            severity="warning" if RENDERED_COLUMNS.match(name) and name not in self.copied_columns else "note",
+        )
 
 
 def _root(path: str) -> str:
@@ -509,16 +622,16 @@ def _with_marks(conversation: Conversation, only: int | None) -> tuple[Conversat
     Returns:
         The marked copy, and for each mark its leaf and the text before it was marked.
     """
-    marked = replace(conversation, messages=_copied(conversation.messages), arguments=_copied(conversation.arguments))
+    marked = _copy_of(conversation)
     marks: dict[str, tuple[Leaf, object]] = {}
     texts = [leaf for leaf in leaves(marked.messages, marked.arguments) if _is_text(leaf.kind)]
     for i, leaf in enumerate(texts):
         value = leaf.holder[leaf.key]
-        if leaf.kind.path.endswith("</think>") or only not in (None, i):
+        if leaf.kind.path.endswith(("</think>", CONSTANT)) or only not in (None, i):
             continue  # a thought inside a content is marked with it
-        if not isinstance(value, str):
-            mark = str(97_000_000_000 + len(marks))
-            leaf.holder[leaf.key] = int(mark)
+        if isinstance(value, int | float):
+            mark = str(97_000_000_000 + len(marks)) + (".5" if isinstance(value, float) else "")
+            leaf.holder[leaf.key] = type(value)(mark)
             marks[mark] = leaf, value
             continue
         pieces = THOUGHT.split(value)
@@ -531,6 +644,17 @@ def _with_marks(conversation: Conversation, only: int | None) -> tuple[Conversat
                 pieces[k] = _insert(mark, pieces[k])
         leaf.holder[leaf.key] = "".join(pieces)
     return marked, marks
+
+
+def _constants(conversation: Conversation) -> list[Leaf]:
+    """Return the booleans and nulls that cannot be marked."""
+    values = leaves(conversation.messages, conversation.arguments)
+    return [leaf for leaf in values if leaf.kind.path.endswith(CONSTANT)]
+
+
+def _copy_of(conversation: Conversation) -> Conversation:
+    """Return a copy of a conversation whose texts can be replaced."""
+    return replace(conversation, messages=_copied(conversation.messages), arguments=_copied(conversation.arguments))
 
 
 def _copied(value: Any) -> Any:

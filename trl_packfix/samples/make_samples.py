@@ -59,7 +59,7 @@ class PreparedDataset:
     recipe: Recipe
     masked: AssistantTurnCounts | None = None  # assistant turns of a table, if `assistant_only_loss` is set
     turns: PerTurnCounts | None = None  # conversations and turns of a table, if `per_turn` is set
-    data: DataReport | None = None  # whether all texts are in the tokens; None with a formatting function
+    data: DataReport | None = None  # whether all texts are in the tokens
 
 
 def make_samples(
@@ -90,7 +90,6 @@ def make_samples(
         ValueError: If the dataset cannot be tokenised, or if it has bad rows that are not dropped. The rows of a stream
             are refused when they are read.
     """
-    data = None
     if isinstance(dataset, Dataset):
         plain = plain_tokenizer(tokenizer)
         check_raw_dataset(dataset, name, plain, args=args, is_formatted=formatting_func is not None)
@@ -98,8 +97,7 @@ def make_samples(
         check_chat_template(dataset, name, tokenizer)
     with dataset_warnings.RepeatedMessages() as repeats:
         recipe = recipe_of(dataset, name, args, tokenizer, completion_only_loss, formatting_func)
-        if formatting_func is None:
-            data = prove_or_refuse(dataset, name, args=args, tokenizer=tokenizer)
+        data = prove_or_refuse(dataset, name, args=args, tokenizer=tokenizer, formatting_func=formatting_func)
         users_code = hash_modules_of(formatting_func, tokenizer)
         settings: dict[str, Any] = {"marks": marks, "is_training_set": is_training_set, "users_code": users_code}
         prepared = _applied(recipe, dataset, name, args=args, **settings)

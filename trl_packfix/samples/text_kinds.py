@@ -23,7 +23,7 @@ from ..compat import sanitises_control_tokens
 from .checks import IMAGES
 from .conversation import ROLES, Message
 from .row import HashedMapFunction, read_integer_column
-from .texts import text_columns, without_nulls
+from .texts import MESSAGES, text_columns, without_nulls
 
 READ_AT_ONCE = 1000  # rows of a batch in memory
 TEXTS = ("string", "large_string", "string_view")  # types of columns of text
@@ -38,6 +38,7 @@ SCHEMA = {
     "$schema",
     "additionalProperties",
 }
+CONSTANT = " (true, false or null)"  # end of the path of such a value in a tool or in the arguments of a call
 CONTROL = "Control token"
 PLACED = "Placeholder"
 MEDIA = re.compile("image|video|audio")
@@ -77,6 +78,9 @@ class KindReader:
     (`without_nulls`), "Control token" if a text of a message holds a match of `control`, "BOS" if a plain text begins
     with `bos`, "Placeholder" if a content is a text with `placeholder`, "Other form" if neither `messages` nor a text
     is read, "Renamed role", "Column NAME" if it has a text and is not read, and "No form" if a row cannot be read.
+
+    With `is_formatted` a function of the user makes the text of a row, and may read any column. The kinds are then the
+    kinds of `messages_of_columns`.
     """
 
     text_field: str
@@ -84,6 +88,7 @@ class KindReader:
     control: str = ""
     bos: str = ""
     placeholder: str = ""
+    is_formatted: bool = False
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
         """Return a hash of the kinds of each row, shape (rows,), so that rows can be counted by them."""
@@ -99,8 +104,11 @@ class KindReader:
             return frozenset([Kind("No form")])
 
     def _kinds(self, raw_row: Mapping[str, Any]) -> Iterator[Kind]:
-        columns = text_columns(raw_row, self.text_field)
         row = without_nulls(raw_row, self.structs)
+        if self.is_formatted:
+            yield from (leaf.kind for leaf in leaves(messages_of_columns(row)[0], {}))
+            return
+        columns = text_columns(raw_row, self.text_field)
         messages = [message for column in columns if isinstance(row[column], list) for message in row[column]]
         if messages:
             num_prompt = len(row["prompt"]) if "prompt" in columns else 0
@@ -134,6 +142,17 @@ class KindReader:
             if message.get("from") in ROLES:
                 kinds.add(("Renamed role", "", ""))
         return {Kind(*kind) for kind in kinds}
+
+
+def messages_of_columns(row: Mapping[str, Any]) -> tuple[list[Message], str]:
+    """Return all columns of a row as messages, for a row whose text is made by a function of the user.
+
+    The first message has the columns, and no role. Behind it are the messages of the column of messages, if the row has
+    one. The name of this column is the second value, "" without it.
+    """
+    name = next((name for name in MESSAGES if isinstance(row.get(name), list)), "")
+    columns = {key: value for key, value in row.items() if key != name}
+    return [columns, *row.get(name, ())], name
 
 
 def leaves(messages: list[Message], arguments: Mapping[str, Any]) -> Iterator[Leaf]:
@@ -191,7 +210,7 @@ def _add_text(message: Message, key: str, places: list[Place]) -> None:
         name = "content beside tool_calls" if message.get("tool_calls") else "content"
         if "</think>" in text:
             places.append((f"{name} before </think>", message, key))
-    elif name not in THOUGHTS and len(text) < LONGEST_LABEL and len(text.split()) == 1:
+    elif "role" in message and name not in THOUGHTS and len(text) < LONGEST_LABEL and len(text.split()) == 1:
         name = f"label {name}"  # an id, a date, a language: no text to train
     if not text.isspace():
         places.append((name, message, key))
@@ -215,7 +234,10 @@ def _add_parts(content: list[Any], places: list[Place]) -> None:
 
 
 def _add_nested(value: list[Any] | dict[str, Any], path: str, places: list[Place]) -> None:
-    """Add the texts and whole numbers inside lists and dictionaries; `*` is the name of an argument or parameter."""
+    """Add the texts and numbers inside lists and dictionaries; `*` is the name of an argument or parameter.
+
+    Booleans and nulls are added in tools and in arguments of calls only. Elsewhere they are settings.
+    """
     is_list = isinstance(value, list)
     stars = not is_list and path.endswith(("arguments", "properties"))
     for key, element in enumerate(value) if isinstance(value, list) else value.items():
@@ -227,7 +249,10 @@ def _add_nested(value: list[Any] | dict[str, Any], path: str, places: list[Place
                 places.append((inner, value, key))
         elif isinstance(element, list | dict):
             _add_nested(element, inner, places)
-        elif isinstance(element, int) and not isinstance(element, bool):
+        elif element is None or isinstance(element, bool):
+            if "arguments" in path or path.startswith("tools"):
+                places.append((inner + CONSTANT, value, key))
+        elif isinstance(element, int | float):
             places.append((inner, value, key))
 
 

@@ -94,7 +94,11 @@ class TurnRule:
         for turn in turns:
             weight = None if key is None else messages[turn].get(key)
             if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
-                raise UnknownTurnError(f"`messages[{turn}]` has `{key}: {weight!r}`, which is neither 0 nor 1")
+                raise UnknownTurnError(
+                    f"`messages[{turn}]` has `{key}: {weight!r}`, which is neither 0 nor 1; a message is trained or it "
+                    "is not. Set it to 0 or 1, give whole rows a weight (`weight_column`), or set "
+                    "`message_train_key=None`"
+                )
             if weight == 0:
                 context.add(turn)
         earlier = set(turns[:-1]) - context if self.assistant_turns == "last" else set()

@@ -16,7 +16,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from ..data.dataset_checks import check_tokenised
 from ..data.image_rows import ImageRows
 from ..samples.checks import columns_of
-from ..samples.data_proof import Rendering, prove_data
+from ..samples.data_proof import FormattingFunction, Rendering, prove_data
 from ..samples.data_report import DataReport
 from ..samples.images import masking_collator
 from ..samples.make_samples import make_samples
@@ -54,7 +54,12 @@ def prepare_rows(dataset: Dataset, processing_class: Any, args: SFTConfig) -> Da
 
 
 def check_data(
-    dataset: Dataset | IterableDataset, processing_class: Any, args: trl.SFTConfig | None = None, *, name: str = "train"
+    dataset: Dataset | IterableDataset,
+    processing_class: Any,
+    args: trl.SFTConfig | None = None,
+    *,
+    formatting_func: FormattingFunction | None = None,
+    name: str = "train",
 ) -> DataReport:
     """Report whether everything that the rows of a dataset give is in the tokens that training would make, once.
 
@@ -62,9 +67,10 @@ def check_data(
     and their arguments, tools. They are followed through the chat template. No model is needed, and nothing is changed.
 
     Args:
-        dataset: rows that are not tokenised. Of a stream the first rows are read.
+        dataset: rows that are not tokenised. The first 100 rows of a stream are read.
         processing_class: the tokenizer or processor of the model.
         args (`SFTConfig`, *optional*): decides the chat template, and which messages are trained.
+        formatting_func: the function that makes the text of a row, as in the trainer.
         name: of the dataset, in messages.
 
     Returns:
@@ -84,14 +90,14 @@ def check_data(
             f"`check_data` was given a dataset with the columns {columns_of(dataset)}: it is tokenised. What its rows "
             "had before is not known from tokens. Give the rows as they were before."
         )
-    if isinstance(processing_class, ProcessorMixin):
+    if isinstance(processing_class, ProcessorMixin) and formatting_func is None:
         dataset = with_named_images(dataset, name)
     if args is None:
-        return prove_data(dataset, name, Rendering(processing_class))
+        return prove_data(dataset, name, Rendering(processing_class, formatting_func=formatting_func))
     ours = adopt_args(args, "output")
     processing_class = copy.deepcopy(processing_class)
     _set_up(processing_class, ours)
-    rendering = Rendering.from_args(ours, processing_class)
+    rendering = Rendering.from_args(ours, processing_class, formatting_func)
     return prove_data(dataset, name, rendering, num_proc=ours.dataset_num_proc)
 
 
