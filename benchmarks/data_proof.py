@@ -25,8 +25,9 @@ from transformers import AutoTokenizer
 
 from trl_packfix import SFTConfig
 from trl_packfix.samples.conversation import Conversation
-from trl_packfix.samples.data_proof import Rendering, prove_data
+from trl_packfix.samples.data_proof import prove_data
 from trl_packfix.samples.make_samples import make_samples
+from trl_packfix.samples.rendering import Rendering
 from trl_packfix.samples.text_kinds import leaves
 
 SHORTEST = 12  # characters of a text that is searched for, and of a row in which it is

@@ -54,10 +54,11 @@ REVIEWED = {
         data/model_memory.py module.forward
         data/model_memory.py setattr(module, ...)
         reporting/pictures.py figure._repr_png_
-        samples/data_proof.py conversation.arguments.pop
-        samples/data_proof.py conversation.arguments.setdefault
         samples/data_proof.py leaf.holder[leaf.key]
+        samples/marks.py leaf.holder[leaf.key]
         samples/processor.py processor.image_processor
+        samples/rendering.py conversation.arguments.pop
+        samples/rendering.py conversation.arguments.setdefault
     """,
     "public in torch, and put back at the end of the context: train mode, and the rates of dropout": """
         isolation/probe.py module.training

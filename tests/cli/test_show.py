@@ -88,7 +88,14 @@ def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplac
     said = "1 of 3 rows of the {} dataset have `reasoning_content` in messages of the role `user`"
     files = {name: str(workplace / f"{name}.jsonl") for name in ("thoughts", "rows")}
     assert main(["show", files["thoughts"], "--model", str(workplace / "model"), *FLAGS]) == 0
-    assert said.format(files["thoughts"]) in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert said.format(files["thoughts"]) in out
+    # A lost text stands in the pack, before the text of its message that is not lost
+    said_there = "{left out `reasoning_content` of user: a thought of mine}"
+    before, _, behind = re.search(r"\[\d\] row 1, .*\n    (.*)", out).group(1).partition(said_there)
+    assert before.strip() == r"<|im_start|>user\n"
+    assert behind.strip().startswith("the question 1")
+    assert out.count("{left out `") == 1
     assert main(["check", str(workplace / "model"), "--dataset", files["thoughts"]]) == 1
     assert said.format(files["thoughts"]) in capsys.readouterr().out
     assert main(["check", str(workplace / "model"), "--dataset", files["rows"], "--json"]) == 0

@@ -23,7 +23,8 @@ from tokenizers.processors import TemplateProcessing
 from trl_packfix import check_data
 from trl_packfix.samples import text_kinds
 from trl_packfix.samples.conversation import Conversation
-from trl_packfix.samples.data_proof import Rendering, prove_data
+from trl_packfix.samples.data_proof import prove_data
+from trl_packfix.samples.rendering import Rendering
 from trl_packfix.samples.turns import TurnRule
 
 OK = answer("It is sunny")

@@ -12,7 +12,8 @@ from support.models import build_tokenizer
 from support.runs import all_documents, stock, trainer
 
 from trl_packfix import SFTTrainer
-from trl_packfix.samples.data_proof import Rendering, prove_data
+from trl_packfix.samples.data_proof import prove_data
+from trl_packfix.samples.rendering import Rendering
 
 pytestmark = pytest.mark.slow
 

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from ..reporting.packs import LEGEND, first_packs, pack_text
     from ..training.planner import documents_of
     from .configs import read_run
-    from .data import check_parts
+    from .data import check_parts, with_omissions
     from .forecast import planner_for
     from .lengths import LengthRows
     from .tokens import load_model_config, load_tokenizer, make_costs, read_documents
@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     packs = first_packs(planner, reader, args.packs)
     if isinstance(reader, LengthRows):
         packs = [pack.without_tokens() for pack in packs]
+    packs = with_omissions(packs, configs, model=tokenizer_name, reader=reader)
     if args.json:
         pack_values = [pack.to_dict(tokenizer) for pack in packs]
         result = pack_values if picture is None else {"plot": str(picture), "packs": pack_values}
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(text.plain)  # lines are not wrapped, because a file has no width
 
-    # 4. Print what the chat template left out of the texts, which these packs do not have.
+    # 4. Print in how many rows the chat template leaves out texts.
     if tokenizer_name and not isinstance(reader, LengthRows):
         for report in check_parts(configs, tokenizer_name):
             if not report.complete:

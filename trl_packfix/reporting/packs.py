@@ -31,7 +31,8 @@ NUM_PACKS = 8
 REPEATED_TOKEN = re.compile(r"(<[^<>\s]+>)\1{3,}")  # a special token several times, as for the patches of an image
 STYLES = ("blue", "yellow", "green", "magenta", "cyan", "red")  # documents are numbered too, for output without colour
 LEGEND = (
-    "[n] document n of the pack, each in one colour; [[trained tokens]] are also bold; [... n ...] n tokens omitted"
+    "[n] document n of the pack, each in one colour; [[trained tokens]] are also bold; [... n ...] n tokens omitted; "
+    "{left out ...} a text of the row that is not in the tokens"
 )
 
 TokenSpan = tuple[bool, int, int]
@@ -50,6 +51,7 @@ class ShownDocument:
     tokens: np.ndarray | None  # ids, shape (stop - start,)
     shared: int = 0  # number of first tokens whose rows are rows of the document before it in the pack
     num_images: int | None = None  # None if the table has no images
+    left_out: tuple[tuple[int, str], ...] = ()  # texts of the row without tokens, each behind a number of tokens
 
     @property
     def num_tokens(self) -> int:
@@ -87,6 +89,8 @@ class ShownDocument:
         values |= {"trained_tokens": self.num_trained, "parts": span_values}
         if self.num_images is not None:
             values["images"] = self.num_images
+        if self.left_out:
+            values["left_out"] = [list(omission) for omission in self.left_out]
         return values
 
 
@@ -266,7 +270,10 @@ def pack_text(
         if document.shared:
             text.append(f"[... {document.shared:,} shared ...] ", style)
         own_tokens = document.tokens[document.shared :]
-        for span, trained in _text_of_spans(own_tokens, document.own_spans, tokenizer, num=num_tokens):
+        left_out = [(max(place - document.shared, 0), description) for place, description in document.left_out]
+        for span, trained in _text_of_spans(
+            own_tokens, document.own_spans, tokenizer, num=num_tokens, left_out=left_out
+        ):
             text.append(f"[[{span}]]" if trained else span, f"bold {style}" if trained else style)
         text.append("\n")
     hidden = pack.documents[num_documents:]
@@ -277,15 +284,21 @@ def pack_text(
 
 
 def _text_of_spans(
-    tokens: np.ndarray, spans: list[TokenSpan], tokenizer: PreTrainedTokenizerBase | None, *, num: int
+    tokens: np.ndarray,
+    spans: list[TokenSpan],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    num: int,
+    left_out: list[tuple[int, str]],
 ) -> Iterator[tuple[str, bool]]:
-    """Yield the text of each span and whether it is trained. Of a long document, the middle is omitted.
+    """Yield the text of each span and whether it is trained. The middle of a long document is omitted.
 
     Args:
         tokens: ids of the tokens.
         spans: spans of `tokens`.
         tokenizer: decodes the tokens; without it their ids are shown.
         num: most tokens that are shown.
+        left_out: texts that have no tokens, each with the number of tokens before its place.
     """
     length = len(tokens)
     hidden_start = num // 2 if length > num else length
@@ -296,7 +309,8 @@ def _text_of_spans(
     )
     if num_trained:
         omitted += f", {num_trained:,} of them trained"
-    for trained, first, end in spans:
+    for trained, first, end in _cut_spans(spans, [place for place, _ in left_out]):
+        yield from _descriptions_at(first, left_out)
         # A span has tokens before the omitted ones, behind them, or both.
         for low, high in ((first, min(end, hidden_start)), (max(first, hidden_end), end)):
             if low < high:
@@ -307,6 +321,21 @@ def _text_of_spans(
                 yield text.replace("\n", "\\n"), trained
             if low == first and first <= hidden_start < min(end, hidden_end):
                 yield f" [... {omitted} ...] ", False
+    yield from _descriptions_at(length, left_out)
+
+
+def _cut_spans(spans: list[TokenSpan], places: list[int]) -> Iterator[TokenSpan]:
+    """Yield the spans of `spans`, each cut at the places inside it."""
+    for trained, first, end in spans:
+        edges = [first, *sorted({place for place in places if first < place < end}), end]
+        yield from ((trained, low, high) for low, high in itertools.pairwise(edges))
+
+
+def _descriptions_at(token: int, left_out: list[tuple[int, str]]) -> Iterator[tuple[str, bool]]:
+    """Yield the texts that are left out before a token, as untrained text."""
+    for place, description in left_out:
+        if place == token:
+            yield f" {{left out {description}}} ", False
 
 
 def _decode_tokens(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> str:

@@ -16,20 +16,20 @@ import inspect
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from textwrap import shorten
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
 
 from ..compat import main_process_first, sanitises_control_tokens
 from .checks import PLACEHOLDER, has_images
-from .conversation import NUM_SHOWN, Conversation, Message, Tokenizer, plain_tokenizer
+from .conversation import NUM_SHOWN, Conversation, Tokenizer, plain_tokenizer
 from .data_report import DataReport, Finding
-from .processor import images_of
-from .recipes import training_template
+from .marks import MARK, NUMBER, copy_texts, with_marks, without_marks
+from .rendering import FormattedRow, FormattingFunction, Rendering
 from .text_kinds import (
     CONSTANT,
     CONTROL,
@@ -37,13 +37,11 @@ from .text_kinds import (
     MEDIA,
     OTHER_FORM,
     PLACED,
-    THOUGHT,
     Kind,
     KindReader,
     Leaf,
     RowKinds,
     leaves,
-    messages_of_columns,
     read_kinds,
 )
 from .texts import struct_columns, without_nulls
@@ -57,66 +55,12 @@ MOST_SHAPES = 200  # shapes (sets of kinds in a row) of which one row is tried
 MOST_MARKS = 20_000  # marks in all rows together
 MOST_SINGLE = 50  # texts of a row that are marked one by one
 MOST_ALONE = 8  # texts of a kind that are rendered in their own turn
-MOST_TURNS = 50  # turns of a row that are rendered one by one
-MARK = re.compile(r"zq\d+x", re.IGNORECASE)
-NUMBER = re.compile(r"97000\d{6}(?:\.5)?")
-BEFORE_A_LETTER = re.compile(r"(?<![<|/\\\w])[^\W\d_]")  # not inside a tag, a word or an escape
 ROLES = ("system", "user", "assistant", "tool")  # of transformers and TRL
 SANITISED = '{"sanitize_control_tokens": True}'
 UNKNOWN = "zqrolex"  # a role that no template knows
 # Columns that other libraries render, and keys of messages by which they leave a message out of the loss
 RENDERED_COLUMNS = re.compile("prompt|system|instruction|input$|document|context|function|tools|history|video|audio")
 TRAIN_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "mask")
-
-
-FormattingFunction: TypeAlias = Callable[[dict[str, Any]], str]
-
-
-@dataclass(frozen=True)
-class Rendering:
-    """The settings that decide how rows become text, and which of their messages are trained."""
-
-    tokenizer: Tokenizer
-    chat_template: str | None = None  # replaces the tokenizer's own template
-    text_field: str = "text"
-    train_key: str | None = "weight"
-    trains_assistant: bool = False  # whether only messages of the assistant are trained
-    per_turn: bool = False
-    needs_assistant: bool = False  # whether a row without a message of the assistant is refused
-    formatting_func: FormattingFunction | None = None  # the user's function that makes the text of a row
-
-    @classmethod
-    def from_args(
-        cls, args: TurnSettings, tokenizer: Tokenizer, formatting_func: FormattingFunction | None = None
-    ) -> "Rendering":
-        """Read the settings from the config of the trainer."""
-        return cls(
-            tokenizer,
-            training_template(tokenizer) if args.assistant_only_loss and formatting_func is None else None,
-            args.dataset_text_field,
-            args.message_train_key,
-            trains_assistant=args.assistant_only_loss or args.per_turn,
-            per_turn=args.per_turn,
-            needs_assistant=args.assistant_only_loss and args.bad_rows == "raise",
-            formatting_func=formatting_func,
-        )
-
-    @property
-    def renderer(self) -> str:
-        """What makes the text of a row, for messages."""
-        return "the chat template" if self.formatting_func is None else "`formatting_func`"
-
-
-@dataclass(frozen=True)
-class FormattedRow(Conversation):
-    """A row whose text is made by a function of the user. Its messages are those of `messages_of_columns`."""
-
-    messages_column: str
-    formatting_func: FormattingFunction
-
-    def text(self, messages: list[Message], tokenizer: Tokenizer, add_generation_prompt: bool = False) -> str:
-        columns, *messages = _copied(messages)  # a copy, because the function may change its argument
-        return str(self.formatting_func(columns | ({self.messages_column: messages} if self.messages_column else {})))
 
 
 def prove_or_refuse(
@@ -159,7 +103,7 @@ def prove_data(
     for shape, row in zip(row_kinds.shapes[:MOST_SHAPES], row_kinds.first, strict=False):  # the most frequent first
         if proof.num_rendered < NUM_RENDERED and any(covered[kind] < 2 for kind in shape) and proof.render(row):
             covered.update(shape)
-    texts = {kind for kind in row_kinds.kinds if _is_text(kind)}
+    texts = {kind for kind in row_kinds.kinds if kind.is_text}
     return DataReport(
         name,
         len(row_kinds),
@@ -191,21 +135,6 @@ def _reader(dataset: Dataset | IterableDataset, rendering: Rendering) -> KindRea
     )
 
 
-def _is_text(kind: Kind) -> bool:
-    """Return whether values of a kind are texts that can be marked.
-
-    Numbers, labels, media, settings and facts about a row cannot.
-    """
-    return (
-        bool(kind.path) and not re.match(r"label |\w+=|[A-Z]|chat_template_kwargs", kind.path) and not _is_medium(kind)
-    )
-
-
-def _is_medium(kind: Kind) -> bool:
-    """Return whether values of a kind are images, videos or sounds in a message."""
-    return MEDIA.search(kind.path) is not None and kind.path.endswith((" in content", " in message"))
-
-
 class _Proof:
     """Renders rows with marks, and collects what became of the texts."""
 
@@ -234,9 +163,9 @@ class _Proof:
         try:
             raw_row = self.row_kinds.rows[number]
             row = without_nulls(raw_row, self.structs)
-            conversation = self._conversation(row)
-            text = self._text(conversation)
-            num_marks = sum(_is_text(leaf.kind) for leaf in leaves(conversation.messages, conversation.arguments))
+            conversation = self.rendering.conversation(row)
+            text = self.rendering.text(conversation)
+            num_marks = sum(leaf.kind.is_text for leaf in leaves(conversation.messages, conversation.arguments))
             if self.num_rendered and self.num_marks + num_marks > MOST_MARKS:
                 return False
             self.num_marks += num_marks
@@ -263,34 +192,10 @@ class _Proof:
         long_columns = {name for name, value in columns.items() if len(value) >= LONGEST_LABEL and value in text}
         self.copied_columns |= long_columns.union(name for name, value in columns.items() if value in message_texts)
         changed = [name for name in self.structs if raw_row.get(name) != row.get(name)]
-        self.null_columns |= {name for name in changed if self._text_or_none(row | {name: raw_row[name]}) != text}
-
-    def _conversation(self, row: dict[str, Any]) -> Conversation:
-        """Return the messages of a row with the arguments with which training renders them."""
-        if self.rendering.formatting_func is not None:
-            messages, messages_column = messages_of_columns(row)
-            return FormattedRow(messages, 0, {}, messages_column, self.rendering.formatting_func)
-        conversation = Conversation.from_row(row, images_of(row))
-        conversation.arguments.pop("sanitize_control_tokens", None)  # it changes tokens, not the text
-        if self.rendering.chat_template is not None:
-            conversation.arguments.setdefault("chat_template", self.rendering.chat_template)
-        if self.rendering.per_turn and conversation.turns:
-            stop = conversation.turns[:MOST_TURNS][-1] + 1  # what follows the last turn is in no sample
-            conversation = replace(conversation, messages=conversation.messages[:stop])
-        return conversation
-
-    def _text(self, conversation: Conversation) -> str:
-        """Return the text that is tokenised, of all samples of a conversation one after the other."""
-        messages = conversation.messages
-        turns = conversation.turns if self.rendering.per_turn else []
-        stops = [turn + 1 for turn in turns] or [len(messages)]
-        return "\n".join(conversation.text(messages[:stop], self.rendering.tokenizer) for stop in stops)
-
-    def _text_or_none(self, source: Conversation | dict[str, Any]) -> str | None:
-        try:
-            return self._text(self._conversation(source) if isinstance(source, dict) else source)
-        except Exception:
-            return None
+        for name in changed:
+            with_nulls = self.rendering.conversation(row | {name: raw_row[name]})
+            if self.rendering.text_or_none(with_nulls) != text:
+                self.null_columns.add(name)
 
     def _follow(self, conversation: Conversation, text: str, only: int | None) -> bool:
         """Mark all texts, or text number `only`, and count what becomes of the marks.
@@ -298,9 +203,9 @@ class _Proof:
         Returns:
             False if nothing could be counted, because the marks change more of the rendered row than themselves.
         """
-        marked, marks = _with_marks(conversation, only)
-        rendered = self._text_or_none(marked)
-        if rendered is None or _without_marks(rendered, marks) != text:
+        marked, marks = with_marks(conversation, only)
+        rendered = self.rendering.text_or_none(marked)
+        if rendered is None or without_marks(rendered, marks) != text:
             return False
         counts = Counter(mark.lower() for mark in MARK.findall(rendered)) + Counter(NUMBER.findall(rendered))
         texts_found = {(leaf.message, value) for mark, (leaf, value) in marks.items() if counts[mark]}
@@ -321,11 +226,11 @@ class _Proof:
             states = self.states.get(constant.kind, Counter())
             if states.total() >= MOST_ALONE:
                 continue
-            changed = _copy_of(conversation)
+            changed = copy_texts(conversation)
             leaf = _constants(changed)[i]
             value = leaf.holder[leaf.key]
             leaf.holder[leaf.key] = "zq0x" if value is None else not value
-            rendered = self._text_or_none(changed)
+            rendered = self.rendering.text_or_none(changed)
             if rendered is not None:
                 self.states[leaf.kind]["left out" if rendered == text else "kept"] += 1
                 self.examples.setdefault(leaf.kind, json.dumps(value))
@@ -338,7 +243,7 @@ class _Proof:
         if known["left out"] + known["left out later"] >= MOST_ALONE:  # a conversation may have thousands of turns
             return "left out" if known["left out"] else "left out later"
         own_turn = replace(marked, messages=marked.messages[: leaf.message + 1])
-        return "left out later" if mark in (self._text_or_none(own_turn) or "").lower() else "left out"
+        return "left out later" if mark in (self.rendering.text_or_none(own_turn) or "").lower() else "left out"
 
     def _look(self, conversation: Conversation, text: str) -> None:
         """Look for unknown roles, unread arguments and Python's texts in a row that is rendered without marks."""
@@ -350,7 +255,7 @@ class _Proof:
             return
         for role in {message["role"] for message in messages} - {*ROLES}:
             renamed = [message | {"role": UNKNOWN} if message["role"] == role else message for message in messages]
-            renamed_text = self._text_or_none(replace(conversation, messages=renamed))
+            renamed_text = self.rendering.text_or_none(replace(conversation, messages=renamed))
             if renamed_text is not None and renamed_text != text and renamed_text.replace(UNKNOWN, role) == text:
                 self.unknown_roles.add(role)
         values = [("content", message.get("content")) for message in messages]
@@ -407,7 +312,7 @@ class _Proof:
         yield from self._of_texts()
         for path in sorted(self.python_paths):
             yield from self._finding(
-                f"have `{path}` that {self.rendering.renderer} writes as Python writes a list or a dictionary",
+                f"have `{path}` that {self.rendering.name} writes as Python writes a list or a dictionary",
                 {kind for kind in self.row_kinds.kinds if kind.path.startswith(path)},
                 cause="The model would learn Python's quotes in place of JSON.",
                 remedy="Give it as text (`json.dumps`), or set `chat_template_path` to a template that reads it.",
@@ -468,10 +373,10 @@ class _Proof:
             if not role and self.rendering.formatting_func is not None:  # `path` is a column
                 yield from self._unread_column(path, lost)
                 continue
-            predicate = f"{where}, which {self.rendering.renderer} leaves out"
+            predicate = f"{where}, which {self.rendering.name} leaves out"
             yield from self._finding(predicate, lost, **self._loss(path, role, lost))
             yield from self._finding(
-                f"{where}, which {self.rendering.renderer} renders more than once",
+                f"{where}, which {self.rendering.name} renders more than once",
                 {kind for kind, states in group.items() if states["repeated"]},
                 cause="The model would be trained on it twice.",
                 remedy="Set `chat_template_path` to a template that renders it once.",
@@ -510,7 +415,7 @@ class _Proof:
 
     def _of_media(self, *, has_images: bool) -> Iterator[Finding]:
         """Yield findings of images, videos and sounds in messages that are not read."""
-        for path in sorted({kind.path for kind in self.row_kinds.kinds if _is_medium(kind)}):
+        for path in sorted({kind.path for kind in self.row_kinds.kinds if kind.is_medium}):
             name = path.partition(" ")[0]
             if not (has_images and name.startswith("image")):
                 yield from self._finding(
@@ -616,69 +521,7 @@ def _as_json(value: object) -> str | None:
         return str(value)
 
 
-def _with_marks(conversation: Conversation, only: int | None) -> tuple[Conversation, dict[str, tuple[Leaf, object]]]:
-    """Copy a conversation and mark all its texts, or text number `only`.
-
-    Returns:
-        The marked copy, and for each mark its leaf and the text before it was marked.
-    """
-    marked = _copy_of(conversation)
-    marks: dict[str, tuple[Leaf, object]] = {}
-    texts = [leaf for leaf in leaves(marked.messages, marked.arguments) if _is_text(leaf.kind)]
-    for i, leaf in enumerate(texts):
-        value = leaf.holder[leaf.key]
-        if leaf.kind.path.endswith(("</think>", CONSTANT)) or only not in (None, i):
-            continue  # a thought inside a content is marked with it
-        if isinstance(value, int | float):
-            mark = str(97_000_000_000 + len(marks)) + (".5" if isinstance(value, float) else "")
-            leaf.holder[leaf.key] = type(value)(mark)
-            marks[mark] = leaf, value
-            continue
-        pieces = THOUGHT.split(value)
-        for k in range(0, len(pieces), 2):
-            if pieces[k].strip():
-                is_thought = pieces[k + 1 : k + 2] == ["</think>"] and leaf.kind.path.startswith("content")
-                kind = leaf.kind._replace(path=f"{leaf.kind.path} before </think>") if is_thought else leaf.kind
-                mark = f"zq{len(marks)}x"
-                marks[mark] = leaf._replace(kind=kind), value if len(pieces) == 1 else pieces[k]
-                pieces[k] = _insert(mark, pieces[k])
-        leaf.holder[leaf.key] = "".join(pieces)
-    return marked, marks
-
-
 def _constants(conversation: Conversation) -> list[Leaf]:
     """Return the booleans and nulls that cannot be marked."""
     values = leaves(conversation.messages, conversation.arguments)
     return [leaf for leaf in values if leaf.kind.path.endswith(CONSTANT)]
-
-
-def _copy_of(conversation: Conversation) -> Conversation:
-    """Return a copy of a conversation whose texts can be replaced."""
-    return replace(conversation, messages=_copied(conversation.messages), arguments=_copied(conversation.arguments))
-
-
-def _copied(value: Any) -> Any:
-    """Copy nested lists and dictionaries. Images and other values in them are not copied."""
-    if isinstance(value, dict):
-        return {key: _copied(element) for key, element in value.items()}
-    return [_copied(element) for element in value] if isinstance(value, list) else value
-
-
-def _insert(mark: str, text: str) -> str:
-    """Put a mark before the first letter that is not in a tag, so that JSON stays JSON and tags stay tags.
-
-    >>> _insert("zq0x", '{"city": "Rome"}')
-    '{"zq0xcity": "Rome"}'
-    """
-    letter = BEFORE_A_LETTER.search(text)
-    position = letter.start() if letter else len(text.rstrip())
-    return text[:position] + mark + text[position:]
-
-
-def _without_marks(text: str, marks: dict[str, tuple[Leaf, object]]) -> str:
-    """Remove the marks from a rendered text, and put back the numbers that marks replaced."""
-
-    def original_number(match: re.Match[str]) -> str:
-        return str(marks[match[0]][1]) if match[0] in marks else match[0]
-
-    return NUMBER.sub(original_number, MARK.sub("", text))

@@ -57,6 +57,20 @@ class Kind(NamedTuple):
     role: str = ""  # role of the message; empty if the value is not in a message
     place: str = ""  # place of the message: "first", "earlier" than the last message of the user, or "last"
 
+    @property
+    def is_text(self) -> bool:
+        """Whether values of this kind are followed: texts, and values of tools and calls.
+
+        Numbers elsewhere, labels, media, settings and facts about a row are not.
+        """
+        is_setting = re.match(r"label |\w+=|[A-Z]|chat_template_kwargs", self.path) is not None
+        return bool(self.path) and not is_setting and not self.is_medium
+
+    @property
+    def is_medium(self) -> bool:
+        """Whether values of this kind are images, videos or sounds in a message."""
+        return MEDIA.search(self.path) is not None and self.path.endswith((" in content", " in message"))
+
 
 OTHER_FORM = Kind("Other form")
 

@@ -16,11 +16,12 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from ..data.dataset_checks import check_tokenised
 from ..data.image_rows import ImageRows
 from ..samples.checks import columns_of
-from ..samples.data_proof import FormattingFunction, Rendering, prove_data
+from ..samples.data_proof import prove_data
 from ..samples.data_report import DataReport
 from ..samples.images import masking_collator
 from ..samples.make_samples import make_samples
 from ..samples.named_images import with_named_images
+from ..samples.rendering import FormattingFunction, Rendering
 from ..samples.turns import TurnRule
 from .checks import check_datasets
 from .choices import RunSettings
@@ -92,13 +93,20 @@ def check_data(
         )
     if isinstance(processing_class, ProcessorMixin) and formatting_func is None:
         dataset = with_named_images(dataset, name)
+    rendering = rendering_of(processing_class, args, formatting_func)
+    return prove_data(dataset, name, rendering, num_proc=None if args is None else args.dataset_num_proc)
+
+
+def rendering_of(
+    processing_class: Any, args: trl.SFTConfig | None, formatting_func: FormattingFunction | None = None
+) -> Rendering:
+    """Return how a trainer makes texts of rows. The tokenizer or processor that it uses is a copy."""
     if args is None:
-        return prove_data(dataset, name, Rendering(processing_class, formatting_func=formatting_func))
+        return Rendering(processing_class, formatting_func=formatting_func)
     ours = adopt_args(args, "output")
     processing_class = copy.deepcopy(processing_class)
     _set_up(processing_class, ours)
-    rendering = Rendering.from_args(ours, processing_class, formatting_func)
-    return prove_data(dataset, name, rendering, num_proc=ours.dataset_num_proc)
+    return Rendering.from_args(ours, processing_class, formatting_func)
 
 
 def prepare_images(dataset: Dataset, processor: Any, args: SFTConfig) -> ImageRows:

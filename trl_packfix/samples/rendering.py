@@ -1,0 +1,104 @@
+"""Render rows as text exactly as training does, for the proof of the data (`data_proof.py`).
+
+A `Rendering` has the settings of a trainer that decide how a row becomes text: the chat template, or the user's
+`formatting_func`. It reads a row as a `Conversation`, whose texts can be replaced by marked ones (`marks.py`), and
+renders the conversation.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from .conversation import Conversation, Message, Tokenizer
+from .processor import images_of
+from .recipes import training_template
+from .text_kinds import messages_of_columns
+from .turns import TurnSettings
+
+MOST_TURNS = 50  # turns of a row that are rendered one by one
+FormattingFunction: TypeAlias = Callable[[dict[str, Any]], str]
+
+
+@dataclass(frozen=True)
+class FormattedRow(Conversation):
+    """A row whose text is made by a function of the user. Its messages are those of `messages_of_columns`."""
+
+    messages_column: str
+    formatting_func: FormattingFunction
+
+    def text(self, messages: list[Message], tokenizer: Tokenizer, add_generation_prompt: bool = False) -> str:
+        columns, *messages = copied(messages)  # a copy, because the function may change its argument
+        return str(self.formatting_func(columns | ({self.messages_column: messages} if self.messages_column else {})))
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """The settings that decide how rows become text, and which of their messages are trained."""
+
+    tokenizer: Tokenizer
+    chat_template: str | None = None  # replaces the tokenizer's own template
+    text_field: str = "text"
+    train_key: str | None = "weight"
+    trains_assistant: bool = False  # whether only messages of the assistant are trained
+    per_turn: bool = False
+    needs_assistant: bool = False  # whether a row without a message of the assistant is refused
+    formatting_func: FormattingFunction | None = None  # the user's function that makes the text of a row
+
+    @classmethod
+    def from_args(
+        cls, args: TurnSettings, tokenizer: Tokenizer, formatting_func: FormattingFunction | None = None
+    ) -> "Rendering":
+        """Read the settings from the config of the trainer."""
+        return cls(
+            tokenizer,
+            training_template(tokenizer) if args.assistant_only_loss and formatting_func is None else None,
+            args.dataset_text_field,
+            args.message_train_key,
+            trains_assistant=args.assistant_only_loss or args.per_turn,
+            per_turn=args.per_turn,
+            needs_assistant=args.assistant_only_loss and args.bad_rows == "raise",
+            formatting_func=formatting_func,
+        )
+
+    @property
+    def name(self) -> str:
+        """What makes the text of a row, for messages."""
+        return "the chat template" if self.formatting_func is None else "`formatting_func`"
+
+    def conversation(self, row: dict[str, Any]) -> Conversation:
+        """Return the messages of a row with the arguments with which training renders them.
+
+        With `per_turn`, messages behind the last turn are omitted, because they are in no sample.
+        """
+        if self.formatting_func is not None:
+            messages, messages_column = messages_of_columns(row)
+            return FormattedRow(messages, 0, {}, messages_column, self.formatting_func)
+        conversation = Conversation.from_row(row, images_of(row))
+        conversation.arguments.pop("sanitize_control_tokens", None)  # it changes tokens, not the text
+        if self.chat_template is not None:
+            conversation.arguments.setdefault("chat_template", self.chat_template)
+        if self.per_turn and conversation.turns:
+            stop = conversation.turns[:MOST_TURNS][-1] + 1
+            conversation = replace(conversation, messages=conversation.messages[:stop])
+        return conversation
+
+    def text(self, conversation: Conversation) -> str:
+        """Return the text that is tokenised, of all samples of a conversation one after the other."""
+        messages = conversation.messages
+        turns = conversation.turns if self.per_turn else []
+        stops = [turn + 1 for turn in turns] or [len(messages)]
+        return "\n".join(conversation.text(messages[:stop], self.tokenizer) for stop in stops)
+
+    def text_or_none(self, conversation: Conversation) -> str | None:
+        """Return the text that is tokenised; None if it cannot be rendered."""
+        try:
+            return self.text(conversation)
+        except Exception:  # templates and functions of the user raise errors of any type
+            return None
+
+
+def copied(value: Any) -> Any:
+    """Copy nested lists and dictionaries. Images and other values in them are not copied."""
+    if isinstance(value, dict):
+        return {key: copied(element) for key, element in value.items()}
+    return [copied(element) for element in value] if isinstance(value, list) else value
