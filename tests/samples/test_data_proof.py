@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import trl
-from datasets import Dataset, Features, Json, List, Value
+from datasets import Dataset, Features, IterableDataset, Json, List, Value
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
@@ -638,6 +638,37 @@ def test_no_row_ends_the_proof(name, per_turn):
         assert report.complete
         assert bool(report.num_rendered) == is_rendered
         assert (report.num_untried == 0) == is_tried
+
+
+def test_a_function_of_the_user_that_raises_does_not_end_the_proof():
+    def formatted(row):
+        return row["instruction"] + {"3": "three"}[row["output"]]  # it looks at a text, so that this text cannot be marked
+
+    rows = Dataset.from_list([ALPACA | {"output": "3"}, ALPACA | {"output": "4"}])
+    report = prove_data(rows, "train", Rendering(build_tokenizer(), formatting_func=formatted))
+    assert (report.num_rendered, report.num_untried) == (1, 1)
+    assert report.complete
+
+
+def test_a_function_of_the_user_gets_a_copy_of_each_row():
+    rows = [messages(ASK, OK)]
+    before = json.dumps(rows)
+
+    def formatted(row):
+        return " ".join(message.pop("content") for message in row["messages"])
+
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    assert prove_data(stream, "train", Rendering(build_tokenizer(), formatting_func=formatted)).complete
+    assert json.dumps(rows) == before
+
+
+@pytest.mark.parametrize("num_rows, is_seen", [(100, True), (101, False)])
+def test_the_first_rows_of_a_stream_are_read(num_rows, is_seen):
+    rows = [messages(ASK, OK)] * (num_rows - 1) + [CASES["developer"].row]
+    report = prove_data(Dataset.from_list(rows).to_iterable_dataset(), "train", Rendering(tokenizer_with("qwen3")))
+    assert report.num_rows == 100
+    assert "the first 100 rows" in report.line()
+    assert report.complete is not is_seen
 
 
 # The proof is tested by what is known to be lost
