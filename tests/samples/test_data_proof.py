@@ -317,6 +317,7 @@ CASES = {
     "boxes": Case(
         "ms-swift, grounding", messages(ASK, OK, objects={"ref": ["a cat"]}), "column `objects`", severity="note"
     ),
+    "embeddings": Case("retrieval data", messages(ASK, OK, embedding=[0.5, 1.0]), ""),
     "other answers": Case(
         "UltraFeedback", messages(ASK, OK, rejected="It is dark"), "column `rejected`", severity="note"
     ),
@@ -571,6 +572,9 @@ def test_check_data_says_what_training_loses_without_a_trainer(tmp_path):
     )
     assert check_data(rows, tokenizer, settings_of_trl).complete
     assert tokenizer.chat_template == before
+    formatted = Dataset.from_list([ALPACA | {"system": "Be brief"}] * 3)
+    (finding,) = check_data(formatted, tokenizer, formatting_func=FORMAT).findings
+    assert finding.what == "have a column `system`, which is not read"
     report = check_data(Dataset.from_list([CASES["all answers"].row] * 3), tokenizer_of("questions"), name="mine")
     with pytest.raises(ValueError, match="3 of 3 rows of the mine dataset have `content` in messages of the role"):
         report.raise_if_lost()
@@ -642,7 +646,9 @@ def test_no_row_ends_the_proof(name, per_turn):
 
 def test_a_function_of_the_user_that_raises_does_not_end_the_proof():
     def formatted(row):
-        return row["instruction"] + {"3": "three"}[row["output"]]  # it looks at a text, so that this text cannot be marked
+        return (
+            row["instruction"] + {"3": "three"}[row["output"]]
+        )  # it looks at a text, so that this text cannot be marked
 
     rows = Dataset.from_list([ALPACA | {"output": "3"}, ALPACA | {"output": "4"}])
     report = prove_data(rows, "train", Rendering(build_tokenizer(), formatting_func=formatted))

@@ -248,9 +248,9 @@ def _add_parts(content: list[Any], places: list[Place]) -> None:
 
 
 def _add_nested(value: list[Any] | dict[str, Any], path: str, places: list[Place]) -> None:
-    """Add the texts and numbers inside lists and dictionaries; `*` is the name of an argument or parameter.
+    """Add the texts inside lists and dictionaries; `*` is the name of an argument or parameter.
 
-    Booleans and nulls are added in tools and in arguments of calls only. Elsewhere they are settings.
+    In tools and in arguments of calls, numbers, booleans and nulls are added, too. Elsewhere they are no text.
     """
     is_list = isinstance(value, list)
     stars = not is_list and path.endswith(("arguments", "properties"))
@@ -263,11 +263,11 @@ def _add_nested(value: list[Any] | dict[str, Any], path: str, places: list[Place
                 places.append((inner, value, key))
         elif isinstance(element, list | dict):
             _add_nested(element, inner, places)
-        elif element is None or isinstance(element, bool):
-            if "arguments" in path or path.startswith("tools"):
+        elif "arguments" in path or path.startswith("tools"):
+            if element is None or isinstance(element, bool):
                 places.append((inner + CONSTANT, value, key))
-        elif isinstance(element, int | float):
-            places.append((inner, value, key))
+            elif isinstance(element, int | float):
+                places.append((inner, value, key))
 
 
 def _kinds_of_arguments(row: Mapping[str, Any]) -> Iterator[Kind]:
@@ -358,6 +358,8 @@ def read_kinds(dataset: Dataset | IterableDataset, reader: KindReader, *, num: i
 
 def _is_read(name: str, kind: Any) -> bool:
     """Return whether a column may have texts or settings."""
+    if isinstance(kind, List | LargeList) and isinstance(kind.feature, Value):
+        kind = kind.feature  # a list of numbers, such as an embedding, has no text
     if isinstance(kind, Value):
         return str(kind.dtype) in TEXTS
     return name not in IMAGES and not isinstance(kind, Image | Audio | Video)
