@@ -4,7 +4,8 @@
 
 A mutant is a module with one number, comparison, operator, minimum or element of a key changed. cosmic-ray makes most
 of them. The tests are those of `tools/tests_of.py` that start no process; of these, the ones that run the changed line.
-`trl_packfix/planning/packs.py:35-60,80` in place of a file changes these lines only.
+`trl_packfix/planning/packs.py:35-60,80` in place of a file changes these lines only. Where the nearest tests are slow,
+`--tests` and `-k` choose others.
 The package is in `.venv` after `make`, with cosmic-ray of the group `dev`.
 
 Importing torch, transformers and TRL costs ten times the CPU time of most tests. So they are imported once, and a fork
@@ -465,13 +466,14 @@ def module_name(file: Path) -> str:
 def test_mutants(file: Path, options: argparse.Namespace, lines: set[int] | None = None) -> list[Mutant]:
     """Return all mutants of a module, or of some of its lines, with their results."""
     mutants = [each for each in make_mutants(file.read_text()) if lines is None or each.line in lines]
-    tests = [str(test) for test in nearest_tests(file)[: options.files]]
-    if ">>> " in file.read_text():
+    tests = options.tests or [str(test) for test in nearest_tests(file)[: options.files]]
+    if not options.tests and ">>> " in file.read_text():
         tests.append(f"tests/test_docs.py::test_docstring_examples[{file.parent.name}.{file.stem}]")
     plugin = RunMutants(options, file, tests=tests, mutants=mutants)
 
     def collect() -> tuple[list[str], dict[str, TestRun]]:
-        pytest.main([*ARGUMENTS, "--continue-on-collection-errors", *tests], plugins=[plugin])
+        chosen = [*tests, "-k", options.k] if options.k else tests
+        pytest.main([*ARGUMENTS, "--continue-on-collection-errors", *chosen], plugins=[plugin])
         return [mutant.result for mutant in mutants], plugin.runs
 
     outcome = in_fork(collect)
@@ -507,6 +509,8 @@ def main() -> None:
     parser.add_argument("modules", nargs="+", help="files of the package, each with lines or whole")
     parser.add_argument("--survivors", type=Path, help="file for the lines that no test finds; new ones are added")
     parser.add_argument("--seconds", type=float, default=10, help="most CPU seconds of tests for a mutant")
+    parser.add_argument("--tests", nargs="+", help="test files or tests to run in place of the nearest ones")
+    parser.add_argument("-k", help="expression of pytest that chooses among these tests by name")
     parser.add_argument("--files", type=int, default=6, help="most test files of a module, nearest first")
     parser.add_argument("--traced", type=float, default=30, help="CPU seconds of tests without a mutant, nearest first")
     parser.add_argument("--minutes", type=float, default=60, help="begin no mutant of a module after so long")
