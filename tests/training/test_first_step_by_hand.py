@@ -1,0 +1,613 @@
+"""The first step is judged by numbers that are set by hand, at, below and above each limit. No model trains."""
+
+from contextlib import nullcontext
+from math import inf, nan
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from support.scripted import ScriptedProbe
+from torch.nn import functional
+
+from trl_packfix import PackingLeakError
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.data.rank_share import RankShare
+from trl_packfix.isolation.gradients import NUM_VECTORS
+from trl_packfix.training import first_step as module
+from trl_packfix.training.first_step import FirstStep, _StepGradients
+
+HALF = 2.0**-6  # rounding as large as in half precision
+
+
+def document_of(length, num_trained=None, **values):
+    """Return a document of so many tokens, of which the last ones are trained: all but the first, if not given."""
+    tokens = np.arange(1, 1 + length)
+    labels = tokens.copy()
+    labels[: length - (length - 1 if num_trained is None else num_trained)] = -100
+    return {"input_ids": tokens, "labels": labels} | values
+
+
+def gradients_of(loss=1.0, first=1.0, second=1.0):
+    """Return a step with the gradients of two parameters, of which only the first product is not 0."""
+    products = torch.zeros(2, NUM_VECTORS, dtype=torch.float64)
+    products[:, 0] = torch.tensor([first, second])
+    return _StepGradients(loss, products)
+
+
+class ScriptedFirstStep(FirstStep):
+    """A comparison whose steps are `packed()` and `unpacked()`, on one rank unless `num_ranks` says otherwise."""
+
+    _compares_gradients = True
+
+    def __init__(self, packed=gradients_of, unpacked=gradients_of, *, dtype=torch.float32, num_ranks=1, **attributes):
+        self.packed = packed
+        self.unpacked = unpacked
+        accelerator = SimpleNamespace(
+            num_processes=num_ranks,
+            scaler=None,
+            distributed_type=DistributedType.NO,
+            reduce=lambda value, reduction: value * (num_ranks if reduction == "sum" else 1),
+            gather=lambda value: value,
+        )
+        args = SimpleNamespace(
+            max_length=512, document_weighting="token", loss_type="nll", optim="adamw_torch", weight_column=None
+        )
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+        model[0].bias.requires_grad = model[1].bias.requires_grad = False
+        trainer = SimpleNamespace(
+            accelerator=accelerator,
+            args=args,
+            model=model,
+            model_wrapped=model,
+            compute_loss_func=None,
+            user_code=SimpleNamespace(methods=()),
+            is_fsdp_enabled=False,
+            aux_loss_enabled=False,
+            label_smoother=None,
+            get_tp_size=lambda: 1,
+            compute_loss_context_manager=nullcontext,
+        )
+        ranks = SimpleNamespace(copies=1, may_share=False)
+        images = SimpleNamespace(examples=None)
+        data = SimpleNamespace(attention_dtype=dtype, ranks=ranks, images=images, packs_images=False)
+        objective = SimpleNamespace(replaces_trl_loss=True, has_own_logits=True, summed_by_ranks=False)
+        super().__init__(trainer, data, objective, training_step=None)
+        self._probe = ScriptedProbe(model=model)
+        self._probe.device = torch.device("cpu")
+        self._has_collectives = False
+        self.longest_compared = 32
+        vars(self).update(attributes)
+
+    def _make_probe(self, model):
+        return self._probe
+
+    def _choose_packs(self):
+        return [RankShare([document_of(20), document_of(32), document_of(7)]), RankShare([document_of(32)])]
+
+    def _train_packed(self, packs):
+        return self.packed()
+
+    def _train_unpacked(self, packs):
+        return self.unpacked()
+
+    def _describe_difference(self, packs, packed, unpacked, *, limits):
+        return f"limits {limits}"
+
+    def _undisturbed(self):
+        return nullcontext()
+
+
+@pytest.fixture(autouse=True)
+def any_model(monkeypatch):
+    monkeypatch.setattr(module, "base_model", lambda model: model)
+
+
+# The verdict
+
+
+def test_equal_steps_have_no_problem():
+    step = ScriptedFirstStep()
+    found = step.compare()
+    assert (found.loss_gap, found.gradient_gap, found.problem) == (0, 0, None)
+    assert found.text == "loss 1.0000 packed, 1.0000 unpacked (0e+00); gradients 0e+00 over 2 parameters"
+    assert step.longest_compared == 32
+    assert step._probe.draws == []
+
+
+@pytest.mark.parametrize(
+    "packed, draws",
+    [
+        ({"loss": 1.0000999}, 0),
+        ({"loss": 1.0001001}, 6),
+        ({"loss": 0.9998}, 6),
+        ({"loss": nan}, 6),
+        ({"second": 1.000999}, 0),
+        ({"second": 1.001001}, 6),
+        ({"first": 1.1}, 6),
+    ],
+)
+def test_a_loss_differs_above_a_ten_thousandth_and_a_gradient_above_a_thousandth(packed, draws):
+    step = ScriptedFirstStep(lambda: gradients_of(**packed))
+    found = step.compare()
+    assert (found.problem is not None) == (draws > 0)
+    assert len(step._probe.draws) == draws
+    if draws:
+        assert found.problem == "limits [0.0001, 0.001]"
+
+
+def test_rounding_raises_the_limits_to_three_times_its_change():
+    """The change of a drawn rounding is measured from the packed step, whose loss is 1.01, and not from the other."""
+    step = ScriptedFirstStep(lambda: gradients_of(1.01 + 0.004 * (step._probe.draw is not None)))
+    found = step.compare()
+    assert found.problem is None
+    assert step._probe.draws == [0]
+    assert found.text.endswith(" (rounding alone makes 4e-03 and 3e-04)")
+    assert found.loss_gap == pytest.approx(0.01)
+    step = ScriptedFirstStep(lambda: gradients_of(1.01 + 0.003 * (step._probe.draw is not None)))
+    assert "limits [0.0089" in step.compare().problem
+    step = ScriptedFirstStep(lambda: gradients_of(first=1.01 + 0.004 * (step._probe.draw is not None)))
+    found = step.compare()
+    assert found.problem is None
+    assert found.text.endswith(" (rounding alone makes 3e-05 and 4e-03)")
+
+
+@pytest.mark.parametrize("gap, is_problem", [(HALF * 0.99, False), (HALF * 1.01, True)])
+def test_gradients_in_half_precision_may_differ_by_one_rounding(gap, is_problem):
+    step = ScriptedFirstStep(lambda: gradients_of(first=1 + gap, second=1 + gap), dtype=torch.bfloat16)
+    step._probe.rounding = HALF
+    found = step.compare()
+    assert (found.problem is not None) is is_problem
+    assert "rounding alone" not in found.text
+
+
+@pytest.mark.parametrize(
+    "dtype, sharded, gap, is_problem",
+    [
+        (torch.bfloat16, True, 2.0**-7 * 0.99, False),
+        (torch.bfloat16, True, 2.0**-7 * 1.01, True),
+        (torch.bfloat16, False, 2.0**-7 * 0.99, True),
+        (torch.float32, True, 2e-4, True),
+    ],
+)
+def test_the_loss_of_sharded_models_in_half_precision_may_differ_by_an_epsilon(dtype, sharded, gap, is_problem):
+    step = ScriptedFirstStep(lambda: gradients_of(1 + gap), dtype=dtype)
+    step._trainer.is_fsdp_enabled = sharded
+    assert (step.compare().problem is not None) is is_problem
+
+
+def test_a_gap_that_is_gone_when_ties_are_broken_in_order_is_no_problem():
+    losses = [1.01] + [1.01] * 6 + [1.0]  # a step, six roundings, and the step with ties in order
+    step = ScriptedFirstStep(lambda: gradients_of(losses.pop(0)))
+    found = step.compare()
+    assert found.problem is None
+    assert found.loss_gap == 0
+    assert losses == []
+
+
+def test_a_step_without_gradients_is_compared_by_its_loss():
+    step = ScriptedFirstStep(lambda: _StepGradients(1.01, None), lambda: _StepGradients(1.0, None))
+    found = step.compare()
+    assert found.problem is not None
+    assert found.gradient_gap is None
+    assert found.text.endswith("; gradients are held by the engine, not compared")
+
+
+def test_documents_without_a_trained_token_are_not_compared():
+    step = ScriptedFirstStep(packed=None)
+    step._choose_packs = lambda: [RankShare([document_of(9, 0)]), RankShare([document_of(9, 3)])]
+    assert step.compare().text == "not compared with unpacked training: no trained token in the first documents"
+    assert step.longest_compared == 32
+    step = ScriptedFirstStep()
+    step._choose_packs = lambda: [RankShare([document_of(9, 0), document_of(8, 1)]), RankShare([document_of(9, 0)])]
+    assert step.compare().problem is None
+    assert step.longest_compared == 9
+
+
+def test_gaps_by_hand():
+    step = ScriptedFirstStep()
+    assert step._measure_gaps(gradients_of(2.0, first=3.0), gradients_of(1.6, first=4.0)) == (
+        pytest.approx(0.25),
+        pytest.approx(0.25),
+    )
+    assert step._measure_gaps(gradients_of(-2.0), gradients_of(-1.0)) == (1, 0)
+    assert step._measure_gaps(gradients_of(1e-9), gradients_of(0.0))[0] > 1e100
+    assert step._measure_gaps(gradients_of(0.0), gradients_of(0.0))[0] == 0
+    for packed, unpacked in (
+        (gradients_of(), _StepGradients(2.0, None)),
+        (_StepGradients(1.0, None), gradients_of(2.0)),
+    ):
+        assert step._measure_gaps(packed, unpacked) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    "dtype, share", [(torch.float32, 1e-3), (torch.float64, 1e-3), (torch.bfloat16, 3e-2), (torch.float16, 3e-2)]
+)
+def test_a_small_gradient_is_compared_with_a_share_of_the_whole(dtype, share):
+    step = ScriptedFirstStep(dtype=dtype)
+    gap = step._measure_gaps(gradients_of(second=2e-6), gradients_of(second=1e-6))[1]
+    assert gap == pytest.approx(1e-6 / share)
+    assert step._measure_gaps(gradients_of(second=0.08), gradients_of(second=0.04))[1] == pytest.approx(1)
+
+
+# What is not compared
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda trainer, objective: None, None),
+        (lambda trainer, objective: setattr(trainer, "compute_loss_func", len), "`compute_loss_func` gets"),
+        (lambda trainer, objective: setattr(objective, "replaces_trl_loss", False), "the loss is TRL's"),
+        (
+            lambda trainer, objective: setattr(trainer.user_code, "methods", ("SimpleNamespace.compute_loss",)),
+            "the loss is that of SimpleNamespace.compute_loss",
+        ),
+    ],
+)
+def test_why_a_loss_is_not_compared(change, reason):
+    step = ScriptedFirstStep()
+    change(step._trainer, step._objective)
+    found = step._reason_not_to_compare()
+    assert found is None if reason is None else found.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "change, compares",
+    [
+        (lambda trainer, objective: None, True),
+        (lambda trainer, objective: setattr(trainer.accelerator, "distributed_type", DistributedType.DEEPSPEED), False),
+        (lambda trainer, objective: setattr(trainer.accelerator, "distributed_type", DistributedType.MULTI_GPU), True),
+        (lambda trainer, objective: setattr(objective, "summed_by_ranks", True), False),
+        (lambda trainer, objective: setattr(trainer.args, "optim", "lomo"), False),
+        (lambda trainer, objective: setattr(trainer.args, "optim", "adalomo"), False),
+        (lambda trainer, objective: setattr(trainer, "get_tp_size", lambda: 2), False),
+        (lambda trainer, objective: setattr(trainer, "is_fsdp_enabled", True), False),
+    ],
+)
+def test_where_gradients_are_compared(change, compares):
+    step = ScriptedFirstStep()
+    step._unwrapped_model = step._trainer.model
+    change(step._trainer, step._objective)
+    assert FirstStep._compares_gradients.func(step) is compares
+
+
+# The unpacked step
+
+
+def train_unpacked(packs, member=0, router_losses=None, **attributes):
+    """Return the factor by which the row losses of each document count, and the loss, with a row loss of 1 each."""
+    step = ScriptedFirstStep(**attributes)
+    shares = [RankShare(pack, 2, member) for pack in packs]
+    factors = {}
+    if router_losses is not None:
+        step._trainer.aux_loss_enabled = True
+        step._trainer.router_aux_loss_coef = 0.5
+        step._router_loss = lambda pack: torch.tensor(router_losses.pop(0))
+    batches = []
+
+    def row_losses(documents):
+        rows = torch.ones(len(documents), dtype=torch.float64, requires_grad=True)
+        batches.append((documents, rows))
+        return rows
+
+    step._row_losses = row_losses
+    step._run_backward = lambda loss: (loss.backward() if loss.requires_grad else None) or float(loss.detach())
+    step._gradient_products = lambda is_reduced: is_reduced
+    found = FirstStep._train_unpacked(step, shares)
+    assert found.products is False, "the gradients of ranks have to be added"
+    for documents, rows in batches:
+        factors |= {id(document): float(grad) for document, grad in zip(documents, rows.grad, strict=True)}
+    return [factors[id(document)] for document in packs[0]], found.loss, [len(rows) for _, rows in batches]
+
+
+def test_unpacked_documents_count_by_their_trained_tokens():
+    first, second, third = document_of(9, 2), document_of(9, 3), document_of(5, 1)
+    factors, loss, batches = train_unpacked([[first, second, third], [second]])
+    assert factors == pytest.approx([1 / 9, 2 / 9, 1 / 9])
+    assert loss == pytest.approx(4 / 9)
+    assert batches == [2, 1], "documents of equal length are rows of one batch"
+
+
+def test_unpacked_documents_count_by_their_weights():
+    documents = [document_of(9, 2, packfix_weights=0.5), document_of(8, 3, packfix_weights=2.0), document_of(5, 1)]
+    documents = [{module.WEIGHTS if name == "packfix_weights" else name: v for name, v in d.items()} for d in documents]
+    factors, _, _ = train_unpacked([documents, documents[:1]])
+    assert factors == pytest.approx([1 / 9, 2 / 9, 1 / 9])  # 0.5 * 2 * 2 + 2 * 3 + 1 = 9
+
+
+@pytest.mark.parametrize("num_trained, divisor", [(2, 4), (0, 2)])
+def test_unpacked_documents_count_once_each_with_document_weighting(num_trained, divisor):
+    first, second = document_of(9, num_trained), document_of(8, 4)
+    step = ScriptedFirstStep()
+    step._trainer.args.document_weighting = "document"
+    factors, _, _ = train_unpacked([[first, second], [first, second]][:2], _trainer=step._trainer)
+    assert factors == pytest.approx([2 / max(num_trained, 1) / divisor, 2 / 4 / divisor])
+
+
+def test_only_one_of_the_ranks_that_share_a_pack_counts_its_documents():
+    documents = [document_of(9, 2), document_of(8, 4)]
+    step = ScriptedFirstStep(num_ranks=2)
+    sums = iter([6.0, 3.0])
+    step._sum_over_ranks = lambda value: next(sums)
+    factors, loss, _ = train_unpacked([documents], member=1, _sum_over_ranks=lambda value: 6.0 if value == 0 else -1.0)
+    assert factors == [0, 0]
+    assert loss == 6.0, "the sum over ranks"
+    factors, loss, _ = train_unpacked([documents], _data=step._data, _sum_over_ranks=lambda value: 2 * value)
+    assert factors == pytest.approx([1 / 12] * 2)
+    assert loss == pytest.approx(2 / 6)
+    step._data.ranks.copies = 2  # two ranks count the same documents
+    factors, loss, _ = train_unpacked([documents], _data=step._data, _sum_over_ranks=lambda value: 2 * value)
+    assert factors == pytest.approx([1 / 6] * 2)
+    assert loss == pytest.approx(2 / 6)
+
+
+@pytest.mark.parametrize("attributes", [{"_has_collectives": True}, {"packs_images": True}])
+def test_documents_run_one_by_one_where_ranks_wait_or_images_may_be(attributes):
+    step = ScriptedFirstStep()
+    step._data.packs_images = attributes.pop("packs_images", False)
+    documents = [document_of(9), document_of(9), document_of(5)]
+    assert train_unpacked([documents], _data=step._data, **attributes)[2] == [1, 1, 1]
+
+
+def test_the_router_loss_is_a_mean_over_packs():
+    documents = [document_of(9, 1)]
+    loss = train_unpacked([documents, documents], router_losses=[2.0, 4.0])[1]
+    assert loss == pytest.approx(1 + 0.5 * (2 + 4) / 2)
+    loss = train_unpacked(
+        [documents, documents], member=1, router_losses=[2.0, 4.0], _sum_over_ranks=lambda value: value + 1
+    )[1]
+    assert loss == 1.0, "another rank counts these packs"
+
+
+# The loss of a row
+
+
+def row_losses(documents, **settings):
+    """Return logits that depend on place and token, the labels of the rows, and the losses of the rows."""
+    step = ScriptedFirstStep()
+    trainer = step._trainer
+    trainer.args.loss_type = settings.pop("loss_type", "nll")
+    if "smoothing" in settings:
+        trainer.label_smoother = SimpleNamespace(epsilon=settings.pop("smoothing"))
+    num_tokens = len(documents[0]["input_ids"])
+    logits = torch.randn(len(documents), num_tokens + 2, 40, generator=torch.Generator().manual_seed(0))
+    step._unwrapped_model = lambda **row: SimpleNamespace(logits=logits)
+    step._probe.make_row = lambda tokens: {"input_ids": tokens.reshape(len(documents), -1)}
+    labels = torch.from_numpy(np.stack([document["labels"] for document in documents]))[:, 1:]
+    return logits[:, : num_tokens - 1], labels, step._row_losses(documents)
+
+
+DOCUMENTS = [document_of(9, 3), document_of(9), document_of(9, 0)]
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS, DOCUMENTS[:1]])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_row_has_the_cross_entropy_of_its_trained_tokens(documents, smoothing):
+    logits, labels, losses = row_losses(documents, **({"smoothing": smoothing} if smoothing else {}))
+    expected = functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing
+    )
+    assert losses.tolist() == pytest.approx(expected.view(labels.shape).sum(1).tolist())
+
+
+def test_a_row_of_dft_has_losses_times_probabilities():
+    logits, labels, losses = row_losses(DOCUMENTS, loss_type="dft")
+    probabilities = logits.softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    expected = -(probabilities * probabilities.log()).masked_fill(labels == -100, 0).sum(1)
+    assert losses.tolist() == pytest.approx(expected.tolist())
+
+
+# Longer documents
+
+
+def batch_of(*lengths):
+    return PackedDataCollator()([document_of(length) for length in lengths])
+
+
+def compare_longer(step, *batches):
+    """Compare, and return the lengths of the documents that ran alone."""
+    seen = []
+    alone = step._probe.alone
+    step._probe.alone = lambda ids: seen.append(len(ids)) or alone(ids)
+    step.compare_longer([*batches])
+    return seen
+
+
+@pytest.mark.parametrize(
+    "lengths, longest, max_length, seen",
+    [
+        ((40, 63), 32, 512, []),
+        ((40, 64), 32, 512, [64]),
+        ((64, 40), 32, None, [64]),
+        ((64, 40), 32, 64, [64]),
+        ((64, 40), 32, 63, []),
+        ((64, 40), inf, 512, []),
+        ((64, 40), 33, 512, []),
+    ],
+)
+def test_a_document_is_compared_from_twice_the_longest_on(lengths, longest, max_length, seen):
+    step = ScriptedFirstStep(longest_compared=longest)
+    step._trainer.args.max_length = max_length
+    assert compare_longer(step, batch_of(*lengths)) == seen
+    assert step.longest_compared == (64 if seen else longest)
+    if seen:
+        assert step._probe.packs == [[8, 64]]
+
+
+def test_the_longest_document_of_all_micro_batches_is_compared():
+    step = ScriptedFirstStep()
+    assert compare_longer(step, batch_of(30, 70), batch_of(90, 40), batch_of(80)) == [90]
+    assert compare_longer(step, batch_of(179)) == []
+    assert step.longest_compared == 90
+
+
+def test_padding_to_a_constant_length_is_not_compared():
+    step = ScriptedFirstStep()
+    batch = batch_of(40, 30)
+    batch["max_length_q"] = 512
+    assert compare_longer(step, batch) == []
+    assert step.longest_compared == 32
+
+
+def test_ranks_that_wait_for_each_other_compare_together():
+    step = ScriptedFirstStep(_has_collectives=True)
+    step._max_over_ranks = lambda value: max(value, 70)  # another rank has such a document
+    assert compare_longer(step, batch_of(40)) == [40]
+    assert step.longest_compared == 70
+    step = ScriptedFirstStep(_has_collectives=True)
+    step._max_over_ranks = lambda value: max(value, 70)
+    assert compare_longer(step) == [2], "a rank without a document runs a short one"
+
+
+@pytest.mark.parametrize("gap, draws", [(0.99e-4, 0), (1.01e-4, 6)])
+def test_states_of_a_long_document_differ_above_a_ten_thousandth(gap, draws):
+    """The states of a token are (1, value), so a value of d is a distance of d times the square root of 2."""
+    step = ScriptedFirstStep()
+    step._probe.packed = lambda pack, i: gap / 2**0.5
+    if draws:
+        with pytest.raises(
+            PackingLeakError, match=r"A document of 64 tokens .* differ by 1\.0e-04 \(rounding .* 1\.0e-04\)"
+        ):
+            compare_longer(step, batch_of(64))
+    else:
+        compare_longer(step, batch_of(64))
+    assert len(step._probe.draws) == draws
+    assert step.longest_compared == (32 if draws else 64)
+
+
+def test_rounding_may_explain_a_difference_of_states():
+    step = ScriptedFirstStep()
+    step._probe.packed = lambda pack, i: 0.01 + 0.004 * (step._probe.draw is not None)
+    compare_longer(step, batch_of(64))
+    assert step._probe.draws == [0]
+    assert step.longest_compared == 64
+
+
+def test_states_that_agree_when_ties_are_broken_in_order_are_equal():
+    step = ScriptedFirstStep()
+    step._probe.packed = lambda pack, i: 0.01 * (len(step._probe.packs) < 8)  # one run, six roundings, and the last
+    compare_longer(step, batch_of(64))
+    assert step.longest_compared == 64
+
+
+def test_a_document_that_does_not_fit_ends_comparisons():
+    def alone(ids):
+        raise torch.OutOfMemoryError("no memory")
+
+    step = ScriptedFirstStep()
+    step._probe.alone = alone
+    step.compare_longer([batch_of(64)])
+    assert step.longest_compared == inf
+
+
+# Gradients and ranks
+
+
+@pytest.mark.parametrize(
+    "num_ranks, copies, sharded, is_reduced, factor",
+    [
+        (1, 1, False, False, 1),
+        (2, 1, False, True, 1),
+        (2, 1, False, False, 2),
+        (2, 2, False, False, 1),
+        (4, 2, True, False, 2),
+    ],
+)
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_gradients_of_ranks_are_added_where_the_trainer_has_not(num_ranks, copies, sharded, is_reduced, factor, scale):
+    step = ScriptedFirstStep(num_ranks=num_ranks)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    step._parameters = [parameter]
+    step._trainer.is_fsdp_enabled = sharded
+    step._data.ranks.copies = copies
+    if scale is not None:
+        step._trainer.accelerator.scaler = SimpleNamespace(get_scale=lambda: scale)
+    assert step._run_backward(parameter.sum()) == 3
+    found = step._gradient_products(is_reduced=is_reduced)
+    expected = module.gradient_products([parameter]) / (scale or 1) * factor
+    assert torch.allclose(found, expected)
+    parameter.grad = torch.ones(3)
+    assert torch.allclose(module.gradient_products([parameter]) * factor, found), "the scale of a loss is taken out"
+
+
+def test_without_gradients_nothing_runs_backward():
+    step = ScriptedFirstStep(_compares_gradients=False)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    assert step._run_backward(parameter.sum()) == 3
+    assert parameter.grad is None
+    assert step._gradient_products(is_reduced=False) is None
+
+
+def test_the_largest_value_of_all_ranks_counts():
+    step = ScriptedFirstStep()
+    step._trainer.accelerator.gather = lambda value: torch.cat([value + 1, value, value - 1])
+    assert step._max_over_ranks(7) == 8
+
+
+# What differs
+
+
+def describe(packed, unpacked, limits=(0.25, 0.25), documents=()):
+    step = ScriptedFirstStep(*(lambda results=results: results.pop(0) for results in documents) if documents else ())
+    step._parameter_names = ["first", "second"]
+    pack = [document_of(5 + i, 2 + i) for i in range(len(documents[0]) if documents else 0)]
+    return FirstStep._describe_difference(step, [RankShare(pack)], packed, unpacked, limits=[*limits])
+
+
+def test_what_differs_is_named():
+    right = gradients_of()
+    assert describe(gradients_of(1.25), right) == ""
+    assert describe(gradients_of(1.5), right) == "the loss is 1.5 packed and 1 unpacked"
+    assert describe(gradients_of(first=1.25, second=1.25), right) == ""
+    assert describe(gradients_of(second=1.5), right) == "gradients of 1 parameters differ, of `second` by 5.0e-01"
+    assert describe(gradients_of(first=2.0, second=1.5), right).startswith(
+        "gradients of 2 parameters differ, of `first` by 1"
+    )
+    assert describe(_StepGradients(1.0, None), right) == ""
+    assert describe(right, _StepGradients(1.0, None)) == ""
+
+
+def test_the_document_that_differs_is_named():
+    wrong = gradients_of(1.5, first=2.0, second=2.0)
+    found = describe(gradients_of(), gradients_of(), documents=([gradients_of(), wrong], [gradients_of()] * 2))
+    assert found == (
+        "document 1 of 2 (3 trained tokens) has the loss 1.5 in the pack, 1 alone, and gradients that differ by 1.0e+00"
+    )
+
+
+# The packs
+
+
+@pytest.mark.parametrize("degree, second", [(1, [9]), (2, [5, 9])])
+def test_the_second_pack_has_the_longest_document_or_all_but_the_first(monkeypatch, degree, second):
+    documents = [
+        document_of(7),
+        document_of(5),
+        document_of(9),
+        document_of(6, 0),
+        document_of(8) | {module.WEIGHTS: 0.0},
+    ]
+    monkeypatch.setattr(module, "first_documents", lambda data, dataset: (documents, degree, degree - 1))
+    monkeypatch.setattr(module, "choose_documents", lambda found: found)
+    step = ScriptedFirstStep()
+    step._trainer.train_dataset = None
+    packs = FirstStep._choose_packs(step)
+    assert [[len(document["input_ids"]) for document in pack] for pack in packs] == [[7, 5, 9], second]
+    assert [(pack.degree, pack.member) for pack in packs] == [(degree, degree - 1)] * 2
+
+
+@pytest.mark.parametrize("ranks_with_images, lengths", [(2, [7, 9]), (1, [5])])
+def test_all_ranks_take_documents_with_images_or_none_does(monkeypatch, ranks_with_images, lengths):
+    documents = [document_of(7), document_of(5), document_of(9)]
+    monkeypatch.setattr(module, "first_documents", lambda data, dataset: (documents, 1, 0))
+    monkeypatch.setattr(module, "choose_documents", lambda found: found)
+    step = ScriptedFirstStep(num_ranks=2, _has_collectives=True)
+    step._trainer.train_dataset = None
+    step._data.images.examples = SimpleNamespace(
+        images=SimpleNamespace(has_images=lambda document: len(document["input_ids"]) > 6)
+    )
+    step._sum_over_ranks = lambda value: ranks_with_images * value
+    packs = FirstStep._choose_packs(step)
+    assert [len(document["input_ids"]) for document in packs[0]] == lengths
