@@ -1,0 +1,304 @@
+"""Documents and their counts at each limit, from a reader of a few rows that are set by hand."""
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from trl_packfix.data import documents as module
+from trl_packfix.data.documents import DocumentCounts, Documents, Ledger, drop_untrained, make_documents, token_order
+from trl_packfix.planning.families import TokenOrder
+
+
+class Reader:
+    """Rows of labels, each of which is trained where it is 1.
+
+    Args:
+        seq_lengths: the lengths of the documents of each row; None if each row is one document.
+        images: the token behind the last image of each row; None without images.
+        cuts: the places where rows are split, by row; None for a row that cannot be split.
+    """
+
+    def __init__(self, rows, seq_lengths=None, bad=(), images=None, cuts=()):
+        self.rows = rows
+        self.lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        self.packed = seq_lengths
+        self.bad = bad
+        self.image_stops = None if images is None else np.array(images)
+        self.cuts = dict(cuts)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def seq_lengths(self):
+        if self.packed is None:
+            return None
+        return np.array([len(row) for row in self.packed]), np.array([n for row in self.packed for n in row])
+
+    def count_trained(self, row, start, stop):
+        """Count labels of 1 behind the first token of each document."""
+        places = zip(row, start, stop, strict=True)
+        return np.array([sum(self.rows[i][first + 1 : last]) for i, first, last in places], dtype=np.int64)
+
+    def bad_rows(self):
+        return np.isin(np.arange(len(self)), self.bad)
+
+    def image_arrays(self, row, start, stop):
+        return {}
+
+    def find_cuts(self, row, max_length):
+        return self.cuts[row]
+
+
+def trained(length):
+    return [1] * length
+
+
+def spans_of(documents):
+    return [*zip(documents.row.tolist(), documents.start.tolist(), documents.stop.tolist(), strict=True)]
+
+
+def counts_of(*numbers):
+    return DocumentCounts(*numbers)
+
+
+# What is dropped
+
+
+def test_documents_are_dropped_for_the_first_reason_that_holds():
+    """A row may be bad and empty, an empty row is untrained, and an untrained one may be too long."""
+    reader = Reader([[], [], [1], [0] * 9, [1, 1], trained(9), [0] * 5 + trained(4)], bad=[0])
+    documents = make_documents(reader, 4)
+    ledger = documents.ledger
+    assert ledger.given == counts_of(7, 30, 0 + 1 + 8 + 4)
+    assert ledger.dropped == {
+        "bad_row": counts_of(1, 0, 0),
+        "empty": counts_of(1, 0, 0),
+        "untrained": counts_of(1, 1, 0) + counts_of(1, 9, 0) + counts_of(1, 4, 0),
+    }
+    assert ledger.truncated == counts_of(2, 10, 5 + 4)
+    assert ledger.kept == counts_of(2, 6, 1 + 3)
+    assert spans_of(documents) == [(4, 0, 2), (5, 0, 4)]
+    assert ledger.lost_trained_tokens == 9
+
+
+def test_evaluation_keeps_documents_without_a_trained_token():
+    documents = make_documents(Reader([[1], [0] * 9, []]), 4, keep_untrained=True)
+    assert spans_of(documents) == [(0, 0, 1), (1, 0, 4)]
+    assert [*documents.ledger.dropped] == ["empty"]
+
+
+def test_no_document_is_an_error_unless_it_is_allowed():
+    with pytest.raises(
+        ValueError, match=r"The dataset has 2 rows and 2 documents, .* \(dropped: 2 untrained; `max_length=4`"
+    ):
+        make_documents(Reader([[1], [1]]), 4)
+    with pytest.raises(ValueError, match=r"The dataset has 0 rows and 0 documents, .* \(dropped: none"):
+        make_documents(Reader([]), 4)
+    assert len(make_documents(Reader([[1], [1]]), 4, may_be_empty=True)) == 0
+
+
+def test_rows_of_unpacked_training_are_counted_with_those_before(caplog):
+    rows = Dataset.from_dict({"input_ids": [[1, 2], [3], [4, 5]], "labels": [[1, 2], [3], [-100, 5]]})
+    assert drop_untrained(rows, 5, 8)["input_ids"][:] == [[1, 2], [4, 5]]
+    assert "3 of 5 documents have no trained token" in caplog.text
+    caplog.clear()
+    whole = rows.select([0, 2])
+    assert drop_untrained(whole, 2, 8) is whole
+    assert caplog.text == ""
+    with pytest.raises(
+        ValueError, match=r"The dataset has 4 rows and 4 documents, .* \(dropped: 4 untrained; `max_length=8`"
+    ):
+        drop_untrained(rows.select([1]), 4, 8)
+
+
+# Rows of several documents
+
+
+def test_documents_of_a_row_follow_each_other():
+    reader = Reader([trained(5), trained(4), trained(3)], seq_lengths=[[2, 3], [4], [1, 2]])
+    documents = make_documents(reader, None)
+    assert spans_of(documents) == [(0, 0, 2), (0, 2, 5), (1, 0, 4), (2, 1, 3)]
+    assert documents.trained.tolist() == [1, 2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    "seq_lengths, said",
+    [
+        ([[2, 3], [4], [2, 2], [9]], r"row 2 is \[2, 2\] and the row has 3 tokens \(2 rows do not add up, 0 lengths"),
+        ([[5, 0], [4, 0], [3], [3]], r"row 0 is \[5, 0\] and the row has 5 tokens \(0 rows do not add up, 2 lengths"),
+        ([[5], [5, -1], [0, 3], [3]], r"row 1 is \[5, -1\] and the row has 4 tokens \(0 rows do not add up, 2 lengths"),
+        ([[5], [4], [3, 0], [9]], r"row 3 is \[9\] and the row has 3 tokens \(1 rows do not add up, 1 lengths"),
+    ],
+)
+def test_lengths_that_are_no_documents_of_their_row_are_refused(seq_lengths, said):
+    with pytest.raises(ValueError, match=f"`seq_lengths` of {said}"):
+        make_documents(Reader([trained(5), trained(4), trained(3), trained(3)], seq_lengths=seq_lengths), None)
+
+
+# Documents above the longest
+
+
+@pytest.mark.parametrize(
+    "settings, spans, counts",
+    [
+        ({}, [(0, 0, 4), (1, 0, 4), (2, 0, 4)], counts_of(2, 1 + 5, 1 + 5)),
+        ({"truncation_mode": "keep_end"}, [(0, 0, 4), (1, 1, 5), (2, 5, 9)], counts_of(2, 1 + 5, 1 + 5)),
+    ],
+)
+def test_a_document_of_one_token_more_is_truncated(settings, spans, counts):
+    documents = make_documents(Reader([trained(4), trained(5), trained(9)]), 4, **settings)
+    assert spans_of(documents) == spans
+    assert documents.ledger.truncated == counts
+    assert documents.trained.tolist() == [3, 3, 3]
+
+
+def test_a_document_of_one_token_more_is_split():
+    """A later fragment does not train its first token. A fragment of one token is dropped."""
+    documents = make_documents(Reader([trained(4), trained(5), trained(8), trained(10)]), 4, "split")
+    assert spans_of(documents) == [(0, 0, 4), (1, 0, 4), (2, 0, 4), (2, 4, 8), (3, 0, 4), (3, 4, 8), (3, 8, 10)]
+    ledger = documents.ledger
+    assert ledger.split == counts_of(3, 0, 1 + 1 + 2)
+    assert ledger.fragments == 2 + 2 + 3
+    assert ledger.dropped == {"untrained": counts_of(1, 1, 0)}
+    assert documents.trained.tolist() == [3, 3, 3, 3, 3, 3, 1]
+
+
+def test_a_document_of_one_token_more_is_dropped_or_refused():
+    reader = Reader([trained(4), trained(5), trained(3), trained(9)])
+    documents = make_documents(reader, 4, "drop")
+    assert documents.row.tolist() == [0, 2]
+    assert documents.ledger.dropped == {"overlong": counts_of(2, 14, 12)}
+    with pytest.raises(ValueError, match=r"2 of 4 documents .* in rows 1 \(5 tokens\), 3 \(9 tokens\)\."):
+        make_documents(reader, 4, "raise")
+    assert len(make_documents(reader, 9, "raise")) == 4
+
+
+def test_a_row_with_images_is_split_at_the_places_of_its_reader():
+    cuts = {1: [0, 3, 5], 2: None, 3: [0, 2, 6, 9]}
+    reader = Reader([trained(4), trained(5), trained(9), trained(9)], images=[4, 3, 9, 6], cuts=cuts.items())
+    documents = make_documents(reader, 4, "split")
+    assert spans_of(documents) == [(0, 0, 4), (1, 0, 3), (1, 3, 5), (3, 0, 2), (3, 2, 6), (3, 6, 9)]
+    ledger = documents.ledger
+    assert ledger.dropped == {"overlong": counts_of(1, 9, 8)}
+    assert ledger.split == counts_of(2, 0, 1 + 2)
+    assert ledger.fragments == 5
+
+
+def test_an_image_that_ends_behind_the_longest_is_not_cut():
+    reader = Reader([trained(9), trained(9), trained(3)], images=[4, 5, 0])
+    documents = make_documents(reader, 4)
+    assert spans_of(documents) == [(0, 0, 4), (2, 0, 3)]
+    assert documents.ledger.dropped == {"overlong": counts_of(1, 9, 8)}
+    with pytest.raises(ValueError, match=r"1 of 3 documents .* in rows 1 \(images up to token 5\)"):
+        make_documents(reader, 4, keep_untrained=True)
+    assert len(make_documents(Reader([trained(9)], images=[4]), 4, keep_untrained=True)) == 1
+    # Documents that are dropped are not looked at
+    assert make_documents(reader, 4, "drop").row.tolist() == [2]
+
+
+def test_a_concatenation_is_cut_into_blocks():
+    documents = make_documents(Reader([trained(3), trained(6), trained(3), trained(4), trained(9)]), 4, wrapped=True)
+    assert spans_of(documents) == [
+        *((0, 0, 3), (1, 1, 5), (2, 0, 3), (3, 0, 4)),
+        *((4, 0, 4), (4, 4, 8)),
+    ]
+    assert documents.block.tolist() == [0, 1, 2, 3, 4, 5]
+    assert documents.ledger.split == counts_of(2, 0, 2 + 2)
+    assert documents.ledger.fragments == 6
+    assert documents.ledger.dropped == {"untrained": counts_of(3, 3, 0)}
+
+
+def test_counts_are_saved_with_all_arrays():
+    arrays = {name: np.arange(2) + i for i, name in enumerate(module.DOCUMENT_ARRAYS)}
+    tokens = TokenOrder(np.array([1, 0]), np.array([0, 2]))
+    ledger = Ledger(*(counts_of(i, i + 1, i + 2) for i in range(4)), fragments=9, dropped={"empty": counts_of(1, 2, 3)})
+    documents = Documents(**arrays, ledger=ledger, tokens=tokens, fingerprint="abc")
+    again = Documents.from_arrays(documents.to_arrays())
+    assert again.ledger == ledger
+    assert again.fingerprint == "abc"
+    assert again.lengths.tolist() == documents.lengths.tolist()
+    assert (again.tokens.order.tolist(), again.tokens.common.tolist()) == ([1, 0], [0, 2])
+    for name, values in arrays.items():
+        assert getattr(again, name).tolist() == values.tolist()
+    few = Documents(*(np.arange(2),) * 4, Ledger())
+    assert few.to_arrays().keys() == {"row", "start", "stop", "trained", "lengths", "ledger", "fingerprint"}
+    again = Documents.from_arrays(few.to_arrays())
+    assert again.tokens is None
+    assert again.image_start is None
+
+
+def test_a_selection_has_its_documents_and_their_order():
+    tokens = TokenOrder(np.array([3, 0, 2, 1]), np.array([0, 5, 3, 4]))
+    documents = Documents(*(np.arange(4),) * 4, Ledger(), tokens=tokens)
+    found = documents.select(np.array([True, False, False, True]))
+    assert found.row.tolist() == [0, 3]
+    assert (found.tokens.order.tolist(), found.tokens.common.tolist()) == ([1, 0], [0, 5])
+    found = documents.select(np.array([False, True, True, True]))
+    assert (found.tokens.order.tolist(), found.tokens.common.tolist()) == ([2, 1, 0], [0, 3, 4])
+
+
+# The order of tokens
+
+
+class Tokens:
+    """A reader whose documents are sorted. Documents that may not share are in `alone`."""
+
+    def __init__(self, rows, alone=()):
+        self.rows = rows
+        self.alone = alone
+
+    def labels_are_tokens(self, row, start, stop):
+        return ~np.isin(row, self.alone)
+
+    def read_block(self, row, start, stop, width):
+        block = np.full((len(row), width), -1)
+        for i, (number, first, last) in enumerate(zip(row, start, stop, strict=True)):
+            values = self.rows[number][first : min(first + width, last)]
+            block[i, : len(values)] = values
+        return block
+
+
+class Images(Tokens):
+    """Rows with images, whose common beginnings end where `ends` says."""
+
+    def __init__(self, rows, ends):
+        super().__init__(rows)
+        self.comparison_reader = Tokens(rows)
+        self.ends = ends
+
+    def end_common_before_images(self, row, start, common):
+        return np.minimum(common, self.ends)
+
+
+ROWS = [[5, 6, 7], [5, 6], [9, 5, 6, 8], [5, 6, 7], [1, 2]]
+
+
+def documents_at(start=(0, 0, 1, 0, 0)):
+    stop = np.array([len(row) for row in ROWS])
+    return Documents(np.arange(5), np.array(start), stop, stop, Ledger())
+
+
+def test_documents_are_sorted_by_their_tokens():
+    found = token_order(Tokens(ROWS), documents_at())
+    assert found.order.tolist() == [4, 0, 3, 2, 1]
+    assert found.common.tolist() == [0, 0, 3, 2, 2]
+    found = token_order(Tokens(ROWS, alone=[0, 4]), documents_at())
+    assert found.order.tolist() == [3, 2, 1, 0, 4]
+    assert found.common.tolist() == [0, 2, 2, 0, 0]
+    found = token_order(Tokens(ROWS), documents_at(), np.array([2, 1]))
+    assert found.order.tolist() == [2, 1]
+    assert found.common.tolist() == [0, 2]
+
+
+def test_a_common_beginning_ends_before_an_image_but_not_between_copies(monkeypatch):
+    monkeypatch.setattr(module, "ImageRows", Images)
+    found = token_order(Images(ROWS, ends=1), documents_at())
+    assert found.order.tolist() == [4, 0, 3, 2, 1]
+    assert found.common.tolist() == [0, 0, 3, 1, 1]
+    found = token_order(Images(ROWS, ends=1), documents_at(), np.array([], dtype=np.int64))
+    assert len(found.order) == 0
+    found = token_order(
+        Images([[5], [5], [5, 5]], ends=0),
+        Documents(*(np.arange(3), np.zeros(3, int), *(np.array([1, 1, 2]),) * 2), Ledger()),
+    )
+    assert found.common.tolist() == [0, 0, 1]
