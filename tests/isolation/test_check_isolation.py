@@ -392,9 +392,9 @@ def test_the_smallest_gap_under_any_two_roundings_counts_for_each_token():
     """Both runs have seven roundings: their own, and six that are drawn, of other numbers in each run."""
 
     def packed(pack, i):
-        if pack is documents:  # the first token is moved in all first runs but the one of draw 5
-            return torch.tensor([0.5, 0.25 if probe.draw is None else 0.5])[: len(pack[i])] * (probe.draw != 5)
-        return torch.tensor([0.0, 0.0625 if probe.draw == 11 else 0.0])[: len(pack[i])]
+        if pack is documents:  # each token is right in one of the first runs
+            return torch.tensor([0.5 * (probe.draw != 4), 0.5 * (probe.draw != 5)])[: len(pack[i])]
+        return torch.tensor([0.0, 0.0625 * (probe.draw == 11)])[: len(pack[i])]
 
     probe = ScriptedProbe(packed)
     documents = [probe.tokens(2), probe.tokens(1)]
@@ -423,6 +423,17 @@ def test_the_largest_gaps_are_explained_one_by_one_until_one_is_a_defect(monkeyp
     assert gaps == [(ROUNDING, "d")]
 
 
+def test_whole_packs_of_one_rank_are_tested_by_default(monkeypatch):
+    given = []
+    monkeypatch.setattr(isolation, "check_packs", lambda *values, **more: given.append((values, more)))
+    isolation.check_isolation("model")
+    isolation.check_isolation("model", 64, 2, images="images", user_attention="eager")
+    assert given == [
+        (("model", None, 1), {"images": None, "user_attention": None, "farthest": None}),
+        (("model", 64, 2), {"images": "images", "user_attention": "eager", "farthest": 64}),
+    ]
+
+
 # The reports of text and of images
 
 
@@ -437,11 +448,14 @@ def run_packs(monkeypatch):
 
     def run(probe, *judged, **settings):
         given = []
-        monkeypatch.setattr(isolation, "make_probe", lambda *values, **more: probe)
+        probes = []
+        monkeypatch.setattr(isolation, "make_probe", lambda *values, **more: probes.append((values, more)) or probe)
         monkeypatch.setattr(
             isolation, "judge_probe", lambda *values, **more: given.append((values, more)) or judged[len(given) - 1]
         )
-        return check_packs(None, 64, **settings), given
+        report = check_packs(None, 64, **settings)
+        assert probes == [((None, None, 1), {"user_attention": None, "shares": False})]
+        return report, given
 
     return run
 
