@@ -38,8 +38,8 @@ from rich.console import Console
 from sweep import page, zoo
 
 from trl_packfix import PackedDataCollator
-from trl_packfix.attention.exchange import make_groups
 from trl_packfix.data.rank_share import cut_part
+from trl_packfix.group import Group, make_groups
 from trl_packfix.isolation.packed_model import PackedModel
 
 
@@ -107,7 +107,7 @@ def logits_difference(model: torch.nn.Module) -> float | None:
     lengths = (20, 3, 37, 11, 1, 24)
     pack = [{"input_ids": torch.randint(zoo.FIRST_WORD, zoo.VOCABULARY, (n,), generator=generator)} for n in lengths]
     whole = PackedDataCollator()(pack)
-    part = cut_part(whole, 2, dist.get_rank())
+    part = cut_part(whole, Group(2, dist.get_rank()))
     problem = torch.zeros(())
     with torch.no_grad():
         expected = model(**{key: value for key, value in whole.items() if key != "labels"}).logits

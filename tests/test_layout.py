@@ -20,6 +20,7 @@ from trl_packfix import PackedDataCollator
 from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.rank_share import cut_part
+from trl_packfix.group import Group
 from trl_packfix.layout import LAYOUT_KEY, Layout, PackedLayout, SharedRowsLayout, UnpackedLayout, layout_of
 
 
@@ -37,7 +38,7 @@ COLLATORS = {"whole": PackedDataCollator, "runs": lambda **given: PrefixCollator
 
 def parts_of(documents, kind, degree):
     batch = COLLATORS[kind](pad_to_multiple_of=degree)(documents)
-    return batch, [cut_part(batch, degree, index) for index in range(degree)]
+    return batch, [cut_part(batch, Group(degree, index)) for index in range(degree)]
 
 
 # What it answers
@@ -133,7 +134,7 @@ def test_parts_have_the_targets_and_the_rows_of_the_whole_pack(lengths, kind, de
     sizes, of_parts = whole.sizes(expected.trained), [part[LAYOUT_KEY].sizes(expected.trained) for part in parts]
     assert sum(each.computed for each in of_parts) == sizes.computed
     assert all(each.tokens == sizes.tokens and torch.equal(each.lengths, sizes.lengths) for each in of_parts)
-    assert [part[LAYOUT_KEY].is_first for part in parts] == [True] + [False] * (degree - 1)
+    assert [part[LAYOUT_KEY].group.is_leader for part in parts] == [True] + [False] * (degree - 1)
     assert {part[LAYOUT_KEY].shares_rows for part in parts} == {whole.shares_rows}
     assert {part[LAYOUT_KEY].checksum for part in parts} == {parts[0][LAYOUT_KEY].checksum}
 
@@ -152,7 +153,7 @@ def test_two_packs_that_share_other_rows_have_other_checksums():
     keys = batch[LAYOUT_KEY].kv_index.clone()
     keys[-1] -= 1
     other = batch | {LAYOUT_KEY: replace(batch[LAYOUT_KEY], kv_index=keys)}
-    assert cut_part(batch, 2, 0)[LAYOUT_KEY].checksum != cut_part(other, 2, 0)[LAYOUT_KEY].checksum
+    assert cut_part(batch, Group(2))[LAYOUT_KEY].checksum != cut_part(other, Group(2))[LAYOUT_KEY].checksum
 
 
 def test_the_router_statistic_counts_a_row_once_for_each_document():

@@ -30,6 +30,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .group import ALONE, Group
+
 LAYOUT_KEY = "layout"  # name of the entry of a batch
 IGNORE_INDEX = -100  # label of a token that is not trained
 TEXT_KEYS = frozenset(("input_ids", "labels"))  # entries of a document that has neither images nor values of its row
@@ -80,8 +82,7 @@ class Layout(ABC):
     """Base class of the three layouts: the questions that every layout answers.
 
     Attributes:
-        degree: s, the number of ranks that share the pack.
-        index: the number of this rank among them, from 0.
+        group: the s ranks that share the pack.
         num_tokens: in a part T, the number of rows of the whole pack, a multiple of s; else 0.
         checksum: in a part the checksum of tokens, labels and layout of the whole pack; else 0.
         launches: calls of the attention kernel for this pack on CUDA, as `data/by_length.py` plans them.
@@ -89,8 +90,7 @@ class Layout(ABC):
         shares_rows: whether a row may belong to several documents.
     """
 
-    degree: int = 1
-    index: int = 0
+    group: Group = ALONE
     num_tokens: int = 0
     checksum: int = 0
     launches: tuple[tuple[int, int, int, int, int], ...] = ()
@@ -98,14 +98,9 @@ class Layout(ABC):
     shares_rows: ClassVar[bool] = False
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank counts what the ranks that share a pack have only once, such as the pack's documents."""
-        return self.index == 0
-
-    @property
     def weighs_rows(self) -> bool:
         """Whether the router statistic must weigh rows, because some count several times, or not at all."""
-        return self.shares_rows or self.degree > 1
+        return self.shares_rows or not self.group.is_alone
 
     @property
     @abstractmethod
@@ -149,9 +144,8 @@ class Layout(ABC):
         """Return the fields of `PackedForward` that attention needs beside the boundaries."""
         return {
             "launches": self.launches,
-            "degree": self.degree,
-            "index": self.index,
-            "part_tokens": self.num_tokens // self.degree,
+            "group": self.group,
+            "part_tokens": self.num_tokens // self.group.size,
         }
 
     def labels(self, batch: dict[str, Any]) -> dict[str, Any]:

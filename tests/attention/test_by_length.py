@@ -16,6 +16,7 @@ from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.loaders import PackCollator
 from trl_packfix.data.rank_share import RankShare
 from trl_packfix.data.row_values import WEIGHTS, RowValuesCollator
+from trl_packfix.group import Group
 from trl_packfix.layout import LAYOUT_KEY, layout_of
 from trl_packfix.training.loading import TrainingData
 
@@ -46,9 +47,9 @@ def test_documents_come_by_length_with_their_values(small_classes):
     assert layout_of(batch).attention()["launches"] == (
         (0, 1, 0, 70, 70), (1, 3, 70, 123, 33), (3, 9, 123, 149, 8)
     )  # fmt: skip
-    part = collator()(RankShare(documents(), 2, 1))
+    part = collator()(RankShare(documents(), Group(2, 1)))
     assert part[LAYOUT_KEY].attention()["launches"][0] == (0, 1, 0, 70, 70)
-    assert part[LAYOUT_KEY].index == 1
+    assert part[LAYOUT_KEY].group.rank == 1
     moved = layout_of(batch).to("meta")
     assert moved.launches == layout_of(batch).launches
     assert moved.seq_idx.device.type == "meta"

@@ -13,6 +13,7 @@ from trl_packfix.attention.forwards import _drop_boundaries
 from trl_packfix.attention.image_parts import TowerDivision, cut_to_part, divide_tower_inputs, outermost_towers
 from trl_packfix.attention.models import towers
 from trl_packfix.attention.tower_attention import TOWER_ATTENTION
+from trl_packfix.group import Group
 from trl_packfix.isolation.image_probe import HIGH, SQUARE, WIDE
 
 DIVIDED = "llava llava_next llava_onevision idefics2 idefics3 internvl qwen2_5_vl qwen3_vl glm4v".split()
@@ -56,8 +57,8 @@ def test_each_image_is_computed_once_and_all_ranks_get_it(family, degree, monkey
     with torch.no_grad():
         whole = tower(*args, **kwargs)
         for index in [*range(degree)] * 2:
-            own_args, own_kwargs, division = divide_tower_inputs(args, kwargs, degree, index=index)
-            found = division.exchanged(tower(*own_args, **own_kwargs), None)
+            own_args, own_kwargs, division = divide_tower_inputs(args, kwargs, Group(degree, index))
+            found = division.exchanged(tower(*own_args, **own_kwargs))
             computed.append(division.rows[index])
     total = len(next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)))
     assert sum(computed[:degree]) == total
@@ -73,15 +74,15 @@ def test_each_image_is_computed_once_and_all_ranks_get_it(family, degree, monkey
 def test_a_tower_that_joins_its_images_computes_them_on_every_rank():
     """Pixtral's patches of all images are one row."""
     _, (args, kwargs) = call_of_tower("mistral3")
-    assert divide_tower_inputs(args, kwargs, 2, index=1) == (args, kwargs, None)
+    assert divide_tower_inputs(args, kwargs, Group(2, 1)) == (args, kwargs, None)
 
 
 def test_an_output_that_cannot_be_joined_is_refused():
-    division = TowerDivision(rows=[2, 3], index=1, computed=3)
+    division = TowerDivision(rows=[2, 3], group=Group(2, 1), computed=3)
     with pytest.raises(
         ValueError, match=r"returned a tensor of shape \(1, 4\) for 3 of 5 .* 2 ranks.*Set `tokens_per_rank=None`"
     ):
-        division.exchanged(BaseModelOutputWithPooling(torch.zeros(3, 4), torch.zeros(1, 4)), None)
+        division.exchanged(BaseModelOutputWithPooling(torch.zeros(3, 4), torch.zeros(1, 4)))
 
 
 # What enters the decoder

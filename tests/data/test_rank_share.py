@@ -13,6 +13,7 @@ from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.loaders import PackCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.data.rank_share import PER_TOKEN, RankShare, cut_part
+from trl_packfix.group import Group
 from trl_packfix.layout import LAYOUT_KEY
 
 
@@ -30,7 +31,7 @@ def documents(lengths, prompt):
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.sampled_from([2, 4, 8]), st.integers(0, 3))
 def test_parts_end_to_end_are_the_pack_and_labels_are_shifted_over_their_borders(lengths, degree, prompt):
     whole = PackedDataCollator(pad_to_multiple_of=degree)(list(documents(lengths, prompt)))
-    parts = [cut_part(whole, degree, index) for index in range(degree)]
+    parts = [cut_part(whole, Group(degree, index)) for index in range(degree)]
     num_tokens = whole["input_ids"].shape[1]
     for name in PER_TOKEN:
         assert all(part[name].shape == (1, num_tokens // degree) for part in parts)
@@ -48,7 +49,7 @@ def test_the_checksum_is_that_of_the_whole_pack():
         batch = PackedDataCollator(pad_to_multiple_of=2)(list(documents(lengths, 1)))
         if change:
             batch[change][0, -1] += 1
-        return cut_part(batch, 2, index)[LAYOUT_KEY].checksum
+        return cut_part(batch, Group(2, index))[LAYOUT_KEY].checksum
 
     assert checksum([4, 4]) == checksum([4, 4], index=1)
     others = {checksum([4, 4]), checksum([5, 3]), checksum([4, 4], change="input_ids")}
@@ -57,7 +58,7 @@ def test_the_checksum_is_that_of_the_whole_pack():
 
 def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):
     """From other memory the host would wait for the copy to a GPU. Pinning needs a GPU, so only the calls are seen."""
-    part = cut_part(PackedDataCollator(pad_to_multiple_of=2)(list(documents([3, 2], 0))), 2, 0)
+    part = cut_part(PackedDataCollator(pad_to_multiple_of=2)(list(documents([3, 2], 0))), Group(2))
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *args: pinned.append(self) or self.clone())
     found = pin_memory(part)[LAYOUT_KEY]
@@ -65,7 +66,7 @@ def test_a_loader_pins_all_tensors_of_a_part(monkeypatch):
     assert {id(own.following), id(own.trained)} <= {id(tensor) for tensor in pinned}
     assert torch.equal(found.trained, own.trained)
     assert found.trained is not own.trained
-    assert (found.degree, found.index, found.checksum) == (own.degree, own.index, own.checksum)
+    assert (found.group, found.checksum) == (own.group, own.checksum)
 
 
 @pytest.mark.parametrize("kind", [PackedDataCollator, PrefixCollator])
@@ -79,7 +80,7 @@ def test_rows_are_padded_for_the_ranks_that_share_them(kind, multiple, degree):
     assert num_rows % degree == 0
     assert num_rows % (multiple or 1) == 0
     assert collate(found)["input_ids"].shape[1] < num_rows
-    parts = [collate(RankShare(found, degree, index)) for index in range(degree)]
+    parts = [collate(RankShare(found, Group(degree, index))) for index in range(degree)]
     for name in ("input_ids", "position_ids", "seq_idx"):
         assert torch.equal(torch.cat([part[name] for part in parts], dim=1), whole[name])
     for part in parts:

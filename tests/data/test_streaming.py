@@ -65,12 +65,12 @@ def test_with_sequence_parallelism_every_document_once_per_pass_over_all_groups(
     for rank, (stream, packs) in enumerate(zip(streams, passes, strict=True)):
         assert stream.packing.degrees == degrees
         for number, pack in enumerate(packs):
-            assert pack.member == rank % pack.degree
-            used.add(pack.degree)
-            assert numbers(pack) == numbers(passes[rank - pack.member][number])
+            assert pack.group.rank == rank % pack.group.size
+            used.add(pack.group.size)
+            assert numbers(pack) == numbers(passes[rank - pack.group.rank][number])
             tokens = sum(len(document["input_ids"]) for document in pack)
-            assert -(-tokens // pack.degree) <= tokens_per_rank
-            seen.update([] if pack.member else numbers(pack))
+            assert -(-tokens // pack.group.size) <= tokens_per_rank
+            seen.update(numbers(pack) if pack.group.is_leader else [])
         steps.append(len(packs) / accumulation)
         assert sum(stream.state_after(stream.num_steps - 1)["micro_steps"].values()) == len(packs)
     assert seen == dict.fromkeys(range(200), 1)
@@ -343,10 +343,10 @@ def test_every_document_once_per_pass_over_any_sequence_of_launches(
                     break
                 step_of_rank += 1
                 assert len(micro_batches) == accumulation
-                once = [batch for batch in micro_batches if not batch.member]
+                once = [batch for batch in micro_batches if batch.group.is_leader]
                 for batch in once:
                     tokens = sum(lengths[document] for document in numbers(batch))
-                    assert tokens <= (60 if tokens_per_rank is None else 16 * batch.degree)
+                    assert tokens <= (60 if tokens_per_rank is None else 16 * batch.group.size)
                 seen.update(chain.from_iterable(map(numbers, once)))
         step += num_steps
         if number < len(launches) - 1:

@@ -195,7 +195,7 @@ def test_a_loader_reads_its_parts_and_goes_on_after_skipped_batches():
         each.set_epoch(1)  # after skipping, as the Trainer does: accelerate 1.13 forgets the epoch then
     batches = list(whole)
     assert [batch["input_ids"].tolist() for batch in rest] == [batch["input_ids"].tolist() for batch in batches[3:]]
-    parts = [(b[LAYOUT_KEY].degree, b[LAYOUT_KEY].index) if LAYOUT_KEY in b else (1, 0) for b in batches]
+    parts = [(b[LAYOUT_KEY].group.size, b[LAYOUT_KEY].group.rank) if LAYOUT_KEY in b else (1, 0) for b in batches]
     assert parts == list(whole.batch_sampler.planner.schedule(1).parts_of_rank(3))
     assert len(set(parts)) > 1
 

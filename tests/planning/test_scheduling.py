@@ -100,12 +100,12 @@ def problems(ranks: list[EpochPlanner], epoch: int) -> set[str]:
         if not len(sampler) == len(batches[-1]) == ranks[0].num_steps * packing.accumulation:
             return {"another number of micro-batches"}
     for micro_step in zip(*batches, strict=True):
-        degree = micro_step[0].degree
-        if {each.degree for each in micro_step} != {degree} or degree not in (packing.degrees or (1,)):
+        degree = micro_step[0].group.size
+        if {each.group.size for each in micro_step} != {degree} or degree not in (packing.degrees or (1,)):
             found.add("several degrees in a micro-step, or one at which the model is not proved")
         for leader in range(0, len(ranks), degree):
             group = micro_step[leader : leader + degree]
-            if [each.member for each in group] != list(range(degree)):
+            if [each.group.rank for each in group] != list(range(degree)):
                 found.add("parts out of order")
             if any(each != group[0] for each in group):
                 found.add("members of a group have other packs")

@@ -20,13 +20,13 @@ from torch._dynamo.utils import counters
 
 import trl_packfix
 from trl_packfix import PackingLeakError
-from trl_packfix.attention import exchange
 from trl_packfix.attention.forwards import mark_packed_forwards
 from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered, this_thread
 from trl_packfix.attention.varlen import varlen_attention
 from trl_packfix.data import rank_share
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
+from trl_packfix.group import Group, make_groups
 from trl_packfix.isolation.check_isolation import check_packs
 from trl_packfix.isolation.image_probe import ImageProbe
 from trl_packfix.isolation.packed_model import PackedModel
@@ -55,7 +55,7 @@ def start(*degrees: int) -> None:
     """Start the process group for scenarios without a trainer, which would start it."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=90))  # turns a hang into an error
-    exchange.make_groups(degrees)
+    make_groups(degrees)
 
 
 def on_all_ranks(found: Any) -> list:
@@ -95,7 +95,7 @@ def attention(folder: Path) -> dict:
     torch._dynamo.reset()  # else the graphs of the right exchange run
     with faults.ATTENTION["heads"]():
         found["faults"]["compiled"] = [difference(8, 2, 2, compiled=True)]
-    return found | {"groups": {n: dist.get_process_group_ranks(exchange.group_of(n)) for n in degrees}}
+    return found | {"groups": {n: dist.get_process_group_ranks(Group(n).process_group) for n in degrees}}
 
 
 def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False, compiled=False, **features) -> float:
@@ -113,8 +113,8 @@ def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False
     logits = torch.randn(heads, generator=generator, dtype=torch.float64)
     weights = torch.randn(1, num_tokens, heads, value_dim, generator=generator, dtype=torch.float64)
     tokens = num_tokens // degree
-    first = dist.get_rank() % degree * tokens
-    part = slice(first, first + tokens)
+    group = Group(degree, dist.get_rank() % degree)
+    part = group.rows(num_tokens)
 
     def run(attend, forward, own):
         given = [x[:, :, own].clone().requires_grad_() for x in states] + [logits.clone().requires_grad_()]
@@ -124,13 +124,13 @@ def difference(heads, kv_heads, degree, value_dim=4, sinks=False, prefixes=False
         return out.detach(), grads
 
     expected, expected_grads = run(varlen_attention, whole, slice(None))
-    out, grads = run(attend, replace(whole, degree=degree, part_tokens=tokens), part)
+    out, grads = run(attend, replace(whole, group=group, part_tokens=tokens), part)
     assert out.shape == (1, tokens, heads, value_dim)
     gaps = [out - expected[:, part]]
     gaps += [mine - whole[:, :, part] for mine, whole in zip(grads[:3], expected_grads[:3], strict=True)]
     if sinks:  # each rank has the gradient of its own heads
         total = grads[3].clone()
-        dist.all_reduce(total, group=exchange.group_of(degree))
+        group.sum(total)
         gaps.append(total - expected_grads[3])
     return largest_of_ranks([gap.abs().max() for gap in gaps])
 
@@ -181,21 +181,21 @@ def mixed_difference(kind: str, degree: int) -> float:
     documents = [torch.randint(16, 128, (n,), generator=generator) for n in LENGTHS]
     batch = PackedDataCollator(pad_to_multiple_of=degree)([{"input_ids": ids} for ids in documents])
     weights = torch.randn(1, sum(LENGTHS), 128, generator=generator, dtype=torch.float64)
-    tokens = sum(LENGTHS) // degree
-    first = dist.get_rank() % degree * tokens
+    group = Group(degree, dist.get_rank() % degree)
+    rows = group.rows(sum(LENGTHS))
     found = []
     for is_part in (False, True):
-        given = rank_share.cut_part(dict(batch), degree, first // tokens) if is_part else dict(batch)
-        own = slice(first, first + tokens) if is_part else slice(None)
+        given = rank_share.cut_part(dict(batch), group) if is_part else dict(batch)
+        own = rows if is_part else slice(None)
         model.zero_grad()
         logits = model(**{name: x for name, x in given.items() if "labels" not in name}).logits
         (logits * weights[:, own]).sum().backward()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
         for grad in grads if is_part else ():
-            dist.all_reduce(grad, group=exchange.group_of(degree))
+            group.sum(grad)
         found.append([logits.detach(), *grads])
     guard.remove()
-    whole = [found[0][0][:, first : first + tokens], *found[0][1:]]
+    whole = [found[0][0][:, rows], *found[0][1:]]
     scales = [found[0][0].abs().max(), *[max(x.abs().max() for x in whole[1:])] * len(whole[1:])]
     gaps = [(x - y).abs().max() / scale for x, y, scale in zip(found[1], whole, scales, strict=True)]
     return largest_of_ranks(gaps)

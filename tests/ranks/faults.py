@@ -24,7 +24,8 @@ from trl_packfix.data.collator import IGNORE_INDEX
 from trl_packfix.data.image_collator import PackedImages
 from trl_packfix.data.prefix_collator import ComparedContent
 from trl_packfix.features.hybrids import mixers, prefixes
-from trl_packfix.layout import Layout, SharedRowsLayout
+from trl_packfix.group import Group, make_groups
+from trl_packfix.layout import SharedRowsLayout
 from trl_packfix.samples import conversation
 from trl_packfix.samples.conversation import Conversation
 from trl_packfix.samples.processor import RowProcessor
@@ -62,11 +63,11 @@ def together(*faults: Fault) -> Fault:
 
 def forgets_boundaries(right, bounds, num_tokens):
     running = running_forward()
-    return [num_tokens] if running is not None and running.degree > 1 else right(bounds, num_tokens)
+    return [num_tokens] if running is not None and not running.group.is_alone else right(bounds, num_tokens)
 
 
 def parts_in_wrong_order(right, self, *states):
-    return tuple(torch.cat(x.chunk(self.degree, dim=2)[::-1], dim=2) for x in right(self, *states))
+    return tuple(torch.cat(x.chunk(self.group.size, dim=2)[::-1], dim=2) for x in right(self, *states))
 
 
 def heads_in_wrong_order(right, self, out):
@@ -76,14 +77,14 @@ def heads_in_wrong_order(right, self, out):
 
 def without_prefixes(right, *args, running, **options):
     """Let attention on parts take the runs of a pack for whole documents."""
-    if running is not None and running.degree > 1:
+    if running is not None and not running.group.is_alone:
         running = replace(running, kv_index=None)
     return right(*args, running=running, **options)
 
 
 def own_states_only(right, scan, running):
     """Begin a scan anew in each part, on all its heads."""
-    if running.degree > 1:
+    if not running.group.is_alone:
         bounds = torch.tensor([0, running.part_tokens], dtype=torch.int32)
         running = PackedForward(bounds, bounds, running.part_tokens, running.part_tokens)
     return right(scan, running)
@@ -103,7 +104,7 @@ ATTENTION: dict[str, Fault] = {
     "prefixes": changed(varlen, "_attend_documents", without_prefixes),
 }
 MIXERS: dict[str, Fault] = {
-    "no_halo": changed(mixers, "exchange_halo", lambda right, rows, width, degree: torch.zeros_like(rows[:, :width])),
+    "no_halo": changed(mixers, "exchange_halo", lambda right, rows, width, group: torch.zeros_like(rows[:, :width])),
     "no_states": changed(mixers, "run_scan", own_states_only),
     # These two move no state
     "no_gradient": changed(mixers, "exchange_halo", lambda right, *given: right(*given).detach()),
@@ -134,11 +135,11 @@ def first_features(part, inputs, rows):
     return {name: [whole[: len(own)] for whole, own in zip(inputs[name], part[name], strict=True)]}
 
 
-def images_in_other_order(right, batch, degree, index, **given):
+def images_in_other_order(right, batch, group, **given):
     """Put the images of a pack that ranks share in another order on odd ranks."""
-    if index % 2 and "pixel_values" in batch:
+    if group.rank % 2 and "pixel_values" in batch:
         batch["pixel_values"] = batch["pixel_values"].flip(0)
-    return right(batch, degree, index, **given)
+    return right(batch, group, **given)
 
 
 IMAGES: dict[str, Fault] = {
@@ -161,18 +162,18 @@ IMAGES: dict[str, Fault] = {
 # The loss, the counts and the documents
 
 
-def late_shift(right, batch, degree, index, **given):
+def late_shift(right, batch, group, **given):
     """Shift labels after the cut."""
-    part = right(batch, degree, index, **given)
-    if degree > 1:
+    part = right(batch, group, **given)
+    if not group.is_alone:
         own = part["labels"]
         part["shift_labels"] = torch.cat([own[:, 1:], torch.full_like(own[:, :1], IGNORE_INDEX)], dim=1)
     return part
 
 
-def statistic_of_parts(right, router_logits, num_experts, num_chosen, row_counts, degree):
+def statistic_of_parts(right, router_logits, num_experts, num_chosen, row_counts, group):
     found = objective.load_balancing_loss_func(tuple(router_logits), num_experts, num_chosen, row_counts[None])
-    return found / degree
+    return found / group.size
 
 
 def border_lost(right, self, rows, mask):
@@ -290,7 +291,7 @@ TRAINING: dict[str, Fault] = {
     "totals_of_one_rank": lambda: mock.patch("accelerate.Accelerator.reduce", lambda self, sums, reduction: sums),
     "late_shift": changed(loaders, "cut_part", late_shift),
     # Every member of a group counts documents and statistics
-    "counted_by_all": lambda: mock.patch.object(Layout, "is_first", True),
+    "counted_by_all": lambda: mock.patch.object(Group, "is_leader", True),
     "statistic_of_parts": changed(objective, "group_load_balancing", statistic_of_parts),
     # A row of which several documents train the next token counts as one trained token
     "one_label_per_row": changed(SharedRowsLayout, "labels", lambda right, self, batch: batch),
@@ -323,9 +324,9 @@ uncompared = mock.patch.object(FirstStep, "compare", lambda self: StepComparison
 @contextmanager
 def behind_proofs():
     """Make only the groups in place of the proof on parts of packs."""
-    make_groups = mock.patch(
-        "trl_packfix.training.callbacks.prove_degrees", lambda trainer, degrees: exchange.make_groups(degrees)
+    only_groups = mock.patch(
+        "trl_packfix.training.callbacks.prove_degrees", lambda trainer, degrees: make_groups(degrees)
     )
     same_documents = mock.patch("trl_packfix.training.loading.check_same_documents", lambda *given: None)
-    with make_groups, uncompared, same_documents:
+    with only_groups, uncompared, same_documents:
         yield

@@ -46,8 +46,8 @@ class Packed(trl_packfix.SFTTrainer):
         self.engine = engine_of(self.model_wrapped)
         for batch in batches:
             layout = layout_of(batch)
-            self.seen.append((layout.degree, layout.index, layout.document_count))
-            self.shapes.add((layout.degree, batch["input_ids"].shape[1], batch.get("max_length_q")))
+            self.seen.append((layout.group.size, layout.group.rank, layout.document_count))
+            self.shapes.add((layout.group.size, batch["input_ids"].shape[1], batch.get("max_length_q")))
             self.with_images.append("pixel_values" in batch)
         return batches, num_items
 

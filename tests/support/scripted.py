@@ -4,6 +4,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from trl_packfix.group import Group
 from trl_packfix.isolation.probe import Probe
 
 ROUNDING = 2.0**-20  # as large as in fp32, and without an error in sums and products
@@ -42,6 +43,7 @@ class ScriptedProbe(Probe):
         self._words = torch.arange(1, 50)
         self._generator = torch.Generator().manual_seed(0)
         vars(self).update(attributes)
+        self.group = Group(self.degree)
 
     def _make_states(self, document, value):
         second = torch.as_tensor(value, dtype=torch.float64).expand(len(document))

@@ -13,12 +13,13 @@ from support.runs import texts, trainer
 from sweep import zoo
 from torch import nn
 
-from trl_packfix import IsolationReport, PackingLeakError
+from trl_packfix import IsolationReport, PackingLeakError, group
 from trl_packfix.attention import exchange
-from trl_packfix.attention.exchange import HeadExchange, group_of, head_ranges, make_groups
+from trl_packfix.attention.exchange import HeadExchange, head_ranges
 from trl_packfix.attention.packed_forward import PackedForward, packed_forward_entered
 from trl_packfix.attention.runs import launches_of
 from trl_packfix.attention.varlen import varlen_attention
+from trl_packfix.group import Group, make_groups
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.tracing import Leak
 from trl_packfix.training.totals import scores_of
@@ -45,15 +46,13 @@ def test_the_exchange_gives_each_head_its_keys_and_copies_no_index_to_the_device
     degree = 4
     num_tokens = 3
     sent = {}
-    monkeypatch.setattr(exchange, "group_of", lambda degree: None)
-    monkeypatch.setattr(exchange.dist, "get_rank", lambda group: member)
 
     def exchanged(flat, send, receive, group):
         sent[member] = flat.split(send)
         # What all send is known in the second round
         return torch.cat([sent[j][member] for j in sent]) if len(sent) == degree else flat.new_empty(sum(receive))
 
-    monkeypatch.setattr(exchange._AllToAll, "apply", exchanged)
+    monkeypatch.setattr(exchange, "exchange_pieces", exchanged)
     query, key, value = (torch.randn(1, n, degree * num_tokens, 4) for n in (heads, kv_heads, kv_heads))
     found = {}
     for member in [*range(degree)] * 2:
@@ -61,7 +60,7 @@ def test_the_exchange_gives_each_head_its_keys_and_copies_no_index_to_the_device
         with monkeypatch.context() as patch:
             patch.setattr(torch, "tensor", None)  # it would copy from the host
             states = [x[:, :, part] for x in (query, key, value)]
-            found[member] = HeadExchange(heads, kv_heads, degree).to_heads(states[:1], states[1:])
+            found[member] = HeadExchange(heads, kv_heads, Group(degree, member)).to_heads(states[:1], states[1:])
     assert torch.equal(torch.cat([each[0] for each in found.values()], dim=1), query)
     for i, whole in ((1, key), (2, value)):
         read = [each[i].repeat_interleave(each[0].shape[1] // each[i].shape[1], dim=1) for each in found.values()]
@@ -74,11 +73,11 @@ def attend(tokens, forward, **given):
         return varlen_attention(nn.Module(), q, k, v, None, **given)[0]
 
 
-PART = replace(WHOLE, degree=2, part_tokens=4)
+PART = replace(WHOLE, group=Group(2), part_tokens=4)
 REFUSED = [
     (lambda: head_ranges(2, 1, 4), r"2 head\(s\) got a part of a pack on 4 ranks.*at least one head.*Set `tok"),
     (lambda: make_groups([2]), r"Groups of 2 ranks .* 1 rank\(s\).*Every rank needs a group.*divides"),
-    (lambda: group_of(2), r"no process group of 2 ranks.*cannot exchange.*`SFTTrainer`"),
+    (lambda: Group(2).process_group, r"no process group of 2 ranks.*cannot exchange.*`SFTTrainer`"),
     (lambda: attend(8, PART), r"got 8 tokens.*each of the 2 ranks .* holds 4.*Set tokens_per_rank=None"),
     (lambda: attend(4, PART, dropout=0.1), "dropout=0.1 on a part of a pack.*same random numbers.*attention_dropout"),
     (lambda: PART.documents(1.0), r"repaired module got a part of a pack that 2 ranks share.*whole documents"),
@@ -101,15 +100,15 @@ def test_all_ranks_make_all_groups_where_torch_refuses_a_group_of_some(monkeypat
         made.append(ranks)
         return tuple(ranks)
 
-    monkeypatch.setattr(exchange, "_groups", {})
-    monkeypatch.setattr(exchange.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(exchange.dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(exchange.dist, "get_rank", lambda: 6)
-    monkeypatch.setattr(exchange.dist, "new_group", new_group)
+    monkeypatch.setattr(group, "_process_groups", {})
+    monkeypatch.setattr(group.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(group.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(group.dist, "get_rank", lambda: 6)
+    monkeypatch.setattr(group.dist, "new_group", new_group)
     make_groups([4, 2])
     assert made == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1, 2, 3], [4, 5, 6, 7]]
-    assert exchange._groups[2][1] == (6, 7)
-    assert exchange._groups[4][1] == (4, 5, 6, 7)
+    assert group._process_groups[2][1] == (6, 7)
+    assert group._process_groups[4][1] == (4, 5, 6, 7)
 
 
 def test_boundaries_beyond_the_pack_are_refused_from_shapes_alone():

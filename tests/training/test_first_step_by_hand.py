@@ -14,6 +14,7 @@ from torch.nn import functional
 from trl_packfix import PackingLeakError
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.rank_share import RankShare
+from trl_packfix.group import Group
 from trl_packfix.isolation.gradients import NUM_VECTORS
 from trl_packfix.training import first_step as module
 from trl_packfix.training.first_step import FirstStep, _StepGradients
@@ -279,7 +280,7 @@ def test_where_gradients_are_compared(change, compares):
 def train_unpacked(packs, member=0, router_losses=None, **attributes):
     """Return the factor by which the row losses of each document count, and the loss, with a row loss of 1 each."""
     step = ScriptedFirstStep(**attributes)
-    shares = [RankShare(pack, 2, member) for pack in packs]
+    shares = [RankShare(pack, Group(2, member)) for pack in packs]
     factors = {}
     if router_losses is not None:
         step._trainer.aux_loss_enabled = True
@@ -589,19 +590,19 @@ def test_the_second_pack_has_the_longest_document_or_all_but_the_first(monkeypat
         document_of(6, 0),
         document_of(8) | {module.WEIGHTS: 0.0},
     ]
-    monkeypatch.setattr(module, "first_documents", lambda data, dataset: (documents, degree, degree - 1))
+    monkeypatch.setattr(module, "first_documents", lambda data, dataset: (documents, Group(degree, degree - 1)))
     monkeypatch.setattr(module, "choose_documents", lambda found: found)
     step = ScriptedFirstStep()
     step._trainer.train_dataset = None
     packs = FirstStep._choose_packs(step)
     assert [[len(document["input_ids"]) for document in pack] for pack in packs] == [[7, 5, 9], second]
-    assert [(pack.degree, pack.member) for pack in packs] == [(degree, degree - 1)] * 2
+    assert [pack.group for pack in packs] == [Group(degree, degree - 1)] * 2
 
 
 @pytest.mark.parametrize("ranks_with_images, lengths", [(2, [7, 9]), (1, [5])])
 def test_all_ranks_take_documents_with_images_or_none_does(monkeypatch, ranks_with_images, lengths):
     documents = [document_of(7), document_of(5), document_of(9)]
-    monkeypatch.setattr(module, "first_documents", lambda data, dataset: (documents, 1, 0))
+    monkeypatch.setattr(module, "first_documents", lambda data, dataset: (documents, Group()))
     monkeypatch.setattr(module, "choose_documents", lambda found: found)
     step = ScriptedFirstStep(num_ranks=2, _has_collectives=True)
     step._trainer.train_dataset = None

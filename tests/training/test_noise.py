@@ -11,6 +11,7 @@ from transformers.integrations.neftune import activate_neftune
 
 from trl_packfix import PackedDataCollator
 from trl_packfix.data.rank_share import cut_part
+from trl_packfix.group import Group
 from trl_packfix.training.noise import DocumentNoise
 
 pytestmark = pytest.mark.slow
@@ -104,7 +105,7 @@ def test_parts_of_a_pack_have_the_amplitude_of_documents_and_noise_of_their_own(
     noise = DocumentNoise(model, ALPHA)
     seen = []
     for index in range(degree):
-        batch = cut_part(whole, degree, index, has_images=has_images)
+        batch = cut_part(whole, Group(degree, index), has_images=has_images)
         own = slice(index * 21, (index + 1) * 21) if has_images else slice(None)
         torch.manual_seed(0)
         for _ in range(draws):

@@ -5,6 +5,7 @@ import torch
 
 from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.rank_share import cut_part
+from trl_packfix.group import Group
 from trl_packfix.layout import layout_of
 
 STATIC = PackedDataCollator(512, pad_documents_to_multiple_of=72, max_length=64)
@@ -39,7 +40,7 @@ def test_every_part_of_a_pack_has_the_same_shapes(degree):
     collate = PackedDataCollator(32, pad_documents_to_multiple_of=8, max_length=100)
     shapes = set()
     for lengths in ((1,), (7, 3), (min(100, 32 * degree),), (16 * degree,) * 2, (5,) * 6):
-        part = cut_part(collate.collate(documents(*lengths), degree)[0], degree, 0)
+        part = cut_part(collate.collate(documents(*lengths), degree)[0], Group(degree))
         longest = part["max_length_q"]
         shapes.add((part["input_ids"].shape, part["cu_seq_lens_q"].shape, longest))
         assert layout_of(part).document_count == 8

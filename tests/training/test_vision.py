@@ -14,6 +14,7 @@ from support.vision import ROWS, SGD, build_model, make, message, rows
 
 from trl_packfix import SFTTrainer
 from trl_packfix.data.rank_share import RankShare
+from trl_packfix.group import Group
 from trl_packfix.layout import layout_of
 from trl_packfix.training.images import check_padded_images
 
@@ -68,7 +69,7 @@ def test_a_pack_that_ranks_share_counts_once(tmp_path):
     text = [{name: each[name] for name in ("input_ids", "labels")} for each in documents]
     whole = counted(documents)
     assert whole[0] > 1.01 * counted(text)[0], "no FLOPs in the tower"
-    assert counted(*(RankShare(documents, 2, index) for index in range(2))) == pytest.approx(whole, rel=1e-12)
+    assert counted(*(RankShare(documents, Group(2, index)) for index in range(2))) == pytest.approx(whole, rel=1e-12)
 
 
 # Evaluation

@@ -20,7 +20,6 @@ Shapes: T tokens of the pack, s degree, H query heads, G key/value heads, D head
 """
 
 from collections.abc import Iterable
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -29,59 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# By degree: the process group of all ranks at the time when the group was made, and the group of this rank
-_groups: dict[int, tuple[Any, Any]] = {}
-
-
-def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> None:
-    """Make the process groups of these degrees, unless they exist. Ranks 0-3 and ranks 4-7 are groups of degree 4.
-
-    All ranks must call this function with equal degrees, before the first exchange.
-
-    Raises:
-        ValueError: the number of ranks does not divide by a degree.
-    """
-    for degree in sorted(set(degrees)):
-        if degree == 1 or _find_group(degree) is not None:
-            continue
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        if world_size % degree:
-            raise ValueError(
-                f"Groups of {degree} ranks were requested and there are {world_size} rank(s). Every rank needs a group "
-                "of this degree. Set a degree that divides the number of ranks, or launch more ranks."
-            )
-        first_rank = dist.get_rank() // degree * degree
-        ranks = list(range(first_rank, first_rank + degree))
-        try:
-            # Each rank makes its own group only. 512 ranks, for instance, have 511 groups of all degrees together.
-            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-        except NotImplementedError:
-            # With TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 all ranks have to make all groups of the degree.
-            first_ranks = range(0, world_size, degree)
-            groups = [dist.new_group([*range(rank, rank + degree)], timeout=timeout) for rank in first_ranks]
-            group = groups[first_rank // degree]
-        _groups[degree] = (dist.group.WORLD, group)
-
-
-def group_of(degree: int) -> dist.ProcessGroup:
-    """Return the process group of this degree to which this rank belongs.
-
-    Raises:
-        RuntimeError: `make_groups` has not made it.
-    """
-    group = _find_group(degree)
-    if group is None:
-        raise RuntimeError(
-            f"A part of a pack on {degree} ranks was given, and there is no process group of {degree} ranks. Attention "
-            "cannot exchange tokens without one. Train with `SFTTrainer`, which makes the groups."
-        )
-    return group
-
-
-def _find_group(degree: int) -> Any:
-    """Return the process group of `group_of`; None if it was not made, or made for an earlier set of ranks."""
-    world, group = _groups.get(degree, (None, None))
-    return group if world is not None and dist.is_initialized() and world is dist.group.WORLD else None
+from ..group import Group
 
 
 class HeadExchange:
@@ -91,12 +38,11 @@ class HeadExchange:
         heads: the query heads that this rank computes.
     """
 
-    def __init__(self, num_heads: int, num_key_heads: int, degree: int):
-        self.group = group_of(degree)
-        self.degree = degree
-        self._ranges = head_ranges(num_heads, num_key_heads, degree)
+    def __init__(self, num_heads: int, num_key_heads: int, group: Group):
+        self.group = group
+        self._ranges = head_ranges(num_heads, num_key_heads, group.size)
         self._queries_per_key = num_heads // num_key_heads
-        self.heads, self._key_heads = self._ranges[dist.get_rank(self.group)]
+        self.heads, self._key_heads = self._ranges[group.rank]
 
     def to_heads(self, queries: list[Tensor], keys: list[Tensor]) -> list[Tensor]:
         """Exchange tokens for heads.
@@ -111,6 +57,8 @@ class HeadExchange:
             have the heads that the query heads of this rank read. If these query heads share key heads unevenly, a key
             head is repeated for each query head that reads it.
         """
+        if self.group.is_alone:
+            return [*queries, *keys]
         # 1. Split each tensor into the heads of each rank, and send them all in one exchange.
         query_ranges, key_ranges = zip(*self._ranges, strict=True)
         split_tensors = [_split_heads(x, query_ranges) for x in queries] + [_split_heads(x, key_ranges) for x in keys]
@@ -124,11 +72,12 @@ class HeadExchange:
         num_key_heads = _num_heads_in_range(self._key_heads)
         num_heads = [num_query_heads] * len(queries) + [num_key_heads] * len(keys)
         sizes = [count * x.shape[2:].numel() for count, x in zip(num_heads, states, strict=True)]
-        received = _AllToAll.apply(flat, send, [sum(sizes)] * self.degree, self.group).view(self.degree, -1)
+        num_ranks = self.group.size
+        received = exchange_pieces(flat, send, [sum(sizes)] * num_ranks, self.group).view(num_ranks, -1)
 
         # 3. Join the tokens of all ranks.
         all_tokens = [
-            numbers.reshape(self.degree, count, *x.shape[2:]).transpose(0, 1).flatten(1, 2)[None]
+            numbers.reshape(num_ranks, count, *x.shape[2:]).transpose(0, 1).flatten(1, 2)[None]
             for numbers, count, x in zip(received.split(sizes, dim=1), num_heads, states, strict=True)
         ]
 
@@ -145,12 +94,15 @@ class HeadExchange:
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Exchange heads for tokens: (1, heads of this rank, T, D) -> (1, T / s, H, D)."""
+        if self.group.is_alone:
+            return out.transpose(1, 2)
         num_heads = out.shape[1]
-        num_tokens = out.shape[2] // self.degree
+        num_ranks = self.group.size
+        num_tokens = out.shape[2] // num_ranks
         dim = out.shape[3]
         receive = [_num_heads_in_range(heads) * num_tokens * dim for heads, _ in self._ranges]
         flat = out.transpose(1, 2).reshape(-1)
-        received = _AllToAll.apply(flat, [num_heads * num_tokens * dim] * self.degree, receive, self.group)
+        received = exchange_pieces(flat, [num_heads * num_tokens * dim] * num_ranks, receive, self.group)
         return torch.cat([numbers.view(1, num_tokens, -1, dim) for numbers in received.split(receive)], dim=2)
 
 
@@ -190,28 +142,26 @@ def _split_heads(states: Tensor, ranges: tuple[slice, ...]) -> Iterable[Tensor]:
     return [states[0, heads] for heads in ranges]
 
 
-def exchange_halo(rows: Tensor, width: int, degree: int) -> Tensor:
+def exchange_halo(rows: Tensor, width: int, group: Group) -> Tensor:
     """Return the last `width` rows of the previous rank in the group: (1, T / s, C) -> (1, width, C).
 
-    The first rank gets the rows of the last rank, and a rank without a group gets zeros. Neither reads them, because
+    The first rank gets the rows of the last rank, and a rank that is alone gets zeros. Neither reads them, because
     a pack begins with a document.
 
     Raises:
         ValueError: the part has fewer rows than `width`.
     """
-    if degree == 1:
+    if group.is_alone:
         return rows.new_zeros(1, width, rows.shape[2])
     if rows.shape[1] < width:
         raise ValueError(
             f"A part of {rows.shape[1]} token(s) came to a convolution that reads {width} tokens before each. They "
             "would come from more than one rank. Raise `tokens_per_rank`."
         )
-    group = group_of(degree)
-    index = dist.get_rank(group)
-    send = [0] * degree
-    receive = [0] * degree
-    send[(index + 1) % degree] = receive[index - 1] = width * rows.shape[2]
-    return _AllToAll.apply(rows[:, -width:].reshape(-1), send, receive, group).view(1, width, -1)
+    send = [0] * group.size
+    receive = [0] * group.size
+    send[(group.rank + 1) % group.size] = receive[group.rank - 1] = width * rows.shape[2]
+    return exchange_pieces(rows[:, -width:].reshape(-1), send, receive, group).view(1, width, -1)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -237,4 +187,15 @@ class _AllToAll(torch.autograd.Function):
         return out, None, None, None
 
 
-exchange_pieces = _AllToAll.apply  # the exchange as a function of (flat, send, receive, group)
+def exchange_pieces(flat: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+    """Exchange the pieces of a flat tensor between the ranks of a group, which are several.
+
+    Args:
+        flat: the pieces for all ranks, end to end, (sum(send),).
+        send: how many numbers this rank sends to each rank.
+        receive: how many numbers it receives from each rank.
+
+    Returns:
+        The pieces from all ranks, end to end, (sum(receive),). Their gradients are sent back to the ranks.
+    """
+    return _AllToAll.apply(flat, send, receive, group.process_group)

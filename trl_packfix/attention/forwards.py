@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 
 from ..compat import WRAPPER_CHECKPOINT, change_checkpoint_functions, run_hooks_inside_adapters
 from ..layout import LAYOUT_KEY, Layout, layout_of
-from .exchange import group_of
 from .image_parts import TowerDivision, cut_to_part, divide_tower_inputs, outermost_towers
 from .mixer_support import mixer_support
 from .models import backbone, base_model, has_attention, text_config, towers
@@ -220,8 +219,8 @@ class PackedForwardGuard(ModelHooks):
         running = running_forward()
         division = None
         # If several guards are on this model, only the guard that made the packed forward divides its images.
-        if running is not None and running is self._recorded and running.degree > 1:
-            args, kwargs, division = divide_tower_inputs(args, kwargs, running.degree, index=running.index)
+        if running is not None and running is self._recorded:
+            args, kwargs, division = divide_tower_inputs(args, kwargs, running.group)
         self._divisions.append(division)
         return args, kwargs
 
@@ -230,7 +229,7 @@ class PackedForwardGuard(ModelHooks):
         division = self._divisions.pop() if self._divisions else None
         if division is None or output is None:  # the output is None after a forward that raised
             return output
-        return division.exchanged(output, group_of(len(division.rows)))
+        return division.exchanged(output)
 
     def _leave_forward(self, model: PreTrainedModel, args: tuple[Any, ...], output: object) -> None:
         """Leave the packed forward that `_enter_forward` entered, if any."""
@@ -265,10 +264,10 @@ def _drop_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _cut_decoder_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
     """Cut the inputs of the decoder to the tokens of this rank, if ranks share the pack."""
     running = running_forward()
-    if running is None or running.degree == 1:
+    if running is None or running.group.is_alone:
         return None
     inputs = {name: value for name, value in kwargs.items() if name not in CU_SEQ_LENS}
-    return args, kwargs | cut_to_part(inputs, running.part_tokens, running.index)
+    return args, kwargs | cut_to_part(inputs, running.part_tokens, running.group.rank)
 
 
 def _pass_boundaries(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:

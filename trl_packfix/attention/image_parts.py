@@ -22,10 +22,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ..group import Group
 from .exchange import exchange_pieces
 
 # The arguments of towers that have one entry per tile
@@ -41,16 +41,16 @@ class TowerDivision:
 
     Attributes:
         rows: the number of rows of each rank.
-        index: this rank.
+        group: the ranks that divide them.
         computed: the number of rows that this rank computes. A rank without images computes the first image, because
             all ranks have to call the tower, and does not send the result.
     """
 
     rows: list[int]
-    index: int
+    group: Group
     computed: int
 
-    def exchanged(self, output: object, group: dist.ProcessGroup) -> Any:
+    def exchanged(self, output: object) -> Any:
         """Return the output of the tower on all images, from its output on the images of this rank.
 
         Raises:
@@ -66,14 +66,14 @@ class TowerDivision:
                     "Its first axis does not belong to them, so it cannot be joined. Set `tokens_per_rank=None`."
                 )
         # 1. Send the outputs of this rank to each rank, flat and end to end.
-        own_rows = self.rows[self.index]
+        own_rows = self.rows[self.group.rank]
         send = torch.cat([tensor[: self._num_output_rows(tensor, own_rows)].flatten() for tensor in tensors])
         num_ranks = len(self.rows)
         sizes_by_rank = [
             [tensor[:1].numel() * self._num_output_rows(tensor, rows) for tensor in tensors] for rows in self.rows
         ]
         receive = [sum(sizes) for sizes in sizes_by_rank]
-        received = exchange_pieces(send.repeat(num_ranks), [len(send)] * num_ranks, receive, group)
+        received = exchange_pieces(send.repeat(num_ranks), [len(send)] * num_ranks, receive, self.group)
         # 2. Join what all ranks sent for each tensor.
         pieces_by_rank = [
             numbers.split(sizes) for numbers, sizes in zip(received.split(receive), sizes_by_rank, strict=True)
@@ -94,19 +94,20 @@ class TowerDivision:
 
 
 def divide_tower_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], degree: int, *, index: int
+    args: tuple[Any, ...], kwargs: dict[str, Any], group: Group
 ) -> tuple[tuple[Any, ...], dict[str, Any], TowerDivision | None]:
     """Select the images that a rank computes.
 
     Args:
         args, kwargs: the arguments of the tower for all images of the pack.
-        degree: the number of ranks that share the pack.
-        index: the rank in its group.
+        group: the ranks that share the pack.
 
     Returns:
-        The arguments for the images of the rank, and the division. The division is None if the inputs cannot be
-        divided. Then the arguments are unchanged, and the rank computes all images.
+        The arguments for the images of the rank, and the division. The division is None if this rank is
+        alone, or the inputs cannot be divided. Then the arguments are unchanged, and the rank computes all images.
     """
+    if group.is_alone:
+        return args, kwargs, None
     arguments = dict(enumerate(args)) | kwargs
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     pixels = next(iter(tensors.values()), None)
@@ -126,16 +127,16 @@ def divide_tower_inputs(
         return args, kwargs, None
 
     # The images of each rank, and their rows
-    bounds = _share_bounds(sizes, degree)
+    bounds = _share_bounds(sizes, group.size)
     first_rows = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     rows = [first_rows[stop] - first_rows[start] for start, stop in pairwise(bounds)]
-    images = slice(bounds[index], bounds[index + 1]) if rows[index] else slice(0, 1)
+    images = slice(bounds[group.rank], bounds[group.rank + 1]) if rows[group.rank] else slice(0, 1)
     own_rows = slice(first_rows[images.start], first_rows[images.stop])
 
     arguments |= {name: value[images] if value is grid else value[own_rows] for name, value in tensors.items()}
     own_args = tuple(arguments[i] for i in range(len(args)))
     own_kwargs = {name: arguments[name] for name in kwargs}
-    return own_args, own_kwargs, TowerDivision(rows, index, own_rows.stop - own_rows.start)
+    return own_args, own_kwargs, TowerDivision(rows, group, own_rows.stop - own_rows.start)
 
 
 def _share_bounds(sizes: list[int], degree: int) -> list[int]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ..compat import NOTHING_REPLACED, ReplacedFunctions
+from ..group import ALONE, Group
 from .rows import DocumentRows
 
 # The name of the attention implementation that reads boundaries (`varlen.py`). The name must not contain "flash",
@@ -76,8 +77,7 @@ class PackedForward:
             `max_length_q`. `cu_seq_lens_q` then holds the boundaries of these rows laid end to end. None elsewhere.
         ignores_masks: whether attention ignores masks that the model makes itself, because the leak probe found that
             they say no more than the boundaries.
-        degree: how many ranks share the pack.
-        index: the position of this rank among them.
+        group: the ranks that share the pack.
         part_tokens: the tokens of the pack on each of them; 0 if no other rank shares the pack.
         kv_index: if documents share prefixes, the positions in the pack of the keys of all runs, end to end
             (`data/prefix_collator.py`), int64, (cu_seq_lens_k[-1],). `cu_seq_lens_q` then holds the boundaries of runs,
@@ -95,8 +95,7 @@ class PackedForward:
     max_length_k: int
     rows: int | None = None
     ignores_masks: bool = False
-    degree: int = 1
-    index: int = 0
+    group: Group = ALONE
     part_tokens: int = 0
     kv_index: Tensor | None = None
     run_lengths: Tensor | None = None
@@ -138,10 +137,10 @@ class PackedForward:
                 f"a repaired module got a pack of {len(self.lengths)} runs whose documents share prefixes: it runs on "
                 'whole documents, and a run is the end of one. Set share_prefixes="off".'
             )
-        if self.degree > 1:
+        if not self.group.is_alone:
             raise ValueError(
-                f"a repaired module got a part of a pack that {self.degree} ranks share: it runs on whole documents, "
-                "and some of their tokens are on other ranks. Set tokens_per_rank=None."
+                f"a repaired module got a part of a pack that {self.group.size} ranks share: it runs on whole "
+                "documents, and some of their tokens are on other ranks. Set tokens_per_rank=None."
             )
         rows = self.document_rows(budget)
         forwards = []

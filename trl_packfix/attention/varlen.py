@@ -35,6 +35,7 @@ from transformers.integrations.flash_attention import get_target_dtype
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..group import ALONE
 from .exchange import HeadExchange
 from .flash import CUDA_DTYPES, MAX_CUDA_HEAD_DIM, cuda_varlen_problem, kernel_head_dim
 from .kernel_errors import OwnAttentionError
@@ -153,17 +154,15 @@ def varlen_attention(
     _check_packed_call(module, query, key, mask=attention_mask, kwargs=kwargs, running=running)
     query, key, value = cast_for_autocast(module, query, key, value)
     # 2. Where ranks share the pack, each rank gets all tokens of some heads.
-    exchange = None
-    if running is not None and running.degree > 1:
+    if running is not None:
         _check_part(module, query, running, dropout)
-        exchange = HeadExchange(query.shape[1], key.shape[1], running.degree)
-        query, key, value = exchange.to_heads([query], [key, value])
-        options["sinks"] = None if s_aux is None else s_aux[exchange.heads]
+    exchange = HeadExchange(query.shape[1], key.shape[1], ALONE if running is None else running.group)
+    query, key, value = exchange.to_heads([query], [key, value])
+    options["sinks"] = None if s_aux is None else s_aux[exchange.heads]
     # 3. Each document attends to itself. Then the output gets the shape of the input.
     out = _attend_documents(module, query, key, value=value, kwargs=kwargs, running=running, **options)
-    if exchange is not None:
-        return exchange.to_tokens(out), None
-    return out.transpose(1, 2).reshape(num_rows, -1, *out.shape[1::2]).contiguous(), None
+    out = exchange.to_tokens(out)  # (1, T, H, D)
+    return out.reshape(num_rows, -1, *out.shape[2:]).contiguous(), None
 
 
 def _attend_documents(
@@ -336,10 +335,12 @@ def _check_packed_call(
 
 def _check_part(module: nn.Module, query: Tensor, running: PackedForward, dropout: float) -> None:
     """Raise ValueError if the module cannot run on a part of a pack: by its number of tokens, or by dropout."""
+    if running.group.is_alone:
+        return
     name = type(module).__name__
     if running.rows is not None or query.shape[2] != running.part_tokens:
         raise ValueError(
-            f"{name} got {query.shape[2]} tokens, and each of the {running.degree} ranks that share the pack holds "
+            f"{name} got {query.shape[2]} tokens, and each of the {running.group.size} ranks that share the pack holds "
             f"{running.part_tokens}: a module that collects or repeats tokens cannot work on a part of a pack. Set "
             "tokens_per_rank=None."
         )

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig
 
 from ..compat import keep_from_preparing
+from ..group import Group
 from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.packing import Packing
 from ..planning.schedule import NO_DOCUMENTS
@@ -112,8 +113,8 @@ class PackedBatchSampler:
     def __iter__(self) -> Iterator[RankShare]:
         schedule = self.planner.schedule(self.epoch)
         micro_batches = schedule.micro_batches(self.rank)
-        for indices, (degree, member) in zip(micro_batches, schedule.parts_of_rank(self.rank), strict=True):
-            yield RankShare(indices.tolist(), degree, member)
+        for indices, part in zip(micro_batches, schedule.parts_of_rank(self.rank), strict=True):
+            yield RankShare(indices.tolist(), Group(*part))
 
 
 @dataclass
@@ -154,9 +155,9 @@ class PackCollator:
     def __call__(self, pack: list[dict[str, Any]]) -> dict[str, Any]:
         share = RankShare.like(pack, pack)
         documents = self.images.with_placeholder(share)
-        batch, runs = self.rows.collate(documents, share.degree)
+        batch, runs = self.rows.collate(documents, share.group.size)
         batch |= self.images(documents, runs, batch["position_ids"])
-        return cut_part(batch, share.degree, share.member, has_images=bool(self.images.layout.images))
+        return cut_part(batch, share.group, has_images=bool(self.images.layout.images))
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..group import ALONE, Group
 from ..layout import LAYOUT_KEY, layout_of
 from .collator import IGNORE_INDEX
 
@@ -27,50 +28,46 @@ class RankShare(list[Any]):
 
     Args:
         documents: all documents of the pack, or their indices.
-        degree: number of ranks that share the pack; 1 if the rank has the pack for itself.
-        member: index of this rank in the group.
+        group: the ranks that share the pack. By default the rank has the pack for itself.
     """
 
-    def __init__(self, documents: Iterable[Any], degree: int = 1, member: int = 0):
+    def __init__(self, documents: Iterable[Any], group: Group = ALONE):
         super().__init__(documents)
-        self.degree = degree
-        self.member = member
+        self.group = group
 
     @classmethod
     def like(cls, pack: list[Any], documents: Iterable[Any]) -> "RankShare":
         """Return `documents` for the same rank and group as `pack`. A plain list belongs to one rank."""
-        return cls(documents, pack.degree, pack.member) if isinstance(pack, RankShare) else cls(documents)
+        return cls(documents, pack.group) if isinstance(pack, RankShare) else cls(documents)
 
 
-def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool = False) -> dict[str, Any]:
+def cut_part(batch: dict[str, Any], group: Group, *, has_images: bool = False) -> dict[str, Any]:
     """Cut the part of a rank out of the batch of a pack.
 
     Args:
-        batch: the batch of the whole pack, with T tokens. T is a multiple of `degree`.
-        degree: number of ranks that share the pack. With 1 the batch is returned unchanged.
-        index: index of this rank in its group.
+        batch: the batch of the whole pack, with T tokens. T is a multiple of s, the size of the group.
+        group: the ranks that share the pack. If this rank is alone, the batch is returned unchanged.
         has_images: cut the labels only. An image may lie in several parts, so what enters the decoder of the model is
             cut in the model (`attention/image_parts.py`).
 
     Returns:
         The batch with these changes: `input_ids`, `labels`, `position_ids` and `seq_idx` have the shape
-        (1, T / degree). `shift_labels`, of the same shape, is the label of the next token, which may lie in the next
+        (1, T / s). `shift_labels`, of the same shape, is the label of the next token, which may lie in the next
         part. `layout` says where the part lies, and holds a checksum by which the ranks check that they have the same
         pack. The boundaries `cu_seq_lens_q/k` and `max_length_q/k` still describe the whole pack.
 
     >>> from trl_packfix import PackedDataCollator
     >>> whole = PackedDataCollator(pad_to_multiple_of=2)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    >>> part = cut_part(whole, degree=2, index=0)
+    >>> part = cut_part(whole, Group(size=2, rank=0))
     >>> part["input_ids"].tolist(), part["shift_labels"].tolist(), part["layout"].trained.tolist()
     ([[5, 6, 7]], [[6, 7, -100]], [2, 1, 0])
     """
-    if degree == 1:
+    if group.is_alone:
         return batch
     labels = batch["labels"]
     layout = layout_of(batch)
     num_tokens = labels.shape[1]
-    assert num_tokens % degree == 0, "collated with padding to a multiple of the degree"
-    rows = slice(index * num_tokens // degree, (index + 1) * num_tokens // degree)
+    rows = group.rows(num_tokens)
     # Labels are shifted before the cut, because the label of the last token of a part lies in the next part
     shifted = torch.full_like(labels, IGNORE_INDEX)
     shifted[:, :-1] = labels[:, 1:]
@@ -83,5 +80,5 @@ def cut_part(batch: dict[str, Any], degree: int, index: int, *, has_images: bool
     part = {name: batch[name][:, rows].contiguous() for name in names}
     part["shift_labels"] = shifted[:, rows].contiguous()
     part_layout = layout.cut(rows, shifted != IGNORE_INDEX)
-    part[LAYOUT_KEY] = replace(part_layout, degree=degree, index=index, num_tokens=num_tokens, checksum=checksum)
+    part[LAYOUT_KEY] = replace(part_layout, group=group, num_tokens=num_tokens, checksum=checksum)
     return batch | part

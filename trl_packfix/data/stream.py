@@ -37,6 +37,7 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
+from ..group import Group
 from ..planning.packing import REPLANNED_SETTINGS, ChangedSettings, Packing, compare_settings, describe_changes
 from ..planning.packs import PackPlan
 from ..planning.schedule import NO_DOCUMENTS
@@ -295,9 +296,9 @@ class PackedStream(torch.utils.data.IterableDataset[Any]):
         dummy = dummy_document(self.pad_token_id)
         rank = self.rank % self.count
         micro_batches = []
-        for indices, (degree, member) in zip(schedule.micro_batches(rank), schedule.parts_of_rank(rank), strict=True):
+        for indices, part in zip(schedule.micro_batches(rank), schedule.parts_of_rank(rank), strict=True):
             micro_batch = (dummy if i == NO_DOCUMENTS else documents[i] for i in indices.tolist())
-            micro_batches.append(RankShare(micro_batch, degree, member))
+            micro_batches.append(RankShare(micro_batch, Group(*part)))
         return micro_batches
 
     def _arriving_lengths(self) -> Iterator[int]:

@@ -129,7 +129,7 @@ def check_packs(
         try:
             if probe.attention == ATTENTION_NAME:
                 hooks.callback(mark_packed_forwards(probe.inner).remove)
-            elif probe.degree > 1 and has_attention(probe.inner):
+            elif not probe.group.is_alone and has_attention(probe.inner):
                 raise CannotRun(f"attention {probe.attention!r} does not exchange tokens; {ATTENTION_NAME!r} does.")
             text_report, defect = judge_probe(probe, max_length, farthest=farthest)
             if defect is not None:
@@ -278,7 +278,7 @@ def judge_probe(
     is_equal = measurement.explains(difference)
     leaks, leaking_pair = _find_leaking_modules(measurement, changes, is_changed=is_changed, is_equal=is_equal)
     report = IsolationReport(
-        isolated=not (is_changed or gradient or (leaks and probe.degree == 1)),
+        isolated=not (is_changed or gradient or (leaks and probe.group.is_alone)),
         equal=difference <= measurement.tolerance,
         max_change=change,
         max_difference=difference,
@@ -327,7 +327,7 @@ def _test_far(
         try:
             differences.append(measurement.gap(RunPair(pack, [document], is_alone=True, is_large=True)))
         except torch.OutOfMemoryError:
-            if probe.has_engine or probe.degree > 1 or not reach:
+            if probe.has_engine or not (probe.group.is_alone and reach):
                 raise
             break
         _explain_by_rounding(measurement, differences)
@@ -369,7 +369,7 @@ def _find_leaking_modules(
     leaking = [gap for gap in changes if gap[0] > tolerance] or changes
     _, pair = max(leaking, key=lambda gap: (gap[1].has_equal_lengths, gap[0]))
     leaks: list[Leak] = []
-    if probe.degree > 1:
+    if not probe.group.is_alone:
         return find_wrong_parts(probe, tolerance) if is_changed or not is_equal else [], pair
     if not probe.traces_leaks:
         return [], pair

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..data.rank_share import RankShare
+from ..group import ALONE, Group
 from .probe import Documents, Examples, Probe, replace_documents
-from .probed_model import LOCAL_RANK, LocalRank
 
 if TYPE_CHECKING:
     from ..data.image_examples import ImageExamples as ImageExamples
@@ -71,7 +71,7 @@ class ImageProbe(Probe):
             document(high, end),
         ]
         num_last = 11
-        if self.degree > 1:
+        if not self.group.is_alone:
             num_last = max(num_last, sum(map(len, documents[:2])) - len(end))
         documents.append(document(tokens(num_last)))
         changes = [
@@ -85,9 +85,9 @@ class ImageProbe(Probe):
         ]
         return documents, [replace_documents(documents, {i: new_document}) for i, new_document in changes]
 
-    def _make_batch(self, documents: Sequence[Any], group: LocalRank = LOCAL_RANK) -> dict[str, Any]:
+    def _make_batch(self, documents: Sequence[Any], group: Group = ALONE) -> dict[str, Any]:
         values = [self._values(document) for document in documents]
-        share = RankShare(values, group.degree, group.index)
+        share = RankShare(values, group)
         return self.move_batch(self.images.packed(share, self.shares, pad_to_multiple_of=self.degree))
 
     def _values(self, document: Tensor | ImageDocument) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class ImagePrefixProbe(PrefixProbe, ImageProbe):
             document(other_head, wide, between, self.tokens(4)),
             document(self.tokens(8)),
         ]
-        if self.degree > 1:  # the collator sorts a document that begins with an image to the end
+        if not self.group.is_alone:  # the collator sorts a document that begins with an image to the end
             num_rows = self._make_batch(documents)["input_ids"].shape[1]
             documents.append(document(image(*HIGH), self.tokens(num_rows)))
         changes = [

@@ -28,7 +28,8 @@ from ..attention.kernel_errors import KernelError
 from ..attention.mixer_support import mixer_support
 from ..data.collator import PackedDataCollator
 from ..data.rank_share import cut_part
-from .probed_model import LOCAL_RANK, CannotRun, LocalRank, ProbedModel, largest_distance
+from ..group import ALONE, Group
+from .probed_model import CannotRun, ProbedModel, largest_distance
 from .randomness import watching_draws
 
 # Tokens of each document of the small pack: 47 in sum, a prime that no hidden size equals
@@ -250,10 +251,10 @@ class Probe(ProbedModel):
         with torch.no_grad():
             self.states(self._make_batch(documents))
 
-    def _make_batch(self, documents: list[Tensor], group: LocalRank = LOCAL_RANK) -> dict[str, Any]:
+    def _make_batch(self, documents: list[Tensor], group: Group = ALONE) -> dict[str, Any]:
         """Return the batch, without labels, that this rank of the group gets for a pack of documents."""
         pack = self._collate([{"input_ids": ids} for ids in documents])
-        batch = cut_part(pack, group.degree, group.index)
+        batch = cut_part(pack, group)
         return self.move_batch({name: value for name, value in batch.items() if name not in ("labels", "shift_labels")})
 
     def run_without_draws(self, run: Callable[[], T]) -> T:

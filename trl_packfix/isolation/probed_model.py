@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..attention.choice import default_attention, own_attention, set_attention
-from ..attention.exchange import group_of, make_groups
 from ..attention.kernel_errors import KernelError, is_device_error, raise_refusal
 from ..attention.models import base_model, below_head, head_counts, text_config
 from ..attention.packed_forward import all_in_one_batch
 from ..attention.tower_attention import towers_as_given
 from ..attention.varlen import ATTENTION_NAME
+from ..group import Group, make_groups
 from ..layout import Layout
 from .randomness import device_state, set_device_state
 from .user_hooks import gradient_hooks_aside
@@ -65,11 +65,8 @@ def model_errors_converted() -> Iterator[None]:
         raise CannotRun(str(error)) from error
 
 
-class LocalRank:
+class LocalRank(Group):
     """One rank that holds whole packs: the group of a run without sequence parallelism."""
-
-    degree = 1
-    index = 0
 
     def gather_states(self, forward: Callable[[], Tensor]) -> Tensor:
         """Return the states of all rows of a pack, (1, T, hidden); `forward` computes those of this rank's part."""
@@ -95,13 +92,15 @@ LOCAL_RANK = LocalRank()
 
 
 class SequenceGroup(LocalRank):
-    """The ranks that share each pack; this rank has part `index` of it. All ranks must call a method together."""
+    """Several ranks that share each pack. All ranks must call a method together."""
 
-    def __init__(self, degree: int):
+    @classmethod
+    def of_degree(cls, degree: int) -> LocalRank:
+        """Make the groups of `degree` ranks, and return the group of this rank. All ranks must call it."""
+        if degree == 1:
+            return LOCAL_RANK
         make_groups((degree,))
-        self.degree = degree
-        self._process_group = group_of(degree)
-        self.index = dist.get_rank(self._process_group)
+        return cls(degree, dist.get_rank() % degree)
 
     def gather_states(self, forward: Callable[[], Tensor]) -> Tensor:
         """Return the states of all rows of a pack. Raise `CannotRun` on all ranks if the model raises on any rank."""
@@ -114,14 +113,13 @@ class SequenceGroup(LocalRank):
         problems = gather_values(problem)
         if any(problems):
             raise CannotRun(next(filter(None, problems)))
-        return self._join_parts(states, dim=1)
+        return self.gather(states, dim=1)
 
     def gather_gradient(self, gradient: Tensor, num_rows: int) -> Tensor:
         if len(gradient) != num_rows:
-            return self._join_parts(gradient, dim=0)
+            return self.gather(gradient, dim=0)
         # With images each rank embeds the whole pack and cuts its part after that, so gradients of parts are added.
-        dist.all_reduce(gradient, group=self._process_group)
-        return gradient
+        return self.sum(gradient)
 
     def split_by_forward(self, row_sets: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         return [[rows] for rows in row_sets]  # each forward has one backward, as in training
@@ -130,12 +128,6 @@ class SequenceGroup(LocalRank):
         # In half precision a rounding may choose other experts, so only a gradient that is lost can be found.
         limit = GRADIENT_ROUNDING_FACTOR * rounding
         return limit if limit < LARGEST_GRADIENT_LIMIT else inf
-
-    def _join_parts(self, part: Tensor, dim: int) -> Tensor:
-        """Return the parts of all ranks, concatenated along `dim`. They have equal shapes."""
-        parts = [torch.empty_like(part) for _ in range(self.degree)]
-        dist.all_gather(parts, part.contiguous(), group=self._process_group)
-        return torch.cat(parts, dim=dim)
 
 
 class ProbedModel:
@@ -166,7 +158,8 @@ class ProbedModel:
             wrapped.append(without_compile(module))
         self.has_engine = len(wrapped) > 1 or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         self._below_ddp = wrapped[1] if isinstance(model, DistributedDataParallel) else model
-        self.takes_gradient = not self.has_engine or degree > 1
+        self.group = SequenceGroup.of_degree(degree)
+        self.takes_gradient = not (self.has_engine and self.group.is_alone)
         self.inner = base_model(wrapped[-1])
         self.device = next(self.inner.parameters()).device
         self.config = text_config(self.inner)
@@ -177,7 +170,6 @@ class ProbedModel:
         self.user_attention = default_attention(self.inner) if user_attention == ATTENTION_NAME else user_attention
         self._is_unpacked = False
         self.degree = degree
-        self.group = SequenceGroup(degree) if degree > 1 else LOCAL_RANK
 
     def states(self, batch: dict[str, Any], *, from_backbone: bool = False, model: Any = None) -> Tensor:
         """Return the last hidden states of a batch, (B, T, hidden).
@@ -326,7 +318,8 @@ class ProbedModel:
         With an engine or a higher degree, all ranks must run the same forwards. If each rank decided alone, they might
         not: kernels that sum in a different order in each run give ranks different roundings.
         """
-        return any(gather_values(condition)) if self.has_engine or self.degree > 1 else bool(condition)
+        runs_together = self.has_engine or not self.group.is_alone
+        return any(gather_values(condition)) if runs_together else bool(condition)
 
     @contextmanager
     def embeddings(self) -> Iterator[list[Tensor]]:
@@ -369,14 +362,14 @@ class ProbedModel:
                 for rows in sets_of_forward:
                     generator = torch.Generator().manual_seed(len(rows))
                     row_weights = torch.randn((len(rows), states.shape[1]), generator=generator)
-                    weights = states.new_zeros(group.degree, *states.shape)  # of all parts; this rank uses its own
+                    weights = states.new_zeros(group.size, *states.shape)  # of all parts; this rank uses its own
                     weights.flatten(0, 1)[rows] = row_weights.to(states)
-                    loss = (states * weights[group.index]).sum()
+                    loss = (states * weights[group.rank]).sum()
                     gradient = gradient_of(loss, embedded[0], retain_graph=rows is not sets_of_forward[-1])
                     if gradient is None:
                         return None
                     gradient = to_exact(gradient.reshape(-1, gradient.shape[-1]))
-                    gradients.append(group.gather_gradient(gradient, group.degree * len(states)))
+                    gradients.append(group.gather_gradient(gradient, group.size * len(states)))
         return gradients
 
     @contextmanager

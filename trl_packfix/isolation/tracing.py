@@ -162,7 +162,7 @@ def find_wrong_parts(probe: Probe, tolerance: float) -> list[Leak]:
             probe.forward_packed(documents)
 
     part_records = _record_values(modules, PART_TOKENS, run_part)
-    first_token = probe.group.index * PART_TOKENS
+    first_token = probe.group.rank * PART_TOKENS
     spans = [(slice(first_token, first_token + PART_TOKENS), slice(None))]
     leaks = [*_iterate_leaks(modules, whole_records, part_records, spans=spans, tolerance=tolerance)]
     leaks_of_all_ranks = [leak for leaks_of_rank in gather_values(leaks) for leak in leaks_of_rank]

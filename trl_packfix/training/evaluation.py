@@ -373,7 +373,7 @@ class Evaluation(TrainerPart):
                     aux_loss = objective.aux_loss(outputs, layout, targets.trained, router_logits=router_logits)
                     # The value is zero on all ranks of a group but the first. So the mean of `degree` times the value
                     # over the ranks of the group is the value of the pack
-                    aux_loss = self._trainer.accelerator.gather(layout.degree * aux_loss).mean().item()
+                    aux_loss = self._trainer.accelerator.gather(layout.group.size * aux_loss).mean().item()
                     self._trainer._metrics["eval"]["aux_loss"].append(aux_loss)
                 return self._totals.add(outputs, targets, objective.sources_of(targets)).float(), None, None
             labels = inputs.pop("labels", None)

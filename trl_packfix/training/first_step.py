@@ -236,7 +236,7 @@ class FirstStep:
         The first pack has all chosen documents. The second pack has only the longest of them, or with sequence
         parallelism all but the first, because one document may have too few tokens for all ranks of a group.
         """
-        documents, degree, member = first_documents(self._data, self._trainer.train_dataset)
+        documents, group = first_documents(self._data, self._trainer.train_dataset)
         # Only documents with a trained token and a weight change the model
         documents = [document for document in documents if num_trained(document) and document.get(WEIGHTS, 1) > 0]
         examples = self._data.images.examples
@@ -247,8 +247,8 @@ class FirstStep:
             takes_images = self._sum_over_ranks(any(has_images)) == self._trainer.accelerator.num_processes
             documents = [document for document, has in zip(documents, has_images, strict=True) if has is takes_images]
         first = choose_documents(documents)
-        second = first[1:] if degree > 1 else [max(first, key=document_length)]
-        return [RankShare(pack, degree, member) for pack in (first, second)]
+        second = [max(first, key=document_length)] if group.is_alone else first[1:]
+        return [RankShare(pack, group) for pack in (first, second)]
 
     # The packed step
 
@@ -292,7 +292,7 @@ class FirstStep:
 
         # First, the factors and the divisor. Ranks that share a pack have equal documents, so only the first of these
         # ranks counts them; the documents of the other ranks have the factor 0
-        counts_documents = packs[0].member == 0
+        counts_documents = packs[0].group.is_leader
         factors = [0.0] * len(documents)
         rank_divisor = 0.0
         for document in (document for pack in packs for document in pack):

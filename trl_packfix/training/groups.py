@@ -58,8 +58,6 @@ def check_same_packs(batches: list[dict[str, Any]], copies: int = 1) -> None:
     for packs in summaries_of_ranks.transpose(0, 1).tolist():  # the summaries of one micro-step, by rank
         degree = max(pack[0] for pack in packs)
         size = max(degree, copies)
-        if size == 1:
-            continue
         for rank, pack in enumerate(packs):
             first_rank = rank - rank % size
             if pack == packs[first_rank]:
@@ -80,8 +78,8 @@ def _summarize_pack(batch: dict[str, Any]) -> torch.Tensor:
     """Return (degree, number of tokens, checksum of the pack) on the device, (3,). Equal packs have equal summaries."""
     layout = layout_of(batch)
     tokens = batch["input_ids"]
-    if layout.degree > 1:
-        return torch.tensor([layout.degree, layout.num_tokens, layout.checksum], device=tokens.device)
+    if not layout.group.is_alone:
+        return torch.tensor([layout.group.size, layout.num_tokens, layout.checksum], device=tokens.device)
     checksum = tokens.new_zeros((), dtype=torch.int64)
     tensors = [batch[name] for name in COMPARED_KEYS if name in batch]
     tensors += layout.content()

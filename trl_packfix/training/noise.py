@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..attention.forwards import ModelHooks
+from ..group import Group
 from ..layout import layout_of
 
 
@@ -38,9 +39,9 @@ class DocumentNoise(ModelHooks):
         self.alpha = alpha
         self.sorts_rows = sorts_rows
         # For each forward that is running, the innermost last: the lengths of its documents, (N,); the document of each
-        # token, (1, T); and the index of this rank's part, None if the pack is not shared. The entry is None for a
-        # forward on a batch without boundaries of documents.
-        self._running: list[tuple[Tensor, Tensor, int | None] | None] = []
+        # token, (1, T); and the ranks that share the pack. The entry is None for a forward on a batch without
+        # boundaries of documents.
+        self._running: list[tuple[Tensor, Tensor, Group] | None] = []
         self._num_rows = 0  # rows embedded so far in the latest forward
 
     def _register(self) -> list[RemovableHandle]:
@@ -54,9 +55,8 @@ class DocumentNoise(ModelHooks):
     def _push_documents(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the documents of a forward that begins."""
         bounds = kwargs.get("cu_seq_lens_q")
-        layout = layout_of(kwargs)
-        part_index = layout.index if layout.degree > 1 else None
-        self._running.append(None if bounds is None else (bounds.diff(), kwargs["seq_idx"], part_index))
+        group = layout_of(kwargs).group
+        self._running.append(None if bounds is None else (bounds.diff(), kwargs["seq_idx"], group))
         self._num_rows = 0
 
     def _pop_documents(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -69,7 +69,7 @@ class DocumentNoise(ModelHooks):
         running = self._running[-1] if self._running else None
         if running is None or not module.training:
             return output
-        lengths, document_of_token, part_index = running
+        lengths, document_of_token, group = running
         # The length of the document of each token, (1, T), or of each row, (B, 1)
         if output.shape[:2] == document_of_token.shape:
             length = lengths[document_of_token]
@@ -83,9 +83,9 @@ class DocumentNoise(ModelHooks):
             length = row_lengths[first_row : first_row + len(output), None]
         amplitude = self.alpha / (length * output.shape[-1]).sqrt()
         generator = None
-        if part_index is not None:
+        if not group.is_alone:
             # All ranks of a group draw the same seed. It is drawn on the host, as one on the device would be copied.
             seed = int(torch.randint(2**62, ()))
-            generator = torch.Generator(output.device).manual_seed(seed + part_index)
+            generator = torch.Generator(output.device).manual_seed(seed + group.rank)
         noise = torch.empty_like(output).uniform_(-1, 1, generator=generator)
         return output + noise * amplitude.to(output.dtype).unsqueeze(-1)

@@ -260,7 +260,7 @@ class Objective(TrainerPart):
             layout = layout_of(batch)
             trained = layout.targets(batch["labels"][:, 1:] != IGNORE_INDEX).trained
             self.count_batch(batch, layout, trained)
-            counts_of_batches.append(trained * layout.is_first)
+            counts_of_batches.append(trained * layout.group.is_leader)
         accelerator = self._trainer.accelerator
         if self._trainer.aux_loss_enabled:
             # One statistic per micro-batch with documents. If none is empty, this is TRL's number of micro-batches.
@@ -310,15 +310,15 @@ class Objective(TrainerPart):
             return outputs.aux_loss
         config = base_model(self._trainer.model).config.get_text_config()
         counts = layout.row_counts(trained)
-        if layout.degree > 1:
+        if not layout.group.is_alone:
             value = group_load_balancing(
                 router_logits,
                 config.num_experts,
                 config.num_experts_per_tok,
                 row_counts=counts.flatten(),
-                degree=layout.degree,
+                group=layout.group,
             )
-            return value if layout.is_first else value - value.detach()
+            return value if layout.group.is_leader else value - value.detach()
         is_empty = ~counts.any()
         statistic: Callable[..., Any] = load_balancing_loss_func
         counts = counts.masked_fill(is_empty, 1)
@@ -331,7 +331,7 @@ class Objective(TrainerPart):
         """Add the documents, tokens and FLOPs of a batch to the totals; `trained` are counts per document, (N,)."""
         sizes = layout.sizes(trained)
         once = [trained.sum(), sizes.tokens, (trained > 0).sum(), (trained > 0).any(), self.flops(inputs, sizes)]
-        num_trained, tokens, documents, micro_batches, flops = (value * layout.is_first for value in once)
+        num_trained, tokens, documents, micro_batches, flops = (value * layout.group.is_leader for value in once)
         # `torch.tensor` would synchronise with the device
         rows = trained.new_full((), inputs["labels"].numel())
         counts = [num_trained, tokens, sizes.computed, rows, documents, micro_batches, (trained > 0).any(), flops]

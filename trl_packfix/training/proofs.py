@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from torch import nn
 from transformers.utils import logging
 
-from ..attention.exchange import make_groups
+from ..group import make_groups
 from ..isolation.isolation_report import IsolationReport, PackingLeakError
 from .loading import TrainingData
 from .trainer_view import TrainerView

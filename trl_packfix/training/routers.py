@@ -10,14 +10,13 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..attention.exchange import group_of
 from ..attention.models import base_model
 from ..compat import drops_router_logits, name_num_experts
+from ..group import Group
 from .trainer_view import TrainerView
 
 
@@ -89,18 +88,18 @@ def _switch_router_loss_off(trainer: TrainerView, config: PreTrainedConfig) -> N
 
 
 def group_load_balancing(
-    router_logits: list[Tensor], num_experts: int, num_chosen: int, *, row_counts: Tensor, degree: int
+    router_logits: list[Tensor], num_experts: int, num_chosen: int, *, row_counts: Tensor, group: Group
 ) -> Tensor:
     """Return transformers' load-balancing statistic of a pack that several ranks share. All of them must call it.
 
     Its value is the statistic of the whole pack, and its gradient flows to the part of the pack on this rank.
 
     Args:
-        router_logits: of each layer, the logits of the tokens on this rank, (T / degree, experts).
+        router_logits: of each layer, the logits of the tokens on this rank, (T / s, experts).
         num_experts: the number of experts of a layer.
         num_chosen: the number of experts that compute a token.
-        row_counts: how many tokens each row stands for, (T / degree,); 0 for padding.
-        degree: the number of ranks that share the pack.
+        row_counts: how many tokens each row stands for, (T / s,); 0 for padding.
+        group: the s ranks that share the pack.
     """
     # Sums over layers and rows of this rank, by expert: how often it was chosen, and its probability
     times_chosen = torch.zeros(num_experts, device=row_counts.device)
@@ -112,7 +111,7 @@ def group_load_balancing(
         times_chosen = times_chosen.scatter_add(0, chosen_experts.flatten(), counts.repeat_interleave(num_chosen))
         probability = probability + (weights.float() * counts[:, None]).sum(0)
     sums = torch.cat([times_chosen, probability.detach(), counts.sum()[None] * len(router_logits)])
-    dist.all_reduce(sums, group=group_of(degree))
+    sums = group.sum(sums)
     num_rows = sums[-1].clamp(min=1)
     # The value is the sum over all ranks, and the gradient is the gradient of this rank's summand
     pack_probability = probability + (sums[num_experts:-1] - probability.detach())

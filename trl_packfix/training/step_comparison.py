@@ -7,7 +7,7 @@ them. The result is a `StepComparison`: a line for the report, the measured gaps
 Words: A document is a dictionary of the values of one sample (`input_ids`, `labels`, images, weight, source). A
 *trained token* is a token with a label; the model predicts it at the position before, so the first token of a document
 is never trained. *Packed* documents stand in one row, *unpacked* each document is a row of its own. With sequence
-parallelism, `degree` neighbouring ranks share each pack; `member` is the index of a rank among them.
+parallelism, a *group* of neighbouring ranks shares each pack.
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from ..data.collator import PackedDataCollator
 from ..data.documents import make_documents
 from ..data.loaders import DocumentDataset, PackedBatchSampler, dummy_document
 from ..data.row_values import SOURCES, WEIGHTS, read_row_values
+from ..group import Group
 from ..isolation.isolation_report import PackingLeakError
 from ..layout import IGNORE_INDEX, TEXT_KEYS, layout_of
 from ..planning.schedule import NO_DOCUMENTS
@@ -89,7 +90,7 @@ def mask_document(document: Document) -> Document:
     return document | {"labels": np.full(document_length(document), IGNORE_INDEX)}
 
 
-def first_documents(data: TrainingData, dataset: IterableDataset) -> tuple[list[Document], int, int]:
+def first_documents(data: TrainingData, dataset: IterableDataset) -> tuple[list[Document], Group]:
     """Read the documents of this rank's first packs, or of the first rows of a stream.
 
     Args:
@@ -97,8 +98,7 @@ def first_documents(data: TrainingData, dataset: IterableDataset) -> tuple[list[
         dataset: the stream, if there is no planner.
 
     Returns:
-        Up to `NUM_CANDIDATES` documents, the number of ranks that share a pack of these documents, and the index of
-        this rank among these ranks. Ranks that share a pack get equal documents.
+        Up to `NUM_CANDIDATES` documents, and the ranks that share a pack of these documents, which get equal documents.
     """
     if data.planner is None:
         degree = max(data.degrees, default=1)
@@ -114,14 +114,14 @@ def first_documents(data: TrainingData, dataset: IterableDataset) -> tuple[list[
             stream_documents = rows.__getitems__([*range(min(NUM_CANDIDATES, len(rows)))])
         except ValueError:  # a row has an error; the stream drops it in training, or refuses it with its row number
             pass
-        return stream_documents, degree, data.ranks.rank % degree
+        return stream_documents, Group(degree, data.ranks.rank % degree)
     rows = DocumentDataset(data.reader, data.documents, values=data.row_values)
     packs = list(islice(PackedBatchSampler(data.planner, data.ranks.rank), data.args.gradient_accumulation_steps))
     # Packs of one step may be shared by different numbers of ranks; documents are taken from the most widely shared
-    widest = max(packs, key=attrgetter("degree"))
-    widest_packs = [pack for pack in packs if pack.degree == widest.degree]
+    group = max((pack.group for pack in packs), key=attrgetter("size"))
+    widest_packs = [pack for pack in packs if pack.group == group]
     indices = [index for pack in widest_packs for index in pack if index != NO_DOCUMENTS]
-    return rows.__getitems__(indices[:NUM_CANDIDATES]), widest.degree, widest.member
+    return rows.__getitems__(indices[:NUM_CANDIDATES]), group
 
 
 def choose_documents(documents: list[Document]) -> list[Document]:

@@ -24,6 +24,7 @@ from trl_packfix.data.collator import PackedDataCollator
 from trl_packfix.data.prefix_collator import PrefixCollator
 from trl_packfix.features.hybrids import mixers, prefixes
 from trl_packfix.features.hybrids.support import MIXER_REPLACEMENTS, MIXERS
+from trl_packfix.group import Group
 from trl_packfix.isolation.packed_model import PackedModel
 from trl_packfix.isolation.prefix_probe import PrefixProbe
 from trl_packfix.layout import LAYOUT_KEY, layout_of
@@ -251,7 +252,7 @@ def test_the_convolution_of_a_pack_is_that_of_its_documents(width, lengths):
 def test_ranks_share_no_pack_whose_documents_share_prefixes():
     """The trainer refuses it before; this is for types that it does not know."""
     module = sys.modules[type(build_tiny_model("lfm2").model.layers[0]).__module__]
-    pack = running(17, degree=2, part_tokens=9, kv_index=torch.arange(17))
+    pack = running(17, group=Group(2), part_tokens=9, kv_index=torch.arange(17))
     with pytest.raises(ValueError, match="part of a pack on 2 ranks whose documents share prefixes .*tokens_per_rank"):
         mixers.convolve_documents(module.causal_conv1d_fn, pack, torch.zeros(1, 6, 9), torch.zeros(6, 3), None, "silu")
 

@@ -63,21 +63,19 @@ def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
         (1, T / s, H, D).
     """
     # 1. Where ranks share the pack, each rank gets all tokens of some heads.
-    exchange = None
-    if running.degree > 1:
-        exchange = HeadExchange(scan.values[0].shape[2], scan.keys[0].shape[2], running.degree)
-        tensors = [*scan.values, *scan.keys]
-        num_values = len(scan.values)
-        # One exchange per dtype: decays, for instance, are fp32 beside values in bf16.
-        for dtype in dict.fromkeys(x.dtype for x in tensors):
-            indices = [i for i, x in enumerate(tensors) if x.dtype == dtype]
-            by_head = [tensors[i].transpose(1, 2) for i in indices]
-            first_key = sum(i < num_values for i in indices)
-            all_tokens = exchange.to_heads(by_head[:first_key], by_head[first_key:])
-            for i, x in zip(indices, all_tokens, strict=True):
-                tensors[i] = x.transpose(1, 2)
-        parameters = [None if parameter is None else parameter[exchange.heads] for parameter in scan.parameters]
-        scan = scan._replace(values=tensors[:num_values], keys=tensors[num_values:], parameters=parameters)
+    exchange = HeadExchange(scan.values[0].shape[2], scan.keys[0].shape[2], running.group)
+    tensors = [*scan.values, *scan.keys]
+    num_values = len(scan.values)
+    # One exchange per dtype: decays, for instance, are fp32 beside values in bf16.
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        indices = [i for i, x in enumerate(tensors) if x.dtype == dtype]
+        by_head = [tensors[i].transpose(1, 2) for i in indices]
+        first_key = sum(i < num_values for i in indices)
+        all_tokens = exchange.to_heads(by_head[:first_key], by_head[first_key:])
+        for i, x in zip(indices, all_tokens, strict=True):
+            tensors[i] = x.transpose(1, 2)
+    parameters = [None if parameter is None else parameter[exchange.heads] for parameter in scan.parameters]
+    scan = scan._replace(values=tensors[:num_values], keys=tensors[num_values:], parameters=parameters)
     # 2. The scan runs in the way that separates documents.
     if running.kv_index is not None:
         out = run_levels(scan, running)
@@ -93,7 +91,7 @@ def run_scan(scan: ScanCall, running: PackedForward) -> Tensor:
             outs.append(scan.call(values, keys, scan.parameters))
         out = rows.join(outs, AXES_OF_TOKENS)
     # 3. Each rank gets all heads of its tokens again.
-    return out if exchange is None else exchange.to_tokens(out.transpose(1, 2))
+    return exchange.to_tokens(out.transpose(1, 2))
 
 
 @once_per_pack
@@ -119,7 +117,7 @@ def _seq_idx_argument(inner: Callable[..., Any], running: PackedForward, num_tok
 
     It can if `inner` takes the argument, and all rows of a document are on this rank and next to each other.
     """
-    has_whole_documents = running.degree == 1 and running.kv_index is None
+    has_whole_documents = running.group.is_alone and running.kv_index is None
     if not (has_whole_documents and takes_argument(inner, "seq_idx")):
         return {}
     return {"seq_idx": _boundary_tensor(running, "seq_idx", num_tokens)}
@@ -156,15 +154,15 @@ def convolve_documents(
             states = rows.contiguous().transpose(1, 2)
         return convolve(states, **seq_idx)
     width = weight.shape[-1]
-    if running.degree > 1 and running.kv_index is not None:
+    if running.kv_index is not None and not running.group.is_alone:
         raise ValueError(
-            f"A part of a pack on {running.degree} ranks whose documents share prefixes came to a convolution of "
+            f"A part of a pack on {running.group.size} ranks whose documents share prefixes came to a convolution of "
             f"{width} tokens. The rows before a run may lie in any part, and ranks exchange only the last ones of "
             'each. Set `tokens_per_rank=None`, or `share_prefixes="off"`.'
         )
     # Lay out each document behind the tokens that its first tokens read, convolve, and take the rows of this rank.
     zeros = rows.new_zeros(1, 1, rows.shape[2])
-    halo = exchange_halo(rows, width - 1, running.degree)  # the last rows of the previous rank
+    halo = exchange_halo(rows, width - 1, running.group)  # the last rows of the previous rank
     source, places = _rows_with_context(running, width, rows.shape[1])
     laid_out = torch.cat([zeros, halo, rows], dim=1).index_select(1, source)
     out = convolve(laid_out.transpose(1, 2)).transpose(1, 2)
@@ -185,7 +183,7 @@ def _rows_with_context(running: PackedForward, width: int, num_rows: int) -> tup
     """
     bounds = running.cu_seq_lens_q.long()
     key_bounds = running.cu_seq_lens_k.long()
-    first_token = running.index * num_rows
+    first_token = running.group.rank * num_rows
     steps = torch.arange(num_rows, device=bounds.device)
     tokens = steps + first_token
     document = torch.bucketize(tokens, bounds[1:], right=True)

@@ -1,0 +1,123 @@
+"""The ranks that share a pack: sequence parallelism, of which a rank with packs of its own is the ordinary case.
+
+With `tokens_per_rank` several neighbouring ranks may share a pack. They are a *group*, its size s is the *degree*, and
+each rank holds a *part* of the pack, T / s of its T tokens. Every batch and every packed forward has a `Group`. A rank
+that shares its pack with no other rank is *alone*, in a group of size 1, for which no operation here communicates.
+
+`planning/degrees.py` chooses the degree of each micro-step. A group is a value, which travels with documents
+(`data/rank_share.py`), batches (`layout.py`) and forwards (`attention/packed_forward.py`). The process groups of torch,
+over which ranks communicate, are made once for each degree, by `make_groups`, and are found by the size of the group.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# By degree: the process group of all ranks at the time when the group was made, and the group of this rank
+_process_groups: dict[int, tuple[Any, Any]] = {}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that share a pack, as one of them sees the group. By default a rank is alone.
+
+    Attributes:
+        size: the degree, s.
+        rank: the number of this rank in the group, from 0.
+    """
+
+    size: int = 1
+    rank: int = 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank shares the pack with no other rank."""
+        return self.size == 1
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank counts what a group has only once, such as the documents of its pack."""
+        return self.rank == 0
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group of the ranks of this group, which are several.
+
+        Raises:
+            RuntimeError: `make_groups` has not made it.
+        """
+        process_group = _find_process_group(self.size)
+        if process_group is None:
+            raise RuntimeError(
+                f"A part of a pack on {self.size} ranks was given, and there is no process group of {self.size} ranks. "
+                "Attention cannot exchange tokens without one. Train with `SFTTrainer`, which makes the groups."
+            )
+        return process_group
+
+    def rows(self, num_rows: int) -> slice:
+        """Return which of the `num_rows` rows of a pack, a multiple of the size, are the part of this rank.
+
+        >>> Group(size=2, rank=1).rows(6), Group().rows(6)
+        (slice(3, 6, None), slice(0, 6, None))
+        """
+        assert num_rows % self.size == 0, "collated with padding to a multiple of the degree"
+        return slice(self.rank * num_rows // self.size, (self.rank + 1) * num_rows // self.size)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add the tensors of all ranks, in place, and return the tensor. All ranks must call it."""
+        if not self.is_alone:
+            dist.all_reduce(tensor, group=self.process_group)
+        return tensor
+
+    def gather(self, part: Tensor, dim: int) -> Tensor:
+        """Return the parts of all ranks, of equal shapes, concatenated along `dim`. All ranks must call it."""
+        if self.is_alone:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self.process_group)
+        return torch.cat(parts, dim=dim)
+
+
+ALONE = Group()
+
+
+def make_groups(degrees: Iterable[int], timeout: timedelta | None = None) -> None:
+    """Make the process groups of these degrees, unless they exist. Ranks 0-3 and ranks 4-7 are groups of degree 4.
+
+    All ranks must call this function with equal degrees, before the first exchange.
+
+    Raises:
+        ValueError: the number of ranks does not divide by a degree.
+    """
+    for degree in sorted(set(degrees)):
+        if degree == 1 or _find_process_group(degree) is not None:
+            continue
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if world_size % degree:
+            raise ValueError(
+                f"Groups of {degree} ranks were requested and there are {world_size} rank(s). Every rank needs a group "
+                "of this degree. Set a degree that divides the number of ranks, or launch more ranks."
+            )
+        first_rank = dist.get_rank() // degree * degree
+        ranks = list(range(first_rank, first_rank + degree))
+        try:
+            # Each rank makes its own group only. 512 ranks, for instance, have 511 groups of all degrees together.
+            process_group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        except NotImplementedError:
+            # With TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 all ranks have to make all groups of the degree.
+            first_ranks = range(0, world_size, degree)
+            process_groups = [dist.new_group([*range(rank, rank + degree)], timeout=timeout) for rank in first_ranks]
+            process_group = process_groups[first_rank // degree]
+        _process_groups[degree] = (dist.group.WORLD, process_group)
+
+
+def _find_process_group(degree: int) -> Any:
+    """Return the process group of a degree; None if it was not made, or made for an earlier set of ranks."""
+    world, process_group = _process_groups.get(degree, (None, None))
+    is_current = world is not None and dist.is_initialized() and world is dist.group.WORLD
+    return process_group if is_current else None
