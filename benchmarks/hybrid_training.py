@@ -53,7 +53,7 @@ def save_runs(folder: Path, models: list[str], trainers: list[str]) -> None:
                 is_stock = trainer in ("unpacked", "reversed")
                 found["repaired"] = [] if is_stock else list(map(str, runner.packed_model.repaired))
                 if trainer == "shared":
-                    degrees = runner.data.planner.schedule(0).degrees
+                    degrees = runner.data.source.planner.schedule(0).degrees
                     assert set(degrees.tolist()) == {2}, f"two ranks were to share each pack, and {degrees} did"
                 if runner.args.process_index == 0:
                     torch.save(found, folder / f"{model} {adapter} {trainer}.pt")

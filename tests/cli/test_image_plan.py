@@ -53,7 +53,7 @@ def test_figures_are_those_of_the_training_run(workplace, tmp_path, printed):
     assert wanted["ledger"]["truncated"]["documents"] > 0
     assert alone["images"]["num_images"] == counts.sum() - 2 * dropped
     assert 0.1 < alone["images"]["tower_share"] < 0.9
-    documents = training.data.documents.lengths
+    documents = training.data.source.documents.lengths
     text = 3 * training.data.cost_model(documents).sum()
     assert alone["flops"] == pytest.approx(text / (1 - alone["images"]["tower_share"]))
     assert ranks["images"]["tower_imbalance"] > 1 < ranks["images"]["language_imbalance"]
@@ -78,7 +78,7 @@ def test_training_finds_the_lengths_that_prepare_made(workplace, tmp_path, print
     monkeypatch.delattr(RowProcessor, "measured")
     data = load_from_disk(str(tmp_path / "out"))
     found = made(tmp_path / "run", workplace, data, max_length=80)
-    assert manifest["tokens"] == found.data.reader.lengths.sum()
+    assert manifest["tokens"] == found.data.source.reader.lengths.sum()
     assert manifest["rows"] == len(ROWS)
     with pytest.raises(ValueError, match="cannot be processed"):  # guard: another processor does not find them
         other = AutoProcessor.from_pretrained(workplace / "model")

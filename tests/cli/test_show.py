@@ -104,7 +104,7 @@ def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplac
 
 
 def test_documents_have_a_colour_each_and_it_is_not_alone(run):
-    (pack,) = first_packs(run.data.make_planner(), run.data.reader, 1)
+    (pack,) = first_packs(run.data.source.make_planner(), run.data.source.reader, 1)
     text = pack_text(pack, run.processing_class)
     colours = [str(span.style) for span in text.spans if "[" in text.plain[span.start : span.start + 1]]
     headings = [style for style in colours if style.startswith("bold")]
@@ -140,7 +140,7 @@ def test_the_picture_says_what_the_report_says(run):
     assert f"max_length {report.max_length}" in lengths.texts[0].get_text()
     assert len(strips.get_yticks()) == len(report.sample.packs) == 8
     shown = [each for pack in report.sample.packs for each in pack.documents]
-    documents = run.data.documents
+    documents = run.data.source.documents
     trained = [documents.trained[documents.row == each.row].item() for each in shown]
     boxes = [
         path.get_extents() for drawn in strips.collections for path in drawn.get_paths() if len(drawn.get_facecolor())

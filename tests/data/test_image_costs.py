@@ -190,8 +190,8 @@ def test_the_log_counts_the_tower(tmp_path, monkeypatch, is_frozen):
     )
     run.train()
     assert run.training_objective.trained_share == 1.0, "the frozen tower counts as a part of the language model"
-    documents = run.data.documents
-    first = run.data.planner.schedule(0).step_documents(0)
+    documents = run.data.source.documents
+    first = run.data.source.planner.schedule(0).step_documents(0)
     text = run.data.cost_model(documents.lengths[first]).sum()
     tower = costs_of(model).tower(documents.image_values[first], documents.image_squares[first]).sum()
     assert tower > 0.1 * text

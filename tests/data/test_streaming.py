@@ -27,7 +27,7 @@ from trl_packfix.data.stream_reader import CHUNK, StreamTokens
 from trl_packfix.planning.exact_fill import StreamPacker
 from trl_packfix.planning.packing import CONFIG_NAMES
 from trl_packfix.planning.packs import plan_stream
-from trl_packfix.training.restart import resume_stream_at, stream_file
+from trl_packfix.training.stream_source import resume_stream_at, stream_file
 
 pytestmark = pytest.mark.slow
 

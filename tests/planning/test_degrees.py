@@ -31,7 +31,7 @@ from trl_packfix.planning.units import Units
 from trl_packfix.training.checks import check_before_loading
 from trl_packfix.training.choices import RunSettings
 from trl_packfix.training.planner import make_planner
-from trl_packfix.training.restart import step_hash
+from trl_packfix.training.table_source import step_hash
 
 # Attention and exchange weigh as much at these lengths as they do on a 7B model at thousands of tokens.
 MODEL = CostModel(per_token=1e12, per_pair=4e10, attention=(HeadCounts(8, 8, 2, 64, 64),))

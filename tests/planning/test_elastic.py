@@ -17,7 +17,7 @@ from trl_packfix.data.reader import TokenReader
 from trl_packfix.planning.schedule import NO_DOCUMENTS
 from trl_packfix.planning.strategies import STRATEGIES
 from trl_packfix.training.checkpoints import read_trained, save_trained
-from trl_packfix.training.restart import continue_planner, epoch_progress
+from trl_packfix.training.table_source import continue_planner, epoch_progress
 
 LENGTHS = np.random.default_rng(0).integers(2, 40, 150).tolist()
 EPOCHS = 3

@@ -373,4 +373,4 @@ def test_a_run_trains_by_the_plans_that_are_kept(tmp_path, monkeypatch):
     for _ in range(2):
         run = trainer(tmp_path / "run", load_from_disk(tmp_path / "data"), **settings)
         run.train()
-    assert all(is_mapped(run.data.planner.schedule(epoch).order) for epoch in range(2))
+    assert all(is_mapped(run.data.source.planner.schedule(epoch).order) for epoch in range(2))

@@ -38,7 +38,7 @@ from trl_packfix.planning.schedule import imbalance
 from trl_packfix.reporting import savings
 from trl_packfix.reporting.build import make_report
 from trl_packfix.reporting.pictures import row_paths
-from trl_packfix.training.restart import continue_planner, settings_of, step_hash
+from trl_packfix.training.table_source import continue_planner, settings_of, step_hash
 
 pytestmark = pytest.mark.slow
 
@@ -472,7 +472,7 @@ def test_training_compares_no_tokens_before_the_first_step(name, tmp_path, monke
         assert line(found.packing_report) == said
         assert max(shares) < 0.85
     with pytest.raises(TypeError):  # the guard: an estimate reads them
-        savings.estimated_savings(found.data.planner, found.data.reader)
+        savings.estimated_savings(found.data.source.planner, found.data.source.reader)
     assert read
 
 

@@ -327,6 +327,6 @@ def behind_proofs():
     only_groups = mock.patch(
         "trl_packfix.training.callbacks.prove_degrees", lambda trainer, degrees: make_groups(degrees)
     )
-    same_documents = mock.patch("trl_packfix.training.loading.check_same_documents", lambda *given: None)
+    same_documents = mock.patch("trl_packfix.training.table_source.check_same_documents", lambda *given: None)
     with only_groups, uncompared, same_documents:
         yield

@@ -279,7 +279,7 @@ def without_first_answers(folder, key):
 
 
 def rows_of(run):
-    reader = run.data.reader
+    reader = run.data.source.reader
     return [reader.read(i, 0, int(n))["labels"].tolist() for i, n in enumerate(reader.lengths)]
 
 
@@ -306,7 +306,7 @@ def test_turns_of_rows_with_images(family, tmp_path):
     assert run.data.trained.counts == AssistantTurnCounts(turns=18, context=9, earlier=0)
     # Reads no `train`, nor the cache
     every = vision.make(tmp_path, family, **settings | {"message_train_key": None})
-    assert every.data.documents.trained.sum() > run.data.documents.trained.sum()
+    assert every.data.source.documents.trained.sum() > run.data.source.documents.trained.sum()
 
 
 @pytest.mark.parametrize("last", [False, True])

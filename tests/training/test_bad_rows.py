@@ -108,7 +108,7 @@ def test_rows_are_tokenised_in_one_map_and_a_second_start_tokenises_nothing(tmp_
     ledgers = []
     for _ in range(2):
         run = trainer(tmp_path, load_from_disk(tmp_path / "bad"), bad_rows="drop")
-        ledgers.append(run.data.documents.ledger)
+        ledgers.append(run.data.source.documents.ledger)
         left.append({file: file.stat().st_mtime_ns for file in (tmp_path / "bad").glob("cache-*")})
     assert left[0] == left[1]
     assert len(left[0]) > 1

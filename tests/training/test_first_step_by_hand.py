@@ -590,10 +590,9 @@ def test_the_second_pack_has_the_longest_document_or_all_but_the_first(monkeypat
         document_of(6, 0),
         document_of(8) | {module.WEIGHTS: 0.0},
     ]
-    monkeypatch.setattr(module, "first_documents", lambda data, dataset: (documents, Group(degree, degree - 1)))
     monkeypatch.setattr(module, "choose_documents", lambda found: found)
     step = ScriptedFirstStep()
-    step._trainer.train_dataset = None
+    step._data.source = SimpleNamespace(first_documents=lambda most: (documents, Group(degree, degree - 1)))
     packs = FirstStep._choose_packs(step)
     assert [[len(document["input_ids"]) for document in pack] for pack in packs] == [[7, 5, 9], second]
     assert [pack.group for pack in packs] == [Group(degree, degree - 1)] * 2
@@ -602,10 +601,9 @@ def test_the_second_pack_has_the_longest_document_or_all_but_the_first(monkeypat
 @pytest.mark.parametrize("ranks_with_images, lengths", [(2, [7, 9]), (1, [5])])
 def test_all_ranks_take_documents_with_images_or_none_does(monkeypatch, ranks_with_images, lengths):
     documents = [document_of(7), document_of(5), document_of(9)]
-    monkeypatch.setattr(module, "first_documents", lambda data, dataset: (documents, Group()))
     monkeypatch.setattr(module, "choose_documents", lambda found: found)
     step = ScriptedFirstStep(num_ranks=2, _has_collectives=True)
-    step._trainer.train_dataset = None
+    step._data.source = SimpleNamespace(first_documents=lambda most: (documents, Group()))
     step._data.images.examples = SimpleNamespace(
         images=SimpleNamespace(has_images=lambda document: len(document["input_ids"]) > 6)
     )

@@ -178,16 +178,16 @@ SHARED = {"packing_strategy": "minibatch", "share_prefixes": "pack", "per_device
 
 def computed_rows(run) -> list[tuple[int, int, int]]:
     """Return of each pack of the first epoch its rows, the rows of its units as planned, and its number of units."""
-    schedule = run.data.planner.schedule(0)
-    units = run.data.planner.units()
-    documents = run.data.documents
+    schedule = run.data.source.planner.schedule(0)
+    units = run.data.source.planner.units()
+    documents = run.data.source.documents
     number = np.empty(len(documents), dtype=np.int64)
     number[units.order] = units._piece_numbers
     found = []
     for slot in range(len(schedule.offsets) - 1):
         pack = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]]
         if len(pack):
-            read = [run.data.reader.read(documents.row[i], documents.start[i], documents.stop[i]) for i in pack]
+            read = [run.data.source.reader.read(documents.row[i], documents.start[i], documents.stop[i]) for i in pack]
             pieces = np.unique(number[pack])
             rows = run.data.packed_collator(1, shares=True)(read)["input_ids"].shape[1]
             found.append((rows, int(units.rows[pieces].sum()), len(pieces)))
@@ -202,17 +202,17 @@ def test_a_family_is_planned_with_the_rows_that_it_has(compares, tmp_path, monke
     run = make(tmp_path, "llava", QUESTIONS, packing_strategy="bfd", share_prefixes="family", max_length=128)
     run.get_train_dataloader()
     rows = computed_rows(run)
-    capacity = run.data.planner.packing.capacity
+    capacity = run.data.source.planner.packing.capacity
     if compares == "placeholders":
         assert max(computed - planned for computed, planned, _ in rows) > 20
         return
     assert all(computed <= planned <= capacity for computed, planned, _ in rows)
     # the last token of a document that another begins with has no row
     assert all(planned - computed <= 2 for computed, planned, num in rows if num == 1)
-    units = run.data.planner.units()
+    units = run.data.source.planner.units()
     assert len(units) < 12
-    assert units.rows.sum() < 0.6 * run.data.documents.lengths.sum()
-    costs = run.data.planner.image_costs
+    assert units.rows.sum() < 0.6 * run.data.source.documents.lengths.sum()
+    costs = run.data.source.planner.image_costs
     assert units.image_costs.sum() == pytest.approx(len(units) / len(costs) * costs.sum(), rel=0.2)
     text = dict(run.packing_report.lines())["common prefixes"]
     assert f"24 documents in {units.num_families} families" in text
@@ -232,9 +232,9 @@ def test_a_family_that_parts_behind_an_image_computes_the_image_again(tmp_path):
     run.get_train_dataloader()
     rows = computed_rows(run)
     assert all(computed <= planned for computed, planned, _ in rows)
-    run.data.reader.end_common_before_images = lambda rows, start, common: common
-    documents = run.data.documents
-    tokens = token_order(run.data.reader, documents)
+    run.data.source.reader.end_common_before_images = lambda rows, start, common: common
+    documents = run.data.source.documents
+    tokens = token_order(run.data.source.reader, documents)
     assert (tokens.common > documents.tokens.common).sum() > 3, "no two documents part behind an image"
 
 
@@ -257,7 +257,7 @@ def test_training_computes_what_plan_estimates(family, tmp_path):
     assert max(seen) <= 3
     assert max(shares) < 0.7
     # of the three steps of an epoch; the fourth begins another
-    report = estimated_savings(run.data.planner, run.data.reader)
+    report = estimated_savings(run.data.source.planner, run.data.source.reader)
     assert report.num_packs is None
     assert report.images == sum(seen[:3]) / 24
     tokens = np.diff([0, *(entry["num_tokens"] for entry in run.state.log_history if "num_tokens" in entry)])[:3]
@@ -270,7 +270,7 @@ def test_training_computes_what_plan_estimates(family, tmp_path):
 def test_show_draws_the_runs_that_are_trained(tmp_path):
     run = make(tmp_path, "llava", QUESTIONS, **SHARED)
     loader = run.get_train_dataloader()
-    (pack,) = first_packs(run.data.planner, run.data.reader, num_packs=1)
+    (pack,) = first_packs(run.data.source.planner, run.data.source.reader, num_packs=1)
     batch = next(iter(loader))
     assert pack.cu_seq_lens == batch["cu_seq_lens_q"].tolist()
     assert pack.cu_seq_lens_k == batch["cu_seq_lens_k"].tolist()

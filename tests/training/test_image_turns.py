@@ -38,7 +38,7 @@ def test_a_sample_is_the_row_of_trl(family, tmp_path):
     """
     silent = [{"images": TURNS[0]["images"][:1], "messages": TURNS[0]["messages"][:1], "share": 9.0}]
     made = run(tmp_path, Dataset.from_list([*TURNS, *silent], features=TURNS.features), family)
-    reader = made.data.reader
+    reader = made.data.source.reader
     expected = by_turn()
     stock = make(tmp_path, family, expected, **UNPACKED)
     assert len(reader) == len(expected) + 1
@@ -84,7 +84,7 @@ def test_evaluation_has_each_turn_once(tmp_path):
     assert len(losses) == 3
     for more in ({}, {"eval_packing": False}, {"share_prefixes": "pack"}):
         made = run(tmp_path, given, weight_column="share", **kwargs, **more)
-        assert made.data.row_values.weights.tolist() == np.repeat(given["share"], 3).tolist()
+        assert made.data.source.row_values.weights.tolist() == np.repeat(given["share"], 3).tolist()
         found = made.evaluate(given)
         assert {name: found[name] for name in losses} == pytest.approx({n: expected[n] for n in losses}, rel=2e-6)
     assert len(made.predict(TURNS.select(range(2))).predictions) == 6
@@ -116,7 +116,9 @@ def test_turns_that_cannot_be_rendered_are_named_or_dropped(tmp_path, caplog):
     made.get_train_dataloader()
     ledger = made.packing_report.ledger
     assert (ledger.kept.documents, ledger.dropped["bad_row"].documents) == (3, 2)
-    assert made.data.reader.image_counts.tolist() == [1, 0, 1, 0, 0], "the image that was drawn is in the history"
+    assert made.data.source.reader.image_counts.tolist() == [1, 0, 1, 0, 0], (
+        "the image that was drawn is in the history"
+    )
     with pytest.raises(ValueError, match=r"none of the 1 conversations .*role `assistant`"):
         run(tmp_path, table((image, chat("a", images=1))))
 
@@ -185,7 +187,7 @@ def test_prepare_measures_turns_and_keeps_conversations(tmp_path, capsys, monkey
     monkeypatch.setattr(RowProcessor, "measured", never)
     processor = type(build_processor("llava")).from_pretrained(tmp_path / "model")
     made = run(tmp_path / "run", load_from_disk(str(tmp_path / "out")), processor=processor)
-    assert len(made.data.documents) == 18
+    assert len(made.data.source.documents) == 18
     manifest = json.loads((tmp_path / "out" / "prepared.json").read_text())
-    assert manifest["tokens"] == made.data.reader.lengths.sum()
+    assert manifest["tokens"] == made.data.source.reader.lengths.sum()
     assert manifest["conversations"] == 6

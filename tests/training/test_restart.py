@@ -13,7 +13,7 @@ from support.runs import texts, trainer, weights
 
 from trl_packfix.training import checkpoints, restart
 from trl_packfix.training.checkpoints import STATE_FILE, TRAINED_FILE, choose_checkpoint, damage, note_times
-from trl_packfix.training.restart import SAMPLE_LABEL, continue_planner
+from trl_packfix.training.table_source import SAMPLE_LABEL, continue_planner
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ def test_newest_begins_where_there_is_no_whole_checkpoint(tmp_path, caplog):
 
 def test_the_rest_of_an_epoch_is_planned_anew_for_other_settings(run, folder, caplog):
     again = resume(folder, "checkpoint-10", gradient_accumulation_steps=1, include_num_input_tokens_seen="all")
-    planner = again.data.planner
+    planner = again.data.source.planner
     total = again.state.max_steps
     before = run.state.max_steps // 3
     epochs, rates, tokens = (logged(again, name) for name in ("epoch", "learning_rate", "num_tokens"))
@@ -192,7 +192,7 @@ def test_a_checkpoint_planned_by_another_version_is_refused(folder):
 def test_deepspeed_reads_other_ranks_from_a_universal_checkpoint_only(run, tmp_path):
     state = json.loads((Path(run.args.output_dir) / "checkpoint-10" / STATE_FILE).read_text())
     state["settings"] |= {"gradient_accumulation_steps": 1, "world_size": 2}  # the same documents in every step
-    assert continue_planner("checkpoint-10", state, run.restart.settings, planner=run.data.planner) == {}
+    assert continue_planner("checkpoint-10", state, run.data.source.settings, planner=run.data.source.planner) == {}
     config = {}
     plugin = SimpleNamespace(deepspeed_config=config)
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))

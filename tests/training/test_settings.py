@@ -227,7 +227,7 @@ def test_documents_beyond_the_positions_need_a_rope_that_stretches(tmp_path):
     rope = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
     model = build_tiny_model("qwen2", max_position_embeddings=32, **rope)
     run = trainer(tmp_path, texts(12), model=model, max_length=60, max_steps=1)
-    assert run.data.documents.lengths.max() > 32
+    assert run.data.source.documents.lengths.max() > 32
     run.train()
     assert run.packed_model.is_proved
     assert [repair.count for repair in run.packed_model.repaired] == [1]

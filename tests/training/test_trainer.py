@@ -234,7 +234,7 @@ def test_padding_free_without_packing_means_minibatch(tmp_path):
     assert (run.args.packing, run.args.packing_strategy) == (True, "minibatch")
     # TRL asks for `max_length=None` here; then the longest document is the limit
     longest = trainer(tmp_path, texts(), packing=False, padding_free=True, max_length=None)
-    assert longest.data.make_planner().packing.max_length == longest.data.documents.lengths.max()
+    assert longest.data.source.make_planner().packing.max_length == longest.data.source.documents.lengths.max()
     longest.train()
 
 

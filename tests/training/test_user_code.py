@@ -121,8 +121,8 @@ def test_what_remains_uneven_is_said_once_with_its_number(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "trl_packfix"):
         run = trainer(tmp_path, documents(), trainer_class=with_mean(SFTTrainer), max_steps=1, **SETTINGS)
         run.train()
-    schedule = run.data.planner.schedule(0)
-    trained = run.data.documents.trained
+    schedule = run.data.source.planner.schedule(0)
+    trained = run.data.source.documents.trained
     _, _, gap = uneven_weights(schedule, trained)
     (text,) = [record.getMessage() for record in caplog.records if "micro-batch" in record.getMessage()]
     assert text.startswith("`MeanLoss.compute_loss` computes the loss of packs. In the first epoch they hold ")
@@ -172,9 +172,9 @@ def test_families_are_evened_out_too(tmp_path):
     settings = {"share_prefixes": "family", "packing_strategy": "minibatch", "gradient_accumulation_steps": 2}
     run = trainer(tmp_path, data, trainer_class=USER_CODE["penalty"][0](SFTTrainer), max_steps=1, **settings)
     assert isfinite(run.train().training_loss)
-    units = run.data.planner.units(0)
+    units = run.data.source.planner.units(0)
     assert len(units) < len(data), "no families"
-    assert units.targets.sum() == run.data.documents.trained.sum()
+    assert units.targets.sum() == run.data.source.documents.trained.sum()
 
 
 def test_a_loader_of_the_users_own_is_refused(tmp_path):

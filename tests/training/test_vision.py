@@ -28,10 +28,10 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
     """The gradient of a step on packs is that of all fragments alone, in batches of one."""
     settings = {"packing_strategy": "bfd_split", "max_length": 56, "per_device_train_batch_size": 6, "max_steps": 1}
     run = make(tmp_path, family, **settings)
-    assert run.data.documents.ledger.split.documents > 2
+    assert run.data.source.documents.ledger.split.documents > 2
     loader = run.get_train_dataloader()
-    spans = run.data.documents
-    packs = zip(loader, run.data.planner.schedule(0).micro_batches(0), strict=True)
+    spans = run.data.source.documents
+    packs = zip(loader, run.data.source.planner.schedule(0).micro_batches(0), strict=True)
     # The first pack with a later fragment that has an image
     batch, documents = next(
         (batch, pack.tolist())
@@ -45,7 +45,7 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
     packed = torch.cat([p.grad.flatten() for p in run.model.parameters() if p.grad is not None])
     alone = build_model(family).train()
     for i in documents:
-        document = run.data.reader.read(spans.row[i], spans.start[i], spans.stop[i])
+        document = run.data.source.reader.read(spans.row[i], spans.start[i], spans.stop[i])
         logits = alone(**run.data.images.examples.alone(document)).logits[0, :-1]
         labels = torch.as_tensor(document["labels"])[1:]
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).backward()
@@ -56,7 +56,7 @@ def test_fragments_train_as_documents_of_their_own(family, tmp_path):
 def test_a_pack_that_ranks_share_counts_once(tmp_path):
     """The FLOPs of the pack in the tower must count once, too: each rank of a group gets all its images."""
     run = make(tmp_path)
-    documents = [run.data.reader.read(row, 0, run.data.documents.lengths[row]) for row in range(4)]
+    documents = [run.data.source.reader.read(row, 0, run.data.source.documents.lengths[row]) for row in range(4)]
 
     def counted(*packs):
         for pack in packs:
@@ -116,10 +116,10 @@ def test_padded_evaluation_that_would_make_ranks_wait_is_refused(tmp_path):
     plugin = SimpleNamespace(zero_stage=3)
     sharded = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, deepspeed_plugin=plugin, num_processes=2)
     with pytest.raises(ValueError, match=r"(?s)of 40 rows of an evaluation set have no image.*2 ranks.*would wait"):
-        check_padded_images(sharded, run.data.reader)
-    check_padded_images(run.accelerator, run.data.reader)
+        check_padded_images(sharded, run.data.source.reader)
+    check_padded_images(run.accelerator, run.data.source.reader)
     plugin.zero_stage = 2
-    check_padded_images(sharded, run.data.reader)
+    check_padded_images(sharded, run.data.source.reader)
 
 
 # Restart (that one is exact: `test_distributed.py`)
@@ -151,7 +151,9 @@ def test_other_text_beside_the_same_images_is_another_dataset(tmp_path):
     few = ROWS.select(range(16))
     other = [message("user", "other", len(few[0]["images"])), message("assistant", "c")]
     changed = few.map(lambda row, i: row | ({"messages": other} if i == 0 else {}), True, features=ROWS.features)
-    same, again, found = (make(tmp_path, dataset=data).data.documents.fingerprint for data in (few, few, changed))
+    same, again, found = (
+        make(tmp_path, dataset=data).data.source.documents.fingerprint for data in (few, few, changed)
+    )
     assert same == again != found
 
 
@@ -170,7 +172,7 @@ def test_the_example_trains_on_the_digits_that_it_draws(tmp_path, monkeypatch):
     args = config(tmp_path, max_length=128, max_steps=1, per_device_train_batch_size=4)
     trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
     trainer.train()
-    documents = trainer.data.documents
+    documents = trainer.data.source.documents
     answers = sum(max(len(images), 1) for images in dataset["images"])
     assert documents.ledger.kept.trained_tokens == answers + len(dataset), "each answer and its end are trained"
     assert 0 <= train_vision.accuracy(model, processor, dataset.select(range(3))) <= 1

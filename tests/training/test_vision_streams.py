@@ -44,7 +44,7 @@ def test_the_report_counts_the_images_of_the_packs_that_were_trained(small_room,
     run.train()
     report = run.packing_report
     run.get_train_dataloader()  # a stream from its beginning
-    packs = list(islice(run.data.stream, SGD["max_steps"] * 2))
+    packs = list(islice(run.data.source.stream, SGD["max_steps"] * 2))
     number = {key(row): i for i, row in enumerate(TABLE.select_columns(["messages"]))}
     assert len(number) == len(TABLE)
     documents = [[number[document[ENCODED].text] for document in pack if ENCODED in document] for pack in packs]
@@ -102,9 +102,9 @@ def processed(packs, process=PROCESS):
 def test_documents_are_those_of_the_table(source, settings, tmp_path):
     table = conversations() if "per_turn" in settings else TABLE
     run = make(tmp_path, "llava", table, **settings)
-    spans = run.data.documents
+    spans = run.data.source.documents
     process = run.data.images.process
-    expected = [run.data.reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
+    expected = [run.data.source.reader.read(*span) for span in zip(spans.row, spans.start, spans.stop, strict=True)]
     cuts = {name: value for name, value in settings.items() if name != "per_turn"}
     dataset = streams_of(source) if table is TABLE else table.to_iterable_dataset(2)
     packed = stream(dataset, process, rows=run.data.images.of_stream(), **cuts)
@@ -233,7 +233,7 @@ def test_sources_of_a_stream_are_those_of_its_documents(tmp_path):
     run = make(tmp_path, "llava", table.to_iterable_dataset(), dataloader_num_workers=2, **settings)
     run.train()
     run.get_train_dataloader()
-    documents = list(chain(*islice(run.data.stream, 1)))
+    documents = list(chain(*islice(run.data.source.stream, 1)))
     number = {key(row): i for i, row in enumerate(table.select_columns(["messages"]))}
     trained = Counter()
     for document in documents:

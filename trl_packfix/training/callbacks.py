@@ -4,9 +4,10 @@
 
     BeforeTraining          checks the loss and the evaluation sets when training starts, and prints what is trained
     CheckAdapterGradients   refuses adapters without a gradient, in the first optimizer step
-    StreamCallback          compares what ranks read of a stream, and updates the packing report at checkpoints
     BeforeFirstStep         proves on the wrapped model that documents in packs are isolated, compares the first step
                             with unpacked training (`first_step.py`), and shows the packing report
+
+A stream has one more (`stream_source.py`).
 
 Words: the model is *wrapped* when an engine (DDP, FSDP, DeepSpeed) has prepared it. Documents are *isolated* if no
 document of a pack changes what the model computes for another document. A model is *unpacked* if its packs run as rows
@@ -20,12 +21,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
-from transformers import PrinterCallback, TrainerCallback, TrainerControl
+from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -34,11 +34,9 @@ from ..attention.models import base_model, head_counts, text_config
 from ..attention.runs import COPIED_BYTES
 from ..compat import callbacks_left_out
 from ..data.model_memory import ROWS_PER_DOCUMENT
-from ..data.stream import StreamCounts
 from ..isolation.isolation_report import IsolationReport
 from ..isolation.user_hooks import describe_hooks, parameters_unchanged
-from ..reporting.build import make_stream_report
-from ..reporting.report import PackingReport, metrics
+from ..reporting.report import metrics
 from .choices import RunSettings
 from .evaluation import Evaluation
 from .features import experimental_choices, refuse_conflicts
@@ -48,7 +46,6 @@ from .loading import TrainingData
 from .objective import Objective
 from .progress import proof_status
 from .proofs import prove_degrees, prove_prefixes
-from .same_data import check_same_stream
 from .step_comparison import StepComparison
 from .trainer_view import TrainerView
 
@@ -93,12 +90,7 @@ class BeforeTraining(TrainerCallback):
             self._evaluation.check_evaluation_sets()
 
     def _warn_of_uneven_micro_batches(self) -> None:
-        planner = self._data.planner
-        schedule = None
-        trained = None
-        if planner is not None:
-            schedule = planner.schedule(planner.start.epoch)
-            trained = self._data.documents.trained
+        schedule, trained = self._data.source.first_schedule()
         warning = self._trainer.user_code.describe_uneven_micro_batches(schedule, trained)
         if warning is not None and self._trainer.is_world_process_zero():
             logger.warning(warning)
@@ -149,7 +141,7 @@ class BeforeFirstStep(TrainerCallback):
             isolation = trainer.packed_model.prove_changed(trainer.model_wrapped)
         isolation.raise_if_leaking(trainer.args.on_leak)
         prove_prefixes(trainer, self._data, trainer.model_wrapped)
-        prove_degrees(trainer, self._data.degrees)
+        prove_degrees(trainer, self._data.source.degrees)
         logger.warning(
             f"Modules of {type(base_model(trainer.model)).__name__} were changed before optimizer step "
             f"{trainer.state.global_step + 1}, so documents in packs were tested again: {isolation.summary()}."
@@ -217,10 +209,10 @@ class BeforeFirstStep(TrainerCallback):
             trainer.packing_report = replace(report, prefixes=replace(report.prefixes, refused=reason))
         step = StepComparison("not compared: isolation was not proved")
         if isolation.passed:
-            prove_degrees(trainer, self._data.degrees)
+            prove_degrees(trainer, self._data.source.degrees)
             step = self._first_step.compare()
         # Documents that share a prefix, or packs that ranks share, cannot run as rows of a padded batch
-        is_shared = self._data.shares_prefixes or max(self._data.degrees, default=1) > 1
+        is_shared = self._data.shares_prefixes or max(self._data.source.degrees, default=1) > 1
         if step.problem is not None and args.on_leak != "raise" and not (is_shared or packed_model.is_unpacked):
             isolation = packed_model.unpack(trainer.model_wrapped, why=f"in the first step {step.problem}")
             unpacked = self._first_step.compare() if isolation.passed else step
@@ -293,59 +285,3 @@ def _has_gradient(parameters: list[nn.Parameter], *, ran: bool) -> bool:
     """Return whether a parameter has a gradient; if its adapter did not run, a gradient that is not zero."""
     # The shard of a gradient on this rank may be zero, so its presence is enough for a sharded parameter
     return any(p.grad is not None and (ran or isinstance(p.grad, DTensor) or bool(p.grad.any())) for p in parameters)
-
-
-class StreamCallback(TrainerCallback):
-    """Refuses ranks that read different streams, and reports with each checkpoint what was read and trained."""
-
-    def __init__(self, trainer: TrainerView, data: TrainingData):
-        self._trainer = trainer
-        self._data = data
-
-    def on_train_begin(self, *call: object, **kwargs: object) -> None:
-        args = self._trainer.args
-        if args.world_size == 1:
-            return
-        firsts = gather_object([self._data.images.first_of_stream(self._trainer.train_dataset)])
-        differing_ranks = [rank for rank in range(args.world_size) if firsts[rank] != firsts[0]]
-        if differing_ranks:
-            raise ValueError(
-                f"The stream begins with another row on {len(differing_ranks)} of {args.world_size} ranks than on rank "
-                f"0 (the first is rank {differing_ranks[0]}). All ranks share one stream. If they read "
-                "different ones, documents are trained twice or never. Give `shuffle` a `seed`, and all ranks the same "
-                "files."
-            )
-
-    def on_step_end(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
-        """Compare what ranks have read, in steps after which all ranks wait for each other anyway."""
-        stream = self._data.stream
-        if self._trainer.args.world_size > 1 and stream is not None and (control.should_log or control.should_save):
-            check_same_stream(stream, self._trainer.state.global_step)
-
-    def on_save(self, *call: object, **kwargs: object) -> None:
-        self._report()
-
-    def on_train_end(self, *call: object, **kwargs: object) -> None:
-        report = self._report()
-        if self._trainer.args.packing_report and self._trainer.is_world_process_zero():
-            report.show()
-
-    def _report(self) -> PackingReport:
-        """Update the report with what was read and trained up to now. All ranks must call."""
-        trainer = self._trainer
-        stream = self._data.stream
-        num_steps = self._trainer.state.global_step
-        assert stream is not None  # made with the training loader
-        assert trainer.packing_report is not None
-        state = stream.state_after(num_steps)
-        before = trainer.packing_report
-        counts = state["counts"]
-        num_alike = state["count"]  # ranks that read the same rows of the stream
-        if num_alike < stream.packing.world_size:  # these ranks have counted the rows of their own shards only
-            counts = sum(gather_object([counts])[:: num_alike * self._data.ranks.copies], StreamCounts())
-        report = make_stream_report(stream, trainer.args.max_steps, counts, micro_steps=state["micro_steps"])
-        before_training = ("attention", "isolation", "first_step", "trained", "data", "experimental")
-        report = trainer.packing_report = replace(report, **{name: getattr(before, name) for name in before_training})
-        if trainer.args.packing_report and trainer.is_world_process_zero():
-            report.save(str(trainer.args.output_dir))
-        return report

@@ -250,7 +250,7 @@ class Evaluation(TrainerPart):
                 balance="step",
                 drop_last=False,
                 shuffle=False,
-                degrees=self._data.degrees,  # the numbers of ranks per pack with which the model is proved
+                degrees=self._data.source.degrees,  # the numbers of ranks per pack with which the model is proved
                 share_prefixes="family" if self._plans_families else "off",
             )
             sampler = PackedBatchSampler(planner, ranks.rank)

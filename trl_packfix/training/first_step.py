@@ -55,11 +55,11 @@ from .loading import TrainingData
 from .noise import DocumentNoise
 from .objective import Objective
 from .step_comparison import (
+    NUM_CANDIDATES,
     Document,
     StepComparison,
     choose_documents,
     document_length,
-    first_documents,
     is_plain,
     is_text,
     longest_of,
@@ -236,7 +236,7 @@ class FirstStep:
         The first pack has all chosen documents. The second pack has only the longest of them, or with sequence
         parallelism all but the first, because one document may have too few tokens for all ranks of a group.
         """
-        documents, group = first_documents(self._data, self._trainer.train_dataset)
+        documents, group = self._data.source.first_documents(NUM_CANDIDATES)
         # Only documents with a trained token and a weight change the model
         documents = [document for document in documents if num_trained(document) and document.get(WEIGHTS, 1) > 0]
         examples = self._data.images.examples

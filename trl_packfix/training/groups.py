@@ -11,10 +11,8 @@ import torch
 from accelerate.utils import gather
 
 from ..layout import layout_of
-from .config import SFTConfig
 from .loading import TrainingData
 
-NUM_CHECKED_STEPS = 2  # optimizer steps in which packs of a table are compared
 COMPARED_KEYS = ("cu_seq_lens_q", "input_ids", "labels")  # what is compared of packs that ranks hold as a whole
 
 
@@ -29,11 +27,11 @@ class SamePackCheck:
         self._data = data
         self.num_remaining_steps = 0
 
-    def start(self, args: SFTConfig) -> None:
+    def start(self) -> None:
         """Set the number of optimizer steps to check. Called before training."""
         self.num_remaining_steps = 0
         if self._data.ranks.may_share:
-            self.num_remaining_steps = NUM_CHECKED_STEPS if self._data.stream is None else args.max_steps
+            self.num_remaining_steps = self._data.source.num_compared_steps
 
     def check(self, batches: list[dict[str, Any]]) -> None:
         """Raise ValueError if ranks have read different packs as micro-batches of an optimizer step."""

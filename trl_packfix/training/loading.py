@@ -3,10 +3,11 @@
 The trainer (`trainer.py`) constructs one `TrainingData`, which takes these steps:
 
     1. At construction, before the model is loaded, it checks which datasets were given.
-    2. `attach`, once TRL has tokenised them and loaded the model, reads the table (`data/reader.py`), cuts its rows
-       into documents (`data/documents.py`) and makes the collator and the packed model (`isolation/packed_model.py`).
-    3. `packed_loader`, when training starts, plans the packs of the first epoch (`data/epochs.py`), makes the packing
-       report, and returns the loader. The loader of a stream (`data/stream.py`) plans packs while it reads.
+    2. `attach`, once TRL has tokenised them and loaded the model, lets the training set be read, and makes the collator
+       and the packed model (`isolation/packed_model.py`).
+    3. `packed_loader`, when training starts, returns the loader and sets the packing report.
+
+The training set is a `Source` (`source.py`): a table (`table_source.py`) or a stream (`stream_source.py`).
 
 `objective.py`, `evaluation.py`, `restart.py` and `callbacks.py` read what this object holds.
 
@@ -22,7 +23,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
@@ -31,28 +31,20 @@ from ..attention.models import base_model
 from ..compat import declare_whole_sizes, require_gathers
 from ..data.by_length import ByLength
 from ..data.collator import PackedDataCollator
-from ..data.documents import Documents, drop_untrained, make_documents
-from ..data.epochs import EpochPlanner
+from ..data.documents import drop_untrained, make_documents
 from ..data.loaders import DocumentDataset, PackCollator, PackedBatchSampler, PaddedBatchSampler, document_loader
 from ..data.model_costs import make_cost_model
 from ..data.prefix_collator import PrefixCollator
-from ..data.reader import RowReader, TokenReader, without_ignored_mask
+from ..data.reader import TokenReader, without_ignored_mask
 from ..data.row_values import (
     SOURCES,
     WEIGHTS,
-    RowValues,
     RowValuesCollator,
-    StreamSources,
     check_row_values,
-    read_row_values,
 )
-from ..data.stream import PackedStream
-from ..data.stream_images import ProcessedPacks
 from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
-from ..planning.packing import Packing
-from ..reporting.build import make_report, make_stream_report
 from ..samples.checks import check_texts_with_images, columns_of, has_images, has_transform, what_is_trained
 from ..samples.data_proof import prove_or_refuse
 from ..samples.data_report import DataReport
@@ -64,10 +56,10 @@ from .features import refuse_conflicts
 from .images import ImageData, TextData
 from .lora_inputs import LoraInputs
 from .noise import DocumentNoise
-from .planner import documents_of, make_planner, packing_of
-from .progress import status_shown
 from .remembered import RememberedProofs
-from .same_data import check_same_documents
+from .source import Source
+from .stream_source import StreamSource
+from .table_source import TableSource
 from .trainer_view import DataRanks, TrainerPart, TrainerView
 
 logger = logging.getLogger(__name__)
@@ -80,9 +72,6 @@ class TrainingData(TrainerPart):
     If `train_dataset` was replaced in between, the new one is read first.
     """
 
-    reader: RowReader  # set if a table is packed
-    documents: Documents  # set if a table is packed
-    row_values: RowValues
     padded_collator: Callable[..., Any]  # TRL's collator, which an unpacked run has
     unpacked_counts_first: bool  # whether unpacked TRL would count the first label of each row, though it is no target
     ranks: DataRanks
@@ -99,9 +88,7 @@ class TrainingData(TrainerPart):
         self.turns: PerTurnCounts | None = None
         self.report: DataReport | None = None  # whether every text of the training set is in the tokens once
         self.trained = TrainedSummary(what_is_trained(args, train_dataset), args.message_train_key)
-        self.planner: EpochPlanner | None = None  # plans the packs of a table; set when training starts
-        self.stream: PackedStream | None = None  # plans the packs of a stream; set when training starts
-        self.stream_sources: StreamSources | None = None  # the sources of a stream that this rank has met
+        self.source: Source = source_class(train_dataset)(trainer, self)
         self.packs_images = args.packing and has_images(train_dataset)
 
     def attach(self) -> None:
@@ -140,35 +127,26 @@ class TrainingData(TrainerPart):
         """Whether rows have images, of which TRL makes batches, because they are not packed."""
         return self._trainer._is_vision_dataset and not self.packs_images
 
-    # Tables
+    # The training set
 
     @property
-    def _value_columns(self) -> dict[str, str]:
+    def value_columns(self) -> dict[str, str]:
         """The names of the columns of weights and sources, by their keys in a batch."""
         columns = {WEIGHTS: self.args.weight_column, SOURCES: self.args.source_column}
         return {key: column for key, column in columns.items() if column is not None}
 
     def _read_training_set(self) -> None:
-        """Read the weights and sources of the rows of `train_dataset` and, with packing, cut its documents."""
+        """Read `train_dataset`: the weights and sources of its rows and, with packing, the documents of a table."""
         args = self.args
         dataset = self._trainer.train_dataset
         self._dataset_read = dataset
-        if isinstance(dataset, IterableDataset):
-            self.stream_sources = None if args.source_column is None else StreamSources()
-            self.row_values = RowValues()  # a stream is read, and checked, later
-        else:
-            # TRL has prepared the table, so its rows may be shuffled, and fewer than the rows that the user gave
-            self.row_values = read_row_values(dataset, args.weight_column, args.source_column, name="train")
-            if args.packing:
-                self.reader = self.images.read(dataset, "train")
-                self.row_values = self.row_values.select(self.reader.conversations)
-                self.turns = self.reader.turns or self.turns
-                with status_shown(args, f"Cutting {len(self.reader):,} rows into documents"):
-                    self.documents = documents_of(self.reader, args)
-                check_same_documents(self.documents, "The training set", args.world_size)
-        if (keys := self._value_columns) and not args.packing:  # TRL's rows have the two columns themselves
-            index = {value: i for i, value in enumerate(self.row_values.column_values)}
-            names_sources = self.stream_sources is not None
+        kind = source_class(dataset)
+        if not isinstance(self.source, kind):
+            self.source = kind(self._trainer, self)
+        self.source.read(dataset)
+        if (keys := self.value_columns) and not args.packing:  # TRL's rows have the two columns themselves
+            index = {value: i for i, value in enumerate(self.source.row_values.column_values)}
+            names_sources = self.source.numbered_sources is not None
             self._trainer.data_collator = RowValuesCollator(self.padded_collator, keys, index, names_sources)
 
     def trained_line(self) -> str:
@@ -206,42 +184,13 @@ class TrainingData(TrainerPart):
         self._read_training_set()
 
     def packed_loader(self) -> DataLoader[Any]:
-        """Return the loader of packs of the training set, after planning the first epoch and making the report."""
-        if isinstance(self._trainer.train_dataset, IterableDataset):
-            return self._make_stream_loader()
-        with status_shown(self.args, f"Planning packs of {len(self.documents):,} documents") as show:
-            planner = self.planner = self.make_planner()
-            show(f"Planned packs of {len(self.documents):,} documents; making the report")
-            reports: list[Any] = [None]
-            if self.args.process_index == 0:  # of many documents it takes as much memory as the plan
-                reports[0] = make_report(planner, self.reader, unpacked_counts_first=self.unpacked_counts_first)
-            max_steps = self.args.max_steps if self.args.max_steps > 0 else None
-            self._trainer.packing_report = replace(
-                broadcast_object_list(reports)[0],
-                trained=self.trained,
-                turns=self.turns,
-                data=self.report,
-                max_steps=max_steps,
-            )
-        rows = DocumentDataset(
-            self.reader, self.documents, self._trainer._tokenizer.pad_token_id, values=self.row_values
-        )
-        sampler = PackedBatchSampler(planner, self.ranks.rank)
-        return self.make_loader(rows, sampler, self.training_collator(self._value_columns))
+        """Return the loader of packs of the training set, and set the packing report of the trainer."""
+        loader, report = self.source.packed_loader()
+        self._trainer.packing_report = replace(report, trained=self.trained, data=self.report)
+        return loader
 
     @property
-    def packing(self) -> Packing | None:
-        """How the training set is packed, from when training starts; None without packing."""
-        packs = self.planner or self.stream
-        return None if packs is None else packs.packing
-
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        """The numbers of ranks that may share a pack in training; () without packing."""
-        return () if self.packing is None else self.packing.degrees
-
-    @property
-    def _packing_of_run(self) -> dict[str, Any]:
+    def packing_of_run(self) -> dict[str, Any]:
         """The arguments of the planner that model, engine and ranks decide, and not the config."""
         return {
             "cost_model": self.cost_model,
@@ -250,10 +199,6 @@ class TrainingData(TrainerPart):
             "batch_size": self._trainer._train_batch_size,  # lowered by `auto_find_batch_size`
             "evens_targets": bool(self._trainer.user_code.names) and self.args.balance == "step",
         }
-
-    def make_planner(self) -> EpochPlanner:
-        """Return the planner of the packs of the training table."""
-        return make_planner(self.args, self.documents, **self._packing_of_run)
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -265,7 +210,7 @@ class TrainingData(TrainerPart):
     ) -> DataLoader[Any]:
         """Return a loader of the documents whose batches `sampler` yields, with the user's settings of loaders."""
         is_persistent = self.args.dataloader_persistent_workers
-        settings = {"persistent_workers": is_persistent, **self._loader_settings, **self._worker_kwargs}
+        settings = {"persistent_workers": is_persistent, **self.loader_settings, **self.worker_kwargs}
         return document_loader(dataset, sampler, collate, **settings)
 
     def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]:
@@ -322,52 +267,20 @@ class TrainingData(TrainerPart):
         self._rows.shares = shares
 
     @property
-    def _loader_settings(self) -> dict[str, Any]:
+    def loader_settings(self) -> dict[str, Any]:
         args = self.args
         device = self._trainer.accelerator.device
         pins = args.dataloader_pin_memory and device.type != "cpu"
         return {"device": device, "pin_memory": pins, "num_workers": args.dataloader_num_workers}
 
     @property
-    def _worker_kwargs(self) -> dict[str, Any]:
+    def worker_kwargs(self) -> dict[str, Any]:
         args = self.args
         return {
             "multiprocessing_context": args.dataloader_multiprocessing_context,
             "prefetch_factor": args.dataloader_prefetch_factor,
             "in_order": args.dataloader_in_order,
         }
-
-    # Streams
-
-    def _make_stream_loader(self) -> DataLoader[Any]:
-        args = self.args
-        stream = self.stream = PackedStream(
-            self._trainer.train_dataset,
-            packing_of(args, **self._packing_of_run),
-            rank=self.ranks.rank,
-            rows=self.images.of_stream(self.vocab_size),
-            pad_token_id=self._trainer._tokenizer.pad_token_id,
-            num_workers=args.dataloader_num_workers,
-            worker_kwargs=self._worker_kwargs,
-            weight_column=args.weight_column,
-            source_column=args.source_column,
-        )
-        self._trainer.packing_report = replace(
-            make_stream_report(stream, args.max_steps), trained=self.trained, data=self.report
-        )
-        collate = self.training_collator(self._value_columns, names_sources=True)
-        settings = self._loader_settings
-        if stream.rows.process is None:
-            settings["num_workers"] = 0  # these processes run the processor of images; the stream has its own
-        if settings["num_workers"]:
-            settings |= self._worker_kwargs
-        if not settings.pop("in_order", True) and stream.rank == 0:
-            logger.warning(
-                "dataloader_in_order=False was given; packs with images of a stream stay in order, because a restart "
-                "goes on behind the last one."
-            )
-        stream.num_ahead = settings["num_workers"] * (settings.get("prefetch_factor") or 2)
-        return document_loader(ProcessedPacks(stream.rows.process), stream, collate, **settings)
 
     # The model
 
@@ -389,10 +302,11 @@ class TrainingData(TrainerPart):
             shares_prefixes=args.share_prefixes != "off",
             images=self.images.examples,
         )
-        if args.packing and isinstance(self._trainer.train_dataset, Dataset) and self.documents.file is not None:
+        folder = self.source.cache_folder
+        if folder is not None:
             plugin = self._trainer.accelerator.state.deepspeed_plugin
             engine = self._trainer.accelerator.distributed_type, plugin and plugin.deepspeed_config
-            packed_model.recall = RememberedProofs(self.documents.file.parent, (engine, args.torch_compile)).recall
+            packed_model.recall = RememberedProofs(folder, (engine, args.torch_compile)).recall
         return packed_model
 
     @property
@@ -401,6 +315,11 @@ class TrainingData(TrainerPart):
         if self.args.bf16:
             return torch.bfloat16
         return torch.float16 if self.args.fp16 else base_model(self._trainer.model).dtype
+
+
+def source_class(dataset: object) -> type[TableSource] | type[StreamSource]:
+    """Return the class of the source of a training set."""
+    return StreamSource if isinstance(dataset, IterableDataset) else TableSource
 
 
 def unpacked_rows(

@@ -74,7 +74,7 @@ class Objective(TrainerPart):
         score_tokens(base_model(trainer.model))
         trainer.router_aux_loss_coef = router_loss_coefficient(trainer, args) or 0.0
         check_router_loss(trainer)
-        self.totals = TrainingTotals(self._data.row_values.names, args.share_prefixes != "off")
+        self.totals = TrainingTotals(self._data.source.row_values.names, args.share_prefixes != "off")
         if args.packing:
             # transformers' hook would give every document of a pack the noise amplitude of one document of T tokens
             trainer.neftune_noise_alpha = None
@@ -101,8 +101,9 @@ class Objective(TrainerPart):
     def start(self) -> None:
         """Prepare the model and the totals again when training starts, because both may have changed since `attach`."""
         score_tokens(base_model(self._trainer.model))  # a trainer of TRL may have been built on this model
-        self.totals.set_sources(self._data.row_values.names, self._data.stream_sources)
-        self.same_pack.start(self.args)
+        source = self._data.source
+        self.totals.set_sources(source.row_values.names, source.numbered_sources)
+        self.same_pack.start()
         self.summed_by_ranks = parameters_summed_by_ranks(base_model(self._trainer.model))
 
     def pop_row_values(self, inputs: dict[str, Any]) -> None:
@@ -112,7 +113,7 @@ class Objective(TrainerPart):
         """
         self.values_of_batch = {name: inputs.pop(name) for name in (WEIGHTS, SOURCES) if name in inputs}
         names = self.values_of_batch.get(SOURCES)
-        numbered = self._data.stream_sources
+        numbered = self._data.source.numbered_sources
         if isinstance(names, list) and numbered is not None:
             self.values_of_batch[SOURCES] = numbered.number_sources(names)
 
@@ -370,7 +371,7 @@ class Objective(TrainerPart):
         window = self.totals.end_window()
         span = self.totals.training if is_end else window
         if span.num_steps:
-            packing = self._data.packing
+            packing = self._data.source.packing
             capacity = None  # strategies that keep unpacked steps do not fill micro-batches
             if packing is not None and not packing.traits.keeps_unpacked_steps:
                 capacity = packing.parallel.tokens_per_rank

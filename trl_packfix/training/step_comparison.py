@@ -11,27 +11,21 @@ parallelism, a *group* of neighbouring ranks shares each pack.
 """
 
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import takewhile
 from math import inf, isnan
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from datasets import IterableDataset
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..data.collator import PackedDataCollator
-from ..data.documents import make_documents
-from ..data.loaders import DocumentDataset, PackedBatchSampler, dummy_document
-from ..data.row_values import SOURCES, WEIGHTS, read_row_values
-from ..group import Group
+from ..data.loaders import dummy_document
+from ..data.row_values import SOURCES, WEIGHTS
 from ..isolation.isolation_report import PackingLeakError
 from ..layout import IGNORE_INDEX, TEXT_KEYS, layout_of
-from ..planning.schedule import NO_DOCUMENTS
-from .loading import TrainingData
 
 NUM_CANDIDATES = 32  # documents that are read, of which `NUM_DOCUMENTS` are chosen
 NUM_DOCUMENTS = 3
@@ -88,40 +82,6 @@ def num_trained(document: Document) -> int:
 def mask_document(document: Document) -> Document:
     """Return a copy of a document without labels, so without trained tokens."""
     return document | {"labels": np.full(document_length(document), IGNORE_INDEX)}
-
-
-def first_documents(data: TrainingData, dataset: IterableDataset) -> tuple[list[Document], Group]:
-    """Read the documents of this rank's first packs, or of the first rows of a stream.
-
-    Args:
-        data: the training data. It has a planner, which plans packs, unless rows come from a stream.
-        dataset: the stream, if there is no planner.
-
-    Returns:
-        Up to `NUM_CANDIDATES` documents, and the ranks that share a pack of these documents, which get equal documents.
-    """
-    if data.planner is None:
-        degree = max(data.degrees, default=1)
-        args = data.args
-        stream = dataset.take(NUM_CANDIDATES)
-        stream_documents = list[Document]()
-        try:
-            table = data.images.table(stream)
-            reader = data.images.read(table, "train")
-            values = read_row_values(table, args.weight_column, None, name="train")
-            documents = make_documents(reader, args.max_length, args.effective_overlong)
-            rows = DocumentDataset(reader, documents, values=values)
-            stream_documents = rows.__getitems__([*range(min(NUM_CANDIDATES, len(rows)))])
-        except ValueError:  # a row has an error; the stream drops it in training, or refuses it with its row number
-            pass
-        return stream_documents, Group(degree, data.ranks.rank % degree)
-    rows = DocumentDataset(data.reader, data.documents, values=data.row_values)
-    packs = list(islice(PackedBatchSampler(data.planner, data.ranks.rank), data.args.gradient_accumulation_steps))
-    # Packs of one step may be shared by different numbers of ranks; documents are taken from the most widely shared
-    group = max((pack.group for pack in packs), key=attrgetter("size"))
-    widest_packs = [pack for pack in packs if pack.group == group]
-    indices = [index for pack in widest_packs for index in pack if index != NO_DOCUMENTS]
-    return rows.__getitems__(indices[:NUM_CANDIDATES]), group
 
 
 def choose_documents(documents: list[Document]) -> list[Document]:

@@ -69,7 +69,7 @@ from ..samples.make_samples import make_samples
 from ..samples.named_images import with_named_images
 from ..samples.turns import TurnRule
 from . import checks
-from .callbacks import BeforeFirstStep, BeforeTraining, CheckAdapterGradients, StreamCallback
+from .callbacks import BeforeFirstStep, BeforeTraining, CheckAdapterGradients
 from .config import SFTConfig, adopt_args, settings_hidden_from_trl
 from .evaluation import Evaluation
 from .first_step import FirstStep
@@ -211,8 +211,8 @@ class SFTTrainer(trl.SFTTrainer):
         self.add_callback(BeforeTraining(self, data, self.training_objective, evaluation=self.evaluation))
         self.add_callback(CheckAdapterGradients())
         if args.packing:
-            if isinstance(self.train_dataset, IterableDataset):
-                self.add_callback(StreamCallback(self, data))
+            for callback in data.source.callbacks():
+                self.add_callback(callback)
             # Not `self.training_step`: a subclass may count or log in its own
             training_step = partial(SFTTrainer.training_step, self)
             self.first_step = FirstStep(self, data, self.training_objective, training_step=training_step)
@@ -344,7 +344,7 @@ class SFTTrainer(trl.SFTTrainer):
             self.model_wrapped = self.model
         self.training_objective.start()
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self.restart.resume_stream(resume_from_checkpoint, max_steps)
+        self.restart.resume_loader(resume_from_checkpoint, max_steps)
         return model, loader
 
     # The three methods below tell transformers the number of optimizer steps of each epoch. It assumes that all epochs
@@ -352,7 +352,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def set_initial_training_values(self, *arguments: Any) -> tuple[Any, ...]:
         """Return the numbers of epochs and steps that transformers computes, with those of the plans in their place."""
-        return self.restart.training_values(super().set_initial_training_values(*arguments))
+        return self.data.source.training_values(super().set_initial_training_values(*arguments))
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
         """Return the epoch in which a run resumes, and how many of its micro-batches were trained."""
@@ -360,7 +360,7 @@ class SFTTrainer(trl.SFTTrainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Train an epoch with the number of optimizer steps that its plan has."""
-        num_steps = self.restart.steps_of(kwargs["epoch"])
+        num_steps = self.data.source.steps_of(kwargs["epoch"])
         if num_steps is not None:
             micro_batches = num_steps * self.args.gradient_accumulation_steps
             kwargs |= {"num_update_steps_per_epoch": num_steps, "steps_in_epoch": micro_batches}

@@ -1,0 +1,183 @@
+"""The training set of a run, whatever it is: the interface of tables and streams.
+
+A *table* (`table_source.py`) is read into documents when the trainer is constructed, and its packs are planned epoch
+by epoch. A *stream* (`stream_source.py`) is read and packed while the model trains. The rest of the trainer uses a
+`Source` and does not know which of the two it is: `loading.py` makes it, and takes the loader of packs from it;
+`restart.py` saves and continues its position; the loss and the proofs read how it packs.
+
+A *document* is one training example as the model reads it; a *pack* is a row of documents that the model reads
+together.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+
+from ..data.documents import make_documents
+from ..data.loaders import DocumentDataset
+from ..data.row_values import RowValues, StreamSources, read_row_values
+from ..group import Group
+from ..planning.packing import Packing
+from ..planning.schedule import Schedule
+from ..reporting.report import PackingReport
+from ..samples.row import PerTurnCounts
+from .config import SFTConfig
+from .images import TextData
+from .trainer_view import DataRanks, TrainerView
+
+NUM_COMPARED_STEPS = 2  # optimizer steps in which ranks that must read the same packs compare the packs of a table
+
+
+class LoadingView(Protocol):
+    """What a source sees of the data of a trainer, `TrainingData`."""
+
+    images: TextData
+    ranks: DataRanks
+    vocab_size: int | None
+    turns: PerTurnCounts | None
+
+    @property
+    def unpacked_counts_first(self) -> bool: ...
+    @property
+    def value_columns(self) -> dict[str, str]: ...
+    @property
+    def packing_of_run(self) -> dict[str, Any]: ...
+    @property
+    def loader_settings(self) -> dict[str, Any]: ...
+    @property
+    def worker_kwargs(self) -> dict[str, Any]: ...
+    def training_collator(self, keys: Collection[str], names_sources: bool = False) -> Callable[..., Any]: ...
+    def make_loader(self, dataset: Any, sampler: Any, collate: Callable[..., Any]) -> DataLoader[Any]: ...
+
+
+class Source(ABC):
+    """The training set of a trainer.
+
+    Attributes:
+        kind: what messages call the training set.
+        row_values: weights and sources of the rows; none for a stream, whose documents carry them.
+        numbered_sources: the numbers of the names of sources that this rank has met; None if batches have numbers.
+    """
+
+    kind: ClassVar[str]
+    row_values: RowValues
+    numbered_sources: StreamSources | None = None
+
+    def __init__(self, trainer: TrainerView, data: LoadingView):
+        self._trainer = trainer
+        self._data = data
+
+    @property
+    def args(self) -> SFTConfig:
+        """The config of the trainer."""
+        return self._trainer.args
+
+    @abstractmethod
+    def read(self, dataset: Any) -> None:
+        """Read the training set, or one that was set in its place. It is then the `train_dataset` of the trainer."""
+
+    # Packs
+
+    @property
+    @abstractmethod
+    def packing(self) -> Packing | None:
+        """How the training set is packed, from when training starts; None without packing."""
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """How many ranks may share a pack in training; () without packing."""
+        return () if self.packing is None else self.packing.degrees
+
+    @property
+    def num_compared_steps(self) -> int:
+        """The number of optimizer steps whose packs are compared between ranks that must read the same packs."""
+        return NUM_COMPARED_STEPS
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """The folder of the files of the documents; None if they are not in files."""
+        return None
+
+    @abstractmethod
+    def packed_loader(self) -> tuple[DataLoader[Any], PackingReport]:
+        """Return the loader of packs, and the report as far as it is known before training. All ranks must call it."""
+
+    def first_schedule(self) -> tuple[Schedule | None, np.ndarray | None]:
+        """Return the schedule of the first epoch of this run, and the number of trained tokens of each document.
+
+        Both are None if no epoch is planned ahead.
+        """
+        return None, None
+
+    def first_documents(self, num_documents: int) -> tuple[list[dict[str, Any]], Group]:
+        """Return some of the first documents of this rank, and the ranks that share a pack of them.
+
+        Ranks that share a pack get equal documents. Here they are the documents of the first rows, which is right where
+        no epoch is planned ahead.
+
+        Args:
+            num_documents: the most documents.
+        """
+        args = self.args
+        degree = max(self.degrees, default=1)
+        first_rows = self._trainer.train_dataset.take(num_documents)
+        documents = list[dict[str, Any]]()
+        try:
+            table = self._data.images.table(first_rows)
+            reader = self._data.images.read(table, "train")
+            values = read_row_values(table, args.weight_column, None, name="train")
+            spans = make_documents(reader, args.max_length, args.effective_overlong)
+            rows = DocumentDataset(reader, spans, values=values)
+            documents = rows.__getitems__([*range(min(num_documents, len(rows)))])
+        except ValueError:  # a row has an error; the stream drops it in training, or refuses it with its row number
+            pass
+        return documents, Group(degree, self._data.ranks.rank % degree)
+
+    def callbacks(self) -> list[TrainerCallback]:
+        """Return the callbacks that the training set needs."""
+        return []
+
+    # Steps and restarts. The defaults are those of a run whose epochs have equally many steps.
+
+    @abstractmethod
+    def start_training(self, resumed: tuple[str, dict[str, Any]] | None) -> None:
+        """Continue the plan of a checkpoint, or refuse it. Called when the loader is made.
+
+        Args:
+            resumed: the checkpoint and its state; None if the documents of the epoch start anew.
+        """
+
+    def training_values(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the values of `Trainer.set_initial_training_values`, with the epochs and steps of this run."""
+        return values
+
+    def position(self, values: tuple[int, int], state: dict[str, Any]) -> tuple[int, int]:
+        """Return the epoch in which a run resumes, and how many of its micro-batches were trained.
+
+        Args:
+            values: what transformers has computed.
+            state: the state of the checkpoint.
+        """
+        return values
+
+    def steps_of(self, epoch: int) -> int | None:
+        """Return the number of optimizer steps of an epoch; None if all epochs have the same number."""
+        return None
+
+    @abstractmethod
+    def resume_loader(self, checkpoint: str, num_skipped: int) -> None:
+        """Let the loader continue from a checkpoint. transformers then discards `num_skipped` micro-batches."""
+
+    @abstractmethod
+    def save_position(self, folder: Path) -> dict[str, Any] | None:
+        """Write the position of this rank into a checkpoint. All ranks must call it.
+
+        Returns:
+            What of the position is part of the state of the checkpoint. None if there is nothing to continue: without
+            packing, or with a loader that the user made.
+        """

@@ -1,0 +1,214 @@
+"""A stream as the training set: it is read and packed while the model trains.
+
+`PackedStream` (`data/stream.py`) reads and packs. This module makes it and its loader when training starts, saves and
+continues its position in checkpoints, and has the callback that refuses ranks whose streams differ, and that brings the
+report up to date with each checkpoint.
+"""
+
+import logging
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import IterableDataset
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainerControl
+
+from ..data.loaders import document_loader
+from ..data.row_values import RowValues, StreamSources
+from ..data.stream import PackedStream, StreamCounts
+from ..data.stream_images import ProcessedPacks
+from ..planning.packing import Packing
+from ..reporting.build import make_stream_report
+from ..reporting.report import PackingReport
+from . import checkpoints
+from .planner import packing_of
+from .same_data import check_same_stream
+from .source import LoadingView, Source
+from .trainer_view import TrainerView
+
+logger = logging.getLogger(__name__)
+
+
+class StreamSource(Source):
+    """A stream.
+
+    Attributes:
+        stream: reads and packs for this rank; None before training, and with a loader that the user made.
+    """
+
+    kind = "stream"
+
+    def __init__(self, trainer: TrainerView, data: LoadingView):
+        super().__init__(trainer, data)
+        self.stream: PackedStream | None = None
+
+    def read(self, dataset: IterableDataset) -> None:
+        self.numbered_sources = None if self.args.source_column is None else StreamSources()
+        self.row_values = RowValues()  # a stream is read, and checked, later
+
+    # Packs
+
+    @property
+    def packing(self) -> Packing | None:
+        return None if self.stream is None else self.stream.packing
+
+    @property
+    def num_compared_steps(self) -> int:
+        # Each rank reads by itself, so ranks may come apart in any step
+        return super().num_compared_steps if self.stream is None else self.args.max_steps
+
+    def packed_loader(self) -> tuple[DataLoader[Any], PackingReport]:
+        args = self.args
+        data = self._data
+        stream = self.stream = PackedStream(
+            self._trainer.train_dataset,
+            packing_of(args, **data.packing_of_run),
+            rank=data.ranks.rank,
+            rows=data.images.of_stream(data.vocab_size),
+            pad_token_id=self._trainer._tokenizer.pad_token_id,
+            num_workers=args.dataloader_num_workers,
+            worker_kwargs=data.worker_kwargs,
+            weight_column=args.weight_column,
+            source_column=args.source_column,
+        )
+        collate = data.training_collator(data.value_columns, names_sources=True)
+        settings = data.loader_settings
+        if stream.rows.process is None:
+            settings["num_workers"] = 0  # these processes run the processor of images; the stream has its own
+        if settings["num_workers"]:
+            settings |= data.worker_kwargs
+        if not settings.pop("in_order", True) and stream.rank == 0:
+            logger.warning(
+                "dataloader_in_order=False was given; packs with images of a stream stay in order, because a restart "
+                "goes on behind the last one."
+            )
+        stream.num_ahead = settings["num_workers"] * (settings.get("prefetch_factor") or 2)
+        loader = document_loader(ProcessedPacks(stream.rows.process), stream, collate, **settings)
+        return loader, make_stream_report(stream, args.max_steps)
+
+    def callbacks(self) -> list[TrainerCallback]:
+        return [StreamCallback(self._trainer, self._data, self)]
+
+    # Restarts
+
+    def start_training(self, resumed: tuple[str, dict[str, Any]] | None) -> None:
+        """Do nothing: `resume_loader` continues a stream, once transformers knows the step."""
+
+    def resume_loader(self, checkpoint: str, num_skipped: int) -> None:
+        if self.stream is not None:
+            step = self._trainer.state.global_step
+            resume_stream_at(
+                self.stream, checkpoint, step, num_skipped=num_skipped, ignore_data_skip=self.args.ignore_data_skip
+            )
+
+    def save_position(self, folder: Path) -> dict[str, Any] | None:
+        if self.stream is None:
+            return None
+        if self._data.ranks.index == 0:
+            saved = self.stream.state_dict(self._trainer.state.global_step)
+            checkpoints.write_synced(stream_file(folder, self.stream.rank), partial(torch.save, saved))
+        return {}
+
+
+def stream_file(checkpoint: str | Path, rank: int) -> Path:
+    """Return the file of a checkpoint that has the position of a rank in a stream."""
+    return Path(checkpoint) / f"packed_stream_{rank}.pt"
+
+
+def resume_stream_at(
+    stream: PackedStream, checkpoint: str, num_steps: int, *, num_skipped: int, ignore_data_skip: bool
+) -> None:
+    """Set the stream to its state after `num_steps` steps. The Trainer then discards `num_skipped` batches."""
+    if ignore_data_skip:
+        stream.begin(num_steps)
+        return
+    state = (
+        _read_saved_stream(checkpoint, stream.rank, stream) if stream_file(checkpoint, stream.rank).is_file() else None
+    )
+    if state is None or not stream.can_continue(state):
+        first = _read_saved_stream(checkpoint, 0, stream)
+        states = [_read_saved_stream(checkpoint, rank, stream) for rank in range(first["settings"]["world_size"])]
+        state = stream.merge_states(states)
+        if stream.rank == 0:
+            waiting = sum(len(one["documents"]["lengths"]) for one in states[:: first["count"]])
+            how = "every rank reads all of it" if state["count"] > stream.num_alike else "divided between the ranks"
+            logger.warning(
+                f"Resuming a stream of {len(states)} ranks on {stream.packing.world_size}: {waiting:,} documents that "
+                f"wait for a pack, and the rest of pass {state['num_passes'] + 1}, are packed anew ({how}). Random "
+                "numbers (dropout) differ."
+            )
+    stream.load_state_dict(state, num_skipped)
+
+
+def _read_saved_stream(checkpoint: str, rank: int, stream: PackedStream) -> dict[str, Any]:
+    """Return the position in the stream that a rank has saved, or raise ValueError if its file is missing."""
+    file = stream_file(checkpoint, rank)
+    if not file.is_file():
+        raise ValueError(
+            f"`resume_from_checkpoint={checkpoint!r}` was given on {stream.packing.world_size} ranks and has no "
+            f"`{file.name}`, the position in the stream of rank {rank}. It is on another node, and another number of "
+            "ranks needs the positions of all. Copy all of it to every node, or set `ignore_data_skip=True` to start "
+            "the stream from its beginning."
+        )
+    return torch.load(file, weights_only=True)
+
+
+class StreamCallback(TrainerCallback):
+    """Refuses ranks that read different streams, and reports with each checkpoint what was read and trained."""
+
+    def __init__(self, trainer: TrainerView, data: LoadingView, source: StreamSource):
+        self._trainer = trainer
+        self._data = data
+        self._source = source
+
+    def on_train_begin(self, *call: object, **kwargs: object) -> None:
+        args = self._trainer.args
+        if args.world_size == 1:
+            return
+        firsts = gather_object([self._data.images.first_of_stream(self._trainer.train_dataset)])
+        differing_ranks = [rank for rank in range(args.world_size) if firsts[rank] != firsts[0]]
+        if differing_ranks:
+            raise ValueError(
+                f"The stream begins with another row on {len(differing_ranks)} of {args.world_size} ranks than on rank "
+                f"0 (the first is rank {differing_ranks[0]}). All ranks share one stream. If they read "
+                "different ones, documents are trained twice or never. Give `shuffle` a `seed`, and all ranks the same "
+                "files."
+            )
+
+    def on_step_end(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
+        """Compare what ranks have read, in steps after which all ranks wait for each other anyway."""
+        stream = self._source.stream
+        if self._trainer.args.world_size > 1 and stream is not None and (control.should_log or control.should_save):
+            check_same_stream(stream, self._trainer.state.global_step)
+
+    def on_save(self, *call: object, **kwargs: object) -> None:
+        self._report()
+
+    def on_train_end(self, *call: object, **kwargs: object) -> None:
+        report = self._report()
+        if self._trainer.args.packing_report and self._trainer.is_world_process_zero():
+            report.show()
+
+    def _report(self) -> PackingReport:
+        """Update the report with what was read and trained up to now. All ranks must call."""
+        trainer = self._trainer
+        stream = self._source.stream
+        num_steps = self._trainer.state.global_step
+        assert stream is not None  # made with the training loader
+        assert trainer.packing_report is not None
+        state = stream.state_after(num_steps)
+        before = trainer.packing_report
+        counts = state["counts"]
+        num_alike = state["count"]  # ranks that read the same rows of the stream
+        if num_alike < stream.packing.world_size:  # these ranks have counted the rows of their own shards only
+            counts = sum(gather_object([counts])[:: num_alike * self._data.ranks.copies], StreamCounts())
+        report = make_stream_report(stream, trainer.args.max_steps, counts, micro_steps=state["micro_steps"])
+        before_training = ("attention", "isolation", "first_step", "trained", "data", "experimental")
+        report = trainer.packing_report = replace(report, **{name: getattr(before, name) for name in before_training})
+        if trainer.args.packing_report and trainer.is_world_process_zero():
+            report.save(str(trainer.args.output_dir))
+        return report
