@@ -3,6 +3,7 @@
 `training/test_on_ranks.py` runs the exchange on real ranks.
 """
 
+import operator
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 
 from trl_packfix import IsolationReport, PackingLeakError, group
 from trl_packfix.attention import exchange
-from trl_packfix.attention.exchange import HeadExchange, head_ranges
+from trl_packfix.attention.exchange import HeadExchange, exchange_halo, head_ranges
 from trl_packfix.attention.packed_forward import PackedForward, packed_forward_entered
 from trl_packfix.attention.runs import launches_of
 from trl_packfix.attention.varlen import varlen_attention
@@ -65,6 +66,20 @@ def test_the_exchange_gives_each_head_its_keys_and_copies_no_index_to_the_device
     for i, whole in ((1, key), (2, value)):
         read = [each[i].repeat_interleave(each[0].shape[1] // each[i].shape[1], dim=1) for each in found.values()]
         assert torch.equal(torch.cat(read, dim=1), whole.repeat_interleave(heads // kv_heads, dim=1))
+
+
+def test_a_rank_that_is_alone_communicates_with_no_rank(monkeypatch):
+    """Every operation of a group of one returns what it got, or zeros where other ranks would send rows."""
+    monkeypatch.setattr(group, "dist", None)
+    monkeypatch.setattr(exchange, "exchange_pieces", None)
+    alone = Group()
+    query, key, value = (torch.randn(1, n, 5, 4) for n in (6, 3, 3))
+    assert alone.sum(query) is query
+    assert alone.gather(query, dim=1) is query
+    of_heads = HeadExchange(6, 3, alone)
+    assert all(map(operator.is_, of_heads.to_heads([query], [key, value]), (query, key, value)))
+    assert torch.equal(of_heads.to_tokens(query), query.transpose(1, 2))
+    assert not exchange_halo(query[0], 2, alone).any()
 
 
 def attend(tokens, forward, **given):

@@ -1,0 +1,29 @@
+"""Tables and streams are sources of one interface, and one place chooses between them."""
+
+import ast
+from pathlib import Path
+
+import trl_packfix
+
+TRAINING = Path(trl_packfix.__file__).parent / "training"
+# Where the class of a dataset is looked at: the choice of the source; settings that a stream does not have; and the
+# evaluation, where a stream becomes a table
+ASKS = {("loading", "source_class"), ("choices", "is_stream"), ("evaluation", "loader")}
+
+
+def places_that_ask(text: str, module: str) -> set[tuple[str, str]]:
+    """Return the functions of a module that compare the class of an object with `IterableDataset`."""
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    found = set()
+    for function in functions:
+        calls = [ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Call)]
+        if any(call.startswith("isinstance(") and "IterableDataset" in call for call in calls):
+            found.add((module, function.name))
+    return found
+
+
+def test_the_trainer_asks_in_one_place_whether_its_training_set_is_a_stream():
+    found = set()
+    for path in TRAINING.glob("*.py"):
+        found |= places_that_ask(path.read_text(), path.stem)
+    assert found == ASKS
