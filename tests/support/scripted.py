@@ -18,6 +18,7 @@ class ScriptedProbe(Probe):
         packs: the lengths of the documents of each pack that ran, in order.
         longest_alone: the length up to which each of the runs alone may be, in order.
         draw: the rounding under which the model runs; None without one.
+        by_channel: the values of the argument `by_channel` of these roundings.
         draws: each rounding under which the model ran, in order.
     """
 
@@ -40,6 +41,7 @@ class ScriptedProbe(Probe):
         self.packs = []
         self.longest_alone = []
         self.draws = []
+        self.by_channel = set()
         self._words = torch.arange(1, 50)
         self._generator = torch.Generator().manual_seed(0)
         vars(self).update(attributes)
@@ -71,5 +73,6 @@ class ScriptedProbe(Probe):
     def rounded_otherwise(self, draw, *, by_channel=False):
         self.draw = draw
         self.draws.append(draw)
+        self.by_channel.add(by_channel)
         yield
         self.draw = None

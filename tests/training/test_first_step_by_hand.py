@@ -1,6 +1,6 @@
 """The first step is judged by numbers that are set by hand, at, below and above each limit. No model trains."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from math import inf, nan
 from types import SimpleNamespace
 
@@ -144,6 +144,7 @@ def test_rounding_raises_the_limits_to_three_times_its_change():
     found = step.compare()
     assert found.problem is None
     assert step._probe.draws == [0]
+    assert step._probe.by_channel == {True}
     assert found.text.endswith(" (rounding alone makes 4e-03 and 3e-04)")
     assert found.loss_gap == pytest.approx(0.01)
     step = ScriptedFirstStep(lambda: gradients_of(1.01 + 0.003 * (step._probe.draw is not None)))
@@ -170,6 +171,7 @@ def test_gradients_in_half_precision_may_differ_by_one_rounding(gap, is_problem)
         (torch.bfloat16, True, 2.0**-7 * 1.01, True),
         (torch.bfloat16, False, 2.0**-7 * 0.99, True),
         (torch.float32, True, 2e-4, True),
+        (torch.float32, True, 0.9e-4, False),
     ],
 )
 def test_the_loss_of_sharded_models_in_half_precision_may_differ_by_an_epsilon(dtype, sharded, gap, is_problem):
@@ -204,6 +206,36 @@ def test_documents_without_a_trained_token_are_not_compared():
     step._choose_packs = lambda: [RankShare([document_of(9, 0), document_of(8, 1)]), RankShare([document_of(9, 0)])]
     assert step.compare().problem is None
     assert step.longest_compared == 9
+
+
+@pytest.mark.parametrize(
+    "num_ranks, has_engine, waits", [(1, False, False), (1, True, False), (2, False, False), (2, True, True)]
+)
+def test_forward_passes_wait_for_other_ranks_of_an_engine(num_ranks, has_engine, waits):
+    step = ScriptedFirstStep(num_ranks=num_ranks)
+    step._probe.has_engine = has_engine
+    made = []
+    step._make_probe = lambda model: made.append(model) or step._probe
+    step.compare()
+    assert step._has_collectives is waits
+    assert made == [step._trainer.model_wrapped]
+
+
+def test_no_gradient_is_left_behind():
+    """An optimizer with weight decay would change a parameter whose gradient is 0."""
+    step = ScriptedFirstStep()
+    parameter = next(step._trainer.model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    step.compare()
+    assert parameter.grad is None
+
+
+@pytest.mark.parametrize("router, images", [(False, False), (True, False), (False, True), (True, True)])
+def test_a_router_loss_with_images_is_not_compared(router, images):
+    step = ScriptedFirstStep()
+    step._trainer.aux_loss_enabled = router
+    step._data.packs_images = images
+    assert ("the router loss is not compared with images" in step.compare().text) is (router and images)
 
 
 def test_gaps_by_hand():
@@ -272,6 +304,84 @@ def test_where_gradients_are_compared(change, compares):
     step._unwrapped_model = step._trainer.model
     change(step._trainer, step._objective)
     assert FirstStep._compares_gradients.func(step) is compares
+
+
+def test_gradients_of_models_that_are_sharded_in_place_are_compared(monkeypatch):
+    monkeypatch.setattr(module, "FSDPModule", torch.nn.Linear)
+    step = ScriptedFirstStep()
+    step._unwrapped_model = step._trainer.model
+    step._trainer.is_fsdp_enabled = True
+    assert FirstStep._compares_gradients.func(step)
+
+
+def test_nothing_of_the_run_is_changed_by_a_comparison(monkeypatch):
+    monkeypatch.setattr(module, "TrainingTotals", lambda *given: given)
+    noise = module.DocumentNoise.__new__(module.DocumentNoise)
+    noise.alpha = 5.0
+    step = ScriptedFirstStep()
+    trainer = step._trainer
+    trainer.current_gradient_accumulation_steps = 7
+    trainer.aux_loss_enabled = True
+    trainer.packed_model = SimpleNamespace(own_hooks=[noise, "another hook"], attending=nullcontext)
+    totals = step._objective.totals = SimpleNamespace(sources="sources", shares_prefixes="shares")
+    for packs_images in (True, False):
+        step._data.packs_images = packs_images
+        with FirstStep._undisturbed(step):
+            assert noise.alpha == 0
+            assert step._objective.totals == ("sources", "shares")
+            assert trainer.aux_loss_enabled is not packs_images
+            trainer.current_gradient_accumulation_steps = 2
+        assert noise.alpha == 5
+        assert step._objective.totals is totals
+        assert trainer.aux_loss_enabled
+        assert trainer.current_gradient_accumulation_steps == 7
+
+
+# The packed step
+
+
+def train_packed(compares_gradients=True, is_wrapped=True):
+    """Return the loss of two micro-batches of losses 2 and 4, and whether gradients were exchanged after each."""
+    step = ScriptedFirstStep(_compares_gradients=compares_gradients)
+    trainer = step._trainer
+    trainer.device = "cpu"
+    trainer.accelerator.device = "cpu"
+    is_exchanged = []
+
+    @contextmanager
+    def no_sync(model):
+        is_exchanged.append(False)
+        yield
+        is_exchanged.append("end")
+
+    trainer.accelerator.no_sync = no_sync
+    trainer.accelerator.reduce = lambda value, reduction: value if reduction == "mean" else None
+    trainer._get_num_items_in_batch = lambda batches, device: [*map(str, batches)]
+    trainer._prepare_inputs = lambda batch: batch
+    trainer.compute_loss = lambda model, batch, num_items_in_batch: torch.tensor(2.0 * len(batch["pack"]))
+    parameter = trainer.model[0].weight
+    parameter.grad = torch.ones_like(parameter)
+
+    def training_step(model, batch, num_items):
+        assert parameter.grad is None
+        assert num_items == ["{'pack': [1]}", "{'pack': [1, 2]}"]
+        is_exchanged.append("step")
+        return torch.tensor(2.0 * len(batch["pack"]))
+
+    step._training_step = training_step
+    step._unwrapped_model = None if is_wrapped else step._probe.model
+    step._data.training_collator = lambda names: lambda pack: {"pack": [*pack]}
+    step._gradient_products = lambda is_reduced: is_reduced
+    found = FirstStep._train_packed(step, [RankShare([1]), RankShare([1, 2])])
+    assert trainer.current_gradient_accumulation_steps == 2
+    assert found.products is True, "the trainer's methods have added the gradients of ranks"
+    return found.loss, is_exchanged
+
+
+def test_packs_are_trained_as_the_micro_batches_of_a_step():
+    assert train_packed() == (6, [False, "step", "end", "step"])
+    assert train_packed(is_wrapped=False) == (6, ["step", "step"])
+    assert train_packed(compares_gradients=False) == (6, [])
 
 
 # The unpacked step
@@ -344,12 +454,12 @@ def test_only_one_of_the_ranks_that_share_a_pack_counts_its_documents():
     assert loss == pytest.approx(2 / 6)
 
 
-@pytest.mark.parametrize("attributes", [{"_has_collectives": True}, {"packs_images": True}])
-def test_documents_run_one_by_one_where_ranks_wait_or_images_may_be(attributes):
+@pytest.mark.parametrize("has_collectives, packs_images", [(True, False), (False, True)])
+def test_documents_run_one_by_one_where_ranks_wait_or_images_may_be(has_collectives, packs_images):
     step = ScriptedFirstStep()
-    step._data.packs_images = attributes.pop("packs_images", False)
+    step._data.packs_images = packs_images
     documents = [document_of(9), document_of(9), document_of(5)]
-    assert train_unpacked([documents], _data=step._data, **attributes)[2] == [1, 1, 1]
+    assert train_unpacked([documents], _data=step._data, _has_collectives=has_collectives)[2] == [1, 1, 1]
 
 
 def test_the_router_loss_is_a_mean_over_packs():
@@ -360,6 +470,22 @@ def test_the_router_loss_is_a_mean_over_packs():
         [documents, documents], member=1, router_losses=[2.0, 4.0], _sum_over_ranks=lambda value: value + 1
     )[1]
     assert loss == 1.0, "another rank counts these packs"
+    step = ScriptedFirstStep()
+    step._data.ranks.copies = 2  # two ranks have the same packs
+    twice = {"_data": step._data, "_sum_over_ranks": lambda value: 2 * value}
+    loss = train_unpacked([documents, documents], router_losses=[2.0, 4.0], **twice)[1]
+    assert loss == pytest.approx(1 + 0.5 * (2 + 4) / 2)
+
+
+def test_the_router_loss_is_that_of_padded_rows():
+    step = ScriptedFirstStep()
+    rows = []
+    step._unwrapped_model = lambda **batch: rows.append(batch) or SimpleNamespace(aux_loss="loss")
+    assert step._router_loss([document_of(2), document_of(4)]) == "loss"
+    (batch,) = rows
+    assert batch.pop("input_ids").tolist() == [[1, 2, 0, 0], [1, 2, 3, 4]]
+    assert batch.pop("attention_mask").tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert batch == {"output_router_logits": True, "use_cache": False}
 
 
 # The loss of a row
@@ -374,16 +500,22 @@ def row_losses(documents, **settings):
         trainer.label_smoother = SimpleNamespace(epsilon=settings.pop("smoothing"))
     num_tokens = len(documents[0]["input_ids"])
     logits = torch.randn(len(documents), num_tokens + 2, 40, generator=torch.Generator().manual_seed(0))
-    step._unwrapped_model = lambda **row: SimpleNamespace(logits=logits)
-    step._probe.make_row = lambda tokens: {"input_ids": tokens.reshape(len(documents), -1)}
+
+    def run(input_ids):
+        assert input_ids.tolist() == [document["input_ids"].tolist() for document in documents]
+        return SimpleNamespace(logits=logits)
+
+    step._unwrapped_model = run
+    step._probe.make_row = lambda tokens: {"input_ids": tokens.reshape(-1, num_tokens)}
     labels = torch.from_numpy(np.stack([document["labels"] for document in documents]))[:, 1:]
     return logits[:, : num_tokens - 1], labels, step._row_losses(documents)
 
 
 DOCUMENTS = [document_of(9, 3), document_of(9), document_of(9, 0)]
+DOCUMENTS[1]["labels"][3] = 0
 
 
-@pytest.mark.parametrize("documents", [DOCUMENTS, DOCUMENTS[:1]])
+@pytest.mark.parametrize("documents", [DOCUMENTS, DOCUMENTS[:2], DOCUMENTS[:1]])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_row_has_the_cross_entropy_of_its_trained_tokens(documents, smoothing):
     logits, labels, losses = row_losses(documents, **({"smoothing": smoothing} if smoothing else {}))
@@ -398,6 +530,35 @@ def test_a_row_of_dft_has_losses_times_probabilities():
     probabilities = logits.softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     expected = -(probabilities * probabilities.log()).masked_fill(labels == -100, 0).sum(1)
     assert losses.tolist() == pytest.approx(expected.tolist())
+
+
+def test_a_row_has_the_loss_of_the_fused_head_if_that_is_not_the_own_one():
+    """Logits are not computed. Labels stand at their tokens, and the row has two tokens of padding behind."""
+    step = ScriptedFirstStep()
+    step._objective.has_own_logits = False
+    step._probe.make_row = lambda tokens: {"input_ids": functional.pad(tokens, (0, 2))}
+    seen = []
+
+    def run(**row):
+        seen.append(row)
+        return SimpleNamespace(log_probs=torch.arange(22.0).view(2, 11))
+
+    step._unwrapped_model = run
+    assert step._row_losses(DOCUMENTS[:2]).tolist() == [-sum(range(11)), -sum(range(11, 22))]
+    (row,) = seen
+    assert row["fused_lm_head"] is True
+    expected = [[-100, *document["labels"][1:].tolist(), -100, -100] for document in DOCUMENTS[:2]]
+    assert row["labels"].tolist() == expected
+
+
+def test_a_document_with_images_runs_with_its_images_and_without_its_weight():
+    step = ScriptedFirstStep()
+    rows = []
+    step._probe.make_row = lambda document: rows.append(document) or {}
+    step._unwrapped_model = lambda **row: SimpleNamespace(logits=torch.zeros(1, 5, 40))
+    document = document_of(5) | {module.WEIGHTS: 2.0, "pixel_values": "pixels"}
+    assert step._row_losses([document]).tolist() == pytest.approx([4 * np.log(40)])
+    assert vars(rows[0]) == vars(module.ImageDocument({k: v for k, v in document.items() if k != module.WEIGHTS}))
 
 
 # Longer documents
@@ -440,8 +601,9 @@ def test_a_document_is_compared_from_twice_the_longest_on(lengths, longest, max_
 def test_the_longest_document_of_all_micro_batches_is_compared():
     step = ScriptedFirstStep()
     assert compare_longer(step, batch_of(30, 70), batch_of(90, 40), batch_of(80)) == [90]
-    assert compare_longer(step, batch_of(179)) == []
-    assert step.longest_compared == 90
+    assert compare_longer(step, batch_of(179), batch_of(8)) == []
+    assert compare_longer(step, batch_of(8), batch_of(180), batch_of(9)) == [180]
+    assert step.longest_compared == 180
 
 
 def test_padding_to_a_constant_length_is_not_compared():
@@ -550,11 +712,10 @@ def test_the_largest_value_of_all_ranks_counts():
 # What differs
 
 
-def describe(packed, unpacked, limits=(0.25, 0.25), documents=()):
-    step = ScriptedFirstStep(*(lambda results=results: results.pop(0) for results in documents) if documents else ())
+def describe(packed, unpacked, limits=(0.25, 0.25)):
+    step = ScriptedFirstStep()
     step._parameter_names = ["first", "second"]
-    pack = [document_of(5 + i, 2 + i) for i in range(len(documents[0]) if documents else 0)]
-    return FirstStep._describe_difference(step, [RankShare(pack)], packed, unpacked, limits=[*limits])
+    return FirstStep._describe_difference(step, [RankShare([])], packed, unpacked, limits=[*limits])
 
 
 def test_what_differs_is_named():
@@ -563,16 +724,35 @@ def test_what_differs_is_named():
     assert describe(gradients_of(1.5), right) == "the loss is 1.5 packed and 1 unpacked"
     assert describe(gradients_of(first=1.25, second=1.25), right) == ""
     assert describe(gradients_of(second=1.5), right) == "gradients of 1 parameters differ, of `second` by 5.0e-01"
-    assert describe(gradients_of(first=2.0, second=1.5), right).startswith(
-        "gradients of 2 parameters differ, of `first` by 1"
-    )
+    text = describe(gradients_of(first=2.0, second=1.5), right)
+    assert text.startswith("gradients of 2 parameters differ, of `first` by 1")
     assert describe(_StepGradients(1.0, None), right) == ""
     assert describe(right, _StepGradients(1.0, None)) == ""
+    assert describe(gradients_of(1.5, second=1.5), right, (0.25, 0.6)) == "the loss is 1.5 packed and 1 unpacked"
+    assert describe(gradients_of(1.5, second=1.5), right, (0.6, 0.25)).startswith("gradients of 1 parameters")
 
 
 def test_the_document_that_differs_is_named():
-    wrong = gradients_of(1.5, first=2.0, second=2.0)
-    found = describe(gradients_of(), gradients_of(), documents=([gradients_of(), wrong], [gradients_of()] * 2))
+    """Each document of the first pack is trained alone in it, with the labels of the others masked."""
+    step = ScriptedFirstStep()
+    step._parameter_names = ["first", "second"]
+    documents = [document_of(5, 2), document_of(6, 3)]
+
+    def train_packed(packs):
+        (pack,) = packs
+        assert [len(document["input_ids"]) for document in pack] == [5, 6]
+        (trained,) = [document for document in pack if module.num_trained(document)]
+        return gradients_of(1.5, first=2.0, second=2.0) if trained is documents[1] else gradients_of()
+
+    def train_unpacked(packs):
+        ((document,),) = packs
+        assert any(document is each for each in documents)
+        return gradients_of()
+
+    step._train_packed = train_packed
+    step._train_unpacked = train_unpacked
+    packs = [RankShare(documents), RankShare([document_of(9)])]
+    found = FirstStep._describe_difference(step, packs, gradients_of(), gradients_of(), limits=[0.25, 0.25])
     assert found == (
         "document 1 of 2 (3 trained tokens) has the loss 1.5 in the pack, 1 alone, and gradients that differ by 1.0e+00"
     )
@@ -610,3 +790,14 @@ def test_all_ranks_take_documents_with_images_or_none_does(monkeypatch, ranks_wi
     step._sum_over_ranks = lambda value: ranks_with_images * value
     packs = FirstStep._choose_packs(step)
     assert [len(document["input_ids"]) for document in packs[0]] == lengths
+
+
+@pytest.mark.parametrize("has_examples", [True, False])
+def test_documents_with_and_without_images_are_compared_where_no_rank_waits(monkeypatch, has_examples):
+    documents = [document_of(7), document_of(5), document_of(9)]
+    monkeypatch.setattr(module, "first_documents", lambda data, dataset: (documents, 1, 0))
+    monkeypatch.setattr(module, "choose_documents", lambda found: found)
+    step = ScriptedFirstStep(_has_collectives=not has_examples)
+    step._trainer.train_dataset = None
+    step._data.images.examples = SimpleNamespace() if has_examples else None
+    assert len(FirstStep._choose_packs(step)[0]) == 3
