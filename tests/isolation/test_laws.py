@@ -220,18 +220,19 @@ def test_the_law_of_scales_compares_each_document_with_its_reference():
 
 
 @pytest.mark.parametrize(
-    "rank, groups, expected, documents",
+    "rank, num_ranks, groups, expected, documents",
     [
-        (0, [[0, 1, 2, 3, 4]], [[0, 2, 4]], [0, 1, 2, 3, 4]),
-        (1, [[0, 1, 2, 3, 4]], [[1, 3]], [0, 1, 2, 3, 4]),
-        (0, [[0], [1, 2]], [[0], [1]], [0, 0, 1, 2]),
-        (1, [[0], [1, 2]], [[0], [2]], [0, 0, 1, 2]),
+        (0, 2, [[0, 1, 2, 3, 4]], [[0, 2, 4]], [0, 1, 2, 3, 4]),
+        (1, 2, [[0, 1, 2, 3, 4]], [[1, 3]], [0, 1, 2, 3, 4]),
+        (0, 2, [[0], [1, 2]], [[0], [1]], [0, 0, 1, 2]),
+        (1, 2, [[0], [1, 2]], [[0], [2]], [0, 0, 1, 2]),
+        (2, 3, [[0, 1], [2]], [[0], [2]], [0, 0, 1, 2, 2, 2]),
     ],
 )
-def test_ranks_divide_each_group(rank, groups, expected, documents):
+def test_ranks_divide_each_group(rank, num_ranks, groups, expected, documents):
     probe = ScriptedStep()
     probe.rank = rank
-    probe.num_ranks = 2
+    probe.num_ranks = num_ranks
     ran = []
     probe.step = ran.extend
     num_trained = sum(len(DOCUMENTS[i]["input_ids"]) - 1 for i in documents)
@@ -267,6 +268,24 @@ def test_the_tolerance_is_ten_times_the_larger_change(monkeypatch, repetition, r
     report = check_step(None, None, DOCUMENTS, found)
     assert report.tolerance == pytest.approx(tolerance, rel=1e-12)
     assert report.holds
+
+
+def test_one_document_with_a_gradient_is_enough(monkeypatch):
+    def gradient_of(groups):
+        return right(groups) * (groups != [[DOCUMENTS[0]]])
+
+    monkeypatch.setattr(module, "_StepProbe", lambda *given: ScriptedStep(gradient_of))
+    assert check_step(None, None, DOCUMENTS, None).broken, "the sum over documents is another one"
+
+
+def test_a_gradient_is_summed_over_trained_tokens():
+    probe = ScriptedStep()
+    seen = []
+    probe.step = seen.extend
+    probe.gradient_after = lambda run: run() or 3 * UNIT
+    found = _StepProbe.summed_gradient(probe, [DOCUMENTS[:2], [_mask_labels(DOCUMENTS[2])]])
+    assert torch.equal(found, 3 * (2 + 7) * UNIT)
+    assert indices_of(seen) == [[0, 1], [2]]
 
 
 def test_rounding_is_the_largest_change_of_three_draws():
@@ -338,6 +357,11 @@ def test_five_parameters_without_a_gradient_are_named(missed, end):
 def test_a_dropout_is_active_with_a_rate_above_0_in_training(rate, training, active):
     assert _is_active_dropout(torch.nn.Dropout(rate).train(training)) is active
     assert not _is_active_dropout(torch.nn.Linear(1, 1))
+
+    class Dropout(torch.nn.Module):
+        """Has no rate."""
+
+    assert not _is_active_dropout(Dropout())
     other = torch.nn.Linear(1, 1)
     other.p = 0.5
     assert not _is_active_dropout(other)
@@ -361,7 +385,11 @@ def test_the_first_token_is_never_trained():
         ((2, 3, 3, 2), [], "4 documents were given, 4 of them with a trained token, of 2 lengths"),
         ((2, 3, 4, 5), [{"input_ids": [1], "labels": [1]}], "5 documents were given, 4 of them"),
         ((2, 3, 4, 5), [{"input_ids": [1, 2], "labels": [1, -100]}], "5 documents were given, 4 of them"),
-        ((2, 3, 4, 5), [{"input_ids": [1, 2], "labels": [1]}], "Document 4 was given with 2 tokens and 1 labels"),
+        (
+            (2, 3, 4, 5),
+            [{"input_ids": [1, 2], "labels": [1]}, {"input_ids": [1], "labels": []}],
+            "Document 4 was given with 2 tokens and 1 labels",
+        ),
     ],
 )
 def test_four_documents_of_three_lengths_are_enough(lengths, added, message):
