@@ -63,6 +63,20 @@ def test_a_step_stays_as_it_is_where_dealing_does_not_help(monkeypatch, dealt):
     assert found == packs
 
 
+def test_a_slot_without_a_unit_is_no_better_step(monkeypatch):
+    """Two slots of 8 and two empty ones would take less time than 7 + 3, which are the costs of the slots."""
+    packs = [[*range(7)], [7, 8, 9], [10, 11, 12], [13, 14, 15]]
+    dealt = [np.arange(8), np.arange(8, 16), np.zeros(0, np.int64), np.zeros(0, np.int64)]
+    assert balance_step(monkeypatch, [1] * 16, packs, dealt, accumulation=2) == (packs, 1)
+
+
+def test_ranks_that_wait_after_two_micro_steps_have_even_sums(monkeypatch):
+    """9 + 1 and 8 + 2: in the order of their costs they would be 9 + 2 and 8 + 1."""
+    rows = [9, 8, 2, 1]
+    found, _ = balance_step(monkeypatch, rows, [[0], [1], [2], [3]], None, accumulation=2, synchronisation="step")
+    assert [sum(rows[i] for pack in rank for i in pack) for rank in (found[::2], found[1::2])] == [10, 10]
+
+
 def test_packs_of_neighbouring_costs_share_a_micro_step(monkeypatch):
     rows = [9, 1, 8, 2, 7]
     packs = [[0], [1], [2], [3], [4]]
