@@ -57,8 +57,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from .version import TESTED_VERSIONS
-
 if TYPE_CHECKING:
     import trl
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -86,22 +84,6 @@ def require_trl(installed: str | None = None) -> None:
             f"trl {installed} is installed. trl_packfix builds on the dataset preparation of trl {TRL_FLOOR}, which "
             f"earlier versions do not have. Run `pip install 'trl>={TRL_FLOOR}'`."
         )
-
-
-def libraries_newer_than_tested() -> tuple[str, ...]:
-    """Return "name version (tested: version)" for each installed library that is newer than its tested version.
-
-    Another build of the tested version, such as torch 2.13.0+cpu, is not newer.
-    """
-    newer = []
-    for name, tested in TESTED_VERSIONS.items():
-        try:
-            installed = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # deepspeed is optional
-            continue
-        if Version(Version(installed).public) > Version(tested):
-            newer.append(f"{name} {installed} (tested: {tested})")
-    return tuple(newer)
 
 
 def scores_tokens(installed: str | None = None) -> bool:

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from .group import ALONE, Group
+from .planning.arrays import IGNORE_INDEX as IGNORE_INDEX
+from .planning.arrays import TEXT_KEYS as TEXT_KEYS
 
 LAYOUT_KEY = "layout"  # name of the entry of a batch
-IGNORE_INDEX = -100  # label of a token that is not trained
-TEXT_KEYS = frozenset(("input_ids", "labels"))  # entries of a document that has neither images nor values of its row
 
 
 class ComparedContent(NamedTuple):

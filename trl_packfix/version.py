@@ -1,5 +1,7 @@
 """The version, for the package, its checkpoints and the wheel. Between two releases it is that of the next, `.dev0`."""
 
+import importlib.metadata
+
 __version__ = "0.2.0.dev0"
 
 # The libraries that decide how documents are packed and trained, in the versions of constraints.txt. A run on newer
@@ -13,3 +15,22 @@ TESTED_VERSIONS = {
     "transformers": "5.24.0",
     "trl": "1.16.0",
 }
+
+
+def libraries_newer_than_tested() -> tuple[str, ...]:
+    """Return "name version (tested: version)" for each installed library that is newer than its tested version.
+
+    Another build of the tested version, such as torch 2.13.0+cpu, is not newer.
+    """
+    # Imported here, because the build of the wheel reads `__version__` where only setuptools is installed
+    from packaging.version import Version
+
+    newer = []
+    for name, tested in TESTED_VERSIONS.items():
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # deepspeed is optional
+            continue
+        if Version(Version(installed).public) > Version(tested):
+            newer.append(f"{name} {installed} (tested: {tested})")
+    return tuple(newer)

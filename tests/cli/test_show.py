@@ -15,6 +15,7 @@ from support.planners import make_stream
 from support.runs import config, trainer
 
 from trl_packfix.cli import main
+from trl_packfix.cli import show as show_command
 from trl_packfix.cli.forecast import planner_for
 from trl_packfix.cli.lengths import LengthRows
 from trl_packfix.planning.costs import LLAMA_7B
@@ -68,7 +69,10 @@ def test_the_text_marks_trained_tokens_and_leaves_out_the_middle(workplace, caps
     assert out.startswith("[n] document n")
     assert "step 0.0: " in out
     assert "... and " in out
-    rows = re.findall(r"\[(\d)\] row (\d+), tokens 0-(\d+), (\d+) trained, position_ids 0\.\.(\d+)\n    (.*)", out)
+    rows = re.findall(
+        r"\[(\d)\] row (\d+), tokens 0-(\d+)(?: \(cut from \d+\))?, (\d+) trained, position_ids 0\.\.(\d+)\n    (.*)",
+        out,
+    )
     assert [row[0] for row in rows] == ["0", "1"]
     for _, row, last, trained, position, text in rows:
         assert last == position
@@ -103,6 +107,18 @@ def test_what_the_chat_template_leaves_out_is_said_by_show_and_by_check(workplac
     assert report["complete"] is True
 
 
+def test_documents_that_were_cut_are_marked(workplace, run, capsys, printed):
+    given = [workplace / "rows.jsonl", "--tokenizer", workplace / "model", *FLAGS]
+    documents = [each for pack in printed("show", *given, "--packs", 4) for each in pack["documents"]]
+    lengths = run.data.reader.lengths
+    cut = [each for each in documents if each["cut_from"] is not None]
+    assert 0 < len(cut) < len(documents)
+    for each in documents:
+        whole = int(lengths[each["row"]])
+        assert each["cut_from"] == (whole if whole > SETTINGS["max_length"] else None)
+    assert f"tokens 0-95 (cut from {cut[0]['cut_from']:,}), " in show(workplace, capsys, *FLAGS, "--packs", "4")
+
+
 def test_documents_have_a_colour_each_and_it_is_not_alone(run):
     (pack,) = first_packs(run.data.source.make_planner(), run.data.source.reader, 1)
     text = pack_text(pack, run.processing_class)
@@ -129,6 +145,27 @@ def test_plot(words, workplace, tmp_path, capsys):
     assert picture.shape[1] > 1000
     assert path.stat().st_size < 300_000
     assert len(np.unique(picture[::4, ::4, :3].reshape(-1, 3), axis=0)) > 20  # something is drawn
+
+
+def test_without_matplotlib_the_plan_is_drawn_as_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(show_command, "find_spec", lambda name: None)
+    lengths = [60, 30, 20, 90, 90, 5]
+    np.savetxt(tmp_path / "lengths.txt", lengths, fmt="%d")
+    words = [str(tmp_path / "lengths.txt"), *"--max-length 100 --batch-size 1 --world-size 2 --strategy bfd".split()]
+    assert main(["show", *words, "--plot", str(tmp_path / "x.png"), "--documents", "1"]) == 0
+    printed = capsys.readouterr()
+    assert "matplotlib is not installed (`pip install matplotlib`)" in printed.err
+    assert printed.out.isascii()
+    strips = re.findall(r"^step \d, rank \d +([\d#.-]+) +(\d+)%$", printed.out, re.MULTILINE)
+    assert len(strips) == 4
+    full = {round(len(strip.rstrip(".")) / len(strip), 1): int(percent) for strip, percent in strips}
+    assert all(abs(100 * drawn - percent) < 8 for drawn, percent in full.items())
+    counts = [int(count) for count in re.findall(r"^ *[\d,]+-[\d,]+ +#* +(\d+)", printed.out, re.MULTILINE)]
+    assert sum(counts) == len(lengths)
+    assert re.search(r"^ +\d  #+:* #+:*$", printed.out, re.MULTILINE), "the waiting of the ranks"
+    # The answer for a program has no place for text, and is refused before the data are read
+    assert main(["show", "nothing.jsonl", "--plot", "x.png", "--json"]) == 2
+    assert "omit `--json` for a drawing as text" in capsys.readouterr().err
 
 
 def test_the_picture_says_what_the_report_says(run):

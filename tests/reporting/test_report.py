@@ -15,7 +15,7 @@ from support.models import build_tiny_model
 from support.planners import make_epochs, make_stream, of_units
 from support.runs import texts, trainer, weights
 
-from trl_packfix import compat
+from trl_packfix import version
 from trl_packfix.cli.forecast import Forecast
 from trl_packfix.data.documents import make_documents
 from trl_packfix.data.reader import TokenReader
@@ -77,9 +77,9 @@ def test_memory_for_many_short_documents_is_told(tmp_path, tiny_model):
 
 def test_libraries_newer_than_the_tested_ones_are_told_in_one_line(tmp_path, monkeypatch):
     installed = {name: Version(importlib.metadata.version(name)).public for name in ("torch", "transformers")}
-    monkeypatch.setattr(compat, "TESTED_VERSIONS", {**installed, "a library that is not installed": "1.0"})
+    monkeypatch.setattr(version, "TESTED_VERSIONS", {**installed, "a library that is not installed": "1.0"})
     assert "not tested with" not in dict(report(tmp_path, table([2, 2])).lines())
-    monkeypatch.setattr(compat, "TESTED_VERSIONS", {"torch": "99.0", "transformers": "5.1.0", "trl": "1.0.9"})
+    monkeypatch.setattr(version, "TESTED_VERSIONS", {"torch": "99.0", "transformers": "5.1.0", "trl": "1.0.9"})
     found = report(tmp_path, table([2, 2]))
     transformers, trl = (importlib.metadata.version(name) for name in ("transformers", "trl"))
     told = f"transformers {transformers} (tested: 5.1.0), trl {trl} (tested: 1.0.9)"

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from trl_packfix.isolation.isolation_report import IsolationReport, finite
+from trl_packfix.isolation.isolation_report import IsolationReport
 from trl_packfix.isolation.packed_model import PackedModel
+from trl_packfix.reporting.numbers import finite
 
 from . import image_families, zoo
 from .judge import ImageJudge, Judge, Judgement, PrefixJudge, packed_by_trl, settle_process

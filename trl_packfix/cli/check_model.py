@@ -24,9 +24,10 @@ from trl.trainer.utils import create_model_from_path
 from ..attention.mixer_support import mixer_support
 from ..attention.models import base_model
 from ..attention.varlen import ATTENTION_NAME
-from ..isolation.isolation_report import IsolationReport, finite
+from ..isolation.isolation_report import IsolationReport
 from ..isolation.packed_model import OnLeak, PackedModel
 from ..isolation.shrinking import FIRST_WORD, VOCABULARY, random_model, tiny_like
+from ..reporting.numbers import finite
 from .flags import MODEL_HELP, setting_named
 
 

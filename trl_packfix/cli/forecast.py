@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -28,21 +28,22 @@ from rich.table import Table
 from ..data.documents import Documents
 from ..data.epochs import EpochPlanner
 from ..data.reader import RowReader
-from ..planning.costs import CostModel
+from ..planning.costs import LLAMA_7B, CostModel
 from ..planning.parallel import possible_degrees
-from ..planning.units import Synchronisation
+from ..planning.units import Balance, Synchronisation
 from ..reporting.build import make_report
 from ..reporting.columns import COLUMNS, KEY_COLUMNS, Column
 from ..reporting.numbers import MAX_LOST_SHARE
 from ..reporting.report import PackingReport
 from ..reporting.savings import estimated_savings
-from ..training.choices import RunSettings
-from ..training.config import SFTConfig, with_settings
-from ..training.features import refuse_conflicts
+from ..training.plain_settings import PlainSettings
 from ..training.planner import documents_of, make_planner
-from . import memory
-from .configs import RunConfigs, read_run
-from .tokens import load_model_config, make_costs, read_documents
+from .plain_run import read_plain_run
+
+if TYPE_CHECKING:  # these import TRL, which takes seconds, and a plan of lengths needs none of them
+    from ..training.config import SFTConfig
+    from .configs import RunConfigs
+    from .memory import PredictedMemory
 
 FORWARD_AND_BACKWARD = 3  # FLOPs of a forward and a backward pass, as a multiple of the FLOPs of a forward pass
 # The most micro-batches of an optimizer step, over all ranks. No cluster has so many, and their plan needs 0.1 GB.
@@ -99,14 +100,15 @@ def candidate_lengths(longest: int, positions: int | None = None) -> list[int]:
     [1024, 2048, 4096, 8192]
     """
     lengths = [1024 if positions is None else min(1024, positions)]
-    while lengths[-1] < longest and (positions is None or 2 * lengths[-1] <= positions):
-        lengths.append(2 * lengths[-1])
+    while lengths[-1] < longest and lengths[-1] != positions:
+        longer = 2 * lengths[-1]
+        lengths.append(longer if positions is None else min(longer, positions))
     return lengths
 
 
 def make_forecasts(
     reader: RowReader,
-    configs: Sequence[SFTConfig],
+    configs: "Sequence[SFTConfig | PlainSettings]",
     world_sizes: Sequence[int],
     *,
     cost_model: CostModel,
@@ -124,7 +126,7 @@ def make_forecasts(
         documents = documents_of(reader, config)
         for world_size in world_sizes:
             planner = planner_for(documents, config, world_size, cost_model=cost_model, synchronisation=synchronisation)
-            report = make_report(planner, reader)
+            report = make_report(planner, reader, with_packs=False)
             if not planner.packing.shares_families:
                 # Where families of documents are planned as one, the report has the savings from the plan already.
                 report = replace(report, prefixes=estimated_savings(planner, reader))
@@ -144,7 +146,9 @@ def make_forecasts(
             yield Forecast(report, flops, tokens / seconds, seconds / 3600)
 
 
-def planner_for(documents: Documents, config: SFTConfig, world_size: int, **settings: Any) -> EpochPlanner:
+def planner_for(
+    documents: Documents, config: "SFTConfig | PlainSettings", world_size: int, **settings: Any
+) -> EpochPlanner:
     """Return the planner of a run with this config.
 
     Args:
@@ -154,6 +158,10 @@ def planner_for(documents: Documents, config: SFTConfig, world_size: int, **sett
         ValueError: settings contradict each other, or a step has too many micro-batches.
     """
     if documents.image_count is not None:
+        from ..training.choices import RunSettings
+        from ..training.features import refuse_conflicts
+
+        assert not isinstance(config, PlainSettings), "lengths have no images"
         refuse_conflicts(RunSettings(args=config, columns=("images",)))
     num_micro_batches = world_size * config.gradient_accumulation_steps
     if num_micro_batches > MAX_MICRO_BATCHES:
@@ -165,7 +173,7 @@ def planner_for(documents: Documents, config: SFTConfig, world_size: int, **sett
     return make_planner(config, documents, world_size=world_size, **settings)
 
 
-def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast, list[str]]:
+def recommend(forecasts: Sequence[Forecast], positions: int | None = None) -> tuple[Forecast, list[str]]:
     """Choose the smallest `max_length` that loses at most 1 % of the trained tokens.
 
     If no length does, choose the length that loses the fewest tokens.
@@ -173,6 +181,9 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast, list[str]]:
     Strategies that split documents lose almost no token at any length, but a fragment does not see the earlier
     fragments that it may refer to. So lengths are compared with the first strategy that does not split. A strategy that
     splits is used only if all strategies split.
+
+    Args:
+        positions: the most tokens of a document that the model can read; None if it is not known.
 
     Returns:
         The forecast of the chosen length, and the reasons as sentences.
@@ -194,7 +205,10 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[Forecast, list[str]]:
     elif pick.lost:
         loss = f"loses {pick.lost:.2%} of the trained tokens, documents cut or dropped: {report.num_cut:,}"
     if pick.lost > MAX_LOST_SHARE:
-        loss += f". None of these lengths loses at most {MAX_LOST_SHARE:.0%}: try a longer one"
+        longer = "try a longer one"
+        if report.max_length == positions:
+            longer = f"the model has no more than {positions:,} positions, so split long documents (`--overlong split`)"
+        loss += f". None of these lengths loses at most {MAX_LOST_SHARE:.0%}: {longer}"
     by_ranks = [
         row for row in candidates if (row.report.strategy, row.report.max_length) == (strategy, report.max_length)
     ]
@@ -242,19 +256,32 @@ def show_plan(args: argparse.Namespace) -> int:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 10_000  # a file or a pipe has no width, and its lines must not be wrapped
+    plain = read_plain_run(args)
+    if plain is not None:
+        lengths = args.max_length or ([plain.settings.max_length] if plain.has_max_length else [])
+        longest = int(plain.rows.lengths.max(initial=1))
+        configs = [
+            replace(plain.settings, max_length=length, packing_strategy=strategy)
+            for length, strategy in product(
+                lengths or candidate_lengths(longest), args.strategy or [plain.settings.packing_strategy]
+            )
+        ]
+        return _compare(args, plain.rows, configs, cost_model=LLAMA_7B, console=console)
+
+    from . import memory
+    from .configs import read_run
+
     # `plan` takes several values of these two flags, and a run takes one.
     flags = {"max_length": args.max_length, "packing_strategy": args.strategy}
     run = read_run(args, *(f"--{name}={values[0]}" for name, values in flags.items() if values))
     memory.check_memory_flags(args, run)
     lengths = args.max_length or ([run.training.max_length] if "max_length" in run.given else [])
     if run.names:
-        return _plan_lengths(args, run, lengths, console=console)
+        return _plan_run(args, run, lengths, console=console)
     # Without DATA only the memory is predicted.
-    model_config = load_model_config(run)
     for length in lengths or [run.training.max_length]:
-        config = with_settings(run.training, max_length=length)
-        num_documents = config.per_device_train_batch_size
-        predicted = memory.predict_memory(args, config, num_documents, model=run.model, model_config=model_config)
+        num_documents = run.training.per_device_train_batch_size
+        predicted = memory.predict_memory_of_run(args, run, num_documents, max_length=length)
         if args.json:
             print(json.dumps({"memory": predicted.rows}, indent=2))
         else:
@@ -263,12 +290,15 @@ def show_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_lengths(args: argparse.Namespace, run: RunConfigs, lengths: list[int], *, console: Console) -> int:
+def _plan_run(args: argparse.Namespace, run: "RunConfigs", lengths: list[int], *, console: Console) -> int:
     """Forecast training on the documents of a run, recommend a length, and print both; return the exit code.
 
     Args:
         lengths: the values of `max_length` to compare; []: candidates by the longest document.
     """
+    from ..training.config import with_settings
+    from .tokens import load_model_config, make_costs, read_documents
+
     # 1. Check the settings before documents are tokenised, which takes long.
     model_config = load_model_config(run)
     text_config = None if model_config is None else model_config.get_text_config()
@@ -280,13 +310,13 @@ def _plan_lengths(args: argparse.Namespace, run: RunConfigs, lengths: list[int],
                 f"Training refuses documents longer than that. Set `--max-length` to {positions} or less."
             )
 
-    def configs_of(lengths: Sequence[int]) -> list[SFTConfig]:
+    def configs_of(lengths: Sequence[int]) -> "list[SFTConfig]":
         pairs = product(lengths, args.strategy or [run.training.packing_strategy])
         return [with_settings(run.training, max_length=length, packing_strategy=strategy) for length, strategy in pairs]
 
     configs_of(lengths or candidate_lengths(1, positions))
 
-    # 2. Read the documents, and forecast training on them.
+    # 2. Read the documents, and compare the lengths on them.
     reader = read_documents(run, args.tokenizer)
     cost_model = make_costs(model_config, reader)
     longest = int(reader.lengths.max(initial=1))
@@ -298,6 +328,28 @@ def _plan_lengths(args: argparse.Namespace, run: RunConfigs, lengths: list[int],
             degrees = possible_degrees(1, tokens_per_rank, world_size, num_heads=cost_model.heads)
             limits.append(tokens_per_rank * degrees[-1])
     configs = configs_of(lengths or candidate_lengths(longest, min(limits, default=None)))
+    memory_run = None if args.memory is None else run
+    settings: dict[str, Any] = {"cost_model": cost_model, "console": console, "memory_run": memory_run}
+    return _compare(args, reader, configs, positions=positions, **settings)
+
+
+def _compare(
+    args: argparse.Namespace,
+    reader: RowReader,
+    configs: "Sequence[SFTConfig | PlainSettings]",
+    *,
+    cost_model: CostModel,
+    console: Console,
+    positions: int | None = None,
+    memory_run: "RunConfigs | None" = None,
+) -> int:
+    """Forecast training with each config, recommend a length, and print both; return the exit code.
+
+    Args:
+        positions: the most tokens of a document that the model can read; None if it is not known.
+        memory_run: the run whose memory is predicted; None without `--memory`.
+    """
+    # 1. Forecast training.
     forecasts = make_forecasts(
         reader,
         configs,
@@ -310,30 +362,36 @@ def _plan_lengths(args: argparse.Namespace, run: RunConfigs, lengths: list[int],
     total = len(configs) * len(args.world_size)
     plans = list(track(forecasts, description, total, console=Console(stderr=True), transient=True))
 
-    # 3. Recommend a length, and predict the memory that it needs.
-    pick, reasons = recommend(plans)
-    predicted = memory.PredictedMemory([], "On how many GPUs it fits: give `--model` and `--memory GIB`.", "")
-    best_config = next(config for config in configs if config.max_length == pick.report.max_length)
-    if args.memory is not None:
-        num_documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
-        predicted = memory.predict_memory(args, best_config, num_documents, model=run.model, model_config=model_config)
+    # 2. Recommend a length, and predict the memory that it needs.
+    pick, reasons = recommend(plans, positions)
+    best_length = pick.report.max_length
+    predicted = None
+    memory_text = "On how many GPUs it fits: give `--model` and `--memory GIB`."
+    if memory_run is not None:
+        from . import memory
 
-    # 4. Print the result.
+        num_documents = max((plan.report.most_documents or 1 for plan in plans), default=1)
+        predicted = memory.predict_memory_of_run(args, memory_run, num_documents, max_length=best_length)
+        memory_text = predicted.verdict
+
+    # 3. Print the result.
     if args.json:
-        result = {"plans": [plan.to_dict() for plan in plans], "max_length": best_config.max_length, "reasons": reasons}
-        if predicted.rows:
+        result = {"plans": [plan.to_dict() for plan in plans], "max_length": best_length, "reasons": reasons}
+        if predicted is not None:
             result["memory"] = predicted.rows
         print(json.dumps(result, indent=2))
     else:
-        console.print("Recommended: " + "\n  ".join([*reasons[:2], predicted.verdict, *reasons[2:]]) + "\n")
-        _show_forecasts(console, plans, best_config)
-        if predicted.rows:
+        console.print("Recommended: " + "\n  ".join([*reasons[:2], memory_text, *reasons[2:]]) + "\n")
+        _show_forecasts(console, plans, configs[0].balance)
+        if predicted is not None:
             _show_memory(console, predicted, args.world_size)
     return 0 if pick.lost <= MAX_LOST_SHARE else 1
 
 
-def _show_memory(console: Console, predicted: memory.PredictedMemory, world_sizes: Sequence[int]) -> None:
+def _show_memory(console: Console, predicted: "PredictedMemory", world_sizes: Sequence[int]) -> None:
     """Print a table of the predicted memory for each number of GPUs."""
+    from . import memory
+
     for gpus in world_sizes:
         console.print(f"\npeak with {predicted.rows[0]['tokens']:,} tokens in a micro-batch, on {gpus} GPU(s)")
         rows = [row for row in predicted.rows if row["gpus"] == gpus]
@@ -351,7 +409,7 @@ FORECAST_COLUMNS = (
 )
 
 
-def _show_forecasts(console: Console, plans: list[Forecast], config: SFTConfig) -> None:
+def _show_forecasts(console: Console, plans: list[Forecast], balance: Balance) -> None:
     """Print the lengths of the documents, and a table with a row for each forecast."""
     first = plans[0].report
     console.print(f"{first.ledger.given.documents:,} documents, {first.ledger.given.tokens:,} tokens")
@@ -359,7 +417,7 @@ def _show_forecasts(console: Console, plans: list[Forecast], config: SFTConfig) 
     console.print(f"lengths  {first.lengths.line()}")
     if first.images is not None:
         console.print(f"images   {first.images.line()} (in the first line of the table)")
-    steps = f"accumulation {first.accumulation}, balance {config.balance!r}"
+    steps = f"accumulation {first.accumulation}, balance {balance!r}"
     console.print(f"micro-batches of {first.groups.per_rank_text()}, {steps}")
     values = {
         column: [column.value(plan.report) for plan in plans] for column in (*KEY_COLUMNS, *COLUMNS) if column.heading

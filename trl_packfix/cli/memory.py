@@ -29,8 +29,9 @@ from ..data.model_memory import (
     predict_peak,
 )
 from ..reporting.columns import Column
-from ..training.config import SFTConfig
+from ..training.config import SFTConfig, with_settings
 from .configs import RunConfigs
+from .tokens import load_model_config
 
 MAX_TOKENS = 2**24  # the most tokens of a micro-batch that are tried
 RESERVED_GIB = 1.0  # estimated GiB that the CUDA context takes, and that the allocator cannot use
@@ -97,6 +98,19 @@ class PredictedMemory(NamedTuple):
     rows: list[dict[str, Any]]
     verdict: str
     notes: str
+
+
+def predict_memory_of_run(
+    args: argparse.Namespace, run: RunConfigs, num_documents: int, *, max_length: int | None
+) -> PredictedMemory:
+    """Predict the memory of a run with another `max_length`.
+
+    Args:
+        args: the flags of `plan`.
+        num_documents: the most documents of a pack.
+    """
+    config = with_settings(run.training, max_length=max_length)
+    return predict_memory(args, config, num_documents, model=run.model, model_config=load_model_config(run))
 
 
 def predict_memory(

@@ -2,15 +2,26 @@
 
 import argparse
 import json
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import flags
 from .flags import Subparsers
 
+if TYPE_CHECKING:
+    from ..data.epochs import EpochPlanner
+    from ..data.reader import RowReader
+    from .configs import RunConfigs
+
 EXAMPLES = """\
-  trl-packfix show chats.jsonl --model Qwen/Qwen3-0.6B --max-length 4096 --batch-size 1
-  trl-packfix show chats.jsonl --model Qwen/Qwen3-0.6B --packs 1 --documents 3 --tokens 200
-  trl-packfix show chats.jsonl --model Qwen/Qwen3-0.6B --world-size 8 --plot packs.png
+  trl-packfix show chats.jsonl --model Qwen/Qwen3-0.6B --max-length 4096 \\
+      --batch-size 1
+  trl-packfix show chats.jsonl --model Qwen/Qwen3-0.6B --packs 1 \\
+      --documents 3 --tokens 200
+  trl-packfix show chats.jsonl --model Qwen/Qwen3-0.6B --world-size 8 \\
+      --plot packs.png
 
 The packs are those of the first optimizer steps of a training run with the same flags. Exit code 0, or 2 if planning
 failed."""
@@ -39,7 +50,7 @@ def add_parser(subparsers: Subparsers) -> None:
     group.add_argument(
         "--plot",
         metavar="FILE",
-        help="also draw a picture: .png, .svg or .pdf, or packs.png in a folder (needs matplotlib)",
+        help="also draw a picture: .png, .svg or .pdf, or packs.png in a folder; as text without matplotlib",
     )
     parser.add_argument("--json", action="store_true", help="print the packs as JSON, with all documents and tokens")
 
@@ -50,6 +61,15 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"`{flag} {getattr(args, name)}` was given. It counts from 1. Set it to 1 or more.")
+    draws_file = args.plot and find_spec("matplotlib") is not None
+    if args.plot and not draws_file:
+        missing = f"`--plot {args.plot}` was given and matplotlib is not installed"
+        if args.json:
+            raise ValueError(
+                f"{missing}. The picture is drawn with it. Run `pip install matplotlib`, or omit `--json` for a "
+                "drawing as text."
+            )
+        print(f"{missing} (`pip install matplotlib`). So the plan is drawn as text.", file=sys.stderr)
     from .sources import check_paths
 
     check_paths(args.more_flags)
@@ -57,62 +77,79 @@ def run(args: argparse.Namespace) -> int:
 
     from ..reporting.build import make_report
     from ..reporting.packs import LEGEND, first_packs, pack_text
-    from ..training.planner import documents_of
-    from .configs import read_run
-    from .data import check_parts, with_omissions
-    from .forecast import planner_for
+    from ..reporting.terminal_picture import draw_plan
     from .lengths import LengthRows
-    from .tokens import load_model_config, load_tokenizer, make_costs, read_documents
 
-    # 1. Plan the packs.
-    configs = read_run(args)
-    config = configs.training
-    reader = read_documents(configs, args.tokenizer)
-    costs = make_costs(load_model_config(configs), reader)
-    planner = planner_for(documents_of(reader, config), config, args.world_size, cost_model=costs)
-
-    # 2. Draw the picture.
-    picture = None
-    if args.plot:
-        picture = Path(args.plot)
-        if picture.is_dir():
-            picture = picture / "packs.png"
-        elif not picture.suffix:
-            picture = picture.with_suffix(".png")  # matplotlib would add it too, but the path is printed below
-        try:
-            make_report(planner, reader).plot(picture)
-        except ImportError as error:
-            raise ValueError(
-                f"`--plot {args.plot}` was given and matplotlib is not installed. The picture is drawn with it. Run "
-                "`pip install matplotlib`."
-            ) from error
-
-    # 3. Print the first packs.
-    tokenizer_name = args.tokenizer or configs.model.model_name_or_path
-    tokenizer = load_tokenizer(tokenizer_name, config.trust_remote_code) if tokenizer_name else None
+    planner, reader, run = _plan(args)
     packs = first_packs(planner, reader, args.packs)
     if isinstance(reader, LengthRows):
         packs = [pack.without_tokens() for pack in packs]
-    packs = with_omissions(packs, configs, model=tokenizer_name, reader=reader)
+    tokenizer = None
+    tokenizer_name = args.tokenizer or (run and run.model.model_name_or_path)
+    if run is not None and tokenizer_name:
+        from .data import with_omissions
+        from .tokens import load_tokenizer
+
+        tokenizer = load_tokenizer(tokenizer_name, run.training.trust_remote_code)
+        packs = with_omissions(packs, run, model=tokenizer_name, reader=reader)
+    picture = None
+    if draws_file:
+        picture = _picture_path(args.plot)
+        make_report(planner, reader).plot(picture)
     if args.json:
         pack_values = [pack.to_dict(tokenizer) for pack in packs]
         result = pack_values if picture is None else {"plot": str(picture), "packs": pack_values}
         print(json.dumps(result, indent=2))
         return 0
     console = Console(highlight=False)
+    texts = [pack_text(pack, tokenizer, num_documents=args.documents, num_tokens=args.tokens) for pack in packs]
+    if args.plot and picture is None:
+        texts.append(draw_plan(make_report(planner, reader), console.width))
     print(LEGEND)
-    for pack in packs:
-        text = pack_text(pack, tokenizer, num_documents=args.documents, num_tokens=args.tokens)
+    for text in texts:
         if console.is_terminal:
             console.print(text)
         else:
             print(text.plain)  # lines are not wrapped, because a file has no width
-
-    # 4. Print in how many rows the chat template leaves out texts.
-    if tokenizer_name and not isinstance(reader, LengthRows):
-        for report in check_parts(configs, tokenizer_name):
-            if not report.complete:
-                print(f"Not as it was given: {report}")
+    if run is not None and tokenizer_name and not isinstance(reader, LengthRows):
+        _print_losses(run, tokenizer_name)
     if picture is not None:
         print(f"Drawn: {picture}")
     return 0
+
+
+def _picture_path(given: str) -> Path:
+    """Return the file of the picture, for a file with or without a suffix, or a folder."""
+    path = Path(given)
+    if path.is_dir():
+        return path / "packs.png"
+    return path if path.suffix else path.with_suffix(".png")  # matplotlib would add it too, but the path is printed
+
+
+def _plan(args: argparse.Namespace) -> "tuple[EpochPlanner, RowReader, RunConfigs | None]":
+    """Return the planner of a run, the reader of its rows, and its configs; None in their place for plain lengths."""
+    from ..planning.costs import LLAMA_7B
+    from ..training.planner import documents_of
+    from .forecast import planner_for
+    from .plain_run import read_plain_run
+
+    plain = read_plain_run(args)
+    if plain is not None:
+        documents = documents_of(plain.rows, plain.settings)
+        return planner_for(documents, plain.settings, args.world_size, cost_model=LLAMA_7B), plain.rows, None
+    from .configs import read_run
+    from .tokens import load_model_config, make_costs, read_documents
+
+    run = read_run(args)
+    reader = read_documents(run, args.tokenizer)
+    costs = make_costs(load_model_config(run), reader)
+    return planner_for(documents_of(reader, run.training), run.training, args.world_size, cost_model=costs), reader, run
+
+
+def _print_losses(run: "RunConfigs", tokenizer: str) -> None:
+    """Print in how many rows of a run the chat template leaves out texts."""
+    from .data import check_parts
+
+    for report in check_parts(run, tokenizer):
+        if not report.complete:
+            print(f"Not as it was given: {report}")

@@ -44,7 +44,6 @@ from datasets import is_caching_enabled
 
 from ..samples.row import PREPARATION_SOURCE_HASH
 from .documents import Documents, Overlong, TruncationMode, make_documents, token_order
-from .image_rows import ImageRows
 from .reader import RowReader, TokenReader
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,6 @@ def cached_documents(
         documents = make_documents(reader, **settings)
         tokens = None
         if sorts_tokens:
-            assert isinstance(reader, TokenReader | ImageRows)
             tokens = token_order(reader, documents)
         return replace(documents, fingerprint=_hash_documents(reader, documents), tokens=tokens).to_arrays()
 

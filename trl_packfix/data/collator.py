@@ -25,12 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from ..layout import IGNORE_INDEX as IGNORE_INDEX
-from ..layout import TEXT_KEYS as TEXT_KEYS
-
-MASK_COLUMNS = ("completion_mask", "assistant_masks")  # 1 marks a trained token; they are used if there are no labels
+from ..planning.arrays import IGNORE_INDEX as IGNORE_INDEX
+from ..planning.arrays import MASK_COLUMNS as MASK_COLUMNS
+from ..planning.arrays import TEXT_KEYS as TEXT_KEYS
 
 
 def cu_seq_lens(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -141,6 +139,21 @@ class PackedDataCollator:
         Returns:
             The batch, and the runs of the pack: here each run is a whole document.
         """
+        import torch  # here, because `trl-packfix show` needs only `arrays`, and torch takes seconds
+
+        arrays = self.arrays(documents, degree)
+        max_length = arrays.pop("max_length")
+        batch: dict[str, Any] = {name: torch.from_numpy(array)[None] for name, array in arrays.items()}
+        boundaries = batch.pop("cu_seq_lens")[0]
+        sizes = {"max_length_q": max_length, "max_length_k": max_length, "use_cache": False}
+        batch |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries} | sizes
+        return batch, [DocumentRun(i) for i in range(len(documents))]
+
+    def arrays(self, documents: Sequence[dict[str, Any]], degree: int = 1) -> dict[str, Any]:
+        """Return the values of the batch that `collate` makes, as arrays of the shape (T,).
+
+        The boundaries `cu_seq_lens` have the shape (N + 1,), and `max_length` is a number.
+        """
         tokens, labels = self._read(documents)
         lengths = [len(ids) for ids in tokens]
         num_tokens = sum(lengths)
@@ -167,20 +180,14 @@ class PackedDataCollator:
         if self.pad_documents_to_multiple_of:
             bounds = np.pad(bounds, (0, -len(lengths) % self.pad_documents_to_multiple_of), mode="edge")
 
-        boundaries = torch.from_numpy(bounds)
-        max_length = max(longest, min(self.max_length or 0, num_tokens + padding))
-        batch = {
-            "input_ids": torch.from_numpy(input_ids)[None],
-            "labels": torch.from_numpy(targets)[None],
-            "position_ids": torch.from_numpy(position_ids(lengths))[None],
-            "cu_seq_lens_q": boundaries,
-            "cu_seq_lens_k": boundaries,
-            "max_length_q": max_length,
-            "max_length_k": max_length,
-            "seq_idx": torch.from_numpy(seq_idx(lengths))[None],
-            "use_cache": False,
+        return {
+            "input_ids": input_ids,
+            "labels": targets,
+            "position_ids": position_ids(lengths),
+            "cu_seq_lens": bounds,
+            "max_length": max(longest, min(self.max_length or 0, num_tokens + padding)),
+            "seq_idx": seq_idx(lengths),
         }
-        return batch, [DocumentRun(i) for i in range(len(documents))]
 
     def collate_with_rows(
         self, documents: Sequence[dict[str, Any]], degree: int = 1

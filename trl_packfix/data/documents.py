@@ -28,7 +28,6 @@ from datasets import Dataset
 from ..planning.arrays import BoolArray, Int64Array
 from ..planning.families import TokenOrder, sort_by_tokens
 from ..samples.row import MAX_ROWS_NAMED
-from .image_rows import ImageRows
 from .reader import RowReader, TokenReader
 
 logger = logging.getLogger(__name__)
@@ -436,9 +435,7 @@ def _index_in_group(group_sizes: Int64Array) -> Int64Array:
     return np.arange(group_sizes.sum()) - np.repeat(first_of_group, group_sizes)
 
 
-def token_order(
-    reader: TokenReader | ImageRows, documents: Documents, selection: Int64Array | None = None
-) -> TokenOrder:
+def token_order(reader: RowReader, documents: Documents, selection: Int64Array | None = None) -> TokenOrder:
     """Sort documents by their tokens, to find documents that begin alike. Images are compared by content.
 
     A document with a label that is neither its token nor -100 cannot share a beginning, because a shared token has one
@@ -453,6 +450,10 @@ def token_order(
         The sorted document indices, and the number of tokens that each document has in common with the document before
         it, both of shape (M,).
     """
+    # Imported here, because `ImageRows` imports TRL, which takes seconds
+    from .image_rows import ImageRows
+
+    assert isinstance(reader, TokenReader | ImageRows)
     row = documents.row
     start = documents.start
     stop = documents.stop

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,11 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..planning.arrays import END_TOKEN_KEY, BoolArray, Int64Array
+from ..planning.arrays import END_TOKEN_KEY, IGNORE_INDEX, MASK_COLUMNS, BoolArray, Int64Array
 from ..samples.row import BAD_ROW_COLUMN, PerTurnCounts, bad_row_mask
-from .collator import IGNORE_INDEX, MASK_COLUMNS
-from .prefix_collator import Compare
+
+if TYPE_CHECKING:
+    from .prefix_collator import Compare
 
 # A mask may be boolean. The type of a column without values is null.
 _HOLDS_INTEGERS = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
@@ -48,7 +49,7 @@ class RowReader(ABC):
     image_stops: Int64Array | None = None  # index behind the last token of an image; 0 in a row without images
     image_counts: Int64Array | None = None  # number of images
     # The function that gives what is compared of each document to find common beginnings; None compares the tokens
-    compare: Compare | None = None
+    compare: "Compare | None" = None
     # The row of the dataset that each row of this table was made of, if rows of this table are turns with images
     conversations: Int64Array | None = None
     turns: PerTurnCounts | None = None  # counts of the turns, if rows of this table are turns

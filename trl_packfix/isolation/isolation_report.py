@@ -5,8 +5,6 @@ its `summary`. This module also words the error: what was found, where, and what
 """
 
 from dataclasses import dataclass, field
-from math import isfinite
-from typing import Any
 
 from .probed_model import MAX_NOISE
 from .repair import Repair
@@ -203,16 +201,3 @@ class IsolationReport:
         raise PackingLeakError(
             f"Documents in a pack {finding} on this model with attention {self.attention!r}. {cause} {remedy}"
         )
-
-
-def finite(value: object) -> Any:
-    """Return `value` with None for infinity and NaN, which JSON does not have, also inside dictionaries and lists.
-
-    >>> finite({"max_change": float("inf"), "leaks": [0.5]})
-    {'max_change': None, 'leaks': [0.5]}
-    """
-    if isinstance(value, dict):
-        return {key: finite(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [finite(entry) for entry in value]
-    return None if isinstance(value, float) and not isfinite(value) else value

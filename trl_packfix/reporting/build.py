@@ -9,26 +9,31 @@ packing.
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..compat import libraries_newer_than_tested
 from ..data.epochs import EpochPlanner
 from ..data.reader import RowReader
-from ..data.stream import PackedStream, StreamCounts
 from ..planning.schedule import imbalance, rank_costs
+from ..version import libraries_newer_than_tested
 from .numbers import PlanSample
 from .packs import first_packs
 from .report import PackingReport
 from .savings import planned_savings
 from .sections import ImageNumbers, LengthHistogram, SharedPacks
 
+if TYPE_CHECKING:  # it needs torch, without which `trl-packfix plan` makes reports
+    from ..data.stream import PackedStream, StreamCounts
+
 NUM_DRAWN = 100_000  # documents that are drawn to estimate the efficiency of padded batches
 NUM_MICRO_STEPS = 8  # micro-steps of which the report has the costs
 COPIED_SETTINGS = ("strategy", "overlong", "max_length", "batch_size", "accumulation", "world_size", "capacity")
 
 
-def make_report(planner: EpochPlanner, reader: RowReader, *, unpacked_counts_first: bool = False) -> PackingReport:
+def make_report(
+    planner: EpochPlanner, reader: RowReader, *, unpacked_counts_first: bool = False, with_packs: bool = True
+) -> PackingReport:
     """Make the report of a table.
 
     Args:
@@ -36,6 +41,7 @@ def make_report(planner: EpochPlanner, reader: RowReader, *, unpacked_counts_fir
         reader: the reader of its rows.
         unpacked_counts_first: whether TRL's unpacked loss of this model also counts the first label of each row in its
             divisor.
+        with_packs: whether the report has the first packs, which `plot` draws.
     """
     packing = planner.packing
     documents = planner.documents
@@ -52,6 +58,9 @@ def make_report(planner: EpochPlanner, reader: RowReader, *, unpacked_counts_fir
     not_reached = np.ones(len(documents), dtype=bool)
     not_reached[schedule.order] = False
     costs = rank_costs(unit_schedule, units.costs()).reshape(-1, packing.world_size)[:NUM_MICRO_STEPS].tolist()
+    sample = None
+    if with_packs:
+        sample = PlanSample([pack.without_tokens() for pack in first_packs(planner, reader)], costs)
     num_trained = int(documents.trained.sum())
     unpacked_divisor = num_trained
     if unpacked_counts_first:
@@ -80,14 +89,14 @@ def make_report(planner: EpochPlanner, reader: RowReader, *, unpacked_counts_fir
         ledger=documents.ledger,
         newer_libraries=libraries_newer_than_tested(),
         lengths=LengthHistogram.from_lengths(reader.lengths if packed_rows is None else packed_rows[1]),
-        sample=PlanSample([pack.without_tokens() for pack in first_packs(planner, reader)], costs),
+        sample=sample,
     )
 
 
 def make_stream_report(
-    stream: PackedStream,
+    stream: "PackedStream",
     max_steps: int,
-    counts: StreamCounts | None = None,
+    counts: "StreamCounts | None" = None,
     *,
     micro_steps: dict[int, int] | None = None,
 ) -> PackingReport:
@@ -99,6 +108,8 @@ def make_stream_report(
         counts: what all ranks have read so far; None before training.
         micro_steps: degree -> number of micro-steps so far, with sequence parallelism.
     """
+    from ..data.stream import StreamCounts
+
     counts = counts or StreamCounts()
     packing = stream.packing
     return PackingReport(

@@ -6,15 +6,19 @@ show them. A *pack* is the documents that pass through the model together. A *tr
 """
 
 from dataclasses import dataclass, field
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 from ..data.documents import Ledger
-from ..isolation.isolation_report import IsolationReport
 from ..planning.strategies import Strategy
 from ..samples.data_report import DataReport
 from ..samples.row import PerTurnCounts, TrainedSummary
 from .packs import ShownPack
 from .savings import PrefixSavings
 from .sections import ImageNumbers, LengthHistogram, OwnPacks, SharedPacks
+
+if TYPE_CHECKING:  # it needs torch, without which `trl-packfix plan` makes reports
+    from ..isolation.isolation_report import IsolationReport
 
 # If a larger share of the trained tokens is lost, the report warns, and `trl-packfix plan` exits with 1.
 MAX_LOST_SHARE = 0.01
@@ -65,7 +69,7 @@ class PackingNumbers:
     data: DataReport | None = None
     lengths: LengthHistogram | None = None
     attention: str = "not chosen yet"
-    isolation: IsolationReport | None = None
+    isolation: "IsolationReport | None" = None
     first_step: str | None = None
     experimental: tuple[str, ...] = ()
     newer_libraries: tuple[str, ...] = ()
@@ -118,3 +122,16 @@ class PackingNumbers:
         if self.trained_tokens_not_reached:
             remedies.append("set dataloader_drop_last=False")
         return f"{lost:.1%} of the trained tokens are lost: {', and '.join(remedies)}"
+
+
+def finite(value: object) -> Any:
+    """Return `value` with None for infinity and NaN, which JSON does not have, also inside dictionaries and lists.
+
+    >>> finite({"max_change": float("inf"), "leaks": [0.5]})
+    {'max_change': None, 'leaks': [0.5]}
+    """
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

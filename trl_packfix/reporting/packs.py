@@ -14,18 +14,18 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
 
-from ..data.collator import IGNORE_INDEX, TEXT_KEYS, PackedDataCollator
+from ..data.collator import PackedDataCollator
 from ..data.epochs import EpochPlanner
-from ..data.loaders import DocumentDataset
-from ..data.prefix_collator import PrefixCollator
 from ..data.reader import RowReader
-from ..layout import LAYOUT_KEY
+from ..planning.arrays import IGNORE_INDEX, TEXT_KEYS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NUM_PACKS = 8
 REPEATED_TOKEN = re.compile(r"(<[^<>\s]+>)\1{3,}")  # a special token several times, as for the patches of an image
@@ -52,6 +52,7 @@ class ShownDocument:
     shared: int = 0  # number of first tokens whose rows are rows of the document before it in the pack
     num_images: int | None = None  # None if the table has no images
     left_out: tuple[tuple[int, str], ...] = ()  # texts of the row without tokens, each behind a number of tokens
+    whole: int | None = None  # number of tokens before it was cut; None in a table whose rows are packs
 
     @property
     def num_tokens(self) -> int:
@@ -78,7 +79,12 @@ class ShownDocument:
         """The number of trained tokens."""
         return sum(end - first for trained, first, end in self.spans if trained)
 
-    def to_dict(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    @property
+    def cut_from(self) -> int | None:
+        """The number of tokens before the document was cut; None if it was not."""
+        return None if self.whole == self.num_tokens else self.whole
+
+    def to_dict(self, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
         """Return the document as JSON values; its spans have texts if there is a tokenizer."""
         span_values = []
         for trained, first, end in self.spans:
@@ -86,7 +92,7 @@ class ShownDocument:
             text = None if ids is None or tokenizer is None else _decode_tokens(tokenizer, ids)
             span_values.append({"trained": trained, "input_ids": None if ids is None else ids.tolist(), "text": text})
         values = {"row": self.row, "start": self.start, "stop": self.stop, "position_ids": list(self.positions)}
-        values |= {"trained_tokens": self.num_trained, "parts": span_values}
+        values |= {"cut_from": self.cut_from, "trained_tokens": self.num_trained, "parts": span_values}
         if self.num_images is not None:
             values["images"] = self.num_images
         if self.left_out:
@@ -110,7 +116,7 @@ class ShownPack:
     # With shared prefixes, 0, and the number of tokens up to the end of each document that has a run; else empty
     cu_seq_lens_k: list[int]
 
-    def to_dict(self, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    def to_dict(self, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
         """Return the pack as JSON values; the documents have texts if there is a tokenizer."""
         documents = [document.to_dict(tokenizer) for document in self.documents]
         values = {"place": self.place, "capacity": self.capacity, "cu_seq_lens": self.cu_seq_lens}
@@ -171,20 +177,28 @@ def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack
     documents = planner.documents
     # 1. Read the documents, and collate them as in training.
     numbers = schedule.order[schedule.offsets[slot] : schedule.offsets[slot + 1]]
-    rows = DocumentDataset(reader, documents).__getitems__(numbers.tolist())
-    prefix_collator = PrefixCollator(shares=packing.share_prefixes != "off", compare=reader.compare)
-    training_batch = prefix_collator(rows)
+    spans = [column[numbers].tolist() for column in (documents.row, documents.start, documents.stop)]
+    rows = [reader.read(row, start, stop) for row, start, stop in zip(*spans, strict=True)]
+    cu_seq_lens = None
     cu_seq_lens_k = []
     shared = [0] * len(rows)
-    if LAYOUT_KEY in training_batch:  # documents share rows
-        order, shared, _ = prefix_collator.order_documents(rows)
-        numbers = numbers[order]
-        rows = [rows[i] for i in order]
-        cu_seq_lens_k = training_batch["cu_seq_lens_k"].tolist()
+    if packing.share_prefixes != "off":
+        from ..data.prefix_collator import PrefixCollator  # here, because it imports torch, which takes seconds
+        from ..layout import LAYOUT_KEY
+
+        prefix_collator = PrefixCollator(compare=reader.compare)
+        training_batch = prefix_collator(rows)
+        if LAYOUT_KEY in training_batch:  # documents share rows
+            order, shared, _ = prefix_collator.order_documents(rows)
+            numbers = numbers[order]
+            rows = [rows[i] for i in order]
+            cu_seq_lens = training_batch["cu_seq_lens_q"].tolist()
+            cu_seq_lens_k = training_batch["cu_seq_lens_k"].tolist()
     # 2. Collate them without sharing, too: text and picture show the tokens of whole documents.
-    batch = PackedDataCollator()([{name: row[name] for name in TEXT_KEYS if name in row} for row in rows])
-    tokens, labels, positions = (batch[name][0].numpy() for name in ("input_ids", "labels", "position_ids"))
-    bounds = batch["cu_seq_lens_q"].tolist()
+    batch = PackedDataCollator().arrays([{name: row[name] for name in TEXT_KEYS if name in row} for row in rows])
+    tokens, labels, positions = (batch[name] for name in ("input_ids", "labels", "position_ids"))
+    bounds = batch["cu_seq_lens"].tolist()
+    packed_before = reader.seq_lengths() is not None  # then a row has several documents
     image_count = documents.image_count
     shown = [
         ShownDocument(
@@ -196,6 +210,7 @@ def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack
             tokens=tokens[first:end],
             shared=num_shared,
             num_images=None if image_count is None else int(image_count[number]),
+            whole=None if packed_before else int(reader.lengths[documents.row[number]]),
         )
         for number, (first, end), num_shared in zip(numbers, itertools.pairwise(bounds), shared, strict=True)
     ]
@@ -209,7 +224,7 @@ def _read_pack(planner: EpochPlanner, reader: RowReader, slot: int) -> ShownPack
     return ShownPack(
         place=place,
         capacity=degree * packing.parallel.tokens_per_rank,
-        cu_seq_lens=training_batch["cu_seq_lens_q"].tolist(),
+        cu_seq_lens=cu_seq_lens or bounds,
         documents=shown,
         rank=rank,
         degree=degree,
@@ -225,7 +240,7 @@ def _token_spans(is_trained: np.ndarray) -> list[TokenSpan]:
 
 
 def pack_text(
-    pack: ShownPack, tokenizer: PreTrainedTokenizerBase | None, *, num_documents: int = 8, num_tokens: int = 60
+    pack: ShownPack, tokenizer: "PreTrainedTokenizerBase | None", *, num_documents: int = 8, num_tokens: int = 60
 ) -> Text:
     """Return the first documents of a pack as text with styles, by `LEGEND`.
 
@@ -258,9 +273,10 @@ def pack_text(
         style = STYLES[number % len(STYLES)]
         images = f"images: {document.num_images:,}, " if document.num_images else ""
         shared = f", the first {document.shared:,} tokens shared with [{number - 1}]" if document.shared else ""
+        cut = "" if document.cut_from is None else f" (cut from {document.cut_from:,})"
         low, high = document.positions
         text.append(
-            f"[{number}] row {document.row:,}, tokens {document.start:,}-{document.stop - 1:,}, "
+            f"[{number}] row {document.row:,}, tokens {document.start:,}-{document.stop - 1:,}{cut}, "
             f"{document.num_trained:,} trained, {images}position_ids {low}..{high}{shared}\n",
             f"bold {style}",
         )
@@ -286,7 +302,7 @@ def pack_text(
 def _text_of_spans(
     tokens: np.ndarray,
     spans: list[TokenSpan],
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: "PreTrainedTokenizerBase | None",
     *,
     num: int,
     left_out: list[tuple[int, str]],
@@ -338,6 +354,6 @@ def _descriptions_at(token: int, left_out: list[tuple[int, str]]) -> Iterator[tu
             yield f" {{left out {description}}} ", False
 
 
-def _decode_tokens(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> str:
+def _decode_tokens(tokenizer: "PreTrainedTokenizerBase", ids: np.ndarray) -> str:
     """Return the text of tokens, with special tokens, exactly as the tokenizer decodes it."""
     return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -21,10 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..isolation.isolation_report import finite
 from .columns import COLUMNS
 from .lines import LINES
-from .numbers import PackingNumbers
+from .numbers import PackingNumbers, finite
 from .pictures import plot_report
 
 if TYPE_CHECKING:

@@ -14,14 +14,10 @@ With images, it processes the images of a few packs. In training, the log has wh
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from ..data.documents import token_order
 from ..data.epochs import EpochPlanner
-from ..data.image_rows import ImageRows
-from ..data.prefix_collator import PrefixCollator
 from ..data.reader import RowReader, TokenReader
-from ..layout import layout_of
 from ..planning.arrays import Int64Array
 from ..planning.families import Pieces, SharePrefixes, TokenOrder, shared_by_neighbours
 
@@ -126,7 +122,7 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
         The savings; None if prefixes cannot be shared or tokens are not known. With images they are known only for
         "pack": for "off", the images would have to be processed just to estimate.
     """
-    if isinstance(reader, ImageRows) and planner.packing.share_prefixes == "pack":
+    if reader.image_counts is not None and planner.packing.share_prefixes == "pack":
         return _estimated_with_images(planner, reader)
     if not isinstance(reader, TokenReader):
         return None
@@ -163,8 +159,13 @@ def estimated_savings(planner: EpochPlanner, reader: RowReader) -> PrefixSavings
     )
 
 
-def _estimated_with_images(planner: EpochPlanner, reader: ImageRows) -> PrefixSavings:
+def _estimated_with_images(planner: EpochPlanner, reader: RowReader) -> PrefixSavings:
     """Estimate what "pack" saves from a few packs, whose images are processed as in training."""
+    import torch
+
+    from ..data.prefix_collator import PrefixCollator
+    from ..layout import layout_of
+
     schedule = planner.schedule(0)
     documents = planner.documents
     collate = PrefixCollator(compare=reader.compare)

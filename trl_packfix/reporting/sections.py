@@ -10,14 +10,17 @@ is the *degree*, chosen for each *micro-step* (the micro-batches of the same num
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..data.epochs import EpochPlanner
-from ..data.stream import PackedStream, StreamCounts
 from ..planning.arrays import Int64Array
 from ..planning.degrees import modelled_time
 from ..planning.schedule import Schedule, imbalance
+
+if TYPE_CHECKING:  # it needs torch, without which `trl-packfix plan` makes reports
+    from ..data.stream import PackedStream, StreamCounts
 
 NUM_BINS = 24  # of the histogram of lengths
 SHADES = " .:-=+*#%@"  # from no documents to most; ASCII, for any terminal and log file
@@ -109,7 +112,7 @@ class SharedPacks:
         )
 
     @classmethod
-    def of_stream(cls, stream: PackedStream, micro_steps: dict[int, int]) -> "SharedPacks | None":
+    def of_stream(cls, stream: "PackedStream", micro_steps: dict[int, int]) -> "SharedPacks | None":
         """Make the section of a stream; None without sequence parallelism.
 
         Args:
@@ -211,7 +214,7 @@ class ImageNumbers:
         )
 
     @classmethod
-    def of_stream(cls, stream: PackedStream, counts: StreamCounts) -> "ImageNumbers | None":
+    def of_stream(cls, stream: "PackedStream", counts: "StreamCounts") -> "ImageNumbers | None":
         """Make the section from the counts of a stream so far; None for rows without images."""
         if stream.rows.process is None:
             return None

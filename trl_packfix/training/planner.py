@@ -7,7 +7,7 @@ plans the packs of each epoch from the two. The *capacity* is the most tokens th
 """
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..data.cache import cached_documents
 from ..data.documents import Documents
@@ -17,10 +17,13 @@ from ..planning.costs import CostModel
 from ..planning.packing import CONFIG_NAMES, Packing
 from ..planning.parallel import Speeds
 from ..planning.strategies import STRATEGIES
-from .config import SFTConfig
+from .plain_settings import PlainSettings
+
+if TYPE_CHECKING:  # it imports TRL, without which the command line plans files of lengths
+    from .config import SFTConfig
 
 
-def packing_of(config: SFTConfig, cost_model: CostModel, world_size: int, **settings: Any) -> Packing:
+def packing_of(config: "SFTConfig | PlainSettings", cost_model: CostModel, world_size: int, **settings: Any) -> Packing:
     """Return the settings by which a run packs documents.
 
     Args:
@@ -47,7 +50,7 @@ def packing_of(config: SFTConfig, cost_model: CostModel, world_size: int, **sett
     return Packing(**settings)
 
 
-def documents_of(reader: RowReader, config: SFTConfig) -> Documents:
+def documents_of(reader: RowReader, config: "SFTConfig | PlainSettings") -> Documents:
     """Return the documents of a table, from the cache of an earlier run if there is one."""
     return cached_documents(
         reader,
@@ -60,7 +63,12 @@ def documents_of(reader: RowReader, config: SFTConfig) -> Documents:
 
 
 def make_planner(
-    config: SFTConfig, documents: Documents, cost_model: CostModel, *, world_size: int, **settings: Any
+    config: "SFTConfig | PlainSettings",
+    documents: Documents,
+    cost_model: CostModel,
+    *,
+    world_size: int,
+    **settings: Any,
 ) -> EpochPlanner:
     """Return the planner of a run.
 

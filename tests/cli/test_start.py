@@ -1,0 +1,107 @@
+"""The command line starts fast: a command imports only what it needs, and what it answers does not depend on that."""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.launch import PROCESS_SECONDS
+from support.runs import config
+
+from trl_packfix.cli import forecast, main, plain_run
+from trl_packfix.planning.packing import CONFIG_NAMES
+from trl_packfix.training.config import SFTConfig
+from trl_packfix.training.plain_settings import PlainSettings
+
+ROOT = Path(__file__).parents[2]
+READ = plain_run.read_plain_run
+HEAVY = ("torch", "transformers", "trl", "accelerate", "peft", "matplotlib")
+
+# Runs commands in one process, and prints after each the heavy modules that are there
+PROGRAM = """
+import sys, io, contextlib
+from trl_packfix.cli import main
+for words in {commands}:
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(words.split()) == 0, words
+    print(words.split()[0], *(name for name in {heavy} if name in sys.modules))
+"""
+
+
+@pytest.fixture
+def lengths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.savetxt("lengths.txt", np.random.default_rng(0).integers(5, 300, 200), fmt="%d")
+
+
+@pytest.mark.processes
+def test_a_command_imports_what_it_needs(lengths):
+    commands = ["recipes", "plan lengths.txt --max-length 512", "show lengths.txt --packs 1 --max-length 512"]
+    program = PROGRAM.format(commands=commands, heavy=HEAVY)
+    settings = {"capture_output": True, "text": True, "check": True, "timeout": PROCESS_SECONDS}
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, **settings)
+    assert done.stdout.splitlines() == ["recipes", "plan", "show"]
+
+
+def test_plain_settings_are_those_of_the_config(tmp_path):
+    defaults = {setting.name: setting.default for setting in fields(SFTConfig)}
+    assert {setting.name: setting.default for setting in fields(PlainSettings)}.items() <= defaults.items()
+    read_by_planning = {*CONFIG_NAMES.values()} & defaults.keys()
+    assert len(read_by_planning) > 8
+    assert read_by_planning <= {setting.name for setting in fields(PlainSettings)}
+    assert config(tmp_path).effective_overlong == PlainSettings().effective_overlong
+
+
+PLANNED = [
+    "plan --max-length 64 128 --strategy stream bfd wrapped --world-size 1 3",
+    "plan --batch-size 2 --accumulation 3 --seed 7 --overlong drop --balance none --world-size 2",
+    "plan --packing_strategy minibatch --gradient-accumulation-steps 2 --tflops 100",
+    "show --max_length 100 --strategy bfd_split --per-device-train-batch-size 3 --packs 4 --world-size 2",
+    "show --seed 3 --overlong split --max-length=64",
+]
+
+
+@pytest.mark.parametrize("words", PLANNED)
+def test_a_plain_run_is_planned_as_with_the_config_of_training(words, lengths, monkeypatch, capsys):
+    read = []
+
+    def planned(read_run):
+        for module in (plain_run, forecast):  # `show` imports it when it runs
+            monkeypatch.setattr(module, "read_plain_run", read_run)
+        command, *flags = words.split()
+        code = main([command, "lengths.txt", *flags, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    def read_plain_run(*given):
+        read.append(READ(*given))
+        return read[-1]
+
+    by_plain_settings = planned(read_plain_run)
+    assert None not in read, "this run is not plain"
+    assert len(read) == 1
+    assert planned(lambda *given: None) == by_plain_settings
+
+
+NOT_PLAIN = [
+    "--seed -1",
+    "--balance even",
+    "--batch-size 0",
+    "--max_length 1",
+    "--learning-rate 1",
+    "--model x",
+    "a.jsonl",
+]
+
+
+@pytest.mark.parametrize("words", NOT_PLAIN)
+def test_other_runs_are_read_with_the_config_of_training(words, lengths):
+    """It has the messages for values that cannot be used, and knows all flags and data."""
+    given = {"config": [], "tokenizer": None}
+    assert READ(Namespace(more_flags=["lengths.txt", "--seed", "1"], **given)) is not None
+    assert READ(Namespace(more_flags=["lengths.txt", *words.split()], **given)) is None
+    assert READ(Namespace(more_flags=["lengths.txt"], **given | {"config": ["run.yaml"]})) is None

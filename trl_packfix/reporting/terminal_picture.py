@@ -1,0 +1,83 @@
+"""Draw a plan as text, where matplotlib is not installed: packs as strips, the lengths, and the waiting of ranks.
+
+`trl-packfix show --plot` prints it. `pictures.py` draws the same panels as a picture. All characters are ASCII, for any
+terminal and log file. No information is in the colour alone: documents begin with their numbers.
+"""
+
+import numpy as np
+from rich.text import Text
+
+from .numbers import PackingNumbers
+from .packs import STYLES, ShownPack
+
+TRAINED, UNTRAINED, EMPTY, WAITING = "#-.:"
+LEGEND = f"A document begins with its number; {TRAINED} trained, {UNTRAINED} not trained, {EMPTY} empty"
+MIN_WIDTH = 20  # characters of the widest bar on a narrow terminal
+NUM_LENGTHS = 12  # rows of the histogram
+
+
+def draw_plan(report: PackingNumbers, width: int) -> Text:
+    """Return the panels as text with styles, one below the other.
+
+    Args:
+        report: a report that has its first packs, which only the report of a table has.
+        width: characters of a line.
+    """
+    assert report.sample is not None, "the report has no packs"
+    assert report.lengths is not None, "only streams have no lengths"
+    text = Text()
+    packs = report.sample.packs
+    label_width = max(len(pack.place) for pack in packs) + 2
+    bar_width = max(MIN_WIDTH, width - label_width - 6)
+    widest = max(pack.capacity for pack in packs)
+    text.append(f"{report.num_documents:,} documents; the first packs, {widest:,} tokens wide. {LEGEND}\n", "bold")
+    for pack in packs:
+        text.append(f"{pack.place:<{label_width}}")
+        text.append(_strip(pack, round(bar_width * pack.capacity / widest)))
+        text.append(f" {pack.cu_seq_lens[-1] / pack.capacity:>4.0%}\n")
+
+    text.append("\nlengths in tokens, and number of documents\n", "bold")
+    edges, counts = report.lengths.edges, report.lengths.counts
+    step = -(-len(counts) // NUM_LENGTHS)
+    merged = [sum(counts[i : i + step]) for i in range(0, len(counts), step)]
+    first_lengths = edges[:-1:step]
+    last_lengths = [*first_lengths[1:], edges[-1]]
+    labels = [f"{first:,}-{last - 1:,}" for first, last in zip(first_lengths, last_lengths, strict=True)]
+    for label, count, first in zip(labels, merged, first_lengths, strict=True):
+        cut = " longer than max_length" if first > report.max_length else ""
+        bar = TRAINED * -(-count * MIN_WIDTH // max(merged))  # rounded up, so that no document is invisible
+        text.append(f"{label:>{max(map(len, labels))}}  {bar:<{MIN_WIDTH}} {count:,}{cut}\n")
+
+    if report.world_size > 1:
+        text.append(f"\ncost of each rank by micro-step, {WAITING} waits for the slowest\n", "bold")
+        for place, costs in enumerate(report.sample.costs):
+            bars = (round(MIN_WIDTH * cost / max(costs)) for cost in costs[:NUM_LENGTHS])
+            text.append(f"{place:>3}  " + " ".join(f"{TRAINED * n}{WAITING * (MIN_WIDTH - n)}" for n in bars) + "\n")
+    return text
+
+
+def _strip(pack: ShownPack, width: int) -> Text:
+    """Return a pack as `width` characters, each of which stands for the token in its middle."""
+    kinds = np.concatenate([_kinds(number, pack) for number in range(len(pack.documents))])
+    numbers = np.repeat(np.arange(len(pack.documents)), [document.num_rows for document in pack.documents])
+    places = ((np.arange(width) + 0.5) * pack.capacity / width).astype(int)
+    strip = Text()
+    previous = -1
+    for place in places.tolist():
+        if place >= len(kinds):
+            strip.append(EMPTY)
+            continue
+        number = int(numbers[place])
+        character = str(number % 10) if number != previous else TRAINED if kinds[place] else UNTRAINED
+        strip.append(character, STYLES[number % len(STYLES)])
+        previous = number
+    return strip
+
+
+def _kinds(number: int, pack: ShownPack) -> np.ndarray:
+    """Return whether each row of a document is trained, shape (rows,)."""
+    document = pack.documents[number]
+    kinds = np.zeros(document.num_rows, dtype=bool)
+    for trained, first, end in document.own_spans:
+        kinds[first:end] = trained
+    return kinds
