@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from .flags import did_you_mean
+from .flags import HelpFormatter, did_you_mean
 from .torch_environment import set_torch_environment
 
 COMMANDS = ("plan", "show", "prepare", "check", "train", "recipes")
@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # Write escapes for characters that the terminal cannot show.
             stream.reconfigure(errors="backslashreplace")
-    parser = argparse.ArgumentParser(prog="trl-packfix", description="Packing that is right, proved and balanced.")
+    parser = argparse.ArgumentParser(
+        prog="trl-packfix", description="Packing that is right, proved and balanced.", formatter_class=HelpFormatter
+    )
     # The launcher of DeepSpeed adds this flag before the command.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -25,7 +25,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 
 from ..training.config import SFTConfig, lacks_devices, with_settings
 from ..training.foreign_keys import describe_foreign_keys, other_defaults
-from .flags import SHORT_FLAGS, did_you_mean, setting_named
+from .flags import SHORT_FLAGS, HelpFormatter, did_you_mean, setting_named
 from .mixture import BOOLEAN_TEXTS, MixtureConfig, check_types
 
 # By field, the smallest and the largest value with which training can compute. No field may be "not a number".
@@ -55,13 +55,14 @@ DESCRIPTION = """\
 Fine-tune a language model on packed documents: the flags of `trl sft`, and the fields of packing.
 
 On one GPU, or on the CPU of a machine without one:
-    trl-packfix train --model_name_or_path MODEL --dataset_name DATA --output_dir output
-    trl-packfix train --config FILE.yaml
+  trl-packfix train --model_name_or_path MODEL --dataset_name DATA \\
+      --output_dir output
+  trl-packfix train --config FILE.yaml
 
-On every GPU of a machine:
-    accelerate launch -m trl_packfix train --config FILE.yaml
-    torchrun --nproc_per_node 8 -m trl_packfix train --config FILE.yaml
-    deepspeed --num_gpus=8 --module trl_packfix train --config FILE.yaml    (ZeRO-3 unless `--deepspeed` is given)
+On every GPU of a machine, with DeepSpeed as ZeRO-3 unless `--deepspeed` is given:
+  accelerate launch -m trl_packfix train --config FILE.yaml
+  torchrun --nproc_per_node 8 -m trl_packfix train --config FILE.yaml
+  deepspeed --num_gpus=8 --module trl_packfix train --config FILE.yaml
 
 DATA is a name on the hub, a file (.jsonl, .json, .parquet, .csv), or a folder written by `trl-packfix prepare` or
 `save_to_disk`; several are joined. A file that `trl sft --config` takes may set any of the flags below; flags on the
@@ -94,8 +95,8 @@ class TrainArguments(ScriptArguments):
             )
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """A formatter that shows every flag with its default, and the description unchanged."""
+class TrainHelpFormatter(HelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """A formatter that shows every flag with its default."""
 
 
 def machine_settings() -> dict[str, Any]:
@@ -188,7 +189,7 @@ def parse_configs(
         prog=prog,
         usage=usage,
         description=description,
-        formatter_class=HelpFormatter,
+        formatter_class=TrainHelpFormatter,
         allow_abbrev=False,
     )
 
@@ -368,12 +369,21 @@ def _refuse_unknown(names: list[str], known: list[str], given: Set[str]) -> None
         return
     launcher_flags = {action.dest for action in launch_command_parser()._actions} | {"accelerate_config"}
     unknown = [name for name in names if name not in launcher_flags]
-    if unknown:
-        misspelt = [name for name in unknown if not describe_foreign_keys([name])]
+    if not unknown:
+        return
+    hints = {name: describe_foreign_keys([name]) for name in unknown}
+    defaults = other_defaults(given)
+    if len(unknown) == 1 and not defaults:
+        name = unknown[0]
+        suggestion = "" if hints[name] else did_you_mean([name], known)
         raise ValueError(
-            f"{', '.join(f'`{name}`' for name in unknown)} was given, as a flag or in the config file"
-            f"{did_you_mean(misspelt, known)}. No field of "
-            "SFTConfig, ModelConfig, ScriptArguments or the dataset mixture has this name, so it would be ignored."
-            f"{describe_foreign_keys(unknown)}"
-            f"{other_defaults(given)} Correct or remove it; `trl-packfix train --help` lists all flags."
+            f"`{name}` was given, as a flag or in the config file{suggestion}. No field of SFTConfig, ModelConfig, "
+            f"ScriptArguments or the dataset mixture has this name, so it would be ignored.{hints[name]} Correct or "
+            "remove it; `trl-packfix train --help` lists all flags."
         )
+    lines = [hints[name].strip() or f"`{name}` is not known{did_you_mean([name], known)}." for name in unknown]
+    raise ValueError(
+        f"{len(unknown)} settings were given, as flags or in the config file, that are no field of SFTConfig, "
+        "ModelConfig, ScriptArguments or the dataset mixture. They would be ignored. Correct or remove each; "
+        "`trl-packfix train --help` lists all flags.\n  " + "\n  ".join(lines) + f"\n{defaults}".rstrip()
+    )

@@ -1,12 +1,15 @@
 """What the commands share about flags: short names, help texts, suggestions for misspelt names, and named settings."""
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import groupby
+from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any, TypeAlias
 
+HELP_WIDTH = 80  # characters of a line of `--help`
 # By short flag, the flag of a config field that it stands for, in commands that do not train
 SHORT_FLAGS = {
     "--model": "--model_name_or_path",
@@ -23,7 +26,7 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 FIELDS_HELP = f"""\
 Every flag and file of `trl-packfix train` is taken, with dashes or underscores; its --help says what they do. Short:
-{fill(", ".join(f"{flag} for {field}" for flag, field in SHORT_FLAGS.items()), 119, break_on_hyphens=False)}.
+{", ".join(f"{flag} for {field}" for flag, field in SHORT_FLAGS.items())}.
 
 """
 DATA_HELP = f"""\
@@ -39,6 +42,43 @@ on the hub, joined to one table; or files of lengths in tokens: .txt with one nu
 """
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """A formatter for 80 columns. It fills paragraphs, and keeps lines that begin with a space, such as examples."""
+
+    def __init__(self, prog: str, **settings: Any):
+        width = min(HELP_WIDTH, get_terminal_size().columns) - 1
+        super().__init__(prog, **({"max_help_position": 28, "width": width} | settings))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        blocks = []
+        for paragraph in text.strip("\n").split("\n\n"):
+            for is_example, group in groupby(paragraph.split("\n"), lambda line: line.startswith(" ")):
+                lines = list(group)
+                filled = "\n".join(lines) if is_example else fill(" ".join(lines), width, break_on_hyphens=False)
+                blocks.append(filled + "\n")
+            blocks[-1] += "\n"
+        return "".join(blocks).rstrip() + "\n"
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """Name a flag once, though it may be written with dashes and with underscores."""
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        spellings = {name.replace("_", "-"): name for name in reversed(action.option_strings)}
+        names = ", ".join(reversed(spellings.values()))
+        return names if action.nargs == 0 else f"{names} {self._format_args(action, action.dest.upper())}"
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
+        if action.metavar is None and action.option_strings:
+            return lambda count: ("VALUE",) * count  # a name would repeat the flag, and choices are in the help
+        return super()._metavar_formatter(action, default_metavar)
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = super()._expand_help(action)
+        if action.metavar is None and action.choices is not None and action.option_strings:
+            text += f". One of {', '.join(map(str, action.choices))}"
+        return text
+
+
 def add_command(subparsers: Subparsers, name: str, usage: str, *, epilog: str, **texts: Any) -> argparse.ArgumentParser:
     """Add a command that takes the flags of a run beside its own, and return its parser.
 
@@ -48,9 +88,9 @@ def add_command(subparsers: Subparsers, name: str, usage: str, *, epilog: str, *
     """
     parser = subparsers.add_parser(
         name,
-        usage=f"trl-packfix {name} {usage} [--config FILE.yaml] [--FLAG VALUE ...]",
+        usage=f"trl-packfix {name} {usage} [--config FILE] [--FLAG ...]",
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,  # `--packing`, a flag of a run, is also the beginning of `--packing_strategy` of `plan`
         **texts,
     )

@@ -9,10 +9,14 @@ from .flags import Subparsers
 
 EXAMPLES = """\
   trl-packfix plan chats.jsonl --model Qwen/Qwen3-0.6B
-  trl-packfix plan chats.jsonl --model Qwen/Qwen3-0.6B --max-length 4096 8192 --world-size 8 64 512 --batch-size 1
-  trl-packfix plan lengths.txt --strategy stream bfd_split wrapped --tflops 350 --json
-  trl-packfix plan lengths.txt --max-length 131072 --tokens-per-rank 16384 --world-size 8 64
-  trl-packfix plan --model Qwen/Qwen3-8B --gpus 8 --memory 80 --batch-size 1 --max-length 8192
+  trl-packfix plan chats.jsonl --model Qwen/Qwen3-0.6B \\
+      --max-length 4096 8192 --world-size 8 64 512 --batch-size 1
+  trl-packfix plan lengths.txt --strategy stream bfd_split wrapped \\
+      --tflops 350 --json
+  trl-packfix plan lengths.txt --max-length 131072 --tokens-per-rank 16384 \\
+      --world-size 8 64
+  trl-packfix plan --model Qwen/Qwen3-8B --gpus 8 --memory 80 --batch-size 1 \\
+      --max-length 8192
 
 The numbers are those that a training run with the same flags prints in its packing report. Exit code 0 if at most 1 %
 of the trained tokens are lost at the recommended max_length; 1 if more are lost; 2 if planning failed."""

@@ -20,7 +20,8 @@ LIBRARIES = ("trl", "transformers", "datasets", "tokenizers")  # the libraries w
 MANIFEST_SETTINGS = ("eos_token", "chat_template_path", "weight_column", "source_column", "trust_remote_code")
 
 EXAMPLES = """\
-  trl-packfix prepare chats.jsonl --model Qwen/Qwen3-0.6B --output chats --num-proc 32
+  trl-packfix prepare chats.jsonl --model Qwen/Qwen3-0.6B --output chats \\
+      --num-proc 32
   trl-packfix plan chats
   deepspeed --num_gpus=8 --module trl_packfix train --dataset_name chats ...
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from .flags import Subparsers, did_you_mean
+from .flags import HelpFormatter, Subparsers, did_you_mean
 
 FOLDER = Path(__file__).with_name("recipe_files")
 
@@ -18,6 +18,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="list the config files that come with the package, or print one",
         description="Without a name: what there is. With a name: print this file, for `trl-packfix train --config`. "
         "None of them was run on a GPU yet. Exit code 2: there is no recipe of this name.",
+        formatter_class=HelpFormatter,
         epilog="examples: trl-packfix recipes, trl-packfix recipes qwen3-8b-lora > my.yaml",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to print")

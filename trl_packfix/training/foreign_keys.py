@@ -43,20 +43,21 @@ def describe_foreign_keys(names: Iterable[str]) -> str:
 
 
 def other_defaults(names: Set[str]) -> str:
-    """Return a sentence with settings that another trainer has by default, and that a file of its keys leaves unset.
+    """Return a text with settings that another trainer has by default, and that a file of its keys leaves unset.
 
-    A file belongs to another trainer if at least two of its keys are known only there. The sentence begins with a
-    space; it is "" if the trainer is not known, or if the file leaves none of these settings unset.
+    A file belongs to another trainer if at least two of its keys are known only there. The text has a line for each
+    setting, as in YAML; it is "" if the trainer is not known, or if the file leaves none of these settings unset.
 
-    >>> other_defaults({"random_state", "max_seq_length", "r", "packing", "learning_rate", "optim", "use_peft"})[:84]
-    ' unsloth has other defaults. To train what it trained, also set `load_in_4bit: true`'
+    >>> other_defaults({"random_state", "max_seq_length", "r", "packing", "learning_rate", "optim"}).splitlines()[:2]
+    ['unsloth has other defaults. To train what it trained, also set', '  load_in_4bit: true']
     """
     for trainer, table in TABLES["trainers"].items():
         if len(names & {*table["known_by"]}) > 1:
             set_fields = names | {RENAMED[name].split(":")[0] for name in names & RENAMED.keys()}
-            unset = [f"`{name}: {value}`" for name, value in table["defaults"].items() if name not in set_fields]
-            yaml_texts = ", ".join(unset).replace("True`", "true`").replace("False`", "false`")
-            return f" {trainer} has other defaults. To train what it trained, also set {yaml_texts}." if unset else ""
+            unset = [(name, value) for name, value in table["defaults"].items() if name not in set_fields]
+            lines = [f"\n  {name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in unset]
+            first_line = f"{trainer} has other defaults. To train what it trained, also set"
+            return first_line + "".join(lines) if lines else ""
     return ""
 
 
