@@ -129,7 +129,7 @@ def test_check_a_model(saved, capsys):
     out = capsys.readouterr().out
     assert out.startswith("Isolation check\n")
     assert "verdict" in out
-    assert "PACKED" in out
+    assert re.search(r"\n *verdict +isolated: ", out)
     assert "packfix_varlen" in out
     assert "flash_attention_2: flash-attn 2 is not installed" in out or torch.cuda.is_available()
     assert main(["check", str(saved / "lfm2")]) == 0
@@ -137,20 +137,25 @@ def test_check_a_model(saved, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:enforce_flash_attention=False")
-def test_the_answer_is_of_the_attention_that_training_runs(saved, printed):
-    """Both answers must name the attention of which they speak."""
+def test_the_answer_is_of_the_attention_that_is_asked_for(saved, printed, capsys):
+    """It must name the attention of which it speaks, and say if training would run another."""
     eager = ("check", saved / "llama", "--attn_implementation", "eager")
-    replaced = printed(*eager)
-    assert replaced["attention"] == replaced["as_it_is"]["attention"] == "packfix_varlen"
-    assert "in place of the model's eager" in replaced["reason"]
+    asked = printed(*eager)
+    assert asked["attention"] == asked["as_it_is"]["attention"] == "eager"
+    assert asked["attention_of_training"] == "packfix_varlen"
+    assert main([*map(str, eager)]) == 0
+    assert re.search(r"\n *training +runs packfix_varlen in its place, unless you set", capsys.readouterr().out)
     own = printed(*eager, "--enforce_flash_attention", "false")
     assert own["attention"] == own["as_it_is"]["attention"] == "eager"
-    assert own["reason"] == "unchanged: enforce_flash_attention=False"
+    assert own["attention_of_training"] is None
+    replaced = printed(*eager, "--enforce_flash_attention", "true")
+    assert replaced["attention"] == replaced["as_it_is"]["attention"] == "packfix_varlen"
+    assert "in place of the model's eager" in replaced["reason"]
 
 
 def test_a_leak_that_is_not_repaired_is_exit_code_1(saved, printed):
     found = printed("check", saved / "bloom", "--on-leak", "raise", code=1)
-    assert found["verdict"] == "LEAK"
+    assert found["verdict"] == "leaks"
     assert not found["right"]
     assert "self_attention" in found["as_it_is"]["leaks"][0]["name"]
     assert found["as_it_is"]["max_change"] > 1e-3
@@ -159,6 +164,6 @@ def test_a_leak_that_is_not_repaired_is_exit_code_1(saved, printed):
 def test_a_leak_that_is_repaired_is_exit_code_0_and_needs_no_weights(saved, tmp_path, printed):
     (tmp_path / "config.json").write_text((saved / "bloom" / "config.json").read_text())
     found = printed("check", tmp_path, "--config-only")
-    assert found["verdict"] == "REPAIRED"
+    assert found["verdict"] == "repaired"
     assert "BloomAttention" in found["repaired"][0]
     assert found["in_training"]["equal"]

@@ -267,7 +267,7 @@ def test_code_of_a_model_runs_with_the_flag_and_nobody_is_asked(command, own_mod
         more = ["--output", str(new)] if command == "prepare" else ["--max-length", "64"]
         assert main([*words, *more, *flags]) == (0 if flags else 2)
         printed = capsys.readouterr()
-        said = "PACKED" if command == "check" else "trained"
+        said = "isolated" if command == "check" else "trained"
         assert said in printed.out if flags else "trust_remote_code" in printed.err and not new.exists()
 
 

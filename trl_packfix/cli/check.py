@@ -14,13 +14,17 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   trl-packfix check Qwen/Qwen3-0.6B --max-length 8192 --dtype bfloat16
   trl-packfix check tiiuae/falcon-7b --config-only
-  trl-packfix check Qwen/Qwen3-0.6B --dataset chats.jsonl --assistant-only-loss
+  trl-packfix check Qwen/Qwen3-0.6B --dataset chats.jsonl \\
+      --assistant-only-loss
 
 Of the flags, `max_length` (1,024; the longest document of the run), `dtype` (bfloat16 on CUDA, else float32),
-`attn_implementation`, `enforce_flash_attention`, `on_leak` and `trust_remote_code` decide. The answer is of the
-attention that training would run, which the line `attention` names: of `--attn_implementation eager` or `sdpa` only
-with `--enforce_flash_attention false`. Exit code 0 if packed training of the model is correct, repaired or not; 1 if it
-is not; 2 if the model could not be tested.
+`attn_implementation`, `enforce_flash_attention`, `on_leak` and `trust_remote_code` decide. The line `attention` names
+what was tested: what `--attn_implementation` asks for, else what training would choose. Exit code 0 if packed training
+with it is correct, repaired or not; 1 if it is not; 2 if the model could not be tested.
+
+The verdict is one of isolated (documents in packs do not influence each other), repaired (they do not, after a repair),
+unpacked (documents train as padded rows), leaks (they influence each other), wrong (a document differs from itself
+alone) and fails (the model does not run on packs).
 
 With --dataset the data are tested instead: is everything that their rows give in the tokens, once, with the chat
 template of MODEL or of --chat-template-path. Exit code 1 if something is left out, repeated or trained wrongly."""
@@ -67,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dataset:
         return _check_data(configs, names[0], args.dataset, as_json=args.json)
     assert configs.training.max_length is not None  # `SFTConfig` refuses packing without it
+    is_enforced_given = "enforce_flash_attention" in configs.given
+    enforced = configs.training.enforce_flash_attention if is_enforced_given else None
     is_dtype_given = "dtype" in configs.given and configs.model.dtype != "auto"
     result = check_model(
         names[0],
@@ -74,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         configs.training.max_length,
         dtype=configs.model.dtype if is_dtype_given else None,
         attn_implementation=configs.model.attn_implementation,
-        enforce_flash_attention=configs.training.enforce_flash_attention,
+        enforce_flash_attention=enforced,
         on_leak=configs.training.on_leak,
         trust_remote_code=configs.training.trust_remote_code,
     )

@@ -40,6 +40,8 @@ class CheckResult:
         architecture: the class of the model.
         attention: the attention implementation of packs.
         reason: why it was chosen.
+        attention_of_training: the attention that training with the same flags would choose, if another was asked for;
+            else None.
         as_it_is: the report of the probe on the model with this attention.
         in_training: the report on what training runs: `as_it_is`, or a report after what `on_leak` did.
         is_unpacked: whether training runs padded rows in place of packs.
@@ -56,6 +58,7 @@ class CheckResult:
     max_length: int
     attention: str
     reason: str
+    attention_of_training: str | None
     as_it_is: IsolationReport
     in_training: IsolationReport
     is_unpacked: bool
@@ -68,18 +71,18 @@ class CheckResult:
     def verdict(self) -> str:
         """The result in one word.
 
-        Training is correct with PACKED (on packs, by the model as it is), REPAIRED (on packs, after a repair) and
-        UNPACKED (on padded rows). Training on packs is refused with LEAK (documents change each other), WRONG (a
-        document differs from itself alone) and REFUSED (the model does not run on packs).
+        Training is correct if documents are "isolated" (on packs, by the model as it is), "repaired" (on packs, after a
+        repair) or "unpacked" (on padded rows). Training on packs is refused if the model "leaks" (documents change each
+        other), is "wrong" (a document differs from itself alone), or "fails" (it does not run on packs).
         """
         report = self.in_training
         if report.passed:
             if self.is_unpacked:
-                return "UNPACKED"
-            return "REPAIRED" if report.repaired else "PACKED"
+                return "unpacked"
+            return "repaired" if report.repaired else "isolated"
         if report.error is not None:
-            return "REFUSED"
-        return "WRONG" if report.isolated else "LEAK"
+            return "fails"
+        return "wrong" if report.isolated else "leaks"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -109,6 +112,9 @@ class CheckResult:
             thresholds = ", ".join(f"{name} = {value:,}" for name, value in before.unreachable.items())
             rows.append(("not tested", f"beyond max_length {self.max_length:,}: {thresholds}"))
         rows.append(("attention", f"{self.attention}: {self.reason}"))
+        if self.attention_of_training is not None:
+            text = f"runs {self.attention_of_training} in its place, unless you set enforce_flash_attention=False"
+            rows.append(("training", text))
         for name, obstacle in self.implementations.items():
             rows.append(("implementation", f"{name}: {obstacle or 'available'}"))
         if self.missing_packages is not None:
@@ -126,7 +132,7 @@ def check_model(
     *,
     dtype: str | None = None,
     attn_implementation: str | None = None,
-    enforce_flash_attention: bool = True,
+    enforce_flash_attention: bool | None = None,
     on_leak: OnLeak = "repair",
     trust_remote_code: bool = False,
 ) -> CheckResult:
@@ -137,9 +143,8 @@ def check_model(
         config_only: test a tiny random model with this config, without loading weights.
         max_length: the most tokens of a document in training.
         dtype: the dtype of the weights; None: bfloat16 on CUDA and float32 elsewhere.
-        attn_implementation: the attention that the model is loaded with. Packs run on it only with
-            `enforce_flash_attention=False`.
-        enforce_flash_attention: whether packs run on the attention that training would choose.
+        attn_implementation: the attention that is tested; None: the attention that training would choose.
+        enforce_flash_attention: as in training; None: False if `attn_implementation` is given, else True.
         on_leak: what to do if the model leaks.
 
     Raises:
@@ -162,7 +167,14 @@ def check_model(
         create: Any = create_model_from_path
         model = create(name, dtype=torch_dtype, attn_implementation=attn_implementation, device_map=None, **trust)
     model.to(device)
-    settings: dict[str, Any] = {"enforce_flash_attention": enforce_flash_attention}
+    attention_of_training = None
+    if enforce_flash_attention is None and attn_implementation is not None:
+        chosen = PackedModel(model, torch_dtype, device.type, max_length, on_leak="raise")
+        if chosen.attention.name != attn_implementation:
+            attention_of_training = chosen.attention.name
+        chosen.restore_own_attention()
+    is_enforced = attn_implementation is None if enforce_flash_attention is None else enforce_flash_attention
+    settings: dict[str, Any] = {"enforce_flash_attention": is_enforced}
     # First test the model as it is. If it leaks, test it again with a repair or without packing.
     packed = PackedModel(model, torch_dtype, device.type, max_length, on_leak="raise", **settings)
     as_it_is = packed.prove(model)
@@ -180,6 +192,7 @@ def check_model(
         max_length=max_length,
         attention=packed.attention.name,
         reason=packed.attention.reason,
+        attention_of_training=attention_of_training,
         as_it_is=as_it_is,
         in_training=in_training,
         is_unpacked=packed.is_unpacked,
