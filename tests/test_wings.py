@@ -38,7 +38,7 @@ ONLY = {("isolation", "data"): {f"data.{name}" for name in NAMES}}
 ANYONE = {"compat", "feature", "group", "layout", "version"}
 
 RECIPES = [f"cli/recipe_files/{file.name}" for file in (PACKAGE / "cli" / "recipe_files").glob("*.yaml")]
-DATA_FILES = ("py.typed", "cli/zero3.json", "training/foreign_keys.yaml", *RECIPES)
+DATA_FILES = ("py.typed", "cli/zero3.json", "training/foreign_keys.yaml", "reporting/page.html", *RECIPES)
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -19,7 +19,7 @@ from trl_packfix.cli.lengths import read_lengths
 pytestmark = pytest.mark.slow
 
 # What only a model can say, and what only `plan` estimates
-NOT_PLANNED = ("attention", "isolation", "first_step", "prefixes", "trained", "data", "max_steps")
+NOT_PLANNED = ("model", "attention", "isolation", "first_step", "prefixes", "trained", "data", "max_steps")
 
 
 @pytest.mark.slow
@@ -34,6 +34,8 @@ def test_figures_are_those_of_the_training_run(strategy, workplace, tmp_path, pr
     run = trainer(tmp_path, rows, "qwen3", **settings)
     run.train()
     trained = json.loads((tmp_path / "packing_report.json").read_text())
+    drawn = {name: trained.pop(name) for name in ("lines", "costs", "fills")}
+    assert drawn["lines"] == [list(line) for line in run.packing_report.lines()]
     assert trained == json.loads(json.dumps(run.packing_report.to_dict()))
     assert found["prefixes"]["in_packs"] < 1
     assert trained["prefixes"] is None
@@ -74,6 +76,16 @@ def test_the_length_recommended_is_the_smallest_that_loses_one_percent(tmp_path,
     found = printed("plan", tmp_path / "lengths.txt", "--max-length", 1024, 2048, code=1)
     assert found["max_length"] == 2048
     assert "try a longer one" in found["reasons"][0]
+
+
+def test_a_model_that_reads_no_more_tokens_is_said(workplace, tmp_path, printed):
+    (tmp_path / "lengths.txt").write_text("\n".join(["100"] * 20 + ["9000"] * 5))
+    words = [tmp_path / "lengths.txt", "--model", workplace / "model"]
+    found = printed("plan", *words, code=1)
+    assert [each["max_length"] for each in found["plans"]] == [1024, 2048, 4096] == candidate_lengths(9000, 4096)
+    assert "the model has no more than 4,096 positions" in found["reasons"][0]
+    assert "try a longer one" in printed("plan", *words, "--max-length", 2048, code=1)["reasons"][0]
+    assert candidate_lengths(9000, 5000) == [1024, 2048, 4096, 5000]
 
 
 def test_the_file_of_a_run_is_planned(workplace, tmp_path, monkeypatch, capsys, printed):

@@ -13,7 +13,7 @@ import pytest
 from support.launch import PROCESS_SECONDS
 from support.runs import config
 
-from trl_packfix.cli import forecast, main, plain_run
+from trl_packfix.cli import COMMANDS, forecast, main, plain_run
 from trl_packfix.planning.packing import CONFIG_NAMES
 from trl_packfix.training.config import SFTConfig
 from trl_packfix.training.plain_settings import PlainSettings
@@ -105,3 +105,13 @@ def test_other_runs_are_read_with_the_config_of_training(words, lengths):
     assert READ(Namespace(more_flags=["lengths.txt", "--seed", "1"], **given)) is not None
     assert READ(Namespace(more_flags=["lengths.txt", *words.split()], **given)) is None
     assert READ(Namespace(more_flags=["lengths.txt"], **given | {"config": ["run.yaml"]})) is None
+
+
+def test_help_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for words in ([], *([command] for command in COMMANDS)):
+        with pytest.raises(SystemExit):
+            main([*words, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) > 10
+        assert max(map(len, lines)) <= 80, words

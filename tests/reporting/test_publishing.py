@@ -1,19 +1,30 @@
 """The report in the terminal, in loggers, in a file and in the model card: the same numbers everywhere."""
 
+import base64
 import io
 import json
 import re
 import runpy
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset
+from matplotlib.image import imread
 from rich.console import Console
+from support.launch import PROCESS_SECONDS
 from support.models import build_tiny_model, build_tokenizer
 from support.runs import config, trainer
 
 from trl_packfix import SFTTrainer
+from trl_packfix.cli import main
+from trl_packfix.reporting import page
+from trl_packfix.reporting.numbers import PackingNumbers
+from trl_packfix.reporting.page import make_page, read_run, summarise
 from trl_packfix.reporting.report import metrics, show_lines
 from trl_packfix.reporting.sections import LengthHistogram
 from trl_packfix.training.totals import StepSpan, TrainingTotals
@@ -99,11 +110,143 @@ def test_the_model_card_says_packed_how_and_proved(run):
     card = Path(run.args.output_dir, "README.md").read_text()
     assert card.count("## Packing") == 1
     assert card.index("## Packing") < card.index("### Framework versions")
-    for label, text in run.packing_report.lines():
+    summary = dict(summarise(run.packing_report.saved_values(), run.state.log_history))
+    assert summary.keys() == {"model", "data", "trained", "lost", "isolation", "first step", "speed"}
+    del summary["model"]  # TRL's first sentence names it, with a link
+    for label, text in summary.items():
         assert f"| {label} | {text.replace('|', '/')} |" in card
-    assert "(stream)" in card
+    assert "2 optimizer steps" in summary["trained"]
     assert "passed: changing one document" in card
     assert "Cite TRL as" in card
+
+
+class Reader(HTMLParser):
+    """Collects the cells of tables by their id, the pictures by the id of their figure, and all attributes."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tables, self.pictures, self.attributes, self.open = {}, {}, [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.attributes += attributes
+        self.open.append(tag)
+        if tag == "table":
+            self.tables[values["id"]] = self.cells = []
+        if tag in ("th", "td"):
+            self.cells.append("")
+        if tag == "figure":
+            self.figure = values["id"]
+        if tag == "img":
+            self.pictures[self.figure] = values["src"]
+
+    def handle_data(self, text):
+        if self.open and self.open[-1] in ("th", "td"):
+            self.cells[-1] += text
+
+    def handle_endtag(self, tag):
+        while self.open.pop() != tag:
+            pass
+
+    def rows(self, table):
+        cells = self.tables[table]
+        return list(zip(cells[::2], cells[1::2], strict=True))
+
+
+@pytest.fixture(scope="module")
+def output(run, tmp_path_factory):
+    """Return the folder of the run with its page, which was made by the command."""
+    folder = Path(run.args.output_dir)
+    assert main(["report", str(folder)]) == 0
+    return folder
+
+
+def test_the_page_of_a_run_is_what_was_logged_and_reported(run, output, capsys):
+    text = (output / "packing_report.html").read_text()
+    found = Reader(text)
+    log = read_run(output).log
+    assert log == run.state.log_history[: len(log)], "another test may evaluate after the training"
+    assert "train_runtime" in log[-1]
+    summary = summarise(run.packing_report.saved_values(), log)
+    assert found.rows("summary") == summary
+    assert found.rows("report") == run.packing_report.lines()
+    losses = [entry["loss"] for entry in log if "loss" in entry]
+    assert f"loss {losses[0]:.3g} to {losses[-1]:.3g}" in dict(summary)["trained"]
+    assert "truncated" in dict(summary)["lost"]
+    assert "tokens/s" in dict(summary)["speed"]
+    assert found.pictures.keys() == {"loss", "lengths", "fill", "waiting"}
+    for name, source in found.pictures.items():
+        kind, _, data = source.partition(",")
+        assert kind == "data:image/png;base64"
+        picture = imread(io.BytesIO(base64.b64decode(data)))
+        assert len(np.unique(picture[..., :3].reshape(-1, 3), axis=0)) > 5, f"nothing is drawn: {name}"
+    links = [value for name, value in found.attributes if name in ("src", "href", "srcset", "action")]
+    assert all(value.startswith("data:") for value in links), "the page needs a network"
+    assert "@import" not in text
+    assert "url(" not in text
+    assert main(["report", str(output), "--json", "--output", str(output / "other.html")]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.pop("page") == str(output / "other.html")
+    assert printed == dict(summary)
+
+
+def test_numbers_that_were_saved_are_read_back(run, output):
+    saved = read_run(output)
+    numbers = PackingNumbers.from_saved(saved.values)
+    report = run.packing_report
+    for name in ("ledger", "lengths", "max_length", "strategy", "num_packs", "efficiency", "lost_trained_share"):
+        assert getattr(numbers, name) == getattr(report, name), name
+    assert numbers.sample.costs == report.sample.costs
+    assert numbers.sample.fills == report.sample.fills
+
+
+def test_the_page_of_a_run_that_has_not_ended(run, output, tmp_path, capsys, monkeypatch):
+    """Its log is that of its newest checkpoint. Texts of a run are no HTML. Without matplotlib nothing is drawn."""
+    report = run.packing_report
+    replace(report, model="<b>a model</b>").save(tmp_path)
+    assert read_run(tmp_path).log == []
+    text = make_page(read_run(tmp_path), "run")
+    assert "There is no `trainer_state.json`" in text
+    assert "<b>" not in text
+    assert "&lt;b&gt;a model" in text
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(
+            json.dumps({"log_history": [{"step": step}]})
+        )
+    assert read_run(tmp_path).log == [{"step": 10}]
+    monkeypatch.setattr(page, "find_spec", lambda name: None)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "pip install matplotlib" in capsys.readouterr().out
+    assert Reader((tmp_path / "packing_report.html").read_text()).pictures == {}
+    (tmp_path / "packing_report.json").write_text("{")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "It is not whole" in capsys.readouterr().err
+    (tmp_path / "packing_report.json").write_text("{}")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "an earlier version of trl_packfix" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    assert "Give the `output_dir` of a run on packs" in capsys.readouterr().err
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser: apt-get install chromium")
+def test_a_browser_shows_the_page_without_a_network(output, tmp_path):
+    picture = tmp_path / "page.png"
+    offline = ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}"]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=800,2400", *offline]
+    command = [BROWSER, *flags, f"--screenshot={picture}", (output / "packing_report.html").as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=PROCESS_SECONDS)
+    pixels = (255 * imread(picture)[..., :3]).astype(int)
+    is_blue = (np.abs(pixels - (0, 0x72, 0xB2)) < 8).all(axis=-1)  # the line of the loss and the bars of the fill
+    is_sky = (np.abs(pixels - (0x56, 0xB4, 0xE9)) < 8).all(axis=-1)  # the bars of costs
+    assert is_blue.sum() > 500
+    assert is_sky.sum() > 500
+    assert np.flatnonzero(is_blue.any(axis=1))[0] < np.flatnonzero(is_sky.any(axis=1))[0], "pictures are in their order"
 
 
 def test_a_card_names_local_models_and_datasets_without_a_link_or_a_path(tmp_path):

@@ -244,6 +244,9 @@ def test_the_numbers_of_a_report_are_counted_from_its_slots(synchronisation):
     assert dict(made.lines())["imbalance"].startswith(f"{made.imbalance:.3f} modelled")
     assert np.array(made.sample.costs) == pytest.approx(by_rank.reshape(-1, 2)[: len(made.sample.costs)])
     assert metrics(made)["packing/steps_per_epoch"] == made.num_steps
+    fills = [sum(lengths[i] for i in slot) / 32 for slot in slots]
+    of_twentieths = [sum(place <= 20 * fill < place + 1 for fill in fills) for place in range(19)]
+    assert made.sample.fills == [*of_twentieths, len(fills) - sum(of_twentieths)]
 
 
 @pytest.mark.parametrize("first", range(4))

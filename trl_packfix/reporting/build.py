@@ -15,7 +15,8 @@ import numpy as np
 
 from ..data.epochs import EpochPlanner
 from ..data.reader import RowReader
-from ..planning.schedule import imbalance, rank_costs
+from ..planning.schedule import Schedule, imbalance, rank_costs
+from ..planning.units import Units
 from ..version import libraries_newer_than_tested
 from .numbers import PlanSample
 from .packs import first_packs
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # it needs torch, without which `trl-packfix plan` makes repo
     from ..data.stream import PackedStream, StreamCounts
 
 NUM_DRAWN = 100_000  # documents that are drawn to estimate the efficiency of padded batches
+NUM_FILLS = 20  # bins of the histogram of the fill of micro-batches
 NUM_MICRO_STEPS = 8  # micro-steps of which the report has the costs
 COPIED_SETTINGS = ("strategy", "overlong", "max_length", "batch_size", "accumulation", "world_size", "capacity")
 
@@ -60,7 +62,8 @@ def make_report(
     costs = rank_costs(unit_schedule, units.costs()).reshape(-1, packing.world_size)[:NUM_MICRO_STEPS].tolist()
     sample = None
     if with_packs:
-        sample = PlanSample([pack.without_tokens() for pack in first_packs(planner, reader)], costs)
+        packs = [pack.without_tokens() for pack in first_packs(planner, reader)]
+        sample = PlanSample(packs, costs, _count_fills(unit_schedule, units, planner))
     num_trained = int(documents.trained.sum())
     unpacked_divisor = num_trained
     if unpacked_counts_first:
@@ -125,6 +128,15 @@ def make_stream_report(
         ledger=counts.ledger,
         newer_libraries=libraries_newer_than_tested(),
     )
+
+
+def _count_fills(schedule: Schedule, units: Units, planner: EpochPlanner) -> list[int]:
+    """Return the number of micro-batches in each of `NUM_FILLS` equal ranges of fill, from empty to full."""
+    capacities = planner.packing.parallel.tokens_per_rank * schedule.degrees[:, None]
+    fills = schedule.slot_sums(units.rows)[:, ::1] / capacities
+    is_first_of_group = np.arange(schedule.world_size) % schedule.degrees[:, None] == 0  # the others have its pack
+    bins = (NUM_FILLS * fills[is_first_of_group]).astype(int).clip(max=NUM_FILLS - 1)
+    return np.bincount(bins, minlength=NUM_FILLS).tolist()
 
 
 def _padding_efficiency(lengths: np.ndarray, batch_size: int) -> float:

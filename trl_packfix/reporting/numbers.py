@@ -5,9 +5,10 @@ show them. A *pack* is the documents that pass through the model together. A *tr
 *unpacked run* is the training that TRL would do with the same settings and without packing.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ..data.documents import Ledger
 from ..planning.strategies import Strategy
@@ -30,6 +31,7 @@ class PlanSample:
 
     packs: list[ShownPack]  # without their tokens
     costs: list[list[float]]  # modelled FLOPs of each of the first micro-steps, on each rank
+    fills: list[int]  # number of micro-batches of the epoch by fill, from empty to full
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,33 @@ class PackingNumbers:
     trained: TrainedSummary | None = None
     data: DataReport | None = None
     lengths: LengthHistogram | None = None
+    model: str | None = None
     attention: str = "not chosen yet"
     isolation: "IsolationReport | None" = None
     first_step: str | None = None
     experimental: tuple[str, ...] = ()
     newer_libraries: tuple[str, ...] = ()
     sample: PlanSample | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_saved(cls, values: Mapping[str, Any]) -> Self:
+        """Return the numbers, the ledger, the lengths and the costs of a saved report; its other sections are None.
+
+        Args:
+            values: the values that `PackingReport.save` has written.
+        """
+        plain = (bool, int, float, str)
+        numbers: dict[str, Any] = {
+            each.name: values[each.name] for each in fields(cls) if isinstance(values.get(each.name), plain)
+        }
+        lengths = values["lengths"]
+        sample = None if values["costs"] is None else PlanSample([], values["costs"], values["fills"])
+        return cls(
+            **{"num_packs": None, "efficiency": None} | numbers,  # fields without a default that may be unknown
+            ledger=Ledger.from_dict(values["ledger"]),
+            lengths=lengths and LengthHistogram(**lengths),
+            sample=sample,
+        )
 
     @property
     def groups(self) -> SharedPacks | OwnPacks:

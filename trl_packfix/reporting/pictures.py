@@ -1,7 +1,8 @@
 """Draw a plan with matplotlib: packs as strips, the attention mask of one pack, the lengths, the cost of each rank.
 
-`PackingReport.plot` calls `plot_report`. The packs are the ones that `packs.first_packs` has read. With shared
-prefixes, the rows of a common beginning are drawn once, in the document that computes them.
+`PackingReport.plot` calls `plot_report`, and the page of a run (`page.py`) has two of the panels. The packs are the
+ones that `packs.first_packs` has read. With shared prefixes, the rows of a common beginning are drawn once, in the
+document that computes them.
 
 No information is in the colour alone: documents are numbered, trained tokens are drawn taller, and empty and waiting
 areas are hatched. The hues are by Okabe and Ito, and colour-blind readers can distinguish them
@@ -66,18 +67,18 @@ def plot_report(report: PackingNumbers, path: str | Path | None = None) -> "Figu
     panels = figure.subplots(2, 2, width_ratios=(2.1, 1), height_ratios=(1.25, 1))
     _draw_strips(panels[0, 0], report, report.sample)
     _draw_mask(panels[0, 1], report.sample)
-    _draw_lengths(panels[1, 0], report, report.lengths)
-    _draw_costs(panels[1, 1], report, report.sample)
+    draw_lengths(panels[1, 0], report, report.lengths)
+    draw_costs(panels[1, 1], report, report.sample)
     for axes in panels.flat:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
     if path is not None:
         figure.savefig(path, dpi=DPI, facecolor="white")
-    figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]  # so notebooks show the figure
+    figure._repr_png_ = partial(png_bytes, figure)  # type: ignore[attr-defined]  # so notebooks show the figure
     return figure
 
 
-def _png(figure: "Figure") -> bytes:
+def png_bytes(figure: "Figure") -> bytes:
     """Return the figure as the bytes of a PNG file."""
     file = io.BytesIO()
     figure.savefig(file, dpi=DPI, format="png", facecolor="white")
@@ -209,7 +210,7 @@ def row_paths(pack: ShownPack) -> list[list[tuple[int, int]]]:
     return paths
 
 
-def _draw_lengths(axes: "Axes", report: PackingNumbers, histogram: LengthHistogram) -> None:
+def draw_lengths(axes: "Axes", report: PackingNumbers, histogram: LengthHistogram) -> None:
     """Draw the histogram of lengths, and what `max_length` does to it."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
@@ -255,7 +256,7 @@ def _draw_lengths(axes: "Axes", report: PackingNumbers, histogram: LengthHistogr
     axes.set_title(f"lengths of {report.ledger.given.documents:,} documents: {lengths}", loc="left", fontsize=11)
 
 
-def _draw_costs(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> None:
+def draw_costs(axes: "Axes", report: PackingNumbers, sample: PlanSample) -> None:
     """Draw a bar of modelled cost for each micro-step and rank, and above it the time that the rank waits."""
     costs = np.array(sample.costs)
     costs = costs / costs.mean()

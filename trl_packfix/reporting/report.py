@@ -24,6 +24,7 @@ from rich.text import Text
 from .columns import COLUMNS
 from .lines import LINES
 from .numbers import PackingNumbers, finite
+from .page import REPORT_FILE, Log, summarise
 from .pictures import plot_report
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class PackingReport(PackingNumbers):
     - `turns`: with `per_turn`, the number of conversations and assistant turns of which the rows are made; else None.
     - `trained`: what the loss is computed on, and by which setting.
     - `data`: whether everything that the rows give is in the tokens, once; None for tokenised rows.
+    - `model`: name and class of the model, and how many of its parameters are trained.
     - `unpacked_loss`: TRL's unpacked loss, and each of its gradients, as a share of the packed one. It is below 1 for
       models such as GPT-2, where TRL counts the first label of each document in the divisor of the loss.
     - `experimental`: settings of this run with which several GPUs have not been tested yet.
@@ -93,10 +95,16 @@ class PackingReport(PackingNumbers):
 
     def save(self, directory: str | Path) -> Path:
         """Write `packing_report.json` into the directory and return its path."""
-        path = Path(directory) / "packing_report.json"
+        path = Path(directory) / REPORT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        path.write_text(json.dumps(self.saved_values(), indent=2) + "\n")
         return path
+
+    def saved_values(self) -> dict[str, Any]:
+        """Return the values of `to_dict`, the lines, and the numbers that are drawn: what `page.py` reads."""
+        costs = None if self.sample is None else self.sample.costs
+        fills = None if self.sample is None else self.sample.fills
+        return self.to_dict() | {"costs": costs, "fills": fills, "lines": self.lines()}
 
     def lines(self) -> list[tuple[str, str]]:
         """Return (label, text) of each line."""
@@ -141,7 +149,9 @@ def is_on_hub(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
 
 
-def complete_card(card: Path, model: Any, datasets: Sequence[str], *, report: PackingReport | None) -> None:
+def complete_card(
+    card: Path, model: Any, datasets: Sequence[str], *, report: PackingReport | None, log: Log = ()
+) -> None:
     """Write into TRL's model card what the model was made of, and what packing did.
 
     TRL's template links local models and files as if they were on the hub. A card may be published, so here only the
@@ -151,7 +161,8 @@ def complete_card(card: Path, model: Any, datasets: Sequence[str], *, report: Pa
         card: the model card, a Markdown file.
         model: the model, whose config names the model that was fine-tuned.
         datasets: names of the datasets.
-        report: the report, which becomes a section of the card; None if the run was not packed.
+        report: the report, whose short form becomes a section of the card; None if the run was not packed.
+        log: the log of the trainer.
     """
     base = _source(model.config.name_or_path, "model") if model.config.name_or_path else "a model made in Python"
     data = f" on {', '.join(_source(name, 'dataset') for name in datasets)}" if datasets else ""
@@ -160,12 +171,13 @@ def complete_card(card: Path, model: Any, datasets: Sequence[str], *, report: Pa
     text = text.replace('model="None"', f'model="{card.parent.name}"')
     if report is not None:
         before, heading, after = text.partition("### Framework versions")
-        rows = "\n".join(f"| {label} | {line.replace('|', '/')} |" for label, line in report.lines())
+        summary = [row for row in summarise(report.saved_values(), log) if row[0] != "model"]
+        rows = "\n".join(f"| {label} | {line.replace('|', '/')} |" for label, line in summary)
         proved = ", which was tested on this model before its first step: see `isolation`"
         text = (
             f"{before}## Packing\n\nTrained with trl_packfix on packs, several documents in one row, in which no "
             f"document sees another{'' if report.isolation is None else proved}.\n\n| | |\n|---|---|\n{rows}\n\n"
-            f"{heading}{after}"
+            f"All numbers are in `{REPORT_FILE}`.\n\n{heading}{after}"
         )
     card.write_text(text, encoding="utf-8")
 

@@ -18,6 +18,7 @@ import logging
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from ..compat import callbacks_left_out
 from ..data.model_memory import ROWS_PER_DOCUMENT
 from ..isolation.isolation_report import IsolationReport
 from ..isolation.user_hooks import describe_hooks, parameters_unchanged
+from ..reporting.page import STATE_FILE
 from ..reporting.report import metrics
 from .choices import RunSettings
 from .evaluation import Evaluation
@@ -218,6 +220,12 @@ class BeforeFirstStep(TrainerCallback):
             unpacked = self._first_step.compare() if isolation.passed else step
             step = step if unpacked.problem is not None else unpacked
         return isolation, step
+
+    def on_train_end(self, *call: object, **kwargs: object) -> None:
+        """Save the log of the run beside its report, where `trl-packfix report` reads both."""
+        trainer = self._trainer
+        if trainer.args.packing_report and trainer.is_world_process_zero():
+            trainer.state.save_to_json(str(Path(str(trainer.args.output_dir)) / STATE_FILE))
 
     def on_save(self, *call: object, **kwargs: object) -> None:
         trainer = self._trainer

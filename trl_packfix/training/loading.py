@@ -20,10 +20,12 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ..attention.forwards import ModelHooks
@@ -45,6 +47,7 @@ from ..data.row_values import (
 from ..data.threads import wait_for_threads_at_exit
 from ..isolation.packed_model import PackedModel
 from ..planning.costs import CostModel
+from ..reporting.report import is_on_hub
 from ..samples.checks import check_texts_with_images, columns_of, has_images, has_transform, what_is_trained
 from ..samples.data_proof import prove_or_refuse
 from ..samples.data_report import DataReport
@@ -186,7 +189,8 @@ class TrainingData(TrainerPart):
     def packed_loader(self) -> DataLoader[Any]:
         """Return the loader of packs of the training set, and set the packing report of the trainer."""
         loader, report = self.source.packed_loader()
-        self._trainer.packing_report = replace(report, trained=self.trained, data=self.report)
+        model = describe_model(self._trainer.model)
+        self._trainer.packing_report = replace(report, model=model, trained=self.trained, data=self.report)
         return loader
 
     @property
@@ -340,3 +344,15 @@ def unpacked_rows(
         return dataset
     kwargs = {"weight_column": args.weight_column, "source_column": args.source_column, "name": name}
     return dataset.map(check_row_values, with_indices=True, fn_kwargs=kwargs)
+
+
+def describe_model(model: nn.Module) -> str:
+    """Return the name and class of a model, and how many parameters are trained. A local path has only its last part.
+
+    ZeRO-3 keeps only a part of each parameter on a rank, and its size in `ds_numel`.
+    """
+    num_trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+    base = base_model(model)
+    name = str(getattr(base.config, "name_or_path", ""))
+    name = name if is_on_hub(name) else Path(name).name
+    return f"{name + ', ' if name else ''}{type(base).__name__}, {num_trained:,} parameters trained"

@@ -544,4 +544,6 @@ class SFTTrainer(trl.SFTTrainer):
         published: Any = [name for name in datasets if is_on_hub(name)] or None
         super().create_model_card(model_name or folder.name, published, tags)
         if self.is_world_process_zero():
-            complete_card(folder / "README.md", self.model, datasets, report=self.packing_report)
+            complete_card(
+                folder / "README.md", self.model, datasets, report=self.packing_report, log=self.state.log_history
+            )

@@ -1,0 +1,222 @@
+"""The report of a finished run on one page: what was trained, lost and proved, how fast, and pictures.
+
+Training saves `packing_report.json` and the log of the trainer, `trainer_state.json`. `trl-packfix report` reads them
+(`read_run`) and writes a page of HTML (`make_page`), in one file that needs no network. `summarise` makes its first
+table, which is also in the model card and on the terminal. No model and no dataset is read.
+
+The pictures are drawn with matplotlib, and left out where it is not installed.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jinja2  # a requirement of torch
+
+from ..version import __version__
+from .numbers import PackingNumbers
+from .pictures import BLUE, INK, RED, draw_costs, draw_lengths, png_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+REPORT_FILE = "packing_report.json"
+STATE_FILE = "trainer_state.json"
+TEMPLATE = Path(__file__).with_name("page.html")
+NO_PICTURES = "matplotlib is not installed, so nothing is drawn. Run `pip install matplotlib` and this command again."
+
+Values = Mapping[str, Any]
+"""The values of a saved report, by the names of the fields of `PackingReport`."""
+Log = Sequence[Mapping[str, Any]]
+"""The entries of a trainer's log, in order."""
+
+
+class SavedRun(NamedTuple):
+    """What training saved about a run, and the files that hold it."""
+
+    values: Values
+    log: Log
+    files: list[Path]
+
+
+def read_run(folder: Path) -> SavedRun:
+    """Read the report and the log of a run from its `output_dir`, or from one of its checkpoints.
+
+    While a run trains, and if it was interrupted, only its checkpoints have a log. Then the newest is read.
+
+    Raises:
+        ValueError: there is no report, or a file cannot be read.
+    """
+    report_file = folder / REPORT_FILE
+    if not report_file.is_file():
+        raise ValueError(
+            f"`{folder}` was given, and it has no `{REPORT_FILE}`. Training writes it into `output_dir`, with packing "
+            "and unless `packing_report=False`. Give the `output_dir` of a run on packs."
+        )
+    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))
+    state_files = [path / STATE_FILE for path in (*checkpoints, folder) if (path / STATE_FILE).is_file()]
+    values = _read_json(report_file)
+    if "lines" not in values:
+        raise ValueError(
+            f"`{report_file}` was given, which an earlier version of trl_packfix has written. It lacks the lines of "
+            "the report. Train again, or read the file itself."
+        )
+    if not state_files:
+        return SavedRun(values, [], [report_file])
+    return SavedRun(values, _read_json(state_files[-1])["log_history"], [report_file, state_files[-1]])
+
+
+def _read_json(file: Path) -> Any:
+    """Return the content of a JSON file; ValueError if it is not whole."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"`{file}` was given. It is not whole: {error}. Often writing it was interrupted, or the disk was full. "
+            "Give the folder of a checkpoint of the run."
+        ) from error
+
+
+def summarise(values: Values, log: Log) -> list[tuple[str, str]]:
+    """Return the short form of a report as (label, text): what was trained, lost and proved, and how fast.
+
+    Args:
+        values: the values of the saved report.
+        log: the log of the trainer; [] before training and where it was not saved.
+    """
+    lines = dict(values["lines"])
+    logged = {name: value for entry in log for name, value in entry.items()}  # the last value of each
+    rows = []
+    if values["model"] is not None:
+        rows.append(("model", values["model"]))
+    packs = "" if values["num_packs"] is None else f" in {values['num_packs']:,} packs, {values['efficiency']:.1%} full"
+    data = f"{values['num_documents']:,} documents, {values['num_tokens']:,} tokens"
+    rows.append(("data", f"{data} ({values['num_trained_tokens']:,} trained){packs}"))
+    if "step" in logged:
+        losses = [entry["loss"] for entry in log if "loss" in entry]
+        loss = f", loss {losses[0]:.3g} to {losses[-1]:.3g}" if losses else ""
+        if "train_loss" in logged and not losses:
+            loss = f", loss {logged['train_loss']:.3g} on average"
+        if "eval_loss" in logged:
+            loss += f", evaluation {logged['eval_loss']:.3g}"
+        rows.append(("trained", f"{logged['step']:,} optimizer steps, {logged.get('epoch', 0):.3g} epochs{loss}"))
+    rows.append(("lost", _lost_text(values)))
+    rows += [(label, lines[label]) for label in ("isolation", "first step") if label in lines]
+    speed = _speed_text(logged)
+    if speed:
+        rows.append(("speed", speed))
+    return rows
+
+
+def _lost_text(values: Values) -> str:
+    """Return how many trained tokens of the data were not trained, and why."""
+    numbers = PackingNumbers.from_saved(values)
+    ledger = numbers.ledger
+    counts = {"truncated": ledger.truncated, "split": ledger.split}
+    counts |= {f"dropped ({reason})": count for reason, count in ledger.dropped.items()}
+    parts = [f"{count.documents:,} {name}" for name, count in counts.items() if count.documents]
+    if numbers.documents_not_reached:
+        parts.append(f"{numbers.documents_not_reached:,} not reached in an epoch")
+    lost = "no trained token"
+    if numbers.lost_trained_share:
+        num_lost = ledger.lost_trained_tokens + numbers.trained_tokens_not_reached
+        share = f"{numbers.lost_trained_share:.2%}"
+        lost = f"{num_lost:,} of {ledger.given.trained_tokens:,} trained tokens ({share})"
+    return f"{lost}; documents: {', '.join(parts)}" if parts else lost
+
+
+def _speed_text(logged: Values) -> str:
+    """Return how fast the run was, from the last values of its log; "" if nothing is logged."""
+    formats = {
+        "tokens_per_second": "{:,.0f} tokens/s",
+        "mfu": "{:.1%} of the peak (MFU)",
+        "data_wait": "{:.1%} of the time waiting for data",
+        "train_runtime": "{:,.0f} s in all",
+    }
+    return ", ".join(text.format(logged[name]) for name, text in formats.items() if name in logged)
+
+
+def make_page(run: SavedRun, title: str) -> str:
+    """Return the page of a run as HTML."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    lines = dict(run.values["lines"])
+    problems = [f"{label}: {lines[label]}" for label in ("warning", "experimental") if label in lines]
+    isolation = lines.get("isolation", "")
+    if isolation and not isolation.startswith("passed"):
+        problems.append(f"isolation: {isolation}")
+    if not run.log:
+        problems.append(f"There is no `{STATE_FILE}`, so the run has not ended, or has saved no checkpoint.")
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=title,
+        problems=problems,
+        summary=summarise(run.values, run.log),
+        pictures=_draw_pictures(run),
+        no_pictures=NO_PICTURES,
+        lines=run.values["lines"],
+        version=__version__,
+        files=", ".join(f"{file.parent.name}/{file.name}" for file in run.files),
+    )
+
+
+# Pictures
+
+
+def draws_pictures() -> bool:
+    """Return whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def _draw_pictures(run: SavedRun) -> list[dict[str, str]]:
+    """Return the pictures of a run, each with its name, its caption and the PNG in base64; [] without matplotlib."""
+    if not draws_pictures():
+        return []
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    numbers = PackingNumbers.from_saved(run.values)
+    losses = [entry for entry in run.log if "loss" in entry or "eval_loss" in entry]
+    panels: list[tuple[str, str, Callable[[Axes], None]]] = []
+    if losses:
+        draw_loss = partial(_draw_loss, entries=losses)
+        panels.append(("loss", "Loss by optimizer step, in nats per trained token", draw_loss))
+    if numbers.lengths is not None:
+        of_lengths = partial(draw_lengths, report=numbers, histogram=numbers.lengths)
+        panels.append(("lengths", "Documents by length, before they are cut", of_lengths))
+    if numbers.sample is not None:
+        fills = partial(_draw_fills, counts=numbers.sample.fills)
+        panels.append(("fill", "Micro-batches of the first epoch by the share of their capacity that is filled", fills))
+        costs = partial(draw_costs, report=numbers, sample=numbers.sample)
+        panels.append(("waiting", "Modelled cost of the first micro-steps on each rank", costs))
+    pictures = []
+    for name, caption, draw in panels:
+        figure = Figure(figsize=(9, 3), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        draw(axes)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=INK)
+        pictures.append({"name": name, "caption": caption, "data": base64.b64encode(png_bytes(figure)).decode()})
+    return pictures
+
+
+def _draw_loss(axes: "Axes", *, entries: Log) -> None:
+    """Draw the loss of training as a line, and the loss of each evaluation as a point."""
+    for name, style, label in (("loss", "-", "training"), ("eval_loss", "o--", "evaluation")):
+        points = [(entry["step"], entry[name]) for entry in entries if name in entry]
+        if points:
+            color = BLUE if name == "loss" else RED
+            axes.plot(*zip(*points, strict=True), style, color=color, label=label, markersize=4)
+    axes.set(xlabel="optimizer step", ylabel="loss")
+    axes.legend(frameon=False)
+
+
+def _draw_fills(axes: "Axes", *, counts: list[int]) -> None:
+    """Draw the number of micro-batches by their fill, from empty to full."""
+    width = 100 / len(counts)
+    axes.bar([width * i for i in range(len(counts))], counts, width, align="edge", color=BLUE, edgecolor="white")
+    axes.set(xlim=(0, 100), xlabel="% of the capacity", ylabel="micro-batches")
