@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.launch import PROCESS_SECONDS
 from support.runs import config
 
-from trl_packfix.cli import COMMANDS, forecast, main, plain_run
+import trl_packfix
+from trl_packfix.cli import COMMANDS, env, forecast, main, plain_run
 from trl_packfix.planning.packing import CONFIG_NAMES
 from trl_packfix.training.config import SFTConfig
 from trl_packfix.training.plain_settings import PlainSettings
@@ -115,3 +117,33 @@ def test_help_fits_80_columns(capsys, monkeypatch):
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) > 10
         assert max(map(len, lines)) <= 80, words
+
+
+def test_the_environment_of_a_bug_report_has_no_secret(monkeypatch, capsys, printed):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("TORCH_API_KEY", "secret_too")
+    assert main(["env"]) == 0
+    block = capsys.readouterr().out
+    lines = block.splitlines()
+    assert lines[0] == lines[-1] == "```"
+    assert "secret" not in block
+    assert "ACCELERATE_MIXED_PRECISION=bf16" in block
+    values = printed("env")
+    assert values["trl_packfix"] == trl_packfix.__version__
+    assert values["torch"].startswith(torch.__version__)
+    assert {"python", "transformers", "trl", "kernels", "CPU", "settings"} <= values.keys()
+    assert any(name.startswith("GPU") for name in values)
+    for label, text in values.items():
+        assert f"\n{label} " in block
+        assert text in block
+
+
+def test_a_library_that_is_newer_than_tested_is_said(monkeypatch, printed):
+    monkeypatch.setitem(env.TESTED_VERSIONS, "transformers", "5.1.0")
+    monkeypatch.setitem(env.TESTED_VERSIONS, "deepspeed", "99.0")
+    monkeypatch.setattr(env, "_version", lambda name: {"transformers": "5.2.0", "trl": "1.16.0"}.get(name, ""))
+    values = printed("env")
+    assert values["transformers"] == "5.2.0 (tested: 5.1.0)"
+    assert values["deepspeed"] == "not installed (tested: 99.0)"
+    assert "tokenizers" not in values

@@ -15,7 +15,7 @@ from importlib import import_module
 from .flags import HelpFormatter, did_you_mean
 from .torch_environment import set_torch_environment
 
-COMMANDS = ("plan", "show", "prepare", "check", "train", "report", "recipes")
+COMMANDS = ("plan", "show", "prepare", "check", "train", "report", "recipes", "env")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, more_flags = parser.parse_known_args(argv)
     # The flags of a run are parsed later: their names are known only when the config classes are imported.
     args.more_flags = more_flags
-    if more_flags and args.command in ("report", "recipes"):
+    if more_flags and args.command in ("report", "recipes", "env"):
         names = [word.partition("=")[0] for word in more_flags if word.startswith("-")]
         command = subparsers.choices[args.command]
         known = [name for action in command._actions for name in action.option_strings]
