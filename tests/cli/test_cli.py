@@ -162,6 +162,7 @@ REFUSED = {  # words -> the message
     "plan --memory 1 --model model": "1 GiB is set aside",
     "plan --memory nan --model model": "`--memory nan` was given",
     "plan --offload": "`--offload` was given without `--memory`",
+    "plan a.txt --batchsize 4": "(did you mean `batch-size`?)",
     "check no/such/model": "`check no/such/model` was given",
     "check model --max-lenght 8": "was given, as a flag or in the config file (did you mean `max_length`?)",
     "recipes qwen3-8b-lorra": "did you mean `qwen3-8b-lora`?",

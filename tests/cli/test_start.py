@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from support.launch import PROCESS_SECONDS
 from support.runs import config
 
@@ -38,16 +39,22 @@ for words in {commands}:
 @pytest.fixture
 def lengths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    np.savetxt("lengths.txt", np.random.default_rng(0).integers(5, 300, 200), fmt="%d")
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(5, 300, 200)
+    np.savetxt("lengths.txt", numbers, fmt="%d")
+    rows = [rng.integers(0, 99, number).tolist() for number in numbers[:50]]
+    labels = [[-100] * 3 + row[3:] for row in rows]
+    Dataset.from_dict({"input_ids": rows, "labels": labels}).save_to_disk("table")
 
 
 @pytest.mark.processes
 def test_a_command_imports_what_it_needs(lengths):
-    commands = ["recipes", "plan lengths.txt --max-length 512", "show lengths.txt --packs 1 --max-length 512"]
+    names = ("recipes", "plan lengths.txt", "show lengths.txt", "plan table", "show table")
+    commands = [names[0], *(f"{name} --max-length 512" for name in names[1:])]
     program = PROGRAM.format(commands=commands, heavy=HEAVY)
     settings = {"capture_output": True, "text": True, "check": True, "timeout": PROCESS_SECONDS}
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, **settings)
-    assert done.stdout.splitlines() == ["recipes", "plan", "show"]
+    assert done.stdout.splitlines() == ["recipes", "plan", "show", "plan", "show"]
 
 
 def test_plain_settings_are_those_of_the_config(tmp_path):
@@ -68,15 +75,16 @@ PLANNED = [
 ]
 
 
+@pytest.mark.parametrize("data", ["lengths.txt", "table"])
 @pytest.mark.parametrize("words", PLANNED)
-def test_a_plain_run_is_planned_as_with_the_config_of_training(words, lengths, monkeypatch, capsys):
+def test_a_plain_run_is_planned_as_with_the_config_of_training(words, data, lengths, monkeypatch, capsys):
     read = []
 
     def planned(read_run):
         for module in (plain_run, forecast):  # `show` imports it when it runs
             monkeypatch.setattr(module, "read_plain_run", read_run)
         command, *flags = words.split()
-        code = main([command, "lengths.txt", *flags, "--json"])
+        code = main([command, data, *flags, "--json"])
         return code, json.loads(capsys.readouterr().out)
 
     def read_plain_run(*given):
@@ -97,6 +105,7 @@ NOT_PLAIN = [
     "--learning-rate 1",
     "--model x",
     "a.jsonl",
+    "table",
 ]
 
 
@@ -119,16 +128,18 @@ def test_help_fits_80_columns(capsys, monkeypatch):
         assert max(map(len, lines)) <= 80, words
 
 
-def test_the_environment_of_a_bug_report_has_no_secret(monkeypatch, capsys, printed):
+def test_the_environment_of_a_bug_report_has_no_secret_and_no_path(monkeypatch, capsys, printed):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("TORCH_API_KEY", "secret_too")
+    monkeypatch.setenv("HF_DATASETS_CACHE", "/home/secret_name/cache")
     assert main(["env"]) == 0
     block = capsys.readouterr().out
     lines = block.splitlines()
     assert lines[0] == lines[-1] == "```"
     assert "secret" not in block
     assert "ACCELERATE_MIXED_PRECISION=bf16" in block
+    assert "HF_DATASETS_CACHE=(a path)" in block
     values = printed("env")
     assert values["trl_packfix"] == trl_packfix.__version__
     assert values["torch"].startswith(torch.__version__)

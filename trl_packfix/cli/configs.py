@@ -197,7 +197,9 @@ def parse_configs(
     file, words = _split_config(sys.argv[1:] if flags is None else flags, prog)
     settings = {} if file is None else read_settings(file)
     known = [action.dest for action in parser._actions]
-    suggested = known if command_args is None else [*known, *vars(command_args)]
+    suggested = known
+    if command_args is not None:
+        suggested = [*known, *vars(command_args), *(flag.removeprefix("--") for flag in SHORT_FLAGS)]
     if command_args is not None:
         words = _complete_flags(words, parser)
         parser.add_argument("words", nargs="*")

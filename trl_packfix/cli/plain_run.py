@@ -1,4 +1,4 @@
-"""Read a run of `plan` or `show` that has files of lengths and sets few things, within a second.
+"""Read a run of `plan` or `show` on lengths or on tokens that sets few things, within a second.
 
 The config classes of TRL, with which `configs.py` reads and checks every other run, take seconds to import. A run that
 this module does not read has to be read there.
@@ -6,39 +6,45 @@ this module does not read has to be read there.
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
+from datasets import Dataset
 
+from ..data.dataset_checks import check_id_range
 from ..data.documents import Overlong
+from ..data.reader import RowReader, TokenReader
 from ..planning.strategies import STRATEGIES
 from ..planning.units import Balance
 from ..training.plain_settings import PlainSettings
 from .flags import SHORT_FLAGS
 from .lengths import LengthRows, read_lengths
-from .sources import in_utf8
+from .sources import check_path, in_utf8, load_local
 
+TOKEN_COLUMNS = {"input_ids", "labels", "seq_lengths"}  # the columns of a table that `prepare` writes
 COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 CHOICES = {"packing_strategy": [*STRATEGIES], "overlong": get_args(Overlong), "balance": get_args(Balance)}
 
 
 @dataclass(frozen=True)
 class PlainRun:
-    """A run of `plan` or `show` on lengths: its settings, its rows, and whether `max_length` was given."""
+    """A run of `plan` or `show` without a model: its settings, its rows, and whether `max_length` was given."""
 
     settings: PlainSettings
-    rows: LengthRows
+    rows: RowReader
     has_max_length: bool
 
 
 def read_plain_run(args: argparse.Namespace) -> PlainRun | None:
     """Return the run of a command; None if it has to be read with the config classes of TRL.
 
-    That is a run with a config file, a model or other data than files of lengths; with flags that are not a number or a
-    choice of planning; and with values that are refused, because the messages come from there.
+    That is a run with a config file, a model, or other data than files of lengths or one table of tokens; with flags
+    that are not a number or a choice of planning; and with values that are refused, because the messages come from
+    there.
 
     Args:
         args: the parsed flags of the command. Its `more_flags` are the flags of the run.
@@ -62,16 +68,32 @@ def read_plain_run(args: argparse.Namespace) -> PlainRun | None:
     each = [values or [getattr(settings, name)] for name, values in compared.items()]
     if unknown or not flags.data or not all(_is_plain(settings, *pair) for pair in product(*each)):
         return None
-    lengths = []
-    for name in flags.data:
-        with in_utf8(name):
-            lengths_in_file = read_lengths(Path(name))
-        if lengths_in_file is None:
-            return None
-        lengths.append(lengths_in_file)
+    rows = _read_rows(flags.data)
+    if rows is None:
+        return None
     for name in flags.data:
         print(f"Reading {name}", file=sys.stderr)
-    return PlainRun(settings, LengthRows(np.concatenate(lengths)), "max_length" in given)
+    return PlainRun(settings, rows, "max_length" in given)
+
+
+def _read_rows(names: Sequence[str]) -> RowReader | None:
+    """Return the rows of files of lengths, or of one table of tokens without other columns; None for other data."""
+    lengths = []
+    for name in names:
+        with in_utf8(name):
+            lengths_in_file = read_lengths(Path(name))
+        if lengths_in_file is not None:
+            lengths.append(lengths_in_file)
+    if len(lengths) == len(names):
+        return LengthRows(np.concatenate(lengths))
+    if len(names) > 1:
+        return None
+    check_path(names[0])
+    table = load_local(names[0])
+    if not isinstance(table, Dataset) or not {"input_ids"} <= {*table.column_names} <= TOKEN_COLUMNS:
+        return None
+    check_id_range(table)
+    return TokenReader(table)
 
 
 def _spellings(field: str) -> list[str]:

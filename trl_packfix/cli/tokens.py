@@ -21,8 +21,8 @@ from transformers import (
     ProcessorMixin,
 )
 
-from ..data.cache import cached_token_range
 from ..data.collator import IGNORE_INDEX
+from ..data.dataset_checks import check_id_range
 from ..data.documents import Ledger, make_documents
 from ..data.image_rows import ImageRows
 from ..data.model_costs import make_cost_model, with_tower
@@ -40,7 +40,6 @@ from .lengths import LengthRows, read_lengths
 from .mixture import load_mixture
 from .sources import check_split, in_utf8, load_rows
 
-MAX_VOCABULARY = 2**24  # the largest vocabularies have 2**18 to 2**20 tokens
 TOKENIZER = "a folder with a tokenizer or its name on the hub, and `--trust-remote-code` if it has code that you trust"
 
 
@@ -87,17 +86,6 @@ def tokenise(dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, config
         )
     names = ("input_ids", "labels", "seq_lengths", BAD_ROW_COLUMN, config.weight_column, config.source_column)
     return dataset.select_columns([name for name in names if name in dataset.column_names])
-
-
-def check_id_range(dataset: Dataset) -> None:
-    """Refuse token ids that no vocabulary has: below 0, or `MAX_VOCABULARY` and above."""
-    low, high = cached_token_range(TokenReader(dataset.select_columns("input_ids")))
-    if low < 0 or high >= MAX_VOCABULARY:
-        raise ValueError(
-            f"The dataset of {len(dataset)} rows has token ids from {low} to {high}. Ids are rows of the embedding of "
-            f"a model, so they begin with 0, and no vocabulary has {MAX_VOCABULARY:,} of them. Correct the column "
-            "`input_ids`; with `--model` ids are compared with those of its tokenizer."
-        )
 
 
 def _labels_from_masks(row: dict[str, Any], masks: list[str]) -> dict[str, Any]:

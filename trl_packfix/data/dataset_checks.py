@@ -15,6 +15,8 @@ from .cache import cached_token_range
 from .documents import Overlong
 from .reader import TokenReader, mask_columns
 
+MAX_VOCABULARY = 2**24  # the largest vocabularies have 2**18 to 2**20 tokens
+
 
 def check_choice(name: str, value: Any, choices: Iterable[str | None]) -> None:
     """Refuse a value of the setting `name` that is not one of the choices."""
@@ -121,3 +123,14 @@ def check_tokens(dataset: Dataset, name: str, vocab_size: int | None) -> None:
                 f"embeddings. Ids must be from 0 to {vocab_size - 1}. Tokenise with the tokenizer of this model, or "
                 "resize its embeddings."
             )
+
+
+def check_id_range(dataset: Dataset) -> None:
+    """Refuse token ids that no vocabulary has: below 0, or `MAX_VOCABULARY` and above."""
+    low, high = cached_token_range(TokenReader(dataset.select_columns("input_ids")))
+    if low < 0 or high >= MAX_VOCABULARY:
+        raise ValueError(
+            f"The dataset of {len(dataset)} rows has token ids from {low} to {high}. Ids are rows of the embedding of "
+            f"a model, so they begin with 0, and no vocabulary has {MAX_VOCABULARY:,} of them. Correct the column "
+            "`input_ids`; with `--model` ids are compared with those of its tokenizer."
+        )

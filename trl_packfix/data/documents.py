@@ -450,16 +450,20 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
         The sorted document indices, and the number of tokens that each document has in common with the document before
         it, both of shape (M,).
     """
-    # Imported here, because `ImageRows` imports TRL, which takes seconds
-    from .image_rows import ImageRows
-
-    assert isinstance(reader, TokenReader | ImageRows)
     row = documents.row
     start = documents.start
     stop = documents.stop
     if selection is None:
         selection = np.arange(len(documents))
-    tokens = reader.comparison_reader if isinstance(reader, ImageRows) else reader
+    images = None
+    if isinstance(reader, TokenReader):
+        tokens = reader
+    else:
+        from .image_rows import ImageRows  # here, because it imports TRL, which takes seconds
+
+        assert isinstance(reader, ImageRows)
+        images = reader
+        tokens = images.comparison_reader
     may_share = tokens.labels_are_tokens(row[selection], start[selection], stop[selection])
     sorted_numbers = selection[may_share]
     last_numbers = selection[~may_share]
@@ -471,11 +475,11 @@ def token_order(reader: RowReader, documents: Documents, selection: Int64Array |
     by_tokens = sort_by_tokens(documents.lengths[sorted_numbers], read_tokens)
     order = sorted_numbers[by_tokens.order]
     common = by_tokens.common
-    if isinstance(reader, ImageRows):
+    if images is not None:
         # A common beginning must not end inside an image. It may do so between two equal documents, because no token of
         # the second document is put into the pack.
         lengths = documents.lengths[order]
         lengths_before = np.concatenate([[0], lengths[:-1]])[: len(lengths)]
         is_copy = (common == lengths) & (common == lengths_before)
-        common = np.where(is_copy, common, reader.end_common_before_images(row[order], start[order], common))
+        common = np.where(is_copy, common, images.end_common_before_images(row[order], start[order], common))
     return TokenOrder(np.concatenate([order, last_numbers]), np.concatenate([common, np.zeros_like(last_numbers)]))
