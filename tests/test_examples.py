@@ -64,6 +64,7 @@ def test_tiny_demo(tmp_path):
     question, *answers = (re.search(rf"--- {title}.*\n(.+)\n", output)[1] for title in titles)
     assert answers[0] != answers[1]
     assert json.loads(answers[2])["customer"] in question
+    assert "The answer after training is\nWRONG" in output  # of a random model
     assert 0.2 < float(re.search(r"at most (\d+\.\d) GiB of memory", output)[1]) < 3
     assert "## Packing" in (tmp_path / "demo_output" / "README.md").read_text()
     # the bar begins with the first step, behind the proof
@@ -71,6 +72,16 @@ def test_tiny_demo(tmp_path):
     bars = [bar.start() for bar in re.finditer(rf"0/{steps} \[00:00<\?, \?it/s\]", done.stderr)]
     assert len(bars) == 1
     assert done.stderr.index("Proving isolation") < bars[0]
+
+
+def test_the_demo_grades_its_answer(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    grade = runpy.run_path(str(EXAMPLES / "demo.py"))["grade"]
+    order = '{"customer": "Mia", "city": "Lima"}'
+    assert grade('{"city": "Lima",  "customer": "Mia"}', order).startswith("RIGHT")
+    assert grade('{"customer": "Mia", "city": "Oslo"}', order).startswith("WRONG")
+    assert grade('{"customer": "Mia" ...', order).startswith("WRONG")
+    assert grade("Yes", "Yes").startswith("RIGHT")
 
 
 @needs_the_model

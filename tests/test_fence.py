@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 from support.assignments import PackageSource
 
-import trl_packfix
-
-PACKAGE = Path(trl_packfix.__file__).parent
+PACKAGE = Path(__file__).parent.parent / "trl_packfix"
 SOURCE = PackageSource.from_folder(PACKAGE)
 FENCE = "compat.py"
 

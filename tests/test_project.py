@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
 from support.launch import FORK_SECONDS, LAUNCH_SECONDS, PROCESS_SECONDS
 
-from trl_packfix.version import TESTED_VERSIONS
+from trl_packfix.version import TESTED_VERSIONS, __version__
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "trl_packfix"
@@ -24,6 +25,28 @@ def test_workflows_test_the_python_versions_that_are_supported():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     classified = [name.rsplit(" ", 1)[1] for name in PROJECT["classifiers"] if "Python :: 3." in name]
     assert jobs["quick"]["strategy"]["matrix"]["python"] == classified
+
+
+def test_one_version_is_released_and_cited():
+    """The changelog and the citation name the newest release: this version, or the one before a development version."""
+    released = re.search(r"^## \[(\d+\.\d+\.\d+)\] - ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (cited["version"], cited["date-released"]) == released.groups()
+    assert __version__ == released[1] or Version(__version__) > Version(released[1])
+    assert Version(__version__).is_devrelease == (__version__ != released[1])
+    assert SETTINGS["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "trl_packfix.version.__version__"}
+
+
+def test_the_changelog_is_short():
+    assert len((ROOT / "CHANGELOG.md").read_text().split()) <= 900
+
+
+def test_the_site_has_version_and_licence_of_the_project():
+    hook = runpy.run_path(str(ROOT / "tools" / "site.py"))["on_config"]
+    site = hook({})
+    assert site["copyright"] == f"trl_packfix {__version__}, licence: {PROJECT['license']}"
+    assert site["repo_url"] == PROJECT["urls"].get("Repository")
+    assert "tools/site.py" in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["hooks"]
 
 
 def test_the_tested_versions_are_those_of_the_constraints():

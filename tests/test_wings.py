@@ -15,10 +15,8 @@ from packaging.requirements import Requirement
 from support.examples import leaking_example
 from support.launch import PROCESS_SECONDS
 
-import trl_packfix
-
-PACKAGE = Path(trl_packfix.__file__).parent
-ROOT = PACKAGE.parent
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "trl_packfix"
 
 # dev/design.md, "The house": a module may import from its own wing and from these, and always from those in ANYONE.
 BELOW = {

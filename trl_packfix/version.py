@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-__version__ = "0.2.0.dev0"
+__version__ = "1.0.0"
 
 # The libraries that decide how documents are packed and trained, in the versions of constraints.txt. A run on newer
 # ones says so in its report: a release may change which models keep the documents of a pack apart.
@@ -18,7 +18,7 @@ TESTED_VERSIONS = {
 
 
 def libraries_newer_than_tested() -> tuple[str, ...]:
-    """Return "name version (tested: version)" for each installed library that is newer than its tested version.
+    """Return "name version is newer than the newest tested version" for each installed library of which that is true.
 
     Another build of the tested version, such as torch 2.13.0+cpu, is not newer.
     """
@@ -32,5 +32,5 @@ def libraries_newer_than_tested() -> tuple[str, ...]:
         except importlib.metadata.PackageNotFoundError:  # deepspeed is optional
             continue
         if Version(Version(installed).public) > Version(tested):
-            newer.append(f"{name} {installed} (tested: {tested})")
+            newer.append(f"{name} {installed} is newer than the newest tested {tested}")
     return tuple(newer)

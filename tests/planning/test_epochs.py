@@ -1,10 +1,12 @@
 """Plans of many documents: kept beside them, and the same either way."""
 
 import errno
+import importlib.util
 import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -180,6 +182,20 @@ def test_no_file_is_written_through_a_link(tmp_path, monkeypatch):
     cache.lock_path(tmp_path / f"y{SUFFIX}").symlink_to(tmp_path / "new")
     assert is_mapped(array_in(tmp_path / f"y{SUFFIX}", lambda: np.arange(5)))
     assert not (tmp_path / "new").exists()
+
+
+def test_a_system_without_fcntl_caches_without_a_lock(tmp_path, monkeypatch):
+    """Windows has neither `fcntl` nor `os.getuid`. No process waits for another there."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.delattr(os, "getuid")
+    monkeypatch.delattr(os, "O_NOFOLLOW")
+    spec = importlib.util.spec_from_file_location("trl_packfix.data.cache_of_windows", cache.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    file = tmp_path / f"x{SUFFIX}"
+    with module.one_process_first(file), module.one_process_first(file):
+        pass
+    assert is_mapped(module.array_in(file, lambda: np.arange(5)))
 
 
 def test_all_columns_of_documents_are_mapped(tmp_path):

@@ -13,12 +13,11 @@ from support.planners import make_epochs
 from support.runs import trainer
 from test_scheduling import documents_of, problems, rows_of
 
-import trl_packfix
 from trl_packfix import PackPlan, SFTConfig, packed_dataloader, plan_packs
 from trl_packfix.cli import main
 from trl_packfix.planning.strategies import STRATEGIES, StrategyTraits
 
-ROOT = Path(trl_packfix.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_name_has_a_record_a_row_and_a_config(tmp_path):

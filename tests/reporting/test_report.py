@@ -82,7 +82,10 @@ def test_libraries_newer_than_the_tested_ones_are_told_in_one_line(tmp_path, mon
     monkeypatch.setattr(version, "TESTED_VERSIONS", {"torch": "99.0", "transformers": "5.1.0", "trl": "1.0.9"})
     found = report(tmp_path, table([2, 2]))
     transformers, trl = (importlib.metadata.version(name) for name in ("transformers", "trl"))
-    told = f"transformers {transformers} (tested: 5.1.0), trl {trl} (tested: 1.0.9)"
+    told = (
+        f"transformers {transformers} is newer than the newest tested 5.1.0, trl {trl} is newer than the newest "
+        "tested 1.0.9: the probe runs, the sweep has not"
+    )
     assert dict(found.lines())["not tested with"] == told
     stream = table([2, 2] * 8).to_iterable_dataset()
     assert dict(report(tmp_path, stream, max_steps=1).lines())["not tested with"] == told

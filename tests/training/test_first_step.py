@@ -103,7 +103,7 @@ def test_packed_and_unpacked_are_equal(tmp_path, name):
     assert found.loss_gap < 2e-6, found.text
     assert found.gradient_gap < 1e-5, found.text
     number = sum(parameter.requires_grad for parameter in trainer.model.parameters())
-    assert f"over {number} parameters" in found.text
+    assert f" (accepted 1e-03) over {number} parameters" in found.text
     assert dict(trainer.packing_report.lines())["first step"] == found.text
 
 

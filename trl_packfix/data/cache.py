@@ -25,7 +25,6 @@ of the libraries. The names of the files that `datasets` caches contain the hash
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -41,6 +40,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from datasets import is_caching_enabled
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from ..samples.row import PREPARATION_SOURCE_HASH
 from .documents import Documents, Overlong, TruncationMode, make_documents, token_order
@@ -279,11 +283,15 @@ def one_process_first(file: Path) -> Iterator[None]:
     """Run the block in one process of this node. The other processes wait for its end, then run the block together.
 
     The first process holds an exclusive lock, and the waiting processes then share the lock. The system releases a lock
-    when its process ends, even if the process is killed. Where nothing can be locked, no process waits.
+    when its process ends, even if the process is killed. Where nothing can be locked, as on Windows, no process waits,
+    and each runs the block.
 
     Args:
         file: the cache file that the block makes. Only processes with the same file wait for each other.
     """
+    if fcntl is None:
+        yield
+        return
     path = lock_path(file)
     begin_time = time.monotonic()
     is_warned = False

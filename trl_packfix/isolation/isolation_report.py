@@ -118,7 +118,9 @@ class IsolationReport:
             return f"documents are not what they are alone, by {self.max_difference:.1e}{self._note_on_causality}"
         if self.dtype in HALF_PRECISION_DTYPES:  # the tolerance at the end of a deep model says little
             change = f"by rounding, {100 * self.max_change:.2g} %; modules compared one by one"
-            difference = f"{100 * self.max_difference:.2g} % ({self.dtype})"
+            is_capped = self.tolerance == MAX_NOISE
+            bound = self.rounding if is_capped else f"{100 * self.tolerance:.2g} %"
+            difference = f"{100 * self.max_difference:.2g} % (rounding in {self.dtype} explains {bound})"
         else:
             change = f"{self.max_change:.1e}"
             difference = f"{self.max_difference:.1e} (rounding explains {self.rounding})"

@@ -144,7 +144,7 @@ def _model_lines(report: PackingNumbers) -> Lines:
     if report.experimental:
         yield "experimental", f"{', '.join(report.experimental)}: several GPUs have not run this yet"
     if report.newer_libraries:
-        yield "not tested with", ", ".join(report.newer_libraries)
+        yield "not tested with", f"{', '.join(report.newer_libraries)}: the probe runs, the sweep has not"
     yield "attention", report.attention
     if report.isolation is not None:
         isolation = report.isolation

@@ -47,7 +47,6 @@ from ..isolation.gradients import SMALL_SHARE, gradient_products, largest_gap, r
 from ..isolation.image_probe import ImageDocument
 from ..isolation.isolation_report import PackingLeakError
 from ..isolation.prefix_probe import make_probe
-from ..isolation.probed_model import ROUNDING_FACTOR
 from ..isolation.ties import FirstOfTies
 from ..layout import IGNORE_INDEX
 from .groups import check_same_packs
@@ -82,6 +81,17 @@ SET_ATTRIBUTES = ("current_gradient_accumulation_steps", "aux_loss_enabled")  # 
 SMALL_IN_HALF = 3e-2
 
 logger = logging.get_logger(__name__)
+
+
+def _gap_text(gap: float, limit: float, accepted: float) -> str:
+    """Return a relative gap with its bound: what is always accepted, or what other roundings of the step make.
+
+    >>> _gap_text(1e-6, 1e-4, 1e-4)
+    '1e-06 (accepted 1e-04)'
+    >>> _gap_text(2e-2, 3e-2, 1e-3)
+    '2e-02 (rounding explains 3e-02)'
+    """
+    return f"{gap:.0e} ({'rounding explains' if limit > accepted else 'accepted'} {limit:.0e})"
 
 
 class _StepGradients(NamedTuple):
@@ -182,17 +192,17 @@ class FirstStep:
 
         # Last, write the line of the report
         loss_gap, gradient_gap = gaps
-        text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked ({loss_gap:.0e})"
+        text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked, "
+        text += f"apart by {_gap_text(loss_gap, limits[0], fine_loss)}"
         method = f"{type(self._trainer).__name__}.training_step"
         if method in self._trainer.user_code.methods:
             text += f", without {method}, which is not tested"
         if packed.products is None:
             return StepComparison(f"{text}; gradients are held by the engine, not compared", loss_gap, problem=problem)
-        text += f"; gradients {gradient_gap:.0e} over {len(self._parameter_names)} parameters"
+        text += f"; gradients {_gap_text(gradient_gap, limits[1], fine_gradients)} over "
+        text += f"{len(self._parameter_names)} parameters"
         if self._trainer.aux_loss_enabled and self._data.packs_images:
             text += "; the router loss is not compared with images"
-        if limits[0] > FINE_LOSS_GAP or limits[1] > fine_gradients:
-            text += f" (rounding alone makes {limits[0] / ROUNDING_FACTOR:.0e} and {limits[1] / ROUNDING_FACTOR:.0e})"
         return StepComparison(text, loss_gap, gradient_gap, problem=problem)
 
     def _reason_not_to_compare(self) -> str | None:
