@@ -195,7 +195,7 @@ def test_a_system_without_fcntl_caches_without_a_lock(tmp_path, monkeypatch):
     file = tmp_path / f"x{SUFFIX}"
     with module.one_process_first(file), module.one_process_first(file):
         pass
-    assert is_mapped(module.array_in(file, lambda: np.arange(5)))
+    assert is_mapped(module.read_or_make(file, lambda: {"x": np.arange(5)})["x"])
 
 
 def test_all_columns_of_documents_are_mapped(tmp_path):
