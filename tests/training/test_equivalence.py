@@ -42,7 +42,8 @@ def test_packs_train_what_trl_trains_unpacked(name):
     else:
         assert difference(found, expected) <= tolerance(rounding()[0])
         check_logs(row, found, expected)
-    assert re.match(r"loss .* packed, .*; gradients \de-\d\d \(accepted \de-\d\d\) over", found["report"]["first_step"])
+    text = found["report"]["first_step"]
+    assert re.match(r"loss .* packed, .*; gradients \de-\d\d \([a-z ]+ \de-\d\d\) over", text)
     isolated, equal, attention = found["proof"]
     assert isolated
     assert equal

@@ -84,7 +84,7 @@ logger = logging.get_logger(__name__)
 
 
 def _gap_text(gap: float, limit: float, accepted: float) -> str:
-    """Return a relative gap with its bound: what is always accepted, or what other roundings of the step make.
+    """Return a relative gap with its bound: what is always accepted, or the larger one that rounding explains.
 
     >>> _gap_text(1e-6, 1e-4, 1e-4)
     '1e-06 (accepted 1e-04)'
@@ -193,13 +193,13 @@ class FirstStep:
         # Last, write the line of the report
         loss_gap, gradient_gap = gaps
         text = f"loss {packed.loss:.4f} packed, {unpacked.loss:.4f} unpacked, "
-        text += f"apart by {_gap_text(loss_gap, limits[0], fine_loss)}"
+        text += f"apart by {_gap_text(loss_gap, limits[0], FINE_LOSS_GAP)}"
         method = f"{type(self._trainer).__name__}.training_step"
         if method in self._trainer.user_code.methods:
             text += f", without {method}, which is not tested"
         if packed.products is None:
             return StepComparison(f"{text}; gradients are held by the engine, not compared", loss_gap, problem=problem)
-        text += f"; gradients {_gap_text(gradient_gap, limits[1], fine_gradients)} over "
+        text += f"; gradients {_gap_text(gradient_gap, limits[1], FINE_GRADIENT_GAP)} over "
         text += f"{len(self._parameter_names)} parameters"
         if self._trainer.aux_loss_enabled and self._data.packs_images:
             text += "; the router loss is not compared with images"
