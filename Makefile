@@ -1,6 +1,6 @@
 # make demo    watch a real pretrained model being fine-tuned on packed conversations, on the CPU
 # make test    everything that CI runs: format, lint, types, and every test
-# make quick   the same without the tests that are slow or start processes: about 4 CPU minutes
+# make quick   the same without the tests that are slow or start processes, with coverage: about 5 CPU minutes
 # make faults  every fault that the tests must find, planted
 # make compile-oldest    the tests of torch_compile on torch 2.11, which compiles less, in an environment of its own
 # make tests-of FILES=trl_packfix/planning/packs.py    the test files nearest to modules, to run those only
