@@ -23,17 +23,29 @@ from trl_packfix.training.plain_settings import PlainSettings
 
 ROOT = Path(__file__).parents[2]
 READ = plain_run.read_plain_run
-HEAVY = ("torch", "transformers", "trl", "accelerate", "peft", "matplotlib")
+LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "matplotlib", "datasets")
 
-# Runs commands in one process, and prints after each the heavy modules that are there
+# Runs commands in one process, and prints after each its exit code and the libraries that are there
 PROGRAM = """
 import sys, io, contextlib
 from trl_packfix.cli import main
 for words in {commands}:
     with contextlib.redirect_stdout(io.StringIO()):
-        assert main(words.split()) == 0, words
-    print(words.split()[0], *(name for name in {heavy} if name in sys.modules))
+        try:
+            code = main(words.split())
+        except SystemExit as ended:
+            code = ended.code
+    print(words, code, *(name for name in {libraries} if name in sys.modules), sep=", ")
 """
+COMMANDS_OF_ONE_PROCESS = {  # in this order: the exit code, and the libraries
+    "plan --help": (0, []),
+    "recipes": (0, []),
+    "plan nowhere.jsonl --seed 1": (2, ["datasets"]),
+    "plan lengths.txt --max-length 512": (0, ["datasets"]),
+    "show lengths.txt --max-length 512": (0, ["datasets"]),
+    "plan table --max-length 512": (0, ["datasets"]),
+    "show table --max-length 512": (0, ["datasets"]),
+}
 
 
 @pytest.fixture
@@ -49,12 +61,11 @@ def lengths(tmp_path, monkeypatch):
 
 @pytest.mark.processes
 def test_a_command_imports_what_it_needs(lengths):
-    names = ("recipes", "plan lengths.txt", "show lengths.txt", "plan table", "show table")
-    commands = [names[0], *(f"{name} --max-length 512" for name in names[1:])]
-    program = PROGRAM.format(commands=commands, heavy=HEAVY)
+    program = PROGRAM.format(commands=[*COMMANDS_OF_ONE_PROCESS], libraries=LIBRARIES)
     settings = {"capture_output": True, "text": True, "check": True, "timeout": PROCESS_SECONDS}
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, **settings)
-    assert done.stdout.splitlines() == ["recipes", "plan", "show", "plan", "show"]
+    found = dict(line.split(", ", 1) for line in done.stdout.splitlines())
+    assert found == {words: ", ".join([str(code), *names]) for words, (code, names) in COMMANDS_OF_ONE_PROCESS.items()}
 
 
 def test_plain_settings_are_those_of_the_config(tmp_path):

@@ -2,15 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 from datasets import Dataset
-from support.launch import PROCESS_SECONDS
 from support.models import build_tiny_model, build_tokenizer
 from trl import DatasetMixtureConfig, ModelConfig, get_dataset
 from trl.scripts import sft
@@ -297,17 +294,6 @@ def test_without_a_word_about_packing_packs_are_trained_and_reported(workplace, 
     told = (NOTE, "Packing report", "8 of 8 rows, ", "-> 2 packs (stream)")
     assert all(text in printed for text in told)
     assert json.loads((workplace / "by_default" / "packing_report.json").read_text())["shared"]["micro_steps"]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("words, imported", [("plan --help", []), ("plan nowhere.jsonl --seed 1", ["datasets"])])
-def test_help_and_a_missing_file_do_not_import_the_trainer(words, imported):
-    code = f"import sys; from trl_packfix.cli import main\ntry: main({words.split()})\nexcept SystemExit: pass\n"
-    code += "print([name for name in ('torch', 'trl', 'datasets', 'transformers') if name in sys.modules])"
-    command = [sys.executable, "-c", code]
-    given = {"cwd": ROOT, "timeout": PROCESS_SECONDS}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, **given)
-    assert done.stdout.splitlines()[-1] == str(imported)
 
 
 # Data
