@@ -13,6 +13,7 @@ from trl_packfix.data import epochs
 from trl_packfix.data.documents import Documents, Ledger
 from trl_packfix.data.epochs import EpochPlanner, ResumePoint, unpacked_order
 from trl_packfix.planning.costs import CostModel, TowerCosts
+from trl_packfix.planning.families import TokenOrder
 from trl_packfix.planning.packing import Packing
 from trl_packfix.planning.packs import PackPlan, shuffle_packs
 
@@ -94,6 +95,7 @@ def test_the_rest_of_an_epoch_is_planned_as_a_table_of_its_own():
     planner.resume_at(ResumePoint(1, 3, 2, trained))
     assert [planner.steps_of(epoch) for epoch in (0, 1, 2)] == [3, 4, 3]
     assert planner.first_step(2) == 7
+    assert [planner.total_steps(num) for num in (1.0, 1.5, 2.0, 3.0)] == [3, 5, 7, 10]
     schedule = planner.schedule(1)
     assert [len(schedule.step_documents(step)) for step in range(4)] == [0, 0, 4, 2]
     assert schedule.degrees.tolist() == [1] * 8
@@ -115,6 +117,61 @@ def test_the_rest_of_an_epoch_is_planned_as_a_table_of_its_own():
     assert planner.trained_documents(2, 0).sum() == 0
     planner.resume_at(ResumePoint(1, 3))
     assert planner.steps_of(1) == 3
+
+
+def test_the_rest_of_an_epoch_on_several_ranks_has_an_empty_slot_for_each():
+    documents = documents_of([10] * 10)
+    planner = make_epochs(documents, "minibatch", accumulation=2, world_size=2)
+    planner.resume_at(ResumePoint(0, 0, 1, mask_of(range(4))))
+    assert [len(step) for step in steps_of(planner, 0)] == [0, 4, 2]
+    assert planner.schedule(0).degrees.tolist() == [1] * 6
+
+
+def test_a_run_begins_without_a_trained_step():
+    point = ResumePoint()
+    assert (point.epoch, point.first_step, point.num_steps, point.trained) == (0, 0, 0, None)
+
+
+def test_the_first_epoch_is_scheduled_with_the_settings_before_it():
+    planner = plan_ten()
+    planner.packing = replace(planner.packing, drop_last=True)
+    assert [len(step) for step in steps_of(planner, 1)] == [4, 4]
+    assert [len(step) for step in steps_of(planner, 0)] == [4, 4, 2]
+
+
+# Units
+
+
+def find_pieces(monkeypatch, strategy, epochs=(0,), **settings):
+    """Return the units of some epochs, and the arguments with which families were cut into pieces."""
+    given = []
+    monkeypatch.setattr(EpochPlanner, "num_steps", 3, raising=False)
+    monkeypatch.setattr(EpochPlanner, "__post_init__", lambda planner: None)
+    tokens = TokenOrder(np.arange(10), np.full(10, 5))
+
+    def make_pieces(planner, tokens, splits_copies=True):
+        given.append((tokens.order.tolist(), splits_copies))
+        return f"pieces {len(given)}"
+
+    monkeypatch.setattr(EpochPlanner, "make_pieces", make_pieces)
+    documents = documents_of([10] * 10, tokens=tokens)
+    planner = make_epochs(documents, strategy, batch_size=2, accumulation=2, **settings)
+    return [planner.units(epoch) for epoch in epochs], given
+
+
+def test_units_are_documents_or_families(monkeypatch):
+    (units,), given = find_pieces(monkeypatch, "minibatch")
+    assert units.rows.tolist() == [10] * 10
+    assert given == []
+    units, given = find_pieces(monkeypatch, "stream", (0, 1), share_prefixes="family")
+    assert units == ["pieces 1", "pieces 1"]
+    assert given == [([*range(10)], True)]
+    units, given = find_pieces(monkeypatch, "minibatch", (0, 1), share_prefixes="family")
+    assert units == ["pieces 1", "pieces 2"]
+    assert [splits_copies for _, splits_copies in given] == [False, False]
+    for epoch, (order, _) in enumerate(given):  # the documents of a step are neighbours
+        steps = unpacked_order(10, 0, epoch).tolist()
+        assert [sorted(order[i : i + 4]) for i in (0, 4, 8)] == [sorted(steps[i : i + 4]) for i in (0, 4, 8)]
 
 
 def test_a_rest_of_fewer_documents_than_a_step_is_left_out():
