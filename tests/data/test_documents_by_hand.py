@@ -1,5 +1,7 @@
 """Documents and their counts at each limit, from a reader of a few rows that are set by hand."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -208,13 +210,21 @@ def test_a_concatenation_is_cut_into_blocks():
     assert documents.ledger.dropped == {"untrained": counts_of(3, 3, 0)}
 
 
+def test_counts_begin_with_0():
+    assert DocumentCounts() == counts_of(0, 0, 0)
+    assert Ledger() == Ledger(*(counts_of(0, 0, 0) for _ in range(4)), fragments=0, dropped={})
+
+
 def test_counts_are_saved_with_all_arrays():
+    others = {"ledger", "tokens", "fingerprint", "file"}
+    assert {*module.DOCUMENT_ARRAYS} == {each.name for each in fields(Documents)} - others
     arrays = {name: np.arange(2) + i for i, name in enumerate(module.DOCUMENT_ARRAYS)}
     tokens = TokenOrder(np.array([1, 0]), np.array([0, 2]))
     ledger = Ledger(*(counts_of(i, i + 1, i + 2) for i in range(4)), fragments=9, dropped={"empty": counts_of(1, 2, 3)})
     documents = Documents(**arrays, ledger=ledger, tokens=tokens, fingerprint="abc")
     again = Documents.from_arrays(documents.to_arrays())
     assert again.ledger == ledger
+    assert ledger.to_dict()["lost_trained_tokens"] == 2 - 3
     assert again.fingerprint == "abc"
     assert again.lengths.tolist() == documents.lengths.tolist()
     assert (again.tokens.order.tolist(), again.tokens.common.tolist()) == ([1, 0], [0, 2])
@@ -288,6 +298,15 @@ def test_documents_are_sorted_by_their_tokens():
     found = token_order(Tokens(ROWS), documents_at(), np.array([2, 1]))
     assert found.order.tolist() == [2, 1]
     assert found.common.tolist() == [0, 2]
+
+
+def test_long_common_beginnings_are_read_to_their_end():
+    rows = [[1] * 900 + [2], [1] * 901, [1] * 700 + [2] * 300]
+    lengths = np.array([901, 901, 1000])
+    documents = Documents(np.arange(3), np.zeros(3, int), lengths, lengths, Ledger())
+    found = token_order(Tokens(rows), documents)
+    assert found.order.tolist() == [1, 0, 2]
+    assert found.common.tolist() == [0, 900, 700]
 
 
 def test_a_common_beginning_ends_before_an_image_but_not_between_copies(monkeypatch):
