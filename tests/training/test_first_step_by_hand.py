@@ -408,6 +408,7 @@ def train_unpacked(packs, member=0, router_losses=None, **attributes):
     step._gradient_products = lambda is_reduced: is_reduced
     found = FirstStep._train_unpacked(step, shares)
     assert found.products is False, "the gradients of ranks have to be added"
+    assert step._probe.longest_alone == [max(len(document["input_ids"]) for document in packs[0])]
     for documents, rows in batches:
         factors |= {id(document): float(grad) for document, grad in zip(documents, rows.grad, strict=True)}
     return [factors[id(document)] for document in packs[0]], found.loss, [len(rows) for _, rows in batches]
@@ -428,7 +429,7 @@ def test_unpacked_documents_count_by_their_weights():
     assert factors == pytest.approx([1 / 9, 2 / 9, 1 / 9])  # 0.5 * 2 * 2 + 2 * 3 + 1 = 9
 
 
-@pytest.mark.parametrize("num_trained, divisor", [(2, 4), (0, 2)])
+@pytest.mark.parametrize("num_trained, divisor", [(2, 4), (1, 4), (0, 2)])
 def test_unpacked_documents_count_once_each_with_document_weighting(num_trained, divisor):
     first, second = document_of(9, num_trained), document_of(8, 4)
     step = ScriptedFirstStep()
