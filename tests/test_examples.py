@@ -54,7 +54,7 @@ needs_the_model = pytest.mark.skipif(
 def test_tiny_demo(tmp_path):
     done = run(str(EXAMPLES / "demo.py"), "--tiny", cwd=tmp_path)
     output = done.stdout
-    before, after = re.search(r"before (\d+\.\d+), .* after (\d+\.\d+)", output).groups()
+    before, after = re.search(r"before (\d+\.\d+), after (\d+\.\d+)", output).groups()
     assert float(after) < float(before) - 0.05
     assert "Packing report" in output
     assert "documents         16 of 16 rows" in output

