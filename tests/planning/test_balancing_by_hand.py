@@ -258,12 +258,25 @@ def test_a_slot_without_a_partner_stays_above_its_capacity():
     assert slots_of([[0], [1]], 9, [9, 9]).exchange_excess()
 
 
-def test_a_partner_that_was_changed_is_used_again():
-    """Two slots above their capacity get the room of one partner, one after the other."""
-    slots = slots_of([[0, 1, 2], [3, 4, 5], [6]], 9, [4, 4, 2, 4, 4, 2, 3])
+def test_a_partner_that_did_not_help_one_slot_may_help_another():
+    """8 tokens in one document cannot take 5 of 5 + 5, for which 4 + 4 are found, but take 1 of 5 + 4 + 1."""
+    slots = slots_of([[0, 1], [2, 3, 4], [5], [6, 7]], 9, [5, 5, 5, 4, 1, 8, 4, 4])
     assert slots.exchange_excess()
-    assert min(slots.room) >= 0
-    assert sum(slots.room) == 27 - 23
+    assert slots.room == [0, 0, 0, 0]
+
+
+def test_a_division_takes_at_least_a_token_from_the_slot():
+    """Of 6 + 6 and 8 tokens none is 9 to 11, and 12 would change nothing."""
+    slots = slots_of([[0, 1], [2]], 9, [6, 6, 8])
+    assert not slots.divide_pair(0, 1)
+    assert slots.documents == [[0, 1], [2]]
+
+
+def test_a_slot_may_lose_all_documents_that_are_divided():
+    """The four shortest documents have the four tokens that are too many."""
+    slots = slots_of([[*range(7)], []], 12, [10, 1, 1, 1, 1, 1, 1])
+    assert slots.divide_pair(0, 1)
+    assert slots.room == [0, 8]
 
 
 def test_documents_that_fit_nowhere_are_not_dealt():
