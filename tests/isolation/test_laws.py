@@ -270,9 +270,9 @@ def test_the_tolerance_is_ten_times_the_larger_change(monkeypatch, repetition, r
     assert report.holds
 
 
-def test_one_document_with_a_gradient_is_enough(monkeypatch):
+def test_one_product_of_one_document_is_a_gradient(monkeypatch):
     def gradient_of(groups):
-        return right(groups) * (groups != [[DOCUMENTS[0]]])
+        return right(groups) * UNIT * (groups != [[DOCUMENTS[0]]])
 
     monkeypatch.setattr(module, "_StepProbe", lambda *given: ScriptedStep(gradient_of))
     assert check_step(None, None, DOCUMENTS, None).broken, "the sum over documents is another one"
