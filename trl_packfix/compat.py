@@ -14,6 +14,7 @@ undoes the changes, and when:
     summed_once,
     whole_model_saved            the end of the context, also after an error
     replace_router_logits        the forward, at its end
+    undo_compilation             it undoes what this package has done, when training ends
     call_first                   `remove()` of what `pack_forward` returned
 
 These changes stay:
@@ -275,35 +276,58 @@ def gather_lm_head_with_model(model: PreTrainedModel) -> None:
         deepspeed.zero.register_external_parameter(model, parameter)
 
 
+MOST_GRAPHS = 64  # that torch compiles of the layers of a model; its own limit is 8
 # The longest document of the pack that is running, in torch's words for where a compiled layer reads it
 LONGEST_DOCUMENT = r".*\.packed_forwards\[\d+\]\.max_length_[qk]$"
 
 
 @contextmanager
-def compiles_checkpointed_layers(args: "transformers.TrainingArguments") -> Iterator[None]:
-    """Make torch compile layers under gradient checkpointing that read the boundaries of packs, within this context.
+def compiles_layers_of_packs(is_used: bool) -> Iterator[None]:
+    """Make torch compile layers that read the boundaries of packs, within this context.
 
-    It changes two settings of torch.
+    It changes settings of torch, if `is_used`.
 
-    Such layers store on the running pack what they have derived from it. This is a side effect, and torch silently
-    compiles no checkpointed layer with side effects. The first setting declares that the effects need not happen again
-    when a layer is recomputed. Can be removed when this is torch's default.
+    Checkpointed layers store on the running pack what they have derived from it. This is a side effect, and torch
+    silently compiles no checkpointed layer with side effects. The first setting declares that the effects need not
+    happen again when a layer is recomputed. Can be removed when this is torch's default.
     https://github.com/pytorch/pytorch/pull/165775
 
-    With shared prefixes such layers also read the length of the longest document from the running pack. torch takes a
+    With shared prefixes layers also read the length of the longest document from the running pack. torch takes a
     number that it reads from a global variable for a constant, and would compile again for each pack, until it gives
     up. The second setting, `dynamic_sources`, lists numbers that are not constants. The user's list stays in it.
     https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
+
+    torch splits graphs where DDP exchanges gradients, and refuses graphs that have checkpoints. The graph of a layer is
+    small enough, and DDP exchanges gradients between layers. So `optimize_ddp` is off.
+
+    Layers are compiled through a method of `Module`, and torch counts graphs by the code that they are of. So all kinds
+    of layers share one limit, in training and in evaluation, and `recompile_limit` is raised.
     """
-    if not args.torch_compile:
+    if not is_used:
         yield
         return
     sources = ",".join(filter(None, (torch.compiler.config.dynamic_sources, LONGEST_DOCUMENT)))
     flag = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     skips = torch._dynamo.config.patch({flag: True}) if hasattr(torch._dynamo.config, flag) else nullcontext()
     changes = torch.compiler.config.patch(dynamic_sources=sources)  # type: ignore[attr-defined]
-    with changes, skips:
+    limits = torch._dynamo.config.patch(optimize_ddp=False, recompile_limit=MOST_GRAPHS)
+    with changes, skips, limits:
         yield
+
+
+def count_compiled_graphs() -> int:
+    """Return how many graphs torch has compiled in this process."""
+    from torch._dynamo.utils import counters  # imports sympy
+
+    return counters["stats"]["unique_graphs"]
+
+
+def undo_compilation(module: nn.Module) -> None:
+    """Undo `module.compile()`, for which torch has no public method. Can be removed when it has one.
+
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.compile
+    """
+    module._compiled_call_impl = None
 
 
 class ProcessWideChange:

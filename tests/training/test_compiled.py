@@ -7,12 +7,13 @@ compile-oldest` runs this file on it.
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from support.models import build_tiny_model
-from support.runs import trainer
+from support.runs import trainer, weights
 from support.strict_varlen import StrictVarlen
 from support.versions import compiles_inputs
 from torch import nn
@@ -21,23 +22,24 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
 
-from trl_packfix.attention import choice, varlen
+from trl_packfix.attention import choice, flash, varlen
 from trl_packfix.attention.forwards import CarryingCheckpoint
 from trl_packfix.attention.packed_forward import CU_SEQ_LENS, PackedForward, packed_forward_entered
 from trl_packfix.attention.varlen import varlen_attention
+from trl_packfix.compat import compiles_layers_of_packs
+from trl_packfix.data.collator import PackedDataCollator
+from trl_packfix.training import compiled_layers
+from trl_packfix.training.compiled_layers import compile_layers, decoder_layers
 
 pytestmark = pytest.mark.slow
 
-STEPS = 5
-LEARNT = 3  # steps: torch compiles in the first one, sees in the second which sizes change, and needs no third
-SETTINGS = {"packing_strategy": "minibatch", "max_steps": STEPS, "learning_rate": 1e-2, "bf16": True}
-SETTINGS |= {"gradient_checkpointing": True, "shuffle_dataset": False}
+STEPS = 10
+SETTINGS = {"packing_strategy": "minibatch", "max_steps": STEPS, "learning_rate": 1e-2, "gradient_checkpointing": True}
+SETTINGS |= {"shuffle_dataset": False}
 # Texts that begin alike. In each pack of two the longest has another length
 DOCUMENTS = Dataset.from_dict({"text": ["abcdefghij" * 3 + "kl"[i % 2] * (1 + i) for i in range(2 * STEPS)]})
-CASES = {
-    "LoRA": {"adapters": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")},
-    "prefixes": {"share_prefixes": "pack"},
-}
+LORA = {"adapters": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")}
+CASES = {"LoRA": LORA, "without checkpoints": {"gradient_checkpointing": False}, "prefixes": {"share_prefixes": "pack"}}
 
 
 def linear_calls(graph: GraphModule) -> int:
@@ -50,21 +52,21 @@ class CompiledCalls(TrainerCallback):
     """The calls of linear layers that ran compiled, and the graphs that have any, in each step.
 
     Attributes:
-        compile: `torch.compile` with a backend that runs graphs as they are and counts.
+        backend: a backend of `torch.compile` that runs graphs as they are and counts.
         calls: one number for each step.
         graphs: how many graphs with linear layers there were at the end of each step.
+        num_graphs: how many there are now.
     """
 
     def __init__(self):
-        self.compile = partial(torch.compile, backend=self._counted)
         self.calls = []
         self.graphs = []
+        self.num_graphs = 0
         self._ran = 0
-        self._num_graphs = 0
 
-    def _counted(self, graph, example_inputs):
+    def backend(self, graph, example_inputs, **options):
         calls = linear_calls(graph)
-        self._num_graphs += calls > 0
+        self.num_graphs += calls > 0
 
         @torch.compiler.disable
         def run(*args):
@@ -78,29 +80,34 @@ class CompiledCalls(TrainerCallback):
 
     def on_step_end(self, *args, **kwargs):
         self.calls.append(self._ran)
-        self.graphs.append(self._num_graphs)
+        self.graphs.append(self.num_graphs)
 
 
 @pytest.fixture
 def flash_on_cpu(monkeypatch):
-    """Take our path of CUDA with a stand-in for its kernels; under a dispatch mode torch would compile nothing."""
+    """Take our path of CUDA with a stand-in for its kernels; under a dispatch mode torch would compile nothing.
+
+    The stand-in also computes in fp64, so that a mistake is told from rounding.
+    """
     kernels = StrictVarlen()
     monkeypatch.setattr(choice, "cuda_varlen_problem", lambda: None)
     monkeypatch.setattr(varlen, "FLASH_DEVICES", {"cpu"})
+    monkeypatch.setattr(flash, "CUDA_DTYPES", (*flash.CUDA_DTYPES, torch.float64))
     with torch.library._scoped_library("aten", "IMPL") as operators:
         operators.impl("_flash_attention_forward", lambda *args, **options: kernels._forward(*args, **options), "CPU")
         operators.impl("_flash_attention_backward", lambda *args, **options: kernels._backward(*args, **options), "CPU")
         yield kernels
 
 
-def train(folder, monkeypatch, adapters=None, **settings):
-    """Return a run that has ended, and its `CompiledCalls`."""
+def train(folder, adapters=None, compiles=True, **settings):
+    """Return a run in fp64 that has ended, and its `CompiledCalls`."""
     torch.compiler.reset()
     counted = CompiledCalls()
-    monkeypatch.setattr(torch, "compile", lambda model, **options: counted.compile(model))
-    model = build_tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=1)  # tracing takes seconds
+    model = build_tiny_model("llama", dtype=torch.float64, num_hidden_layers=1)  # tracing takes seconds
     more = {"callbacks": [counted], "peft_config": adapters}
-    run = trainer(folder, DOCUMENTS, model, more, torch_compile=True, **SETTINGS | settings)
+    compiled = {"torch_compile": True, "torch_compile_backend": counted.backend} if compiles else {}
+    run = trainer(folder, DOCUMENTS, model, more, **SETTINGS | settings | compiled)
+    run.model.double()  # adapters are made in fp32
     run.train()
     return run, counted
 
@@ -110,23 +117,61 @@ def num_linear_layers(run):
 
     In a step each runs once, and again in backward if its layer is checkpointed.
     """
-    layers = run.accelerator.unwrap_model(run.model, keep_torch_compile=False).get_decoder().layers
-    return sum(isinstance(module, nn.Linear) for module in layers.modules())
+    return sum(isinstance(module, nn.Linear) for module in run.model.get_decoder().layers.modules())
 
 
 @compiles_inputs
 @pytest.mark.parametrize("case", CASES)
-def test_every_linear_layer_runs_compiled(case, flash_on_cpu, tmp_path, monkeypatch):
-    run, counted = train(tmp_path, monkeypatch, **CASES[case])
-    settled = slice(LEARNT, None)
-    assert counted.calls[settled] == [num_linear_layers(run)] * (STEPS - LEARNT)
-    assert counted.graphs[settled] == [counted.graphs[LEARNT - 1]] * (STEPS - LEARNT)
+def test_every_linear_layer_runs_compiled(case, flash_on_cpu, tmp_path):
+    run, counted = train(tmp_path, **CASES[case])
+    assert counted.calls == [0] + [num_linear_layers(run)] * (STEPS - 1)  # layers are compiled after the first step
+    assert counted.graphs == [0] + [1] * (STEPS - 1)
+    assert run.packing_report.compiled == "1 of 1 layers compiled, 1 graph"
+    # And training is the same
+    flash_on_cpu.forwards.clear()
+    eager, counted = train(tmp_path, **CASES[case], compiles=False)
+    assert counted.calls == [0] * STEPS
+    assert eager.packing_report.compiled is None
+    assert torch.allclose(weights(run), weights(eager), rtol=0, atol=1e-12)
     # And it was not easy: each step has another longest document, and keys are shared where the case says so
     longest = [batch["max_length_k"] for batch in run.get_train_dataloader()][:STEPS]
     assert len(set(longest)) == STEPS, longest
     shares = [num_queries < num_keys for num_queries, num_keys, *_ in flash_on_cpu.forwards]
     assert any(shares) is ("share_prefixes" in CASES[case])
     assert not getattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", False)
+
+
+@compiles_inputs
+def test_no_pack_is_compiled_anew_after_the_second(flash_on_cpu, tmp_path):
+    run, counted = train(tmp_path, max_steps=1)
+    rng = np.random.default_rng(0)
+    layers = decoder_layers(run.model)
+    run.packed_model.attach_packed_attention()
+    graphs = []
+    with compiles_layers_of_packs(True):
+        compile_layers(layers, run.args)
+        for _ in range(200):
+            documents = [{"input_ids": rng.integers(3, 250, n)} for n in rng.integers(2, 30, rng.integers(1, 5))]
+            batch = PackedDataCollator()(documents)
+            run.model(**batch)
+            graphs.append(counted.num_graphs)
+    assert graphs[1:] == [graphs[1]] * 199
+    assert graphs[1] <= 2
+
+
+def test_layers_stay_as_they_are_under_zero3(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled_layers, "is_deepspeed_zero3_enabled", lambda: True)
+    run, counted = train(tmp_path, max_steps=3, enforce_flash_attention=False)
+    assert "ZeRO-3" in run.packing_report.compiled
+    assert counted.num_graphs == 0
+
+
+def test_it_is_said_if_nothing_is_compiled(tmp_path, capsys):
+    """Attention of a CPU is a loop over documents, which torch does not compile inside a checkpoint."""
+    run, counted = train(tmp_path, max_steps=3)
+    assert counted.calls == [0, 0, 0]
+    assert run.packing_report.compiled == "0 of 1 layers compiled, 0 graphs"
+    assert "torch_compile: 0 of 1 layers compiled, 0 graphs" in capsys.readouterr().out
 
 
 @torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)

@@ -146,6 +146,8 @@ def _model_lines(report: PackingNumbers) -> Lines:
     if report.newer_libraries:
         yield "not tested with", f"{', '.join(report.newer_libraries)}: the probe runs, the sweep has not"
     yield "attention", report.attention
+    if report.compiled is not None:
+        yield "torch_compile", report.compiled
     if report.isolation is not None:
         isolation = report.isolation
         if isolation.repaired:

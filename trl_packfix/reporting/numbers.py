@@ -74,6 +74,7 @@ class PackingNumbers:
     attention: str = "not chosen yet"
     isolation: "IsolationReport | None" = None
     first_step: str | None = None
+    compiled: str | None = None
     experimental: tuple[str, ...] = ()
     newer_libraries: tuple[str, ...] = ()
     sample: PlanSample | None = field(default=None, repr=False)

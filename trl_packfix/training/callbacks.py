@@ -40,6 +40,7 @@ from ..isolation.user_hooks import describe_hooks, parameters_unchanged
 from ..reporting.page import STATE_FILE
 from ..reporting.report import metrics
 from .choices import RunSettings
+from .compiled_layers import describe_compilation, layers_uncompiled
 from .evaluation import Evaluation
 from .features import experimental_choices, refuse_conflicts
 from .first_step import FirstStep
@@ -139,7 +140,7 @@ class BeforeFirstStep(TrainerCallback):
         if modules == self._modules or trainer.packed_model.is_unpacked:  # padded batches need no proof
             return
         self._modules = modules
-        with trainer.compute_loss_context_manager():
+        with trainer.compute_loss_context_manager(), layers_uncompiled(trainer.args):
             isolation = trainer.packed_model.prove_changed(trainer.model_wrapped)
         isolation.raise_if_leaking(trainer.args.on_leak)
         prove_prefixes(trainer, self._data, trainer.model_wrapped)
@@ -172,6 +173,7 @@ class BeforeFirstStep(TrainerCallback):
         tried = experimental_choices(RunSettings(args=args, model=model))
         first_step = step.text + describe_hooks(model)
         report = replace(report, isolation=isolation, first_step=first_step, attention=text, experimental=tried)
+        report = replace(report, compiled=describe_compilation(model, args))
         trainer.packing_report = report
         if args.packing_report and trainer.is_world_process_zero():
             report.show()

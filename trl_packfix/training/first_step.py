@@ -49,6 +49,7 @@ from ..isolation.isolation_report import PackingLeakError
 from ..isolation.prefix_probe import make_probe
 from ..isolation.ties import FirstOfTies
 from ..layout import IGNORE_INDEX
+from .compiled_layers import layers_uncompiled
 from .groups import check_same_packs
 from .loading import TrainingData
 from .noise import DocumentNoise
@@ -413,7 +414,8 @@ class FirstStep:
 
         # Second, compare its states behind a short document of random tokens with its states alone
         try:
-            with self._undisturbed(), self._trainer.compute_loss_context_manager(), torch.no_grad():
+            uncompiled = layers_uncompiled(self._trainer.args)
+            with self._undisturbed(), self._trainer.compute_loss_context_manager(), torch.no_grad(), uncompiled:
                 pack = [self._probe.tokens(NUM_BEFORE), document]
 
                 def packed_states() -> Tensor:

@@ -49,9 +49,6 @@ def proof_status(args: TrainingArguments, packed_model: PackedModel) -> Iterator
     """Show in this context how many forwards the proof and the search for a repair of a model have run."""
     model = base_model(packed_model.model)
     with status_shown(args, f"Proving isolation on {type(model).__name__}") as show:
-        if args.torch_compile:  # torch would compile the model with the hook, and again after its removal
-            yield
-            return
         count = 0
 
         def count_forward(*_: object) -> None:

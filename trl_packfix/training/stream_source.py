@@ -207,7 +207,16 @@ class StreamCallback(TrainerCallback):
         if num_alike < stream.packing.world_size:  # these ranks have counted the rows of their own shards only
             counts = sum(gather_object([counts])[:: num_alike * self._data.ranks.copies], StreamCounts())
         report = make_stream_report(stream, trainer.args.max_steps, counts, micro_steps=state["micro_steps"])
-        before_training = ("model", "attention", "isolation", "first_step", "trained", "data", "experimental")
+        before_training = (
+            "model",
+            "attention",
+            "isolation",
+            "first_step",
+            "trained",
+            "data",
+            "experimental",
+            "compiled",
+        )
         report = trainer.packing_report = replace(report, **{name: getattr(before, name) for name in before_training})
         if trainer.args.packing_report and trainer.is_world_process_zero():
             report.save(str(trainer.args.output_dir))

@@ -51,7 +51,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ..attention.models import base_model
 from ..compat import (
-    compiles_checkpointed_layers,
+    compiles_layers_of_packs,
     forget_evaluation,
     load_renamed_weights,
     name_wrapped_layers,
@@ -70,6 +70,7 @@ from ..samples.named_images import with_named_images
 from ..samples.turns import TurnRule
 from . import checks
 from .callbacks import BeforeFirstStep, BeforeTraining, CheckAdapterGradients
+from .compiled_layers import CompileLayers
 from .config import SFTConfig, adopt_args, settings_hidden_from_trl
 from .evaluation import Evaluation
 from .first_step import FirstStep
@@ -192,8 +193,11 @@ class SFTTrainer(trl.SFTTrainer):
 
         # 3. TRL loads the model, adds adapters and prepares the datasets. It would refuse packs with images, and
         # `assistant_only_loss` with most chat templates; this package does both itself.
-        shown = {"packing": args.packing and not data.packs_images, "assistant_only_loss": False}
+        shown: dict[str, Any] = {"packing": args.packing and not data.packs_images, "assistant_only_loss": False}
         # `saves_varlen_attention` names the attention of packs to TRL's selective checkpointing, so that it runs once.
+        if args.packing:
+            # accelerate compiles no whole model; `CompileLayers` compiles layers
+            shown |= {"torch_compile_backend": None, "torch_compile_mode": None}
         with settings_hidden_from_trl(args, **shown), saves_varlen_attention:
             super().__init__(**arguments)
 
@@ -217,6 +221,8 @@ class SFTTrainer(trl.SFTTrainer):
             training_step = partial(SFTTrainer.training_step, self)
             self.first_step = FirstStep(self, data, self.training_objective, training_step=training_step)
             self.add_callback(BeforeFirstStep(self, data, self.first_step))
+            self._compile_layers = CompileLayers(self)
+            self.add_callback(self._compile_layers)
 
     # Datasets. TRL calls these in its constructor, and for a dataset that is given to `evaluate`.
 
@@ -316,14 +322,15 @@ class SFTTrainer(trl.SFTTrainer):
         checkpoint = self.restart.choose(resume_from_checkpoint)
         say_deepspeed_offloads(self.accelerator)
         try:
-            # torch compiles no checkpointed layer that notes something on the running pack, unless a setting of torch
-            # allows it. Dummies are batches without a trained token, which a loss or step of the user must not get.
-            with compiles_checkpointed_layers(self.args), self.user_code.without_dummies():
+            # Dummies are batches without a trained token, which a loss or step of the user must not get.
+            compiles = self.args.packing and self.args.torch_compile
+            with compiles_layers_of_packs(compiles), self.user_code.without_dummies():
                 return super().train(checkpoint, trial, ignore_keys_for_eval)
         finally:
             # Not in a callback, because transformers calls none for a run that fails
             if self.args.packing:
                 self.packed_model.restore_own_attention()
+                self._compile_layers.undo()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of packs, or TRL's loader without packing. Plans the packs of the first epoch."""
