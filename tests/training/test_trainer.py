@@ -86,6 +86,7 @@ OVERRIDDEN = {
     # gradients that ranks sum after each backward; not all versions of transformers have the second
     "training_step": "self args kwargs",
     "_defer_fsdp_gradient_reduction": None,
+    "floating_point_ops": "self inputs",  # the parameters are counted once per run
     "get_batch_samples": "self epoch_iterator num_batches device",  # how long a step waits for its data
     "_get_num_items_in_batch": "self batch_samples device",
     "_track_num_input_tokens": "self inputs",

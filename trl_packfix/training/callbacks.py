@@ -33,7 +33,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..attention.choice import head_dim
 from ..attention.models import base_model, head_counts, text_config
 from ..attention.runs import COPIED_BYTES
-from ..compat import callbacks_left_out
+from ..compat import callbacks_left_out, walk_modules
 from ..data.model_memory import ROWS_PER_DOCUMENT
 from ..isolation.isolation_report import IsolationReport
 from ..isolation.user_hooks import describe_hooks, parameters_unchanged
@@ -151,7 +151,7 @@ class BeforeFirstStep(TrainerCallback):
         )
 
     def _identities(self) -> list[int]:
-        return [id(module) for module in base_model(self._trainer.model).modules()]
+        return [id(module) for module in walk_modules(base_model(self._trainer.model))]
 
     def on_train_begin(self, *call: object, **kwargs: object) -> None:
         trainer = self._trainer

@@ -57,6 +57,7 @@ from ..compat import (
     name_wrapped_layers,
     saves_varlen_attention,
     summed_once,
+    train_mode_kept,
     whole_model_saved,
 )
 from ..data.dataset_checks import check_tokenised
@@ -187,6 +188,7 @@ class SFTTrainer(trl.SFTTrainer):
         self.evaluation = Evaluation(self, data, self.training_objective, own=SFTTrainer)
         self.restart = Restart(self, data)
         self._has_own_collator = data_collator is not None
+        self._flops_per_token: int | None = None  # by transformers' rule; None: not counted in this training
         # TRL prepares the training set first. Its name does not tell: an evaluation set may be named "train", too.
         self._prepares_training_set = True
         self._assistant_only = args.assistant_only_loss
@@ -350,6 +352,7 @@ class SFTTrainer(trl.SFTTrainer):
         if forget_evaluation(self.accelerator, self.model):
             self.model_wrapped = self.model
         self.training_objective.start()
+        self._flops_per_token = None
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self.restart.resume_loader(resume_from_checkpoint, max_steps)
         return model, loader
@@ -380,14 +383,23 @@ class SFTTrainer(trl.SFTTrainer):
         self.training_objective.pop_row_values(inputs)
         return super()._prepare_inputs(inputs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of a micro-batch as transformers does; return its loss.
 
         Under tensor parallelism transformers sums the gradients of some parameters over ranks after each backward, with
         what earlier micro-batches have added. `summed_once` lets each gradient be summed once.
         """
-        with summed_once(self.training_objective.summed_by_ranks):
-            return super().training_step(*args, **kwargs)
+        with summed_once(self.training_objective.summed_by_ranks), train_mode_kept(model):
+            return super().training_step(model, *args, **kwargs)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return the FLOPs of a micro-batch as transformers computes them, but count the parameters once per run."""
+        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if tokens is None:
+            return super().floating_point_ops(inputs)
+        if self._flops_per_token is None:
+            self._flops_per_token = super().floating_point_ops(inputs) // tokens.numel()
+        return self._flops_per_token * tokens.numel()
 
     @contextmanager
     def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:

@@ -1,0 +1,60 @@
+"""What the host does in every micro-batch beside the model: nothing counts parameters or sets modes of all modules."""
+
+import trl
+from support.runs import texts, trainer
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback
+
+
+class Counted(TrainerCallback):
+    """Calls of `train` and `num_parameters` of the model, up to the end of each step."""
+
+    def __init__(self, monkeypatch):
+        self.calls = {"train": 0, "num_parameters": 0}
+        self.of_steps = []
+        for cls, name in ((nn.Module, "train"), (PreTrainedModel, "num_parameters")):
+            monkeypatch.setattr(cls, name, self._counted(getattr(cls, name), name))
+
+    def _counted(self, method, name):
+        def counted(module, *args, **kwargs):
+            self.calls[name] += isinstance(module, PreTrainedModel)
+            return method(module, *args, **kwargs)
+
+        return counted
+
+    def on_step_end(self, *args, **kwargs):
+        self.of_steps.append(dict(self.calls))
+
+
+def test_no_micro_batch_walks_the_modules(tmp_path, monkeypatch):
+    counted = Counted(monkeypatch)
+    settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "report_to": []}
+    run = trainer(tmp_path, texts(), trainer_kwargs={"callbacks": [counted]}, **settings)
+    run.train()
+    first, *later = counted.of_steps
+    assert first["num_parameters"] == 1
+    assert later == [first, first]
+    # And the number of FLOPs is that of transformers
+    for batch in run.get_train_dataloader():
+        assert run.floating_point_ops(batch) == trl.SFTTrainer.floating_point_ops(run, batch) > 0
+
+
+class Switch(TrainerCallback):
+    """Sets a module to evaluation mode between steps, and notes the modes behind each forward."""
+
+    def __init__(self):
+        self.modes = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        model.model.layers[1].mlp.eval()
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.modes.append({module.training for module in model.modules()})
+
+
+def test_a_module_in_evaluation_mode_is_set_to_training_again(tmp_path):
+    switch = Switch()
+    run = trainer(tmp_path, texts(), trainer_kwargs={"callbacks": [switch]}, max_steps=3)
+    run.train()
+    assert switch.modes == [{True}, {True}, {True}]
+    assert "train" not in vars(run.model)
