@@ -260,6 +260,8 @@ def test_memory_without_data(workplace, monkeypatch, capsys, printed):
     assert len(rows) == 2 * 6 * 2
     assert {gpus for gpus, *_ in rows} == {1, 8}
     assert 1 < rows[1, "full, DDP", False]["largest"] < rows[1, "full, DDP", True]["largest"] <= 4096
+    assert main(["plan", *map(str, words), "--gradient_checkpointing", "false"]) == 0
+    assert "fits without" not in capsys.readouterr().out
     given = "--use_peft --lora_r 2 --lora_dropout 0.1 --lora_target_modules q_proj v_proj".split()
     of_run = memory_of(printed, *words, *given)
     assert of_run[1, "LoRA, DDP", True]["lora"] == "rank 2, dropout 0.1, target_modules q_proj, v_proj"
@@ -272,6 +274,8 @@ def test_memory_without_data(workplace, monkeypatch, capsys, printed):
     shown = " ".join(shown.split())
     assert "fits with 64 tokens in a micro-batch: LoRA on 1 GPU without checkpointing; full on 1 GPU without" in shown
     assert "peak with 64 tokens in a micro-batch, on 8 GPU(s)" in shown
+    assert shown.count("fits without gradient checkpointing (0 of 1 GiB): about 1.4 times faster") == 4
+    assert "LoRA, DDP on 1 GPU fits without" in shown
     assert shown.count("LoRA, ZeRO-2") == 8
     assert "Modelled: gathered" in shown
     assert "one H200 took" in shown

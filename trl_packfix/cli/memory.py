@@ -21,10 +21,12 @@ from ..data.model_memory import (
     GIB,
     LORA,
     METHODS,
+    RESERVED,
     ModelSizes,
     PeakMemory,
     TrainingMethod,
     count_model,
+    describe_unneeded_checkpointing,
     largest_tokens,
     predict_peak,
 )
@@ -34,7 +36,7 @@ from .configs import RunConfigs
 from .tokens import load_model_config
 
 MAX_TOKENS = 2**24  # the most tokens of a micro-batch that are tried
-RESERVED_GIB = 1.0  # estimated GiB that the CUDA context takes, and that the allocator cannot use
+RESERVED_GIB = RESERVED / GIB
 PEAK_PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "head", "layer", "attention", "peak")
 GPU_COUNTS = tuple(2**power for power in range(11))  # numbers of GPUs among which the fewest that fit are searched
 # The columns that every printed table begins with, and all columns, as functions of a row of `PredictedMemory`
@@ -174,7 +176,11 @@ def predict_memory(
     full_peaks = {method: peak for method, peak in peaks.items() if not method.lora}
     lora_gpus = _describe_fewest_gpus(lora_peaks, tokens, memory)
     full_gpus = _describe_fewest_gpus(full_peaks, tokens, memory)
-    verdict = f"fits with {tokens:,} tokens in a micro-batch: LoRA {lora_gpus}; full {full_gpus}"
+    verdict = [f"fits with {tokens:,} tokens in a micro-batch: LoRA {lora_gpus}; full {full_gpus}"]
+    if config.gradient_checkpointing:
+        kinds = [lora_peaks] if model.use_peft else [lora_peaks, full_peaks]
+        for gpus, kind in product(args.world_size, kinds):
+            verdict += _describe_first_without_checkpointing(kind, tokens, gpus=gpus, memory=args.memory * GIB)
     has_modelled = any(row["modelled_activations"] for row in rows)
     notes = NOTES.format(
         memory=args.memory,
@@ -187,7 +193,7 @@ def predict_memory(
     if args.offload:
         host = max(row["host"] for row in rows)
         notes += f"\n--offload: with checkpointing up to {host:.1f} GiB of each GPU's activations lie on the host."
-    return PredictedMemory(rows, "\n".join([verdict, *failures]), notes)
+    return PredictedMemory(rows, "\n".join([*verdict, *failures]), notes)
 
 
 def _count_methods(config: PreTrainedConfig, lora: Any) -> tuple[dict[TrainingMethod, ModelSizes], list[str]]:
@@ -217,6 +223,25 @@ def _count_methods(config: PreTrainedConfig, lora: Any) -> tuple[dict[TrainingMe
     if not sizes:
         raise errors[0]
     return sizes, failures
+
+
+def _describe_first_without_checkpointing(
+    peaks: Mapping[TrainingMethod, Callable[..., PeakMemory]], tokens: int, *, gpus: int, memory: float
+) -> list[str]:
+    """Return a text that names the first method that fits on some GPUs without checkpointing; [] if none does.
+
+    Args:
+        peaks: by method, in the order of preference, the function that predicts its peak.
+        tokens: of a micro-batch.
+        gpus: their number.
+        memory: of one GPU, in bytes.
+    """
+    for method, peak in peaks.items():
+        total = peak(tokens=tokens, gpus=gpus, checkpointing=False).total
+        start = f"{method.name} on {gpus:,} {'GPUs' if gpus > 1 else 'GPU'} "
+        if text := describe_unneeded_checkpointing(total, memory, start=start):
+            return [text]
+    return []
 
 
 def _describe_fewest_gpus(peaks: Mapping[TrainingMethod, Callable[..., PeakMemory]], tokens: int, memory: float) -> str:

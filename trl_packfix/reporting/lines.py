@@ -148,6 +148,8 @@ def _model_lines(report: PackingNumbers) -> Lines:
     yield "attention", report.attention
     if report.compiled is not None:
         yield "torch_compile", report.compiled
+    if report.memory is not None:
+        yield "memory", report.memory
     if report.isolation is not None:
         isolation = report.isolation
         if isolation.repaired:

@@ -75,6 +75,7 @@ class PackingNumbers:
     isolation: "IsolationReport | None" = None
     first_step: str | None = None
     compiled: str | None = None
+    memory: str | None = None
     experimental: tuple[str, ...] = ()
     newer_libraries: tuple[str, ...] = ()
     sample: PlanSample | None = field(default=None, repr=False)

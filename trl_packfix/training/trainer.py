@@ -77,6 +77,7 @@ from .evaluation import Evaluation
 from .first_step import FirstStep
 from .foreign_keys import with_hints
 from .loading import TrainingData, unpacked_rows
+from .memory import MeasureMemory
 from .objective import Objective, check_one_document_per_row
 from .progress import say_deepspeed_offloads
 from .restart import Restart
@@ -225,6 +226,7 @@ class SFTTrainer(trl.SFTTrainer):
             self.add_callback(BeforeFirstStep(self, data, self.first_step))
             self._compile_layers = CompileLayers(self)
             self.add_callback(self._compile_layers)
+            self.add_callback(MeasureMemory(self, data))
 
     # Datasets. TRL calls these in its constructor, and for a dataset that is given to `evaluate`.
 

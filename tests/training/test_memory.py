@@ -1,0 +1,55 @@
+"""What a run says of the memory of a GPU. The GPU's counts are stand-ins; what checkpointing saves is predicted."""
+
+from peft import LoraConfig
+from support.models import build_tiny_model
+from support.runs import texts, trainer
+
+from trl_packfix.data.model_memory import GIB, TrainingMethod, count_model, predict_peak
+from trl_packfix.training import memory
+from trl_packfix.training.memory import MeasuredMemory
+
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def line_of_run(folder, monkeypatch, measured, **settings):
+    """Return the line of the report of a run whose GPU has the counts `measured`, and the run."""
+    monkeypatch.setattr(memory, "read_memory", lambda device: measured)
+    settings = {"gradient_checkpointing": True, "max_steps": 2} | settings
+    run = trainer(folder, texts(), trainer_kwargs={"peft_config": LORA}, **settings)
+    run.train()
+    return run.packing_report.memory, run
+
+
+def test_the_first_steps_say_that_checkpointing_is_not_needed(tmp_path, monkeypatch, capsys):
+    measured = MeasuredMemory(30 * GIB, 31 * GIB, 80 * GIB)
+    line, _ = line_of_run(tmp_path, monkeypatch, measured, packing_report=True)
+    assert line == (
+        "peak of the first 2 steps 30.0 GiB in tensors, 31.0 reserved, of 80; fits without gradient checkpointing "
+        "(30 of 80 GiB): about 1.4 times faster"
+    )
+    assert f"memory: {line}" in capsys.readouterr().out
+    assert "30.0 GiB in tensors" in (tmp_path / "packing_report.json").read_text()
+
+
+def test_nothing_is_said_if_it_does_not_fit(tmp_path, monkeypatch):
+    """What checkpointing saves of a full micro-batch is added to what the GPU took."""
+    method = TrainingMethod(lora=True, engine="DDP")
+    sizes = count_model(build_tiny_model().config, method, LORA)
+    peaks = [predict_peak(sizes, method, tokens=128, gpus=1, checkpointing=each).total for each in (False, True)]
+    saved = peaks[0] - peaks[1]
+    assert saved > 0
+    measured = MeasuredMemory(int(79 * GIB - saved / 2), 79 * GIB, 80 * GIB)
+    line, _ = line_of_run(tmp_path, monkeypatch, measured)
+    assert line == "peak of the first 2 steps 79.0 GiB in tensors, 79.0 reserved, of 80"
+
+
+def test_nothing_is_said_without_checkpointing(tmp_path, monkeypatch):
+    measured = MeasuredMemory(30 * GIB, 31 * GIB, 80 * GIB)
+    line, _ = line_of_run(tmp_path, monkeypatch, measured, gradient_checkpointing=False)
+    assert line == "peak of the first 2 steps 30.0 GiB in tensors, 31.0 reserved, of 80"
+
+
+def test_a_cpu_has_no_such_line(tmp_path):
+    run = trainer(tmp_path, texts(), max_steps=2)
+    run.train()
+    assert run.packing_report.memory is None

@@ -1,0 +1,107 @@
+"""Measure the memory of the first optimizer steps on a GPU, and say whether gradient checkpointing is needed.
+
+TRL checkpoints by default, which computes the forward of every layer twice. `trl-packfix plan --memory` predicts
+before a run whether it is needed (`data/model_memory.py`). In the run the prediction is compared with what the GPU
+took: what checkpointing saves is predicted, and everything else is measured.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import DistributedType
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+from ..attention.models import base_model
+from ..data.model_memory import GIB, TrainingMethod, count_model, describe_unneeded_checkpointing, predict_peak
+from ..isolation.probed_model import gather_values
+from .loading import TrainingData
+from .trainer_view import TrainerView
+
+MEASURED_STEPS = 2  # from the second step on, the states of the optimizer are in memory during forward and backward
+
+
+class MeasuredMemory(NamedTuple):
+    """Bytes of a GPU: the most that tensors took, the most that the allocator held for them, and all that there are."""
+
+    allocated: int
+    reserved: int
+    total: int
+
+
+def read_memory(device: torch.device) -> MeasuredMemory | None:
+    """Return the memory that this process has taken of its GPU so far; None on another device."""
+    if device.type != "cuda":
+        return None
+    return MeasuredMemory(
+        torch.cuda.max_memory_allocated(device),
+        torch.cuda.max_memory_reserved(device),
+        torch.cuda.get_device_properties(device).total_memory,
+    )
+
+
+class MeasureMemory(TrainerCallback):
+    """Completes the report with the memory of the first steps."""
+
+    def __init__(self, trainer: TrainerView, data: TrainingData):
+        self._trainer = trainer
+        self._data = data
+        self._last_step = 0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *call: object, **kwargs: object) -> None:
+        """Note after which step memory is read."""
+        self._last_step = state.global_step + MEASURED_STEPS
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *call: object, **kwargs: object) -> None:
+        """Read the memory of all ranks after the last measured step, and print its line of the report."""
+        trainer = self._trainer
+        if state.global_step != self._last_step:
+            return
+        measured = [memory for memory in gather_values(read_memory(trainer.accelerator.device)) if memory is not None]
+        if not measured or not trainer.is_world_process_zero():
+            return
+        fullest = max(measured, key=lambda memory: memory.allocated)
+        text = (
+            f"peak of the first {MEASURED_STEPS} steps {fullest.allocated / GIB:.1f} GiB in tensors, "
+            f"{fullest.reserved / GIB:.1f} reserved, of {fullest.total / GIB:.0f}"
+        )
+        saved = self._predict_saving() if trainer.args.gradient_checkpointing else None
+        if saved is not None:
+            text += describe_unneeded_checkpointing(fullest.allocated + saved, fullest.total, start="; ")
+        print(f"memory: {text}")
+        assert trainer.packing_report is not None  # made with the training loader
+        trainer.packing_report = replace(trainer.packing_report, memory=text)
+        if trainer.args.packing_report:
+            trainer.packing_report.save(str(trainer.args.output_dir))
+
+    def _predict_saving(self) -> float | None:
+        """Return the bytes that checkpointing saves on a GPU, for a full micro-batch; None if that is not predicted."""
+        trainer = self._trainer
+        model: Any = base_model(trainer.model)
+        engine = _engine_of(trainer)
+        is_text = not self._data.packs_images and not getattr(model, "is_quantized", False)
+        packing = self._data.packing
+        if engine is None or not is_text or packing is None:
+            return None
+        adapters = [*getattr(trainer.model, "peft_config", {}).values()]
+        method = TrainingMethod(lora=bool(adapters), engine=engine)
+        # Adapters and dropout of the counted model draw random numbers, and the run must not depend on that
+        with torch.random.fork_rng(devices=[]):
+            try:
+                sizes = count_model(model.config, method, *adapters[:1])
+            except ValueError:  # the forward of the model cannot run on fake tensors
+                return None
+        run = {"tokens": packing.parallel.tokens_per_rank, "gpus": trainer.args.world_size}
+        without, with_checkpointing = (
+            predict_peak(sizes, method, **run, checkpointing=checkpointing).total for checkpointing in (False, True)
+        )
+        return without - with_checkpointing
+
+
+def _engine_of(trainer: TrainerView) -> Any:
+    """Return the engine of a run as the prediction names it; None if it is not predicted."""
+    kind = trainer.accelerator.distributed_type
+    if kind == DistributedType.DEEPSPEED:
+        stage = trainer.accelerator.deepspeed_plugin.zero_stage
+        return f"ZeRO-{stage}" if stage in (2, 3) else None
+    return "DDP" if kind in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU) else None
